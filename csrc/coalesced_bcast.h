@@ -1,0 +1,28 @@
+// The coalesced two-level broadcast: checks, bucket plan, and per bucket pack -> leaders -> node -> unpack on one stream.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace epload {
+
+// Collective over the ranks of both groups; every rank passes tensors of the same count, dtypes and sizes, in one order.
+// `src` is a global rank. `inter_group` holds one leader a node, `src` among them, and is empty on a rank that leads no node;
+// `intra_group` holds this node's ranks and is empty where a node has one. `leader` is the global rank of this node's leader;
+// -1 derives it: `src` on its own node, elsewhere the node's lowest rank. With algorithm "flat", `inter_group` is the one
+// group of all ranks. Throws ValueError before anything has moved.
+void coalesced_bcast(
+    at::TensorList tensors,
+    int64_t src,
+    const std::string& inter_group,
+    const std::string& intra_group,
+    int64_t bucket_bytes,
+    const std::string& algorithm,
+    std::optional<c10::Stream> stream,
+    int64_t leader);
+
+} // namespace epload

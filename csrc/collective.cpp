@@ -1,0 +1,78 @@
+#include "collective.h"
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <algorithm>
+#include <numeric>
+
+namespace epload {
+
+Group::Group(const std::string& name, c10::DeviceType device) {
+  if (name.empty()) {
+    return;
+  }
+  try {
+    group_ = c10d::resolve_process_group(name);
+  } catch (const c10::Error& e) {
+    TORCH_CHECK_VALUE(
+        false,
+        "coalesced_bcast: expected the name of a process group of this rank, got '",
+        name,
+        "' (",
+        e.what_without_backtrace(),
+        ")");
+  }
+  c10::intrusive_ptr<c10d::Backend> backend;
+  try {
+    backend = group_->getBackend(device);
+  } catch (const std::exception& e) {
+    TORCH_CHECK_VALUE(
+        false,
+        "coalesced_bcast: group '",
+        name,
+        "' has no backend for ",
+        c10::DeviceTypeName(device, /*lower_case=*/true),
+        " tensors; make it with one, e.g. init_process_group('cpu:gloo,cuda:nccl')");
+  }
+  try {
+    for (const auto rank : backend->getBackendOptions()->global_ranks_in_group) {
+      ranks_.push_back(static_cast<int64_t>(rank));
+    }
+  } catch (const c10::Error&) {
+    TORCH_CHECK_VALUE(
+        false,
+        "coalesced_bcast: the backend of group '",
+        name,
+        "' does not say which global ranks it holds (Backend::getBackendOptions)");
+  }
+  if (ranks_.empty()) {
+    ranks_.resize(group_->getSize());
+    std::iota(ranks_.begin(), ranks_.end(), 0);
+  }
+}
+
+bool Group::contains(int64_t global_rank) const {
+  return std::find(ranks_.begin(), ranks_.end(), global_rank) != ranks_.end();
+}
+
+int64_t Group::self() const {
+  return ranks_.at(group_->getRank());
+}
+
+void Group::broadcast(const at::Tensor& flat, int64_t global_root) const {
+  if (!present()) {
+    return;
+  }
+  const auto root = std::find(ranks_.begin(), ranks_.end(), global_root);
+  TORCH_INTERNAL_ASSERT(root != ranks_.end());
+  c10d::BroadcastOptions options;
+  options.rootRank = root - ranks_.begin();
+  options.asyncOp = false;
+  std::vector<at::Tensor> tensors{flat};
+  // NCCL's synchronous mode returns no work: the step is already ordered on the current stream.
+  if (const auto work = group_->broadcast(tensors, options)) {
+    work->wait();
+  }
+}
+
+} // namespace epload

@@ -1,0 +1,190 @@
+// The region copy on CPU: memcpy of contiguous runs, spread over threads by bytes.
+#include "../region_copy.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+namespace epload {
+namespace {
+
+constexpr int64_t kTaskBytes = 1 << 20; // one thread's bite
+constexpr int64_t kBytesPerThread = 8 << 20; // below this a thread costs more than it saves
+
+// A region in bytes with contiguous dims merged: `run` contiguous bytes, repeated over the outer dims.
+struct Strided {
+  char* tensor;
+  char* bucket;
+  int64_t run;
+  Dims size, tensor_stride, bucket_stride; // outermost first; strides in bytes
+};
+
+Strided collapse(char* bucket, const at::Tensor& tensor, const RegionCopy& copy) {
+  const auto item = static_cast<int64_t>(tensor.element_size());
+  Strided s{static_cast<char*>(tensor.data_ptr()), bucket + copy.bucket_offset, item, {}, {}, {}};
+  for (int64_t d = tensor.dim() - 1; d >= 0; --d) {
+    const int64_t ours = tensor.stride(d) * item;
+    const int64_t theirs = copy.bucket_stride[d] * item;
+    s.tensor += copy.start[d] * ours;
+    if (copy.size[d] == 0) {
+      s.run = 0;
+    }
+    if (copy.size[d] == 1) {
+      continue;
+    }
+    if (s.size.empty() && ours == s.run && theirs == s.run) {
+      s.run *= copy.size[d];
+    } else if (
+        !s.size.empty() && ours == s.tensor_stride.back() * s.size.back() &&
+        theirs == s.bucket_stride.back() * s.size.back()) {
+      s.size.back() *= copy.size[d];
+    } else {
+      s.size.push_back(copy.size[d]);
+      s.tensor_stride.push_back(ours);
+      s.bucket_stride.push_back(theirs);
+    }
+  }
+  std::reverse(s.size.begin(), s.size.end());
+  std::reverse(s.tensor_stride.begin(), s.tensor_stride.end());
+  std::reverse(s.bucket_stride.begin(), s.bucket_stride.end());
+  return s;
+}
+
+template <int64_t kItem>
+void copy_items(char* to, const char* from, int64_t count, int64_t to_stride, int64_t from_stride) {
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(to + i * to_stride, from + i * from_stride, kItem);
+  }
+}
+
+void copy_strided(const Strided& s, size_t dim, char* tensor, char* bucket, Direction direction) {
+  const bool unpack = direction == Direction::kUnpack;
+  if (dim == s.size.size()) {
+    std::memcpy(unpack ? tensor : bucket, unpack ? bucket : tensor, s.run);
+    return;
+  }
+  if (dim + 1 == s.size.size() && s.run <= 8) {
+    char* const to = unpack ? tensor : bucket;
+    const char* const from = unpack ? bucket : tensor;
+    const int64_t to_stride = unpack ? s.tensor_stride[dim] : s.bucket_stride[dim];
+    const int64_t from_stride = unpack ? s.bucket_stride[dim] : s.tensor_stride[dim];
+    switch (s.run) {
+      case 1: return copy_items<1>(to, from, s.size[dim], to_stride, from_stride);
+      case 2: return copy_items<2>(to, from, s.size[dim], to_stride, from_stride);
+      case 4: return copy_items<4>(to, from, s.size[dim], to_stride, from_stride);
+      case 8: return copy_items<8>(to, from, s.size[dim], to_stride, from_stride);
+      default: break;
+    }
+  }
+  for (int64_t i = 0; i < s.size[dim]; ++i) {
+    copy_strided(s, dim + 1, tensor + i * s.tensor_stride[dim], bucket + i * s.bucket_stride[dim], direction);
+  }
+}
+
+// A piece of a region of about kTaskBytes: rows [begin, end) of its outermost dim, or bytes [begin, end) of its one run.
+struct Task {
+  size_t copy;
+  int64_t begin, end;
+};
+
+void region_copy_cpu(
+    const at::Tensor& bucket,
+    at::TensorList tensors,
+    const std::vector<RegionCopy>& copies,
+    Direction direction) {
+  char* const base = static_cast<char*>(bucket.data_ptr());
+  std::vector<Strided> regions(copies.size());
+  std::vector<Task> tasks;
+  tasks.reserve(copies.size());
+  int64_t total = 0;
+  for (size_t i = 0; i < copies.size(); ++i) {
+    const auto& tensor = tensors[copies[i].tensor];
+    if (tensor.scalar_type() != copies[i].dtype || tensor.is_conj() || tensor.is_neg()) {
+      tasks.push_back({i, -1, -1}); // converted through ATen
+      total += tensor.nbytes();
+      continue;
+    }
+    auto& s = regions[i] = collapse(base, tensor, copies[i]);
+    if (s.run == 0) {
+      continue;
+    }
+    int64_t inner = s.run;
+    for (size_t d = 1; d < s.size.size(); ++d) {
+      inner *= s.size[d];
+    }
+    const int64_t rows = s.size.empty() ? s.run : s.size[0];
+    const int64_t row_bytes = s.size.empty() ? 1 : inner;
+    const int64_t step = std::max<int64_t>(1, kTaskBytes / row_bytes);
+    for (int64_t begin = 0; begin < rows; begin += step) {
+      tasks.push_back({i, begin, std::min(rows, begin + step)});
+    }
+    total += rows * row_bytes;
+  }
+
+  const auto run_task = [&](const Task& task) {
+    if (task.begin < 0) {
+      const auto& copy = copies[task.copy];
+      copy_one_aten(bucket, tensors[copy.tensor], copy, direction);
+      return;
+    }
+    const auto& s = regions[task.copy];
+    if (s.size.empty()) {
+      char* const tensor = s.tensor + task.begin;
+      char* const other = s.bucket + task.begin;
+      const bool unpack = direction == Direction::kUnpack;
+      std::memcpy(unpack ? tensor : other, unpack ? other : tensor, task.end - task.begin);
+      return;
+    }
+    Strided part = s;
+    part.size[0] = task.end - task.begin;
+    copy_strided(part, 0, s.tensor + task.begin * s.tensor_stride[0], s.bucket + task.begin * s.bucket_stride[0], direction);
+  };
+
+  const int64_t threads = std::clamp<int64_t>(total / kBytesPerThread, 1, at::get_num_threads());
+  if (threads == 1) {
+    for (const auto& task : tasks) {
+      run_task(task);
+    }
+    return;
+  }
+  std::atomic<size_t> next{0};
+  std::exception_ptr failure;
+  std::mutex failure_lock;
+  const auto work = [&] {
+    try {
+      // Bites are handed out as threads come free, so that one huge region cannot hold up the rest.
+      for (size_t t = next++; t < tasks.size(); t = next++) {
+        run_task(tasks[t]);
+      }
+    } catch (...) {
+      const std::lock_guard<std::mutex> hold(failure_lock);
+      failure = std::current_exception();
+      next = tasks.size();
+    }
+  };
+  std::vector<std::thread> helpers;
+  for (int64_t i = 1; i < threads; ++i) {
+    helpers.emplace_back([&] {
+      const at::NoGradGuard no_grad;
+      work();
+    });
+  }
+  work();
+  for (auto& helper : helpers) {
+    helper.join();
+  }
+  if (failure) {
+    std::rethrow_exception(failure);
+  }
+}
+
+const RegisterRegionCopy registered(c10::DeviceType::CPU, region_copy_cpu);
+
+} // namespace
+} // namespace epload

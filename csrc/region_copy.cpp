@@ -1,0 +1,171 @@
+#include "region_copy.h"
+
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/DeviceType.h>
+
+#include <array>
+
+namespace epload {
+namespace {
+
+constexpr int64_t kFixedColumns = 4;
+
+std::array<RegionCopyFn, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)>& registry() {
+  static std::array<RegionCopyFn, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)> table{};
+  return table;
+}
+
+void check_row(
+    int64_t row,
+    const RegionCopy& copy,
+    const at::Tensor& tensor,
+    int64_t bucket_nbytes) {
+  const auto itemsize = static_cast<int64_t>(c10::elementSize(copy.dtype));
+  bool empty = false;
+  for (size_t d = 0; d < copy.size.size(); ++d) {
+    const int64_t extent = tensor.size(static_cast<int64_t>(d));
+    TORCH_CHECK_VALUE(
+        copy.start[d] >= 0 && copy.size[d] >= 0 && copy.size[d] <= extent &&
+            copy.start[d] <= extent - copy.size[d],
+        "region_copy: row ", row, " covers [", copy.start[d], ", ", copy.start[d], " + ", copy.size[d],
+        ") of dim ", d, ", outside tensor ", copy.tensor, " of shape ", tensor.sizes());
+    TORCH_CHECK_VALUE(
+        copy.bucket_stride[d] >= 0, "region_copy: row ", row, " has a negative stride in dim ", d);
+    empty |= copy.size[d] == 0;
+  }
+  if (empty) {
+    return;
+  }
+  // The last byte the row touches, computed so that no intermediate can overflow.
+  int64_t last = copy.bucket_offset;
+  bool inside = last >= 0 && last <= bucket_nbytes - itemsize;
+  for (size_t d = 0; inside && d < copy.size.size(); ++d) {
+    int64_t span = 0;
+    inside = !__builtin_mul_overflow(copy.size[d] - 1, copy.bucket_stride[d], &span) &&
+        !__builtin_mul_overflow(span, itemsize, &span) && span <= bucket_nbytes - itemsize - last;
+    last += inside ? span : 0;
+  }
+  TORCH_CHECK_VALUE(
+      inside, "region_copy: row ", row, " reaches outside the bucket of ", bucket_nbytes, " bytes");
+}
+
+} // namespace
+
+std::vector<RegionCopy> decode_copies(
+    const at::Tensor& bucket,
+    at::TensorList tensors,
+    const at::Tensor& table) {
+  TORCH_CHECK_VALUE(
+      bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
+      "region_copy: expected the bucket as a contiguous 1-D uint8 tensor, got ",
+      bucket.scalar_type(), " of shape ", bucket.sizes());
+  TORCH_CHECK_VALUE(
+      table.is_cpu() && table.scalar_type() == at::kLong && table.dim() == 2 &&
+          table.is_contiguous() && table.size(1) >= kFixedColumns &&
+          (table.size(1) - kFixedColumns) % 3 == 0,
+      "region_copy: expected the copy table as a contiguous int64 CPU tensor [n, 4 + 3 * D], got ",
+      table.scalar_type(), " of shape ", table.sizes(), " on ", table.device());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        tensors[i].device() == bucket.device(),
+        "region_copy: the bucket is on ", bucket.device(), " but tensor ", i, " is on ",
+        tensors[i].device());
+  }
+  const int64_t columns = table.size(1);
+  const int64_t max_dims = (columns - kFixedColumns) / 3;
+  const auto* row = table.const_data_ptr<int64_t>();
+  std::vector<RegionCopy> copies;
+  copies.reserve(table.size(0));
+  for (int64_t r = 0; r < table.size(0); ++r, row += columns) {
+    TORCH_CHECK_VALUE(
+        row[0] >= 0 && row[0] < static_cast<int64_t>(tensors.size()),
+        "region_copy: row ", r, " names tensor ", row[0], " of ", tensors.size());
+    TORCH_CHECK_VALUE(
+        row[2] >= 0 && row[2] < static_cast<int64_t>(at::ScalarType::Undefined),
+        "region_copy: row ", r, " has dtype code ", row[2]);
+    const auto& tensor = tensors[row[0]];
+    const int64_t ndim = row[3];
+    TORCH_CHECK_VALUE(
+        ndim == tensor.dim() && ndim <= max_dims,
+        "region_copy: row ", r, " has ", ndim, " dims, tensor ", row[0], " has ", tensor.dim(),
+        " and the table has room for ", max_dims);
+    const auto* start = row + kFixedColumns;
+    const auto* size = start + max_dims;
+    const auto* stride = size + max_dims;
+    copies.push_back(
+        {row[0],
+         row[1],
+         static_cast<at::ScalarType>(row[2]),
+         Dims(start, start + ndim),
+         Dims(size, size + ndim),
+         Dims(stride, stride + ndim)});
+    check_row(r, copies.back(), tensor, bucket.numel());
+  }
+  return copies;
+}
+
+void copy_one_aten(
+    const at::Tensor& bucket,
+    const at::Tensor& tensor,
+    const RegionCopy& copy,
+    Direction direction) {
+  const auto itemsize = static_cast<int64_t>(c10::elementSize(copy.dtype));
+  int64_t offset = tensor.storage_offset();
+  int64_t span = 1;
+  for (size_t d = 0; d < copy.size.size(); ++d) {
+    if (copy.size[d] == 0) {
+      return;
+    }
+    offset += copy.start[d] * tensor.stride(static_cast<int64_t>(d));
+    span += (copy.size[d] - 1) * copy.bucket_stride[d];
+  }
+  const auto theirs = at::as_strided(tensor, copy.size, tensor.strides(), offset);
+  auto bytes = bucket.narrow(0, copy.bucket_offset, span * itemsize);
+  const bool aligned =
+      (bucket.storage_offset() + copy.bucket_offset) % itemsize == 0;
+  if (!aligned) {
+    // A view of a wider dtype needs an aligned start: go through a copy of the bytes.
+    auto copied = bytes.clone();
+    auto view = copied.view(copy.dtype).as_strided(copy.size, copy.bucket_stride, 0);
+    if (direction == Direction::kUnpack) {
+      theirs.copy_(view, /*non_blocking=*/true);
+    } else {
+      view.copy_(theirs, /*non_blocking=*/true);
+      bytes.copy_(copied, /*non_blocking=*/true);
+    }
+    return;
+  }
+  const auto typed = bytes.view(copy.dtype);
+  const auto ours = typed.as_strided(copy.size, copy.bucket_stride, typed.storage_offset());
+  if (direction == Direction::kUnpack) {
+    theirs.copy_(ours, /*non_blocking=*/true);
+  } else {
+    ours.copy_(theirs, /*non_blocking=*/true);
+  }
+}
+
+void region_copy_aten(
+    const at::Tensor& bucket,
+    at::TensorList tensors,
+    const std::vector<RegionCopy>& copies,
+    Direction direction) {
+  for (const auto& copy : copies) {
+    copy_one_aten(bucket, tensors[copy.tensor], copy, direction);
+  }
+}
+
+void region_copy(
+    const at::Tensor& bucket,
+    at::TensorList tensors,
+    const std::vector<RegionCopy>& copies,
+    Direction direction) {
+  const auto fn = registry().at(static_cast<size_t>(bucket.device().type()));
+  (fn != nullptr ? fn : region_copy_aten)(bucket, tensors, copies, direction);
+}
+
+RegisterRegionCopy::RegisterRegionCopy(c10::DeviceType device, RegionCopyFn fn) {
+  registry().at(static_cast<size_t>(device)) = fn;
+}
+
+} // namespace epload

@@ -1,0 +1,8 @@
+torch_version: str
+version: str
+compiler: str
+
+def plan_buckets(
+    extents: list[tuple[int, int, int]], capacity: int, alignment: int, header: int
+) -> tuple[list[list[int]], list[int]]: ...
+def extent_of(shape: list[int] | tuple[int, ...], itemsize: int, room: int) -> tuple[int, int, int]: ...

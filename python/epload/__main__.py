@@ -1,0 +1,5 @@
+import sys
+
+from epload.cli import main
+
+sys.exit(main())

@@ -1,0 +1,107 @@
+"""The op with a topology: ``epload.coalesced_bcast``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from epload import ops
+from epload.control import Control
+from epload.errors import ManifestMismatch
+from epload.topology import Topology
+
+DEFAULT_BUCKET_BYTES = 64 << 20
+ALGORITHMS = ("two_level", "flat")
+
+
+def coalesced_bcast(
+    tensors: Iterable[Tensor],
+    src: int = 0,
+    topology: Topology | None = None,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    algorithm: str = "two_level",
+    stream: torch.Stream | None = None,
+    check: bool = True,
+) -> None:
+    """Broadcasts tensors in place from global rank ``src`` to all ranks of the topology, many to a message.
+
+    Args:
+        tensors: the same list on every rank (shapes and dtypes; strides may differ). Any dtype, 0-d and empty ones too,
+            parameters too (no gradient is recorded), all on one device.
+        src: global rank whose values are sent.
+        topology: discovered over the whole job if None, which is itself a small exchange.
+        bucket_bytes: bytes a message holds at most; a larger tensor is split.
+        algorithm: ``"two_level"`` (between the leaders, then inside each node) or ``"flat"`` (one group).
+        stream: where all device work goes; the current stream if None. Not for CPU tensors.
+        check: compare the lists of all ranks the first time a list is seen; a mismatch would otherwise hang or corrupt.
+
+    Raises:
+        TypeError: a DTensor was passed.
+        ValueError: any other wrong argument. Nothing has moved.
+        ManifestMismatch: the ranks' lists differ. Nothing has moved.
+    """
+    tensors = list(tensors)
+    topology = topology if topology is not None else Topology.discover()
+    failure: Exception | None = None
+    try:
+        _check_arguments(tensors, src, topology, bucket_bytes, algorithm)
+    except (TypeError, ValueError) as error:
+        failure = error
+    if check:
+        _check_same_list(topology.control, tensors, (src, bucket_bytes, algorithm), failure)
+    elif failure is not None:
+        raise failure
+    route = topology.flat_route(src) if algorithm == "flat" else topology.route(src)
+    leader = -1 if algorithm == "flat" else route.leader
+    ops.coalesced_bcast(
+        tensors, src, route.inter_group, route.intra_group, bucket_bytes, algorithm, stream, leader=leader
+    )
+
+
+def _check_arguments(tensors: list[Tensor], src: int, topology: Topology, bucket_bytes: int, algorithm: str) -> None:
+    for i, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor):
+            raise TypeError(f"expected plain tensors, tensor {i} is a DTensor; pass its to_local()")
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected tensors, item {i} is a {type(tensor).__name__}")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"expected algorithm to be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    if bucket_bytes < 16:
+        raise ValueError(f"expected bucket_bytes of at least 16, got {bucket_bytes}")
+    topology.check_source(src)
+
+
+def _check_same_list(
+    control: Control, tensors: list[Tensor], options: tuple[object, ...], failure: Exception | None
+) -> None:
+    lines = [] if failure else [f"{str(t.dtype)[6:]} {list(t.shape)}" for t in tensors]
+    digest = hashlib.blake2b(json.dumps([options, lines]).encode(), digest_size=16)
+    key = digest.digest()
+    if failure is None and key in control.agreed:
+        return
+
+    def same(views: dict[int, str]) -> list[int]:
+        return [rank for rank, view in views.items() if view != views[control.coordinator]]
+
+    odd = control.settle("coalesced_bcast", failure, digest.hexdigest(), same)  # type: ignore[arg-type]
+    if odd:
+        speakers = {control.coordinator, odd[0]}
+        view = [str(options), *lines] if control.rank in speakers else None
+
+        def differ(views: dict[int, list[str] | None]) -> str:
+            ours, theirs = views[control.coordinator] or [], views[odd[0]] or []
+            for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+                if a != b:
+                    what = "src, bucket_bytes and algorithm are" if i == 0 else f"tensor {i - 1} is"
+                    return f"{what} {a} on rank {control.coordinator} but {b} on rank {odd[0]}"
+            return f"rank {control.coordinator} has {len(ours) - 1} tensors but rank {odd[0]} has {len(theirs) - 1}"
+
+        text = control.settle("coalesced_bcast", None, view, differ)  # type: ignore[arg-type]
+        raise ManifestMismatch(f"coalesced_bcast: the ranks' lists differ: {text}")
+    control.agreed.add(key)

@@ -1,0 +1,55 @@
+"""What this build of epload has, and loading its native library into the torch that is running."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_LIBRARY = Path(__file__).parent / "libepload.so"
+_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps <the epload source folder>"
+
+
+def _minor(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def check_torch(built_for: str, running: str) -> None:
+    """Raises ImportError when the native library was built for another torch minor.
+
+    torch keeps no binary compatibility between minors, and a mismatched library may load and then misbehave; so this is
+    checked before it is loaded.
+    """
+    if _minor(built_for) != _minor(running):
+        raise ImportError(
+            f"epload's native library was built for torch {built_for}, but torch {running} is running. "
+            f"Rebuild it against this torch: {_REBUILD}"
+        )
+
+
+def load_native_library() -> None:
+    """Registers torch.ops.epload. Raises ImportError with the command that mends a missing or stale build."""
+    try:
+        from epload import _C
+    except ImportError as error:
+        raise ImportError(f"epload's native part is missing or does not load ({error}). Build it: {_REBUILD}") from error
+    check_torch(_C.torch_version, torch.__version__)
+    try:
+        torch.ops.load_library(str(_LIBRARY))
+    except OSError as error:
+        raise ImportError(f"{_LIBRARY} does not load ({error}). Rebuild it: {_REBUILD}") from error
+
+
+def build_info() -> dict[str, Any]:
+    """The version, the torch and compiler of this build, and the devices its region copy has native code for."""
+    from epload import _C
+
+    return {
+        "version": _C.version,
+        "torch_version": _C.torch_version,
+        "compiler": _C.compiler,
+        "library": str(_LIBRARY),
+        "native_region_copy": ["cpu"],
+    }

@@ -1,0 +1,301 @@
+"""Where bytes come from: safetensors files, torch files, state dicts. Each gives a manifest and ranged reads into a buffer.
+
+Only readers open a checkpoint; the manifest travels to the other ranks in compact form.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from epload import dtypes, ops
+from epload.errors import CheckpointError
+from epload.safetensors_file import RangedReader, read_header
+
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds, in the order its bytes lie. One entry a tensor in each column; equal on all ranks."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    source: str
+    """For messages: the path, or "state dict"."""
+
+    @cached_property
+    def compact(self) -> bytes:
+        """Compressed JSON with shapes and dtypes listed once each."""
+        shapes = {shape: i for i, shape in enumerate(dict.fromkeys(self.shapes))}
+        kinds = {dtype: i for i, dtype in enumerate(dict.fromkeys(self.dtypes))}
+        columns = {
+            "names": self.names,
+            "shapes": list(shapes),
+            "shape": [shapes[shape] for shape in self.shapes],
+            "dtypes": [dtypes.name(dtype) for dtype in kinds],
+            "dtype": [kinds[dtype] for dtype in self.dtypes],
+            "source": self.source,
+        }
+        return zlib.compress(json.dumps(columns, separators=(",", ":")).encode(), level=1)
+
+    @classmethod
+    def from_compact(cls, raw: bytes) -> Manifest:
+        columns = json.loads(zlib.decompress(raw))
+        shapes = [tuple(shape) for shape in columns["shapes"]]
+        kinds = [dtypes.from_name(text) for text in columns["dtypes"]]
+        return cls(
+            tuple(columns["names"]),
+            tuple([shapes[i] for i in columns["shape"]]),
+            tuple([kinds[i] for i in columns["dtype"]]),
+            columns["source"],
+        )
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that two manifests share only if their tensors are the same in the same order."""
+        shapes = {shape: i for i, shape in enumerate(dict.fromkeys(self.shapes))}
+        kinds = {dtype: i for i, dtype in enumerate(dict.fromkeys(self.dtypes))}
+        layout = [(*shapes, *kinds), [shapes[s] for s in self.shapes], [kinds[d] for d in self.dtypes]]
+        return hashlib.blake2b(
+            json.dumps(self.names).encode() + repr(layout).encode(), digest_size=16
+        ).digest()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(prod(s) * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes [tensor_offset, tensor_offset + nbytes) of tensor number ``tensor`` of the manifest, wanted at an offset."""
+
+    tensor: int
+    tensor_offset: int
+    bucket_offset: int
+    nbytes: int
+
+
+class Checkpoint(ABC):
+    """A source of tensors. Used by one thread at a time."""
+
+    @property
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """Names, shapes and dtypes, from headers alone."""
+
+    @abstractmethod
+    def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
+        """Reads pieces into a uint8 CPU tensor. Raises CheckpointError naming the file or the tensor."""
+
+    def close(self) -> None:  # noqa: B027  (most sources hold nothing)
+        """Gives back files and threads. The checkpoint can be used again afterwards."""
+
+    @staticmethod
+    def open(source: Any) -> Checkpoint:
+        """A file or folder (safetensors with or without an index, ``.pt``, ``.bin``), a dict, or a Checkpoint.
+
+        Raises:
+            CheckpointError: nothing readable is there, or a header is malformed.
+            TypeError: something else was passed.
+        """
+        if isinstance(source, Checkpoint):
+            return source
+        if isinstance(source, Mapping):
+            return StateDictCheckpoint(source)
+        if not isinstance(source, str | os.PathLike):
+            raise TypeError(
+                f"expected a checkpoint as a path, a dict of tensors or an epload.Checkpoint, got {type(source).__name__}"
+            )
+        path = Path(source)
+        try:
+            return _open_path(path)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
+
+    @staticmethod
+    def from_state_dict(state_dict: Mapping[str, Tensor], consume: bool = False) -> Checkpoint:
+        """A dict of full tensors. With ``consume`` each is removed from the dict once its last byte has been taken."""
+        return StateDictCheckpoint(state_dict, consume=consume)
+
+
+def _open_path(path: Path) -> Checkpoint:
+    if path.is_file():
+        if path.name.endswith(".index.json"):
+            return _open_index(path)
+        if path.suffix == ".safetensors":
+            return SafetensorsCheckpoint([path], str(path))
+        return _open_torch_files([path], str(path))
+    if not path.is_dir():
+        raise CheckpointError(f"no checkpoint at {path}: expected a file or a folder")
+    for single in ("model.safetensors", "model.safetensors.index.json"):
+        if (path / single).is_file():
+            return _open_path(path / single)
+    if files := sorted(path.glob("*.safetensors")):
+        return SafetensorsCheckpoint(files, str(path))
+    if (path / "pytorch_model.bin.index.json").is_file():
+        return _open_index(path / "pytorch_model.bin.index.json")
+    if files := sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]):
+        return _open_torch_files(files, str(path))
+    raise CheckpointError(f"no checkpoint in {path}: expected *.safetensors, *.bin, *.pt or *.pth files in it")
+
+
+def _open_index(path: Path) -> Checkpoint:
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        assert all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items())
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise CheckpointError(f'{path}: expected a JSON object with a "weight_map" of names to files') from error
+    files = []
+    for file in sorted(set(weight_map.values())):
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise CheckpointError(f"{path}: names the file {file!r}; expected a plain file name in the index's own folder")
+        if not (path.parent / file).is_file():
+            key = next(name for name, where in weight_map.items() if where == file)
+            raise CheckpointError(f"{path}: places {key} in {file}, which is not in {path.parent}")
+        files.append(path.parent / file)
+    if files and files[0].suffix != ".safetensors":
+        return _open_torch_files(files, str(path.parent), weight_map)
+    return SafetensorsCheckpoint(files, str(path.parent), weight_map)
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """One or several safetensors files. Tensors that are adjacent in a file are read with one request."""
+
+    def __init__(self, files: Sequence[Path], source: str, weight_map: Mapping[str, str] | None = None) -> None:
+        self._files = [str(file) for file in files]
+        headers = [read_header(file) for file in files]
+        self._file: list[int] = []
+        self._offset: list[int] = []
+        names: list[str] = []
+        where: dict[str, int] = {}
+        shapes: list[tuple[int, ...]] = []
+        kinds: list[torch.dtype] = []
+        for number, (file, header) in enumerate(zip(files, headers, strict=True)):
+            for i in header.order:
+                name = header.names[i]
+                if weight_map is not None and weight_map.get(name, file.name) != file.name:
+                    continue
+                if name in where:
+                    raise CheckpointError(f"{name} is both in {self._files[where[name]]} and in {file}")
+                where[name] = number
+                names.append(name)
+                shapes.append(header.shapes[i])
+                kinds.append(header.dtypes[i])
+                self._file.append(number)
+                self._offset.append(header.offsets[i])
+        if absent := next((name for name in weight_map or () if name not in where), None):
+            raise CheckpointError(f"the index of {source} places {absent} in {(weight_map or {})[absent]}, which lacks it")
+        self._manifest = Manifest(tuple(names), tuple(shapes), tuple(kinds), source)
+        self._reader = RangedReader(self._files)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
+        self._reader.read(
+            bucket, [(self._file[p.tensor], self._offset[p.tensor] + p.tensor_offset, p.bucket_offset, p.nbytes)
+                     for p in pieces]
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class StateDictCheckpoint(Checkpoint):
+    """Full tensors in memory, or memory-mapped from a torch file."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], source: str = "state dict", consume: bool = False) -> None:
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor) or not isinstance(tensor, Tensor):
+                raise TypeError(f"expected a state dict of full tensors, {name!r} is a {type(tensor).__name__}")
+            if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+                raise CheckpointError(f"{source}: {name} is not a dense tensor with data ({tensor.layout}, {tensor.device})")
+        self._tensors: dict[str, Tensor] = dict(tensors)
+        self._origin = tensors if consume else None
+        self._names = tuple(tensors)
+        self._manifest = Manifest(
+            self._names,
+            tuple(tuple(t.shape) for t in tensors.values()),
+            tuple(t.dtype for t in tensors.values()),
+            source,
+        )
+        self._taken = [0] * len(self._names)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
+        sources = []
+        rows = []
+        for i, piece in enumerate(pieces):
+            name = self._names[piece.tensor]
+            if name not in self._tensors:
+                raise CheckpointError(f"{name} was consumed by an earlier load")
+            flat = self._tensors[name].detach().to(bucket.device).contiguous().view(-1)
+            sources.append(flat if flat.dtype == torch.uint8 else flat.view(torch.uint8))
+            rows.append([i, piece.bucket_offset, 0, 1, piece.tensor_offset, piece.nbytes, 1])
+        if rows:
+            ops.pack(bucket, sources, torch.tensor(rows, dtype=torch.int64))
+        if self._origin is not None:
+            self._release(pieces)
+
+    def _release(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            name = self._names[piece.tensor]
+            self._taken[piece.tensor] += piece.nbytes
+            if self._taken[piece.tensor] == self._tensors[name].nbytes:
+                del self._tensors[name]
+                if isinstance(self._origin, dict):
+                    self._origin.pop(name, None)
+
+
+def _open_torch_files(
+    files: Sequence[Path], source: str, weight_map: Mapping[str, str] | None = None
+) -> StateDictCheckpoint:
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in _load_torch_file(file).items():
+            if weight_map is not None and weight_map.get(name, file.name) != file.name:
+                continue
+            if name in tensors:
+                raise CheckpointError(f"{name} is in {file} and in a file before it")
+            tensors[name] = tensor
+    if absent := next((name for name in weight_map or () if name not in tensors), None):
+        raise CheckpointError(f"the index of {source} places {absent} in {(weight_map or {})[absent]}, which lacks it")
+    return StateDictCheckpoint(tensors, source)
+
+
+def _load_torch_file(path: Path) -> Mapping[str, Tensor]:
+    """Memory-mapped, so that only what is loaded is read; ``weights_only``, so that no code in the file is run."""
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: not a torch file of tensors that can be memory-mapped "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}); save it again with torch.save, or as safetensors"
+        ) from error
+    for wrapper in ("state_dict", "model"):
+        if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
+            state = state[wrapper]
+    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise CheckpointError(f"{path}: expected a dict of tensors, got {type(state).__name__}")
+    return state

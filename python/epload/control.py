@@ -1,0 +1,171 @@
+"""Agreement between ranks, over the process group's key-value store, and the header that every bucket carries.
+
+The store is used rather than a collective so that agreement costs no communicator, works in a job whose only backend is a
+device's, shows up in no profile as data, and can still speak when a group has died. One round is one set and one get a rank,
+and W gets on the coordinator (the topology's first rank).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from epload.errors import LoadError, kind_of, make_error, text_of
+
+DEFAULT_DEADLINE = timedelta(minutes=30)
+HEADER_BYTES = 64
+_HEADER = struct.Struct("<8sIIQQ16s16x")
+_MAGIC = b"epload01"
+STATUS_OK = 0
+STATUS_ABORT = 1
+
+_made: defaultdict[tuple[int, ...], int] = defaultdict(int)
+
+
+@dataclass(frozen=True)
+class BucketHeader:
+    """The first 64 bytes of a bucket: which one it is, of which plan, and whether its sender is well."""
+
+    index: int
+    status: int
+    nbytes: int
+    """Bytes that follow the header; of an aborted bucket, the length of the error's text."""
+    checksum: int
+    """Of the bytes that follow; 0 when not computed."""
+    fingerprint: bytes
+    """The first 16 bytes of the plan's fingerprint."""
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(_MAGIC, self.index, self.status, self.nbytes, self.checksum, self.fingerprint)
+
+    @classmethod
+    def unpack(cls, raw: bytes | memoryview) -> BucketHeader:
+        """Raises LoadError when these are not the bytes of a header."""
+        magic, index, status, nbytes, checksum, fingerprint = _HEADER.unpack(raw)
+        if magic != _MAGIC:
+            raise LoadError(f"expected a bucket that starts with {_MAGIC!r}, got {magic!r}: the ranks are out of step")
+        return cls(index, status, nbytes, checksum, fingerprint)
+
+
+class Control:
+    """Rounds of agreement among the ranks of one topology. Every rank calls the same rounds in the same order.
+
+    Not thread safe: one thread of a rank runs its rounds.
+    """
+
+    def __init__(self, store: dist.Store | None, ranks: tuple[int, ...], rank: int) -> None:
+        """``store`` may be None for a single rank. Making one is itself a step that all ``ranks`` take together."""
+        if store is None and len(ranks) > 1:
+            raise ValueError(f"{len(ranks)} ranks cannot agree without a store; call init_process_group first")
+        self.ranks = ranks
+        self.rank = rank
+        self.coordinator = ranks[0]
+        self.deadline = DEFAULT_DEADLINE
+        self.agreed: set[bytes] = set()
+        """Digests of what all ranks have already found to be the same."""
+        self._round = 0
+        if store is not None:
+            _made[ranks] += 1
+            who = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+            store = dist.PrefixStore(f"epload/{who}/{_made[ranks]}", store)
+        self._store = store
+
+    def agree(self, what: str, view: bytes, decide: Callable[[Mapping[int, bytes]], bytes]) -> bytes:
+        """Returns, on every rank, what the coordinator's ``decide`` made of all ranks' views.
+
+        Raises:
+            LoadError: a rank did not arrive within the deadline, or ``decide`` raised; the same text on every rank that
+                is alive.
+        """
+        if self._store is None:
+            return decide({self.rank: view})
+        self._round += 1
+        store, prefix = self._store, f"{self._round}/"
+        if self.rank != self.coordinator:
+            store.set(f"{prefix}{self.rank}", view)
+            try:
+                store.wait([f"{prefix}verdict"], 1.25 * self.deadline)
+            except RuntimeError as error:
+                raise LoadError(
+                    f"{what}: rank {self.coordinator}, which coordinates, gave no verdict within "
+                    f"{1.25 * self.deadline.total_seconds():.0f} s (seen by rank {self.rank})"
+                ) from error
+            verdict = bytes(store.get(f"{prefix}verdict"))
+        else:
+            verdict = self._judge(store, prefix, what, view, decide)
+            store.set(f"{prefix}verdict", verdict)
+            self._forget(store)
+        if verdict[:1] == b"x":
+            error = json.loads(verdict[1:])
+            raise make_error(error["kind"], error["text"])
+        return verdict[1:]
+
+    def _judge(
+        self,
+        store: dist.Store,
+        prefix: str,
+        what: str,
+        view: bytes,
+        decide: Callable[[Mapping[int, bytes]], bytes],
+    ) -> bytes:
+        others = [rank for rank in self.ranks if rank != self.rank]
+        try:
+            try:
+                store.wait([f"{prefix}{rank}" for rank in others], self.deadline)
+            except RuntimeError as error:
+                absent = [rank for rank in others if not store.check([f"{prefix}{rank}"])]
+                raise LoadError(
+                    f"{what}: {_ranks(absent)} did not arrive within {self.deadline.total_seconds():.0f} s"
+                ) from error
+            views = {rank: view if rank == self.rank else bytes(store.get(f"{prefix}{rank}")) for rank in self.ranks}
+            return b"o" + decide(views)
+        except Exception as error:
+            return b"x" + json.dumps({"kind": kind_of(error), "text": text_of(error)}).encode()
+
+    def _forget(self, store: dist.Store) -> None:
+        """Deletes the keys of the round before: every rank has passed it, since all have posted to this one."""
+        for rank in self.ranks:
+            store.delete_key(f"{self._round - 1}/{'verdict' if rank == self.rank else rank}")
+
+    def settle(
+        self,
+        what: str,
+        failure: BaseException | None,
+        view: Any = None,
+        decide: Callable[[Mapping[int, Any]], Any] = lambda views: None,
+    ) -> Any:
+        """A round in which any rank may report that it failed: then every rank raises that error.
+
+        ``view`` and what ``decide`` returns are JSON values. When several ranks failed, the text has each distinct message
+        with the ranks that gave it.
+        """
+        error = None if failure is None else [kind_of(failure), text_of(failure)]
+
+        def judge(raw: Mapping[int, bytes]) -> bytes:
+            views = {rank: json.loads(text) for rank, text in raw.items()}
+            failed = {rank: view["error"] for rank, view in views.items() if view["error"]}
+            if failed:
+                kind = next(iter(failed.values()))[0]
+                raise make_error(kind, _together(failed))
+            return json.dumps(decide({rank: view["view"] for rank, view in views.items()})).encode()
+
+        return json.loads(self.agree(what, json.dumps({"error": error, "view": view}).encode(), judge))
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _together(failed: Mapping[int, tuple[str, str]]) -> str:
+    said: dict[str, list[int]] = {}
+    for rank, (_, text) in failed.items():
+        said.setdefault(text, []).append(rank)
+    return "\n".join(f"{text} [{_ranks(ranks)}]" for text, ranks in said.items())

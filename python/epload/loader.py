@@ -1,0 +1,422 @@
+"""HierarchicalLoader: plans a load, agrees on it, and runs the plan. Owns the staging buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epload import materialise as mat
+from epload import ops, pipeline
+from epload.broadcast import DEFAULT_BUCKET_BYTES
+from epload.checkpoint import Checkpoint, Manifest
+from epload.control import DEFAULT_DEADLINE, HEADER_BYTES, STATUS_ABORT, STATUS_OK, BucketHeader
+from epload.errors import LoadError, ModelMismatch, text_of
+from epload.mapping import Mapping
+from epload.mapping import resolve as resolve_mapping
+from epload.plan import LoadPlan, describe, explain_difference, make_plan
+from epload.report import LoadReport, progress_bar
+from epload.targets import Targets, collect, reshard
+from epload.topology import Route, Topology
+
+READERS = ("one", "per_node")
+ALGORITHMS = ("two_level", "flat")
+_BUFFERS = 2
+
+
+def load(model: nn.Module, checkpoint: Any, **options: Any) -> LoadReport:
+    """Loads a checkpoint into a sharded model: the one-line use. Collective over the whole job.
+
+    ``options`` are those of :class:`HierarchicalLoader` and of its :meth:`~HierarchicalLoader.load`.
+    """
+    of_load = {name: options.pop(name) for name in ("mapping", "strict", "dtype", "init_missing") if name in options}
+    return HierarchicalLoader(**options).load(model, checkpoint, **of_load)
+
+
+@dataclass
+class _Work:
+    """One rank's side of one load."""
+
+    targets: Targets
+    lost: set[str]
+    """Non-persistent buffers that are on meta."""
+    device: torch.device
+    checkpoint: Checkpoint | None
+    manifest: Manifest | None
+
+
+class HierarchicalLoader:
+    """Loads checkpoints into models whose parameters are sharded over the ranks of a topology.
+
+    Keeps its staging buffers and process groups between loads, so that a second load pays for neither.
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        *,
+        src: int = 0,
+        readers: str = "auto",
+        algorithm: str = "auto",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        verify: str = "off",
+        deadline: timedelta | float | None = None,
+        stream: torch.Stream | None = None,
+        progress: bool = True,
+    ) -> None:
+        """Collective over the topology's ranks; arguments equal on all of them.
+
+        Args:
+            topology: discovered over the whole job if None.
+            src: global rank that reads (``readers="one"``) and on whose rail the leaders are.
+            readers: ``"one"`` rank ``src`` reads; ``"per_node"`` each node's leader reads, and nothing crosses nodes.
+                ``"auto"`` is ``"one"``.
+            algorithm: ``"two_level"`` or ``"flat"`` (one group, for comparison). ``"auto"`` is ``"two_level"``.
+            bucket_bytes: size of a bucket; each rank has two.
+            verify: only ``"off"`` in this version.
+            deadline: seconds (or timedelta) that ranks wait for one another; 30 minutes if None.
+            stream: only None, for models on CPU, in this version.
+            progress: a bar on rank ``src`` when standard error is a terminal.
+
+        Raises:
+            ValueError: an argument is out of range.
+        """
+        self.readers = _one_of("readers", "one" if readers == "auto" else readers, READERS)
+        self.algorithm = _one_of("algorithm", "two_level" if algorithm == "auto" else algorithm, ALGORITHMS)
+        _one_of("verify", verify, ("off",))
+        if self.readers == "per_node" and self.algorithm == "flat":
+            raise ValueError("readers='per_node' has no step between nodes, so it does not go with algorithm='flat'")
+        if stream is not None:
+            raise ValueError("expected stream=None: this version loads models on CPU, which has no streams")
+        if bucket_bytes < HEADER_BYTES + 16:
+            raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + 16}, got {bucket_bytes}")
+        self.topology = topology if topology is not None else Topology.discover()
+        self.topology.check_source(src)
+        self.src = src
+        self.bucket_bytes = bucket_bytes
+        self.progress = progress
+        self._control = self.topology.control
+        if deadline is not None:
+            self._control.deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
+        else:
+            self._control.deadline = DEFAULT_DEADLINE
+        self._buffers: list[Tensor] = []
+
+    def load(
+        self,
+        model: nn.Module,
+        checkpoint: Any,
+        *,
+        mapping: Mapping | str = "auto",
+        strict: bool = True,
+        dtype: torch.dtype | None = None,
+        init_missing: mat.InitMissing | None = None,
+    ) -> LoadReport:
+        """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
+
+        Args:
+            model: any mix of DTensors and plain tensors; on meta, materialised or already used.
+            checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere.
+            mapping: how checkpoint names become regions of the model's tensors. ``"auto"``: what a transformers model
+                declares, else names as they are.
+            strict: missing or unexpected keys are an error; else they are listed in the report.
+            dtype: for floating-point parameters that are on meta; by default the model's.
+            init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that the
+                checkpoint does not fill. By default a transformers model computes its non-persistent buffers itself;
+                nothing else is initialised.
+
+        Returns:
+            What happened, on every rank; keys are the same on all.
+
+        Raises:
+            LoadError: or one of its kinds, or ValueError/TypeError for a caller's mistake: the same on every rank. Unless
+                it says that the transfer failed, nothing has been changed.
+        """
+        report = LoadReport(readers=self.readers, algorithm=self.algorithm, topology=repr(self.topology))
+        began = perf_counter()
+        with report.timed("plan"):
+            work = self._open(model, checkpoint, dtype, init_missing)
+            route = self._route()
+            manifest = self._share_manifest(work, route, report)
+            plan = self._agree_on_plan(model, work, manifest, mapping, strict)
+        try:
+            self._transfer(model, work, plan, route, init_missing, report)
+        finally:
+            if work.checkpoint is not None and work.checkpoint is not checkpoint:
+                work.checkpoint.close()
+        loaded = {piece.tensor for bucket in plan.buckets for piece in bucket.pieces}
+        report.missing_keys, report.unexpected_keys = list(plan.missing), list(plan.unexpected)
+        report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, len(loaded)
+        report.nbytes = sum(piece.nbytes for bucket in plan.buckets for piece in bucket.pieces)
+        report.buckets = len(plan.buckets)
+        report.seconds = perf_counter() - began
+        return report
+
+    # ---- before data moves: every step ends in a round where all ranks hear of a failure ----
+
+    def _reading_ranks(self) -> tuple[int, ...]:
+        return (self.src,) if self.readers == "one" else self.topology.leaders(self.src)
+
+    def _route(self) -> Route:
+        topology = self.topology
+        return topology.flat_route(self.src) if self.algorithm == "flat" else topology.route(self.src)
+
+    def _open(
+        self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
+    ) -> _Work:
+        work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, init_missing))
+        self._control.settle("opening the checkpoint", failure)
+        assert work is not None
+        return work
+
+    def _inspect(
+        self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
+    ) -> _Work:
+        source = Checkpoint.open(checkpoint) if self.topology.rank in self._reading_ranks() else None
+        reshard(model)
+        targets = collect(model, dtype)
+        lost = mat.lost_buffers(model, targets)
+        if lost and init_missing is None and mat.default_init(model) is None:
+            raise ModelMismatch(
+                f"buffers {', '.join(sorted(lost)[:5])} are on meta and no checkpoint holds them (they are not persistent); "
+                "pass init_missing=hook(module, path, names) to compute them"
+            )
+        return _Work(targets, lost, _device_of(targets), source, source.manifest if source else None)
+
+    def _share_manifest(self, work: _Work, route: Route, report: LoadReport) -> Manifest:
+        """The source's manifest, on every rank; a reader of its own node keeps what it read itself."""
+        if len(self.topology.ranks) == 1:
+            assert work.manifest is not None
+            return work.manifest
+        compact = work.manifest.compact if work.manifest is not None and self.topology.rank == self.src else b""
+        nbytes = self._control.settle("sharing the manifest", None, len(compact), lambda views: views[self.src])
+        flat = torch.empty(nbytes, dtype=torch.uint8)
+        if compact:
+            flat.copy_(torch.frombuffer(bytearray(compact), dtype=torch.uint8))
+        ops.coalesced_bcast(
+            [flat], self.src, route.inter_group, route.intra_group, max(nbytes, 16), self.algorithm,
+            leader=route.leader if self.algorithm == "two_level" else -1,
+        )  # fmt: skip
+        report.transport_steps += bool(route.inter_group) + bool(route.intra_group)
+        return work.manifest if work.manifest is not None else Manifest.from_compact(bytes(flat.tolist()))
+
+    def _agree_on_plan(
+        self, model: nn.Module, work: _Work, manifest: Manifest, mapping: Mapping | str, strict: bool
+    ) -> LoadPlan:
+        options = f"algorithm={self.algorithm} readers={self.readers} src={self.src} strict={strict}"
+
+        def make() -> LoadPlan:
+            plan = make_plan(manifest, work.targets, resolve_mapping(mapping, model), self.bucket_bytes, options)
+            if strict and (plan.missing or plan.unexpected):
+                raise ModelMismatch(_spell_keys(manifest, plan))
+            return plan
+
+        plan, failure = _attempt(make)
+
+        def by_fingerprint(views: dict[int, str]) -> list[int]:
+            """One rank for each distinct plan."""
+            return list({fingerprint: rank for rank, fingerprint in reversed(views.items())}.values())
+
+        fingerprint = plan.fingerprint.hex() if plan is not None else ""
+        speakers = self._control.settle("planning", failure, fingerprint, by_fingerprint)  # type: ignore[arg-type]
+        if len(speakers) > 1:
+            view = None
+            if self.topology.rank in speakers:
+                view = describe(manifest, work.targets, self.bucket_bytes, options)
+
+            def differ(views: dict[int, list[str] | None]) -> None:
+                raise explain_difference({r: v for r, v in sorted(views.items()) if v is not None}, min(speakers))
+
+            self._control.settle("planning", None, view, differ)  # type: ignore[arg-type]
+        assert plan is not None
+        return plan
+
+    # ---- data ----
+
+    def _transfer(
+        self,
+        model: nn.Module,
+        work: _Work,
+        plan: LoadPlan,
+        route: Route,
+        init_missing: mat.InitMissing | None,
+        report: LoadReport,
+    ) -> None:
+        def prepare() -> list[Tensor]:
+            with report.timed("materialise"):
+                mat.materialise(model, work.targets, work.device)
+                self._reserve(plan.largest)
+                return work.targets.local()
+
+        local, failure = _attempt(prepare)
+        self._control.settle("materialising the model", failure)
+        assert local is not None
+        report.peak_staging = sum(buffer.nbytes for buffer in self._buffers)
+
+        def move() -> None:
+            _Transfer(self, work, plan, route, local, report).run()
+            self._initialise(model, work, plan, init_missing, report)
+
+        _, failure = _attempt(move)
+        try:
+            self._control.settle("the transfer failed; tensors may be partly written", failure)
+        except LoadError:
+            self.topology.retire()
+            raise
+
+    def _reserve(self, nbytes: int) -> None:
+        if not self._buffers or self._buffers[0].nbytes < nbytes:
+            self._buffers = []
+            self._buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(_BUFFERS)]
+
+    def _initialise(
+        self, model: nn.Module, work: _Work, plan: LoadPlan, init_missing: mat.InitMissing | None, report: LoadReport
+    ) -> None:
+        names = work.lost if init_missing is None else work.lost | set(plan.missing)
+        hook = init_missing if init_missing is not None else mat.default_init(model)
+        for module, path, leaves in ((u.module, u.path, u.names) for u in mat.unfilled(model, names)):
+            assert hook is not None
+            hook(module, path, leaves)
+            report.initialised += [f"{path}.{leaf}" if path else leaf for leaf in leaves]
+
+
+class _Transfer:
+    """Moves the buckets of one plan, on one rank: read -> inter-node -> intra-node -> unpack, overlapping."""
+
+    def __init__(
+        self, loader: HierarchicalLoader, work: _Work, plan: LoadPlan, route: Route, local: list[Tensor], report: LoadReport
+    ) -> None:
+        self.loader = loader
+        self.plan = plan
+        self.route = route
+        self.local = local
+        self.report = report
+        self.checkpoint = work.checkpoint
+        self.rank = loader.topology.rank
+        self.fingerprint = plan.fingerprint[:16]
+        self.aborted: str | None = None
+        """What the reader said in the bucket that ended the transfer."""
+        self.unpack_failure: Exception | None = None
+
+    def run(self) -> None:
+        """Raises LoadError if a reader gave up, or what went wrong in unpacking here."""
+        buckets = self.plan.buckets
+        shown = self.loader.progress and self.rank == self.loader.src
+        with progress_bar(self.plan.nbytes, shown) as self.bar:
+            stages = self._stages()
+            if buckets:
+                pipeline.run(stages, len(buckets), self.loader._buffers)
+            for stage in stages:
+                self.report.phases[stage.name].seconds += stage.seconds
+        if self.aborted is not None:
+            raise LoadError(self.aborted)
+        if self.unpack_failure is not None:
+            raise self.unpack_failure
+
+    def _stages(self) -> list[pipeline.Stage]:
+        stages = []
+        if self.checkpoint is not None:
+            stages.append(pipeline.Stage("read", self._read))
+        if self.route.inter_group and self.loader.readers == "one":
+            stages.append(pipeline.Stage("inter_node", self._inter))
+        if self.route.intra_group:
+            stages.append(pipeline.Stage("intra_node", self._intra))
+        stages.append(pipeline.Stage("unpack", self._unpack))
+        return stages
+
+    def _read(self, index: int, buffer: Tensor) -> bool:
+        """Fills a bucket, or makes it one that tells everybody why there will be no more."""
+        assert self.checkpoint is not None
+        bucket = self.plan.buckets[index]
+        status, nbytes = STATUS_OK, bucket.nbytes - HEADER_BYTES
+        try:
+            self.checkpoint.fill(buffer, bucket.pieces)
+        except Exception as error:
+            text = f"rank {self.rank} could not read bucket {index}: {text_of(error)}".encode()[:nbytes]
+            buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            status, nbytes = STATUS_ABORT, len(text)
+        header = BucketHeader(index, status, nbytes, 0, self.fingerprint).pack()
+        buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self.report.phases["read"].nbytes += nbytes
+        return status == STATUS_ABORT
+
+    def _inter(self, index: int, buffer: Tensor) -> bool:
+        bucket = buffer[: self.plan.buckets[index].nbytes]
+        algorithm = self.loader.algorithm
+        ops.coalesced_bcast([bucket], self.route.src, self.route.inter_group, "", bucket.nbytes, algorithm)
+        self._count("inter_node", bucket)
+        return self._is_last(index, bucket)
+
+    def _intra(self, index: int, buffer: Tensor) -> bool:
+        bucket = buffer[: self.plan.buckets[index].nbytes]
+        leader = self.route.leader
+        ops.coalesced_bcast([bucket], leader, "", self.route.intra_group, bucket.nbytes, "two_level", leader=leader)
+        self._count("intra_node", bucket)
+        return self._is_last(index, bucket)
+
+    def _count(self, phase: str, bucket: Tensor) -> None:
+        self.report.phases[phase].nbytes += bucket.nbytes
+        self.report.transport_steps += 1
+
+    def _is_last(self, index: int, bucket: Tensor) -> bool:
+        """Checks the header of a bucket that has arrived. True if its reader gave up."""
+        header = BucketHeader.unpack(bytes(bucket[:HEADER_BYTES].tolist()))
+        if (header.index, header.fingerprint) != (index, self.fingerprint):
+            raise LoadError(
+                f"rank {self.rank} expected bucket {index} of plan {self.fingerprint.hex()}, "
+                f"got bucket {header.index} of plan {header.fingerprint.hex()}: the ranks are out of step"
+            )
+        if header.status == STATUS_ABORT:
+            self.aborted = bytes(bucket[HEADER_BYTES : HEADER_BYTES + header.nbytes].tolist()).decode(errors="replace")
+            return True
+        return False
+
+    def _unpack(self, index: int, buffer: Tensor) -> bool:
+        bucket = self.plan.buckets[index]
+        if self._is_last(index, buffer[: bucket.nbytes]):
+            return True
+        if self.unpack_failure is None and bucket.targets:
+            try:
+                ops.unpack(buffer[: bucket.nbytes], [self.local[t] for t in bucket.targets], bucket.copies)
+            except Exception as error:  # keep receiving, so that no other rank is left waiting; told at the end
+                self.unpack_failure = LoadError(f"rank {self.rank} could not unpack bucket {index}: {text_of(error)}")
+        self.report.phases["unpack"].nbytes += bucket.nbytes - HEADER_BYTES
+        self.bar.update(bucket.nbytes)
+        return False
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"expected {name} to be one of {', '.join(allowed)}, got {value!r}")
+    return value
+
+
+def _attempt(step: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return step(), None
+    except Exception as error:
+        return None, error
+
+
+def _device_of(targets: Targets) -> torch.device:
+    """Where the load's data must end up. Raises ValueError for what this version cannot fill."""
+    kinds = {t.device_mesh.device_type if isinstance(t, mat.DTensor) else t.device.type for t in targets.tensors}
+    kinds = {t.to_local().device.type if isinstance(t, mat.DTensor) else t.device.type for t in targets.tensors if not t.is_meta} or (
+        kinds - {"meta"}
+    )
+    if kinds - {"cpu"}:
+        raise ValueError(f"this version loads models on cpu, this one is on {', '.join(sorted(kinds))}")
+    return torch.device("cpu")
+
+
+def _spell_keys(manifest: Manifest, plan: LoadPlan) -> str:
+    said = [f"{manifest.source} does not fit the model"]
+    for title, keys in (("missing from it", plan.missing), ("unexpected in it", plan.unexpected)):
+        if keys:
+            said.append(f"{len(keys)} {title}: {', '.join(keys[:10])}{', ...' if len(keys) > 10 else ''}")
+    return "; ".join(said) + ". Pass mapping= if names or layouts differ, strict=False to load what fits"

@@ -1,0 +1,221 @@
+"""From checkpoint names and layouts to regions of the model's parameters. Pure: names and shapes in, placements out.
+
+A checkpoint tensor lands in one box of one target, in row-major order. Renaming changes which target; stacking per-expert
+tensors puts each at its index of a leading dim; concatenating puts each part behind the one before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from collections.abc import Mapping as MappingType
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from epload.errors import ModelMismatch
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rename:
+    """Where the regular expression ``source`` is found in a checkpoint name, it becomes ``target`` (as in re.sub)."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Several checkpoint tensors form one target.
+
+    Each source pattern, a regular expression matched at the end of a name, is one part; parts are concatenated along
+    ``concat_dim`` in the order given. A group named ``index`` in it (an expert's number) is stacked along ``stack_dim``, a
+    dim that the sources do not have. ``target`` replaces the matched end of the name. Dims are the target's.
+    """
+
+    sources: tuple[str, ...]
+    target: str
+    stack_dim: int | None = None
+    concat_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where one checkpoint tensor lands: the box [offset, offset + size) of a target."""
+
+    target: str
+    offset: Shape
+    size: Shape
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Rules that are applied in order: all renames, then the first merge that matches."""
+
+    renames: tuple[Rename, ...] = ()
+    merges: tuple[Merge, ...] = ()
+
+    @classmethod
+    def identity(cls) -> Mapping:
+        """Names and shapes as they are."""
+        return cls()
+
+    @classmethod
+    def from_transformers(cls, model: Any) -> Mapping:
+        """The conversion that the transformers library (5.x) declares for ``model``.
+
+        Renames, stacking of per-expert tensors and concatenation are understood. A declared conversion of another kind is
+        left out; its keys then show up as missing and unexpected rather than being loaded wrongly.
+        """
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+
+        renames: list[Rename] = []
+        merges: list[Merge] = []
+        for transform in get_model_conversion_mapping(model):
+            if getattr(transform, "scope_prefix", None):
+                continue
+            if type(transform) is WeightRenaming:
+                renames += map(Rename, transform.source_patterns, transform.target_patterns)
+            elif isinstance(transform, WeightConverter) and len(transform.target_patterns) == 1:
+                stack = [op for op in transform.operations if isinstance(op, MergeModulelist)]
+                concat = [op for op in transform.operations if isinstance(op, Concatenate)]
+                if len(stack) + len(concat) == len(transform.operations) and len(stack) <= 1 and len(concat) <= 1:
+                    merges.append(
+                        Merge(
+                            tuple(_from_glob(pattern) for pattern in transform.source_patterns),
+                            transform.target_patterns[0],
+                            stack[0].dim if stack else None,
+                            concat[0].dim if concat else None,
+                        )
+                    )
+        return cls(tuple(renames), tuple(merges))
+
+    def place(
+        self, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
+    ) -> list[Placed | None]:
+        """For each checkpoint tensor the box of a target that it fills, or None if the model has no place for it.
+
+        Raises:
+            ModelMismatch: a shape that does not fit, two sources for one region, an incomplete set; names the keys.
+        """
+        placed: list[Placed | None] = [None] * len(names)
+        parts: dict[str, list[_Part]] = {}
+        merges = [(merge, part, re.compile(f"(?:{source})$")) for merge in self.merges for part, source in
+                  enumerate(merge.sources)]  # fmt: skip
+        renames = [(re.compile(rename.source), rename.target) for rename in self.renames]
+        zeros: dict[int, Shape] = {}
+        for i, name in enumerate(names):
+            if name not in targets:
+                for pattern, replacement in renames:
+                    name = pattern.sub(replacement, name)
+                for merge, number, pattern in merges:
+                    if match := pattern.search(name):
+                        target = name[: match.start()] + merge.target
+                        if target in targets:
+                            index = match.groupdict().get("index")
+                            part = _Part(i, merge, number, None if index is None else int(index))
+                            parts.setdefault(target, []).append(part)
+                        break
+                else:
+                    if name in targets:
+                        placed[i] = _whole(names[i], shapes[i], name, targets[name], zeros)
+            else:
+                placed[i] = _whole(name, shapes[i], name, targets[name], zeros)
+        for target, sources in parts.items():
+            for source, box in zip(sources, _assemble(target, targets[target], sources, names, shapes), strict=True):
+                placed[source.tensor] = box
+        return placed
+
+
+@dataclass(frozen=True)
+class _Part:
+    tensor: int
+    merge: Merge
+    part: int
+    index: int | None
+
+
+def _from_glob(pattern: str) -> str:
+    """transformers writes ``mlp.experts.*.gate_proj.weight``; the star is the expert's number."""
+    return r"(?<![^.])" + re.escape(pattern.lstrip("^").rstrip("$")).replace(r"\*", r"(?P<index>\d+)", 1)
+
+
+def _whole(source: str, shape: Shape, target: str, wanted: Shape, zeros: dict[int, Shape]) -> Placed:
+    if shape != wanted:
+        raise ModelMismatch(
+            f"{source} has shape {list(shape)} in the checkpoint but the model's {target} has {list(wanted)}"
+        )
+    ndim = len(shape)
+    if ndim not in zeros:
+        zeros[ndim] = (0,) * ndim
+    return Placed(target, zeros[ndim], shape)
+
+
+def _assemble(
+    target: str, wanted: Shape, sources: list[_Part], names: Sequence[str], shapes: Sequence[Shape]
+) -> Iterable[Placed]:
+    """Boxes of the parts of one target, checked to fill it exactly once."""
+    merge = sources[0].merge
+    stack, concat = merge.stack_dim, merge.concat_dim
+
+    def name(part: _Part) -> str:
+        return names[part.tensor]
+
+    def refuse(what: str) -> ModelMismatch:
+        return ModelMismatch(f"the model's {target} has shape {list(wanted)}, but {what}")
+
+    seen: dict[tuple[int, int | None], _Part] = {}
+    for part in sources:
+        if (key := (part.part, part.index)) in seen:
+            raise refuse(f"both {name(seen[key])} and {name(part)} would fill one region of it")
+        seen[key] = part
+        if stack is not None and (part.index is None or part.index >= wanted[stack]):
+            raise refuse(f"{name(part)} has index {part.index}")
+
+    indices: Sequence[int | None] = range(wanted[stack]) if stack is not None else [None]
+    absent = [(p, e) for e in indices for p in range(len(merge.sources)) if (p, e) not in seen]
+    if absent:
+        part, index = absent[0]
+        which = re.sub(r"\(\?P<index>[^)]*\)", str(index), merge.sources[part]).replace("\\", "").replace("(?<![^.])", "")
+        raise refuse(f"{len(absent)} of its {len(indices) * len(merge.sources)} parts are missing, the first {which}")
+
+    boxes: list[Placed | None] = [None] * len(sources)
+    position = {part: i for i, part in enumerate(sources)}
+    for index in indices:
+        at = 0
+        for number in range(len(merge.sources)):
+            part = seen[(number, index)]
+            shape = shapes[part.tensor]
+            if stack is not None:
+                shape = (*shape[:stack], 1, *shape[stack:])
+            offset = [0] * len(wanted)
+            if stack is not None:
+                offset[stack] = index or 0
+            if concat is not None and len(shape) == len(wanted):
+                offset[concat] = at
+                at += shape[concat]
+            if len(shape) != len(wanted) or any(o + n > w for o, n, w in zip(offset, shape, wanted, strict=True)):
+                raise refuse(f"{name(part)} has shape {list(shapes[part.tensor])}")
+            boxes[position[part]] = Placed(target, tuple(offset), shape)
+    filled = sum(prod(box.size) for box in boxes if box)
+    if filled != prod(wanted):
+        raise refuse(f"its parts fill {filled} of its {prod(wanted)} elements ({name(sources[0])}, ...)")
+    return [box for box in boxes if box]
+
+
+def resolve(mapping: Mapping | str, model: Any) -> Mapping:
+    """What ``mapping=`` means for this model: ``"auto"`` is what a transformers model declares, else names as they are.
+
+    Raises:
+        ValueError: neither a Mapping nor ``"auto"``.
+    """
+    if isinstance(mapping, Mapping):
+        return mapping
+    if mapping != "auto":
+        raise ValueError(f"expected mapping to be 'auto' or an epload.Mapping, got {mapping!r}")
+    if any(cls.__module__.split(".")[0] == "transformers" for cls in type(model).__mro__):
+        return Mapping.from_transformers(model)
+    return Mapping.identity()

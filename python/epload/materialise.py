@@ -1,0 +1,174 @@
+"""Gives the meta tensors of a model storage, fast.
+
+The one place besides tests that touches private torch API, because the public way costs 100 us and more a parameter: nn.Module
+applies a function that goes through DTensor's dispatcher, and nn.Parameter detaches. The private path is taken for the torch
+minors it was tried with and only while its parts are there; otherwise the public one. Both give equal models (tested).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from epload.targets import Targets
+
+_PRIVATE_TRIED = {(2, 13), (2, 14)}
+
+
+@dataclass(frozen=True)
+class Unfilled:
+    """Tensors of one module that no checkpoint tensor fills: missing keys, and non-persistent buffers that were on meta."""
+
+    module: nn.Module
+    path: str
+    names: tuple[str, ...]
+    """Names within the module."""
+
+
+def has_meta(model: nn.Module) -> bool:
+    """Whether any parameter or buffer is still on meta."""
+    return any(t.is_meta for t in _tensors(model))
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def materialise(model: nn.Module, targets: Targets, device: torch.device, private: bool | None = None) -> None:
+    """Replaces meta tensors by uninitialised ones on ``device``; leaves others alone. Object identity and ties are kept.
+
+    Args:
+        targets: of this model; their dtypes are what is allocated. Refreshed where an object had to be replaced.
+        private: forces (True) or forbids (False) the private path; None decides by the torch version.
+    """
+    if not has_meta(model):
+        return
+    dtype_of = {id(tensor): dtype for tensor, dtype in zip(targets.tensors, targets.dtypes, strict=True)}
+    names = dict(zip(map(id, targets.tensors), range(len(targets.tensors)), strict=True))
+    if private is None:
+        private = private_path_available()
+    (_materialise_private if private else _materialise_public)(model, dtype_of, device)
+    # Plain parameters and buffers are replaced, not refilled: find the new objects under the names of the old.
+    if any(t.is_meta for t in targets.tensors):
+        state = model.state_dict(keep_vars=True)
+        for position in names.values():
+            targets.tensors[position] = state[targets.names[position]]
+
+
+def private_path_available() -> bool:
+    """Whether this torch is one the private path was tried with and has the parts that it uses."""
+    minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return minor in _PRIVATE_TRIED and hasattr(DTensor, "_spec") | hasattr(torch.Tensor, "_dtensor__new__")
+
+
+def _materialise_public(model: nn.Module, dtype_of: dict[int, torch.dtype], device: torch.device) -> None:
+    made: dict[int, Tensor] = {}
+
+    def fill(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        if id(tensor) not in made:
+            made[id(tensor)] = torch.empty_like(tensor, device=device, dtype=dtype_of.get(id(tensor), tensor.dtype))
+        return made[id(tensor)]
+
+    ties = _tied_places(model)
+    model._apply(fill)
+    for places in ties:
+        first_module, first_name = places[0]
+        for module, name in places[1:]:
+            module._parameters[name] = first_module._parameters[first_name]
+
+
+def _tied_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Where one meta parameter that is no DTensor stands more than once; nn.Module would give each place its own."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and not isinstance(parameter, DTensor):
+                places.setdefault(id(parameter), []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _materialise_private(model: nn.Module, dtype_of: dict[int, torch.dtype], device: torch.device) -> None:
+    plain: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in plain:
+                module._parameters[name] = plain[id(parameter)]
+            elif parameter.is_meta:
+                dtype = dtype_of.get(id(parameter), parameter.dtype)
+                if isinstance(parameter, DTensor):
+                    torch.utils.swap_tensors(parameter, _like_parameter(parameter, dtype, device))
+                else:
+                    made = nn.Parameter(_empty(parameter, dtype, device), parameter.requires_grad)
+                    plain[id(parameter)] = plain[id(made)] = module._parameters[name] = made
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                if isinstance(buffer, DTensor):
+                    module._buffers[name] = _like(buffer, dtype_of.get(id(buffer), buffer.dtype), device, False)
+                else:
+                    module._buffers[name] = _empty(buffer, buffer.dtype, device)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+            for group in groups:
+                for parameter in group.fsdp_params if group else ():
+                    parameter.reset_sharded_param()
+
+
+def _empty(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=device)
+
+
+def _like(meta: DTensor, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> DTensor:
+    spec = meta._spec
+    if dtype != meta.dtype:
+        assert spec.tensor_meta is not None
+        spec = type(spec)(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+    return DTensor(_empty(meta._local_tensor, dtype, device), spec, requires_grad=requires_grad)  # type: ignore[no-any-return]
+
+
+def _like_parameter(meta: DTensor, dtype: torch.dtype, device: torch.device) -> DTensor:
+    made = _like(meta, dtype, device, meta.requires_grad)
+    made._is_param = True  # what nn.Parameter does for a tensor subclass, without its detach
+    return made
+
+
+def unfilled(model: nn.Module, missing: set[str], meta_buffers: set[str]) -> list[Unfilled]:
+    """Groups what nothing will fill by the module that owns it. ``meta_buffers`` are names from :func:`lost_buffers`."""
+    by_module: dict[str, list[str]] = {}
+    for name in sorted(missing | meta_buffers):
+        path, _, leaf = name.rpartition(".")
+        by_module.setdefault(path, []).append(leaf)
+    return [Unfilled(model.get_submodule(path), path, tuple(names)) for path, names in by_module.items()]
+
+
+def lost_buffers(model: nn.Module, targets: Targets) -> set[str]:
+    """Non-persistent buffers on meta: no checkpoint holds them, and materialising them leaves garbage."""
+    return {name for name, buffer in model.named_buffers() if buffer.is_meta and name not in targets.index}
+
+
+InitMissing = Callable[[nn.Module, str, tuple[str, ...]], None]
+"""Called as ``hook(module, path, names)`` for each module with tensors that nothing filled; initialises them in place."""
+
+
+def default_init(model: nn.Module) -> InitMissing | None:
+    """A transformers model computes its own buffers: its ``_init_weights`` on a module that owns nothing else."""
+    init = getattr(model, "_init_weights", None)
+    if not callable(init):
+        return None
+
+    def hook(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
+        with torch.no_grad():
+            init(module)
+
+    return hook

@@ -1,0 +1,91 @@
+"""The native ops, typed. The only file that names torch.ops.epload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from epload.build import load_native_library
+
+load_native_library()
+
+_coalesced_bcast = torch.ops.epload.coalesced_bcast.default
+_pack = torch.ops.epload.pack.default
+_unpack = torch.ops.epload.unpack.default
+
+
+def coalesced_bcast(
+    tensors: Sequence[Tensor],
+    src: int,
+    inter_group: str,
+    intra_group: str,
+    bucket_bytes: int,
+    algorithm: str,
+    stream: torch.Stream | None = None,
+    *,
+    leader: int = -1,
+) -> None:
+    """Broadcasts ``tensors`` in place from global rank ``src``: among the leaders, then inside each node.
+
+    Args:
+        tensors: the same count, dtypes and sizes in the same order on every rank; any strides; one device.
+        src: global rank whose values are sent.
+        inter_group: name of the leaders' group, ``""`` on a rank that leads no node. For ``"flat"`` the group of all ranks.
+        intra_group: name of this node's group, ``""`` for a node of one rank.
+        bucket_bytes: size of a flat bucket; a larger tensor is split.
+        algorithm: ``"two_level"`` or ``"flat"``.
+        stream: where all device work goes; the current stream if None. Must be None on CPU.
+        leader: global rank of this node's leader; -1 derives ``src`` on its own node, elsewhere the node's lowest rank.
+
+    Raises:
+        ValueError: wrong arguments; nothing has moved.
+    """
+    _coalesced_bcast(tensors, src, inter_group, intra_group, bucket_bytes, algorithm, stream, leader=leader)
+
+
+def pack(bucket: Tensor, sources: Sequence[Tensor], copies: Tensor) -> None:
+    """Copies regions of ``sources`` into ``bucket``; the inverse of :func:`unpack`, with the same copy table."""
+    _pack(bucket, sources, copies)
+
+
+def unpack(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
+    """Copies regions of ``bucket`` into ``targets``, converting dtypes as ``Tensor.copy_`` does.
+
+    Args:
+        bucket: contiguous uint8, 1-D.
+        targets: any dtypes, any strides, on the bucket's device.
+        copies: int64 CPU tensor [n, 4 + 3 * D], a region a row: target index, offset in the bucket (bytes), dtype code of
+            the bucket's elements, ndim, then start[D] and size[D] in the target and stride[D] in the bucket (elements).
+
+    Raises:
+        ValueError: a row reaches outside the bucket or its target; nothing has been copied.
+    """
+    _unpack(bucket, targets, copies)
+
+
+@torch.library.register_fake("epload::coalesced_bcast")
+def _(
+    tensors: Sequence[Tensor],
+    src: int,
+    inter_group: str,
+    intra_group: str,
+    bucket_bytes: int,
+    algorithm: str,
+    stream: torch.Stream | None = None,
+    *,
+    leader: int = -1,
+) -> None:
+    if algorithm not in ("two_level", "flat"):
+        raise ValueError(f"coalesced_bcast: expected algorithm 'two_level' or 'flat', got {algorithm!r}")
+
+
+@torch.library.register_fake("epload::pack")
+def _(bucket: Tensor, sources: Sequence[Tensor], copies: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("epload::unpack")
+def _(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
+    return None

@@ -1,0 +1,90 @@
+"""What a load did, and showing how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from tqdm import tqdm
+
+PHASES = ("plan", "materialise", "read", "inter_node", "intra_node", "unpack")
+
+
+@dataclass
+class Phase:
+    """Seconds this rank spent in a phase and the bytes it handled there. Phases of different buckets overlap."""
+
+    seconds: float = 0.0
+    nbytes: int = 0
+
+
+@dataclass
+class LoadReport:
+    """The result of a load, as seen by one rank."""
+
+    missing_keys: list[str] = field(default_factory=list)
+    """Names of the model that the checkpoint does not fill."""
+    unexpected_keys: list[str] = field(default_factory=list)
+    """Names of the checkpoint that the model has no place for."""
+    tied_keys: list[str] = field(default_factory=list)
+    """Names of the checkpoint that were left out because another name of the same parameter was loaded."""
+    initialised: list[str] = field(default_factory=list)
+    """Names that no checkpoint tensor filled and a hook initialised, e.g. rotary ``inv_freq`` buffers."""
+    phases: dict[str, Phase] = field(default_factory=lambda: {name: Phase() for name in PHASES})
+    seconds: float = 0.0
+    """Wall time of the whole load."""
+    nbytes: int = 0
+    """Bytes of the checkpoint tensors that were loaded."""
+    tensors: int = 0
+    buckets: int = 0
+    transport_steps: int = 0
+    """Broadcasts that this rank took part in, the manifest's among them; there is no other collective."""
+    casts: int = 0
+    """Checkpoint tensors whose dtype was converted."""
+    peak_staging: int = 0
+    """Bytes of bucket buffers on this rank."""
+    readers: str = ""
+    algorithm: str = ""
+    topology: str = ""
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[phase].seconds += perf_counter() - began
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            **{k: v for k, v in vars(self).items() if k != "phases"},
+            "phases": {name: vars(phase) for name, phase in self.phases.items()},
+        }
+
+    def __str__(self) -> str:
+        rate = self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
+        lines = [
+            f"loaded {self.tensors} tensors, {self.nbytes / 1e6:.1f} MB in {self.buckets} buckets, "
+            f"{self.seconds:.3f} s ({rate:.2f} GB/s); {self.topology}, readers={self.readers}, algorithm={self.algorithm}"
+        ]
+        for name, phase in self.phases.items():
+            moved = f"  {phase.nbytes / 1e6:10.1f} MB" if phase.nbytes else ""
+            lines.append(f"  {name:<12}{phase.seconds:8.3f} s{moved}")
+        for title, keys in (
+            ("missing", self.missing_keys),
+            ("unexpected", self.unexpected_keys),
+            ("tied", self.tied_keys),
+            ("initialised", self.initialised),
+        ):
+            if keys:
+                lines.append(f"  {title}: {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}")
+        return "\n".join(lines)
+
+
+def progress_bar(total: int, shown: bool) -> tqdm[Any]:
+    """A bar over bytes; silent unless ``shown`` and standard error is a terminal."""
+    return tqdm(total=total, unit="B", unit_scale=True, desc="epload", disable=None if shown else True, leave=False)

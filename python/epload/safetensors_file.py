@@ -1,0 +1,202 @@
+"""The safetensors file format: its header, not trusted, and fast ranged reads.
+
+Format: https://huggingface.co/docs/safetensors. A little-endian uint64 N, N bytes of JSON, then the tensors' bytes without
+holes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epload.dtypes import SAFETENSORS
+from epload.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the format's own library."""
+READ_BYTES = 16 << 20
+READ_THREADS = 2
+"""16 MiB by two threads into a reused buffer reads the page cache at 12.6 GB/s where mmap and copy gives 3.9."""
+_MAX_IOVECS = 512
+
+Range = tuple[int, int, int, int]
+"""File number, offset in the file, offset in the buffer, bytes."""
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """Columns, one entry a tensor, in the header's order. ``order`` sorts them as their bytes lie in the file."""
+
+    names: list[str]
+    dtypes: list[torch.dtype]
+    shapes: list[tuple[int, ...]]
+    offsets: list[int]
+    """From the start of the file, bytes."""
+    order: list[int]
+
+
+def read_header(path: Path) -> SafetensorsHeader:
+    """Reads and checks a header; touches no tensor.
+
+    Raises:
+        CheckpointError: the header is not what the format asks for, or claims bytes that the file does not have.
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise CheckpointError(f"{path}: {size} bytes are too few for a safetensors file")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"{path}: claims a header of {length} bytes, but the file has {size} and a header at most {MAX_HEADER_BYTES}"
+            )
+        raw = file.read(length)
+    try:
+        entries = json.loads(raw, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the header is not JSON with distinct keys ({error})") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path}: the header is a JSON {type(entries).__name__}, expected an object")
+    entries.pop("__metadata__", None)
+    return _check(path, entries, data=8 + length, end=size)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        raise ValueError(f"duplicate key {next(k for k, _ in pairs if k in seen or seen.add(k))!r}")  # type: ignore[func-returns-value]
+    return made
+
+
+def _check(path: Path, entries: dict[str, Any], data: int, end: int) -> SafetensorsHeader:
+    header = SafetensorsHeader(list(entries), [], [], [], [])
+    ends = []
+    for name, entry in entries.items():
+        try:
+            dtype_name, shape, (begin, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            dtype = SAFETENSORS.get(dtype_name)
+            numbers = [*shape, begin, stop]
+        except (TypeError, KeyError, ValueError) as error:
+            raise CheckpointError(f"{path}: {name} lacks a dtype, a shape or two data_offsets: {entry!r:.200}") from error
+        if dtype is None:
+            raise CheckpointError(f"{path}: {name} has dtype {dtype_name!r}, expected one of {', '.join(SAFETENSORS)}")
+        if any(type(n) is not int or n < 0 for n in numbers):
+            raise CheckpointError(f"{path}: {name} has shape {shape} and offsets [{begin}, {stop}], expected whole numbers")
+        if stop - begin != prod(shape) * dtype.itemsize:
+            raise CheckpointError(
+                f"{path}: {name} has {stop - begin} bytes, but {dtype_name} {shape} takes {prod(shape) * dtype.itemsize}"
+            )
+        header.dtypes.append(dtype)
+        header.shapes.append(tuple(shape))
+        header.offsets.append(data + begin)
+        ends.append(data + stop)
+    header.order.extend(sorted(range(len(ends)), key=lambda i: (header.offsets[i], ends[i])))
+    at, before = data, "the header"
+    for i in header.order:
+        if header.offsets[i] != at:
+            what = "overlaps" if header.offsets[i] < at else "leaves a hole after"
+            raise CheckpointError(f"{path}: {header.names[i]} {what} {before}")
+        at, before = ends[i], header.names[i]
+    if at != end:
+        what = "is truncated" if at > end else "has bytes that belong to no tensor"
+        raise CheckpointError(f"{path}: {what}: the header describes {at} bytes and the file has {end}")
+    return header
+
+
+class RangedReader:
+    """Reads ranges of files into a buffer with a few threads. Files are opened at the first read and kept until close."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = paths
+        self._fds: dict[int, int] = {}
+        self._pool: ThreadPoolExecutor | None = None
+
+    def read(self, buffer: Tensor, ranges: Sequence[Range]) -> None:
+        """``buffer`` is contiguous uint8 on CPU; ranges that are adjacent in a file are read with one request.
+
+        Raises:
+            CheckpointError: a file is gone, cannot be read or ends too early.
+        """
+        memory = memoryview((ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())).cast("B")
+        jobs = [self._job(memory, request) for request in _requests(ranges)]
+        if len(jobs) == 1:
+            _read_job(*jobs[0])
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="epload-read")
+        for done in [self._pool.submit(_read_job, *job) for job in jobs]:
+            done.result()
+
+    def _job(self, memory: memoryview, request: list[Range]) -> tuple[str, int, int, list[memoryview]]:
+        number, offset, _, _ = request[0]
+        if number not in self._fds:
+            try:
+                self._fds[number] = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise CheckpointError(f"cannot read {self._paths[number]}: {error.strerror}") from error
+        views: list[tuple[int, int]] = []
+        for _, _, at, nbytes in request:
+            if views and views[-1][1] == at:
+                views[-1] = (views[-1][0], at + nbytes)
+            else:
+                views.append((at, at + nbytes))
+        return self._paths[number], self._fds[number], offset, [memory[begin:end] for begin, end in views]
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _requests(ranges: Sequence[Range]) -> list[list[Range]]:
+    """Groups ranges that follow one another in a file, cut at READ_BYTES so that threads have something to share."""
+    requests: list[list[Range]] = []
+    number, end, room, vectors, buffer_end = -1, -1, 0, 0, -1
+    for range_ in ranges:
+        file, offset, at, left = range_
+        while left:
+            if file != number or offset != end or room == 0 or vectors >= _MAX_IOVECS:
+                requests.append([])
+                room, vectors, buffer_end = READ_BYTES, 0, -1
+            take = min(left, room)
+            requests[-1].append((file, offset, at, take))
+            vectors += at != buffer_end
+            number, end, room, buffer_end = file, offset + take, room - take, at + take
+            offset, at, left = offset + take, at + take, left - take
+    return requests
+
+
+def _read_job(path: str, fd: int, offset: int, views: list[memoryview]) -> None:
+    while views:
+        try:
+            got = os.preadv(fd, views, offset)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path} at byte {offset}: {error.strerror}") from error
+        if got == 0:
+            raise CheckpointError(f"{path} ends at byte {offset}, but its header describes more")
+        offset += got
+        while views and got >= len(views[0]):
+            got -= len(views[0])
+            views = views[1:]
+        if views and got:
+            views = [views[0][got:], *views[1:]]

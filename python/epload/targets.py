@@ -1,0 +1,159 @@
+"""What a model wants filled: names, layouts, and the local tensors behind them. Reads a model, changes nothing but FSDP's
+unsharded state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Placement as TorchPlacement
+
+from epload import dtypes
+from epload.errors import ModelMismatch
+from epload.placement import Layout, Placement, Replicated, Sharded
+
+
+@dataclass
+class Targets:
+    """The parameters and persistent buffers of a model, each once. Column i of the lists is target i."""
+
+    names: list[str] = field(default_factory=list)
+    """The first name under which the model has it."""
+    tensors: list[Tensor] = field(default_factory=list)
+    """The model's own objects: DTensors or plain tensors, perhaps on meta."""
+    layout: list[int] = field(default_factory=list)
+    """Index into ``layouts`` and ``coordinates``."""
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    """What the model keeps it in, after any dtype= of the load."""
+    layouts: list[Layout] = field(default_factory=list)
+    coordinates: list[tuple[int, ...]] = field(default_factory=list)
+    """This rank's place in the mesh of each layout."""
+    index: dict[str, int] = field(default_factory=dict)
+    """Every name, also those of tied tensors, to its target."""
+    tied: dict[str, str] = field(default_factory=dict)
+    """Further names of a target to its first."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shape by name."""
+        return {name: self.layouts[self.layout[i]].shape for name, i in self.index.items()}
+
+    def local(self) -> list[Tensor]:
+        """The local tensors, to be written in place. They alias the model's storage."""
+        with torch.no_grad():
+            return [t.to_local() if isinstance(t, DTensor) else t.detach() for t in self.tensors]
+
+    def describe(self) -> list[str]:
+        """A line a target, equal on all ranks that want the same."""
+        described = [f"{list(x.shape)} on mesh {list(x.mesh_shape)} {_spell(x.placements)}" for x in self.layouts]
+        kinds = {dtype: dtypes.name(dtype) for dtype in set(self.dtypes)}
+        return [
+            f"{name}: {kinds[dtype]} {described[layout]}"
+            for name, dtype, layout in zip(self.names, self.dtypes, self.layout, strict=True)
+        ]
+
+
+def reshard(model: nn.Module) -> None:
+    """Puts every FSDP2 module back into its sharded state; after a forward the root is not, and writes would be lost."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def collect(model: nn.Module, dtype: torch.dtype | None = None) -> Targets:
+    """Reads the parameters and persistent buffers of a resharded model.
+
+    ``dtype`` overrides the dtype of floating-point tensors that are still on meta.
+
+    Raises:
+        ModelMismatch: a placement that a load cannot fill (Partial).
+        ValueError: ``dtype`` differs from that of a tensor that already has storage.
+    """
+    targets = Targets()
+    by_object: dict[int, int] = {}
+    by_layout: dict[tuple[object, ...], int] = {}
+    # state_dict is public, knows which buffers persist, and with keep_vars hands out the model's own objects.
+    state: Mapping[str, object] = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        known = by_object.get(id(tensor))
+        if known is not None:
+            targets.index[name] = known
+            targets.tied[name] = targets.names[known]
+            continue
+        if isinstance(tensor, DTensor):
+            key: tuple[object, ...] = (id(tensor.device_mesh), id(tensor.placements), tensor.shape)
+            layout = by_layout.get(key)
+            if layout is None:
+                layout = _intern(targets, by_layout, key, name, tensor)
+        else:
+            layout = by_layout.get((tensor.shape,))
+            if layout is None:
+                layout = by_layout[(tensor.shape,)] = len(targets.layouts)
+                targets.layouts.append(Layout(tuple(tensor.shape), (), ()))
+                targets.coordinates.append(())
+        by_object[id(tensor)] = targets.index[name] = len(targets.names)
+        targets.names.append(name)
+        targets.tensors.append(tensor)
+        targets.layout.append(layout)
+        targets.dtypes.append(tensor.dtype if dtype is None else _override(name, tensor, dtype))
+    return targets
+
+
+def _override(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    if not tensor.is_floating_point() or tensor.dtype == dtype or not isinstance(tensor, nn.Parameter):
+        return tensor.dtype
+    if not tensor.is_meta:
+        raise ValueError(
+            f"dtype={dtype} applies to parameters on meta, but {name} already has storage of {tensor.dtype}; "
+            "convert the model first"
+        )
+    return dtype
+
+
+def _intern(
+    targets: Targets, by_layout: dict[tuple[object, ...], int], key: tuple[object, ...], name: str, tensor: DTensor
+) -> int:
+    """Placements are often equal but not one object, so look once more by value. Keeps no object alive: the model does."""
+    mesh = tensor.device_mesh
+    coordinate = _coordinate(name, mesh)
+    layout = Layout(tuple(tensor.shape), tuple(mesh.shape), tuple(_placement(name, p, tensor) for p in tensor.placements))
+    value_key = (layout, coordinate)
+    if value_key not in by_layout:
+        by_layout[value_key] = len(targets.layouts)
+        targets.layouts.append(layout)
+        targets.coordinates.append(coordinate)
+    by_layout[key] = by_layout[value_key]
+    return by_layout[value_key]
+
+
+def _coordinate(name: str, mesh: DeviceMesh) -> tuple[int, ...]:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ModelMismatch(f"{name} lies on a mesh that does not include this rank")
+    return tuple(coordinate)
+
+
+def _placement(name: str, placement: TorchPlacement, tensor: DTensor) -> Placement:
+    if isinstance(placement, Replicate):
+        return Replicated()
+    # _StridedShard has been a subclass of Shard and is not one any more; both have dim, only it a split_factor.
+    split_factor = getattr(placement, "split_factor", None)
+    if isinstance(placement, Shard) or split_factor is not None:
+        dim = int(placement.dim)  # type: ignore[attr-defined]
+        return Sharded(dim % tensor.ndim if tensor.ndim else dim, int(split_factor or 1))
+    raise ModelMismatch(f"{name} is placed as {placement}, which no load can fill; redistribute it to Shard or Replicate")
+
+
+def _spell(placements: tuple[Placement, ...]) -> str:
+    return ", ".join(
+        "Replicate" if isinstance(p, Replicated) else f"Shard({p.dim})" if p.split_factor == 1
+        else f"_StridedShard({p.dim}, sf={p.split_factor})"
+        for p in placements
+    ) or "whole"  # fmt: skip

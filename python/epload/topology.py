@@ -1,0 +1,151 @@
+"""Who shares a machine with whom, which rank leads each node, and the process groups that follow from it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from epload.control import Control
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Route:
+    """How this rank takes part in a broadcast from ``src``: the arguments of the native op."""
+
+    src: int
+    leader: int
+    """Global rank of this node's leader."""
+    inter_group: str
+    """Name of the leaders' group; ``""`` if this rank leads no node or there is one node."""
+    intra_group: str
+    """Name of this node's group; ``""`` if the node has one rank."""
+
+
+class Topology:
+    """The nodes of a job, or of a part of it: for each, the global ranks that share the machine.
+
+    Rail k holds local rank ``k mod size`` of each node, so that on equal nodes every rank is in one rail and one node.
+    Groups are made when first needed, by all ranks of the topology in one order.
+    """
+
+    def __init__(self, nodes: Sequence[Sequence[int]], group: dist.ProcessGroup | None, rank: int, ranks: Sequence[int]):
+        """Use :meth:`discover` or :meth:`from_nodes`. Raises ValueError if ``nodes`` is not a partition of ``ranks``."""
+        self.nodes = tuple(tuple(node) for node in nodes)
+        self.rank = rank
+        self.group = group
+        listed = [r for node in self.nodes for r in node]
+        if any(not node for node in self.nodes) or len(set(listed)) != len(listed):
+            raise ValueError(f"expected nodes that are not empty and share no rank, got {list(map(list, self.nodes))}")
+        if strangers := sorted(set(listed) - set(ranks)):
+            raise ValueError(f"nodes name ranks {strangers}, which are not among the group's ranks {list(ranks)}")
+        if missing := sorted(set(ranks) - set(listed)):
+            raise ValueError(
+                f"ranks {missing} are in no node of {list(map(list, self.nodes))}; list every rank of the group, "
+                "or pass group= with the ranks that load together"
+            )
+        self.ranks = tuple(sorted(listed))
+        self.node = next(node for node in self.nodes if rank in node)
+        self.control = Control(group.get_group_store() if group is not None else None, self.ranks, rank)
+        self._names: dict[tuple[int, ...], str] = {}
+
+    @classmethod
+    def discover(cls, group: dist.ProcessGroup | None = None) -> Topology:
+        """Groups ranks by the machine they run on (its boot id). Collective over ``group``, by default the whole job.
+
+        Without a process group: one node of one rank.
+        """
+        group, rank, ranks = _membership(group)
+        if group is None:
+            return cls([[rank]], None, rank, ranks)
+        control = Control(group.get_group_store(), ranks, rank)
+
+        def by_machine(views: Mapping[int, bytes]) -> bytes:
+            nodes: dict[bytes, list[int]] = {}
+            for member, machine in sorted(views.items()):
+                nodes.setdefault(machine, []).append(member)
+            return json.dumps(list(nodes.values())).encode()
+
+        nodes = json.loads(control.agree("topology", machine_identity().encode(), by_machine))
+        return cls(nodes, group, rank, ranks)
+
+    @classmethod
+    def from_nodes(cls, nodes: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None) -> Topology:
+        """An explicit topology. ``nodes`` lists global ranks and must cover ``group``, by default the whole job.
+
+        Raises:
+            ValueError: a rank is in no node, in two, or not in the group; on every rank alike.
+        """
+        group, rank, ranks = _membership(group)
+        return cls(nodes, group, rank, ranks)
+
+    def __repr__(self) -> str:
+        return f"Topology({'+'.join(str(len(node)) for node in self.nodes)} ranks, rank {self.rank})"
+
+    def check_source(self, src: int) -> None:
+        """Raises ValueError if ``src`` is not a rank of this topology."""
+        if src not in self.ranks:
+            raise ValueError(f"expected src among the topology's ranks {list(self.ranks)}, got {src}")
+
+    def leaders(self, src: int) -> tuple[int, ...]:
+        """One rank a node: those on the rail of ``src``, in the order of the nodes."""
+        self.check_source(src)
+        rail = next(node.index(src) for node in self.nodes if src in node)
+        return tuple(node[rail % len(node)] for node in self.nodes)
+
+    def route(self, src: int) -> Route:
+        """Collective: makes the groups for a two-level broadcast from ``src`` if they are not there yet."""
+        leaders = self.leaders(src)
+        leader = leaders[self.nodes.index(self.node)]
+        inter = self._group_name(leaders) if self.rank in leaders else ""
+        return Route(src, leader, inter, self._group_name(self.node))
+
+    def flat_route(self, src: int) -> Route:
+        """Collective: the same for a broadcast in one group of all ranks."""
+        self.check_source(src)
+        return Route(src, src, self._group_name(self.ranks), "")
+
+    def retire(self) -> None:
+        """Forgets all groups, as after a failed transfer: the next route makes new ones."""
+        self._names.clear()
+
+    def _group_name(self, ranks: tuple[int, ...]) -> str:
+        """The c10d group of exactly ``ranks``, all of which make this call at the same point of their route."""
+        if len(ranks) == 1 or self.group is None:
+            return ""
+        key = tuple(sorted(ranks))
+        if key not in self._names:
+            # Only members make it: a topology need not be the whole job. They agree on the order because a route's inter
+            # group is always asked for before its intra group.
+            made = dist.new_group(list(key), timeout=self.control.deadline, use_local_synchronization=True)
+            self._names[key] = made.group_name
+        return self._names[key]
+
+
+def machine_identity() -> str:
+    """A text that is equal on two processes exactly if they run on one machine: the kernel's boot id."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return f"{platform.node()}-{uuid.getnode():x}"
+
+
+def _membership(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, int, tuple[int, ...]]:
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise ValueError("got a process group, but torch.distributed is not initialised")
+        return None, 0, (0,)
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None
+    ranks = tuple(dist.get_process_group_ranks(group))
+    rank = dist.get_rank()
+    if rank not in ranks:
+        raise ValueError(f"rank {rank} is not in the group of ranks {list(ranks)}")
+    return group, rank, ranks

@@ -1,0 +1,98 @@
+"""Builds epload's native parts with CMake and Ninja against the torch that is installed. Everything else is in pyproject.toml."""
+
+import importlib.util
+import os
+import re
+import site
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+SUPPORTED_TORCH = ">=2.11,<2.16"
+OPS_LIBRARY = "libepload.so"
+FIRST_MINOR, LAST_MINOR = 11, 15
+
+
+def find_torch() -> Path | None:
+    """The installed torch, also from inside pip's build isolation, which hides site-packages from import only."""
+    places = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib"), *site.getsitepackages()]
+    spec = importlib.util.find_spec("torch")
+    found = [Path(spec.origin).parent] if spec and spec.origin else []
+    found += [Path(place) / "torch" for place in places if place]
+    return next((path for path in found if (path / "version.py").is_file() and (path / "lib").is_dir()), None)
+
+
+def torch_version(torch_dir: Path) -> str:
+    match = re.search(r"^__version__ = '([^']+)'", (torch_dir / "version.py").read_text(), re.M)
+    if match is None:
+        raise SystemExit(f"epload: no version in {torch_dir / 'version.py'}")
+    version = match.group(1)
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if major != 2 or not FIRST_MINOR <= minor <= LAST_MINOR:
+        raise SystemExit(f"epload builds with torch{SUPPORTED_TORCH}, found {version} in {torch_dir}")
+    return version
+
+
+class CMakeBuild(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        torch_dir = find_torch()
+        if torch_dir is None:
+            raise SystemExit(
+                "epload is built against the torch it will run with, and none is installed for "
+                f"{sys.executable}. First: pip install 'torch{SUPPORTED_TORCH}'"
+            )
+        output = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
+        build = ROOT / "build" / f"cmake-{sysconfig.get_config_var('SOABI')}"
+        # A torch, a Python or an isolated build environment that has gone would leave a stale cache.
+        (build / "CMakeCache.txt").unlink(missing_ok=True)
+        configure = [
+            "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
+            f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11_dir()}",
+            f"-DEPLOAD_TORCH_DIR={torch_dir}",
+            f"-DEPLOAD_TORCH_VERSION={torch_version(torch_dir)}",
+            f"-DEPLOAD_VERSION={self.distribution.get_version()}",
+            f"-DEPLOAD_OUTPUT_DIR={output}",
+        ]  # fmt: skip
+        jobs = os.environ.get("MAX_JOBS")
+        subprocess.run(configure, check=True)
+        subprocess.run(["cmake", "--build", str(build), *(["-j", jobs] if jobs else [])], check=True)
+
+    def copy_extensions_to_source(self) -> None:
+        """`pip install -e` and `build_ext --inplace`: setuptools knows of _C only, the ops library goes beside it."""
+        super().copy_extensions_to_source()
+        built = Path(self.build_lib).resolve() / "epload" / OPS_LIBRARY
+        self.copy_file(str(built), str(ROOT / "python" / "epload" / OPS_LIBRARY))
+
+    def get_outputs(self) -> list[str]:
+        return [*super().get_outputs(), str(Path(self.build_lib) / "epload" / OPS_LIBRARY)]
+
+
+def pybind11_dir() -> str:
+    import pybind11
+
+    return str(pybind11.get_cmake_dir())
+
+
+def requirements() -> list[str]:
+    """A build is for one torch minor and says so; a source distribution is for all that are supported."""
+    torch_dir = find_torch()
+    if torch_dir is None or "sdist" in sys.argv:
+        return [f"torch{SUPPORTED_TORCH}", "tqdm"]
+    major, minor = torch_version(torch_dir).split(".")[:2]
+    return [f"torch=={major}.{minor}.*", "tqdm"]
+
+
+setup(
+    ext_modules=[Extension("epload._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+    install_requires=requirements(),
+    # With no torch at all, the build environment gets the one that the wheel will then depend on.
+    setup_requires=[] if find_torch() else [f"torch{SUPPORTED_TORCH}"],
+)
