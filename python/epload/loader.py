@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from epload import materialise as mat
 from epload import ops, pipeline
@@ -259,12 +260,17 @@ class HierarchicalLoader:
         report.peak_staging = sum(buffer.nbytes for buffer in self._buffers)
 
         def move() -> None:
-            _Transfer(self, work, plan, route, local, report).run()
-            self._initialise(model, work, plan, init_missing, report)
+            try:
+                _Transfer(self, work, plan, route, local, report).run()
+                self._initialise(model, work, plan, init_missing, report)
+            except LoadError:
+                raise
+            except Exception as error:
+                raise LoadError(f"rank {self.topology.rank}: {text_of(error)}") from error
 
         _, failure = _attempt(move)
         try:
-            self._control.settle("the transfer failed; tensors may be partly written", failure)
+            self._control.settle("the transfer", failure)
         except LoadError:
             self.topology.retire()
             raise
@@ -277,7 +283,7 @@ class HierarchicalLoader:
     def _initialise(
         self, model: nn.Module, work: _Work, plan: LoadPlan, init_missing: mat.InitMissing | None, report: LoadReport
     ) -> None:
-        names = work.lost if init_missing is None else work.lost | set(plan.missing)
+        names = work.lost if init_missing is None else {*work.lost, *plan.missing}
         hook = init_missing if init_missing is not None else mat.default_init(model)
         for module, path, leaves in ((u.module, u.path, u.names) for u in mat.unfilled(model, names)):
             assert hook is not None
@@ -405,10 +411,13 @@ def _attempt(step: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 def _device_of(targets: Targets) -> torch.device:
     """Where the load's data must end up. Raises ValueError for what this version cannot fill."""
-    kinds = {t.device_mesh.device_type if isinstance(t, mat.DTensor) else t.device.type for t in targets.tensors}
-    kinds = {t.to_local().device.type if isinstance(t, mat.DTensor) else t.device.type for t in targets.tensors if not t.is_meta} or (
-        kinds - {"meta"}
-    )
+
+    def device_type(tensor: Tensor) -> str:
+        if isinstance(tensor, DTensor):
+            return tensor.device_mesh.device_type if tensor.is_meta else tensor.to_local().device.type
+        return tensor.device.type
+
+    kinds = set(map(device_type, targets.tensors)) - {"meta"}
     if kinds - {"cpu"}:
         raise ValueError(f"this version loads models on cpu, this one is on {', '.join(sorted(kinds))}")
     return torch.device("cpu")

@@ -2,7 +2,7 @@
 
 The one place besides tests that touches private torch API, because the public way costs 100 us and more a parameter: nn.Module
 applies a function that goes through DTensor's dispatcher, and nn.Parameter detaches. The private path is taken for the torch
-minors it was tried with and only while its parts are there; otherwise the public one. Both give equal models (tested).
+minors it was tried with, the public one for others. Both give equal models (tested).
 """
 
 from __future__ import annotations
@@ -50,21 +50,19 @@ def materialise(model: nn.Module, targets: Targets, device: torch.device, privat
     if not has_meta(model):
         return
     dtype_of = {id(tensor): dtype for tensor, dtype in zip(targets.tensors, targets.dtypes, strict=True)}
-    names = dict(zip(map(id, targets.tensors), range(len(targets.tensors)), strict=True))
     if private is None:
         private = private_path_available()
     (_materialise_private if private else _materialise_public)(model, dtype_of, device)
     # Plain parameters and buffers are replaced, not refilled: find the new objects under the names of the old.
     if any(t.is_meta for t in targets.tensors):
         state = model.state_dict(keep_vars=True)
-        for position in names.values():
-            targets.tensors[position] = state[targets.names[position]]
+        targets.tensors[:] = [state[name] for name in targets.names]
 
 
 def private_path_available() -> bool:
-    """Whether this torch is one the private path was tried with and has the parts that it uses."""
+    """Whether this torch is one the private path was tried with."""
     minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return minor in _PRIVATE_TRIED and hasattr(DTensor, "_spec") | hasattr(torch.Tensor, "_dtensor__new__")
+    return minor in _PRIVATE_TRIED
 
 
 def _materialise_public(model: nn.Module, dtype_of: dict[int, torch.dtype], device: torch.device) -> None:
@@ -118,10 +116,8 @@ def _materialise_private(model: nn.Module, dtype_of: dict[int, torch.dtype], dev
                     module._buffers[name] = _empty(buffer, buffer.dtype, device)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-            for group in groups:
-                for parameter in group.fsdp_params if group else ():
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
                     parameter.reset_sharded_param()
 
 
@@ -143,10 +139,10 @@ def _like_parameter(meta: DTensor, dtype: torch.dtype, device: torch.device) -> 
     return made
 
 
-def unfilled(model: nn.Module, missing: set[str], meta_buffers: set[str]) -> list[Unfilled]:
-    """Groups what nothing will fill by the module that owns it. ``meta_buffers`` are names from :func:`lost_buffers`."""
+def unfilled(model: nn.Module, names: set[str]) -> list[Unfilled]:
+    """Groups names of the model by the module that owns them."""
     by_module: dict[str, list[str]] = {}
-    for name in sorted(missing | meta_buffers):
+    for name in sorted(names):
         path, _, leaf = name.rpartition(".")
         by_module.setdefault(path, []).append(leaf)
     return [Unfilled(model.get_submodule(path), path, tuple(names)) for path, names in by_module.items()]

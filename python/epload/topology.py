@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from epload import groups
 from epload.control import Control
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -55,6 +56,9 @@ class Topology:
         self.node = next(node for node in self.nodes if rank in node)
         self.control = Control(group.get_group_store() if group is not None else None, self.ranks, rank)
         self._names: dict[tuple[int, ...], str] = {}
+        """Name of each group that this rank is in."""
+        self._made: list[Sequence[tuple[int, ...]]] = []
+        """What all ranks of the topology have made, in one order."""
 
     @classmethod
     def discover(cls, group: dist.ProcessGroup | None = None) -> Topology:
@@ -103,30 +107,34 @@ class Topology:
     def route(self, src: int) -> Route:
         """Collective: makes the groups for a two-level broadcast from ``src`` if they are not there yet."""
         leaders = self.leaders(src)
+        self._make_groups("route", [leaders], self.nodes)
         leader = leaders[self.nodes.index(self.node)]
-        inter = self._group_name(leaders) if self.rank in leaders else ""
-        return Route(src, leader, inter, self._group_name(self.node))
+        return Route(src, leader, self._names.get(leaders, ""), self._names.get(self.node, ""))
 
     def flat_route(self, src: int) -> Route:
         """Collective: the same for a broadcast in one group of all ranks."""
         self.check_source(src)
-        return Route(src, src, self._group_name(self.ranks), "")
+        self._make_groups("flat route", [self.ranks])
+        return Route(src, src, self._names.get(self.ranks, ""), "")
 
     def retire(self) -> None:
-        """Forgets all groups, as after a failed transfer: the next route makes new ones."""
+        """Forgets all groups, as after a failed transfer: the next route makes new ones. On all ranks alike."""
         self._names.clear()
+        self._made.clear()
 
-    def _group_name(self, ranks: tuple[int, ...]) -> str:
-        """The c10d group of exactly ``ranks``, all of which make this call at the same point of their route."""
-        if len(ranks) == 1 or self.group is None:
-            return ""
-        key = tuple(sorted(ranks))
-        if key not in self._names:
-            # Only members make it: a topology need not be the whole job. They agree on the order because a route's inter
-            # group is always asked for before its intra group.
-            made = dist.new_group(list(key), timeout=self.control.deadline, use_local_synchronization=True)
-            self._names[key] = made.group_name
-        return self._names[key]
+    def _make_groups(self, what: str, *families: Sequence[tuple[int, ...]]) -> None:
+        """Makes the groups of each family in turn. The groups of one family share no rank."""
+        families = tuple(family for family in families if family not in self._made)
+        if self.group is None or not families:
+            return
+        level = self.control.settle(what, None, groups.count(), lambda counts: max(counts.values()))
+        for family in families:
+            groups.level(level)
+            mine = next((ranks for ranks in family if self.rank in ranks and len(ranks) > 1), None)
+            if mine is not None:
+                self._names[mine] = groups.make(mine, self.control.deadline)
+            self._made.append(family)
+            level += 1
 
 
 def machine_identity() -> str:

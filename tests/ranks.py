@@ -1,0 +1,103 @@
+"""Runs a function on several real processes joined by gloo, each with a hard limit that shows every rank's stack.
+
+A server process imports torch once and forks the ranks from it, so that a test of seven ranks costs no seven imports.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "epload"])
+
+LIMIT = 120.0
+"""Seconds one run may take."""
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or hung; the text has what each rank said."""
+
+
+def run(world: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT) -> list[Any]:
+    """Calls ``function(rank, *args)`` on ``world`` ranks of a gloo group and returns each rank's value, in order."""
+    with tempfile.TemporaryDirectory(prefix="epload-test-") as folder:
+        links, processes = [], []
+        for rank in range(world):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_main, args=(rank, world, folder, limit, theirs, function, args), daemon=True)
+            process.start()
+            theirs.close()
+            links.append(ours)
+            processes.append(process)
+        values, errors = _collect(links, time.monotonic() + limit + 10)
+        for rank, process in enumerate(processes):
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                errors.setdefault(rank, "did not exit after its value was returned")
+        if errors:
+            for rank in range(world):
+                if stack := _read(Path(folder) / f"stack-{rank}"):
+                    errors[rank] = f"{errors.get(rank, '')}\nstack at the limit of {limit} s:\n{stack}"
+            raise RankFailed("\n".join(f"---- rank {rank}: {text}" for rank, text in sorted(errors.items())))
+        return [values[rank] for rank in range(world)]
+
+
+def _collect(links: list[Connection], until: float) -> tuple[dict[int, Any], dict[int, str]]:
+    values: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    waiting = dict(zip(links, range(len(links)), strict=True))
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
+        if not ready:
+            errors.update({rank: "did not answer in time" for rank in waiting.values()})
+            break
+        for link in ready:
+            rank = waiting.pop(link)
+            try:
+                ok, value = link.recv()
+                (values if ok else errors)[rank] = value
+            except EOFError:
+                errors[rank] = "died"
+    return values, errors
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _main(
+    rank: int, world: int, folder: str, limit: float, link: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    with open(os.path.join(folder, f"stack-{rank}"), "w") as stacks:
+        faulthandler.dump_traceback_later(limit, file=stacks, exit=True)
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/rendezvous",
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=limit),
+            )
+            value = function(rank, *args)
+            dist.barrier()
+            link.send((True, value))
+        except BaseException:
+            link.send((False, traceback.format_exc()))
+            os._exit(1)  # without waiting for a group whose other ranks may be stuck
+        faulthandler.cancel_dump_traceback_later()
+    dist.destroy_process_group()
