@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
@@ -138,6 +140,18 @@ class HierarchicalLoader:
             LoadError: or one of its kinds, or ValueError/TypeError for a caller's mistake: the same on every rank. Unless
                 it says that the transfer failed, nothing has been changed.
         """
+        with _collector_paused():
+            return self._load(model, checkpoint, mapping, strict, dtype, init_missing)
+
+    def _load(
+        self,
+        model: nn.Module,
+        checkpoint: Any,
+        mapping: Mapping | str,
+        strict: bool,
+        dtype: torch.dtype | None,
+        init_missing: mat.InitMissing | None,
+    ) -> LoadReport:
         report = LoadReport(readers=self.readers, algorithm=self.algorithm, topology=repr(self.topology))
         began = perf_counter()
         with report.timed("plan"):
@@ -150,10 +164,9 @@ class HierarchicalLoader:
         finally:
             if work.checkpoint is not None and work.checkpoint is not checkpoint:
                 work.checkpoint.close()
-        loaded = {piece.tensor for bucket in plan.buckets for piece in bucket.pieces}
         report.missing_keys, report.unexpected_keys = list(plan.missing), list(plan.unexpected)
-        report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, len(loaded)
-        report.nbytes = sum(piece.nbytes for bucket in plan.buckets for piece in bucket.pieces)
+        report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, len(set(plan.slots.tensor))
+        report.nbytes = sum(plan.slots.nbytes)
         report.buckets = len(plan.buckets)
         report.seconds = perf_counter() - began
         return report
@@ -179,9 +192,8 @@ class HierarchicalLoader:
         self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
     ) -> _Work:
         source = Checkpoint.open(checkpoint) if self.topology.rank in self._reading_ranks() else None
-        reshard(model)
+        lost = reshard(model)
         targets = collect(model, dtype)
-        lost = mat.lost_buffers(model, targets)
         if lost and init_missing is None and mat.default_init(model) is None:
             raise ModelMismatch(
                 f"buffers {', '.join(sorted(lost)[:5])} are on meta and no checkpoint holds them (they are not persistent); "
@@ -250,7 +262,7 @@ class HierarchicalLoader:
     ) -> None:
         def prepare() -> list[Tensor]:
             with report.timed("materialise"):
-                mat.materialise(model, work.targets, work.device)
+                mat.materialise(model, work.targets, work.device, work.lost)
                 self._reserve(plan.largest)
                 return work.targets.local()
 
@@ -341,7 +353,7 @@ class _Transfer:
         bucket = self.plan.buckets[index]
         status, nbytes = STATUS_OK, bucket.nbytes - HEADER_BYTES
         try:
-            self.checkpoint.fill(buffer, bucket.pieces)
+            self.checkpoint.fill(buffer, self.plan.pieces(bucket))
         except Exception as error:
             text = f"rank {self.rank} could not read bucket {index}: {text_of(error)}".encode()[:nbytes]
             buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -400,6 +412,18 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise ValueError(f"expected {name} to be one of {', '.join(allowed)}, got {value!r}")
     return value
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Planning makes many small objects; collecting in the middle walks all of the model's modules, several times."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _attempt(step: Callable[[], Any]) -> tuple[Any, BaseException | None]:

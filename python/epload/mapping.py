@@ -7,13 +7,14 @@ tensors puts each at its index of a leading dim; concatenating puts each part be
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from collections.abc import Mapping as MappingType
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from epload.errors import ModelMismatch
+from epload.placement import Box
 
 Shape = tuple[int, ...]
 
@@ -41,13 +42,8 @@ class Merge:
     concat_dim: int | None = None
 
 
-@dataclass(frozen=True)
-class Placed:
-    """Where one checkpoint tensor lands: the box [offset, offset + size) of a target."""
-
-    target: str
-    offset: Shape
-    size: Shape
+Placed = tuple[str, Box]
+"""Where one checkpoint tensor lands: a target's name and a box of it. Equal boxes of one call are one object."""
 
 
 @dataclass(frozen=True)
@@ -103,39 +99,54 @@ class Mapping:
         """
         placed: list[Placed | None] = [None] * len(names)
         parts: dict[str, list[_Part]] = {}
-        merges = [(merge, part, re.compile(f"(?:{source})$")) for merge in self.merges for part, source in
-                  enumerate(merge.sources)]  # fmt: skip
+        merges = [
+            (merge, part, re.compile(f"(?:{source})$"))
+            for merge in self.merges
+            for part, source in enumerate(merge.sources)
+        ]
         renames = [(re.compile(rename.source), rename.target) for rename in self.renames]
-        zeros: dict[int, Shape] = {}
-        for i, name in enumerate(names):
-            if name not in targets:
+        whole = {shape: ((0,) * len(shape), shape) for shape in dict.fromkeys(shapes)}
+        for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+            target = name
+            if target not in targets:
                 for pattern, replacement in renames:
-                    name = pattern.sub(replacement, name)
-                for merge, number, pattern in merges:
-                    if match := pattern.search(name):
-                        target = name[: match.start()] + merge.target
-                        if target in targets:
-                            index = match.groupdict().get("index")
-                            part = _Part(i, merge, number, None if index is None else int(index))
-                            parts.setdefault(target, []).append(part)
-                        break
-                else:
-                    if name in targets:
-                        placed[i] = _whole(names[i], shapes[i], name, targets[name], zeros)
-            else:
-                placed[i] = _whole(name, shapes[i], name, targets[name], zeros)
+                    target = pattern.sub(replacement, target)
+                if (part := _match(merges, i, target, targets)) is not None:
+                    parts.setdefault(part.target, []).append(part)
+                    continue
+            wanted = targets.get(target)
+            if wanted is None:
+                continue
+            if shape != wanted:
+                raise ModelMismatch(
+                    f"{name} has shape {list(shape)} in the checkpoint but the model's {target} has {list(wanted)}"
+                )
+            placed[i] = (target, whole[shape])
+        boxes: dict[Box, Box] = {}
         for target, sources in parts.items():
             for source, box in zip(sources, _assemble(target, targets[target], sources, names, shapes), strict=True):
-                placed[source.tensor] = box
+                placed[source.tensor] = (target, boxes.setdefault(box, box))
         return placed
 
 
 @dataclass(frozen=True)
 class _Part:
     tensor: int
+    target: str
     merge: Merge
     part: int
     index: int | None
+
+
+def _match(
+    merges: Sequence[tuple[Merge, int, re.Pattern[str]]], tensor: int, name: str, targets: MappingType[str, Shape]
+) -> _Part | None:
+    for merge, number, pattern in merges:
+        if match := pattern.search(name):
+            target = name[: match.start()] + merge.target
+            index = match.groupdict().get("index")
+            return _Part(tensor, target, merge, number, None if index is None else int(index)) if target in targets else None
+    return None
 
 
 def _from_glob(pattern: str) -> str:
@@ -143,20 +154,9 @@ def _from_glob(pattern: str) -> str:
     return r"(?<![^.])" + re.escape(pattern.lstrip("^").rstrip("$")).replace(r"\*", r"(?P<index>\d+)", 1)
 
 
-def _whole(source: str, shape: Shape, target: str, wanted: Shape, zeros: dict[int, Shape]) -> Placed:
-    if shape != wanted:
-        raise ModelMismatch(
-            f"{source} has shape {list(shape)} in the checkpoint but the model's {target} has {list(wanted)}"
-        )
-    ndim = len(shape)
-    if ndim not in zeros:
-        zeros[ndim] = (0,) * ndim
-    return Placed(target, zeros[ndim], shape)
-
-
 def _assemble(
     target: str, wanted: Shape, sources: list[_Part], names: Sequence[str], shapes: Sequence[Shape]
-) -> Iterable[Placed]:
+) -> list[Box]:
     """Boxes of the parts of one target, checked to fill it exactly once."""
     merge = sources[0].merge
     stack, concat = merge.stack_dim, merge.concat_dim
@@ -182,7 +182,7 @@ def _assemble(
         which = re.sub(r"\(\?P<index>[^)]*\)", str(index), merge.sources[part]).replace("\\", "").replace("(?<![^.])", "")
         raise refuse(f"{len(absent)} of its {len(indices) * len(merge.sources)} parts are missing, the first {which}")
 
-    boxes: list[Placed | None] = [None] * len(sources)
+    boxes: list[Box] = [((), ())] * len(sources)
     position = {part: i for i, part in enumerate(sources)}
     for index in indices:
         at = 0
@@ -199,11 +199,11 @@ def _assemble(
                 at += shape[concat]
             if len(shape) != len(wanted) or any(o + n > w for o, n, w in zip(offset, shape, wanted, strict=True)):
                 raise refuse(f"{name(part)} has shape {list(shapes[part.tensor])}")
-            boxes[position[part]] = Placed(target, tuple(offset), shape)
-    filled = sum(prod(box.size) for box in boxes if box)
+            boxes[position[part]] = (tuple(offset), shape)
+    filled = sum(prod(size) for _, size in boxes)
     if filled != prod(wanted):
         raise refuse(f"its parts fill {filled} of its {prod(wanted)} elements ({name(sources[0])}, ...)")
-    return [box for box in boxes if box]
+    return boxes
 
 
 def resolve(mapping: Mapping | str, model: Any) -> Mapping:

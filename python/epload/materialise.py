@@ -7,7 +7,7 @@ minors it was tried with, the public one for others. Both give equal models (tes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -30,24 +30,17 @@ class Unfilled:
     """Names within the module."""
 
 
-def has_meta(model: nn.Module) -> bool:
-    """Whether any parameter or buffer is still on meta."""
-    return any(t.is_meta for t in _tensors(model))
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-
-
-def materialise(model: nn.Module, targets: Targets, device: torch.device, private: bool | None = None) -> None:
+def materialise(
+    model: nn.Module, targets: Targets, device: torch.device, lost: Collection[str] = (), private: bool | None = None
+) -> None:
     """Replaces meta tensors by uninitialised ones on ``device``; leaves others alone. Object identity and ties are kept.
 
     Args:
         targets: of this model; their dtypes are what is allocated. Refreshed where an object had to be replaced.
+        lost: non-persistent buffers on meta, from :func:`epload.targets.reshard`.
         private: forces (True) or forbids (False) the private path; None decides by the torch version.
     """
-    if not has_meta(model):
+    if not lost and not any(tensor.is_meta for tensor in targets.tensors):
         return
     dtype_of = {id(tensor): dtype for tensor, dtype in zip(targets.tensors, targets.dtypes, strict=True)}
     if private is None:
@@ -146,11 +139,6 @@ def unfilled(model: nn.Module, names: set[str]) -> list[Unfilled]:
         path, _, leaf = name.rpartition(".")
         by_module.setdefault(path, []).append(leaf)
     return [Unfilled(model.get_submodule(path), path, tuple(names)) for path, names in by_module.items()]
-
-
-def lost_buffers(model: nn.Module, targets: Targets) -> set[str]:
-    """Non-persistent buffers on meta: no checkpoint holds them, and materialising them leaves garbage."""
-    return {name for name, buffer in model.named_buffers() if buffer.is_meta and name not in targets.index}
 
 
 InitMissing = Callable[[nn.Module, str, tuple[str, ...]], None]

@@ -7,8 +7,9 @@ dictionary look-up, and the copy table is put together by vector arithmetic.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from epload.checkpoint import Manifest, Piece
 from epload.control import HEADER_BYTES
 from epload.errors import ManifestMismatch, ModelMismatch
 from epload.mapping import Mapping, Placed
-from epload.placement import OwnedRegion, box_of_range, intersect, owned_regions, row_major_strides
+from epload.placement import Box, OwnedRegion, box_of_range, intersect, owned_regions, row_major_strides
 from epload.targets import Targets
 
 ALIGNMENT = 16
@@ -32,7 +33,8 @@ class Bucket:
 
     nbytes: int
     """Header included."""
-    pieces: tuple[Piece, ...]
+    slots: range
+    """Positions in the plan's slots."""
     copies: Tensor
     """The native copy table; column 0 counts in ``targets``."""
     targets: tuple[int, ...]
@@ -40,10 +42,24 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class Slots:
+    """Pieces of checkpoint tensors in buckets, one entry a piece in each column, in bucket order. Equal on all ranks."""
+
+    tensor: Sequence[int]
+    """Index into the manifest."""
+    tensor_offset: Sequence[int]
+    """Bytes."""
+    bucket_offset: Sequence[int]
+    """Bytes."""
+    nbytes: Sequence[int]
+
+
+@dataclass(frozen=True)
 class LoadPlan:
     """What moves, in which order, and where it goes on this rank."""
 
     buckets: tuple[Bucket, ...]
+    slots: Slots
     fingerprint: bytes
     """32 bytes over everything that ranks must share: tensors, targets, layouts, slots, options."""
     missing: tuple[str, ...]
@@ -54,6 +70,12 @@ class LoadPlan:
     """Names of the checkpoint left out because another name of the same parameter is in it."""
     casts: int
     """Checkpoint tensors whose dtype is converted."""
+
+    def pieces(self, bucket: Bucket) -> list[Piece]:
+        """What a reader has to fill a bucket with."""
+        part = slice(bucket.slots.start, bucket.slots.stop)
+        columns = (self.slots.tensor, self.slots.tensor_offset, self.slots.bucket_offset, self.slots.nbytes)
+        return [Piece(*piece) for piece in zip(*(column[part] for column in columns), strict=True)]
 
     @property
     def nbytes(self) -> int:
@@ -81,20 +103,21 @@ def make_plan(manifest: Manifest, targets: Targets, mapping: Mapping, bucket_byt
     placed = mapping.place(manifest.names, manifest.shapes, targets.shapes)
     chosen, tied = _choose(manifest, targets, placed)
     casts = _check_dtypes(manifest, targets, chosen)
-    slots, bucket_nbytes = _C.plan_buckets(
+    columns, bucket_nbytes = _C.plan_buckets(
         _extents(manifest, chosen, bucket_bytes - HEADER_BYTES), bucket_bytes, ALIGNMENT, HEADER_BYTES
     )
-    buckets = _buckets(manifest, targets, chosen, slots, bucket_nbytes)
+    buckets = _buckets(manifest, targets, chosen, columns, bucket_nbytes)
 
-    filled = {target for _, target, _ in chosen}
     digest = hashlib.blake2b(digest_size=32)
     digest.update(manifest.digest)
     digest.update("\n".join(targets.describe()).encode())
-    digest.update(repr(slots).encode())
-    digest.update(repr([(i, t, box.offset) for i, t, box in chosen]).encode())
-    digest.update(f"{bucket_bytes} {options}".encode())
+    for column in (*columns, chosen.tensor, chosen.target, chosen.box):
+        digest.update(array("q", column).tobytes())
+    digest.update(repr((chosen.boxes, bucket_bytes, options)).encode())
+    filled = set(chosen.target)
     return LoadPlan(
         buckets=tuple(buckets),
+        slots=Slots([chosen.tensor[i] for i in columns[0]], columns[1], columns[3], columns[4]),
         fingerprint=digest.digest(),
         missing=tuple(name for i, name in enumerate(targets.names) if i not in filled and _numel(targets, i)),
         unexpected=tuple(name for name, box in zip(manifest.names, placed, strict=True) if box is None),
@@ -130,34 +153,49 @@ def describe(manifest: Manifest, targets: Targets, bucket_bytes: int, options: s
     return lines
 
 
-Chosen = list[tuple[int, int, Placed]]
-"""Manifest index, target index, box; in manifest order."""
+@dataclass
+class _Chosen:
+    """Checkpoint tensors that are loaded, one entry a tensor in each column, in manifest order."""
+
+    tensor: list[int] = field(default_factory=list)
+    """Index into the manifest."""
+    target: list[int] = field(default_factory=list)
+    box: list[int] = field(default_factory=list)
+    """Index into ``boxes``."""
+    boxes: list[Box] = field(default_factory=list)
 
 
 def _numel(targets: Targets, index: int) -> bool:
     return 0 not in targets.layouts[targets.layout[index]].shape
 
 
-def _choose(manifest: Manifest, targets: Targets, placed: list[Placed | None]) -> tuple[Chosen, tuple[str, ...]]:
+def _choose(manifest: Manifest, targets: Targets, placed: list[Placed | None]) -> tuple[_Chosen, tuple[str, ...]]:
     """Leaves out what has no place, and a tied name whose parameter another name already fills."""
-    chosen: Chosen = []
+    chosen = _Chosen()
     tied = []
     filled: dict[int, str] = {}
-    for i, box in enumerate(placed):
-        if box is None:
+    box_number: dict[int, int] = {}
+    for i, place in enumerate(placed):
+        if place is None:
             continue
-        target = targets.index[box.target]
-        by = filled.setdefault(target, box.target)
-        if by == box.target:
-            chosen.append((i, target, box))
-        else:
+        name, box = place
+        target = targets.index[name]
+        if filled.setdefault(target, name) != name:
             tied.append(manifest.names[i])
+            continue
+        number = box_number.get(id(box))
+        if number is None:
+            number = box_number[id(box)] = len(chosen.boxes)
+            chosen.boxes.append(box)
+        chosen.tensor.append(i)
+        chosen.target.append(target)
+        chosen.box.append(number)
     return chosen, tuple(tied)
 
 
-def _check_dtypes(manifest: Manifest, targets: Targets, chosen: Chosen) -> int:
+def _check_dtypes(manifest: Manifest, targets: Targets, chosen: _Chosen) -> int:
     casts = 0
-    for i, target, _ in chosen:
+    for i, target in zip(chosen.tensor, chosen.target, strict=True):
         source, wanted = manifest.dtypes[i], targets.dtypes[target]
         if source is not wanted:
             if not dtypes.converts(source, wanted):
@@ -169,76 +207,65 @@ def _check_dtypes(manifest: Manifest, targets: Targets, chosen: Chosen) -> int:
     return casts
 
 
-def _extents(manifest: Manifest, chosen: Chosen, room: int) -> list[tuple[int, int, int]]:
-    known: dict[tuple[tuple[int, ...], int], tuple[int, int, int]] = {}
-    extents = []
-    for i, _, box in chosen:
-        key = (box.size, manifest.dtypes[i].itemsize)
-        extent = known.get(key)
-        if extent is None:
-            extent = known[key] = _C.extent_of(*key, room)
-        extents.append(extent)
-    return extents
+def _extents(manifest: Manifest, chosen: _Chosen, room: int) -> list[tuple[int, int, int]]:
+    itemsize = {dtype: dtype.itemsize for dtype in set(manifest.dtypes)}
+    keys = [(box, itemsize[manifest.dtypes[i]]) for i, box in zip(chosen.tensor, chosen.box, strict=True)]
+    known = {(box, size): _C.extent_of(chosen.boxes[box][1], size, room) for box, size in set(keys)}
+    return [known[key] for key in keys]
 
 
 def _buckets(
-    manifest: Manifest, targets: Targets, chosen: Chosen, slots: list[list[int]], bucket_nbytes: list[int]
+    manifest: Manifest, targets: Targets, chosen: _Chosen, slots: list[list[int]], bucket_nbytes: list[int]
 ) -> list[Bucket]:
     """Adds this rank's copies to the planned slots."""
+    tensor, tensor_offset, bucket, bucket_offset, nbytes = slots
     dims = max((len(layout.shape) for layout in targets.layouts), default=1) or 1
-    owned: list[list[OwnedRegion]] = [
-        owned_regions(layout, at) for layout, at in zip(targets.layouts, targets.coordinates, strict=True)
+    owned = [owned_regions(layout, at) for layout, at in zip(targets.layouts, targets.coordinates, strict=True)]
+
+    # The class of a slot: everything that its copies depend on but for where it lies in the bucket.
+    target_of = [chosen.target[i] for i in tensor]
+    keys = [
+        (targets.layout[target], chosen.box[i], manifest.dtypes[chosen.tensor[i]], offset, size)
+        for i, target, offset, size in zip(tensor, target_of, tensor_offset, nbytes, strict=True)
     ]
-    classes: dict[tuple[object, ...], int] = {}
-    class_rows: list[list[list[int]]] = []
-    class_of: list[int] = []
-    target_of: list[int] = []
-    pieces: list[list[Piece]] = [[] for _ in bucket_nbytes]
-    for tensor, offset, bucket, bucket_offset, nbytes in zip(*slots, strict=True):
-        i, target, box = chosen[tensor]
-        layout = targets.layout[target]
-        dtype = manifest.dtypes[i]
-        key = (layout, box.offset, box.size, dtype, offset, nbytes)
-        known = classes.get(key)
-        if known is None:
-            known = classes[key] = len(class_rows)
-            class_rows.append(_rows(box, owned[layout], dtype, offset, nbytes, dims))
-        class_of.append(known)
-        target_of.append(target)
-        pieces[bucket].append(Piece(i, offset, bucket_offset, nbytes))
-
-    counts = torch.tensor([len(class_rows[c]) for c in class_of], dtype=torch.int64)
-    flat_rows = [row for rows in class_rows for row in rows]
+    classes = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    rows_of = [
+        _rows(chosen.boxes[box], owned[layout], dtype, offset, size, dims) for layout, box, dtype, offset, size in classes
+    ]
     columns = _FIXED_COLUMNS + 3 * dims
-    table = torch.tensor(flat_rows, dtype=torch.int64).reshape(-1, columns)
-    first = torch.tensor([0, *(len(rows) for rows in class_rows)], dtype=torch.int64).cumsum(0)
-    # Row r of the result is row `within` of the class of slot `slot`.
-    slot = torch.repeat_interleave(torch.arange(len(class_of)), counts)
-    within = torch.arange(len(slot)) - (counts.cumsum(0) - counts)[slot]
-    copies = table[first[torch.tensor(class_of, dtype=torch.int64)[slot]] + within]
-    copies[:, 1] += torch.tensor(slots[3], dtype=torch.int64)[slot]
-    targets_of_rows = torch.tensor(target_of, dtype=torch.int64)[slot]
-    ends = torch.searchsorted(
-        torch.tensor(slots[2], dtype=torch.int64)[slot], torch.arange(len(bucket_nbytes)), right=True
-    ).tolist()
+    table = torch.tensor([row for rows in rows_of for row in rows], dtype=torch.int64).reshape(-1, columns)
+    count = torch.tensor([len(rows) for rows in rows_of], dtype=torch.int64)
+    first = count.cumsum(0) - count
 
+    # Row r of the result is row `within` of the class of slot `slot`.
+    class_of = torch.tensor([classes[key] for key in keys], dtype=torch.int64)
+    slot = torch.repeat_interleave(torch.arange(len(keys)), count[class_of])
+    within = torch.arange(len(slot)) - (count[class_of].cumsum(0) - count[class_of])[slot]
+    copies = table[first[class_of[slot]] + within]
+    copies[:, 1] += torch.tensor(bucket_offset, dtype=torch.int64)[slot]
+    target_of_row = torch.tensor(target_of, dtype=torch.int64)[slot]
+
+    bucket_of = torch.tensor(bucket, dtype=torch.int64)
+    numbers = torch.arange(len(bucket_nbytes))
+    slot_ends = torch.searchsorted(bucket_of, numbers, right=True).tolist()
+    row_ends = torch.searchsorted(bucket_of[slot], numbers, right=True).tolist()
     made = []
-    begin = 0
-    for number, end in enumerate(ends):
-        part = copies[begin:end].contiguous()
-        wanted, part[:, 0] = torch.unique(targets_of_rows[begin:end], return_inverse=True)
-        made.append(Bucket(bucket_nbytes[number], tuple(pieces[number]), part, tuple(wanted.tolist())))
-        begin = end
+    slot_begin = row_begin = 0
+    for number, (slot_end, row_end) in enumerate(zip(slot_ends, row_ends, strict=True)):
+        part = copies[row_begin:row_end].contiguous()
+        wanted, part[:, 0] = torch.unique(target_of_row[row_begin:row_end], return_inverse=True)
+        made.append(Bucket(bucket_nbytes[number], range(slot_begin, slot_end), part, tuple(wanted.tolist())))
+        slot_begin, row_begin = slot_end, row_end
     return made
 
 
 def _rows(
-    box: Placed, owned: Sequence[OwnedRegion], dtype: torch.dtype, offset: int, nbytes: int, dims: int
+    box: Box, owned: Sequence[OwnedRegion], dtype: torch.dtype, offset: int, nbytes: int, dims: int
 ) -> list[list[int]]:
     """Copy-table rows for bytes [offset, offset + nbytes) of a checkpoint tensor that lands in ``box``, from offset 0 of
     the bucket: what they share with each region that this rank owns."""
-    start, size = box_of_range(box.size, offset // dtype.itemsize, nbytes // dtype.itemsize)
-    here = tuple(map(int.__add__, box.offset, start))
+    start, size = box_of_range(box[1], offset // dtype.itemsize, nbytes // dtype.itemsize)
+    here = tuple(map(int.__add__, box[0], start))
     strides = row_major_strides(size)
     rows = []
     for region in owned:

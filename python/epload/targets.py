@@ -58,21 +58,30 @@ class Targets:
         ]
 
 
-def reshard(model: nn.Module) -> None:
-    """Puts every FSDP2 module back into its sharded state; after a forward the root is not, and writes would be lost."""
-    for module in model.modules():
+def reshard(model: nn.Module) -> set[str]:
+    """Puts every FSDP2 module back into its sharded state; after a forward the root is not, and writes would be lost.
+
+    Returns the names of non-persistent buffers on meta: no checkpoint holds them, and materialising them leaves garbage.
+    """
+    lost = set()
+    for path, module in model.named_modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.is_meta:
+                lost.add(f"{path}.{name}" if path else name)
+    return lost
 
 
 def collect(model: nn.Module, dtype: torch.dtype | None = None) -> Targets:
-    """Reads the parameters and persistent buffers of a resharded model.
+    """Reads the parameters and persistent buffers of a resharded model, under the names of its state_dict.
 
-    ``dtype`` overrides the dtype of floating-point tensors that are still on meta.
+    ``dtype`` overrides the dtype of floating-point parameters that are still on meta.
 
     Raises:
         ModelMismatch: a placement that a load cannot fill (Partial).
-        ValueError: ``dtype`` differs from that of a tensor that already has storage.
+        ValueError: ``dtype`` differs from that of a parameter that already has storage.
     """
     targets = Targets()
     by_object: dict[int, int] = {}
@@ -89,15 +98,11 @@ def collect(model: nn.Module, dtype: torch.dtype | None = None) -> Targets:
             continue
         if isinstance(tensor, DTensor):
             key: tuple[object, ...] = (id(tensor.device_mesh), id(tensor.placements), tensor.shape)
-            layout = by_layout.get(key)
-            if layout is None:
-                layout = _intern(targets, by_layout, key, name, tensor)
         else:
-            layout = by_layout.get((tensor.shape,))
-            if layout is None:
-                layout = by_layout[(tensor.shape,)] = len(targets.layouts)
-                targets.layouts.append(Layout(tuple(tensor.shape), (), ()))
-                targets.coordinates.append(())
+            key = (tensor.shape,)
+        layout = by_layout.get(key)
+        if layout is None:
+            layout = _intern(targets, by_layout, key, name, tensor)
         by_object[id(tensor)] = targets.index[name] = len(targets.names)
         targets.names.append(name)
         targets.tensors.append(tensor)
@@ -118,12 +123,16 @@ def _override(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _intern(
-    targets: Targets, by_layout: dict[tuple[object, ...], int], key: tuple[object, ...], name: str, tensor: DTensor
+    targets: Targets, by_layout: dict[tuple[object, ...], int], key: tuple[object, ...], name: str, tensor: Tensor
 ) -> int:
-    """Placements are often equal but not one object, so look once more by value. Keeps no object alive: the model does."""
-    mesh = tensor.device_mesh
-    coordinate = _coordinate(name, mesh)
-    layout = Layout(tuple(tensor.shape), tuple(mesh.shape), tuple(_placement(name, p, tensor) for p in tensor.placements))
+    """The number of a layout not met under this key; placements are often equal but not one object."""
+    shape = tuple(tensor.shape)
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        coordinate = _coordinate(name, mesh)
+        layout = Layout(shape, tuple(mesh.shape), tuple(_placement(name, p, tensor) for p in tensor.placements))
+    else:
+        layout, coordinate = Layout(shape, (), ()), ()
     value_key = (layout, coordinate)
     if value_key not in by_layout:
         by_layout[value_key] = len(targets.layouts)
