@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from time import perf_counter
 from typing import Any
@@ -24,7 +24,7 @@ from epload.mapping import Mapping
 from epload.mapping import resolve as resolve_mapping
 from epload.plan import LoadPlan, describe, explain_difference, make_plan
 from epload.report import LoadReport, progress_bar
-from epload.targets import Targets, collect, reshard
+from epload.targets import Targets, collect
 from epload.topology import Route, Topology
 
 READERS = ("one", "per_node")
@@ -46,8 +46,6 @@ class _Work:
     """One rank's side of one load."""
 
     targets: Targets
-    lost: set[str]
-    """Non-persistent buffers that are on meta."""
     device: torch.device
     checkpoint: Checkpoint | None
     manifest: Manifest | None
@@ -109,6 +107,7 @@ class HierarchicalLoader:
         else:
             self._control.deadline = DEFAULT_DEADLINE
         self._buffers: list[Tensor] = []
+        self._last: tuple[tuple[bytes, Mapping, str], Targets, LoadPlan] | None = None
 
     def load(
         self,
@@ -192,14 +191,13 @@ class HierarchicalLoader:
         self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
     ) -> _Work:
         source = Checkpoint.open(checkpoint) if self.topology.rank in self._reading_ranks() else None
-        lost = reshard(model)
         targets = collect(model, dtype)
-        if lost and init_missing is None and mat.default_init(model) is None:
+        if targets.lost and init_missing is None and mat.default_init(model) is None:
             raise ModelMismatch(
-                f"buffers {', '.join(sorted(lost)[:5])} are on meta and no checkpoint holds them (they are not persistent); "
+                f"buffers {', '.join(sorted(targets.lost)[:5])} are on meta and no checkpoint holds them (they are not persistent); "
                 "pass init_missing=hook(module, path, names) to compute them"
             )
-        return _Work(targets, lost, _device_of(targets), source, source.manifest if source else None)
+        return _Work(targets, _device_of(targets), source, source.manifest if source else None)
 
     def _share_manifest(self, work: _Work, route: Route, report: LoadReport) -> Manifest:
         """The source's manifest, on every rank; a reader of its own node keeps what it read itself."""
@@ -224,7 +222,7 @@ class HierarchicalLoader:
         options = f"algorithm={self.algorithm} readers={self.readers} src={self.src} strict={strict}"
 
         def make() -> LoadPlan:
-            plan = make_plan(manifest, work.targets, resolve_mapping(mapping, model), self.bucket_bytes, options)
+            plan = self._plan(manifest, work.targets, resolve_mapping(mapping, model), options)
             if strict and (plan.missing or plan.unexpected):
                 raise ModelMismatch(_spell_keys(manifest, plan))
             return plan
@@ -249,6 +247,14 @@ class HierarchicalLoader:
         assert plan is not None
         return plan
 
+    def _plan(self, manifest: Manifest, targets: Targets, mapping: Mapping, options: str) -> LoadPlan:
+        """A plan depends on nothing but its inputs, so that of the last load is kept for a load of the same kind."""
+        inputs = (manifest.digest, mapping, options)
+        if self._last is None or self._last[0] != inputs or not targets.same_as(self._last[1]):
+            plan = make_plan(manifest, targets, mapping, self.bucket_bytes, options)
+            self._last = (inputs, replace(targets, tensors=[]), plan)
+        return self._last[2]
+
     # ---- data ----
 
     def _transfer(
@@ -262,7 +268,7 @@ class HierarchicalLoader:
     ) -> None:
         def prepare() -> list[Tensor]:
             with report.timed("materialise"):
-                mat.materialise(model, work.targets, work.device, work.lost)
+                mat.materialise(model, work.targets, work.device)
                 self._reserve(plan.largest)
                 return work.targets.local()
 
@@ -295,7 +301,8 @@ class HierarchicalLoader:
     def _initialise(
         self, model: nn.Module, work: _Work, plan: LoadPlan, init_missing: mat.InitMissing | None, report: LoadReport
     ) -> None:
-        names = work.lost if init_missing is None else {*work.lost, *plan.missing}
+        lost = work.targets.lost
+        names = lost if init_missing is None else {*lost, *plan.missing}
         hook = init_missing if init_missing is not None else mat.default_init(model)
         for module, path, leaves in ((u.module, u.path, u.names) for u in mat.unfilled(model, names)):
             assert hook is not None

@@ -7,7 +7,7 @@ minors it was tried with, the public one for others. Both give equal models (tes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,17 +30,14 @@ class Unfilled:
     """Names within the module."""
 
 
-def materialise(
-    model: nn.Module, targets: Targets, device: torch.device, lost: Collection[str] = (), private: bool | None = None
-) -> None:
+def materialise(model: nn.Module, targets: Targets, device: torch.device, private: bool | None = None) -> None:
     """Replaces meta tensors by uninitialised ones on ``device``; leaves others alone. Object identity and ties are kept.
 
     Args:
         targets: of this model; their dtypes are what is allocated. Refreshed where an object had to be replaced.
-        lost: non-persistent buffers on meta, from :func:`epload.targets.reshard`.
         private: forces (True) or forbids (False) the private path; None decides by the torch version.
     """
-    if not lost and not any(tensor.is_meta for tensor in targets.tensors):
+    if not targets.lost and not any(tensor.is_meta for tensor in targets.tensors):
         return
     dtype_of = {id(tensor): dtype for tensor, dtype in zip(targets.tensors, targets.dtypes, strict=True)}
     if private is None:

@@ -3,7 +3,6 @@ unsharded state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -35,8 +34,8 @@ class Targets:
     """This rank's place in the mesh of each layout."""
     index: dict[str, int] = field(default_factory=dict)
     """Every name, also those of tied tensors, to its target."""
-    tied: dict[str, str] = field(default_factory=dict)
-    """Further names of a target to its first."""
+    lost: set[str] = field(default_factory=set)
+    """Non-persistent buffers on meta: no checkpoint holds them, and materialising them leaves garbage."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -48,6 +47,13 @@ class Targets:
         with torch.no_grad():
             return [t.to_local() if isinstance(t, DTensor) else t.detach() for t in self.tensors]
 
+    def same_as(self, other: Targets) -> bool:
+        """Whether a plan made for ``other`` is one for these: all but the tensors themselves are equal."""
+        return all(
+            getattr(self, column) == getattr(other, column)
+            for column in ("names", "layout", "dtypes", "layouts", "coordinates", "index")
+        )
+
     def describe(self) -> list[str]:
         """A line a target, equal on all ranks that want the same."""
         described = [f"{list(x.shape)} on mesh {list(x.mesh_shape)} {_spell(x.placements)}" for x in self.layouts]
@@ -58,43 +64,28 @@ class Targets:
         ]
 
 
-def reshard(model: nn.Module) -> set[str]:
-    """Puts every FSDP2 module back into its sharded state; after a forward the root is not, and writes would be lost.
-
-    Returns the names of non-persistent buffers on meta: no checkpoint holds them, and materialising them leaves garbage.
-    """
-    lost = set()
-    for path, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-        for name in module._non_persistent_buffers_set:
-            buffer = module._buffers[name]
-            if buffer is not None and buffer.is_meta:
-                lost.add(f"{path}.{name}" if path else name)
-    return lost
-
-
 def collect(model: nn.Module, dtype: torch.dtype | None = None) -> Targets:
-    """Reads the parameters and persistent buffers of a resharded model, under the names of its state_dict.
+    """Reads the parameters and persistent buffers of a model, under the names of its state_dict.
 
+    Every FSDP2 module is first put back into its sharded state: after a forward the root is not, and writes would be lost.
     ``dtype`` overrides the dtype of floating-point parameters that are still on meta.
 
     Raises:
         ModelMismatch: a placement that a load cannot fill (Partial).
         ValueError: ``dtype`` differs from that of a parameter that already has storage.
     """
+    modules = _walk(model)
+    for _, module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
     targets = Targets()
+    names, tensors, layouts, kinds = targets.names, targets.tensors, targets.layout, targets.dtypes
     by_object: dict[int, int] = {}
     by_layout: dict[tuple[object, ...], int] = {}
-    # state_dict is public, knows which buffers persist, and with keep_vars hands out the model's own objects.
-    state: Mapping[str, object] = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
-            continue
+    for name, tensor in _state(model, modules, targets.lost):
         known = by_object.get(id(tensor))
         if known is not None:
             targets.index[name] = known
-            targets.tied[name] = targets.names[known]
             continue
         if isinstance(tensor, DTensor):
             key: tuple[object, ...] = (id(tensor.device_mesh), id(tensor.placements), tensor.shape)
@@ -103,12 +94,53 @@ def collect(model: nn.Module, dtype: torch.dtype | None = None) -> Targets:
         layout = by_layout.get(key)
         if layout is None:
             layout = _intern(targets, by_layout, key, name, tensor)
-        by_object[id(tensor)] = targets.index[name] = len(targets.names)
-        targets.names.append(name)
-        targets.tensors.append(tensor)
-        targets.layout.append(layout)
-        targets.dtypes.append(tensor.dtype if dtype is None else _override(name, tensor, dtype))
+        by_object[id(tensor)] = targets.index[name] = len(names)
+        names.append(name)
+        tensors.append(tensor)
+        layouts.append(layout)
+        kinds.append(tensor.dtype if dtype is None else _override(name, tensor, dtype))
     return targets
+
+
+def _walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module under each of its names, a parent before its children, as state_dict goes through them."""
+    found = []
+    stack = [("", model)]
+    while stack:
+        prefix, module = stack.pop()
+        found.append((prefix, module))
+        stack += [(f"{prefix}{name}.", child) for name, child in reversed(module._modules.items()) if child is not None]
+    return found
+
+
+def _state(model: nn.Module, modules: list[tuple[str, nn.Module]], lost: set[str]) -> list[tuple[str, Tensor]]:
+    """What ``model.state_dict(keep_vars=True)`` gives, in half the time when no module has a say in it.
+
+    Adds to ``lost`` the non-persistent buffers that are on meta.
+    """
+    plain: dict[type, bool] = {}
+    found: list[tuple[str, Tensor]] = []
+    asked = False
+    for prefix, module in modules:
+        kind = type(module)
+        if kind not in plain:
+            plain[kind] = (
+                kind.state_dict is nn.Module.state_dict
+                and kind._save_to_state_dict is nn.Module._save_to_state_dict
+                and kind.get_extra_state is nn.Module.get_extra_state
+            )
+        asked |= bool(module._state_dict_hooks) or not plain[kind]
+        found += [(prefix + name, p) for name, p in module._parameters.items() if p is not None]
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if name not in module._non_persistent_buffers_set:
+                found.append((prefix + name, buffer))
+            elif buffer.is_meta:
+                lost.add(prefix + name)
+    if not asked:
+        return found
+    return [(name, t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)]
 
 
 def _override(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
