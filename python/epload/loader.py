@@ -444,8 +444,8 @@ def _device_of(targets: Targets) -> torch.device:
     """Where the load's data must end up. Raises ValueError for what this version cannot fill."""
 
     def device_type(tensor: Tensor) -> str:
-        if isinstance(tensor, DTensor):
-            return tensor.device_mesh.device_type if tensor.is_meta else tensor.to_local().device.type
+        if tensor.is_meta and isinstance(tensor, DTensor):
+            return tensor.device_mesh.device_type
         return tensor.device.type
 
     kinds = set(map(device_type, targets.tensors)) - {"meta"}
