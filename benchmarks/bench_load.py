@@ -25,15 +25,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import epload
 import torch
 import torch.distributed as dist
+from epload.materialise import materialise
+from epload.targets import collect
 from peers import PEERS
 from torch import nn
 from workload import Size, meta_model, reference, sharded_model, write_checkpoint, wrong_shards
-
-import epload
-from epload.materialise import materialise
-from epload.targets import collect
 
 
 def main() -> None:
@@ -43,7 +42,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48, help="of 128 experts; 48 gives 18,867 tensors")
     parser.add_argument("--repeat", type=int, default=5, help="timed runs of epload and the floor (from meta: half)")
     parser.add_argument("--peer-repeat", type=int, default=1, help="timed runs of the others, which take a minute each")
-    parser.add_argument("--loaders", default="epload,epload_per_node,materialise," + ",".join(PEERS), help="comma-separated")
+    parser.add_argument(
+        "--loaders", default="epload,epload_per_node,materialise," + ",".join(PEERS), help="comma-separated"
+    )
     parser.add_argument("--cases", default="reload,meta", help="reload, meta or both")
     parser.add_argument("--bucket-mib", type=float, default=64)
     parser.add_argument("--data", type=Path, help="folder for the checkpoints; a temporary one by default")
@@ -58,7 +59,12 @@ def main() -> None:
         for seed in (0, 1):
             if not (data / f"{seed}.safetensors").exists():
                 write_checkpoint(data / f"{seed}.safetensors", Size(layers=options.layers), seed)
-        environment = {**os.environ, "EPLOAD_BENCH_DATA": str(data), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environment = {
+            **os.environ,
+            "EPLOAD_BENCH_DATA": str(data),
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         torchrun += ["--nproc-per-node", str(options.nodes * options.ranks), __file__, *sys.argv[1:]]
         sys.exit(subprocess.run(torchrun, env=environment).returncode)
@@ -128,7 +134,9 @@ class Bench:
         }  # fmt: skip
         self.rows.append(row)
         memory = "" if peak is None else f"  +{peak / 1e6:6.0f} MB"
-        self.say(f"{case:<8}{loader:<28}{row['min']:8.2f}{row['median']:8.2f}{row['max']:8.2f}{row['GB/s']:7.2f}{memory}  {note}")
+        self.say(
+            f"{case:<8}{loader:<28}{row['min']:8.2f}{row['median']:8.2f}{row['max']:8.2f}{row['GB/s']:7.2f}{memory}  {note}"
+        )
 
     def next_file(self) -> Path:
         """Alternates, so that a load that does nothing is found out."""

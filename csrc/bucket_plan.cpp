@@ -31,13 +31,13 @@ void check(const TensorExtent& t, size_t index, int64_t room) {
   }
   if (t.granule <= 0 || t.slab <= 0 || t.slab % t.granule != 0 || t.nbytes % t.slab != 0) {
     refuse(
-        name + ": granule " + std::to_string(t.granule) + " must divide slab " +
-        std::to_string(t.slab) + ", and slab must divide " + std::to_string(t.nbytes) + " bytes");
+        name + ": granule " + std::to_string(t.granule) + " must divide slab " + std::to_string(t.slab) +
+        ", and slab must divide " + std::to_string(t.nbytes) + " bytes");
   }
   if (t.granule > room) {
     refuse(
-        name + ": a granule of " + std::to_string(t.granule) + " bytes does not fit in the " +
-        std::to_string(room) + " bytes of a bucket");
+        name + ": a granule of " + std::to_string(t.granule) + " bytes does not fit in the " + std::to_string(room) +
+        " bytes of a bucket");
   }
 }
 
@@ -61,11 +61,7 @@ TensorExtent extent_of(const int64_t* shape, int64_t ndim, int64_t itemsize, int
   return {nbytes, inner, slab};
 }
 
-BucketPlan plan_buckets(
-    const std::vector<TensorExtent>& tensors,
-    int64_t capacity,
-    int64_t alignment,
-    int64_t header) {
+BucketPlan plan_buckets(const std::vector<TensorExtent>& tensors, int64_t capacity, int64_t alignment, int64_t header) {
   if (alignment <= 0 || header < 0 || header % alignment != 0) {
     refuse(
         "alignment " + std::to_string(alignment) + " must be positive and divide the header of " +
@@ -73,8 +69,8 @@ BucketPlan plan_buckets(
   }
   if (capacity <= header || capacity > kMaxBytes) {
     refuse(
-        "a bucket of " + std::to_string(capacity) + " bytes has no room after a header of " +
-        std::to_string(header) + " bytes");
+        "a bucket of " + std::to_string(capacity) + " bytes has no room after a header of " + std::to_string(header) +
+        " bytes");
   }
   const int64_t room = capacity - header;
   BucketPlan plan;
@@ -90,11 +86,7 @@ BucketPlan plan_buckets(
       used = start;
     }
     plan.slots.push_back(
-        {static_cast<int64_t>(tensor),
-         offset,
-         static_cast<int64_t>(plan.bucket_nbytes.size()) - 1,
-         used,
-         nbytes});
+        {static_cast<int64_t>(tensor), offset, static_cast<int64_t>(plan.bucket_nbytes.size()) - 1, used, nbytes});
     used += nbytes;
     plan.bucket_nbytes.back() = used;
   };

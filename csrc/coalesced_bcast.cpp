@@ -45,7 +45,11 @@ struct Route {
     source = src == self;
     TORCH_CHECK_VALUE(
         !inter.present() || inter.contains(src),
-        "coalesced_bcast: src ", src, " is not in inter_group '", inter_group, "' of ranks ",
+        "coalesced_bcast: src ",
+        src,
+        " is not in inter_group '",
+        inter_group,
+        "' of ranks ",
         inter.ranks());
     if (!intra.present()) {
       leader = self;
@@ -53,19 +57,28 @@ struct Route {
     }
     const auto& node = intra.ranks();
     const bool own_node = intra.contains(src);
-    leader = leader_rank >= 0 ? leader_rank
-        : own_node            ? src
-                              : *std::min_element(node.begin(), node.end());
+    leader = leader_rank >= 0 ? leader_rank : own_node ? src : *std::min_element(node.begin(), node.end());
     TORCH_CHECK_VALUE(
         intra.contains(leader),
-        "coalesced_bcast: leader ", leader, " is not in intra_group '", intra_group, "' of ranks ", node);
+        "coalesced_bcast: leader ",
+        leader,
+        " is not in intra_group '",
+        intra_group,
+        "' of ranks ",
+        node);
     TORCH_CHECK_VALUE(
         !own_node || leader == src,
-        "coalesced_bcast: src ", src, " is on this node, so it leads it; got leader ", leader);
+        "coalesced_bcast: src ",
+        src,
+        " is on this node, so it leads it; got leader ",
+        leader);
     TORCH_CHECK_VALUE(
         own_node || inter.present() == (leader == self),
-        "coalesced_bcast: rank ", self, inter.present() ? " has an inter_group but leader " : " leads its node but has no inter_group; leader ",
-        leader, " leads its node; pass leader= the rank of this node that is in the leaders' group");
+        "coalesced_bcast: rank ",
+        self,
+        inter.present() ? " has an inter_group but leader " : " leads its node but has no inter_group; leader ",
+        leader,
+        " leads its node; pass leader= the rank of this node that is in the leaders' group");
   }
 
   void broadcast(const at::Tensor& flat) const {
@@ -80,21 +93,32 @@ c10::Device check_tensors(at::TensorList tensors) {
     const auto& t = tensors[i];
     TORCH_CHECK_VALUE(
         t.layout() == at::kStrided && !t.is_quantized(),
-        "coalesced_bcast: expected dense strided tensors, tensor ", i, " is ",
+        "coalesced_bcast: expected dense strided tensors, tensor ",
+        i,
+        " is ",
         t.is_quantized() ? "quantized" : c10::str(t.layout()));
     TORCH_CHECK_VALUE(
         t.device() == device,
-        "coalesced_bcast: expected all tensors on one device, tensor 0 is on ", device,
-        " and tensor ", i, " on ", t.device());
+        "coalesced_bcast: expected all tensors on one device, tensor 0 is on ",
+        device,
+        " and tensor ",
+        i,
+        " on ",
+        t.device());
     TORCH_CHECK_VALUE(
         !t.is_conj() && !t.is_neg(),
-        "coalesced_bcast: tensor ", i, " is a lazy conjugate or negation; pass resolve_conj() / resolve_neg() of it");
+        "coalesced_bcast: tensor ",
+        i,
+        " is a lazy conjugate or negation; pass resolve_conj() / resolve_neg() of it");
     TORCH_CHECK_VALUE(
         t.storage().nbytes() > 0 || t.numel() == 0,
-        "coalesced_bcast: tensor ", i, " of shape ", t.sizes(), " has no storage (was it freed by FSDP?)");
+        "coalesced_bcast: tensor ",
+        i,
+        " of shape ",
+        t.sizes(),
+        " has no storage (was it freed by FSDP?)");
   }
-  TORCH_CHECK_VALUE(
-      !device.is_meta(), "coalesced_bcast: meta tensors hold no data; materialise them first (to_empty)");
+  TORCH_CHECK_VALUE(!device.is_meta(), "coalesced_bcast: meta tensors hold no data; materialise them first (to_empty)");
   return device;
 }
 
@@ -136,10 +160,15 @@ void coalesced_bcast(
     int64_t leader) {
   TORCH_CHECK_VALUE(
       algorithm == "two_level" || algorithm == "flat",
-      "coalesced_bcast: expected algorithm 'two_level' or 'flat', got '", algorithm, "'");
+      "coalesced_bcast: expected algorithm 'two_level' or 'flat', got '",
+      algorithm,
+      "'");
   TORCH_CHECK_VALUE(
       bucket_bytes >= kAlignment,
-      "coalesced_bcast: expected bucket_bytes of at least ", kAlignment, ", got ", bucket_bytes);
+      "coalesced_bcast: expected bucket_bytes of at least ",
+      kAlignment,
+      ", got ",
+      bucket_bytes);
   if (tensors.empty()) {
     return;
   }

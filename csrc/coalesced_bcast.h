@@ -1,4 +1,5 @@
-// The coalesced two-level broadcast: checks, bucket plan, and per bucket pack -> leaders -> node -> unpack on one stream.
+// The coalesced two-level broadcast: checks, bucket plan, and per bucket pack -> leaders -> node -> unpack on one
+// stream.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,11 +11,11 @@
 
 namespace epload {
 
-// Collective over the ranks of both groups; every rank passes tensors of the same count, dtypes and sizes, in one order.
-// `src` is a global rank. `inter_group` holds one leader a node, `src` among them, and is empty on a rank that leads no node;
-// `intra_group` holds this node's ranks and is empty where a node has one. `leader` is the global rank of this node's leader;
-// -1 derives it: `src` on its own node, elsewhere the node's lowest rank. With algorithm "flat", `inter_group` is the one
-// group of all ranks. Throws ValueError before anything has moved.
+// Collective over the ranks of both groups; every rank passes tensors of the same count, dtypes and sizes, in one
+// order. `src` is a global rank. `inter_group` holds one leader a node, `src` among them, and is empty on a rank that
+// leads no node; `intra_group` holds this node's ranks and is empty where a node has one. `leader` is the global rank
+// of this node's leader; -1 derives it: `src` on its own node, elsewhere the node's lowest rank. With algorithm "flat",
+// `inter_group` is the one group of all ranks. Throws ValueError before anything has moved.
 void coalesced_bcast(
     at::TensorList tensors,
     int64_t src,

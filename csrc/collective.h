@@ -26,8 +26,8 @@ class Group {
   bool contains(int64_t global_rank) const;
   int64_t self() const; // this process's global rank
 
-  // Broadcasts `flat` (contiguous bytes) from `global_root` on the current stream, in c10d's synchronous mode. On a device
-  // the host does not wait; over gloo it does.
+  // Broadcasts `flat` (contiguous bytes) from `global_root` on the current stream, in c10d's synchronous mode. On a
+  // device the host does not wait; over gloo it does.
   void broadcast(const at::Tensor& flat, int64_t global_root) const;
 
  private:

@@ -13,10 +13,7 @@ using Columns = std::array<std::vector<int64_t>, 5>;
 
 // Slots as columns: tensor, tensor_offset, bucket, bucket_offset, nbytes.
 std::pair<Columns, std::vector<int64_t>> plan_buckets(
-    const std::vector<std::array<int64_t, 3>>& extents,
-    int64_t capacity,
-    int64_t alignment,
-    int64_t header) {
+    const std::vector<std::array<int64_t, 3>>& extents, int64_t capacity, int64_t alignment, int64_t header) {
   std::vector<epload::TensorExtent> tensors;
   tensors.reserve(extents.size());
   for (const auto& [nbytes, granule, slab] : extents) {
@@ -45,6 +42,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("torch_version") = EPLOAD_TORCH_VERSION;
   m.attr("version") = EPLOAD_VERSION;
   m.attr("compiler") = EPLOAD_COMPILER;
-  m.def("plan_buckets", &plan_buckets, py::arg("extents"), py::arg("capacity"), py::arg("alignment"), py::arg("header"));
+  m.def(
+      "plan_buckets", &plan_buckets, py::arg("extents"), py::arg("capacity"), py::arg("alignment"), py::arg("header"));
   m.def("extent_of", &extent_of, py::arg("shape"), py::arg("itemsize"), py::arg("room"));
 }

@@ -16,22 +16,28 @@ std::array<RegionCopyFn, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)
   return table;
 }
 
-void check_row(
-    int64_t row,
-    const RegionCopy& copy,
-    const at::Tensor& tensor,
-    int64_t bucket_nbytes) {
+void check_row(int64_t row, const RegionCopy& copy, const at::Tensor& tensor, int64_t bucket_nbytes) {
   const auto itemsize = static_cast<int64_t>(c10::elementSize(copy.dtype));
   bool empty = false;
   for (size_t d = 0; d < copy.size.size(); ++d) {
     const int64_t extent = tensor.size(static_cast<int64_t>(d));
     TORCH_CHECK_VALUE(
-        copy.start[d] >= 0 && copy.size[d] >= 0 && copy.size[d] <= extent &&
-            copy.start[d] <= extent - copy.size[d],
-        "region_copy: row ", row, " covers [", copy.start[d], ", ", copy.start[d], " + ", copy.size[d],
-        ") of dim ", d, ", outside tensor ", copy.tensor, " of shape ", tensor.sizes());
-    TORCH_CHECK_VALUE(
-        copy.bucket_stride[d] >= 0, "region_copy: row ", row, " has a negative stride in dim ", d);
+        copy.start[d] >= 0 && copy.size[d] >= 0 && copy.size[d] <= extent && copy.start[d] <= extent - copy.size[d],
+        "region_copy: row ",
+        row,
+        " covers [",
+        copy.start[d],
+        ", ",
+        copy.start[d],
+        " + ",
+        copy.size[d],
+        ") of dim ",
+        d,
+        ", outside tensor ",
+        copy.tensor,
+        " of shape ",
+        tensor.sizes());
+    TORCH_CHECK_VALUE(copy.bucket_stride[d] >= 0, "region_copy: row ", row, " has a negative stride in dim ", d);
     empty |= copy.size[d] == 0;
   }
   if (empty) {
@@ -43,33 +49,38 @@ void check_row(
   for (size_t d = 0; inside && d < copy.size.size(); ++d) {
     int64_t span = 0;
     inside = !__builtin_mul_overflow(copy.size[d] - 1, copy.bucket_stride[d], &span) &&
-        !__builtin_mul_overflow(span, itemsize, &span) && span <= bucket_nbytes - itemsize - last;
+             !__builtin_mul_overflow(span, itemsize, &span) && span <= bucket_nbytes - itemsize - last;
     last += inside ? span : 0;
   }
-  TORCH_CHECK_VALUE(
-      inside, "region_copy: row ", row, " reaches outside the bucket of ", bucket_nbytes, " bytes");
+  TORCH_CHECK_VALUE(inside, "region_copy: row ", row, " reaches outside the bucket of ", bucket_nbytes, " bytes");
 }
 
 } // namespace
 
-std::vector<RegionCopy> decode_copies(
-    const at::Tensor& bucket,
-    at::TensorList tensors,
-    const at::Tensor& table) {
+std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList tensors, const at::Tensor& table) {
   TORCH_CHECK_VALUE(
       bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
       "region_copy: expected the bucket as a contiguous 1-D uint8 tensor, got ",
-      bucket.scalar_type(), " of shape ", bucket.sizes());
+      bucket.scalar_type(),
+      " of shape ",
+      bucket.sizes());
   TORCH_CHECK_VALUE(
-      table.is_cpu() && table.scalar_type() == at::kLong && table.dim() == 2 &&
-          table.is_contiguous() && table.size(1) >= kFixedColumns &&
-          (table.size(1) - kFixedColumns) % 3 == 0,
+      table.is_cpu() && table.scalar_type() == at::kLong && table.dim() == 2 && table.is_contiguous() &&
+          table.size(1) >= kFixedColumns && (table.size(1) - kFixedColumns) % 3 == 0,
       "region_copy: expected the copy table as a contiguous int64 CPU tensor [n, 4 + 3 * D], got ",
-      table.scalar_type(), " of shape ", table.sizes(), " on ", table.device());
+      table.scalar_type(),
+      " of shape ",
+      table.sizes(),
+      " on ",
+      table.device());
   for (size_t i = 0; i < tensors.size(); ++i) {
     TORCH_CHECK_VALUE(
         tensors[i].device() == bucket.device(),
-        "region_copy: the bucket is on ", bucket.device(), " but tensor ", i, " is on ",
+        "region_copy: the bucket is on ",
+        bucket.device(),
+        " but tensor ",
+        i,
+        " is on ",
         tensors[i].device());
   }
   const int64_t columns = table.size(1);
@@ -80,16 +91,32 @@ std::vector<RegionCopy> decode_copies(
   for (int64_t r = 0; r < table.size(0); ++r, row += columns) {
     TORCH_CHECK_VALUE(
         row[0] >= 0 && row[0] < static_cast<int64_t>(tensors.size()),
-        "region_copy: row ", r, " names tensor ", row[0], " of ", tensors.size());
+        "region_copy: row ",
+        r,
+        " names tensor ",
+        row[0],
+        " of ",
+        tensors.size());
     TORCH_CHECK_VALUE(
         row[2] >= 0 && row[2] < static_cast<int64_t>(at::ScalarType::Undefined),
-        "region_copy: row ", r, " has dtype code ", row[2]);
+        "region_copy: row ",
+        r,
+        " has dtype code ",
+        row[2]);
     const auto& tensor = tensors[row[0]];
     const int64_t ndim = row[3];
     TORCH_CHECK_VALUE(
         ndim == tensor.dim() && ndim <= max_dims,
-        "region_copy: row ", r, " has ", ndim, " dims, tensor ", row[0], " has ", tensor.dim(),
-        " and the table has room for ", max_dims);
+        "region_copy: row ",
+        r,
+        " has ",
+        ndim,
+        " dims, tensor ",
+        row[0],
+        " has ",
+        tensor.dim(),
+        " and the table has room for ",
+        max_dims);
     const auto* start = row + kFixedColumns;
     const auto* size = start + max_dims;
     const auto* stride = size + max_dims;
@@ -105,11 +132,7 @@ std::vector<RegionCopy> decode_copies(
   return copies;
 }
 
-void copy_one_aten(
-    const at::Tensor& bucket,
-    const at::Tensor& tensor,
-    const RegionCopy& copy,
-    Direction direction) {
+void copy_one_aten(const at::Tensor& bucket, const at::Tensor& tensor, const RegionCopy& copy, Direction direction) {
   const auto itemsize = static_cast<int64_t>(c10::elementSize(copy.dtype));
   int64_t offset = tensor.storage_offset();
   int64_t span = 1;
@@ -122,8 +145,7 @@ void copy_one_aten(
   }
   const auto theirs = at::as_strided(tensor, copy.size, tensor.strides(), offset);
   auto bytes = bucket.narrow(0, copy.bucket_offset, span * itemsize);
-  const bool aligned =
-      (bucket.storage_offset() + copy.bucket_offset) % itemsize == 0;
+  const bool aligned = (bucket.storage_offset() + copy.bucket_offset) % itemsize == 0;
   if (!aligned) {
     // A view of a wider dtype needs an aligned start: go through a copy of the bytes.
     auto copied = bytes.clone();
@@ -146,20 +168,14 @@ void copy_one_aten(
 }
 
 void region_copy_aten(
-    const at::Tensor& bucket,
-    at::TensorList tensors,
-    const std::vector<RegionCopy>& copies,
-    Direction direction) {
+    const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction) {
   for (const auto& copy : copies) {
     copy_one_aten(bucket, tensors[copy.tensor], copy, direction);
   }
 }
 
 void region_copy(
-    const at::Tensor& bucket,
-    at::TensorList tensors,
-    const std::vector<RegionCopy>& copies,
-    Direction direction) {
+    const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction) {
   const auto fn = registry().at(static_cast<size_t>(bucket.device().type()));
   (fn != nullptr ? fn : region_copy_aten)(bucket, tensors, copies, direction);
 }

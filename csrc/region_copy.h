@@ -15,35 +15,26 @@ using Dims = c10::SmallVector<int64_t, 4>;
 struct RegionCopy {
   int64_t tensor;
   int64_t bucket_offset; // bytes
-  at::ScalarType dtype; // of the elements in the bucket
-  Dims start; // elements, one entry a dim of the tensor
+  at::ScalarType dtype;  // of the elements in the bucket
+  Dims start;            // elements, one entry a dim of the tensor
   Dims size;
   Dims bucket_stride; // elements of `dtype`
 };
 
 enum class Direction { kPack, kUnpack }; // tensors -> bucket, bucket -> tensors
 
-// Decodes a copy table, an int64 CPU tensor of one row a region: [tensor, bucket_offset, dtype, ndim, start[D], size[D],
-// stride[D]], with D = (columns - 4) / 3 and the entries past ndim ignored. Every row is checked against the bucket and its
-// tensor: a table that reaches outside them throws ValueError naming the row, before anything is copied.
-std::vector<RegionCopy> decode_copies(
-    const at::Tensor& bucket,
-    at::TensorList tensors,
-    const at::Tensor& table);
+// Decodes a copy table, an int64 CPU tensor of one row a region: [tensor, bucket_offset, dtype, ndim, start[D],
+// size[D], stride[D]], with D = (columns - 4) / 3 and the entries past ndim ignored. Every row is checked against the
+// bucket and its tensor: a table that reaches outside them throws ValueError naming the row, before anything is copied.
+std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList tensors, const at::Tensor& table);
 
 // Runs the copies on the current stream of the bucket's device. Where dtypes differ, the value is converted as
 // Tensor.copy_ does. Regions of one call must not overlap in the destination. `bucket` is contiguous uint8.
 void region_copy(
-    const at::Tensor& bucket,
-    at::TensorList tensors,
-    const std::vector<RegionCopy>& copies,
-    Direction direction);
+    const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction);
 
 using RegionCopyFn = void (*)(
-    const at::Tensor& bucket,
-    at::TensorList tensors,
-    const std::vector<RegionCopy>& copies,
-    Direction direction);
+    const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction);
 
 // Each device's implementation registers itself; a device without one gets `region_copy_aten`.
 struct RegisterRegionCopy {
@@ -52,15 +43,8 @@ struct RegisterRegionCopy {
 
 // One Tensor.copy_ a region: right everywhere, and how one region with a dtype cast is done on CPU.
 void region_copy_aten(
-    const at::Tensor& bucket,
-    at::TensorList tensors,
-    const std::vector<RegionCopy>& copies,
-    Direction direction);
+    const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction);
 
-void copy_one_aten(
-    const at::Tensor& bucket,
-    const at::Tensor& tensor,
-    const RegionCopy& copy,
-    Direction direction);
+void copy_one_aten(const at::Tensor& bucket, const at::Tensor& tensor, const RegionCopy& copy, Direction direction);
 
 } // namespace epload

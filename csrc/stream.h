@@ -10,17 +10,15 @@
 
 namespace epload {
 
-// For its lifetime, `stream` (or the caller's current stream when none is given) is the current stream of `device`. Work
-// queued by the caller before is waited for on the device; work the caller queues afterwards waits for ours. The host never
-// waits. Not thread safe: one per call, on the calling thread.
+// For its lifetime, `stream` (or the caller's current stream when none is given) is the current stream of `device`.
+// Work queued by the caller before is waited for on the device; work the caller queues afterwards waits for ours. The
+// host never waits. Not thread safe: one per call, on the calling thread.
 class ExplicitStream {
  public:
   ExplicitStream(c10::Device device, std::optional<c10::Stream> stream) : device_(device) {
     if (device.is_cpu()) {
       TORCH_CHECK_VALUE(
-          !stream.has_value(),
-          "epload: expected stream=None for tensors on cpu, got a stream of ",
-          stream->device());
+          !stream.has_value(), "epload: expected stream=None for tensors on cpu, got a stream of ", stream->device());
       return;
     }
     const c10::impl::VirtualGuardImpl impl(device.type());

@@ -37,7 +37,9 @@ def run(world: int, function: Callable[..., Any], *args: Any, limit: float = LIM
         links, processes = [], []
         for rank in range(world):
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_main, args=(rank, world, folder, limit, theirs, function, args), daemon=True)
+            process = _context.Process(
+                target=_main, args=(rank, world, folder, limit, theirs, function, args), daemon=True
+            )
             process.start()
             theirs.close()
             links.append(ours)
@@ -63,7 +65,7 @@ def _collect(links: list[Connection], until: float) -> tuple[dict[int, Any], dic
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
         if not ready:
-            errors.update({rank: "did not answer in time" for rank in waiting.values()})
+            errors.update(dict.fromkeys(waiting.values(), "did not answer in time"))
             break
         for link in ready:
             rank = waiting.pop(link)
@@ -80,7 +82,13 @@ def _read(path: Path) -> str:
 
 
 def _main(
-    rank: int, world: int, folder: str, limit: float, link: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world: int,
+    folder: str,
+    limit: float,
+    link: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     with open(os.path.join(folder, f"stack-{rank}"), "w") as stacks:

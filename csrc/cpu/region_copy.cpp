@@ -14,7 +14,7 @@
 namespace epload {
 namespace {
 
-constexpr int64_t kTaskBytes = 1 << 20; // one thread's bite
+constexpr int64_t kTaskBytes = 1 << 20;      // one thread's bite
 constexpr int64_t kBytesPerThread = 8 << 20; // below this a thread costs more than it saves
 
 // A region in bytes with contiguous dims merged: `run` contiguous bytes, repeated over the outer dims.
@@ -75,11 +75,16 @@ void copy_strided(const Strided& s, size_t dim, char* tensor, char* bucket, Dire
     const int64_t to_stride = unpack ? s.tensor_stride[dim] : s.bucket_stride[dim];
     const int64_t from_stride = unpack ? s.bucket_stride[dim] : s.tensor_stride[dim];
     switch (s.run) {
-      case 1: return copy_items<1>(to, from, s.size[dim], to_stride, from_stride);
-      case 2: return copy_items<2>(to, from, s.size[dim], to_stride, from_stride);
-      case 4: return copy_items<4>(to, from, s.size[dim], to_stride, from_stride);
-      case 8: return copy_items<8>(to, from, s.size[dim], to_stride, from_stride);
-      default: break;
+      case 1:
+        return copy_items<1>(to, from, s.size[dim], to_stride, from_stride);
+      case 2:
+        return copy_items<2>(to, from, s.size[dim], to_stride, from_stride);
+      case 4:
+        return copy_items<4>(to, from, s.size[dim], to_stride, from_stride);
+      case 8:
+        return copy_items<8>(to, from, s.size[dim], to_stride, from_stride);
+      default:
+        break;
     }
   }
   for (int64_t i = 0; i < s.size[dim]; ++i) {
@@ -87,17 +92,15 @@ void copy_strided(const Strided& s, size_t dim, char* tensor, char* bucket, Dire
   }
 }
 
-// A piece of a region of about kTaskBytes: rows [begin, end) of its outermost dim, or bytes [begin, end) of its one run.
+// A piece of a region of about kTaskBytes: rows [begin, end) of its outermost dim, or bytes [begin, end) of its one
+// run.
 struct Task {
   size_t copy;
   int64_t begin, end;
 };
 
 void region_copy_cpu(
-    const at::Tensor& bucket,
-    at::TensorList tensors,
-    const std::vector<RegionCopy>& copies,
-    Direction direction) {
+    const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction) {
   char* const base = static_cast<char*>(bucket.data_ptr());
   std::vector<Strided> regions(copies.size());
   std::vector<Task> tasks;
@@ -143,7 +146,8 @@ void region_copy_cpu(
     }
     Strided part = s;
     part.size[0] = task.end - task.begin;
-    copy_strided(part, 0, s.tensor + task.begin * s.tensor_stride[0], s.bucket + task.begin * s.bucket_stride[0], direction);
+    copy_strided(
+        part, 0, s.tensor + task.begin * s.tensor_stride[0], s.bucket + task.begin * s.bucket_stride[0], direction);
   };
 
   const int64_t threads = std::clamp<int64_t>(total / kBytesPerThread, 1, at::get_num_threads());

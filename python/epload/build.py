@@ -34,10 +34,12 @@ def load_native_library() -> None:
     try:
         from epload import _C
     except ImportError as error:
-        raise ImportError(f"epload's native part is missing or does not load ({error}). Build it: {_REBUILD}") from error
+        raise ImportError(
+            f"epload's native part is missing or does not load ({error}). Build it: {_REBUILD}"
+        ) from error
     check_torch(_C.torch_version, torch.__version__)
     try:
-        torch.ops.load_library(str(_LIBRARY))
+        torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ImportError(f"{_LIBRARY} does not load ({error}). Rebuild it: {_REBUILD}") from error
 

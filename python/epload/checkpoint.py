@@ -26,7 +26,6 @@ from epload.errors import CheckpointError
 from epload.safetensors_file import RangedReader, read_header
 
 
-
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds, in the order its bytes lie. One entry a tensor in each column; equal on all ranks."""
@@ -70,9 +69,7 @@ class Manifest:
         shapes = {shape: i for i, shape in enumerate(dict.fromkeys(self.shapes))}
         kinds = {dtype: i for i, dtype in enumerate(dict.fromkeys(self.dtypes))}
         layout = [(*shapes, *kinds), [shapes[s] for s in self.shapes], [kinds[d] for d in self.dtypes]]
-        return hashlib.blake2b(
-            json.dumps(self.names).encode() + repr(layout).encode(), digest_size=16
-        ).digest()
+        return hashlib.blake2b(json.dumps(self.names).encode() + repr(layout).encode(), digest_size=16).digest()
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +159,9 @@ def _open_index(path: Path) -> Checkpoint:
     files = []
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file or file in ("", ".", ".."):
-            raise CheckpointError(f"{path}: names the file {file!r}; expected a plain file name in the index's own folder")
+            raise CheckpointError(
+                f"{path}: names the file {file!r}; expected a plain file name in the index's own folder"
+            )
         if not (path.parent / file).is_file():
             key = next(name for name, where in weight_map.items() if where == file)
             raise CheckpointError(f"{path}: places {key} in {file}, which is not in {path.parent}")
@@ -198,7 +197,9 @@ class SafetensorsCheckpoint(Checkpoint):
                 self._file.append(number)
                 self._offset.append(header.offsets[i])
         if absent := next((name for name in weight_map or () if name not in where), None):
-            raise CheckpointError(f"the index of {source} places {absent} in {(weight_map or {})[absent]}, which lacks it")
+            raise CheckpointError(
+                f"the index of {source} places {absent} in {(weight_map or {})[absent]}, which lacks it"
+            )
         self._manifest = Manifest(tuple(names), tuple(shapes), tuple(kinds), source)
         self._reader = RangedReader(self._files)
 
@@ -224,7 +225,9 @@ class StateDictCheckpoint(Checkpoint):
             if isinstance(tensor, DTensor) or not isinstance(tensor, Tensor):
                 raise TypeError(f"expected a state dict of full tensors, {name!r} is a {type(tensor).__name__}")
             if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-                raise CheckpointError(f"{source}: {name} is not a dense tensor with data ({tensor.layout}, {tensor.device})")
+                raise CheckpointError(
+                    f"{source}: {name} is not a dense tensor with data ({tensor.layout}, {tensor.device})"
+                )
         self._tensors: dict[str, Tensor] = dict(tensors)
         self._origin = tensors if consume else None
         self._names = tuple(tensors)

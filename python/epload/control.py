@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from epload.errors import LoadError, kind_of, make_error, text_of
 
@@ -61,7 +61,7 @@ class Control:
     Not thread safe: one thread of a rank runs its rounds.
     """
 
-    def __init__(self, store: dist.Store | None, ranks: tuple[int, ...], rank: int) -> None:
+    def __init__(self, store: Store | None, ranks: tuple[int, ...], rank: int) -> None:
         """``store`` may be None for a single rank. Making one is itself a step that all ``ranks`` take together."""
         if store is None and len(ranks) > 1:
             raise ValueError(f"{len(ranks)} ranks cannot agree without a store; call init_process_group first")
@@ -75,10 +75,10 @@ class Control:
         if store is not None:
             _made[ranks] += 1
             who = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-            store = dist.PrefixStore(f"epload/{who}/{_made[ranks]}", store)
+            store = PrefixStore(f"epload/{who}/{_made[ranks]}", store)
         self._store = store
 
-    def agree(self, what: str, view: bytes, decide: Callable[[Mapping[int, bytes]], bytes]) -> bytes:
+    def agree(self, what: str, view: str, decide: Callable[[Mapping[int, str]], str]) -> str:
         """Returns, on every rank, what the coordinator's ``decide`` made of all ranks' views.
 
         Raises:
@@ -98,24 +98,23 @@ class Control:
                     f"{what}: rank {self.coordinator}, which coordinates, gave no verdict within "
                     f"{1.25 * self.deadline.total_seconds():.0f} s (seen by rank {self.rank})"
                 ) from error
-            verdict = bytes(store.get(f"{prefix}verdict"))
+            verdict = store.get(f"{prefix}verdict").decode()
         else:
             verdict = self._judge(store, prefix, what, view, decide)
             store.set(f"{prefix}verdict", verdict)
             self._forget(store)
-        if verdict[:1] == b"x":
-            error = json.loads(verdict[1:])
-            raise make_error(error["kind"], error["text"])
+        if verdict[:1] == "x":
+            raise make_error(*json.loads(verdict[1:]))
         return verdict[1:]
 
     def _judge(
         self,
-        store: dist.Store,
+        store: Store,
         prefix: str,
         what: str,
-        view: bytes,
-        decide: Callable[[Mapping[int, bytes]], bytes],
-    ) -> bytes:
+        view: str,
+        decide: Callable[[Mapping[int, str]], str],
+    ) -> str:
         others = [rank for rank in self.ranks if rank != self.rank]
         try:
             try:
@@ -125,12 +124,12 @@ class Control:
                 raise LoadError(
                     f"{what}: {_ranks(absent)} did not arrive within {self.deadline.total_seconds():.0f} s"
                 ) from error
-            views = {rank: view if rank == self.rank else bytes(store.get(f"{prefix}{rank}")) for rank in self.ranks}
-            return b"o" + decide(views)
+            views = {rank: view if rank == self.rank else store.get(f"{prefix}{rank}").decode() for rank in self.ranks}
+            return "o" + decide(views)
         except Exception as error:
-            return b"x" + json.dumps({"kind": kind_of(error), "text": text_of(error)}).encode()
+            return "x" + json.dumps([kind_of(error), text_of(error)])
 
-    def _forget(self, store: dist.Store) -> None:
+    def _forget(self, store: Store) -> None:
         """Deletes the keys of the round before: every rank has passed it, since all have posted to this one."""
         for rank in self.ranks:
             store.delete_key(f"{self._round - 1}/{'verdict' if rank == self.rank else rank}")
@@ -149,15 +148,15 @@ class Control:
         """
         error = None if failure is None else [kind_of(failure), text_of(failure)]
 
-        def judge(raw: Mapping[int, bytes]) -> bytes:
+        def judge(raw: Mapping[int, str]) -> str:
             views = {rank: json.loads(text) for rank, text in raw.items()}
             failed = {rank: view["error"] for rank, view in views.items() if view["error"]}
             if failed:
                 kind = next(iter(failed.values()))[0]
                 raise make_error(kind, _together(failed))
-            return json.dumps(decide({rank: view["view"] for rank, view in views.items()})).encode()
+            return json.dumps(decide({rank: view["view"] for rank, view in views.items()}))
 
-        return json.loads(self.agree(what, json.dumps({"error": error, "view": view}).encode(), judge))
+        return json.loads(self.agree(what, json.dumps({"error": error, "view": view}), judge))
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -25,7 +25,9 @@ def level(to: int) -> None:
     while (have := count()) < to:
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
         if count() == have:  # another torch counts otherwise; going on would hang
-            raise RuntimeError("cannot make process groups by their members alone with this torch; use an older epload or torch")
+            raise RuntimeError(
+                "cannot make process groups by their members alone with this torch; use an older epload or torch"
+            )
 
 
 def make(ranks: Sequence[int], timeout: timedelta) -> str:

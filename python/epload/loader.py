@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from epload.topology import Route, Topology
 READERS = ("one", "per_node")
 ALGORITHMS = ("two_level", "flat")
 _BUFFERS = 2
+T = TypeVar("T")
 
 
 def load(model: nn.Module, checkpoint: Any, **options: Any) -> LoadReport:
@@ -194,8 +195,8 @@ class HierarchicalLoader:
         targets = collect(model, dtype)
         if targets.lost and init_missing is None and mat.default_init(model) is None:
             raise ModelMismatch(
-                f"buffers {', '.join(sorted(targets.lost)[:5])} are on meta and no checkpoint holds them (they are not persistent); "
-                "pass init_missing=hook(module, path, names) to compute them"
+                f"buffers {', '.join(sorted(targets.lost)[:5])} are on meta and no checkpoint holds them "
+                "(they are not persistent); pass init_missing=hook(module, path, names) to compute them"
             )
         return _Work(targets, _device_of(targets), source, source.manifest if source else None)
 
@@ -314,7 +315,13 @@ class _Transfer:
     """Moves the buckets of one plan, on one rank: read -> inter-node -> intra-node -> unpack, overlapping."""
 
     def __init__(
-        self, loader: HierarchicalLoader, work: _Work, plan: LoadPlan, route: Route, local: list[Tensor], report: LoadReport
+        self,
+        loader: HierarchicalLoader,
+        work: _Work,
+        plan: LoadPlan,
+        route: Route,
+        local: list[Tensor],
+        report: LoadReport,
     ) -> None:
         self.loader = loader
         self.plan = plan
@@ -433,7 +440,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _attempt(step: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+def _attempt(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return step(), None
     except Exception as error:

@@ -7,8 +7,8 @@ tensors puts each at its index of a leading dim; concatenating puts each part be
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from collections.abc import Mapping as MappingType
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -145,7 +145,11 @@ def _match(
         if match := pattern.search(name):
             target = name[: match.start()] + merge.target
             index = match.groupdict().get("index")
-            return _Part(tensor, target, merge, number, None if index is None else int(index)) if target in targets else None
+            return (
+                _Part(tensor, target, merge, number, None if index is None else int(index))
+                if target in targets
+                else None
+            )
     return None
 
 
@@ -178,8 +182,10 @@ def _assemble(
     indices: Sequence[int | None] = range(wanted[stack]) if stack is not None else [None]
     absent = [(p, e) for e in indices for p in range(len(merge.sources)) if (p, e) not in seen]
     if absent:
-        part, index = absent[0]
-        which = re.sub(r"\(\?P<index>[^)]*\)", str(index), merge.sources[part]).replace("\\", "").replace("(?<![^.])", "")
+        number, index = absent[0]
+        which = (
+            re.sub(r"\(\?P<index>[^)]*\)", str(index), merge.sources[number]).replace("\\", "").replace("(?<![^.])", "")
+        )
         raise refuse(f"{len(absent)} of its {len(indices) * len(merge.sources)} parts are missing, the first {which}")
 
     boxes: list[Box] = [((), ())] * len(sources)

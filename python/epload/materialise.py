@@ -66,7 +66,7 @@ def _materialise_public(model: nn.Module, dtype_of: dict[int, torch.dtype], devi
         return made[id(tensor)]
 
     ties = _tied_places(model)
-    model._apply(fill)
+    model._apply(fill)  # type: ignore[no-untyped-call]
     for places in ties:
         first_module, first_name = places[0]
         for module, name in places[1:]:
@@ -94,7 +94,7 @@ def _materialise_private(model: nn.Module, dtype_of: dict[int, torch.dtype], dev
             elif parameter.is_meta:
                 dtype = dtype_of.get(id(parameter), parameter.dtype)
                 if isinstance(parameter, DTensor):
-                    torch.utils.swap_tensors(parameter, _like_parameter(parameter, dtype, device))
+                    torch.utils.swap_tensors(parameter, _like_parameter(parameter, dtype, device))  # type: ignore[no-untyped-call]
                 else:
                     made = nn.Parameter(_empty(parameter, dtype, device), parameter.requires_grad)
                     plain[id(parameter)] = plain[id(made)] = module._parameters[name] = made
@@ -107,8 +107,8 @@ def _materialise_private(model: nn.Module, dtype_of: dict[int, torch.dtype], dev
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter.reset_sharded_param()
+                for sharded in group.fsdp_params:
+                    sharded.reset_sharded_param()  # type: ignore[no-untyped-call]
 
 
 def _empty(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -120,7 +120,7 @@ def _like(meta: DTensor, dtype: torch.dtype, device: torch.device, requires_grad
     if dtype != meta.dtype:
         assert spec.tensor_meta is not None
         spec = type(spec)(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
-    return DTensor(_empty(meta._local_tensor, dtype, device), spec, requires_grad=requires_grad)  # type: ignore[no-any-return]
+    return DTensor(_empty(meta._local_tensor, dtype, device), spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
 
 
 def _like_parameter(meta: DTensor, dtype: torch.dtype, device: torch.device) -> DTensor:

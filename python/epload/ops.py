@@ -65,8 +65,8 @@ def unpack(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
     _unpack(bucket, targets, copies)
 
 
-@torch.library.register_fake("epload::coalesced_bcast")
-def _(
+@torch.library.register_fake("epload::coalesced_bcast")  # type: ignore[untyped-decorator]
+def _coalesced_bcast_fake(
     tensors: Sequence[Tensor],
     src: int,
     inter_group: str,
@@ -81,11 +81,11 @@ def _(
         raise ValueError(f"coalesced_bcast: expected algorithm 'two_level' or 'flat', got {algorithm!r}")
 
 
-@torch.library.register_fake("epload::pack")
-def _(bucket: Tensor, sources: Sequence[Tensor], copies: Tensor) -> None:
+@torch.library.register_fake("epload::pack")  # type: ignore[untyped-decorator]
+def _pack_fake(bucket: Tensor, sources: Sequence[Tensor], copies: Tensor) -> None:
     return None
 
 
-@torch.library.register_fake("epload::unpack")
-def _(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
+@torch.library.register_fake("epload::unpack")  # type: ignore[untyped-decorator]
+def _unpack_fake(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
     return None

@@ -230,7 +230,8 @@ def _buckets(
     ]
     classes = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     rows_of = [
-        _rows(chosen.boxes[box], owned[layout], dtype, offset, size, dims) for layout, box, dtype, offset, size in classes
+        _rows(chosen.boxes[box], owned[layout], dtype, offset, size, dims)
+        for layout, box, dtype, offset, size in classes
     ]
     columns = _FIXED_COLUMNS + 3 * dims
     table = torch.tensor([row for rows in rows_of for row in rows], dtype=torch.int64).reshape(-1, columns)
@@ -277,6 +278,17 @@ def _rows(
         local = [at + a - b for at, a, b in zip(region.local_start, low, region.start, strict=True)]
         fill = [0] * (dims - len(low))
         rows.append(
-            [0, in_bucket * dtype.itemsize, dtypes.code(dtype), len(low), *local, *fill, *extent, *fill, *strides, *fill]
+            [
+                0,
+                in_bucket * dtype.itemsize,
+                dtypes.code(dtype),
+                len(low),
+                *local,
+                *fill,
+                *extent,
+                *fill,
+                *strides,
+                *fill,
+            ]
         )
     return rows

@@ -91,11 +91,15 @@ def _check(path: Path, entries: dict[str, Any], data: int, end: int) -> Safetens
             dtype = SAFETENSORS.get(dtype_name)
             numbers = [*shape, begin, stop]
         except (TypeError, KeyError, ValueError) as error:
-            raise CheckpointError(f"{path}: {name} lacks a dtype, a shape or two data_offsets: {entry!r:.200}") from error
+            raise CheckpointError(
+                f"{path}: {name} lacks a dtype, a shape or two data_offsets: {entry!r:.200}"
+            ) from error
         if dtype is None:
             raise CheckpointError(f"{path}: {name} has dtype {dtype_name!r}, expected one of {', '.join(SAFETENSORS)}")
         if any(type(n) is not int or n < 0 for n in numbers):
-            raise CheckpointError(f"{path}: {name} has shape {shape} and offsets [{begin}, {stop}], expected whole numbers")
+            raise CheckpointError(
+                f"{path}: {name} has shape {shape} and offsets [{begin}, {stop}], expected whole numbers"
+            )
         if stop - begin != prod(shape) * dtype.itemsize:
             raise CheckpointError(
                 f"{path}: {name} has {stop - begin} bytes, but {dtype_name} {shape} takes {prod(shape) * dtype.itemsize}"

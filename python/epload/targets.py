@@ -189,7 +189,9 @@ def _placement(name: str, placement: TorchPlacement, tensor: DTensor) -> Placeme
     if isinstance(placement, Shard) or split_factor is not None:
         dim = int(placement.dim)  # type: ignore[attr-defined]
         return Sharded(dim % tensor.ndim if tensor.ndim else dim, int(split_factor or 1))
-    raise ModelMismatch(f"{name} is placed as {placement}, which no load can fill; redistribute it to Shard or Replicate")
+    raise ModelMismatch(
+        f"{name} is placed as {placement}, which no load can fill; redistribute it to Shard or Replicate"
+    )
 
 
 def _spell(placements: tuple[Placement, ...]) -> str:

@@ -37,7 +37,9 @@ class Topology:
     Groups are made when first needed, by all ranks of the topology in one order.
     """
 
-    def __init__(self, nodes: Sequence[Sequence[int]], group: dist.ProcessGroup | None, rank: int, ranks: Sequence[int]):
+    def __init__(
+        self, nodes: Sequence[Sequence[int]], group: dist.ProcessGroup | None, rank: int, ranks: Sequence[int]
+    ):
         """Use :meth:`discover` or :meth:`from_nodes`. Raises ValueError if ``nodes`` is not a partition of ``ranks``."""
         self.nodes = tuple(tuple(node) for node in nodes)
         self.rank = rank
@@ -71,13 +73,13 @@ class Topology:
             return cls([[rank]], None, rank, ranks)
         control = Control(group.get_group_store(), ranks, rank)
 
-        def by_machine(views: Mapping[int, bytes]) -> bytes:
-            nodes: dict[bytes, list[int]] = {}
+        def by_machine(views: Mapping[int, str]) -> str:
+            nodes: dict[str, list[int]] = {}
             for member, machine in sorted(views.items()):
                 nodes.setdefault(machine, []).append(member)
-            return json.dumps(list(nodes.values())).encode()
+            return json.dumps(list(nodes.values()))
 
-        nodes = json.loads(control.agree("topology", machine_identity().encode(), by_machine))
+        nodes = json.loads(control.agree("topology", machine_identity(), by_machine))
         return cls(nodes, group, rank, ranks)
 
     @classmethod

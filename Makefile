@@ -1,0 +1,48 @@
+# Every target makes the environment it needs. PYTHON, TORCH and VENV can be given: make test TORCH=torch==2.14.0 VENV=.venv-2.14
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+RUN := $(VENV)/bin
+NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
+SOURCES := python tests benchmarks examples setup.py
+
+.PHONY: help build test lint format demo bench-load clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+$(VENV)/ready: requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/pip install --quiet --upgrade pip
+	$(RUN)/pip install --quiet "$(TORCH)"
+	$(RUN)/pip install --quiet -r requirements-dev.txt
+	touch $@
+
+$(VENV)/built: $(VENV)/ready $(NATIVE) CMakeLists.txt setup.py pyproject.toml
+	$(RUN)/pip install --quiet --no-build-isolation --no-deps -e .
+	touch $@
+
+build: $(VENV)/built ## the environment, and epload built into it
+
+test: build ## the whole test suite
+	$(RUN)/python -m pytest
+
+lint: $(VENV)/ready ## ruff, mypy (strict, on python/) and clang-format
+	$(RUN)/ruff check $(SOURCES)
+	$(RUN)/ruff format --check $(SOURCES)
+	$(RUN)/mypy
+	$(RUN)/clang-format --dry-run --Werror $(NATIVE)
+
+format: $(VENV)/ready ## rewrite the sources as lint wants them
+	$(RUN)/ruff check --fix $(SOURCES)
+	$(RUN)/ruff format $(SOURCES)
+	$(RUN)/clang-format -i $(NATIVE)
+
+demo: build ## load a Mixture-of-Experts checkpoint over two emulated nodes
+	$(RUN)/python examples/demo.py
+
+bench-load: build ## compare with other loaders and with the floor; about 20 minutes on 2 cores
+	$(RUN)/python benchmarks/bench_load.py --json benchmarks/results/load.json
+
+clean: ## remove builds and the environment
+	rm -rf build dist $(VENV) python/epload/*.so python/*.egg-info
