@@ -7,6 +7,15 @@
 
 namespace {
 
+// Tells autograd that a tensor was written in place, as every in-place op does.
+void written(at::TensorList tensors) {
+  for (const auto& tensor : tensors) {
+    if (!tensor.is_inference()) {
+      tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
 void coalesced_bcast(
     at::TensorList tensors,
     int64_t src,
@@ -17,16 +26,19 @@ void coalesced_bcast(
     std::optional<c10::Stream> stream,
     int64_t leader) {
   epload::coalesced_bcast(tensors, src, inter_group, intra_group, bucket_bytes, algorithm, stream, leader);
+  written(tensors);
 }
 
 void pack(const at::Tensor& bucket, at::TensorList sources, const at::Tensor& copies) {
   const at::NoGradGuard no_grad;
   epload::region_copy(bucket, sources, epload::decode_copies(bucket, sources, copies), epload::Direction::kPack);
+  written(bucket);
 }
 
 void unpack(const at::Tensor& bucket, at::TensorList targets, const at::Tensor& copies) {
   const at::NoGradGuard no_grad;
   epload::region_copy(bucket, targets, epload::decode_copies(bucket, targets, copies), epload::Direction::kUnpack);
+  written(targets);
 }
 
 } // namespace

@@ -19,7 +19,7 @@ from epload import ops, pipeline
 from epload.broadcast import DEFAULT_BUCKET_BYTES
 from epload.checkpoint import Checkpoint, Manifest
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES, STATUS_ABORT, STATUS_OK, BucketHeader
-from epload.errors import LoadError, ModelMismatch, text_of
+from epload.errors import LoadError, ManifestMismatch, ModelMismatch, text_of
 from epload.mapping import Mapping
 from epload.mapping import resolve as resolve_mapping
 from epload.plan import LoadPlan, describe, explain_difference, make_plan
@@ -184,9 +184,13 @@ class HierarchicalLoader:
         self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
     ) -> _Work:
         work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, init_missing))
-        self._control.settle("opening the checkpoint", failure)
+        self._control.settle("opening the checkpoint", failure, self._options(), _all_equal)
         assert work is not None
         return work
+
+    def _options(self) -> str:
+        """What ranks must agree on before they can so much as share the manifest."""
+        return f"readers={self.readers} algorithm={self.algorithm} src={self.src} bucket_bytes={self.bucket_bytes}"
 
     def _inspect(
         self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
@@ -220,7 +224,7 @@ class HierarchicalLoader:
     def _agree_on_plan(
         self, model: nn.Module, work: _Work, manifest: Manifest, mapping: Mapping | str, strict: bool
     ) -> LoadPlan:
-        options = f"algorithm={self.algorithm} readers={self.readers} src={self.src} strict={strict}"
+        options = f"{self._options()} strict={strict}"
 
         def make() -> LoadPlan:
             plan = self._plan(manifest, work.targets, resolve_mapping(mapping, model), options)
@@ -459,6 +463,15 @@ def _device_of(targets: Targets) -> torch.device:
     if kinds - {"cpu"}:
         raise ValueError(f"this version loads models on cpu, this one is on {', '.join(sorted(kinds))}")
     return torch.device("cpu")
+
+
+def _all_equal(options: dict[int, str]) -> None:
+    by_text: dict[str, list[int]] = {}
+    for rank, text in options.items():
+        by_text.setdefault(text, []).append(rank)
+    if len(by_text) > 1:
+        said = "; ".join(f"ranks {ranks} have {text}" for text, ranks in by_text.items())
+        raise ManifestMismatch(f"the ranks' loaders have different options, nothing was moved: {said}")
 
 
 def _spell_keys(manifest: Manifest, plan: LoadPlan) -> str:
