@@ -99,10 +99,8 @@ def run(folder: Path) -> None:
     if rank == 0:
         parameters = sum(1 for _ in model.parameters())
         print(f"\nfrom meta, as seen by rank 0:\n{report}\n")
-        print(f"again, everything warm:        {ours:6.3f} s  epload, {report.tensors} checkpoint tensors")
-        print(
-            f"                               {theirs:6.3f} s  one broadcast each for {parameters} parameters ({theirs / ours:.1f}x)"
-        )
+        print(f"again, everything warm: {ours:.3f} s  epload, {report.tensors} checkpoint tensors")
+        print(f"{theirs:29.3f} s  one broadcast each for {parameters} parameters ({theirs / ours:.1f}x)")
         print(f"logits equal to the single-process model's, on each of 4 ranks: {verdicts}")
     dist.destroy_process_group()
     if not all(verdicts):
