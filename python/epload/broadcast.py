@@ -89,7 +89,7 @@ def _check_same_list(
     def same(views: dict[int, str]) -> list[int]:
         return [rank for rank, view in views.items() if view != views[control.coordinator]]
 
-    odd = control.settle("coalesced_bcast", failure, digest.hexdigest(), same)  # type: ignore[arg-type]
+    odd = control.settle("coalesced_bcast", failure, digest.hexdigest(), same)
     if odd:
         speakers = {control.coordinator, odd[0]}
         view = [str(options), *lines] if control.rank in speakers else None
@@ -102,6 +102,6 @@ def _check_same_list(
                     return f"{what} {a} on rank {control.coordinator} but {b} on rank {odd[0]}"
             return f"rank {control.coordinator} has {len(ours) - 1} tensors but rank {odd[0]} has {len(theirs) - 1}"
 
-        text = control.settle("coalesced_bcast", None, view, differ)  # type: ignore[arg-type]
+        text = control.settle("coalesced_bcast", None, view, differ)
         raise ManifestMismatch(f"coalesced_bcast: the ranks' lists differ: {text}")
     control.agreed.add(key)

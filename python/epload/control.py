@@ -139,7 +139,7 @@ class Control:
         what: str,
         failure: BaseException | None,
         view: Any = None,
-        decide: Callable[[Mapping[int, Any]], Any] = lambda views: None,
+        decide: Callable[[dict[int, Any]], Any] = lambda views: None,
     ) -> Any:
         """A round in which any rank may report that it failed: then every rank raises that error.
 

@@ -239,7 +239,7 @@ class HierarchicalLoader:
             return list({fingerprint: rank for rank, fingerprint in reversed(views.items())}.values())
 
         fingerprint = plan.fingerprint.hex() if plan is not None else ""
-        speakers = self._control.settle("planning", failure, fingerprint, by_fingerprint)  # type: ignore[arg-type]
+        speakers = self._control.settle("planning", failure, fingerprint, by_fingerprint)
         if len(speakers) > 1:
             view = None
             if self.topology.rank in speakers:
@@ -248,7 +248,7 @@ class HierarchicalLoader:
             def differ(views: dict[int, list[str] | None]) -> None:
                 raise explain_difference({r: v for r, v in sorted(views.items()) if v is not None}, min(speakers))
 
-            self._control.settle("planning", None, view, differ)  # type: ignore[arg-type]
+            self._control.settle("planning", None, view, differ)
         assert plan is not None
         return plan
 
