@@ -25,13 +25,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import epload
 import torch
 import torch.distributed as dist
+from torch import nn
+
+import epload
 from epload.materialise import materialise
 from epload.targets import collect
 from peers import PEERS
-from torch import nn
 from workload import Size, meta_model, reference, sharded_model, write_checkpoint, wrong_shards
 
 

@@ -15,7 +15,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import epload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,6 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging
+
+import epload
 
 logging.disable_progress_bar()
 

@@ -85,27 +85,30 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check(path: Path, entries: dict[str, Any], data: int, end: int) -> SafetensorsHeader:
     header = SafetensorsHeader(list(entries), [], [], [], [])
     ends = []
+    nbytes_of: dict[tuple[str, tuple[int, ...]], int] = {}
     for name, entry in entries.items():
         try:
             dtype_name, shape, (begin, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
             dtype = SAFETENSORS.get(dtype_name)
-            numbers = [*shape, begin, stop]
+            whole = all([type(n) is int and n >= 0 for n in (*shape, begin, stop)])
         except (TypeError, KeyError, ValueError) as error:
             raise CheckpointError(
                 f"{path}: {name} lacks a dtype, a shape or two data_offsets: {entry!r:.200}"
             ) from error
         if dtype is None:
             raise CheckpointError(f"{path}: {name} has dtype {dtype_name!r}, expected one of {', '.join(SAFETENSORS)}")
-        if any(type(n) is not int or n < 0 for n in numbers):
+        if not whole:
             raise CheckpointError(
                 f"{path}: {name} has shape {shape} and offsets [{begin}, {stop}], expected whole numbers"
             )
-        if stop - begin != prod(shape) * dtype.itemsize:
-            raise CheckpointError(
-                f"{path}: {name} has {stop - begin} bytes, but {dtype_name} {shape} takes {prod(shape) * dtype.itemsize}"
-            )
+        shape = tuple(shape)
+        nbytes = nbytes_of.get((dtype_name, shape))
+        if nbytes is None:
+            nbytes = nbytes_of[dtype_name, shape] = prod(shape) * dtype.itemsize
+        if stop - begin != nbytes:
+            raise CheckpointError(f"{path}: {name} has {stop - begin} bytes, but {dtype_name} {shape} takes {nbytes}")
         header.dtypes.append(dtype)
-        header.shapes.append(tuple(shape))
+        header.shapes.append(shape)
         header.offsets.append(data + begin)
         ends.append(data + stop)
     header.order.extend(sorted(range(len(ends)), key=lambda i: (header.offsets[i], ends[i])))

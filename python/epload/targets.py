@@ -107,9 +107,11 @@ def _walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found = []
     stack = [("", model)]
     while stack:
-        prefix, module = stack.pop()
-        found.append((prefix, module))
-        stack += [(f"{prefix}{name}.", child) for name, child in reversed(module._modules.items()) if child is not None]
+        item = stack.pop()
+        found.append(item)
+        if children := item[1]._modules:
+            prefix = item[0]
+            stack += [(f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None]
     return found
 
 
@@ -129,15 +131,19 @@ def _state(model: nn.Module, modules: list[tuple[str, nn.Module]], lost: set[str
                 and kind._save_to_state_dict is nn.Module._save_to_state_dict
                 and kind.get_extra_state is nn.Module.get_extra_state
             )
-        asked |= bool(module._state_dict_hooks) or not plain[kind]
-        found += [(prefix + name, p) for name, p in module._parameters.items() if p is not None]
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if name not in module._non_persistent_buffers_set:
-                found.append((prefix + name, buffer))
-            elif buffer.is_meta:
-                lost.add(prefix + name)
+        if module._state_dict_hooks or not plain[kind]:
+            asked = True
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.append((prefix + name, parameter))
+        if buffers := module._buffers:
+            for name, buffer in buffers.items():
+                if buffer is None:
+                    continue
+                if name not in module._non_persistent_buffers_set:
+                    found.append((prefix + name, buffer))
+                elif buffer.is_meta:
+                    lost.add(prefix + name)
     if not asked:
         return found
     return [(name, t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)]

@@ -1,0 +1,194 @@
+"""The bucket plan: every byte once, in order, aligned, in pieces that are boxes; nonsense is refused."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from itertools import groupby, product
+
+import pytest
+from epload import _C
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+Extent = tuple[int, int, int]
+ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
+
+
+@st.composite
+def free_extents(draw: st.DrawFn, room: int) -> Extent:
+    """Granule, slab and size that fit together, not only those that a shape gives."""
+    granule = draw(st.integers(1, room))
+    slab = granule * draw(st.integers(1, 8))
+    return slab * draw(st.integers(0, 8)), granule, slab
+
+
+@st.composite
+def shape_extents(draw: st.DrawFn, room: int) -> Extent:
+    shape = draw(st.lists(st.integers(0, 9), max_size=4))
+    return _C.extent_of(shape, draw(ITEMSIZES), room)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[Extent], int, int, int]:
+    """Extents, capacity, alignment and header."""
+    alignment = draw(st.sampled_from([1, 2, 3, 16, 64]))
+    header = alignment * draw(st.integers(0, 4))
+    room = draw(st.one_of(st.integers(16, 64), st.integers(65, 3000)))
+    extents = draw(st.lists(st.one_of(free_extents(room), shape_extents(room)), max_size=30))
+    return extents, header + room, alignment, header
+
+
+@settings(max_examples=500, deadline=None)
+@given(problems())
+def test_plan_holds_every_byte_once_in_order(problem: tuple[list[Extent], int, int, int]) -> None:
+    extents, capacity, alignment, header = problem
+    room = capacity - header
+    columns, bucket_nbytes = _C.plan_buckets(extents, capacity, alignment, header)
+    slots = list(zip(*columns, strict=True))
+
+    assert slots == sorted(slots, key=lambda slot: (slot[0], slot[1])), "slots are in the order of the tensors"
+    pieces = {tensor: list(group) for tensor, group in groupby(slots, key=lambda slot: slot[0])}
+    assert sorted(pieces) == [i for i, extent in enumerate(extents) if extent[0] > 0], "empty tensors get no slot"
+    for tensor, own in pieces.items():
+        nbytes, granule, slab = extents[tensor]
+        at = 0
+        for _, offset, _, _, size in own:
+            assert offset == at
+            assert size > 0
+            at += size
+        assert at == nbytes
+        if nbytes <= room:
+            assert len(own) == 1, "a tensor that fits is never split"
+            continue
+        for _, offset, _, _, size in own:
+            assert offset % granule == 0
+            assert size % granule == 0
+            assert offset // slab == (offset + size - 1) // slab, "a piece crosses no slab"
+
+    assert [slot[2] for slot in slots] == sorted(slot[2] for slot in slots)
+    buckets = {bucket: list(group) for bucket, group in groupby(slots, key=lambda slot: slot[2])}
+    assert sorted(buckets) == list(range(len(bucket_nbytes))), "no bucket is empty"
+    for bucket, own in buckets.items():
+        end = header
+        for _, _, _, offset, size in own:
+            assert offset % alignment == 0
+            assert offset == -(-end // alignment) * alignment, "slots neither overlap nor leave more than alignment asks"
+            end = offset + size
+        assert end == bucket_nbytes[bucket]
+        assert end <= capacity
+    for before, after in zip(slots, slots[1:], strict=False):
+        if before[2] == after[2]:
+            continue
+        nbytes, granule, _ = extents[after[0]]
+        least = nbytes if nbytes <= room else granule
+        start = -(-bucket_nbytes[before[2]] // alignment) * alignment
+        assert start + least > capacity, "a bucket is closed only when the next piece does not fit"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 7), max_size=4), ITEMSIZES, st.integers(16, 600))
+def test_extent_takes_the_outermost_dim_that_can_be_cut(shape: list[int], itemsize: int, room: int) -> None:
+    nbytes, granule, slab = _C.extent_of(shape, itemsize, room)
+    assert nbytes == math.prod(shape) * itemsize
+    if nbytes == 0:
+        return
+    one_index = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))] or [itemsize]
+    cut = min(dim for dim, size in enumerate(one_index) if size <= room)
+    assert granule == one_index[cut]
+    assert slab == granule * (shape[cut] if shape else 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 6), max_size=4), st.sampled_from([1, 2, 4]), st.integers(4, 80), st.integers(0, 70))
+def test_every_piece_is_a_box(shape: list[int], itemsize: int, room: int, before: int) -> None:
+    """``before`` fills a part of the first bucket, so that cuts fall in odd places."""
+    extents = [(min(before, room), 1, max(1, min(before, room))), _C.extent_of(shape, itemsize, room)]
+    columns, _ = _C.plan_buckets(extents, room, 1, 0)
+    indices = list(product(*map(range, shape)))
+    for tensor, offset, _, _, size in zip(*columns, strict=True):
+        if tensor == 0:
+            continue
+        piece = indices[offset // itemsize : (offset + size) // itemsize]
+        sides = [sorted({index[dim] for index in piece}) for dim in range(len(shape))]
+        assert all(side == list(range(side[0], side[-1] + 1)) for side in sides)
+        assert list(product(*sides)) == piece
+
+
+def test_nothing_to_plan() -> None:
+    assert _C.plan_buckets([], 100, 1, 0) == ([[], [], [], [], []], [])
+    assert _C.plan_buckets([(0, 4, 0), (0, 0, 0)], 100, 1, 0) == ([[], [], [], [], []], [])
+
+
+def test_a_piece_fills_what_is_left_of_a_bucket() -> None:
+    columns, sizes = _C.plan_buckets([(20, 1, 20), (200, 8, 200)], 64, 16, 16)
+    assert columns == [[0, 1, 1, 1, 1, 1], [0, 0, 16, 64, 112, 160], [0, 0, 1, 2, 3, 4], [16, 48] + [16] * 4, [20, 16, 48, 48, 48, 40]]
+    assert sizes == [64, 64, 64, 64, 56]
+
+
+BIG = 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    ("extents", "capacity", "alignment", "header"),
+    [
+        ([(10, 1, 10)], 0, 1, 0),
+        ([(10, 1, 10)], -1, 1, 0),
+        ([(10, 1, 10)], 64, 16, 64),
+        ([(10, 1, 10)], 63, 16, 64),
+        ([(10, 1, 10)], BIG, 16, 0),
+        ([(10, 1, 10)], 64, 0, 0),
+        ([(10, 1, 10)], 64, -16, 0),
+        ([(10, 1, 10)], 64, 16, -16),
+        ([(10, 1, 10)], 64, 16, 8),
+        ([(-1, 1, 1)], 64, 16, 0),
+        ([(-BIG - 1, 1, 1)], 64, 16, 0),
+        ([(BIG, 1, BIG)], 64, 16, 0),
+        ([(100, 0, 100)], 64, 16, 0),
+        ([(100, -4, 100)], 64, 16, 0),
+        ([(100, 4, 0)], 64, 16, 0),
+        ([(100, 4, -100)], 64, 16, 0),
+        ([(100, 3, 100)], 64, 16, 0),
+        ([(100, 4, 40)], 64, 16, 0),
+        ([(130, 65, 130)], 64, 16, 0),
+        ([(96, 48, 96)], 64, 16, 32),
+        ([(4, 4, 4), (100, 3, 100)], 64, 16, 0),
+    ],
+)
+def test_nonsense_is_refused(extents: list[Extent], capacity: int, alignment: int, header: int) -> None:
+    with pytest.raises(ValueError, match="plan_buckets: "):
+        _C.plan_buckets(extents, capacity, alignment, header)
+
+
+def test_refusal_names_the_tensor() -> None:
+    with pytest.raises(ValueError, match="tensor 1: a granule of 65 bytes does not fit in the 64 bytes of a bucket"):
+        _C.plan_buckets([(4, 4, 4), (130, 65, 130)], 64, 16, 0)
+
+
+@pytest.mark.parametrize("alignment", [BIG, BIG - 100, 2**62 + 1])
+def test_huge_alignment_is_refused(alignment: int) -> None:
+    """In a process of its own: rounding up to it must not wrap round and write before the first bucket."""
+    text = f"from epload import _C\ntry: _C.plan_buckets([(10, 1, 10)], 100, {alignment}, 0)\nexcept ValueError: print('refused')"
+    # The bare module, so that the process need not import torch.
+    text = f"import importlib.util as u; s = u.spec_from_file_location('_C', {_C.__file__!r}); _C = u.module_from_spec(s); s.loader.exec_module(_C)\n" + text.split("\n", 1)[1]
+    result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout.strip()) == (0, "refused"), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsize"),
+    [([2**62, 2**62], 4), ([2**62], 2), ([2**40, 2**40], 4), ([1, 2**61], 16), ([2**31, 2**31, 2], 1)],
+)
+def test_overflowing_shape_is_refused(shape: list[int], itemsize: int) -> None:
+    with pytest.raises(ValueError, match="overflows"):
+        _C.extent_of(shape, itemsize, 64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsize", "room"),
+    [([-1], 4, 16), ([-1, -1], 4, 16), ([3, -2], 4, 16), ([3], 0, 16), ([3], -4, 16), ([], 0, 16), ([], -1, 16)],
+)
+def test_nonsense_shape_is_refused(shape: list[int], itemsize: int, room: int) -> None:
+    with pytest.raises(ValueError, match="plan_buckets: "):
+        _C.extent_of(shape, itemsize, room)
