@@ -90,7 +90,7 @@ def _check(path: Path, entries: dict[str, Any], data: int, end: int) -> Safetens
         try:
             dtype_name, shape, (begin, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
             dtype = SAFETENSORS.get(dtype_name)
-            whole = all([type(n) is int and n >= 0 for n in (*shape, begin, stop)])
+            whole = all(type(n) is int and n >= 0 for n in (*shape, begin, stop))
         except (TypeError, KeyError, ValueError) as error:
             raise CheckpointError(
                 f"{path}: {name} lacks a dtype, a shape or two data_offsets: {entry!r:.200}"
