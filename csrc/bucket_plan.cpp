@@ -44,6 +44,9 @@ void check(const TensorExtent& t, size_t index, int64_t room) {
 } // namespace
 
 TensorExtent extent_of(const int64_t* shape, int64_t ndim, int64_t itemsize, int64_t room) {
+  if (itemsize <= 0 || room <= 0 || std::any_of(shape, shape + ndim, [](int64_t n) { return n < 0; })) {
+    refuse("expected a shape without negative dims, a positive itemsize and room for a bucket");
+  }
   int64_t inner = itemsize;
   int64_t dim = ndim - 1;
   for (; dim > 0; --dim) {
@@ -62,7 +65,7 @@ TensorExtent extent_of(const int64_t* shape, int64_t ndim, int64_t itemsize, int
 }
 
 BucketPlan plan_buckets(const std::vector<TensorExtent>& tensors, int64_t capacity, int64_t alignment, int64_t header) {
-  if (alignment <= 0 || header < 0 || header % alignment != 0) {
+  if (alignment <= 0 || alignment > kMaxBytes || header < 0 || header % alignment != 0) {
     refuse(
         "alignment " + std::to_string(alignment) + " must be positive and divide the header of " +
         std::to_string(header) + " bytes");

@@ -91,12 +91,7 @@ c10::Device check_tensors(at::TensorList tensors) {
   const auto device = tensors[0].device();
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& t = tensors[i];
-    TORCH_CHECK_VALUE(
-        t.layout() == at::kStrided && !t.is_quantized(),
-        "coalesced_bcast: expected dense strided tensors, tensor ",
-        i,
-        " is ",
-        t.is_quantized() ? "quantized" : c10::str(t.layout()));
+    check_memory("coalesced_bcast", t, i);
     TORCH_CHECK_VALUE(
         t.device() == device,
         "coalesced_bcast: expected all tensors on one device, tensor 0 is on ",
@@ -105,20 +100,7 @@ c10::Device check_tensors(at::TensorList tensors) {
         i,
         " on ",
         t.device());
-    TORCH_CHECK_VALUE(
-        !t.is_conj() && !t.is_neg(),
-        "coalesced_bcast: tensor ",
-        i,
-        " is a lazy conjugate or negation; pass resolve_conj() / resolve_neg() of it");
-    TORCH_CHECK_VALUE(
-        t.storage().nbytes() > 0 || t.numel() == 0,
-        "coalesced_bcast: tensor ",
-        i,
-        " of shape ",
-        t.sizes(),
-        " has no storage (was it freed by FSDP?)");
   }
-  TORCH_CHECK_VALUE(!device.is_meta(), "coalesced_bcast: meta tensors hold no data; materialise them first (to_empty)");
   return device;
 }
 

@@ -16,7 +16,45 @@ std::array<RegionCopyFn, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)
   return table;
 }
 
+// What Tensor.copy_ converts from and to: not quantized, bit and sub-byte dtypes.
+bool convertible(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::ScalarType::Byte:
+    case at::ScalarType::Char:
+    case at::ScalarType::Short:
+    case at::ScalarType::Int:
+    case at::ScalarType::Long:
+    case at::ScalarType::UInt16:
+    case at::ScalarType::UInt32:
+    case at::ScalarType::UInt64:
+    case at::ScalarType::Bool:
+    case at::ScalarType::Half:
+    case at::ScalarType::BFloat16:
+    case at::ScalarType::Float:
+    case at::ScalarType::Double:
+    case at::ScalarType::ComplexHalf:
+    case at::ScalarType::ComplexFloat:
+    case at::ScalarType::ComplexDouble:
+    case at::ScalarType::Float8_e5m2:
+    case at::ScalarType::Float8_e4m3fn:
+    case at::ScalarType::Float8_e5m2fnuz:
+    case at::ScalarType::Float8_e4m3fnuz:
+    case at::ScalarType::Float8_e8m0fnu:
+      return true;
+    default:
+      return false;
+  }
+}
+
 void check_row(int64_t row, const RegionCopy& copy, const at::Tensor& tensor, int64_t bucket_nbytes) {
+  TORCH_CHECK_VALUE(
+      copy.dtype == tensor.scalar_type() || (convertible(copy.dtype) && convertible(tensor.scalar_type())),
+      "region_copy: row ",
+      row,
+      " would convert between ",
+      copy.dtype,
+      " and ",
+      tensor.scalar_type());
   const auto itemsize = static_cast<int64_t>(c10::elementSize(copy.dtype));
   bool empty = false;
   for (size_t d = 0; d < copy.size.size(); ++d) {
@@ -57,6 +95,39 @@ void check_row(int64_t row, const RegionCopy& copy, const at::Tensor& tensor, in
 
 } // namespace
 
+void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
+  TORCH_CHECK_VALUE(
+      tensor.layout() == at::kStrided && !tensor.is_quantized(),
+      op,
+      ": expected dense strided tensors, tensor ",
+      index,
+      " is ",
+      tensor.is_quantized() ? "quantized" : c10::str(tensor.layout()));
+  TORCH_CHECK_VALUE(
+      !tensor.is_meta(), op, ": tensor ", index, " is on meta and holds no data; materialise it first (to_empty)");
+  TORCH_CHECK_VALUE(
+      !tensor.is_conj() && !tensor.is_neg(),
+      op,
+      ": tensor ",
+      index,
+      " is a lazy conjugate or negation; pass resolve_conj() / resolve_neg() of it");
+  int64_t last = tensor.storage_offset();
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    last += (tensor.size(d) - 1) * tensor.stride(d);
+  }
+  TORCH_CHECK_VALUE(
+      tensor.numel() == 0 ||
+          static_cast<int64_t>(tensor.storage().nbytes()) / static_cast<int64_t>(tensor.element_size()) > last,
+      op,
+      ": tensor ",
+      index,
+      " of shape ",
+      tensor.sizes(),
+      " has a storage of ",
+      tensor.storage().nbytes(),
+      " bytes, too few (was it freed by FSDP?)");
+}
+
 std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList tensors, const at::Tensor& table) {
   TORCH_CHECK_VALUE(
       bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
@@ -73,7 +144,9 @@ std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList t
       table.sizes(),
       " on ",
       table.device());
+  check_memory("region_copy's bucket", bucket, 0);
   for (size_t i = 0; i < tensors.size(); ++i) {
+    check_memory("region_copy", tensors[i], i);
     TORCH_CHECK_VALUE(
         tensors[i].device() == bucket.device(),
         "region_copy: the bucket is on ",
@@ -145,16 +218,20 @@ void copy_one_aten(const at::Tensor& bucket, const at::Tensor& tensor, const Reg
   }
   const auto theirs = at::as_strided(tensor, copy.size, tensor.strides(), offset);
   auto bytes = bucket.narrow(0, copy.bucket_offset, span * itemsize);
-  const bool aligned = (bucket.storage_offset() + copy.bucket_offset) % itemsize == 0;
-  if (!aligned) {
-    // A view of a wider dtype needs an aligned start: go through a copy of the bytes.
-    auto copied = bytes.clone();
-    auto view = copied.view(copy.dtype).as_strided(copy.size, copy.bucket_stride, 0);
+  if ((bucket.storage_offset() + copy.bucket_offset) % itemsize != 0) {
+    // A view of a wider dtype needs an aligned start: go through a packed copy, its elements as rows of bytes. Only
+    // bytes of the region are touched, since another region may lie between them.
+    Dims bytes_size(copy.size), bytes_stride;
+    bytes_size.push_back(itemsize);
+    for (const auto stride : copy.bucket_stride) {
+      bytes_stride.push_back(stride * itemsize);
+    }
+    bytes_stride.push_back(1);
+    const auto elements = bytes.as_strided(bytes_size, bytes_stride, bytes.storage_offset());
     if (direction == Direction::kUnpack) {
-      theirs.copy_(view, /*non_blocking=*/true);
+      theirs.copy_(elements.clone(at::MemoryFormat::Contiguous).view(copy.dtype).squeeze(-1), /*non_blocking=*/true);
     } else {
-      view.copy_(theirs, /*non_blocking=*/true);
-      bytes.copy_(copied, /*non_blocking=*/true);
+      elements.copy_(theirs.to(copy.dtype).contiguous().unsqueeze(-1).view(at::kByte), /*non_blocking=*/true);
     }
     return;
   }

@@ -33,6 +33,10 @@ std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList t
 void region_copy(
     const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction);
 
+// Throws ValueError, naming `op` and the tensor's number, unless the tensor is dense, strided, not a lazy conjugate or
+// negation, and its storage holds every element (FSDP frees storage behind a tensor's back).
+void check_memory(const char* op, const at::Tensor& tensor, size_t index);
+
 using RegionCopyFn = void (*)(
     const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction);
 

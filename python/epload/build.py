@@ -30,7 +30,7 @@ def check_torch(built_for: str, running: str) -> None:
 
 
 def load_native_library() -> None:
-    """Registers torch.ops.epload. Raises ImportError with the command that mends a missing or stale build."""
+    """Registers the native ops. Raises ImportError with the command that mends a missing or stale build."""
     try:
         from epload import _C
     except ImportError as error:

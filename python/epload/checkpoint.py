@@ -154,7 +154,7 @@ def _open_index(path: Path) -> Checkpoint:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
         assert all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items())
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
         raise CheckpointError(f'{path}: expected a JSON object with a "weight_map" of names to files') from error
     files = []
     for file in sorted(set(weight_map.values())):
@@ -222,6 +222,8 @@ class StateDictCheckpoint(Checkpoint):
 
     def __init__(self, tensors: Mapping[str, Tensor], source: str = "state dict", consume: bool = False) -> None:
         for name, tensor in tensors.items():
+            if not isinstance(name, str):
+                raise TypeError(f"expected a state dict with names for keys, got the key {name!r}")
             if isinstance(tensor, DTensor) or not isinstance(tensor, Tensor):
                 raise TypeError(f"expected a state dict of full tensors, {name!r} is a {type(tensor).__name__}")
             if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -250,7 +252,8 @@ class StateDictCheckpoint(Checkpoint):
             name = self._names[piece.tensor]
             if name not in self._tensors:
                 raise CheckpointError(f"{name} was consumed by an earlier load")
-            flat = self._tensors[name].detach().to(bucket.device).contiguous().view(-1)
+            flat = self._tensors[name].detach().to(bucket.device)
+            flat = flat.resolve_conj().resolve_neg().contiguous().view(-1)
             sources.append(flat if flat.dtype == torch.uint8 else flat.view(torch.uint8))
             rows.append([i, piece.bucket_offset, 0, 1, piece.tensor_offset, piece.nbytes, 1])
         if rows:
@@ -261,7 +264,8 @@ class StateDictCheckpoint(Checkpoint):
     def _release(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             name = self._names[piece.tensor]
-            self._taken[piece.tensor] += piece.nbytes
+            begun = self._taken[piece.tensor] if piece.tensor_offset else 0  # from the start again after a failed load
+            self._taken[piece.tensor] = begun + piece.nbytes
             if self._taken[piece.tensor] == self._tensors[name].nbytes:
                 del self._tensors[name]
                 if isinstance(self._origin, dict):

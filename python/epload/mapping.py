@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rename:
-    """Where the regular expression ``source`` is found in a checkpoint name, it becomes ``target`` (as in re.sub)."""
+    """Where the regular expression ``source`` is first found in a checkpoint name, it becomes ``target`` (as in re.sub)."""
 
     source: str
     target: str
@@ -74,7 +74,8 @@ class Mapping:
             if getattr(transform, "scope_prefix", None):
                 continue
             if type(transform) is WeightRenaming:
-                renames += map(Rename, transform.source_patterns, transform.target_patterns)
+                if "\\" not in transform.target_patterns[0]:  # a back-reference would count the library's own groups
+                    renames.append(Rename(transform.compiled_sources.pattern, transform.target_patterns[0]))
             elif isinstance(transform, WeightConverter) and len(transform.target_patterns) == 1:
                 stack = [op for op in transform.operations if isinstance(op, MergeModulelist)]
                 concat = [op for op in transform.operations if isinstance(op, Concatenate)]
@@ -99,6 +100,7 @@ class Mapping:
         """
         placed: list[Placed | None] = [None] * len(names)
         parts: dict[str, list[_Part]] = {}
+        filled: dict[str, str] = {}
         merges = [
             (merge, part, re.compile(f"(?:{source})$"))
             for merge in self.merges
@@ -110,7 +112,7 @@ class Mapping:
             target = name
             if target not in targets:
                 for pattern, replacement in renames:
-                    target = pattern.sub(replacement, target)
+                    target = pattern.sub(replacement, target, count=1)
                 if (part := _match(merges, i, target, targets)) is not None:
                     parts.setdefault(part.target, []).append(part)
                     continue
@@ -121,9 +123,17 @@ class Mapping:
                 raise ModelMismatch(
                     f"{name} has shape {list(shape)} in the checkpoint but the model's {target} has {list(wanted)}"
                 )
+            if target in filled:
+                raise ModelMismatch(f"both {filled[target]} and {name} would fill the model's {target}")
+            filled[target] = name
             placed[i] = (target, whole[shape])
         boxes: dict[Box, Box] = {}
         for target, sources in parts.items():
+            if target in filled:
+                part = names[sources[0].tensor]
+                raise ModelMismatch(
+                    f"both {filled[target]} and, as one of its parts, {part} would fill the model's {target}"
+                )
             for source, box in zip(sources, _assemble(target, targets[target], sources, names, shapes), strict=True):
                 placed[source.tensor] = (target, boxes.setdefault(box, box))
         return placed
@@ -155,7 +165,8 @@ def _match(
 
 def _from_glob(pattern: str) -> str:
     """transformers writes ``mlp.experts.*.gate_proj.weight``; the star is the expert's number."""
-    return r"(?<![^.])" + re.escape(pattern.lstrip("^").rstrip("$")).replace(r"\*", r"(?P<index>\d+)", 1)
+    start = "" if pattern.startswith(".") else r"(?<![^.])"
+    return start + re.escape(pattern.lstrip("^").rstrip("$")).replace(r"\*", r"(?P<index>\d+)", 1)
 
 
 def _assemble(
@@ -171,6 +182,11 @@ def _assemble(
     def refuse(what: str) -> ModelMismatch:
         return ModelMismatch(f"the model's {target} has shape {list(wanted)}, but {what}")
 
+    for which, dim in (("stacked", stack), ("concatenated", concat)):
+        if dim is not None and not 0 <= dim < len(wanted):
+            raise refuse(f"{name(sources[0])} would be {which} along its dim {dim}")
+    if concat is None and len(merge.sources) > 1:
+        raise refuse(f"nothing keeps {name(sources[0])} and its other parts apart: the rule has no concat_dim")
     seen: dict[tuple[int, int | None], _Part] = {}
     for part in sources:
         if (key := (part.part, part.index)) in seen:
@@ -183,9 +199,8 @@ def _assemble(
     absent = [(p, e) for e in indices for p in range(len(merge.sources)) if (p, e) not in seen]
     if absent:
         number, index = absent[0]
-        which = (
-            re.sub(r"\(\?P<index>[^)]*\)", str(index), merge.sources[number]).replace("\\", "").replace("(?<![^.])", "")
-        )
+        which = re.sub(r"\(\?P<index>[^)]*\)", str(index), merge.sources[number])
+        which = which.replace("(?<![^.])", "").replace("\\", "")
         raise refuse(f"{len(absent)} of its {len(indices) * len(merge.sources)} parts are missing, the first {which}")
 
     boxes: list[Box] = [((), ())] * len(sources)

@@ -65,6 +65,13 @@ def unpack(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
     _unpack(bucket, targets, copies)
 
 
+def _refuse_meta(op: str, tensors: Sequence[Tensor]) -> None:
+    """The fakes also stand for the meta device, where there is nothing to copy. Fake tensors are a type of their own."""
+    for i, tensor in enumerate(tensors):
+        if type(tensor) in (Tensor, torch.nn.Parameter):
+            raise ValueError(f"{op}: tensor {i} is on meta and holds no data; materialise it first (to_empty)")
+
+
 @torch.library.register_fake("epload::coalesced_bcast")  # type: ignore[untyped-decorator]
 def _coalesced_bcast_fake(
     tensors: Sequence[Tensor],
@@ -77,15 +84,16 @@ def _coalesced_bcast_fake(
     *,
     leader: int = -1,
 ) -> None:
+    _refuse_meta("coalesced_bcast", tensors)
     if algorithm not in ("two_level", "flat"):
         raise ValueError(f"coalesced_bcast: expected algorithm 'two_level' or 'flat', got {algorithm!r}")
 
 
 @torch.library.register_fake("epload::pack")  # type: ignore[untyped-decorator]
 def _pack_fake(bucket: Tensor, sources: Sequence[Tensor], copies: Tensor) -> None:
-    return None
+    _refuse_meta("region_copy", [bucket, *sources])
 
 
 @torch.library.register_fake("epload::unpack")  # type: ignore[untyped-decorator]
 def _unpack_fake(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
-    return None
+    _refuse_meta("region_copy", [bucket, *targets])

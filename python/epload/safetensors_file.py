@@ -29,6 +29,7 @@ READ_BYTES = 16 << 20
 READ_THREADS = 2
 """16 MiB by two threads into a reused buffer reads the page cache at 12.6 GB/s where mmap and copy gives 3.9."""
 _MAX_IOVECS = 512
+_MAX = 2**63 - 1
 
 Range = tuple[int, int, int, int]
 """File number, offset in the file, offset in the buffer, bytes."""
@@ -90,7 +91,7 @@ def _check(path: Path, entries: dict[str, Any], data: int, end: int) -> Safetens
         try:
             dtype_name, shape, (begin, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
             dtype = SAFETENSORS.get(dtype_name)
-            whole = all(type(n) is int and n >= 0 for n in (*shape, begin, stop))
+            whole = type(shape) is list and all(type(n) is int and 0 <= n <= _MAX for n in (*shape, begin, stop))
         except (TypeError, KeyError, ValueError) as error:
             raise CheckpointError(
                 f"{path}: {name} lacks a dtype, a shape or two data_offsets: {entry!r:.200}"
@@ -99,7 +100,7 @@ def _check(path: Path, entries: dict[str, Any], data: int, end: int) -> Safetens
             raise CheckpointError(f"{path}: {name} has dtype {dtype_name!r}, expected one of {', '.join(SAFETENSORS)}")
         if not whole:
             raise CheckpointError(
-                f"{path}: {name} has shape {shape} and offsets [{begin}, {stop}], expected whole numbers"
+                f"{path}: {name} has a shape or data_offsets that are not lists of whole numbers below 2**63"
             )
         shape = tuple(shape)
         nbytes = nbytes_of.get((dtype_name, shape))

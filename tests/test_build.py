@@ -1,0 +1,163 @@
+"""The native library: what it links, how a stale one is refused. And who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import epload
+from epload import _C
+from epload.build import check_torch
+
+PACKAGE = Path(epload.__file__).parent
+LIBRARY = PACKAGE / "libepload.so"
+SYSTEM_LIBRARIES = ("libstdc++.so", "libgcc_s.so", "libm.so", "libc.so", "libpthread.so", "ld-linux", "libdl.so")
+
+
+def test_build_info() -> None:
+    info = epload.build_info()
+    assert info["version"] == _C.version
+    assert info["torch_version"].split(".")[:2] == torch.__version__.split(".")[:2]
+    assert info["compiler"]
+    assert Path(info["library"]) == LIBRARY
+    assert LIBRARY.is_file()
+    assert "cpu" in info["native_region_copy"]
+
+
+@pytest.mark.parametrize(
+    ("built", "running"),
+    [("2.13.0", "2.14.1"), ("2.14.0+cpu", "2.13.0+cu130"), ("2.1.0", "2.11.0"), ("1.13.0", "2.13.0")],
+)
+def test_other_minor_is_refused(built: str, running: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        check_torch(built, running)
+    for part in (built, running, "pip install"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("built", "running"), [("2.13.0", "2.13.0"), ("2.13.0", "2.13.1+cpu"), ("2.13.0a0+git1234", "2.13.0.dev20260101")]
+)
+def test_same_minor_is_accepted(built: str, running: str) -> None:
+    check_torch(built, running)
+
+
+IMPORT_WITH = """
+import sys
+from importlib import util
+from pathlib import Path
+
+spec = util.spec_from_file_location("epload._C", {module!r})
+module = util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.torch_version = {version!r}
+sys.modules["epload._C"] = module
+import torch
+try:
+    import epload
+except ImportError as error:
+    print(error)
+print("ops:", [name for name in ("coalesced_bcast", "pack", "unpack") if hasattr(torch.ops.epload, name)])
+print("mapped:", "libepload.so" in Path("/proc/self/maps").read_text())
+"""
+
+
+def import_with(version: str) -> str:
+    """What a new process says that imports epload as if it had been built for torch ``version``."""
+    script = IMPORT_WITH.format(module=_C.__file__, version=version)
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True
+    ).stdout
+
+
+def test_stale_build_is_refused_before_it_is_loaded() -> None:
+    said = import_with("2.7.1")
+    for part in ("2.7.1", torch.__version__, "pip install", "ops: []", "mapped: False"):
+        assert part in said, said
+
+
+def test_fresh_build_is_loaded() -> None:
+    """So that the test above fails for its own reason only."""
+    said = import_with(torch.__version__)
+    for part in ("ops: ['coalesced_bcast', 'pack', 'unpack']", "mapped: True"):
+        assert part in said, said
+
+
+def binutils(*command: str) -> list[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+
+
+def test_library_needs_no_python() -> None:
+    """It would otherwise be bound to one Python version."""
+    undefined = [line.split()[-1] for line in binutils("nm", "-D", "--undefined-only", str(LIBRARY))]
+    assert undefined
+    assert [symbol for symbol in undefined if symbol.lstrip("_").startswith("Py")] == []
+
+
+def test_library_needs_only_torch_core() -> None:
+    needed = [
+        line.split("[")[1].rstrip("]") for line in binutils("readelf", "-d", "-W", str(LIBRARY)) if "(NEEDED)" in line
+    ]
+    assert {"libc10.so", "libtorch_cpu.so"} <= set(needed)
+    others = [name for name in needed if name not in ("libc10.so", "libtorch_cpu.so")]
+    assert [name for name in others if not name.startswith(SYSTEM_LIBRARIES)] == []
+
+
+MODULES = {path.stem: path for path in sorted(PACKAGE.glob("*.py"))}
+PURE = ("placement", "mapping", "plan")
+
+
+def imports(module: str) -> set[str]:
+    """Dotted names that a module imports, at any depth: of ``from a import b`` both ``a`` and ``a.b``."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "epload" if node.level else ""
+            base = ".".join(part for part in (base, node.module or "") if part)
+            found.add(base)
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+    return found
+
+
+def within(names: set[str], *packages: str) -> list[str]:
+    return sorted(name for name in names if any(name == p or name.startswith(f"{p}.") for p in packages))
+
+
+def test_the_pure_modules_know_no_process_group() -> None:
+    for module in PURE:
+        names = imports(module)
+        forbidden = ("torch.distributed", "epload.topology", "epload.loader", "epload.groups", "epload.broadcast")
+        assert within(names, *forbidden) == [], module
+        assert set(within(names, "epload.control")) <= {"epload.control", "epload.control.HEADER_BYTES"}, module
+        if module != "plan":
+            assert within(names, "epload.control") == [], module
+
+
+def test_nothing_imports_the_command_line() -> None:
+    assert [module for module in MODULES if within(imports(module), "epload.cli")] == ["__main__"]
+
+
+def test_the_order_of_the_modules() -> None:
+    """What is below does not know what is above it."""
+    above = ("epload.loader", "epload.cli")
+    users = {module for module in MODULES if within(imports(module), *above)}
+    assert users <= {"__init__", "__main__", "cli"}
+
+
+def holding(*texts: str) -> list[str]:
+    return [module for module, path in MODULES.items() if any(text in path.read_text() for text in texts)]
+
+
+def test_one_file_names_the_native_ops() -> None:
+    assert holding("torch.ops.epload") == ["ops"]
+
+
+def test_one_file_touches_private_dtensor_state() -> None:
+    assert holding("._spec", "._local_tensor") == ["materialise"]

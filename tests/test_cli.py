@@ -1,0 +1,72 @@
+"""The command line, called in this process and once as a module."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import epload
+from epload.cli import main
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    state = {"layer.weight": torch.zeros(3, 5, dtype=torch.bfloat16), "steps": torch.zeros((), dtype=torch.int64)}
+    save_file(state, tmp_path / "model.safetensors")
+    torch.save(state, tmp_path / "model.pt")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["", "model.safetensors", "model.pt"])
+def test_inspect_lists_the_tensors(name: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(checkpoint / name)]) == 0
+    said = capsys.readouterr()
+    rows = {line.split()[-1]: line.split() for line in said.out.splitlines()[:-1]}
+    assert rows == {"layer.weight": ["bfloat16", "[3,", "5]", "layer.weight"], "steps": ["int64", "[]", "steps"]}
+    assert said.out.splitlines()[-1] == "2 tensors, 0.000 GB"
+    assert said.err == ""
+
+
+def test_info_tells_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    said = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert said["torch_version"].split("+")[0] == torch.__version__.split("+")[0]
+    assert said == {key: str(value) for key, value in epload.build_info().items()}
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\0" * 8, b"\xff" * 64], ids=["absent", "empty", "zeros", "ones"])
+def test_a_bad_file_is_one_line_and_status_1(
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["inspect", str(path)]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("epload: ")
+    assert str(path) in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["inspect"], ["nonsense"], ["info", "more"]])
+def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: epload" in capsys.readouterr().err
+
+
+def test_as_a_module(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "epload", "inspect"]
+    good = subprocess.run([*command, str(checkpoint)], capture_output=True, text=True, timeout=60)
+    assert (good.returncode, good.stderr) == (0, "")
+    assert "layer.weight" in good.stdout
+    bad = subprocess.run([*command, str(checkpoint / "absent")], capture_output=True, text=True, timeout=60)
+    assert (bad.returncode, bad.stdout) == (1, "")
+    assert bad.stderr.startswith("epload: no checkpoint at")

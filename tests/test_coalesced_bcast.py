@@ -1,0 +1,461 @@
+"""The coalesced broadcast on real processes: every byte in its place, nothing else touched, wrong use refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import ranks
+from epload import _C, Topology, coalesced_bcast, ops
+
+Nodes = list[list[int]]
+
+DTYPES = [
+    torch.float32,
+    torch.int64,
+    torch.bfloat16,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.uint8,
+    torch.float64,
+    torch.float8_e5m2,
+    torch.int16,
+]
+SHAPES: list[tuple[int, ...]] = [(), (1,), (7,), (0,), (3, 5), (2, 0, 4), (2, 3, 4), (13, 1), (1, 1, 1, 1), (33,)]
+LARGE: list[tuple[int, ...]] = [(5, 300), (3, 7, 50), (1200,), (40, 2, 2, 3)]
+LAYOUTS = ["contiguous", "reversed dims", "every second", "turned"]
+
+
+def values(index: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int) -> Tensor:
+    """No two elements of a call are equal where the dtype has room for it, else as varied as it allows."""
+    count = 1
+    for n in shape:
+        count *= n
+    at = torch.arange(count, dtype=torch.int64) + 10_000 * index + 1_000_000 * salt
+    if dtype is torch.bool:
+        return ((at * 2654435761 >> 13) % 2 == 1).view(shape)
+    if dtype.is_complex:
+        return torch.complex(at.float(), -at.float()).to(dtype).view(shape)
+    if dtype in (torch.float32, torch.float64, torch.int64):
+        return at.to(dtype).view(shape)
+    raw = at * 40503 + (at >> 8) * 1013
+    if dtype.itemsize == 2:
+        return raw.to(torch.int16).view(dtype).view(shape)
+    return (raw % 251).to(torch.uint8).view(dtype).view(shape)
+
+
+class Guarded:
+    """A tensor of some layout inside memory of its own, which is compared too."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, layout: str, content: Tensor | None) -> None:
+        order = list(range(len(shape)))[::-1]  # innermost dim first
+        if layout == "reversed dims":
+            order = order[::-1]
+        elif layout == "turned":
+            order = order[1:] + order[:1]
+        step = 2 if layout == "every second" else 1
+        strides, inner = [0] * len(shape), step
+        for dim in order:
+            strides[dim] = inner
+            inner *= max(1, shape[dim])
+        self.base = torch.full(((inner + 8) * dtype.itemsize,), 1, dtype=torch.uint8).view(dtype)
+        self.geometry = (shape, tuple(strides), 3)
+        self.tensor = self.base.as_strided(*self.geometry)
+        if content is not None:
+            self.tensor.copy_(content)
+
+    def wrong(self, content: Tensor) -> str:
+        """Empty if the tensor holds ``content`` bit for bit and the rest is as it was made."""
+        expected = torch.ones_like(self.base.view(torch.uint8)).view(self.base.dtype)
+        expected.as_strided(*self.geometry).copy_(content)
+        if torch.equal(self.base.view(torch.uint8), expected.view(torch.uint8)):
+            return ""
+        return f"{self.tensor.dtype} {self.geometry}: {self.tensor.flatten()[:4]}, expected {content.flatten()[:4]}"
+
+
+def exchange(
+    rank: int, src: int, topo: Topology, shapes: list[tuple[int, ...]], salt: int, **options: Any
+) -> list[str]:
+    """One call with every shape; each rank has layouts of its own, so senders and receivers differ in strides."""
+    kinds = [(shape, DTYPES[(i + salt) % len(DTYPES)]) for i, shape in enumerate(shapes)]
+    contents = [values(i, shape, dtype, salt) for i, (shape, dtype) in enumerate(kinds)]
+    guarded = [
+        Guarded(shape, dtype, LAYOUTS[(i + rank + salt) % 4], content if rank == src else None)
+        for i, ((shape, dtype), content) in enumerate(zip(kinds, contents, strict=True))
+    ]
+    coalesced_bcast([g.tensor for g in guarded], src=src, topology=topo, **options)
+    case = f"src {src} {options} tensor"
+    said = [(i, g.wrong(content)) for i, (g, content) in enumerate(zip(guarded, contents, strict=True))]
+    return [f"{case} {i}: {text}" for i, text in said if text]
+
+
+def matrix(rank: int, shapes_of_nodes: list[Nodes]) -> list[str]:
+    wrong: list[str] = []
+    salt = 0
+    for nodes in shapes_of_nodes:
+        topo = Topology.from_nodes(nodes)
+        for src, algorithm in product(topo.ranks, ("two_level", "flat")):
+            for bucket_bytes in (1000, 1 << 20):
+                salt += 1
+                options = {"bucket_bytes": bucket_bytes, "algorithm": algorithm}
+                wrong += exchange(rank, src, topo, SHAPES + LARGE, salt, **options)
+            wrong += exchange(rank, src, topo, SHAPES, salt, bucket_bytes=100, algorithm=algorithm)
+        wrong += exchange(rank, topo.ranks[-1], topo, SHAPES, salt, bucket_bytes=16)
+        wrong += exchange(rank, topo.ranks[0], topo, SHAPES, salt + 1, bucket_bytes=17)
+    return wrong
+
+
+MATRIX: dict[int, list[Nodes]] = {
+    1: [[[0]]],
+    2: [[[0, 1]], [[0], [1]]],
+    3: [[[0, 1], [2]], [[2], [1, 0]]],
+    4: [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1], [2], [3]], [[0, 1, 2], [3]], [[0, 2], [1, 3]]],
+    7: [[[0, 1, 2], [3, 4], [5, 6]]],
+}
+
+
+@pytest.mark.parametrize("world", MATRIX)
+def test_every_byte_arrives(world: int) -> None:
+    assert ranks.run(world, matrix, MATRIX[world]) == [[]] * world
+
+
+def single_tensors(rank: int) -> list[str]:
+    """What is sent in place: one contiguous tensor, smaller or larger than a bucket; and receivers that are not."""
+    wrong = []
+    topo = Topology.from_nodes([[0, 1], [2]])
+    contents = [
+        values(1, (64,), torch.float32, 1),
+        values(2, (50, 9), torch.bfloat16, 2),
+        values(3, (), torch.int64, 3),
+    ]
+    for content, layout, bucket_bytes in product(contents, LAYOUTS, (64, 1 << 20)):
+        plain = "contiguous" if rank == 1 else layout
+        one = Guarded(tuple(content.shape), content.dtype, plain, content if rank == 1 else None)
+        pointer = one.tensor.data_ptr()
+        coalesced_bcast([one.tensor], src=1, topology=topo, bucket_bytes=bucket_bytes)
+        if (text := one.wrong(content)) or one.tensor.data_ptr() != pointer:
+            wrong.append(f"{tuple(content.shape)} {layout} {bucket_bytes}: {text}")
+    coalesced_bcast([], src=1, topology=topo)
+    coalesced_bcast([torch.empty(0, 3), torch.empty(0)], src=1, topology=topo)
+    coalesced_bcast(iter([contents[0].clone()]), src=1, topology=topo)
+    return wrong
+
+
+def parameters(rank: int) -> list[str]:
+    torch.manual_seed(rank)
+    wrong = []
+    topo = Topology.from_nodes([[0, 1], [2]])
+    model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30))
+    loss = (model[0].weight * model[0].weight).sum()
+    before = dict(model.named_parameters())
+    torch.manual_seed(0)
+    want = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30)).state_dict()
+    coalesced_bcast([*model.parameters(), *model.buffers()], topology=topo, bucket_bytes=256)
+    for name, parameter in model.named_parameters():
+        if parameter is not before[name] or not parameter.requires_grad or not parameter.is_leaf or parameter.grad_fn:
+            wrong.append(f"{name} is no longer a plain leaf")
+    wrong += [f"{name} differs" for name, value in model.state_dict().items() if not torch.equal(value, want[name])]
+    model(torch.ones(4, 20)).sum().backward()
+    try:
+        loss.backward()
+        wrong.append("autograd did not learn of the write")
+    except RuntimeError as error:
+        if "inplace" not in str(error):
+            wrong.append(str(error))
+    return wrong
+
+
+def in_place_and_parameters(rank: int) -> list[str]:
+    return single_tensors(rank) + parameters(rank)
+
+
+def test_tensors_sent_in_place_and_parameters() -> None:
+    assert ranks.run(3, in_place_and_parameters) == [[]] * 3
+
+
+def raw_op(rank: int) -> list[str]:
+    made = {members: dist.new_group(list(members)) for members in ((0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 2, 3))}
+    op = torch.ops.epload.coalesced_bcast
+
+    def name(*members: int) -> str:
+        return str(made[members].group_name) if rank in members else ""
+
+    node = name(0, 1) if rank < 2 else name(2, 3)
+    wrong = []
+
+    def check(what: str, src: int, call: Callable[[list[Tensor]], object]) -> None:
+        got = [Guarded((40, 5), torch.float32, LAYOUTS[(rank + i) % 4], None) for i in range(3)]
+        contents = [values(i, (40, 5), torch.float32, src) for i in range(3)]
+        for g, content in zip(got, contents, strict=True):
+            if rank == src:
+                g.tensor.copy_(content)
+        call([g.tensor for g in got])
+        wrong.extend(f"{what}: {text}" for g, c in zip(got, contents, strict=True) if (text := g.wrong(c)))
+
+    check("two_level", 0, lambda t: op(t, 0, name(0, 2), node, 1000, "two_level"))
+    check("default", 0, lambda t: op.default(t, 0, name(0, 2), node, 1 << 20, "two_level", None))
+    check("rail 1", 1, lambda t: op(t, 1, name(1, 3), node, 1000, "two_level", leader=1 if rank < 2 else 3))
+    check(
+        "wrapper", 3, lambda t: ops.coalesced_bcast(t, 3, name(1, 3), node, 100, "two_level", leader=1 + rank // 2 * 2)
+    )
+    check("flat", 2, lambda t: op(t, 2, name(0, 1, 2, 3), "", 1000, "flat"))
+    check("one node", 2, lambda t: op(t, 2, "", name(0, 1, 2, 3), 1000, "two_level"))
+    check("no node", 3, lambda t: op(t, 3, name(0, 1, 2, 3), "", 1000, "two_level"))
+
+    def refused(what: str, text: str, *args: Any, **options: Any) -> None:
+        tensors = [torch.full((3,), float(rank))]
+        kind, said = raised(lambda: op(tensors, *args, **options))
+        if kind != "ValueError" or text not in said or tensors[0].tolist() != [rank] * 3:
+            wrong.append(f"{what}: {kind} {said} {tensors}")
+
+    refused("unknown inter", "no such name", 0, "no such name", node, 100, "two_level")
+    refused("unknown intra", "no such name", 0, name(0, 2), "no such name", 100, "two_level")
+    refused("flat with a node", "'flat'", 0, name(0, 1, 2, 3), node, 100, "flat")
+    refused("algorithm", "'ring'", 0, name(0, 2), node, 100, "ring")
+    refused("bucket", "got 15", 0, name(0, 2), node, 15, "two_level")
+    refused("bucket", "got -1", 0, name(0, 2), node, -1, "two_level")
+    refused("huge bucket", "bucket", 0, name(0, 2), node, 2**63 - 1, "two_level")
+    refused("src", "src 9", 9, name(0, 1, 2, 3), "", 100, "flat")
+    if rank == 0:
+        refused("leader of the source's node", "leads it", 0, name(0, 2), node, 100, "two_level", leader=1)
+        refused("leader elsewhere", "leader 2", 0, name(0, 2), node, 100, "two_level", leader=2)
+    if rank > 1:
+        refused("rail without leader=", "leader", 1, name(1, 3), node, 100, "two_level")
+    check("after", 0, lambda t: op(t, 0, name(0, 2), node, 1000, "two_level"))
+    return wrong
+
+
+def test_raw_op_with_groups_of_new_group() -> None:
+    assert ranks.run(4, raw_op) == [[]] * 4
+
+
+def raised(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "raised nothing"
+
+
+def has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and tensor.untyped_storage().nbytes() > 0
+
+
+class Refusals:
+    """Calls that every rank must refuse alike, each followed by one that succeeds."""
+
+    def __init__(self, rank: int, nodes: Nodes) -> None:
+        self.rank = rank
+        self.topo = Topology.from_nodes(nodes)
+        self.topo.control.deadline = timedelta(seconds=8)  # so that a rank left alone says so soon
+        self.wrong: list[str] = []
+        self.texts: dict[str, str] = {}
+
+    def check(self, what: str, kind: str, parts: list[str], tensors: list[Any], **options: Any) -> None:
+        plain = [t for t in tensors if type(t) is Tensor and has_memory(t)]
+        before = [t.clone() for t in plain]
+        got, text = raised(lambda: coalesced_bcast(tensors, **{"topology": self.topo, **options}))
+        self.texts[what] = f"{got}: {text}"
+        if got != kind or any(part not in text for part in parts):
+            self.wrong.append(f"{what}: expected {kind} with {parts}, got {got}: {text}")
+        if not all(map(torch.equal, plain, before)):
+            self.wrong.append(f"{what}: something has moved")
+        self.wrong += [
+            f"after {what}: {text}" for text in exchange(self.rank, 1, self.topo, SHAPES[:5], len(self.texts))
+        ]
+
+    def answer(self) -> tuple[list[str], dict[str, str]]:
+        return self.wrong, self.texts
+
+
+def wrong_arguments(rank: int) -> tuple[list[str], dict[str, str]]:
+    """Every rank makes the same mistake."""
+    see = Refusals(rank, [[0, 1], [2]])
+    one = torch.full((4,), float(rank))
+    mesh = init_device_mesh("cpu", (3,))
+    dtensor = distribute_tensor(torch.ones(6), mesh, [Shard(0)])
+    see.check("DTensor", "TypeError", ["to_local()", "tensor 1"], [one, dtensor])
+    see.check("DTensor parameter", "TypeError", ["to_local()", "tensor 0"], [nn.Parameter(dtensor)])
+    see.check("no tensor", "TypeError", ["list", "item 1"], [one, [1.0]])
+    for src in (3, -1, 10**9):
+        see.check(f"src {src}", "ValueError", [str(src), "[0, 1, 2]"], [one], src=src)
+    see.check("algorithm", "ValueError", ["ring", "two_level", "flat"], [one], algorithm="ring")
+    for size in (15, 0, -1):
+        see.check(f"bucket {size}", "ValueError", ["16", str(size)], [one], bucket_bytes=size)
+    see.check("huge bucket", "ValueError", ["bucket"], [one], bucket_bytes=2**62)
+    see.check("sparse", "ValueError", ["tensor 1"], [one, torch.eye(3).to_sparse()])
+    see.check("conj", "ValueError", ["tensor 1", "resolve_conj"], [one, torch.ones(3, dtype=torch.complex64).conj()])
+    see.check("stream on cpu", "ValueError", ["stream", "cpu"], [one], stream=cpu_stream())
+    see.check("meta", "ValueError", ["meta"], [one.to("meta")])
+    see.check("two devices", "ValueError", ["tensor 1", "meta"], [one, one.to("meta")])
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    see.check("freed", "ValueError", ["tensor 1", "storage"], [one, freed])
+    return see.answer()
+
+
+def cpu_stream() -> torch.Stream:
+    """Any stream object; a machine without a device has no better one."""
+    return torch.Stream(stream_id=0, device_index=0, device_type=1)
+
+
+def mistake_of_one(rank: int) -> tuple[list[str], dict[str, str]]:
+    """Rank 2 alone is wrong; all hear of it and none is left waiting."""
+    see = Refusals(rank, [[0, 1], [2]])
+    odd = rank == 2
+    one = torch.full((4,), float(rank))
+    mesh = init_device_mesh("cpu", (3,))
+    dtensor = distribute_tensor(torch.ones(12), mesh, [Shard(0)])
+    see.check("DTensor", "TypeError", ["to_local()", "rank 2"], [dtensor if odd else one])
+    see.check("src", "ValueError", ["7", "rank 2"], [one], src=7 if odd else 0)
+    see.check("small bucket", "ValueError", ["16", "rank 2"], [one], bucket_bytes=4 if odd else 64)
+    see.check("other src", "ManifestMismatch", ["src", "rank 0", "rank 2"], [one], src=1 if odd else 0)
+    see.check("other bucket", "ManifestMismatch", ["bucket_bytes", "rank 2"], [one], bucket_bytes=80 if odd else 96)
+    see.check("algorithm", "ManifestMismatch", ["flat", "rank 2"], [one], algorithm="flat" if odd else "two_level")
+    two = torch.zeros(3, 2)
+    see.check("count", "ManifestMismatch", ["2 tensors", "3", "rank 2"], [one, two] + [two] * odd)
+    see.check("fewer", "ManifestMismatch", ["2 tensors", "1", "rank 2"], [one, two][: 1 if odd else 2])
+    see.check("none", "ManifestMismatch", ["tensors", "0", "rank 2"], [] if odd else [one, one, one])
+    see.check(
+        "shape", "ManifestMismatch", ["tensor 1", "[3, 2]", "[2, 3]", "rank 2"], [one, two.view(2, 3) if odd else two]
+    )
+    see.check("dtype", "ManifestMismatch", ["tensor 1", "float32", "int32", "rank 2"], [one, two.int() if odd else two])
+    return see.answer()
+
+
+def unseen_by_the_signature(rank: int, what: str) -> tuple[list[str], dict[str, str]]:
+    """Rank 2 alone is wrong in what is no part of the compared list."""
+    see = Refusals(rank, [[0, 1], [2]])
+    odd = rank == 2
+    one, two = torch.full((4,), float(rank)), torch.full((5,), float(rank))
+    if what == "meta":
+        see.check("meta", "ValueError", ["meta"], [one, two.to("meta") if odd else two])
+    elif what == "stream":
+        see.check("stream", "ValueError", ["stream"], [one], stream=cpu_stream() if odd else None)
+    elif what == "freed":
+        if odd:
+            two.untyped_storage().resize_(0)
+        see.check("freed", "ValueError", ["storage"], [one, two])
+    return see.answer()
+
+
+def agree(answers: list[tuple[list[str], dict[str, str]]]) -> None:
+    assert [wrong for wrong, _ in answers] == [[]] * len(answers)
+    for what, text in answers[0][1].items():
+        assert [texts[what] for _, texts in answers] == [text] * len(answers), what
+
+
+def test_wrong_use_is_refused_before_anything_moves() -> None:
+    agree(ranks.run(3, wrong_arguments))
+
+
+def test_mistake_of_one_rank_reaches_all() -> None:
+    agree(ranks.run(3, mistake_of_one))
+
+
+@pytest.mark.parametrize("what", ["meta", "stream", "freed"])
+def test_mistake_that_the_list_does_not_show_reaches_all(what: str) -> None:
+    agree(ranks.run(3, unseen_by_the_signature, what, limit=40))
+
+
+def test_wrong_use_on_a_single_rank() -> None:
+    """Also where there is nothing to send."""
+    one = torch.ones(3)
+    for text, tensors, options in (
+        ("meta", [one.to("meta")], {}),
+        ("tensor 1", [one, one.to("meta")], {}),
+        ("stream", [one], {"stream": cpu_stream()}),
+        ("bucket_bytes", [one], {"bucket_bytes": 8}),
+        ("algorithm", [one], {"algorithm": "ring"}),
+    ):
+        with pytest.raises(ValueError, match=text):
+            coalesced_bcast(tensors, **options)  # type: ignore[arg-type]
+
+
+def count_steps(rank: int) -> list[str]:
+    wrong = []
+    for nodes in ([[0, 1], [2]], [[0, 1, 2]]):
+        topo = Topology.from_nodes(nodes)
+        for algorithm, bucket_bytes in product(("two_level", "flat"), (100, 1 << 20)):
+            tensors = [torch.ones(shape) for shape in (*SHAPES, (90,), (3, 17))]
+            options: dict[str, Any] = {"topology": topo, "bucket_bytes": bucket_bytes, "algorithm": algorithm}
+            coalesced_bcast(tensors, **options)
+            extents = [_C.extent_of(list(t.shape), 4, bucket_bytes) for t in tensors]
+            buckets = len(_C.plan_buckets(extents, bucket_bytes, 16, 0)[1])
+            route = topo.route(0) if algorithm == "two_level" else topo.flat_route(0)
+            steps = bool(route.inter_group) + bool(route.intra_group)
+            with (
+                CommDebugMode() as comm,
+                torch.profiler.profile(
+                    activities=[torch.profiler.ProfilerActivity.CPU],
+                    experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
+                ) as profile,
+            ):
+                coalesced_bcast(tensors, **options)
+            seen = [event.name for event in profile.events() if event.name.startswith("c10d::")]
+            if seen != ["c10d::broadcast_"] * (buckets * steps):
+                wrong.append(f"{nodes} {algorithm} {bucket_bytes}: {buckets} buckets x {steps} steps, saw {seen}")
+            if comm.get_total_counts():
+                wrong.append(f"CommDebugMode saw {comm.get_comm_counts()}")
+    return wrong
+
+
+def test_profiler_sees_the_steps_of_the_plan_and_no_more() -> None:
+    assert ranks.run(3, count_steps) == [[]] * 3
+
+
+def uneven_groups(rank: int) -> list[str]:
+    """The user's own groups, of which the ranks have made different numbers."""
+    wrong = []
+    if rank in (0, 2):
+        dist.new_group([0, 2], use_local_synchronization=True)
+    if rank == 3:
+        for _ in range(2):
+            dist.new_group([3], use_local_synchronization=True)
+    topo = Topology.from_nodes([[0, 1], [2, 3]])
+    wrong += exchange(rank, 0, topo, SHAPES, 1, bucket_bytes=100)
+    if rank in (1, 2):
+        dist.new_group([1, 2], use_local_synchronization=True)
+    wrong += exchange(rank, 3, topo, SHAPES, 2, bucket_bytes=100)
+    wrong += exchange(rank, 1, topo, SHAPES, 3, algorithm="flat")
+    everyone = dist.new_group()  # the user's own still work
+    total = torch.tensor([rank])
+    dist.all_reduce(total, group=everyone)
+    if total.item() != 6:
+        wrong.append(f"all_reduce gave {total}")
+    return wrong
+
+
+def test_ranks_in_different_numbers_of_groups() -> None:
+    assert ranks.run(4, uneven_groups, limit=60) == [[]] * 4
+
+
+def options_of_the_call(rank: int) -> list[str]:
+    """Without a check no store is needed once groups are there; a list seen before is not compared again."""
+    wrong = exchange(rank, 1, Topology.from_nodes([[0], [1]]), SHAPES, 1, check=False)
+    topo = Topology.from_nodes([[0, 1]])
+    wrong += exchange(rank, 1, topo, SHAPES, 1)
+    rounds = topo.control._round
+    wrong += exchange(rank, 1, topo, SHAPES, 1)
+    if topo.control._round != rounds:
+        wrong.append("a list that was agreed on was compared again")
+    tensors = [torch.full((3,), float(rank))]
+    coalesced_bcast(tensors)
+    if tensors[0].tolist() != [0] * 3:
+        wrong.append("the defaults do not broadcast from rank 0 over the whole job")
+    return wrong
+
+
+def test_defaults_and_unchecked_calls() -> None:
+    assert ranks.run(2, options_of_the_call) == [[]] * 2

@@ -1,0 +1,380 @@
+"""HierarchicalLoader on real ranks: what a load leaves in a model, and what moves to get it there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import ProfilerActivity, profile
+
+import epload
+import ranks
+from epload import HierarchicalLoader, LoadError, LoadReport, ModelMismatch, Topology
+
+NODES = [[0, 1], [2, 3]]
+BUCKET = 256
+"""Bytes; the small model takes a dozen such buckets."""
+State = dict[str, Tensor]
+
+
+class Net(nn.Module):
+    """Dims that 4 ranks divide unevenly, and some so small that ranks own nothing."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6, dtype=dtype)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 11, dtype=dtype), nn.Linear(11, 6, dtype=dtype)) for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(6, dtype=dtype)
+        self.scale = nn.Parameter(torch.ones(1, dtype=dtype))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("table", torch.zeros(5, 3, dtype=torch.float32))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.norm(hidden) * self.scale
+
+
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def meta_net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    with torch.device("meta"):
+        return sharded(Net(dtype))
+
+
+def state_for(number: int = 0, dtype: torch.dtype = torch.float32) -> State:
+    """Values that no two elements of two names share, unless a narrow dtype rounds them together."""
+    with torch.device("meta"):
+        model = Net()
+    made = {}
+    for i, (name, value) in enumerate(model.state_dict().items()):
+        whole = torch.arange(prod(value.shape)).reshape(value.shape) + 1000 * (i + 1) + 50_000 * number
+        made[name] = whole.to(dtype if value.is_floating_point() else value.dtype)
+    return made
+
+
+def local_of(full: Tensor, like: Tensor) -> Tensor:
+    """What this rank owns of ``full``, which is laid out as ``like``."""
+    if isinstance(like, DTensor):
+        for axis, placement in enumerate(like.placements):
+            if isinstance(placement, Shard):
+                pieces = full.chunk(like.device_mesh.size(axis), placement.dim)
+                at = like.device_mesh.get_local_rank(axis)
+                full = pieces[at] if at < len(pieces) else full.narrow(placement.dim, 0, 0)
+    return full
+
+
+def wrong(model: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> list[str]:
+    """Names whose local values are not those of the full tensors in ``state``, cast to ``dtype`` if floating."""
+    said = []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        full = state[name]
+        if dtype is not None and isinstance(tensor, nn.Parameter):
+            full = full.to(dtype)
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        expected = local_of(full, tensor)
+        if (local.dtype, local.device.type) != (expected.dtype, "cpu") or not torch.equal(local.detach(), expected):
+            said.append(f"{name}: {local.dtype} {local.flatten()[:3]} instead of {expected.flatten()[:3]}")
+    return said
+
+
+def only_readers(value: Any, readers: str = "one") -> Any:
+    return value if dist.get_rank() in ((0,) if readers == "one" else (0, 2)) else None
+
+
+def all_fine(failures: Sequence[Sequence[str]]) -> None:
+    """Fails with what the ranks found wrong, one list a rank."""
+    said = [f"rank {rank}: {text}" for rank, texts in enumerate(failures) for text in texts]
+    if said:
+        pytest.fail("\n".join(said), pytrace=False)
+
+
+# ---- what a load leaves ----
+
+
+def _ways(rank: int, folder: Path) -> list[str]:
+    """From meta, reload, each choice of readers and algorithm, other sources, uneven nodes, no DTensors."""
+    said = []
+    one, two = state_for(1), state_for(2)
+
+    def check(case: str, model: nn.Module, state: State, **options: Any) -> None:
+        said.extend(f"{case}: {text}" for text in wrong(model, state, **options))
+
+    topology = Topology.from_nodes(NODES)
+    for readers, algorithm in (("one", "two_level"), ("one", "flat"), ("per_node", "two_level"), ("auto", "auto")):
+        loader = HierarchicalLoader(topology, readers=readers, algorithm=algorithm, bucket_bytes=BUCKET)
+        model = meta_net()
+        case = f"{readers} {algorithm}"
+        report = loader.load(model, folder / "one.safetensors")
+        check(f"{case} from meta", model, one)
+        if report.buckets < 10 or report.tensors != len(one):
+            said.append(f"{case}: {report}")
+        before = [id(p) for p in model.parameters()]
+        loader.load(model, only_readers(two, readers))
+        check(f"{case} reload from a dict", model, two)
+        if before != [id(p) for p in model.parameters()]:
+            said.append(f"{case}: a reload replaced parameters")
+        model(torch.arange(13))  # leaves the root unsharded
+        loader.load(model, folder / "one.safetensors")
+        check(f"{case} after a forward", model, one)
+        model(torch.arange(13))
+        if not all(isinstance(m, FSDPModule) for m in (model, *model.layers)):
+            said.append(f"{case}: no FSDP model any more")
+
+    model = meta_net()
+    for nodes, src in (([[0], [1, 2, 3]], 0), ([[0], [1, 2, 3]], 3), ([[3, 1], [0, 2]], 2), ([[0, 1, 2, 3]], 1)):
+        loader = HierarchicalLoader(Topology.from_nodes(nodes), src=src, bucket_bytes=BUCKET)
+        number = 3 + src
+        loader.load(model, state_for(number) if rank == src else None)
+        check(f"{nodes} from {src}", model, state_for(number))
+
+    loader = HierarchicalLoader(topology, bucket_bytes=BUCKET)
+    with torch.device("meta"):
+        plain = Net()
+    loader.load(plain, folder / "one.safetensors")
+    check("no DTensor, from meta", plain, one)
+    plain = Net()
+    loader.load(plain, only_readers(two))
+    check("no DTensor, materialised", plain, two)
+
+    model = meta_net()
+    epload.load(model, folder / "one.safetensors", bucket_bytes=BUCKET, strict=True, progress=False)
+    check("epload.load", model, one)
+
+    consumed = state_for(4)
+    loader.load(model, epload.Checkpoint.from_state_dict(consumed, consume=True) if rank == 0 else None)
+    check("consume", model, state_for(4))
+    if bool(consumed) != (rank != 0):
+        said.append(f"consume left {list(consumed)}")
+    return said
+
+
+def test_the_model_has_its_shards(tmp_path: Path) -> None:
+    save_file(state_for(1), tmp_path / "one.safetensors")
+    all_fine(ranks.run(4, _ways, tmp_path))
+
+
+def _dtypes(rank: int, folder: Path) -> list[str]:
+    said = []
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
+    one = state_for(1)
+
+    def check(case: str, model: nn.Module, state: State, dtype: torch.dtype) -> None:
+        said.extend(f"{case}: {text}" for text in wrong(model, state, dtype))
+
+    model = meta_net(torch.bfloat16)
+    report = loader.load(model, only_readers(one))
+    check("fp32 into bf16", model, one, torch.bfloat16)
+    if report.casts != len(list(model.parameters())):
+        said.append(f"{report.casts} casts")
+    narrow = state_for(2, torch.bfloat16)
+    model = meta_net()
+    loader.load(model, only_readers(narrow))
+    check("bf16 into fp32", model, {**narrow, "table": narrow["table"].float()}, torch.float32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        model = meta_net()
+        loader.load(model, only_readers(one), dtype=dtype)
+        check(f"dtype={dtype}", model, one, dtype)
+        if any(p.dtype != dtype for p in model.parameters()) or model.table.dtype != torch.float32:
+            said.append(f"dtype={dtype}: {[p.dtype for p in model.parameters()]}, {model.table.dtype}")
+        model(torch.arange(13))
+        loader.load(model, only_readers(state_for(3)), dtype=dtype)  # now materialised, in that dtype
+        check(f"again dtype={dtype}", model, state_for(3), dtype)
+    return said
+
+
+def test_dtypes_are_converted(tmp_path: Path) -> None:
+    all_fine(ranks.run(4, _dtypes, tmp_path))
+
+
+class Hollow(nn.Module):
+    """A plain model whose non-persistent buffer no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 7)])
+        self.inner = nn.Module()
+        self.inner.register_buffer("angles", torch.arange(4.0), persistent=False)
+
+
+def _strictness(rank: int) -> list[str]:
+    said = []
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
+    one, two = state_for(1), state_for(2)
+    model = meta_net()
+    loader.load(model, only_readers(one))
+    partial = {name: value for name, value in two.items() if name not in ("scale", "layers.1.0.bias")}
+    partial["stray.b"] = partial["stray.a"] = torch.ones(3)
+    report = loader.load(model, only_readers(partial), strict=False)
+    keys = sorted(report.missing_keys), sorted(report.unexpected_keys)
+    if keys != (["layers.1.0.bias", "scale"], ["stray.a", "stray.b"]):
+        said.append(f"keys: {report.missing_keys} {report.unexpected_keys}")
+    kept = {name: one[name] for name in ("scale", "layers.1.0.bias")}
+    said += wrong(model, {**two, **kept})
+
+    calls: list[tuple[str, tuple[str, ...]]] = []
+
+    def fill(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
+        calls.append((path, names))
+        for name in names:
+            tensor = getattr(module, name)
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().fill_(-1)
+
+    model = meta_net()
+    report = loader.load(model, only_readers(partial), strict=False, init_missing=fill)
+    if sorted(calls) != [("", ("scale",)), ("layers.1.0", ("bias",))]:
+        said.append(f"init_missing was called with {calls}")
+    if sorted(report.initialised) != ["layers.1.0.bias", "scale"]:
+        said.append(f"initialised: {report.initialised}")
+    said += wrong(model, {**two, **{name: torch.full_like(one[name], -1) for name in kept}})
+
+    calls.clear()
+    with torch.device("meta"):
+        hollow = sharded(Hollow())
+    state = {"layers.0.weight": torch.arange(35.0).reshape(7, 5), "layers.0.bias": torch.arange(7.0) + 100}
+    try:
+        loader.load(hollow, only_readers(state))
+        said.append("a buffer that nothing fills was accepted")
+    except ModelMismatch as error:
+        if "inner.angles" not in str(error) or "init_missing" not in str(error):
+            said.append(str(error))
+    if not all(tensor.is_meta for tensor in (*hollow.parameters(), *hollow.buffers())):
+        said.append("the refused model left meta")
+    report = loader.load(hollow, only_readers(state), init_missing=fill)
+    if calls != [("inner", ("angles",))] or report.initialised != ["inner.angles"]:
+        said.append(f"{calls} {report.initialised}")
+    if hollow.inner.angles.tolist() != [-1.0] * 4:
+        said.append(f"angles are {hollow.inner.angles}")
+    return said + wrong(hollow, state)
+
+
+def test_keys_that_do_not_meet() -> None:
+    all_fine(ranks.run(4, _strictness))
+
+
+# ---- what moves ----
+
+
+def _steps(rank: int) -> list[str]:
+    said = []
+    topology = Topology.from_nodes(NODES)
+    leads = rank in (0, 2)
+    for readers, algorithm in (("one", "two_level"), ("one", "flat"), ("per_node", "two_level")):
+        loader = HierarchicalLoader(topology, readers=readers, algorithm=algorithm, bucket_bytes=BUCKET)
+        model = meta_net()
+        threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        with CommDebugMode() as seen, profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as trace:
+            report = loader.load(model, only_readers(state_for(1), readers))
+        each = 1 if algorithm == "flat" else 1 + leads
+        expected = each + report.buckets * (each if readers == "one" else 1)
+        events = [event.name for event in trace.events() if event.name.startswith("c10d::")]
+        case = f"{readers} {algorithm} ({report.buckets} buckets)"
+        if seen.get_total_counts():
+            said.append(f"{case}: collectives {dict(seen.get_comm_counts())}")
+        if not report.transport_steps == expected == events.count("c10d::broadcast_") == len(events):
+            said.append(f"{case}: report {report.transport_steps}, expected {expected}, profiled {sorted(events)}")
+        if not 0 < report.peak_staging <= 2 * BUCKET:
+            said.append(f"{case}: staging of {report.peak_staging} bytes")
+        said += wrong(model, state_for(1))
+    return said
+
+
+def test_nothing_but_the_planned_broadcasts_moves() -> None:
+    all_fine(ranks.run(4, _steps))
+
+
+def _report(rank: int) -> dict[str, Any]:
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
+    partial = {**state_for(1), "stray": torch.ones(2)}
+    del partial["norm.bias"]
+    report = loader.load(meta_net(), only_readers(partial), strict=False)
+    return {"json": json.loads(json.dumps(report.to_dict())), "text": str(report), "repr": repr(report)}
+
+
+def test_reports_of_all_ranks() -> None:
+    reports = ranks.run(4, _report)
+    nbytes = sum(value.nbytes for name, value in state_for(1).items() if name != "norm.bias")
+    shared = ("missing_keys", "unexpected_keys", "tied_keys", "initialised", "nbytes", "tensors", "buckets", "casts")
+    for report in reports:
+        values, text = report["json"], report["text"]
+        assert [values[key] for key in shared] == [reports[0]["json"][key] for key in shared]
+        assert (values["missing_keys"], values["unexpected_keys"]) == (["norm.bias"], ["stray"])
+        assert (values["nbytes"], values["tensors"]) == (nbytes, len(state_for()) - 1)
+        assert (values["readers"], values["algorithm"]) == ("one", "two_level")
+        assert 0 < values["seconds"] < 60
+        assert set(values["phases"]) == {"plan", "materialise", "read", "inter_node", "intra_node", "unpack"}
+        assert "norm.bias" in text
+        assert "stray" in text
+        assert f"{values['tensors']} tensors" in text
+    assert [report["json"]["phases"]["read"]["nbytes"] > 0 for report in reports] == [True, False, False, False]
+    assert [report["json"]["phases"]["inter_node"]["nbytes"] > 0 for report in reports] == [True, False, True, False]
+    assert all(report["json"]["phases"]["unpack"]["nbytes"] >= nbytes for report in reports)
+
+
+# ---- one process ----
+
+
+def test_without_a_process_group(tmp_path: Path) -> None:
+    save_file(state_for(1), tmp_path / "one.safetensors")
+    with torch.device("meta"):
+        model = Net()
+    report = epload.load(model, tmp_path, bucket_bytes=BUCKET)
+    assert isinstance(report, LoadReport)
+    assert wrong(model, state_for(1)) == []
+    assert (report.transport_steps, report.missing_keys, report.unexpected_keys) == (0, [], [])
+    model(torch.arange(13)).sum().backward()
+    assert epload.load(model, state_for(2)).buckets == 1
+    assert wrong(model, state_for(2)) == []
+    with pytest.raises(ModelMismatch, match="14 missing from it: scale, steps"):
+        epload.load(model, {})
+    assert wrong(model, state_for(2)) == []
+    assert epload.load(model, {}, strict=False).missing_keys == list(state_for())
+    assert epload.load(nn.Module(), {}).tensors == 0
+
+
+def test_tensors_that_are_empty_0d_or_larger_than_a_bucket() -> None:
+    shapes: dict[str, tuple[int, ...]] = {"empty": (0, 3), "scalar": (), "large": (37, 53), "cube": (3, 4, 5)}
+    with torch.device("meta"):
+        model = nn.ParameterDict({name: nn.Parameter(torch.empty(shape)) for name, shape in shapes.items()})
+    state = {
+        name: torch.arange(float(prod(shape))).reshape(shape) + 10_000 * i
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    report = epload.load(model, state, bucket_bytes=BUCKET)
+    assert report.peak_staging <= 2 * BUCKET
+    assert wrong(model, state) == []
+    del state["empty"]
+    assert epload.load(model, state).missing_keys == []
+
+
+def test_a_buffer_whose_elements_share_memory_is_refused() -> None:
+    model = nn.Module()
+    model.register_buffer("w", torch.zeros(1, 3).expand(4, 3))
+    with pytest.raises((LoadError, ValueError), match="w"):
+        epload.load(model, {"w": torch.arange(12.0).reshape(4, 3)})
+    assert not model.w.any()
+
+
+def test_two_names_that_become_one_are_refused() -> None:
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(3))})
+    state = {"w": torch.ones(3), "old.w": torch.full((3,), 2.0)}
+    with pytest.raises(ModelMismatch, match=r"old\.w"):
+        epload.load(model, state, mapping=epload.Mapping(renames=(epload.Rename("^old[.]", ""),)))

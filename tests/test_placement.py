@@ -1,0 +1,552 @@
+"""Placements and plans against plain torch: which elements a rank owns, how they are cut into buckets, where they land.
+
+The oracle cuts index tensors with torch.chunk; no epload code takes part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import permutations, product
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from epload import Manifest, Mapping, Merge, ModelMismatch, ops
+from epload.placement import (
+    Box,
+    Layout,
+    Placement,
+    Replicated,
+    Sharded,
+    box_of_range,
+    chunk,
+    intersect,
+    local_shape,
+    owned_regions,
+    take,
+)
+from epload.plan import LoadPlan, make_plan
+from epload.targets import Targets
+
+HEADER = 64
+ALIGNMENT = 16
+Cut = tuple[int, int, int]
+"""Mesh axis, dim, and the parts that the dim is cut into before this axis cuts each of them (1: none)."""
+Coordinate = tuple[int, ...]
+Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype by name."""
+
+
+# ---- the oracle ----
+
+
+def torch_chunk(tensor: Tensor, parts: int, dim: int) -> list[Tensor]:
+    """torch.chunk gives fewer pieces than asked for when the size is small; a mesh has a rank for each all the same."""
+    pieces = list(torch.chunk(tensor, parts, dim))
+    return pieces + [tensor.narrow(dim, 0, 0)] * (parts - len(pieces))
+
+
+def torch_shards(tensor: Tensor, mesh_shape: Sequence[int], cuts: Sequence[Cut]) -> dict[Coordinate, Tensor]:
+    """The local shard at each coordinate of the mesh, the axes cutting in the order of ``cuts``."""
+    shards: dict[tuple[tuple[int, int], ...], Tensor] = {(): tensor}
+    for axis, dim, parts in cuts:
+        cut = {}
+        for where, shard in shards.items():
+            pieces = [torch_chunk(part, mesh_shape[axis], dim) for part in torch_chunk(shard, parts, dim)]
+            for index in range(mesh_shape[axis]):
+                cut[where + ((axis, index),)] = torch.cat([piece[index] for piece in pieces], dim)
+        shards = cut
+    at = {frozenset(where): shard for where, shard in shards.items()}
+    cutting = [axis for axis, _, _ in cuts]
+    return {
+        coordinate: at[frozenset((axis, coordinate[axis]) for axis in cutting)]
+        for coordinate in product(*map(range, mesh_shape))
+    }
+
+
+def indices(shape: Sequence[int]) -> Tensor:
+    """A tensor of this shape whose elements are all different."""
+    return torch.arange(prod(shape)).reshape(tuple(shape))
+
+
+def check_layout(layout: Layout, cuts: Sequence[Cut]) -> None:
+    """Regions put together equal the oracle's shard on each coordinate, and each replica group owns all of it once."""
+    whole = indices(layout.shape)
+    replicating = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Replicated)]
+    owners: dict[Coordinate, Tensor] = {}
+    for coordinate, expected in torch_shards(whole, layout.mesh_shape, cuts).items():
+        where = f"{layout} at {coordinate}"
+        assert local_shape(layout, coordinate) == tuple(expected.shape), where
+        local = torch.full(expected.shape, -1)
+        group = owners.setdefault(tuple(coordinate[axis] for axis in replicating), torch.zeros_like(whole))
+        for region in owned_regions(layout, coordinate):
+            assert all(size > 0 for size in region.size), where
+            box = box_slices(region.start, region.size)
+            target = local[box_slices(region.local_start, region.size)]
+            assert target.shape == whole[box].shape, where
+            assert (target == -1).all(), f"{where}: regions overlap in the shard"
+            target.copy_(whole[box])
+            group[box] += 1
+        assert torch.equal(local, expected), where
+    for group in owners.values():
+        assert (group == 1).all(), f"{layout}: owned {group.tolist()} times"
+
+
+def box_slices(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+
+
+def left_to_right(placements: Sequence[Placement]) -> list[Cut]:
+    """How axes cut when none is strided by an axis to its right."""
+    return [(axis, p.dim, p.split_factor) for axis, p in enumerate(placements) if isinstance(p, Sharded)]
+
+
+def meshes(axes: int, sizes: Sequence[int] = (1, 2, 3, 4)) -> Iterator[tuple[int, ...]]:
+    return product(sizes, repeat=axes)
+
+
+# ---- owned_regions and local_shape ----
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_every_shard_replicate_combination_of_one_dim(axes: int) -> None:
+    lengths = range(10) if axes < 3 else (1, 5, 9)
+    choices: tuple[Placement, ...] = (Replicated(), Sharded(0))
+    for mesh_shape, length in product(meshes(axes), lengths):
+        for placements in product(choices, repeat=axes):
+            check_layout(Layout((length,), mesh_shape, placements), left_to_right(placements))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 2), (5, 7), (9, 1), (2, 3, 5), (4, 0, 3)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 3), (4, 2), (2, 1, 3), (2, 3, 2)], ids=str)
+def test_every_shard_replicate_combination_of_several_dims(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> None:
+    choices: tuple[Placement, ...] = (Replicated(), *(Sharded(dim) for dim in range(len(shape))))
+    for placements in product(choices, repeat=len(mesh_shape)):
+        check_layout(Layout(shape, mesh_shape, placements), left_to_right(placements))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_fsdp_over_tp_cuts_by_the_right_axis_first(dim: int) -> None:
+    for mesh_shape, length in product(meshes(2), range(10)):
+        shape = (length, 2) if dim == 0 else (2, length)
+        placements = (Sharded(dim, split_factor=mesh_shape[1]), Sharded(dim))
+        check_layout(Layout(shape, mesh_shape, placements), [(1, dim, 1), (0, dim, 1)])
+
+
+def test_lone_strided_shard_keeps_a_piece_of_every_part() -> None:
+    for size, split_factor, length in product((1, 2, 3, 4), (1, 2, 3, 4, 5), range(13)):
+        layout = Layout((2, length), (size,), (Sharded(1, split_factor),))
+        check_layout(layout, [(0, 1, split_factor)])
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_three_axes_of_one_dim_in_any_order(order: tuple[int, ...]) -> None:
+    """torch writes the order in which axes cut as split factors: the shards made before by axes to the right."""
+    for mesh_shape in ((2, 2, 2), (2, 3, 2), (3, 2, 4), (1, 2, 3), (2, 1, 2)):
+        split = [prod(mesh_shape[other] for other in order[: order.index(axis)] if other > axis) for axis in range(3)]
+        placements = tuple(Sharded(0, factor) for factor in split)
+        for length in (0, 1, 5, 7, 9, 12, 17):
+            check_layout(Layout((length, 2), mesh_shape, placements), [(axis, 0, 1) for axis in order])
+
+
+def test_hsdp_over_tp() -> None:
+    for mesh_shape, length in product(meshes(3, (1, 2, 3)), range(10)):
+        placements = (Replicated(), Sharded(0, split_factor=mesh_shape[2]), Sharded(0))
+        check_layout(Layout((length, 3), mesh_shape, placements), [(2, 0, 1), (1, 0, 1)])
+
+
+def test_strided_across_an_axis_that_shards_another_dim() -> None:
+    for mesh_shape, length in product(meshes(3, (1, 2, 3)), range(10)):
+        placements = (Sharded(0, split_factor=mesh_shape[2]), Sharded(1), Sharded(0))
+        check_layout(Layout((length, 4), mesh_shape, placements), [(2, 0, 1), (0, 0, 1), (1, 1, 1)])
+
+
+@pytest.mark.parametrize("fsdp_dim", [0, 1])
+def test_fsdp_over_a_fused_projection_under_tp(fsdp_dim: int) -> None:
+    """The fused dim is cut in parts and every rank has a piece of each; FSDP cuts what TP left on the rank."""
+    for mesh_shape, parts, length in product(meshes(2, (1, 2, 3)), (2, 3), range(12)):
+        fsdp = Sharded(fsdp_dim, mesh_shape[1] if fsdp_dim == 1 else 1)
+        placements = (fsdp, Sharded(1, parts))
+        check_layout(Layout((5, length), mesh_shape, placements), [(1, 1, parts), (0, fsdp_dim, 1)])
+
+
+def test_shard_to_the_left_of_a_lone_strided_shard() -> None:
+    for mesh_shape, length in product(meshes(2), range(13)):
+        placements = (Sharded(0), Sharded(0, 2))
+        check_layout(Layout((length,), mesh_shape, placements), [(0, 0, 1), (1, 0, 2)])
+
+
+# ---- intervals and boxes ----
+
+intervals_of = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6)), max_size=5)
+
+
+def spelled(intervals: Sequence[tuple[int, int]]) -> list[int]:
+    return [index for start, size in intervals for index in range(start, start + size)]
+
+
+@settings(deadline=None)
+@given(intervals_of, st.integers(0, 40), st.integers(0, 40))
+def test_take_is_a_slice(intervals: list[tuple[int, int]], begin: int, end: int) -> None:
+    assert spelled(take(intervals, begin, end)) == spelled(intervals)[begin:end]
+
+
+@settings(deadline=None)
+@given(intervals_of, st.integers(1, 9))
+def test_chunk_is_torch_chunk(intervals: list[tuple[int, int]], parts: int) -> None:
+    pieces = torch_chunk(torch.tensor(spelled(intervals), dtype=torch.int64), parts, 0)
+    assert [spelled(chunk(intervals, parts, i)) for i in range(parts)] == [piece.tolist() for piece in pieces]
+
+
+@st.composite
+def two_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box]:
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
+
+    def box() -> Box:
+        start = [draw(st.integers(0, n)) for n in shape]
+        return tuple(start), tuple(draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True))
+
+    return shape, box(), box()
+
+
+@settings(deadline=None)
+@given(two_boxes())
+def test_intersect_is_the_shared_elements(case: tuple[tuple[int, ...], Box, Box]) -> None:
+    shape, a, b = case
+    masks = []
+    for box in (a, b):
+        mask = torch.zeros(shape, dtype=torch.bool)
+        mask[box_slices(*box)] = True
+        masks.append(mask)
+    both = masks[0] & masks[1]
+    shared = intersect(a, b)
+    assert shared == intersect(b, a)
+    if shared is None:
+        assert not both.any()
+    else:
+        mask = torch.zeros(shape, dtype=torch.bool)
+        mask[box_slices(*shared)] = True
+        assert torch.equal(mask, both)
+        assert all(size > 0 for size in shared[1])
+
+
+@st.composite
+def range_that_is_a_box(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+    """A shape, and consecutive indices of one dim at one index of the dims before it, as elements."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+    if not shape:
+        return shape, 0, 1
+    dim = draw(st.integers(0, len(shape) - 1))
+    first = draw(st.integers(0, shape[dim] - 1))
+    count = draw(st.integers(1, shape[dim] - first))
+    outer = draw(st.integers(0, prod(shape[:dim]) - 1))
+    stride = prod(shape[dim + 1 :])
+    return shape, (outer * shape[dim] + first) * stride, count * stride
+
+
+@settings(deadline=None)
+@given(range_that_is_a_box())
+def test_box_of_range_is_the_range(case: tuple[tuple[int, ...], int, int]) -> None:
+    shape, begin, count = case
+    box = box_of_range(shape, begin, count)
+    assert indices(shape)[box_slices(*box)].flatten().tolist() == list(range(begin, begin + count))
+
+
+# ---- plans ----
+
+U8, BF16, F32, F64 = torch.uint8, torch.bfloat16, torch.float32, torch.float64
+MIXED: Described = {
+    "scalar": ((), F64),
+    "bytes": ((97,), U8),
+    "empty": ((3, 0), F32),
+    "odd": ((7, 5), BF16),
+    "wide": ((3, 61), F32),
+    "experts": ((5, 7, 6), BF16),
+    "one": ((1,), F32),
+    "doubles": ((9, 3), F64),
+    "long": ((257,), BF16),
+    "thin": ((11, 1, 3), U8),
+}
+
+
+def manifest_of(tensors: Described) -> Manifest:
+    return Manifest(
+        tuple(tensors),
+        tuple(shape for shape, _ in tensors.values()),
+        tuple(kind for _, kind in tensors.values()),
+        "test",
+    )
+
+
+def targets_of(
+    tensors: Described,
+    mesh_shape: tuple[int, ...] = (),
+    placements: dict[str, tuple[Placement, ...]] | None = None,
+    coordinate: Coordinate = (),
+) -> Targets:
+    """Targets with a layout of their own each; plans do not look at the tensors."""
+    targets = Targets()
+    for number, (name, (shape, dtype)) in enumerate(tensors.items()):
+        targets.names.append(name)
+        targets.dtypes.append(dtype)
+        targets.layout.append(number)
+        targets.index[name] = number
+        default = tuple(Replicated() for _ in mesh_shape)
+        targets.layouts.append(Layout(shape, mesh_shape, (placements or {}).get(name, default)))
+        targets.coordinates.append(coordinate)
+    return targets
+
+
+def plan_of(bucket_bytes: int = 128, options: str = "") -> LoadPlan:
+    return make_plan(manifest_of(MIXED), targets_of(MIXED), Mapping.identity(), bucket_bytes, options)
+
+
+BUCKET_BYTES = [96, 128, 1000, 1 << 16]
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
+def test_slots_tile_every_tensor_once_inside_aligned_buckets(bucket_bytes: int) -> None:
+    plan = plan_of(bucket_bytes)
+    kinds = list(MIXED.values())
+    seen = [torch.zeros(prod(shape) * dtype.itemsize, dtype=torch.int64) for shape, dtype in kinds]
+    pieces_of = [0] * len(kinds)
+    slots = 0
+    for bucket in plan.buckets:
+        assert HEADER < bucket.nbytes <= bucket_bytes
+        assert bucket.slots.start == slots
+        slots = bucket.slots.stop
+        free = HEADER
+        for piece in plan.pieces(bucket):
+            assert piece.nbytes > 0
+            assert piece.bucket_offset % ALIGNMENT == 0
+            assert piece.bucket_offset >= free, "slots overlap, or lie in the header"
+            free = piece.bucket_offset + piece.nbytes
+            pieces_of[piece.tensor] += 1
+            seen[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.nbytes] += 1
+
+            shape, dtype = kinds[piece.tensor]
+            assert piece.tensor_offset % dtype.itemsize == piece.nbytes % dtype.itemsize == 0
+            begin, count = piece.tensor_offset // dtype.itemsize, piece.nbytes // dtype.itemsize
+            places = torch.stack(torch.unravel_index(torch.arange(begin, begin + count), shape)) if shape else None
+            if places is not None:
+                extent = places.amax(1) - places.amin(1) + 1
+                assert extent.prod() == count, f"{piece} of {list(shape)} is no box"
+        assert free == bucket.nbytes
+    assert slots == len(plan.slots.tensor)
+    for (name, (shape, dtype)), counts, pieces in zip(MIXED.items(), seen, pieces_of, strict=True):
+        assert (counts == 1).all(), f"{name} is not tiled once"
+        if 0 < prod(shape) * dtype.itemsize <= bucket_bytes - HEADER:
+            assert pieces == 1, f"{name} fits in a bucket but was split"
+    assert plan.largest == max(bucket.nbytes for bucket in plan.buckets)
+    assert plan.nbytes == sum(bucket.nbytes for bucket in plan.buckets)
+
+
+def test_bucket_bytes_too_small_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 80"):
+        plan_of(79)
+
+
+def test_nothing_to_load() -> None:
+    plan = make_plan(manifest_of({}), Targets(), Mapping.identity(), 128)
+    assert (plan.buckets, plan.missing, plan.unexpected, plan.nbytes, plan.largest) == ((), (), (), 0, 0)
+
+
+def test_fingerprint_is_the_same_on_every_rank() -> None:
+    placements: dict[str, tuple[Placement, ...]] = {
+        "odd": (Sharded(0, 2), Sharded(0)),
+        "wide": (Replicated(), Sharded(1)),
+    }
+    fingerprints = {
+        make_plan(
+            manifest_of(MIXED), targets_of(MIXED, (2, 2), placements, coordinate), Mapping.identity(), 128
+        ).fingerprint
+        for coordinate in product(range(2), range(2))
+    }
+    assert len(fingerprints) == 1
+
+
+def test_fingerprint_does_not_depend_on_how_layouts_are_numbered() -> None:
+    """A rank at one coordinate of two equal meshes has one layout where a rank at different ones has two."""
+    tensors: Described = {"a": ((4,), F32), "b": ((4,), F32)}
+    placements: dict[str, tuple[Placement, ...]] = {"a": (Sharded(0),), "b": (Sharded(0),)}
+    two = targets_of(tensors, (2,), placements, (1,))
+    two.coordinates[1] = (0,)
+    one = targets_of(tensors, (2,), placements, (0,))
+    one.layout, one.layouts, one.coordinates = [0, 0], one.layouts[:1], one.coordinates[:1]
+    plans = [make_plan(manifest_of(tensors), targets, Mapping.identity(), 128) for targets in (one, two)]
+    assert plans[0].fingerprint == plans[1].fingerprint
+
+
+def test_fingerprint_tells_any_difference() -> None:
+    tensors: Described = {"a": ((4, 2), F32), "b": ((2, 4), F32), "c": ((8,), BF16)}
+    manifest, targets = manifest_of(tensors), targets_of(tensors, (2,), {"a": (Sharded(0),)}, (0,))
+
+    def fingerprint(
+        manifest: Manifest = manifest, targets: Targets = targets, bucket_bytes: int = 128, options: str = ""
+    ) -> bytes:
+        return make_plan(manifest, targets, Mapping.identity(), bucket_bytes, options).fingerprint
+
+    def both(changed: Described) -> bytes:
+        return fingerprint(manifest_of(changed), targets_of(changed, (2,), {"a": (Sharded(0),)}, (0,)))
+
+    assert fingerprint() == both(tensors)
+    different = {
+        "the same": fingerprint(),
+        "name": both({"a": ((4, 2), F32), "b2": ((2, 4), F32), "c": ((8,), BF16)}),
+        "shape": both({"a": ((4, 2), F32), "b": ((4, 2), F32), "c": ((8,), BF16)}),
+        "dtype": both({"a": ((4, 2), F32), "b": ((2, 4), F32), "c": ((8,), torch.float16)}),
+        "dtype of the model alone": fingerprint(targets=replace(targets, dtypes=[F32, F32, F32])),
+        "order": both({"b": ((2, 4), F32), "a": ((4, 2), F32), "c": ((8,), BF16)}),
+        "one more in the checkpoint": fingerprint(manifest_of({**tensors, "d": ((1,), F32)})),
+        "one more in the model": fingerprint(targets=targets_of({**tensors, "d": ((1,), F32)}, (2,), {}, (0,))),
+        "bucket_bytes": fingerprint(bucket_bytes=144),
+        "options": fingerprint(options="strict=False"),
+        "dim": fingerprint(targets=targets_of(tensors, (2,), {"a": (Sharded(1),)}, (0,))),
+        "split factor": fingerprint(targets=targets_of(tensors, (2,), {"a": (Sharded(0, 2),)}, (0,))),
+        "mesh": fingerprint(targets=targets_of(tensors, (4,), {"a": (Sharded(0),)}, (0,))),
+        "plain": fingerprint(targets=targets_of(tensors)),
+    }
+    same = [(a, b) for a, b in product(different, repeat=2) if a < b and different[a] == different[b]]
+    assert not same
+
+
+def test_missing_and_unexpected_names() -> None:
+    checkpoint: Described = {"a": ((4,), F32), "stray": ((300,), F32), "b": ((2,), F32)}
+    model: Described = {"a": ((4,), F32), "absent": ((3,), F32), "b": ((2,), F32), "absent.empty": ((0,), F32)}
+    plan = make_plan(manifest_of(checkpoint), targets_of(model), Mapping.identity(), 128)
+    assert plan.missing == ("absent",)  # an empty tensor has nothing to miss
+    assert plan.unexpected == ("stray",)
+    assert set(plan.slots.tensor) == {0, 2}
+
+
+def test_of_tied_names_one_is_loaded() -> None:
+    model = targets_of({"embed": ((4,), F32), "b": ((2,), F32)})
+    model.index["head"] = model.index["embed"]
+    checkpoint: Described = {"embed": ((4,), F32), "b": ((2,), F32), "head": ((4,), F32)}
+    plan = make_plan(manifest_of(checkpoint), model, Mapping.identity(), 128)
+    assert (plan.missing, plan.unexpected, plan.tied) == ((), (), ("head",))
+    assert set(plan.slots.tensor) == {0, 1}
+
+    only_head: Described = {"b": ((2,), F32), "head": ((4,), F32)}
+    plan = make_plan(manifest_of(only_head), model, Mapping.identity(), 128)
+    assert (plan.missing, plan.unexpected, plan.tied) == ((), (), ())
+
+
+def test_what_does_not_fit_the_model_is_refused() -> None:
+    model = targets_of({"a": ((4, 2), F32)})
+    with pytest.raises(ModelMismatch, match=r"a has shape \[2, 4\]"):
+        make_plan(manifest_of({"a": ((2, 4), F32)}), model, Mapping.identity(), 128)
+    with pytest.raises(ModelMismatch, match="int64"):
+        make_plan(manifest_of({"a": ((4, 2), torch.int64)}), model, Mapping.identity(), 128)
+
+
+# ---- whole loads, all ranks in this process ----
+
+
+def values_of(tensors: Described) -> dict[str, Tensor]:
+    """Elements that differ within and between tensors, as far as their dtype has bits for it."""
+    made, first = {}, 1
+    for name, (shape, dtype) in tensors.items():
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        made[name] = (torch.arange(first, first + prod(shape)) * 3).to(bits).view(dtype).reshape(shape)
+        first += prod(shape)
+    return made
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().reshape(-1)
+    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
+
+
+def run_plan(plan: LoadPlan, manifest: Manifest, values: dict[str, Tensor], local: list[Tensor]) -> None:
+    """What a loader does with a plan on one rank, without the transport."""
+    sources = [as_bytes(values[name]) for name in manifest.names]
+    for bucket in plan.buckets:
+        data = torch.full((bucket.nbytes,), 0xEE, dtype=torch.uint8)
+        for piece in plan.pieces(bucket):
+            source = sources[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.nbytes]
+            data[piece.bucket_offset : piece.bucket_offset + piece.nbytes] = source
+        ops.unpack(data, [local[target] for target in bucket.targets], bucket.copies)
+
+
+STRIDED = ([(1, 0, 1), (0, 0, 1)], (Sharded(0, 2), Sharded(0)))
+FUSED = ([(1, 1, 3), (0, 0, 1)], (Sharded(0), Sharded(1, 3)))
+PLACED: dict[str, tuple[list[Cut], tuple[Placement, ...]]] = {
+    "bytes": STRIDED,
+    "empty": ([(0, 0, 1)], (Sharded(0), Replicated())),
+    "odd": ([(0, 1, 1), (1, 0, 1)], (Sharded(1), Sharded(0))),
+    "wide": FUSED,
+    "experts": STRIDED,
+    "one": ([(0, 0, 1), (1, 0, 1)], (Sharded(0), Sharded(0))),
+    "doubles": ([(1, 1, 1)], (Replicated(), Sharded(1))),
+    "long": ([(1, 0, 5)], (Replicated(), Sharded(0, 5))),
+    "thin": ([(0, 2, 1), (1, 0, 1)], (Sharded(2), Sharded(0))),
+}
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
+@pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 2), (3, 2), (4, 2)], ids=str)
+def test_a_whole_load_gives_every_rank_its_shards(mesh_shape: tuple[int, int], bucket_bytes: int) -> None:
+    manifest, values = manifest_of(MIXED), values_of(MIXED)
+    shards = {name: torch_shards(values[name], mesh_shape, PLACED.get(name, ([], ()))[0]) for name in MIXED}
+    placements = {name: placement for name, (_, placement) in PLACED.items()}
+    fingerprints = set()
+    for coordinate in product(*map(range, mesh_shape)):
+        targets = targets_of(MIXED, mesh_shape, placements, coordinate)
+        plan = make_plan(manifest, targets, Mapping.identity(), bucket_bytes)
+        fingerprints.add(plan.fingerprint)
+        local = [torch.empty(shards[name][coordinate].shape, dtype=dtype) for name, (_, dtype) in MIXED.items()]
+        for tensor in local:
+            as_bytes(tensor).fill_(0xDD)
+        run_plan(plan, manifest, values, local)
+        for name, tensor in zip(MIXED, local, strict=True):
+            expected = as_bytes(shards[name][coordinate])
+            assert torch.equal(as_bytes(tensor), expected), f"{name} at {coordinate} of {mesh_shape}"
+    assert len(fingerprints) == 1
+
+
+@pytest.mark.parametrize("bucket_bytes", [96, 1000])
+def test_a_load_that_casts(bucket_bytes: int) -> None:
+    sources: Described = {"down": ((7, 5), F32), "up": ((5, 9), BF16), "same": ((4,), F32)}
+    wanted: Described = {"down": ((7, 5), BF16), "up": ((5, 9), F64), "same": ((4,), F32)}
+    manifest = manifest_of(sources)
+    values = {name: (indices(shape) / 7 + 0.1).to(dtype) for name, (shape, dtype) in sources.items()}
+    placements: dict[str, tuple[Placement, ...]] = {"down": (Sharded(0),), "up": (Sharded(1),)}
+    cuts: dict[str, list[Cut]] = {"down": [(0, 0, 1)], "up": [(0, 1, 1)], "same": []}
+    shards = {name: torch_shards(values[name].to(wanted[name][1]), (3,), cuts[name]) for name in wanted}
+    for rank in range(3):
+        targets = targets_of(wanted, (3,), placements, (rank,))
+        plan = make_plan(manifest, targets, Mapping.identity(), bucket_bytes)
+        assert plan.casts == 2
+        local = [torch.full_like(shards[name][(rank,)], -1) for name in wanted]
+        run_plan(plan, manifest, values, local)
+        for name, tensor in zip(wanted, local, strict=True):
+            assert torch.equal(tensor, shards[name][(rank,)]), f"{name} on rank {rank}"
+
+
+@pytest.mark.parametrize("bucket_bytes", [96, 200, 4096])
+def test_a_load_that_stacks_experts_and_joins_their_projections(bucket_bytes: int) -> None:
+    experts, hidden, width = 5, 3, 7
+    names = [f"experts.{e}.{part}" for e in range(experts) for part in ("gate", "up")]
+    sources: Described = dict.fromkeys(names, ((width, hidden), BF16))
+    manifest, values = manifest_of(sources), values_of(sources)
+    whole = torch.stack([torch.cat([values[f"experts.{e}.gate"], values[f"experts.{e}.up"]]) for e in range(experts)])
+    mapping = Mapping(
+        merges=(Merge((r"experts\.(?P<index>\d+)\.gate", r"experts\.(?P<index>\d+)\.up"), "fused", 0, 1),)
+    )
+    wanted: Described = {"fused": (tuple(whole.shape), BF16)}
+    mesh_shape = (2, 2, 2)
+    placements: tuple[Placement, ...] = (Sharded(0, 2), Sharded(0), Sharded(1, 2))
+    shards = torch_shards(whole, mesh_shape, [(1, 0, 1), (0, 0, 1), (2, 1, 2)])
+    for coordinate, expected in shards.items():
+        targets = targets_of(wanted, mesh_shape, {"fused": placements}, coordinate)
+        plan = make_plan(manifest, targets, mapping, bucket_bytes)
+        local = torch.empty(expected.shape, dtype=BF16)
+        as_bytes(local).fill_(0xDD)
+        run_plan(plan, manifest, values, [local])
+        assert torch.equal(as_bytes(local), as_bytes(expected)), coordinate
