@@ -130,9 +130,9 @@ class Mapping:
         boxes: dict[Box, Box] = {}
         for target, sources in parts.items():
             if target in filled:
-                part = names[sources[0].tensor]
+                other = names[sources[0].tensor]
                 raise ModelMismatch(
-                    f"both {filled[target]} and, as one of its parts, {part} would fill the model's {target}"
+                    f"both {filled[target]} and, as one of its parts, {other} would fill the model's {target}"
                 )
             for source, box in zip(sources, _assemble(target, targets[target], sources, names, shapes), strict=True):
                 placed[source.tensor] = (target, boxes.setdefault(box, box))
