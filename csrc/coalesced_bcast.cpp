@@ -6,6 +6,7 @@
 #include "stream.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -126,7 +127,10 @@ RegionCopy region_of(const Slot& slot, const at::Tensor& tensor, int64_t index) 
 }
 
 at::Tensor as_bytes(const at::Tensor& tensor, const Slot& slot) {
-  return tensor.view({-1}).view(at::kByte).narrow(0, slot.tensor_offset, slot.nbytes);
+  // Not view({-1}): a contiguous tensor may have any stride in a dim of length 1, and view keeps it.
+  const auto flat = at::as_strided(tensor, {tensor.numel()}, {1}, tensor.storage_offset());
+  return flat.view(at::kByte).narrow(0, slot.tensor_offset, slot.nbytes);
+}).view(at::kByte).narrow(0, slot.tensor_offset, slot.nbytes);
 }
 
 } // namespace

@@ -494,6 +494,7 @@ BAD_FILES = {
     "dims of 4000 digits": (text(f"[{HUGE},{HUGE}]"), "w"),
     "dims whose product has 5000 digits": (header(w=entry(shape=[2**62] * 300)), "w has 16 bytes"),
     "thousands of dims": (header(w=entry(shape=[1] * 5000)), "w has 16 bytes"),
+    "long name": (header(**{"w" * 50_000: entry(shape=[5])}), "www"),
     "offset of 5000 digits": (text(offsets=f"[0,1{HUGE}{HUGE}]"), "not JSON"),
     "shape takes more": (header(w=entry(shape=[5])), "takes 20"),
     "shape takes less": (header(w=entry(shape=[3])), "w has 16 bytes"),

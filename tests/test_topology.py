@@ -69,7 +69,9 @@ WRONG: dict[str, tuple[Nodes, str]] = {
 
 
 def wrong_nodes(rank: int) -> dict[str, tuple[str, str]]:
-    seen = {name: raised(lambda nodes=nodes: Topology.from_nodes(nodes)) for name, (nodes, _) in WRONG.items()}  # type: ignore[misc]
+    seen: dict[str, tuple[str, str]] = {}
+    for name, (nodes, _) in WRONG.items():
+        seen[name] = raised(lambda nodes=nodes: Topology.from_nodes(nodes))  # type: ignore[misc]
     topo = Topology.from_nodes([[0, 2], [1]])  # a refused topology leaves no trace
     for src in (-1, 3, 10**12):
         seen[f"leaders {src}"] = raised(lambda src=src: topo.leaders(src))  # type: ignore[misc]

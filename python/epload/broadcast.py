@@ -40,6 +40,8 @@ def coalesced_bcast(
         algorithm: ``"two_level"`` (between the leaders, then inside each node) or ``"flat"`` (one group).
         stream: where all device work goes; the current stream if None. Not for CPU tensors.
         check: compare the lists of all ranks the first time a list is seen; a mismatch would otherwise hang or corrupt.
+            Once a list has been agreed on it is not compared again, so a rank that later passes another list while the
+            rest repeat theirs is found out by the deadline only.
 
     Raises:
         TypeError: a DTensor was passed.
@@ -50,7 +52,7 @@ def coalesced_bcast(
     topology = topology if topology is not None else Topology.discover()
     failure: Exception | None = None
     try:
-        _check_arguments(tensors, src, topology, bucket_bytes, algorithm)
+        _check_arguments(tensors, src, topology, bucket_bytes, algorithm, stream)
     except (TypeError, ValueError) as error:
         failure = error
     if check:
@@ -64,12 +66,31 @@ def coalesced_bcast(
     )
 
 
-def _check_arguments(tensors: list[Tensor], src: int, topology: Topology, bucket_bytes: int, algorithm: str) -> None:
+def _check_arguments(
+    tensors: list[Tensor], src: int, topology: Topology, bucket_bytes: int, algorithm: str, stream: torch.Stream | None
+) -> None:
+    """What the op would refuse too; found here, it can be told to the other ranks before they wait in a broadcast."""
     for i, tensor in enumerate(tensors):
-        if isinstance(tensor, DTensor):
-            raise TypeError(f"expected plain tensors, tensor {i} is a DTensor; pass its to_local()")
         if not isinstance(tensor, Tensor):
             raise TypeError(f"expected tensors, item {i} is a {type(tensor).__name__}")
+        if isinstance(tensor, DTensor):
+            raise TypeError(f"expected plain tensors, tensor {i} is a DTensor; pass its to_local()")
+        if tensor.device != tensors[0].device:
+            raise ValueError(
+                f"expected all tensors on one device, tensor 0 is on {tensors[0].device} and tensor {i} on {tensor.device}"
+            )
+        if tensor.is_meta:
+            raise ValueError(f"tensor {i} is on meta and holds no data; materialise it first (to_empty)")
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise ValueError(f"expected dense strided tensors, tensor {i} is {tensor.layout} of {tensor.dtype}")
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(f"tensor {i} is a lazy conjugate or negation; pass resolve_conj() / resolve_neg() of it")
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise ValueError(f"tensor {i} of shape {list(tensor.shape)} has no storage (was it freed by FSDP?)")
+    if stream is not None and tensors and stream.device != tensors[0].device:
+        raise ValueError(f"expected a stream of {tensors[0].device}, where the tensors are, got one of {stream.device}")
+    if stream is not None and tensors and tensors[0].device.type == "cpu":
+        raise ValueError("expected stream=None for tensors on cpu")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"expected algorithm to be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     if bucket_bytes < 16:

@@ -153,8 +153,9 @@ def _open_path(path: Path) -> Checkpoint:
 def _open_index(path: Path) -> Checkpoint:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
-        assert all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items())
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+        if not all(isinstance(text, str) for text in [*weight_map.keys(), *weight_map.values()]):
+            raise TypeError("weight_map maps something else than names")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f'{path}: expected a JSON object with a "weight_map" of names to files') from error
     files = []
     for file in sorted(set(weight_map.values())):

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from epload.errors import LoadError, kind_of, make_error, text_of
+from epload.errors import LoadError, Told, kind_of, make_error, text_of
 
 DEFAULT_DEADLINE = timedelta(minutes=30)
 HEADER_BYTES = 64
@@ -91,12 +91,14 @@ class Control:
         store, prefix = self._store, f"{self._round}/"
         if self.rank != self.coordinator:
             store.set(f"{prefix}{self.rank}", view)
+            # Longer than the coordinator waits, so that its text is the one raised; stores round to whole seconds.
+            patience = 1.25 * self.deadline + timedelta(seconds=2)
             try:
-                store.wait([f"{prefix}verdict"], 1.25 * self.deadline)
+                store.wait([f"{prefix}verdict"], patience)
             except RuntimeError as error:
                 raise LoadError(
                     f"{what}: rank {self.coordinator}, which coordinates, gave no verdict within "
-                    f"{1.25 * self.deadline.total_seconds():.0f} s (seen by rank {self.rank})"
+                    f"{patience.total_seconds():.0f} s (seen by rank {self.rank})"
                 ) from error
             verdict = store.get(f"{prefix}verdict").decode()
         else:
@@ -152,8 +154,8 @@ class Control:
             views = {rank: json.loads(text) for rank, text in raw.items()}
             failed = {rank: view["error"] for rank, view in views.items() if view["error"]}
             if failed:
-                kind = next(iter(failed.values()))[0]
-                raise make_error(kind, _together(failed))
+                causes = {rank: error for rank, error in failed.items() if error[0] != Told.__name__} or failed
+                raise make_error(next(iter(causes.values()))[0], _together(causes))
             return json.dumps(decide({rank: view["view"] for rank, view in views.items()}))
 
         return json.loads(self.agree(what, json.dumps({"error": error, "view": view}), judge))

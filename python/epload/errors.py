@@ -22,9 +22,13 @@ class ManifestMismatch(LoadError):
     """Ranks disagree about what is to be loaded into what."""
 
 
+class Told(LoadError):
+    """Another rank said that the load is off. Never seen by users: the root cause is shown in its place."""
+
+
 _BY_NAME: dict[str, type[Exception]] = {
     cls.__name__: cls
-    for cls in (LoadError, CheckpointError, ModelMismatch, ManifestMismatch, ValueError, TypeError, MemoryError)
+    for cls in (LoadError, CheckpointError, ModelMismatch, ManifestMismatch, Told, ValueError, TypeError, MemoryError)
 }
 
 

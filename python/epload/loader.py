@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from epload import ops, pipeline
 from epload.broadcast import DEFAULT_BUCKET_BYTES
 from epload.checkpoint import Checkpoint, Manifest
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES, STATUS_ABORT, STATUS_OK, BucketHeader
-from epload.errors import LoadError, ManifestMismatch, ModelMismatch, text_of
+from epload.errors import LoadError, ManifestMismatch, ModelMismatch, Told, text_of
 from epload.mapping import Mapping
 from epload.mapping import resolve as resolve_mapping
 from epload.plan import LoadPlan, describe, explain_difference, make_plan
@@ -233,24 +234,25 @@ class HierarchicalLoader:
             return plan
 
         plan, failure = _attempt(make)
-
-        def by_fingerprint(views: dict[int, str]) -> list[int]:
-            """One rank for each distinct plan."""
-            return list({fingerprint: rank for rank, fingerprint in reversed(views.items())}.values())
-
         fingerprint = plan.fingerprint.hex() if plan is not None else ""
-        speakers = self._control.settle("planning", failure, fingerprint, by_fingerprint)
-        if len(speakers) > 1:
-            view = None
-            if self.topology.rank in speakers:
-                view = describe(manifest, work.targets, self.bucket_bytes, options)
-
-            def differ(views: dict[int, list[str] | None]) -> None:
-                raise explain_difference({r: v for r, v in sorted(views.items()) if v is not None}, min(speakers))
-
-            self._control.settle("planning", None, view, differ)
+        fingerprints = self._control.settle("planning", None, fingerprint, _distinct)
+        if "" in fingerprints or len(fingerprints) > 1:
+            self._disagree(describe(manifest, work.targets, self.bucket_bytes, options))
+            self._control.settle("planning", failure)
         assert plan is not None
         return plan
+
+    def _disagree(self, view: list[str]) -> None:
+        """Raises ManifestMismatch on every rank if what the ranks want to load into what differs."""
+        digest = hashlib.blake2b("\n".join(view).encode(), digest_size=16).hexdigest()
+        speakers = list(self._control.settle("planning", None, digest, _distinct).values())
+        if len(speakers) == 1:
+            return
+
+        def differ(views: dict[int, list[str] | None]) -> None:
+            raise explain_difference({r: v for r, v in sorted(views.items()) if v is not None}, min(speakers))
+
+        self._control.settle("planning", None, view if self.topology.rank in speakers else None, differ)
 
     def _plan(self, manifest: Manifest, targets: Targets, mapping: Mapping, options: str) -> LoadPlan:
         """A plan depends on nothing but its inputs, so that of the last load is kept for a load of the same kind."""
@@ -335,9 +337,8 @@ class _Transfer:
         self.checkpoint = work.checkpoint
         self.rank = loader.topology.rank
         self.fingerprint = plan.fingerprint[:16]
-        self.aborted: str | None = None
-        """What the reader said in the bucket that ended the transfer."""
-        self.unpack_failure: Exception | None = None
+        self.failure: LoadError | None = None
+        """What went wrong on this rank, or what a reader said in the bucket that ended the transfer."""
 
     def run(self) -> None:
         """Raises LoadError if a reader gave up, or what went wrong in unpacking here."""
@@ -349,10 +350,8 @@ class _Transfer:
                 pipeline.run(stages, len(buckets), self.loader._buffers)
             for stage in stages:
                 self.report.phases[stage.name].seconds += stage.seconds
-        if self.aborted is not None:
-            raise LoadError(self.aborted)
-        if self.unpack_failure is not None:
-            raise self.unpack_failure
+        if self.failure is not None:
+            raise self.failure
 
     def _stages(self) -> list[pipeline.Stage]:
         stages = []
@@ -373,7 +372,8 @@ class _Transfer:
         try:
             self.checkpoint.fill(buffer, self.plan.pieces(bucket))
         except Exception as error:
-            text = f"rank {self.rank} could not read bucket {index}: {text_of(error)}".encode()[:nbytes]
+            self.failure = LoadError(f"rank {self.rank} could not read bucket {index}: {text_of(error)}")
+            text = str(self.failure).encode()[:nbytes]
             buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             status, nbytes = STATUS_ABORT, len(text)
         header = BucketHeader(index, status, nbytes, 0, self.fingerprint).pack()
@@ -408,7 +408,8 @@ class _Transfer:
                 f"got bucket {header.index} of plan {header.fingerprint.hex()}: the ranks are out of step"
             )
         if header.status == STATUS_ABORT:
-            self.aborted = bytes(bucket[HEADER_BYTES : HEADER_BYTES + header.nbytes].tolist()).decode(errors="replace")
+            said = bytes(bucket[HEADER_BYTES : HEADER_BYTES + header.nbytes].tolist()).decode(errors="replace")
+            self.failure = self.failure or Told(said)
             return True
         return False
 
@@ -416,11 +417,11 @@ class _Transfer:
         bucket = self.plan.buckets[index]
         if self._is_last(index, buffer[: bucket.nbytes]):
             return True
-        if self.unpack_failure is None and bucket.targets:
+        if self.failure is None and bucket.targets:
             try:
                 ops.unpack(buffer[: bucket.nbytes], [self.local[t] for t in bucket.targets], bucket.copies)
             except Exception as error:  # keep receiving, so that no other rank is left waiting; told at the end
-                self.unpack_failure = LoadError(f"rank {self.rank} could not unpack bucket {index}: {text_of(error)}")
+                self.failure = LoadError(f"rank {self.rank} could not unpack bucket {index}: {text_of(error)}")
         self.report.phases["unpack"].nbytes += bucket.nbytes - HEADER_BYTES
         self.bar.update(bucket.nbytes)
         return False
@@ -463,6 +464,11 @@ def _device_of(targets: Targets) -> torch.device:
     if kinds - {"cpu"}:
         raise ValueError(f"this version loads models on cpu, this one is on {', '.join(sorted(kinds))}")
     return torch.device("cpu")
+
+
+def _distinct(views: dict[int, str]) -> dict[str, int]:
+    """Each distinct view with the first rank that has it."""
+    return {view: rank for rank, view in reversed(views.items())}
 
 
 def _all_equal(options: dict[int, str]) -> None:

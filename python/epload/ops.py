@@ -68,7 +68,7 @@ def unpack(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
 def _refuse_meta(op: str, tensors: Sequence[Tensor]) -> None:
     """The fakes also stand for the meta device, where there is nothing to copy. Fake tensors are a type of their own."""
     for i, tensor in enumerate(tensors):
-        if type(tensor) in (Tensor, torch.nn.Parameter):
+        if tensor.is_meta and type(tensor) in (Tensor, torch.nn.Parameter):
             raise ValueError(f"{op}: tensor {i} is on meta and holds no data; materialise it first (to_empty)")
 
 

@@ -91,6 +91,7 @@ def collect(model: nn.Module, dtype: torch.dtype | None = None) -> Targets:
             key: tuple[object, ...] = (id(tensor.device_mesh), id(tensor.placements), tensor.shape)
         else:
             key = (tensor.shape,)
+            _check_own_memory(name, tensor)
         layout = by_layout.get(key)
         if layout is None:
             layout = _intern(targets, by_layout, key, name, tensor)
@@ -147,6 +148,16 @@ def _state(model: nn.Module, modules: list[tuple[str, nn.Module]], lost: set[str
     if not asked:
         return found
     return [(name, t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)]
+
+
+def _check_own_memory(name: str, tensor: Tensor) -> None:
+    """As Tensor.copy_ does, refuses to write to elements that share memory."""
+    if tensor.is_contiguous():
+        return
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ModelMismatch(
+            f"{name} is expanded, so that its elements share memory, and cannot be filled; clone() it first"
+        )
 
 
 def _override(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
