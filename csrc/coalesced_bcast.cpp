@@ -130,7 +130,6 @@ at::Tensor as_bytes(const at::Tensor& tensor, const Slot& slot) {
   // Not view({-1}): a contiguous tensor may have any stride in a dim of length 1, and view keeps it.
   const auto flat = at::as_strided(tensor, {tensor.numel()}, {1}, tensor.storage_offset());
   return flat.view(at::kByte).narrow(0, slot.tensor_offset, slot.nbytes);
-}).view(at::kByte).narrow(0, slot.tensor_offset, slot.nbytes);
 }
 
 } // namespace
