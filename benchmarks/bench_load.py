@@ -47,7 +47,6 @@ def main() -> None:
         "--loaders", default="epload,epload_per_node,materialise," + ",".join(PEERS), help="comma-separated"
     )
     parser.add_argument("--cases", default="reload,meta", help="reload, meta or both")
-    parser.add_argument("--bucket-mib", type=float, default=64)
     parser.add_argument("--data", type=Path, help="folder for the checkpoints; a temporary one by default")
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args()
@@ -179,9 +178,9 @@ class Bench:
                 best.append(statistics.median(seconds))
         return min(best)
 
-    def epload_loader(self, readers: str) -> Callable[[nn.Module, Path, int], None]:
+    def epload_loader(self, readers: str, mebibytes: float) -> Callable[[nn.Module, Path, int], None]:
         loader = epload.HierarchicalLoader(
-            self.topology, readers=readers, bucket_bytes=int(self.options.bucket_mib * (1 << 20)), progress=False
+            self.topology, readers=readers, bucket_bytes=int(mebibytes * (1 << 20)), progress=False
         )
 
         def load(model: nn.Module, file: Path, rank: int) -> None:
@@ -190,11 +189,12 @@ class Bench:
         return load
 
     def loader(self, name: str) -> Callable[[nn.Module, Path, int], None]:
-        if name == "epload":
-            return self.epload_loader("one")
-        if name == "epload_per_node":
-            return self.epload_loader("per_node")
-        return PEERS[name]
+        """By name; ``epload@16`` is epload with buckets of 16 MiB."""
+        if name in PEERS:
+            return PEERS[name]
+        kind, _, mebibytes = name.partition("@")
+        readers = {"epload": "one", "epload_per_node": "per_node"}[kind]
+        return self.epload_loader(readers, float(mebibytes or 64))
 
     def reload(self, name: str, model: nn.Module) -> None:
         loader = self.loader(name)
