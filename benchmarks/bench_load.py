@@ -12,6 +12,7 @@ successive loads differ.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -75,6 +76,7 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # else memory that earlier runs freed would count as there already
         self.start = self.peak = self._now()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
