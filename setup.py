@@ -21,6 +21,7 @@ FIRST_MINOR, LAST_MINOR = 11, 15
 def find_torch() -> Path | None:
     """The installed torch, also from inside pip's build isolation, which hides site-packages from import only."""
     places = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib"), *site.getsitepackages()]
+    places.append(site.getusersitepackages())
     spec = importlib.util.find_spec("torch")
     found = [Path(spec.origin).parent] if spec and spec.origin else []
     found += [Path(place) / "torch" for place in places if place]

@@ -149,10 +149,10 @@ void coalesced_bcast(
       algorithm,
       "'");
   TORCH_CHECK_VALUE(
-      bucket_bytes >= kAlignment,
-      "coalesced_bcast: expected bucket_bytes of at least ",
+      bucket_bytes >= kAlignment && bucket_bytes <= (int64_t{1} << 60),
+      "coalesced_bcast: expected bucket_bytes from ",
       kAlignment,
-      ", got ",
+      " to 2**60, got ",
       bucket_bytes);
   if (tensors.empty()) {
     return;

@@ -5,6 +5,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+#include <tuple>
+#include <utility>
+
 namespace py = pybind11;
 
 namespace {

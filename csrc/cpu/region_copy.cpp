@@ -3,12 +3,14 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace epload {
@@ -108,7 +110,7 @@ void region_copy_cpu(
   int64_t total = 0;
   for (size_t i = 0; i < copies.size(); ++i) {
     const auto& tensor = tensors[copies[i].tensor];
-    if (tensor.scalar_type() != copies[i].dtype || tensor.is_conj() || tensor.is_neg()) {
+    if (tensor.scalar_type() != copies[i].dtype) {
       tasks.push_back({i, -1, -1}); // converted through ATen
       total += tensor.nbytes();
       continue;
@@ -172,12 +174,19 @@ void region_copy_cpu(
       next = tasks.size();
     }
   };
+  const bool inference = c10::InferenceMode::is_enabled();
   std::vector<std::thread> helpers;
-  for (int64_t i = 1; i < threads; ++i) {
-    helpers.emplace_back([&] {
-      const at::NoGradGuard no_grad;
-      work();
-    });
+  helpers.reserve(threads);
+  try {
+    for (int64_t i = 1; i < threads; ++i) {
+      helpers.emplace_back([&] {
+        const c10::InferenceMode same_mode(inference);
+        const at::NoGradGuard no_grad;
+        work();
+      });
+    }
+  } catch (const std::system_error&) {
+    // The machine is out of threads: those that there are do the work.
   }
   work();
   for (auto& helper : helpers) {

@@ -49,7 +49,7 @@ def coalesced_bcast(
         ManifestMismatch: the ranks' lists differ. Nothing has moved.
     """
     tensors = list(tensors)
-    topology = topology if topology is not None else Topology.discover()
+    topology = topology if topology is not None else Topology.default()
     failure: Exception | None = None
     try:
         _check_arguments(tensors, src, topology, bucket_bytes, algorithm, stream)
@@ -85,17 +85,23 @@ def _check_arguments(
             raise ValueError(f"expected dense strided tensors, tensor {i} is {tensor.layout} of {tensor.dtype}")
         if tensor.is_conj() or tensor.is_neg():
             raise ValueError(f"tensor {i} is a lazy conjugate or negation; pass resolve_conj() / resolve_neg() of it")
-        if tensor.numel() and not tensor.untyped_storage().nbytes():
-            raise ValueError(f"tensor {i} of shape {list(tensor.shape)} has no storage (was it freed by FSDP?)")
+        if tensor.numel() and tensor.untyped_storage().nbytes() < _reach(tensor):
+            raise ValueError(f"tensor {i} of shape {list(tensor.shape)} lacks storage (was it freed by FSDP?)")
     if stream is not None and tensors and stream.device != tensors[0].device:
         raise ValueError(f"expected a stream of {tensors[0].device}, where the tensors are, got one of {stream.device}")
     if stream is not None and tensors and tensors[0].device.type == "cpu":
         raise ValueError("expected stream=None for tensors on cpu")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"expected algorithm to be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
-    if bucket_bytes < 16:
-        raise ValueError(f"expected bucket_bytes of at least 16, got {bucket_bytes}")
+    if not 16 <= bucket_bytes <= 1 << 60:
+        raise ValueError(f"expected bucket_bytes from 16 to 2**60, got {bucket_bytes}")
     topology.check_source(src)
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes of storage that the tensor's last element needs."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
 def _check_same_list(

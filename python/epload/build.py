@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 _LIBRARY = Path(__file__).parent / "libepload.so"
-_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps <the epload source folder>"
+_REBUILD = "pip install --force-reinstall --no-deps . (in epload's source folder)"
 
 
 def _minor(version: str) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from epload import dtypes, ops
 from epload.errors import CheckpointError
+from epload.placement import box_of_range, row_major_strides
 from epload.safetensors_file import RangedReader, read_header
 
 
@@ -143,6 +144,8 @@ def _open_path(path: Path) -> Checkpoint:
             return _open_path(path / single)
     if files := sorted(path.glob("*.safetensors")):
         return SafetensorsCheckpoint(files, str(path))
+    if (path / "pytorch_model.bin").is_file():  # beside it often lie an optimizer's state and the like
+        return _open_path(path / "pytorch_model.bin")
     if (path / "pytorch_model.bin.index.json").is_file():
         return _open_index(path / "pytorch_model.bin.index.json")
     if files := sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]):
@@ -247,16 +250,23 @@ class StateDictCheckpoint(Checkpoint):
         return self._manifest
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
+        dims = max((self._tensors[name].ndim for name in self._tensors), default=0)
         sources = []
         rows = []
         for i, piece in enumerate(pieces):
             name = self._names[piece.tensor]
             if name not in self._tensors:
                 raise CheckpointError(f"{name} was consumed by an earlier load")
-            flat = self._tensors[name].detach().to(bucket.device)
-            flat = flat.resolve_conj().resolve_neg().contiguous().view(-1)
-            sources.append(flat if flat.dtype == torch.uint8 else flat.view(torch.uint8))
-            rows.append([i, piece.bucket_offset, 0, 1, piece.tensor_offset, piece.nbytes, 1])
+            tensor = self._tensors[name].detach().to(bucket.device).resolve_conj().resolve_neg()
+            item = tensor.element_size()
+            start, size = box_of_range(tensor.shape, piece.tensor_offset // item, piece.nbytes // item)
+            fill = [0] * (dims - tensor.ndim)
+            strides = row_major_strides(size)
+            sources.append(tensor)
+            rows.append(
+                [i, piece.bucket_offset, dtypes.code(tensor.dtype), tensor.ndim]
+                + [*start, *fill, *size, *fill, *strides, *fill]
+            )
         if rows:
             ops.pack(bucket, sources, torch.tensor(rows, dtype=torch.int64))
         if self._origin is not None:
@@ -298,7 +308,7 @@ def _load_torch_file(path: Path) -> Mapping[str, Tensor]:
     except Exception as error:
         raise CheckpointError(
             f"{path}: not a torch file of tensors that can be memory-mapped "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}); save it again with torch.save, or as safetensors"
+            f"({type(error).__name__}: {str(error)[:200]}); save it again with torch.save, or as safetensors"
         ) from error
     for wrapper in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(wrapper), dict):

@@ -78,8 +78,10 @@ class Control:
             store = PrefixStore(f"epload/{who}/{_made[ranks]}", store)
         self._store = store
 
-    def agree(self, what: str, view: str, decide: Callable[[Mapping[int, str]], str]) -> str:
+    def agree(self, what: str, view: str, decide: Callable[[Mapping[int, str]], str], patience: float = 1.0) -> str:
         """Returns, on every rank, what the coordinator's ``decide`` made of all ranks' views.
+
+        ``patience`` multiplies the deadline, for a round that ranks come to after a deadline of their own.
 
         Raises:
             LoadError: a rank did not arrive within the deadline, or ``decide`` raised; the same text on every rank that
@@ -91,20 +93,19 @@ class Control:
         store, prefix = self._store, f"{self._round}/"
         if self.rank != self.coordinator:
             store.set(f"{prefix}{self.rank}", view)
-            # Longer than the coordinator waits, so that its text is the one raised; stores round to whole seconds.
-            patience = 1.25 * self.deadline + timedelta(seconds=2)
+            # Longer than the coordinator waits, so that its text is the one raised; file stores round up to whole seconds.
+            limit = 1.25 * patience * self.deadline + timedelta(seconds=2)
             try:
-                store.wait([f"{prefix}verdict"], patience)
+                store.wait([f"{prefix}verdict"], limit)
             except RuntimeError as error:
                 raise LoadError(
                     f"{what}: rank {self.coordinator}, which coordinates, gave no verdict within "
-                    f"{patience.total_seconds():.0f} s (seen by rank {self.rank})"
+                    f"{limit.total_seconds():.0f} s (seen by rank {self.rank})"
                 ) from error
             verdict = store.get(f"{prefix}verdict").decode()
         else:
-            verdict = self._judge(store, prefix, what, view, decide)
+            verdict = self._judge(store, prefix, what, view, decide, patience * self.deadline)
             store.set(f"{prefix}verdict", verdict)
-            self._forget(store)
         if verdict[:1] == "x":
             raise make_error(*json.loads(verdict[1:]))
         return verdict[1:]
@@ -116,17 +117,19 @@ class Control:
         what: str,
         view: str,
         decide: Callable[[Mapping[int, str]], str],
+        limit: timedelta,
     ) -> str:
         others = [rank for rank in self.ranks if rank != self.rank]
         try:
             try:
-                store.wait([f"{prefix}{rank}" for rank in others], self.deadline)
+                store.wait([f"{prefix}{rank}" for rank in others], limit)
             except RuntimeError as error:
                 absent = [rank for rank in others if not store.check([f"{prefix}{rank}"])]
                 raise LoadError(
-                    f"{what}: {_ranks(absent)} did not arrive within {self.deadline.total_seconds():.0f} s"
+                    f"{what}: {_ranks(absent)} did not arrive within {limit.total_seconds():.0f} s"
                 ) from error
             views = {rank: view if rank == self.rank else store.get(f"{prefix}{rank}").decode() for rank in self.ranks}
+            self._forget(store)
             return "o" + decide(views)
         except Exception as error:
             return "x" + json.dumps([kind_of(error), text_of(error)])
@@ -142,6 +145,7 @@ class Control:
         failure: BaseException | None,
         view: Any = None,
         decide: Callable[[dict[int, Any]], Any] = lambda views: None,
+        patience: float = 1.0,
     ) -> Any:
         """A round in which any rank may report that it failed: then every rank raises that error.
 
@@ -158,7 +162,7 @@ class Control:
                 raise make_error(next(iter(causes.values()))[0], _together(causes))
             return json.dumps(decide({rank: view["view"] for rank, view in views.items()}))
 
-        return json.loads(self.agree(what, json.dumps({"error": error, "view": view}), judge))
+        return json.loads(self.agree(what, json.dumps({"error": error, "view": view}), judge, patience))
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -31,6 +31,7 @@ from epload.topology import Route, Topology
 READERS = ("one", "per_node")
 ALGORITHMS = ("two_level", "flat")
 _BUFFERS = 2
+_abandoned: list[Tensor] = []
 T = TypeVar("T")
 
 
@@ -98,16 +99,15 @@ class HierarchicalLoader:
             raise ValueError("expected stream=None: this version loads models on CPU, which has no streams")
         if bucket_bytes < HEADER_BYTES + 16:
             raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + 16}, got {bucket_bytes}")
-        self.topology = topology if topology is not None else Topology.discover()
+        self.topology = topology if topology is not None else Topology.default()
         self.topology.check_source(src)
         self.src = src
         self.bucket_bytes = bucket_bytes
         self.progress = progress
         self._control = self.topology.control
-        if deadline is not None:
-            self._control.deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
-        else:
-            self._control.deadline = DEFAULT_DEADLINE
+        if deadline is None:
+            deadline = DEFAULT_DEADLINE
+        self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
         self._buffers: list[Tensor] = []
         self._last: tuple[tuple[bytes, Mapping, str], Targets, LoadPlan] | None = None
 
@@ -138,27 +138,16 @@ class HierarchicalLoader:
             What happened, on every rank; keys are the same on all.
 
         Raises:
-            LoadError: or one of its kinds, or ValueError/TypeError for a caller's mistake: the same on every rank. Unless
-                it says that the transfer failed, nothing has been changed.
+            LoadError: the run failed, the same on every rank. ModelMismatch, ManifestMismatch, and CheckpointError for a
+                header: nothing has been changed. Any other: tensors may be materialised and partly written.
+            ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
         """
-        with _collector_paused():
-            return self._load(model, checkpoint, mapping, strict, dtype, init_missing)
-
-    def _load(
-        self,
-        model: nn.Module,
-        checkpoint: Any,
-        mapping: Mapping | str,
-        strict: bool,
-        dtype: torch.dtype | None,
-        init_missing: mat.InitMissing | None,
-    ) -> LoadReport:
+        self._control.deadline = self._deadline
         report = LoadReport(readers=self.readers, algorithm=self.algorithm, topology=repr(self.topology))
         began = perf_counter()
-        with report.timed("plan"):
+        with report.timed("plan"), _collector_paused():
             work = self._open(model, checkpoint, dtype, init_missing)
-            route = self._route()
-            manifest = self._share_manifest(work, route, report)
+            route, manifest = self._connect(work, report)
             plan = self._agree_on_plan(model, work, manifest, mapping, strict)
         try:
             self._transfer(model, work, plan, route, init_missing, report)
@@ -205,6 +194,27 @@ class HierarchicalLoader:
             )
         return _Work(targets, _device_of(targets), source, source.manifest if source else None)
 
+    def _connect(self, work: _Work, report: LoadReport) -> tuple[Route, Manifest]:
+        """The route of the data, and over it the manifest."""
+
+        def connect() -> tuple[Route, Manifest]:
+            try:
+                route = self._route()
+                return route, self._share_manifest(work, route, report)
+            except LoadError:
+                raise
+            except Exception as error:
+                raise LoadError(f"sharing the manifest: {text_of(error)}") from error
+
+        made, failure = _attempt(connect)
+        try:
+            self._control.settle("sharing the manifest", failure, patience=2)
+        except Exception:
+            self.topology.retire()
+            raise
+        assert made is not None
+        return made
+
     def _share_manifest(self, work: _Work, route: Route, report: LoadReport) -> Manifest:
         """The source's manifest, on every rank; a reader of its own node keeps what it read itself."""
         if len(self.topology.ranks) == 1:
@@ -225,10 +235,13 @@ class HierarchicalLoader:
     def _agree_on_plan(
         self, model: nn.Module, work: _Work, manifest: Manifest, mapping: Mapping | str, strict: bool
     ) -> LoadPlan:
-        options = f"{self._options()} strict={strict}"
+        rules, failure = _attempt(lambda: resolve_mapping(mapping, model))
+        self._control.settle("planning", failure)
+        assert rules is not None
+        options = f"{self._options()} strict={strict} mapping={rules}"
 
         def make() -> LoadPlan:
-            plan = self._plan(manifest, work.targets, resolve_mapping(mapping, model), options)
+            plan = self._plan(manifest, work.targets, rules, options)
             if strict and (plan.missing or plan.unexpected):
                 raise ModelMismatch(_spell_keys(manifest, plan))
             return plan
@@ -239,12 +252,13 @@ class HierarchicalLoader:
         if "" in fingerprints or len(fingerprints) > 1:
             self._disagree(describe(manifest, work.targets, self.bucket_bytes, options))
             self._control.settle("planning", failure)
+            raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
         assert plan is not None
         return plan
 
     def _disagree(self, view: list[str]) -> None:
         """Raises ManifestMismatch on every rank if what the ranks want to load into what differs."""
-        digest = hashlib.blake2b("\n".join(view).encode(), digest_size=16).hexdigest()
+        digest = hashlib.blake2b("\n".join(view).encode(errors="backslashreplace"), digest_size=16).hexdigest()
         speakers = list(self._control.settle("planning", None, digest, _distinct).values())
         if len(speakers) == 1:
             return
@@ -295,7 +309,7 @@ class HierarchicalLoader:
 
         _, failure = _attempt(move)
         try:
-            self._control.settle("the transfer", failure)
+            self._control.settle("the transfer", failure, patience=2)
         except LoadError:
             self.topology.retire()
             raise
@@ -347,7 +361,13 @@ class _Transfer:
         with progress_bar(self.plan.nbytes, shown) as self.bar:
             stages = self._stages()
             if buckets:
-                pipeline.run(stages, len(buckets), self.loader._buffers)
+                try:
+                    pipeline.run(stages, len(buckets), self.loader._buffers)
+                except Exception:
+                    # A broadcast that timed out may write to its buffer later, so these are never used or freed again.
+                    _abandoned.extend(self.loader._buffers)
+                    self.loader._buffers = []
+                    raise
             for stage in stages:
                 self.report.phases[stage.name].seconds += stage.seconds
         if self.failure is not None:
@@ -373,7 +393,7 @@ class _Transfer:
             self.checkpoint.fill(buffer, self.plan.pieces(bucket))
         except Exception as error:
             self.failure = LoadError(f"rank {self.rank} could not read bucket {index}: {text_of(error)}")
-            text = str(self.failure).encode()[:nbytes]
+            text = str(self.failure).encode(errors="backslashreplace")[:nbytes]
             buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             status, nbytes = STATUS_ABORT, len(text)
         header = BucketHeader(index, status, nbytes, 0, self.fingerprint).pack()

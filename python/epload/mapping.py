@@ -175,6 +175,11 @@ def _assemble(
     """Boxes of the parts of one target, checked to fill it exactly once."""
     merge = sources[0].merge
     stack, concat = merge.stack_dim, merge.concat_dim
+    for part in sources:
+        if part.merge != merge:
+            raise ModelMismatch(
+                f"{names[sources[0].tensor]} and {names[part.tensor]} would fill {target} by two different rules"
+            )
 
     def name(part: _Part) -> str:
         return names[part.tensor]

@@ -8,7 +8,7 @@ minors it was tried with, the public one for others. Both give equal models (tes
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,8 @@ class Unfilled:
 
 
 def materialise(model: nn.Module, targets: Targets, device: torch.device, private: bool | None = None) -> None:
-    """Replaces meta tensors by uninitialised ones on ``device``; leaves others alone. Object identity and ties are kept.
+    """Replaces meta tensors by uninitialised ones on ``device``; leaves others alone. Ties are kept, and the identity of
+    DTensor parameters; plain tensors become new objects, as with ``to_empty``.
 
     Args:
         targets: of this model; their dtypes are what is allocated. Refreshed where an object had to be replaced.
@@ -41,7 +42,7 @@ def materialise(model: nn.Module, targets: Targets, device: torch.device, privat
         return
     dtype_of = {id(tensor): dtype for tensor, dtype in zip(targets.tensors, targets.dtypes, strict=True)}
     if private is None:
-        private = private_path_available()
+        private = private_path_available() and all(map(_is_simple, targets.tensors))
     (_materialise_private if private else _materialise_public)(model, dtype_of, device)
     # Plain parameters and buffers are replaced, not refilled: find the new objects under the names of the old.
     if any(t.is_meta for t in targets.tensors):
@@ -53,6 +54,12 @@ def private_path_available() -> bool:
     """Whether this torch is one the private path was tried with."""
     minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return minor in _PRIVATE_TRIED
+
+
+def _is_simple(tensor: Tensor) -> bool:
+    """Whether a plain tensor can stand in for it: not a subclass, nor a DTensor over one."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return type(local) in (Tensor, nn.Parameter) and type(tensor) in (Tensor, nn.Parameter, DTensor)
 
 
 def _materialise_public(model: nn.Module, dtype_of: dict[int, torch.dtype], device: torch.device) -> None:
@@ -85,6 +92,8 @@ def _tied_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 def _materialise_private(model: nn.Module, dtype_of: dict[int, torch.dtype], device: torch.device) -> None:
     plain: dict[int, nn.Parameter] = {}
+    buffers: dict[int, Tensor] = {}
+    kept: list[Tensor] = []  # so that no id is given to another buffer
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -100,10 +109,13 @@ def _materialise_private(model: nn.Module, dtype_of: dict[int, torch.dtype], dev
                     plain[id(parameter)] = plain[id(made)] = module._parameters[name] = made
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                if isinstance(buffer, DTensor):
-                    module._buffers[name] = _like(buffer, dtype_of.get(id(buffer), buffer.dtype), device, False)
-                else:
-                    module._buffers[name] = _empty(buffer, buffer.dtype, device)
+                if id(buffer) not in buffers:
+                    if isinstance(buffer, DTensor):
+                        buffers[id(buffer)] = _like(buffer, buffer.dtype, device, False)
+                    else:
+                        buffers[id(buffer)] = _empty(buffer, buffer.dtype, device)
+                kept.append(buffer)
+                module._buffers[name] = buffers[id(buffer)]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -119,7 +131,7 @@ def _like(meta: DTensor, dtype: torch.dtype, device: torch.device, requires_grad
     spec = meta._spec
     if dtype != meta.dtype:
         assert spec.tensor_meta is not None
-        spec = type(spec)(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
     return DTensor(_empty(meta._local_tensor, dtype, device), spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
 
 
@@ -135,7 +147,13 @@ def unfilled(model: nn.Module, names: set[str]) -> list[Unfilled]:
     for name in sorted(names):
         path, _, leaf = name.rpartition(".")
         by_module.setdefault(path, []).append(leaf)
-    return [Unfilled(model.get_submodule(path), path, tuple(names)) for path, names in by_module.items()]
+    found = []
+    for path, leaves in by_module.items():
+        try:
+            found.append(Unfilled(model.get_submodule(path), path, tuple(leaves)))
+        except AttributeError:  # a wrapper leaves itself out of the names of its state_dict
+            found.append(Unfilled(model, "", tuple(f"{path}.{leaf}" for leaf in leaves)))
+    return found
 
 
 InitMissing = Callable[[nn.Module, str, tuple[str, ...]], None]
@@ -143,13 +161,28 @@ InitMissing = Callable[[nn.Module, str, tuple[str, ...]], None]
 
 
 def default_init(model: nn.Module) -> InitMissing | None:
-    """A transformers model computes its own buffers: its ``_init_weights`` on a module that owns nothing else."""
+    """A transformers model computes its own buffers, by its ``_init_weights`` on the module that owns them.
+
+    That function would also draw the module's weights anew, so all but the named tensors are marked as initialised, which
+    the library's initialisers respect.
+    """
     init = getattr(model, "_init_weights", None)
     if not callable(init):
         return None
 
     def hook(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
-        with torch.no_grad():
-            init(module)
+        others = [
+            tensor
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+            if name not in names and not getattr(tensor, "_is_hf_initialized", False)
+        ]
+        for tensor in others:
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+        try:
+            with torch.no_grad():
+                init(module)
+        finally:
+            for tensor in others:
+                del tensor._is_hf_initialized  # type: ignore[attr-defined]
 
     return hook

@@ -110,7 +110,7 @@ def make_plan(manifest: Manifest, targets: Targets, mapping: Mapping, bucket_byt
 
     digest = hashlib.blake2b(digest_size=32)
     digest.update(manifest.digest)
-    digest.update("\n".join(targets.describe()).encode())
+    digest.update("\n".join(targets.describe()).encode(errors="backslashreplace"))
     for column in (*columns, chosen.tensor, chosen.target, chosen.box):
         digest.update(array("q", column).tobytes())
     digest.update(repr((chosen.boxes, bucket_bytes, options)).encode())

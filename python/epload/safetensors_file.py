@@ -11,7 +11,7 @@ import json
 import os
 import struct
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -159,8 +159,10 @@ class RangedReader:
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="epload-read")
-        for done in [self._pool.submit(_read_job, *job) for job in jobs]:
-            done.result()
+        reads = [self._pool.submit(_read_job, *job) for job in jobs]
+        wait(reads)  # all of them, also when one fails: they write to the caller's buffer
+        for read in reads:
+            read.result()
 
     def _job(self, memory: memoryview, request: list[Range]) -> tuple[str, int, int, list[memoryview]]:
         number, offset, _, _ = request[0]

@@ -8,11 +8,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from epload import groups
 from epload.control import Control
+from epload.errors import ManifestMismatch
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -59,6 +61,7 @@ class Topology:
         self.control = Control(group.get_group_store() if group is not None else None, self.ranks, rank)
         self._names: dict[tuple[int, ...], str] = {}
         """Name of each group that this rank is in."""
+        self._deadline = self.control.deadline
         self._made: list[Sequence[tuple[int, ...]]] = []
         """What all ranks of the topology have made, in one order."""
 
@@ -81,6 +84,15 @@ class Topology:
 
         nodes = json.loads(control.agree("topology", machine_identity(), by_machine))
         return cls(nodes, group, rank, ranks)
+
+    @classmethod
+    def default(cls) -> Topology:
+        """The whole job, discovered once for each ``init_process_group``, so that its groups are made once."""
+        global _default
+        group, _, _ = _membership(None)
+        if _default is None or _default.group is not group:
+            _default = cls.discover()
+        return _default
 
     @classmethod
     def from_nodes(cls, nodes: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None) -> Topology:
@@ -126,10 +138,23 @@ class Topology:
 
     def _make_groups(self, what: str, *families: Sequence[tuple[int, ...]]) -> None:
         """Makes the groups of each family in turn. The groups of one family share no rank."""
+        if self._deadline != self.control.deadline:
+            self.retire()  # a group's timeout is given when it is made
+            self._deadline = self.control.deadline
         families = tuple(family for family in families if family not in self._made)
         if self.group is None or not families:
             return
-        level = self.control.settle(what, None, groups.count(), lambda counts: max(counts.values()))
+
+        def agree(views: dict[int, tuple[int, Any]]) -> int:
+            for rank, (_, nodes) in views.items():
+                if nodes != views[self.control.coordinator][1]:
+                    raise ManifestMismatch(
+                        f"the ranks' topologies differ, nothing was moved: rank {self.control.coordinator} has nodes "
+                        f"{views[self.control.coordinator][1]}, rank {rank} has {nodes}"
+                    )
+            return max(count for count, _ in views.values())
+
+        level = self.control.settle(what, None, [groups.count(), self.nodes], agree)
         for family in families:
             groups.level(level)
             mine = next((ranks for ranks in family if self.rank in ranks and len(ranks) > 1), None)
@@ -137,6 +162,9 @@ class Topology:
                 self._names[mine] = groups.make(mine, self.control.deadline)
             self._made.append(family)
             level += 1
+
+
+_default: Topology | None = None
 
 
 def machine_identity() -> str:
