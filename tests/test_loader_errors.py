@@ -387,3 +387,40 @@ def test_failures_without_a_process_group() -> None:
     assert "rank 0 could not read bucket 3: RuntimeError: stop" in failure[1]
     epload.load(model, state, bucket_bytes=BUCKET)
     assert torch.equal(model["w"].detach(), state["w"])
+
+
+def load_with_own_mapping(rank: int) -> str:
+    """Rank 1 would put the checkpoint's tensors elsewhere; model, manifest and options are the same."""
+    model = torch.nn.ParameterDict({"a": torch.zeros(2), "b": torch.zeros(2)})
+    state = {"x": torch.ones(2), "y": torch.full((2,), 2.0)}
+    to = ("b", "a") if rank == 1 else ("a", "b")
+    mapping = epload.Mapping(renames=(epload.Rename("^x$", to[0]), epload.Rename("^y$", to[1])))
+    loader = epload.HierarchicalLoader(epload.Topology.from_nodes([[0, 1], [2, 3]]), progress=False)
+    try:
+        loader.load(model, state if rank == 0 else None, mapping=mapping)
+    except epload.ManifestMismatch as error:
+        assert not any(p.any() for p in model.values()), "nothing moved"
+        return str(error)
+    return "loaded"
+
+
+def test_mappings_that_differ_between_ranks() -> None:
+    texts = ranks.run(4, load_with_own_mapping)
+    assert len(set(texts)) == 1
+    assert "Rename" in texts[0]
+
+
+def topologies_that_differ(rank: int) -> str:
+    nodes = [[0, 2], [1, 3]] if rank == 3 else [[0, 1], [2, 3]]
+    try:
+        epload.coalesced_bcast([torch.ones(3)], 0, epload.Topology.from_nodes(nodes))
+    except epload.ManifestMismatch as error:
+        return str(error)
+    return "done"
+
+
+def test_topologies_that_differ_between_ranks() -> None:
+    texts = ranks.run(4, topologies_that_differ)
+    assert len(set(texts)) == 1
+    assert "topologies differ" in texts[0]
+    assert "rank 3" in texts[0]

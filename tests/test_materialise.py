@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -236,3 +237,47 @@ def test_one_process() -> None:
         epload.load(model, full, bucket_bytes=BUCKET)
         assert wrong(model, full) == []
     assert models[0] == models[1]
+
+
+class Shares(torch.nn.Module):
+    """One buffer in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        shared = torch.arange(3.0)
+        self.a.register_buffer("x", shared)
+        self.b.register_buffer("x", shared)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_buffer_of_two_modules_stays_one(private: bool) -> None:
+    with torch.device("meta"):
+        model = Shares()
+        model.b.x = model.a.x
+    state = {name: torch.full(t.shape, 1.0 + i) for i, (name, t) in enumerate(Shares().state_dict().items())}
+    state["b.x"] = state["a.x"]
+    materialise(model, collect(model), torch.device("cpu"), private=private)
+    assert model.a.x is model.b.x
+    epload.load(model, state, progress=False)
+    assert torch.equal(model.b.x, state["a.x"])
+
+
+def test_computing_buffers_leaves_loaded_weights_alone() -> None:
+    """A CLIP embedding owns weights beside its non-persistent buffer, and its initialiser would draw them anew."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    config = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    whole = CLIPVisionModel(config)
+    with torch.device("meta"):
+        model = CLIPVisionModel(config)
+    epload.load(model, whole.state_dict(), progress=False)
+    for (name, got), (_, want) in zip(
+        [*model.named_parameters(), *model.named_buffers()],
+        [*whole.named_parameters(), *whole.named_buffers()],
+        strict=True,
+    ):
+        assert torch.equal(got, want), name
+        assert not hasattr(got, "_is_hf_initialized")

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from epload import dtypes, ops
 from epload.errors import CheckpointError
-from epload.placement import box_of_range, row_major_strides
+from epload.placement import Box, box_of_range, row_major_strides
 from epload.safetensors_file import RangedReader, read_header
 
 
@@ -250,7 +250,7 @@ class StateDictCheckpoint(Checkpoint):
         return self._manifest
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
-        dims = max((self._tensors[name].ndim for name in self._tensors), default=0)
+        dims = max((tensor.ndim for tensor in self._tensors.values()), default=0) or 1
         sources = []
         rows = []
         for i, piece in enumerate(pieces):
@@ -258,15 +258,15 @@ class StateDictCheckpoint(Checkpoint):
             if name not in self._tensors:
                 raise CheckpointError(f"{name} was consumed by an earlier load")
             tensor = self._tensors[name].detach().to(bucket.device).resolve_conj().resolve_neg()
-            item = tensor.element_size()
-            start, size = box_of_range(tensor.shape, piece.tensor_offset // item, piece.nbytes // item)
+            box = None if tensor.is_contiguous() else _box_of_piece(tensor, piece)
+            if box is None:  # as bytes
+                tensor = tensor.contiguous().view(-1).view(torch.uint8)
+                box = (piece.tensor_offset,), (piece.nbytes,)
+            start, size = box
             fill = [0] * (dims - tensor.ndim)
-            strides = row_major_strides(size)
+            row = [i, piece.bucket_offset, dtypes.code(tensor.dtype), tensor.ndim]
+            rows.append([*row, *start, *fill, *size, *fill, *row_major_strides(size), *fill])
             sources.append(tensor)
-            rows.append(
-                [i, piece.bucket_offset, dtypes.code(tensor.dtype), tensor.ndim]
-                + [*start, *fill, *size, *fill, *strides, *fill]
-            )
         if rows:
             ops.pack(bucket, sources, torch.tensor(rows, dtype=torch.int64))
         if self._origin is not None:
@@ -281,6 +281,15 @@ class StateDictCheckpoint(Checkpoint):
                 del self._tensors[name]
                 if isinstance(self._origin, dict):
                     self._origin.pop(name, None)
+
+
+def _box_of_piece(tensor: Tensor, piece: Piece) -> Box | None:
+    """The box that a piece is of its tensor, which can then be read where it lies; None if it is none."""
+    item = tensor.element_size()
+    start, size = box_of_range(tensor.shape, piece.tensor_offset // item, piece.nbytes // item)
+    inside = all(a + n <= length for a, n, length in zip(start, size, tensor.shape, strict=True))
+    whole = piece.tensor_offset % item == 0 and prod(size) * item == piece.nbytes
+    return (start, size) if inside and whole else None
 
 
 def _open_torch_files(
