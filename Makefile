@@ -41,7 +41,7 @@ format: $(VENV)/ready ## rewrite the sources as lint wants them
 demo: build ## load a Mixture-of-Experts checkpoint over two emulated nodes
 	$(RUN)/python examples/demo.py
 
-bench-load: build ## compare with other loaders and with the floor; about 20 minutes on 2 cores
+bench-load: build ## compare with other loaders and with the floor; about 15 minutes on 2 cores
 	$(RUN)/python benchmarks/bench_load.py --json benchmarks/results/load.json
 
 clean: ## remove builds and the environment
