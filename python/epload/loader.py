@@ -16,17 +16,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from epload import materialise as mat
-from epload import ops, pipeline
+from epload import ops
 from epload.broadcast import DEFAULT_BUCKET_BYTES
 from epload.checkpoint import Checkpoint, Manifest
-from epload.control import DEFAULT_DEADLINE, HEADER_BYTES, STATUS_ABORT, STATUS_OK, BucketHeader
-from epload.errors import LoadError, ManifestMismatch, ModelMismatch, Told, text_of
+from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
+from epload.errors import LoadError, ManifestMismatch, ModelMismatch, text_of
 from epload.mapping import Mapping
 from epload.mapping import resolve as resolve_mapping
 from epload.plan import LoadPlan, describe, explain_difference, make_plan
-from epload.report import LoadReport, progress_bar
+from epload.report import LoadReport
 from epload.targets import Targets, collect
 from epload.topology import Route, Topology
+from epload.transfer import Transfer
 
 READERS = ("one", "per_node")
 ALGORITHMS = ("two_level", "flat")
@@ -298,9 +299,13 @@ class HierarchicalLoader:
         assert local is not None
         report.peak_staging = sum(buffer.nbytes for buffer in self._buffers)
 
+        transfer = Transfer(
+            plan, route, local, work.checkpoint, report, self._buffers, self.topology.rank, self.readers, self.algorithm
+        )
+
         def move() -> None:
             try:
-                _Transfer(self, work, plan, route, local, report).run()
+                transfer.run(shown=self.progress and self.topology.rank == self.src)
                 self._initialise(model, work, plan, init_missing, report)
             except LoadError:
                 raise
@@ -308,6 +313,10 @@ class HierarchicalLoader:
                 raise LoadError(f"rank {self.topology.rank}: {text_of(error)}") from error
 
         _, failure = _attempt(move)
+        if transfer.broken:
+            # A broadcast that timed out may write to its buffer later, so these are never used or freed again.
+            _abandoned.extend(self._buffers)
+            self._buffers = []
         try:
             self._control.settle("the transfer", failure, patience=2)
         except LoadError:
@@ -329,122 +338,6 @@ class HierarchicalLoader:
             assert hook is not None
             hook(module, path, leaves)
             report.initialised += [f"{path}.{leaf}" if path else leaf for leaf in leaves]
-
-
-class _Transfer:
-    """Moves the buckets of one plan, on one rank: read -> inter-node -> intra-node -> unpack, overlapping."""
-
-    def __init__(
-        self,
-        loader: HierarchicalLoader,
-        work: _Work,
-        plan: LoadPlan,
-        route: Route,
-        local: list[Tensor],
-        report: LoadReport,
-    ) -> None:
-        self.loader = loader
-        self.plan = plan
-        self.route = route
-        self.local = local
-        self.report = report
-        self.checkpoint = work.checkpoint
-        self.rank = loader.topology.rank
-        self.fingerprint = plan.fingerprint[:16]
-        self.failure: LoadError | None = None
-        """What went wrong on this rank, or what a reader said in the bucket that ended the transfer."""
-
-    def run(self) -> None:
-        """Raises LoadError if a reader gave up, or what went wrong in unpacking here."""
-        buckets = self.plan.buckets
-        shown = self.loader.progress and self.rank == self.loader.src
-        with progress_bar(self.plan.nbytes, shown) as self.bar:
-            stages = self._stages()
-            if buckets:
-                try:
-                    pipeline.run(stages, len(buckets), self.loader._buffers)
-                except Exception:
-                    # A broadcast that timed out may write to its buffer later, so these are never used or freed again.
-                    _abandoned.extend(self.loader._buffers)
-                    self.loader._buffers = []
-                    raise
-            for stage in stages:
-                self.report.phases[stage.name].seconds += stage.seconds
-        if self.failure is not None:
-            raise self.failure
-
-    def _stages(self) -> list[pipeline.Stage]:
-        stages = []
-        if self.checkpoint is not None:
-            stages.append(pipeline.Stage("read", self._read))
-        if self.route.inter_group and self.loader.readers == "one":
-            stages.append(pipeline.Stage("inter_node", self._inter))
-        if self.route.intra_group:
-            stages.append(pipeline.Stage("intra_node", self._intra))
-        stages.append(pipeline.Stage("unpack", self._unpack))
-        return stages
-
-    def _read(self, index: int, buffer: Tensor) -> bool:
-        """Fills a bucket, or makes it one that tells everybody why there will be no more."""
-        assert self.checkpoint is not None
-        bucket = self.plan.buckets[index]
-        status, nbytes = STATUS_OK, bucket.nbytes - HEADER_BYTES
-        try:
-            self.checkpoint.fill(buffer, self.plan.pieces(bucket))
-        except Exception as error:
-            self.failure = LoadError(f"rank {self.rank} could not read bucket {index}: {text_of(error)}")
-            text = str(self.failure).encode(errors="backslashreplace")[:nbytes]
-            buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            status, nbytes = STATUS_ABORT, len(text)
-        header = BucketHeader(index, status, nbytes, 0, self.fingerprint).pack()
-        buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self.report.phases["read"].nbytes += nbytes
-        return status == STATUS_ABORT
-
-    def _inter(self, index: int, buffer: Tensor) -> bool:
-        bucket = buffer[: self.plan.buckets[index].nbytes]
-        algorithm = self.loader.algorithm
-        ops.coalesced_bcast([bucket], self.route.src, self.route.inter_group, "", bucket.nbytes, algorithm)
-        self._count("inter_node", bucket)
-        return self._is_last(index, bucket)
-
-    def _intra(self, index: int, buffer: Tensor) -> bool:
-        bucket = buffer[: self.plan.buckets[index].nbytes]
-        leader = self.route.leader
-        ops.coalesced_bcast([bucket], leader, "", self.route.intra_group, bucket.nbytes, "two_level", leader=leader)
-        self._count("intra_node", bucket)
-        return self._is_last(index, bucket)
-
-    def _count(self, phase: str, bucket: Tensor) -> None:
-        self.report.phases[phase].nbytes += bucket.nbytes
-        self.report.transport_steps += 1
-
-    def _is_last(self, index: int, bucket: Tensor) -> bool:
-        """Checks the header of a bucket that has arrived. True if its reader gave up."""
-        header = BucketHeader.unpack(bytes(bucket[:HEADER_BYTES].tolist()))
-        if (header.index, header.fingerprint) != (index, self.fingerprint):
-            raise LoadError(
-                f"rank {self.rank} expected bucket {index} of plan {self.fingerprint.hex()}, "
-                f"got bucket {header.index} of plan {header.fingerprint.hex()}: the ranks are out of step"
-            )
-        if header.status == STATUS_ABORT:
-            said = bytes(bucket[HEADER_BYTES : HEADER_BYTES + header.nbytes].tolist()).decode(errors="replace")
-            self.failure = self.failure or Told(said)
-            return True
-        return False
-
-    def _unpack(self, index: int, buffer: Tensor) -> bool:
-        bucket = self.plan.buckets[index]
-        if self._is_last(index, buffer[: bucket.nbytes]):
-            return True
-        if self.failure is None and bucket.targets:
-            try:
-                ops.unpack(buffer[: bucket.nbytes], [self.local[t] for t in bucket.targets], bucket.copies)
-            except Exception as error:  # keep receiving, so that no other rank is left waiting; told at the end
-                self.failure = LoadError(f"rank {self.rank} could not unpack bucket {index}: {text_of(error)}")
-        self.report.phases["unpack"].nbytes += bucket.nbytes - HEADER_BYTES
-        self.bar.update(bucket.nbytes)
-        return False
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
