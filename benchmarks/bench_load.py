@@ -195,7 +195,7 @@ class Bench:
         if name in PEERS:
             return PEERS[name]
         kind, _, mebibytes = name.partition("@")
-        readers = {"epload": "one", "epload_per_node": "per_node"}[kind]
+        readers = kind.removeprefix("epload").lstrip("_") or "one"
         return self.epload_loader(readers, float(mebibytes or 64))
 
     def reload(self, name: str, model: nn.Module) -> None:

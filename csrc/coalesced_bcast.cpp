@@ -3,6 +3,7 @@
 #include "bucket_plan.h"
 #include "collective.h"
 #include "region_copy.h"
+#include "relay.h"
 #include "stream.h"
 
 #include <ATen/core/grad_mode.h>
@@ -10,6 +11,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 namespace epload {
@@ -17,24 +19,40 @@ namespace {
 
 constexpr int64_t kAlignment = 16; // the widest device access; also divides every dtype's size
 
+enum class Algorithm { kTwoLevel, kStriped, kFlat };
+
+Algorithm algorithm_of(const std::string& name) {
+  if (name == "two_level") {
+    return Algorithm::kTwoLevel;
+  }
+  if (name == "striped") {
+    return Algorithm::kStriped;
+  }
+  TORCH_CHECK_VALUE(
+      name == "flat", "coalesced_bcast: expected algorithm 'two_level', 'striped' or 'flat', got '", name, "'");
+  return Algorithm::kFlat;
+}
+
 // Where this rank stands: which steps it takes part in, and from whom.
 struct Route {
   Group inter;
   Group intra;
+  Algorithm algorithm;
   bool source = true; // this rank's tensors are what is sent
+  int64_t self = 0;
   int64_t src = 0;
-  int64_t leader = 0;
+  int64_t leader = 0; // of this node; of this rank's rail when striped
 
   Route(
       c10::DeviceType device,
       int64_t src_rank,
       const std::string& inter_group,
       const std::string& intra_group,
-      bool flat,
+      Algorithm wanted,
       int64_t leader_rank)
-      : inter(inter_group, device), intra(intra_group, device), src(src_rank) {
+      : inter(inter_group, device), intra(intra_group, device), algorithm(wanted), src(src_rank) {
     TORCH_CHECK_VALUE(
-        !flat || !intra.present(),
+        algorithm != Algorithm::kFlat || !intra.present(),
         "coalesced_bcast: algorithm 'flat' takes one group of all ranks as inter_group and no intra_group, got '",
         intra_group,
         "'");
@@ -42,8 +60,32 @@ struct Route {
       TORCH_CHECK_VALUE(src >= 0, "coalesced_bcast: expected src as a global rank, got ", src);
       return; // a job of one rank
     }
-    const int64_t self = inter.present() ? inter.self() : intra.self();
+    self = inter.present() ? inter.self() : intra.self();
     source = src == self;
+    leader = self;
+    if (algorithm == Algorithm::kStriped) {
+      check_striped(leader_rank);
+    } else {
+      check_leaders(inter_group, intra_group, leader_rank);
+    }
+  }
+
+  // Makes the source's bytes everybody's.
+  void broadcast(const at::Tensor& flat) const {
+    if (algorithm == Algorithm::kStriped) {
+      broadcast_striped(flat);
+    } else if (algorithm == Algorithm::kTwoLevel && (inter.present() ? inter : intra).relays()) {
+      relay(flat, {relay_step(flat.numel())}, inter, intra, kRelayChunk);
+    } else {
+      inter.broadcast(flat, src); // leaders first: a node's step would otherwise spread what its leader lacks
+      intra.broadcast(flat, leader);
+    }
+  }
+
+ private:
+  static constexpr int64_t kRelayChunk = 1 << 20; // 8 ms of a 1 Gbit link; smaller ones cost more in calls than in fill
+
+  void check_leaders(const std::string& inter_group, const std::string& intra_group, int64_t leader_rank) {
     TORCH_CHECK_VALUE(
         !inter.present() || inter.contains(src),
         "coalesced_bcast: src ",
@@ -53,7 +95,6 @@ struct Route {
         "' of ranks ",
         inter.ranks());
     if (!intra.present()) {
-      leader = self;
       return;
     }
     const auto& node = intra.ranks();
@@ -82,9 +123,68 @@ struct Route {
         " leads its node; pass leader= the rank of this node that is in the leaders' group");
   }
 
-  void broadcast(const at::Tensor& flat) const {
-    inter.broadcast(flat, src); // leaders first: a node's step would otherwise spread what the leader does not have yet
-    intra.broadcast(flat, leader);
+  void check_striped(int64_t leader_rank) {
+    if (!inter.present()) {
+      return; // one node
+    }
+    leader = inter.contains(src) ? src : leader_rank;
+    TORCH_CHECK_VALUE(
+        inter.contains(leader) && (!on_source_node() || leader == self),
+        "coalesced_bcast: algorithm 'striped' takes as leader the rank of the source's node that is on this rank's "
+        "rail ",
+        inter.ranks(),
+        ", got ",
+        leader_rank);
+  }
+
+  bool on_source_node() const {
+    return source || intra.contains(src);
+  }
+
+  // The whole of a bucket as one step of a chain: through the leaders, and from each leader through its node.
+  RelayStep relay_step(int64_t nbytes) const {
+    RelayStep step{0, nbytes, -1, -1, -1, -1};
+    std::tie(step.from_inter, step.to_inter) = neighbours(inter, src);
+    std::tie(step.from_intra, step.to_intra) = neighbours(intra, leader);
+    return step;
+  }
+
+  // The ranks before and after this one in a chain through the group that starts at `first`; -1 for none.
+  std::pair<int64_t, int64_t> neighbours(const Group& group, int64_t first) const {
+    if (!group.present()) {
+      return {-1, -1};
+    }
+    auto ranks = group.ranks();
+    std::rotate(ranks.begin(), std::find(ranks.begin(), ranks.end(), first), ranks.end());
+    const auto at = std::find(ranks.begin(), ranks.end(), self);
+    return {at == ranks.begin() ? -1 : *(at - 1), at + 1 == ranks.end() ? -1 : *(at + 1)};
+  }
+
+  // The source's node first has the whole bucket; each of its ranks sends its stripe over its rail; the other nodes
+  // then put their stripes together. The source's node needs all bytes anyway, so a scatter and gather there would save
+  // nothing over one broadcast.
+  void broadcast_striped(const at::Tensor& flat) const {
+    const auto& node = intra.ranks();
+    const auto stripes = std::max<int64_t>(1, static_cast<int64_t>(node.size()));
+    const int64_t each = (flat.numel() / stripes + kAlignment) / kAlignment * kAlignment;
+    const auto stripe = [&](int64_t k) {
+      const int64_t begin = std::min(flat.numel(), k * each);
+      return flat.narrow(0, begin, std::min(flat.numel(), begin + each) - begin);
+    };
+    if (on_source_node()) {
+      intra.broadcast(flat, src);
+    }
+    const int64_t mine = std::find(node.begin(), node.end(), self) - node.begin();
+    if (inter.present() && stripe(intra.present() ? mine : 0).numel() > 0) {
+      inter.broadcast(stripe(intra.present() ? mine : 0), leader);
+    }
+    if (!on_source_node()) {
+      for (int64_t k = 0; k < stripes && intra.present(); ++k) {
+        if (stripe(k).numel() > 0) {
+          intra.broadcast(stripe(k), node[k]);
+        }
+      }
+    }
   }
 };
 
@@ -143,11 +243,7 @@ void coalesced_bcast(
     const std::string& algorithm,
     std::optional<c10::Stream> stream,
     int64_t leader) {
-  TORCH_CHECK_VALUE(
-      algorithm == "two_level" || algorithm == "flat",
-      "coalesced_bcast: expected algorithm 'two_level' or 'flat', got '",
-      algorithm,
-      "'");
+  const auto wanted = algorithm_of(algorithm);
   TORCH_CHECK_VALUE(
       bucket_bytes >= kAlignment && bucket_bytes <= (int64_t{1} << 60),
       "coalesced_bcast: expected bucket_bytes from ",
@@ -158,7 +254,7 @@ void coalesced_bcast(
     return;
   }
   const auto device = check_tensors(tensors);
-  const Route route(device.type(), src, inter_group, intra_group, algorithm == "flat", leader);
+  const Route route(device.type(), src, inter_group, intra_group, wanted, leader);
   if (!route.inter.present() && !route.intra.present()) {
     return;
   }

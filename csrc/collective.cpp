@@ -45,6 +45,7 @@ Group::Group(const std::string& name, c10::DeviceType device) {
         name,
         "' does not say which global ranks it holds (Backend::getBackendOptions)");
   }
+  gloo_ = backend->getBackendName() == "gloo";
   if (ranks_.empty()) {
     ranks_.resize(group_->getSize());
     std::iota(ranks_.begin(), ranks_.end(), 0);
@@ -63,16 +64,30 @@ void Group::broadcast(const at::Tensor& flat, int64_t global_root) const {
   if (!present()) {
     return;
   }
-  const auto root = std::find(ranks_.begin(), ranks_.end(), global_root);
-  TORCH_INTERNAL_ASSERT(root != ranks_.end());
   c10d::BroadcastOptions options;
-  options.rootRank = root - ranks_.begin();
+  options.rootRank = rank_in_group(global_root);
   options.asyncOp = false;
   std::vector<at::Tensor> tensors{flat};
   // NCCL's synchronous mode returns no work: the step is already ordered on the current stream.
   if (const auto work = group_->broadcast(tensors, options)) {
     work->wait();
   }
+}
+
+Work Group::send(const at::Tensor& flat, int64_t peer) const {
+  std::vector<at::Tensor> tensors{flat};
+  return group_->send(tensors, rank_in_group(peer), /*tag=*/0);
+}
+
+Work Group::receive(const at::Tensor& flat, int64_t peer) const {
+  std::vector<at::Tensor> tensors{flat};
+  return group_->recv(tensors, rank_in_group(peer), /*tag=*/0);
+}
+
+int Group::rank_in_group(int64_t global_rank) const {
+  const auto at = std::find(ranks_.begin(), ranks_.end(), global_rank);
+  TORCH_CHECK_VALUE(at != ranks_.end(), "expected a rank of the group of ranks ", ranks_, ", got ", global_rank);
+  return static_cast<int>(at - ranks_.begin());
 }
 
 } // namespace epload

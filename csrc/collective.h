@@ -10,6 +10,8 @@
 
 namespace epload {
 
+using Work = c10::intrusive_ptr<c10d::Work>;
+
 // A c10d group as seen by one rank of it. An empty name makes an absent group, in which every step is a no-op.
 class Group {
  public:
@@ -30,9 +32,24 @@ class Group {
   // device the host does not wait; over gloo it does.
   void broadcast(const at::Tensor& flat, int64_t global_root) const;
 
+  // Begins to send contiguous bytes to, or to receive them from, another rank of the group. Messages between two ranks
+  // arrive in the order they were sent. The memory must live until the work is complete. Throws ValueError when `peer`
+  // (a global rank) is not in the group.
+  Work send(const at::Tensor& flat, int64_t peer) const;
+  Work receive(const at::Tensor& flat, int64_t peer) const;
+
+  // Whether a broadcast over this group is better done as a relay: gloo's own sends ceil(log2(size)) full copies from
+  // its root, one after another; NCCL's and HCCL's are pipelined already.
+  bool relays() const {
+    return gloo_;
+  }
+
  private:
+  int rank_in_group(int64_t global_rank) const;
+
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::vector<int64_t> ranks_;
+  bool gloo_ = false;
 };
 
 } // namespace epload

@@ -1,6 +1,8 @@
 // Every schema of torch.ops.epload, and nothing else.
+#include "board.h"
 #include "coalesced_bcast.h"
 #include "region_copy.h"
+#include "relay.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/library.h>
@@ -41,6 +43,31 @@ void unpack(const at::Tensor& bucket, at::TensorList targets, const at::Tensor& 
   written(targets);
 }
 
+int64_t relay(
+    const at::Tensor& bucket,
+    const at::Tensor& steps,
+    const std::string& inter_group,
+    const std::string& intra_group,
+    int64_t chunk_bytes) {
+  TORCH_CHECK_VALUE(
+      steps.is_cpu() && steps.scalar_type() == at::kLong && steps.dim() == 2 && steps.is_contiguous() &&
+          steps.size(1) == 6,
+      "relay: expected the steps as a contiguous int64 CPU tensor [n, 6], got ",
+      steps.scalar_type(),
+      " of shape ",
+      steps.sizes());
+  const at::NoGradGuard no_grad;
+  std::vector<epload::RelayStep> rows;
+  const auto* row = steps.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < steps.size(0); ++i, row += 6) {
+    rows.push_back({row[0], row[1], row[2], row[3], row[4], row[5]});
+  }
+  const auto device = bucket.device().type();
+  const auto messages = epload::relay(bucket, rows, {inter_group, device}, {intra_group, device}, chunk_bytes);
+  written(bucket);
+  return messages;
+}
+
 } // namespace
 
 TORCH_LIBRARY(epload, m) {
@@ -49,10 +76,16 @@ TORCH_LIBRARY(epload, m) {
       "str algorithm, Stream? stream=None, *, int leader=-1) -> ()");
   m.def("pack(Tensor(a!) bucket, Tensor[] sources, Tensor copies) -> ()");
   m.def("unpack(Tensor bucket, Tensor(a!)[] targets, Tensor copies) -> ()");
+  m.def("relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes) -> int");
+  m.def("board_post(Tensor(a!) board, int slot, int value) -> ()");
+  m.def("board_wait(Tensor board, int[] slots, int value, float seconds) -> int");
 }
 
 TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
   m.impl("coalesced_bcast", TORCH_FN(coalesced_bcast));
   m.impl("pack", TORCH_FN(pack));
   m.impl("unpack", TORCH_FN(unpack));
+  m.impl("relay", TORCH_FN(relay));
+  m.impl("board_post", TORCH_FN(epload::board_post));
+  m.impl("board_wait", TORCH_FN(epload::board_wait));
 }

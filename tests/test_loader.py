@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -23,6 +24,17 @@ import ranks
 from epload import HierarchicalLoader, LoadError, LoadReport, ModelMismatch, Topology
 
 NODES = [[0, 1], [2, 3]]
+TURNS = (0, 2, 1, 3)
+"""Who takes buckets in turn with ``readers="partitioned"``."""
+WAYS = (
+    ("one", "two_level"),
+    ("one", "striped"),
+    ("one", "flat"),
+    ("per_node", "two_level"),
+    ("partitioned", "two_level"),
+    ("partitioned", "striped"),
+    ("auto", "auto"),
+)
 BUCKET = 256
 """Bytes; the small model takes a dozen such buckets."""
 State = dict[str, Tensor]
@@ -97,7 +109,8 @@ def wrong(model: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype | No
 
 
 def only_readers(value: Any, readers: str = "one") -> Any:
-    return value if dist.get_rank() in ((0,) if readers == "one" else (0, 2)) else None
+    reading = {"one": (0,), "auto": (0,), "per_node": (0, 2)}.get(readers, range(dist.get_world_size()))
+    return value if dist.get_rank() in reading else None
 
 
 def all_fine(failures: Sequence[Sequence[str]]) -> None:
@@ -119,7 +132,7 @@ def _ways(rank: int, folder: Path) -> list[str]:
         said.extend(f"{case}: {text}" for text in wrong(model, state, **options))
 
     topology = Topology.from_nodes(NODES)
-    for readers, algorithm in (("one", "two_level"), ("one", "flat"), ("per_node", "two_level"), ("auto", "auto")):
+    for readers, algorithm in WAYS:
         loader = HierarchicalLoader(topology, readers=readers, algorithm=algorithm, bucket_bytes=BUCKET)
         model = meta_net()
         case = f"{readers} {algorithm}"
@@ -276,28 +289,41 @@ def test_keys_that_do_not_meet() -> None:
 def _steps(rank: int) -> list[str]:
     said = []
     topology = Topology.from_nodes(NODES)
-    leads = rank in (0, 2)
-    for readers, algorithm in (("one", "two_level"), ("one", "flat"), ("per_node", "two_level")):
+    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    for readers, algorithm in WAYS:
         loader = HierarchicalLoader(topology, readers=readers, algorithm=algorithm, bucket_bytes=BUCKET)
         model = meta_net()
-        threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        case = f"{readers} {algorithm}"
         with CommDebugMode() as seen, profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as trace:
             report = loader.load(model, only_readers(state_for(1), readers))
-        each = 1 if algorithm == "flat" else 1 + leads
-        expected = each + report.buckets * (each if readers == "one" else 1)
         events = [event.name for event in trace.events() if event.name.startswith("c10d::")]
-        case = f"{readers} {algorithm} ({report.buckets} buckets)"
+        expected = _messages(rank, readers, algorithm, report.buckets)
         if seen.get_total_counts():
             said.append(f"{case}: collectives {dict(seen.get_comm_counts())}")
-        if not report.transport_steps == expected == events.count("c10d::broadcast_") == len(events):
-            said.append(f"{case}: report {report.transport_steps}, expected {expected}, profiled {sorted(events)}")
+        if Counter(events) != expected or report.transport_steps != len(events):
+            said.append(f"{case}: report {report.transport_steps}, expected {expected}, profiled {Counter(events)}")
         if not 0 < report.peak_staging <= 2 * BUCKET:
             said.append(f"{case}: staging of {report.peak_staging} bytes")
         said += wrong(model, state_for(1))
     return said
 
 
-def test_nothing_but_the_planned_broadcasts_moves() -> None:
+def _messages(rank: int, readers: str, algorithm: str, buckets: int) -> Counter[str]:
+    """What a rank of 2 nodes x 2 sends and receives: the manifest through the leaders and on in each node; then every bucket
+    once between the nodes, through one rank of each or, in stripes, through all; nothing inside a node, which shares memory."""
+    if algorithm == "flat":
+        return Counter({"c10d::broadcast_": 1 + buckets})
+    manifest = {0: (2, 0), 1: (0, 1), 2: (1, 1), 3: (0, 1)}[rank]
+    sends = receives = 0
+    if readers in ("one", "auto") and (algorithm == "striped" or rank in (0, 2)):
+        sends, receives = (buckets, 0) if rank in (0, 1) else (0, buckets)
+    if readers == "partitioned" and (algorithm == "striped" or rank in (0, 2)):
+        ours = len([b for b in range(buckets) if TURNS[b % len(TURNS)] // 2 == rank // 2])
+        sends, receives = ours, buckets - ours
+    return +Counter({"c10d::send": manifest[0] + sends, "c10d::recv_": manifest[1] + receives})
+
+
+def test_nothing_but_the_planned_messages_moves() -> None:
     all_fine(ranks.run(4, _steps))
 
 

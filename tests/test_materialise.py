@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 import epload
 import ranks
 from epload import HierarchicalLoader, Topology
-from epload.materialise import materialise, private_path_available
+from epload.dtensor import private_path_available
+from epload.materialise import materialise
 from epload.targets import collect
 from test_loader import BUCKET, NODES, Net, all_fine, local_of, only_readers, sharded, state_for, wrong
 

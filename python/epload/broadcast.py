@@ -16,7 +16,7 @@ from epload.errors import ManifestMismatch
 from epload.topology import Topology
 
 DEFAULT_BUCKET_BYTES = 64 << 20
-ALGORITHMS = ("two_level", "flat")
+ALGORITHMS = ("two_level", "striped", "flat")
 
 
 def coalesced_bcast(
@@ -37,7 +37,8 @@ def coalesced_bcast(
         src: global rank whose values are sent.
         topology: discovered over the whole job if None, which is itself a small exchange.
         bucket_bytes: bytes a message holds at most; a larger tensor is split.
-        algorithm: ``"two_level"`` (between the leaders, then inside each node) or ``"flat"`` (one group).
+        algorithm: ``"two_level"`` (between the leaders, then inside each node), ``"striped"`` (every rank of a node passes its
+            part on to the same rank of the other nodes; two_level where node sizes differ) or ``"flat"`` (one group).
         stream: where all device work goes; the current stream if None. Not for CPU tensors.
         check: compare the lists of all ranks the first time a list is seen; a mismatch would otherwise hang or corrupt.
             Once a list has been agreed on it is not compared again, so a rank that later passes another list while the
@@ -59,7 +60,10 @@ def coalesced_bcast(
         _check_same_list(topology.control, tensors, (src, bucket_bytes, algorithm), failure)
     elif failure is not None:
         raise failure
-    route = topology.flat_route(src) if algorithm == "flat" else topology.route(src)
+    if algorithm == "striped":
+        algorithm = "striped" if topology.even else "two_level"
+    routes = {"flat": topology.flat_route, "striped": topology.striped_route, "two_level": topology.route}
+    route = routes[algorithm](src)
     leader = -1 if algorithm == "flat" else route.leader
     ops.coalesced_bcast(
         tensors, src, route.inter_group, route.intra_group, bucket_bytes, algorithm, stream, leader=leader

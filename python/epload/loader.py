@@ -21,18 +21,17 @@ from epload.broadcast import DEFAULT_BUCKET_BYTES
 from epload.checkpoint import Checkpoint, Manifest
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
 from epload.errors import LoadError, ManifestMismatch, ModelMismatch, text_of
+from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave
 from epload.mapping import Mapping
 from epload.mapping import resolve as resolve_mapping
+from epload.node_memory import NodeMemory
 from epload.plan import LoadPlan, describe, explain_difference, make_plan
 from epload.report import LoadReport
+from epload.snapshot import Snapshot
 from epload.targets import Targets, collect
 from epload.topology import Route, Topology
-from epload.transfer import Transfer
+from epload.transfer import Transfer, wave_bytes
 
-READERS = ("one", "per_node")
-ALGORITHMS = ("two_level", "flat")
-_BUFFERS = 2
-_abandoned: list[Tensor] = []
 T = TypeVar("T")
 
 
@@ -103,13 +102,15 @@ class HierarchicalLoader:
         self.topology = topology if topology is not None else Topology.default()
         self.topology.check_source(src)
         self.src = src
-        self.bucket_bytes = bucket_bytes
+        self._per_wave = buckets_per_wave(self.topology.nodes, readers, bucket_bytes)
+        self.bucket_bytes = bucket_bytes // self._per_wave // 64 * 64 if self._per_wave > 1 else bucket_bytes
         self.progress = progress
         self._control = self.topology.control
         if deadline is None:
             deadline = DEFAULT_DEADLINE
         self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
-        self._buffers: list[Tensor] = []
+        self._memory: NodeMemory | None = None
+        self._snapshot: Snapshot | None = None
         self._last: tuple[tuple[bytes, Mapping, str], Targets, LoadPlan] | None = None
 
     def load(
@@ -164,10 +165,14 @@ class HierarchicalLoader:
 
     # ---- before data moves: every step ends in a round where all ranks hear of a failure ----
 
-    def _reading_ranks(self) -> tuple[int, ...]:
-        return (self.src,) if self.readers == "one" else self.topology.leaders(self.src)
+    def _flow(self, shared: bool) -> Flow:
+        algorithm = self.algorithm
+        if algorithm == "striped" and not (shared and self.topology.even):
+            algorithm = "two_level"
+        return Flow(self.topology.nodes, self.topology.rank, self.src, self.readers, algorithm, shared)
 
     def _route(self) -> Route:
+        """That of the manifest, and of the data unless it is striped."""
         topology = self.topology
         return topology.flat_route(self.src) if self.algorithm == "flat" else topology.route(self.src)
 
@@ -186,8 +191,12 @@ class HierarchicalLoader:
     def _inspect(
         self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
     ) -> _Work:
-        source = Checkpoint.open(checkpoint) if self.topology.rank in self._reading_ranks() else None
-        targets = collect(model, dtype)
+        source = Checkpoint.open(checkpoint) if self.topology.rank in self._flow(shared=True).turns else None
+        targets = self._snapshot.read(model, dtype) if self._snapshot is not None else None
+        if targets is None:
+            targets = collect(model, dtype)
+            if self._last is not None:  # one load pays for nothing that only the next one gains from
+                self._snapshot = Snapshot(model, targets, dtype)
         if targets.lost and init_missing is None and mat.default_init(model) is None:
             raise ModelMismatch(
                 f"buffers {', '.join(sorted(targets.lost)[:5])} are on meta and no checkpoint holds them "
@@ -226,11 +235,15 @@ class HierarchicalLoader:
         flat = torch.empty(nbytes, dtype=torch.uint8)
         if compact:
             flat.copy_(torch.frombuffer(bytearray(compact), dtype=torch.uint8))
-        ops.coalesced_bcast(
-            [flat], self.src, route.inter_group, route.intra_group, max(nbytes, 16), self.algorithm,
-            leader=route.leader if self.algorithm == "two_level" else -1,
-        )  # fmt: skip
-        report.transport_steps += bool(route.inter_group) + bool(route.intra_group)
+        if self.algorithm == "flat":
+            ops.coalesced_bcast([flat], self.src, route.inter_group, "", nbytes, "flat")
+            report.transport_steps += 1
+        else:
+            flow = Flow(self.topology.nodes, self.topology.rank, self.src, "one", "two_level", shared=False)
+            steps = torch.tensor(flow.steps([(0, 0, nbytes)]), dtype=torch.int64)
+            report.transport_steps += ops.relay(
+                flat, steps, route.inter_group, route.intra_group, flow.chunk_bytes(nbytes)
+            )
         return work.manifest if work.manifest is not None else Manifest.from_compact(bytes(flat.tolist()))
 
     def _agree_on_plan(
@@ -288,20 +301,23 @@ class HierarchicalLoader:
         init_missing: mat.InitMissing | None,
         report: LoadReport,
     ) -> None:
+        memory = self._reserve(wave_bytes(plan, self._per_wave))
+
         def prepare() -> list[Tensor]:
             with report.timed("materialise"):
                 mat.materialise(model, work.targets, work.device)
-                self._reserve(plan.largest)
+                memory.board.clear()
                 return work.targets.local()
 
         local, failure = _attempt(prepare)
         self._control.settle("materialising the model", failure)
         assert local is not None
-        report.peak_staging = sum(buffer.nbytes for buffer in self._buffers)
-
-        transfer = Transfer(
-            plan, route, local, work.checkpoint, report, self._buffers, self.topology.rank, self.readers, self.algorithm
-        )
+        report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
+        flow = self._flow(memory.shared)
+        report.algorithm = flow.algorithm
+        if flow.algorithm == "striped":
+            route = self.topology.striped_route(self.src)
+        transfer = Transfer(plan, self._per_wave, flow, route, memory, local, work.checkpoint, report, self._deadline)
 
         def move() -> None:
             try:
@@ -314,19 +330,24 @@ class HierarchicalLoader:
 
         _, failure = _attempt(move)
         if transfer.broken:
-            # A broadcast that timed out may write to its buffer later, so these are never used or freed again.
-            _abandoned.extend(self._buffers)
-            self._buffers = []
+            memory.abandon()
         try:
             self._control.settle("the transfer", failure, patience=2)
         except LoadError:
+            self._memory = None
             self.topology.retire()
             raise
 
-    def _reserve(self, nbytes: int) -> None:
-        if not self._buffers or self._buffers[0].nbytes < nbytes:
-            self._buffers = []
-            self._buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(_BUFFERS)]
+    def _reserve(self, nbytes: int) -> NodeMemory:
+        """Staging buffers of at least ``nbytes``, kept for the next load. Collective when there are none yet."""
+        if self._memory is None or self._memory.nbytes < nbytes:
+            self._memory = None
+            alone = self.algorithm == "flat" or len(self.topology.ranks) == 1
+            if alone:
+                self._memory = NodeMemory.private(self.topology.rank, nbytes)
+            else:
+                self._memory = NodeMemory.for_node(self._control, self.topology.nodes, nbytes)
+        return self._memory
 
     def _initialise(
         self, model: nn.Module, work: _Work, plan: LoadPlan, init_missing: mat.InitMissing | None, report: LoadReport
@@ -368,12 +389,10 @@ def _attempt(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 def _device_of(targets: Targets) -> torch.device:
     """Where the load's data must end up. Raises ValueError for what this version cannot fill."""
 
-    def device_type(tensor: Tensor) -> str:
-        if tensor.is_meta and isinstance(tensor, DTensor):
-            return tensor.device_mesh.device_type
-        return tensor.device.type
-
-    kinds = set(map(device_type, targets.tensors)) - {"meta"}
+    kinds = {device.type for device in {tensor.device for tensor in targets.tensors}}
+    if "meta" in kinds:
+        kinds |= {t.device_mesh.device_type for t in targets.tensors if t.is_meta and isinstance(t, DTensor)}
+        kinds.remove("meta")
     if kinds - {"cpu"}:
         raise ValueError(f"this version loads models on cpu, this one is on {', '.join(sorted(kinds))}")
     return torch.device("cpu")

@@ -1,6 +1,6 @@
 """Gives the meta tensors of a model storage, fast.
 
-The one place besides tests that touches private torch API, because the public way costs 100 us and more a parameter: nn.Module
+With ``dtensor.py`` the one place that touches private torch API: the public way costs 100 us and more a parameter, as nn.Module
 applies a function that goes through DTensor's dispatcher, and nn.Parameter detaches. The private path is taken for the torch
 minors it was tried with, the public one for others. Both give equal models (tested).
 """
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from epload.dtensor import private_path_available
 from epload.targets import Targets
-
-_PRIVATE_TRIED = {(2, 13), (2, 14)}
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,6 @@ def materialise(model: nn.Module, targets: Targets, device: torch.device, privat
     if any(t.is_meta for t in targets.tensors):
         state = model.state_dict(keep_vars=True)
         targets.tensors[:] = [state[name] for name in targets.names]
-
-
-def private_path_available() -> bool:
-    """Whether this torch is one the private path was tried with."""
-    minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return minor in _PRIVATE_TRIED
 
 
 def _is_simple(tensor: Tensor) -> bool:

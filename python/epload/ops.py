@@ -14,6 +14,12 @@ load_native_library()
 _coalesced_bcast = torch.ops.epload.coalesced_bcast.default
 _pack = torch.ops.epload.pack.default
 _unpack = torch.ops.epload.unpack.default
+_relay = torch.ops.epload.relay.default
+_board_post = torch.ops.epload.board_post.default
+_board_wait = torch.ops.epload.board_wait.default
+
+BOARD_FIXED_WORDS, BOARD_REACHED, BOARD_FAILED = 2, -1, -2
+"""As in csrc/board.h."""
 
 
 def coalesced_bcast(
@@ -35,9 +41,10 @@ def coalesced_bcast(
         inter_group: name of the leaders' group, ``""`` on a rank that leads no node. For ``"flat"`` the group of all ranks.
         intra_group: name of this node's group, ``""`` for a node of one rank.
         bucket_bytes: size of a flat bucket; a larger tensor is split.
-        algorithm: ``"two_level"`` or ``"flat"``.
+        algorithm: ``"two_level"``, ``"striped"`` (then inter_group is this rank's rail) or ``"flat"``.
         stream: where all device work goes; the current stream if None. Must be None on CPU.
         leader: global rank of this node's leader; -1 derives ``src`` on its own node, elsewhere the node's lowest rank.
+            For ``"striped"`` the rank of the source's node that is on this rank's rail.
 
     Raises:
         ValueError: wrong arguments; nothing has moved.
@@ -65,6 +72,32 @@ def unpack(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
     _unpack(bucket, targets, copies)
 
 
+def relay(bucket: Tensor, steps: Tensor, inter_group: str, intra_group: str, chunk_bytes: int) -> int:
+    """Receives pieces of ``bucket`` and passes them on, chunk by chunk; returns the number of messages.
+
+    Args:
+        bucket: contiguous uint8, 1-D, on CPU.
+        steps: int64 CPU tensor [n, 6], a piece a row, in order: begin, end (bytes), the rank it comes from in the inter-node
+            group, in the intra-node group, the rank it goes to in each. Global ranks, -1 for none.
+        chunk_bytes: bytes of a message, equal on all ranks.
+
+    Raises:
+        ValueError: a step outside the bucket, or a rank that is not in its group.
+        RuntimeError: the network failed, or a rank did not answer within the group's timeout.
+    """
+    return int(_relay(bucket, steps, inter_group, intra_group, chunk_bytes))
+
+
+def board_post(board: Tensor, slot: int, value: int) -> None:
+    """Sets a counter of a board (int32 words that threads or processes share) and wakes all who wait. Slot -1: failure."""
+    _board_post(board, slot, value)
+
+
+def board_wait(board: Tensor, slots: Sequence[int], value: int, seconds: float) -> int:
+    """Waits until all of ``slots`` are at least ``value``: BOARD_REACHED, BOARD_FAILED, or the first slot that is behind."""
+    return int(_board_wait(board, slots, value, seconds))
+
+
 def _refuse_meta(op: str, tensors: Sequence[Tensor]) -> None:
     """The fakes also stand for the meta device, where there is nothing to copy. Fake tensors are a type of their own."""
     for i, tensor in enumerate(tensors):
@@ -85,8 +118,13 @@ def _coalesced_bcast_fake(
     leader: int = -1,
 ) -> None:
     _refuse_meta("coalesced_bcast", tensors)
-    if algorithm not in ("two_level", "flat"):
-        raise ValueError(f"coalesced_bcast: expected algorithm 'two_level' or 'flat', got {algorithm!r}")
+    if algorithm not in ("two_level", "striped", "flat"):
+        raise ValueError(f"coalesced_bcast: expected algorithm 'two_level', 'striped' or 'flat', got {algorithm!r}")
+
+
+@torch.library.register_fake("epload::relay")  # type: ignore[untyped-decorator]
+def _relay_fake(bucket: Tensor, steps: Tensor, inter_group: str, intra_group: str, chunk_bytes: int) -> int:
+    raise ValueError("relay: expected a bucket on cpu with data, got a fake or meta tensor")
 
 
 @torch.library.register_fake("epload::pack")  # type: ignore[untyped-decorator]

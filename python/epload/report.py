@@ -41,7 +41,8 @@ class LoadReport:
     tensors: int = 0
     buckets: int = 0
     transport_steps: int = 0
-    """Broadcasts that this rank took part in, the manifest's among them; there is no other collective."""
+    """Messages this rank sent and received (broadcasts it took part in, for "flat"), the manifest's among them; there are no
+    others."""
     casts: int = 0
     """Checkpoint tensors whose dtype was converted."""
     peak_staging: int = 0

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as TorchPlacement
 
-from epload import dtypes
+from epload import dtensor, dtypes
 from epload.errors import ModelMismatch
 from epload.placement import Layout, Placement, Replicated, Sharded
 
@@ -44,8 +44,7 @@ class Targets:
 
     def local(self) -> list[Tensor]:
         """The local tensors, to be written in place. They alias the model's storage."""
-        with torch.no_grad():
-            return [t.to_local() if isinstance(t, DTensor) else t.detach() for t in self.tensors]
+        return dtensor.local_tensors(self.tensors)
 
     def same_as(self, other: Targets) -> bool:
         """Whether a plan made for ``other`` is one for these: all but the tensors themselves are equal."""
@@ -74,7 +73,7 @@ def collect(model: nn.Module, dtype: torch.dtype | None = None) -> Targets:
         ModelMismatch: a placement that a load cannot fill (Partial).
         ValueError: ``dtype`` differs from that of a parameter that already has storage.
     """
-    modules = _walk(model)
+    modules = walk(model)
     for _, module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -103,7 +102,7 @@ def collect(model: nn.Module, dtype: torch.dtype | None = None) -> Targets:
     return targets
 
 
-def _walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every module under each of its names, a parent before its children, as state_dict goes through them."""
     found = []
     stack = [("", model)]
@@ -127,11 +126,7 @@ def _state(model: nn.Module, modules: list[tuple[str, nn.Module]], lost: set[str
     for prefix, module in modules:
         kind = type(module)
         if kind not in plain:
-            plain[kind] = (
-                kind.state_dict is nn.Module.state_dict
-                and kind._save_to_state_dict is nn.Module._save_to_state_dict
-                and kind.get_extra_state is nn.Module.get_extra_state
-            )
+            plain[kind] = not customises_state(module)
         if module._state_dict_hooks or not plain[kind]:
             asked = True
         for name, parameter in module._parameters.items():
@@ -148,6 +143,16 @@ def _state(model: nn.Module, modules: list[tuple[str, nn.Module]], lost: set[str
     if not asked:
         return found
     return [(name, t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)]
+
+
+def customises_state(module: nn.Module) -> bool:
+    """Whether a module has a say in the names and tensors of its state dict."""
+    kind = type(module)
+    return bool(module._state_dict_hooks) or not (
+        kind.state_dict is nn.Module.state_dict
+        and kind._save_to_state_dict is nn.Module._save_to_state_dict
+        and kind.get_extra_state is nn.Module.get_extra_state
+    )
 
 
 def _check_own_memory(name: str, tensor: Tensor) -> None:

@@ -107,6 +107,11 @@ class Topology:
     def __repr__(self) -> str:
         return f"Topology({'+'.join(str(len(node)) for node in self.nodes)} ranks, rank {self.rank})"
 
+    @property
+    def even(self) -> bool:
+        """Whether all nodes have the same number of ranks."""
+        return len({len(node) for node in self.nodes}) == 1
+
     def check_source(self, src: int) -> None:
         """Raises ValueError if ``src`` is not a rank of this topology."""
         if src not in self.ranks:
@@ -124,6 +129,21 @@ class Topology:
         self._make_groups("route", [leaders], self.nodes)
         leader = leaders[self.nodes.index(self.node)]
         return Route(src, leader, self._names.get(leaders, ""), self._names.get(self.node, ""))
+
+    def striped_route(self, src: int) -> Route:
+        """Collective: makes a group for every rail, and returns this rank's. ``leader`` is its rank on the source's node.
+
+        Raises:
+            ValueError: node sizes differ, so that the rails would not be of equal length.
+        """
+        self.check_source(src)
+        if not self.even:
+            raise ValueError(f"algorithm 'striped' takes nodes of equal size, got {list(map(list, self.nodes))}")
+        rails = tuple(zip(*(sorted(node) for node in self.nodes), strict=True))
+        self._make_groups("striped route", rails, self.nodes)
+        mine = next(rail for rail in rails if self.rank in rail)
+        source = next(i for i, node in enumerate(self.nodes) if src in node)
+        return Route(src, mine[source], self._names.get(mine, ""), self._names.get(self.node, ""))
 
     def flat_route(self, src: int) -> Route:
         """Collective: the same for a broadcast in one group of all ranks."""

@@ -1,6 +1,13 @@
-"""Moves the buckets of one plan, on one rank: read -> inter-node -> intra-node -> unpack, overlapping."""
+"""Moves the buckets of one plan, on one rank: read -> relay -> unpack, overlapping."""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -9,127 +16,250 @@ from epload import ops, pipeline
 from epload.checkpoint import Checkpoint
 from epload.control import HEADER_BYTES, STATUS_ABORT, STATUS_OK, BucketHeader
 from epload.errors import LoadError, Told, text_of
-from epload.plan import LoadPlan
+from epload.flow import Flow
+from epload.node_memory import BUFFERS, NodeMemory
+from epload.plan import Bucket, LoadPlan
 from epload.report import LoadReport, progress_bar
 from epload.topology import Route
 
+_ALIGNMENT = 64
+"""Bytes; where a bucket may start in its wave."""
+_ENDED = 1 << 30
+"""What a rank posts that takes no further part."""
+
+
+@dataclass(frozen=True)
+class _Wave:
+    """Buckets that share a staging buffer."""
+
+    numbers: range
+    begins: list[int]
+    """Where each starts in the buffer, bytes."""
+
+
+def wave_bytes(plan: LoadPlan, per_wave: int) -> int:
+    """Bytes of the largest wave."""
+    return max((_rounded(w.begins[-1] + plan.buckets[w.numbers[-1]].nbytes) for w in _waves(plan, per_wave)), default=0)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _waves(plan: LoadPlan, per_wave: int) -> list[_Wave]:
+    waves = []
+    for first in range(0, len(plan.buckets), per_wave):
+        numbers = range(first, min(first + per_wave, len(plan.buckets)))
+        begins = [0]
+        for number in numbers[:-1]:
+            begins.append(_rounded(begins[-1] + plan.buckets[number].nbytes))
+        waves.append(_Wave(numbers, begins))
+    return waves
+
 
 class Transfer:
-    """One use: make it, run it. ``buffers`` are uint8, each as large as the plan's largest bucket."""
+    """One use: make it, run it."""
 
     def __init__(
         self,
         plan: LoadPlan,
+        per_wave: int,
+        flow: Flow,
         route: Route,
+        memory: NodeMemory,
         local: list[Tensor],
         checkpoint: Checkpoint | None,
         report: LoadReport,
-        buffers: list[Tensor],
-        rank: int,
-        readers: str,
-        algorithm: str,
+        deadline: timedelta,
     ) -> None:
-        """``local`` are the targets' local tensors; ``checkpoint`` is None on a rank that does not read."""
+        """
+        Args:
+            per_wave: buckets that share a staging buffer.
+            memory: buffers of at least ``wave_bytes(plan, per_wave)``.
+            local: the targets' local tensors.
+            checkpoint: None on a rank that does not read.
+            deadline: how long a rank waits for another of its node.
+        """
         self._plan = plan
+        self._waves = _waves(plan, per_wave)
+        self._flow = flow
         self._route = route
+        self._memory = memory
         self._local = local
         self._checkpoint = checkpoint
         self._report = report
-        self._buffers = buffers
-        self._rank = rank
-        self._readers = readers
-        self._algorithm = algorithm
+        self._limit = 1.25 * deadline + timedelta(seconds=2)  # the network's deadline passes first, and says more
         self._fingerprint = plan.fingerprint[:16]
+        self._chunk = flow.chunk_bytes(plan.nbytes)
         self._failure: LoadError | None = None
         """What went wrong on this rank, or what a reader said in the bucket that ended the transfer."""
+        self._over = threading.Event()
+        """Set when this rank has met a bucket that ends the transfer."""
         self.broken = False
-        """Whether a broadcast failed, so that the buffers may still be in use."""
+        """Whether a step failed, so that the buffers may still be in use."""
 
     def run(self, shown: bool) -> None:
         """Raises LoadError if a reader gave up, or what went wrong here. ``shown``: with a progress bar."""
-        buckets = self._plan.buckets
         with progress_bar(self._plan.nbytes, shown) as self._bar:
-            stages = self._stages()
-            if buckets:
+            if self._waves:
                 try:
-                    pipeline.run(stages, len(buckets), self._buffers)
-                except Exception:
+                    pipeline.run(self._stages(), self._memory.board.fail)
+                except BaseException:
                     self.broken = True
                     raise
-            for stage in stages:
-                self._report.phases[stage.name].seconds += stage.seconds
         if self._failure is not None:
             raise self._failure
 
     def _stages(self) -> list[pipeline.Stage]:
-        stages = []
+        stages: list[pipeline.Stage] = []
         if self._checkpoint is not None:
-            stages.append(pipeline.Stage("read", self._read))
-        if self._route.inter_group and self._readers == "one":
-            stages.append(pipeline.Stage("inter_node", self._inter))
-        if self._route.intra_group:
-            stages.append(pipeline.Stage("intra_node", self._intra))
-        stages.append(pipeline.Stage("unpack", self._unpack))
-        return stages
+            stages.append(("read", self._read))
+        if self._flow.rank in self._flow.relays:
+            stages.append(("relay", self._relay))
+        return [*stages, ("unpack", self._unpack)]
 
-    def _read(self, index: int, buffer: Tensor) -> bool:
+    def _local_readers(self, wave: _Wave) -> list[int]:
+        """The ranks that put buckets of a wave into this rank's buffer."""
+        return sorted({self._flow.reader(number) for number in wave.numbers} & set(self._flow.sharers))
+
+    def _wait(self, stage: str, waves: int, ranks: list[int] | tuple[int, ...]) -> None:
+        if ranks:
+            self._memory.board.wait(stage, waves, ranks, self._limit)
+
+    def _wait_for_buffer(self, index: int) -> None:
+        """Until nobody needs what was in the buffer of a wave before."""
+        self._wait("unpacked", index + 1 - BUFFERS, self._flow.sharers)
+        self._wait("checked", index + 1 - BUFFERS, self._flow.relays)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = perf_counter()
+        yield
+        self._report.phases[phase].seconds += perf_counter() - began
+
+    def _buffer(self, index: int) -> Tensor:
+        return self._memory.buffers[index % BUFFERS]
+
+    # ---- read ----
+
+    def _read(self) -> None:
+        for index, wave in enumerate(self._waves):
+            mine = [i for i, number in enumerate(wave.numbers) if self._flow.reader(number) == self._flow.rank]
+            if not mine:
+                continue
+            self._wait_for_buffer(index)
+            if self._over.is_set():
+                break
+            gave_up = False
+            with self._timed("read"):
+                for i in mine:
+                    bucket = self._plan.buckets[wave.numbers[i]]
+                    at = wave.begins[i]
+                    gave_up |= self._fill(wave.numbers[i], bucket, self._buffer(index)[at : at + bucket.nbytes])
+            self._memory.board.post("read", index + 1)
+            if gave_up:
+                break
+
+    def _fill(self, number: int, bucket: Bucket, buffer: Tensor) -> bool:
         """Fills a bucket, or makes it one that tells everybody why there will be no more."""
         assert self._checkpoint is not None
-        bucket = self._plan.buckets[index]
         status, nbytes = STATUS_OK, bucket.nbytes - HEADER_BYTES
         try:
             self._checkpoint.fill(buffer, self._plan.pieces(bucket))
         except Exception as error:
-            self._failure = LoadError(f"rank {self._rank} could not read bucket {index}: {text_of(error)}")
-            text = str(self._failure).encode(errors="backslashreplace")[:nbytes]
+            failure = LoadError(f"rank {self._flow.rank} could not read bucket {number}: {text_of(error)}")
+            text = str(failure).encode(errors="backslashreplace")[:nbytes]
             buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             status, nbytes = STATUS_ABORT, len(text)
-        header = BucketHeader(index, status, nbytes, 0, self._fingerprint).pack()
+            self._failure = failure
+        header = BucketHeader(number, status, nbytes, 0, self._fingerprint).pack()
         buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._report.phases["read"].nbytes += nbytes
         return status == STATUS_ABORT
 
-    def _inter(self, index: int, buffer: Tensor) -> bool:
-        bucket = buffer[: self._plan.buckets[index].nbytes]
-        algorithm = self._algorithm
-        ops.coalesced_bcast([bucket], self._route.src, self._route.inter_group, "", bucket.nbytes, algorithm)
-        self._count("inter_node", bucket)
-        return self._is_last(index, bucket)
+    # ---- relay ----
 
-    def _intra(self, index: int, buffer: Tensor) -> bool:
-        bucket = buffer[: self._plan.buckets[index].nbytes]
-        leader = self._route.leader
-        ops.coalesced_bcast([bucket], leader, "", self._route.intra_group, bucket.nbytes, "two_level", leader=leader)
-        self._count("intra_node", bucket)
-        return self._is_last(index, bucket)
+    def _relay(self) -> None:
+        for index, wave in enumerate(self._waves):
+            self._wait_for_buffer(index)
+            self._wait("read", index + 1, self._local_readers(wave))
+            buckets = [
+                (number, begin, begin + self._plan.buckets[number].nbytes)
+                for number, begin in zip(wave.numbers, wave.begins, strict=True)
+            ]
+            if self._flow.algorithm == "flat":
+                self._broadcast(buckets, self._buffer(index))
+            else:
+                self._pass_on(buckets, self._buffer(index))
+            self._memory.board.post("relayed", index + 1)
+            # The next wave comes only if no reader gave up in this one, which stands in what others may have received.
+            self._wait("relayed", index + 1, self._flow.relays)
+            last = self._last_of(index, wave)
+            self._memory.board.post("checked", index + 1)
+            if last:
+                break
+        for stage in ("relayed", "checked"):
+            self._memory.board.post(stage, _ENDED)
 
-    def _count(self, phase: str, bucket: Tensor) -> None:
-        self._report.phases[phase].nbytes += bucket.nbytes
-        self._report.transport_steps += 1
+    def _pass_on(self, buckets: list[tuple[int, int, int]], buffer: Tensor) -> None:
+        steps = self._flow.steps(buckets)
+        if not steps:
+            return
+        phase = "inter_node" if self._flow.crosses and self._route.inter_group else "intra_node"
+        table = torch.tensor(steps, dtype=torch.int64)
+        with self._timed(phase):
+            messages = ops.relay(buffer, table, self._route.inter_group, self._route.intra_group, self._chunk)
+        self._report.transport_steps += messages
+        self._report.phases[phase].nbytes += sum(end - begin for begin, end, *_ in steps)
 
-    def _is_last(self, index: int, bucket: Tensor) -> bool:
-        """Checks the header of a bucket that has arrived. True if its reader gave up."""
-        header = BucketHeader.unpack(bytes(bucket[:HEADER_BYTES].tolist()))
-        if (header.index, header.fingerprint) != (index, self._fingerprint):
-            raise LoadError(
-                f"rank {self._rank} expected bucket {index} of plan {self._fingerprint.hex()}, "
-                f"got bucket {header.index} of plan {header.fingerprint.hex()}: the ranks are out of step"
-            )
-        if header.status == STATUS_ABORT:
-            said = bytes(bucket[HEADER_BYTES : HEADER_BYTES + header.nbytes].tolist()).decode(errors="replace")
-            self._failure = self._failure or Told(said)
-            return True
-        return False
+    def _broadcast(self, buckets: list[tuple[int, int, int]], buffer: Tensor) -> None:
+        with self._timed("inter_node"):
+            for number, begin, end in buckets:
+                reader, group = self._flow.reader(number), self._route.inter_group
+                ops.coalesced_bcast([buffer[begin:end]], reader, group, "", end - begin, "flat")
+                self._report.phases["inter_node"].nbytes += end - begin
+                self._report.transport_steps += bool(group)
 
-    def _unpack(self, index: int, buffer: Tensor) -> bool:
-        bucket = self._plan.buckets[index]
-        if self._is_last(index, buffer[: bucket.nbytes]):
-            return True
+    # ---- unpack ----
+
+    def _unpack(self) -> None:
+        for index, wave in enumerate(self._waves):
+            self._wait("relayed", index + 1, self._flow.relays)
+            self._wait("read", index + 1, self._local_readers(wave))
+            if self._last_of(index, wave):
+                self._over.set()
+                break
+            buffer = self._buffer(index)
+            with self._timed("unpack"):
+                for number, begin in zip(wave.numbers, wave.begins, strict=True):
+                    bucket = self._plan.buckets[number]
+                    self._take(number, bucket, buffer[begin : begin + bucket.nbytes])
+            self._memory.board.post("unpacked", index + 1)
+        self._memory.board.post("unpacked", _ENDED)
+
+    def _take(self, number: int, bucket: Bucket, buffer: Tensor) -> None:
         if self._failure is None and bucket.targets:
             try:
-                ops.unpack(buffer[: bucket.nbytes], [self._local[t] for t in bucket.targets], bucket.copies)
+                ops.unpack(buffer, [self._local[t] for t in bucket.targets], bucket.copies)
             except Exception as error:  # keep receiving, so that no other rank is left waiting; told at the end
-                self._failure = LoadError(f"rank {self._rank} could not unpack bucket {index}: {text_of(error)}")
+                self._failure = LoadError(f"rank {self._flow.rank} could not unpack bucket {number}: {text_of(error)}")
         self._report.phases["unpack"].nbytes += bucket.nbytes - HEADER_BYTES
         self._bar.update(bucket.nbytes)
-        return False
+
+    def _last_of(self, index: int, wave: _Wave) -> bool:
+        """Checks the headers of a wave that has arrived. True if a reader gave up."""
+        buffer = self._buffer(index)
+        gave_up = False
+        for number, begin in zip(wave.numbers, wave.begins, strict=True):
+            header = BucketHeader.unpack(bytes(buffer[begin : begin + HEADER_BYTES].tolist()))
+            if (header.index, header.fingerprint) != (number, self._fingerprint):
+                raise LoadError(
+                    f"rank {self._flow.rank} expected bucket {number} of plan {self._fingerprint.hex()}, "
+                    f"got bucket {header.index} of plan {header.fingerprint.hex()}: the ranks are out of step"
+                )
+            if header.status == STATUS_ABORT:
+                text = buffer[begin + HEADER_BYTES : begin + HEADER_BYTES + header.nbytes]
+                said = bytes(text.tolist()).decode(errors="replace")
+                self._failure = self._failure or Told(said)
+                gave_up = True
+        return gave_up

@@ -1,0 +1,90 @@
+#include "board.h"
+
+#include <c10/util/Exception.h>
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cmath>
+#include <ctime>
+
+namespace epload {
+namespace {
+
+using Word = std::atomic<int32_t>;
+static_assert(sizeof(Word) == sizeof(int32_t) && Word::is_always_lock_free);
+
+Word* words_of(const at::Tensor& board) {
+  TORCH_CHECK_VALUE(
+      board.is_cpu() && board.scalar_type() == at::kInt && board.dim() == 1 && board.is_contiguous() &&
+          board.numel() >= kBoardFixedWords,
+      "board: expected a contiguous 1-D int32 CPU tensor of at least ",
+      kBoardFixedWords,
+      " words, got ",
+      board.scalar_type(),
+      " of shape ",
+      board.sizes());
+  return reinterpret_cast<Word*>(board.data_ptr<int32_t>());
+}
+
+Word& counter(const at::Tensor& board, Word* words, int64_t slot) {
+  TORCH_CHECK_VALUE(
+      slot >= 0 && slot < board.numel() - kBoardFixedWords,
+      "board: expected a slot below ",
+      board.numel() - kBoardFixedWords,
+      ", got ",
+      slot);
+  return words[kBoardFixedWords + slot];
+}
+
+// Not std::atomic::wait, which sleeps on a futex that is private to the process.
+void sleep_while(Word& word, int32_t value, std::chrono::nanoseconds limit) {
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(limit);
+  const timespec timeout{seconds.count(), (limit - seconds).count()};
+  syscall(SYS_futex, &word, FUTEX_WAIT, value, &timeout, nullptr, 0);
+}
+
+} // namespace
+
+void board_post(const at::Tensor& board, int64_t slot, int64_t value) {
+  TORCH_CHECK_VALUE(
+      value >= INT32_MIN && value <= INT32_MAX, "board: expected a value that fits in an int32, got ", value);
+  auto* const words = words_of(board);
+  (slot == -1 ? words[1] : counter(board, words, slot)).store(static_cast<int32_t>(value), std::memory_order_release);
+  words[0].fetch_add(1, std::memory_order_acq_rel);
+  syscall(SYS_futex, &words[0], FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+int64_t board_wait(const at::Tensor& board, c10::IntArrayRef slots, int64_t value, double seconds) {
+  using Clock = std::chrono::steady_clock;
+  TORCH_CHECK_VALUE(seconds >= 0 && seconds < 1e9, "board: expected a limit of 0 to 1e9 seconds, got ", seconds);
+  const auto until = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  auto* const words = words_of(board);
+  for (;;) {
+    const auto seen = words[0].load(std::memory_order_acquire); // before the counters, so that no post is missed
+    int64_t behind = kBoardReached;
+    for (const auto slot : slots) {
+      if (counter(board, words, slot).load(std::memory_order_acquire) < value) {
+        behind = slot;
+        break;
+      }
+    }
+    if (behind == kBoardReached) {
+      return behind;
+    }
+    if (words[1].load(std::memory_order_acquire) != 0) {
+      return kBoardFailed;
+    }
+    const auto now = Clock::now();
+    if (now >= until) {
+      return behind;
+    }
+    sleep_while(words[0], seen, until - now);
+  }
+}
+
+} // namespace epload

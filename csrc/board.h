@@ -1,0 +1,24 @@
+// A board: counters in memory that several ranks or threads share, by which each tells the others how far it is.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include <cstdint>
+
+namespace epload {
+
+// Layout of a board, an int32 CPU tensor: word 0 changes with every post and is what waiters sleep on; word 1 is not 0
+// once somebody has failed; the counters follow.
+constexpr int64_t kBoardFixedWords = 2;
+constexpr int64_t kBoardFailed = -2;
+constexpr int64_t kBoardReached = -1;
+
+// Sets counter `slot` and wakes every waiter, in any process that maps the memory. Slot -1 posts a failure.
+void board_post(const at::Tensor& board, int64_t slot, int64_t value);
+
+// Waits until every counter in `slots` is at least `value`. Returns kBoardReached, kBoardFailed as soon as a failure
+// is posted, or after `seconds` the first slot that is behind. Writes made before a post are seen after the wait.
+int64_t board_wait(const at::Tensor& board, c10::IntArrayRef slots, int64_t value, double seconds);
+
+} // namespace epload

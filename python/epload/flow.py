@@ -1,0 +1,158 @@
+"""Who reads which bucket, and which pieces of it each rank receives and passes on. Pure: nodes and numbers in, roles out.
+
+Buckets move in waves: consecutive buckets that share a staging buffer. With one reader a wave is one bucket; with several it has
+a bucket for each of them, so that all read, send and receive at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+
+READERS = ("one", "per_node", "partitioned", "every")
+ALGORITHMS = ("two_level", "striped", "flat")
+MIN_PART_BYTES = 4 << 20
+"""A reader's share of a wave is no smaller, so that its reads stay long."""
+STRIPE_ALIGNMENT = 64
+_MAX_FILL = 1 / 32
+_CHUNK_BYTES = (256 << 10, 16 << 20)
+
+Step = tuple[int, int, int, int, int, int]
+"""begin, end (bytes of the wave), from (inter-node group, intra-node group), to (likewise); global ranks, -1 for none."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The roles of all ranks in one load, as seen by ``rank``. Equal on all ranks but for ``rank``."""
+
+    nodes: tuple[tuple[int, ...], ...]
+    rank: int
+    src: int
+    readers: str
+    algorithm: str
+    shared: bool
+    """Whether the ranks of a node share their staging buffers; else each has its own and bytes are passed on to it."""
+
+    @cached_property
+    def node(self) -> int:
+        """Number of this rank's node."""
+        return next(i for i, node in enumerate(self.nodes) if self.rank in node)
+
+    @cached_property
+    def sharers(self) -> tuple[int, ...]:
+        """The ranks that use this rank's staging buffers."""
+        return self.nodes[self.node] if self.shared else (self.rank,)
+
+    @cached_property
+    def leaders(self) -> tuple[int, ...]:
+        """One rank a node: those on the rail of ``src``."""
+        rail = next(node.index(self.src) for node in self.nodes if self.src in node)
+        return tuple(node[rail % len(node)] for node in self.nodes)
+
+    @cached_property
+    def turns(self) -> tuple[int, ...]:
+        """The ranks that read, in the order in which they take buckets: one of each node, then the next of each."""
+        if self.readers == "one":
+            return (self.src,)
+        if self.readers == "per_node":
+            return self.leaders
+        if self.readers == "every":
+            return tuple(sorted(rank for node in self.nodes for rank in node))
+        nodes = self.nodes if self.shared else [[leader] for leader in self.leaders]
+        return tuple(rank for row in zip_longest(*nodes) for rank in row if rank is not None)
+
+    def reader(self, bucket: int) -> int:
+        """The rank that reads a bucket for this rank."""
+        if self.readers == "per_node":
+            return self.leaders[self.node]
+        return self.turns[bucket % len(self.turns)]
+
+    @cached_property
+    def relays(self) -> tuple[int, ...]:
+        """The sharers through which bytes come into the staging buffers and go on."""
+        if self.algorithm == "flat":
+            return self.sharers
+        if not self.shared:
+            return self.sharers if len(self.nodes[self.node]) > 1 or self.crosses else ()
+        if not self.crosses:
+            return ()
+        return self.sharers if self.algorithm == "striped" else (self.leaders[self.node],)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether bytes move between nodes."""
+        return len(self.nodes) > 1 and self.readers not in ("per_node", "every")
+
+    def steps(self, buckets: Sequence[tuple[int, int, int]]) -> list[Step]:
+        """What this rank, one of ``relays``, does with the buckets of a wave.
+
+        Each node's leader (or, striped, each rank, with its stripe of every bucket) stands in a ring with those of the other
+        nodes, and every bucket goes once around from its reader's node to the one before. A rank takes its own node's buckets
+        first, then those of the node before, and so on, so that all links are busy and neighbours agree on the order.
+        Without shared buffers, the same order goes on from the leader along a chain of its node's ranks.
+
+        Args:
+            buckets: number of the bucket, begin and end in the wave.
+        """
+        node = self.nodes[self.node]
+        leader = self.rank if self.algorithm == "striped" else self.leaders[self.node]
+        chain = () if self.shared else (leader, *(rank for rank in node if rank != leader))
+        before, after = _neighbours(chain, self.rank)
+        steps = []
+        count = len(self.nodes) if self.crosses else 1
+        for distance in range(count):
+            origin = (self.node - distance) % count if self.crosses else self.node
+            for number, low, high in buckets:
+                if self.reader(number) not in self.nodes[origin]:
+                    continue
+                begin, end = low, high
+                if self.algorithm == "striped":
+                    begin, end = stripe(low, high, len(node), sorted(node).index(self.rank))
+                if self.rank != leader:
+                    steps.append((begin, end, -1, before, -1, after))
+                    continue
+                source = self._on_rail(self.node - 1) if distance else -1
+                goes_on = self.crosses and (self.node + 1) % count != origin
+                steps.append((begin, end, source, -1, self._on_rail(self.node + 1) if goes_on else -1, after))
+        return steps
+
+    def _on_rail(self, node: int) -> int:
+        """The rank of another node to which this one is joined."""
+        node %= len(self.nodes)
+        if self.algorithm != "striped":
+            return self.leaders[node]
+        return sorted(self.nodes[node])[sorted(self.nodes[self.node]).index(self.rank)]
+
+    def chunk_bytes(self, total: int) -> int:
+        """Bytes of a message: large, but so that filling the longest chain takes little of the time of ``total`` bytes."""
+        hops = len(self.nodes) - 1 if self.crosses else 0
+        if not self.shared:
+            hops += max(map(len, self.nodes)) - 1
+        low, high = _CHUNK_BYTES
+        return max(low, min(high, int(total * _MAX_FILL / max(hops - 1, 1)) >> 16 << 16))
+
+
+def buckets_per_wave(nodes: Sequence[Sequence[int]], readers: str, wave_bytes: int) -> int:
+    """How many readers share a wave: a whole number of ranks a node where that leaves each enough."""
+    if readers not in ("partitioned", "auto"):
+        return 1
+    ranks = sum(map(len, nodes))
+    most = max(1, min(ranks, wave_bytes // MIN_PART_BYTES))
+    return most // len(nodes) * len(nodes) if most > len(nodes) else most
+
+
+def stripe(begin: int, end: int, count: int, index: int) -> tuple[int, int]:
+    """One of ``count`` consecutive parts of a range, aligned to STRIPE_ALIGNMENT; the last may be short or empty."""
+    share = -(-(end - begin) // count)
+    each = -(-share // STRIPE_ALIGNMENT) * STRIPE_ALIGNMENT
+    low = min(end, begin + index * each)
+    return low, min(end, low + each)
+
+
+def _neighbours(chain: Sequence[int], rank: int) -> tuple[int, int]:
+    if rank not in chain:
+        return -1, -1
+    at = chain.index(rank)
+    return (chain[at - 1] if at else -1), (chain[at + 1] if at + 1 < len(chain) else -1)

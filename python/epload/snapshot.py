@@ -1,0 +1,106 @@
+"""Remembers how a model was read. Reading it again is then a check that nothing has changed, a sixth of the work.
+
+The check runs no Python code for each of 25,000 modules. It looks at the containers in which modules keep what they own, so these
+are held; what would keep the model alive (modules, and through FSDP's state any of them keeps all) is held weakly, and everything
+is let go of when the model is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from epload import dtensor
+from epload.targets import Targets, customises_state, walk
+
+_Ref = Callable[[], object]
+
+
+class Snapshot:
+    """The targets found in a model, and what has to be unchanged for them to be found again."""
+
+    def __init__(self, model: nn.Module, targets: Targets, dtype: torch.dtype | None) -> None:
+        modules = [module for _, module in walk(model)]
+        self._usable = not targets.lost and not any(map(customises_state, modules))
+        if not self._usable:
+            return
+        self._dtype = dtype
+        self._targets = replace(targets, tensors=[])
+        self._tensors = [weakref.ref(tensor) for tensor in targets.tensors]
+        self._seen = dtensor.specs(targets.tensors)
+        self._devices = [tensor.device for tensor in targets.tensors]
+        self._model = weakref.ref(model)
+        self._sharded = [weakref.ref(module) for module in modules if isinstance(module, FSDPModule)]
+        self._parents = [weakref.ref(module) for module in modules if module._modules]
+        # Parameters and buffers refer to no module, so that holding these keeps none alive; nor do empty places.
+        places: list[dict[str, Any]] = [module._parameters for module in modules]
+        places += [module._buffers for module in modules]
+        self._owning = [place for place in places if place]
+        self._empty: list[Collection[object]] = [place for place in places if not place]
+        self._empty += [module._modules for module in modules if not module._modules]
+        self._empty += [module._state_dict_hooks for module in modules]
+        self._not_saved = [module._non_persistent_buffers_set for module in modules if module._buffers]
+
+        self._children = _content(module._modules for module in modules if module._modules)
+        self._child_refs = _refs(chain.from_iterable(module._modules.values() for module in modules))
+        self._owned = _content(self._owning)
+        self._owned_refs = _refs(chain.from_iterable(map(dict.values, self._owning)))
+        self._not_saved_lengths = list(map(len, self._not_saved))
+        weakref.finalize(model, self._forget)
+
+    def _forget(self) -> None:
+        self._usable = False
+        self._owning.clear()
+        self._empty.clear()
+
+    def read(self, model: nn.Module, dtype: torch.dtype | None) -> Targets | None:
+        """What ``collect(model, dtype)`` would give; None if that has to be asked."""
+        if not self._usable or self._model() is not model or dtype != self._dtype:
+            return None
+        for ref in self._sharded:
+            module = ref()
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        parents = [ref() for ref in self._parents]
+        if None in parents or any(map(len, self._empty)):
+            return None
+        children = [module._modules for module in parents]  # type: ignore[union-attr]
+        if not (
+            _content(children) == self._children
+            and _same(self._child_refs, chain.from_iterable(map(dict.values, children)))
+            and _content(self._owning) == self._owned
+            and _same(self._owned_refs, chain.from_iterable(map(dict.values, self._owning)))
+            and list(map(len, self._not_saved)) == self._not_saved_lengths
+        ):
+            return None
+        tensors: list[Tensor] = [ref() for ref in self._tensors]  # type: ignore[misc]  # alive: just seen in their places
+        if dtensor.specs(tensors) != self._seen or [tensor.device for tensor in tensors] != self._devices:
+            return None
+        return replace(self._targets, tensors=tensors)
+
+
+def _content(places: Iterable[dict[str, Any]]) -> tuple[list[int], list[str]]:
+    """How much is in each place, and all names."""
+    places = list(places)
+    return list(map(len, places)), list(chain.from_iterable(places))
+
+
+def _refs(values: Iterable[object]) -> list[_Ref]:
+    return [_nothing if value is None else weakref.ref(value) for value in values]
+
+
+def _nothing() -> None:
+    return None
+
+
+def _same(refs: Iterable[_Ref], values: Iterable[object]) -> bool:
+    """Whether each value is the very object that was there. As many as there are refs."""
+    return all(map(is_, [ref() for ref in refs], values))
