@@ -26,7 +26,8 @@ def test_build_info() -> None:
     assert info["compiler"]
     assert Path(info["library"]) == LIBRARY
     assert LIBRARY.is_file()
-    assert "cpu" in info["native_region_copy"]
+    assert info["cuda"] == (PACKAGE / "libepload_cuda.so").is_file()
+    assert info["cuda"] == ("sm_90" in info["cuda_architectures"])
 
 
 @pytest.mark.parametrize(
