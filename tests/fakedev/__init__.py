@@ -61,6 +61,14 @@ def held(stream: torch.Stream) -> Iterator[None]:
         release(stream)
 
 
+def group_streams() -> list[torch.Stream]:
+    """The streams that process groups have made for themselves so far."""
+    return [
+        torch.Stream(stream_id=stream, device_index=device, device_type=torch._C._autograd.DeviceType.PrivateUse1.value)
+        for device, stream in _native().group_streams()
+    ]
+
+
 @contextmanager
 def traced() -> Iterator[list[tuple[int, int, str]]]:
     """Fills the list, at the end, with (device, stream id, task) of all that ran, in order of completion."""

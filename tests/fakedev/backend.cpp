@@ -10,12 +10,16 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
+#include <utility>
 
 namespace fakedev {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
 using Work = c10::intrusive_ptr<c10d::Work>;
+
+std::mutex group_streams_mutex;
+std::vector<std::pair<int, int64_t>> group_streams;
 
 // Waiting queues a wait on the current stream; the host goes on.
 class StreamWork final : public c10d::Work {
@@ -167,7 +171,10 @@ class StreamBackend final : public c10d::Backend {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& found = internal_[index];
     if (found == nullptr) {
-      found = &queue(new_stream(index));
+      const auto made = new_stream(index);
+      found = &queue(made);
+      const std::lock_guard<std::mutex> listing(group_streams_mutex);
+      group_streams.emplace_back(index, made.id());
     }
     return *found;
   }
@@ -190,6 +197,10 @@ PYBIND11_MODULE(_fakedev, m) {
       });
   m.def("hold", [](int device, int64_t stream) { queue(device, stream).hold(); });
   m.def("release", [](int device, int64_t stream) { queue(device, stream).release(); });
+  m.def("group_streams", [] {
+    const std::lock_guard<std::mutex> listing(group_streams_mutex);
+    return group_streams;
+  });
   m.def("start_trace", &start_trace);
   m.def("stop_trace", [] {
     std::vector<std::tuple<int, int64_t, std::string>> seen;
