@@ -158,6 +158,7 @@ void coalesced_bcast(
     return;
   }
   const auto device = check_tensors(tensors);
+  ExplicitStream::check(device, stream);
   const Route route(device.type(), src, inter_group, intra_group, algorithm == "flat", leader);
   if (!route.inter.present() && !route.intra.present()) {
     return;

@@ -6,8 +6,8 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <map>
 #include <utility>
@@ -25,7 +25,8 @@ std::vector<std::pair<int, int64_t>> group_streams;
 class StreamWork final : public c10d::Work {
  public:
   StreamWork(Event event, Tensors tensors)
-      : Work(-1, c10d::OpType::UNKNOWN), event_(std::move(event)), tensors_(std::move(tensors)) {}
+      : Work(-1, c10d::OpType::UNKNOWN), event_(std::move(event)), tensors_(std::move(tensors)) {
+  }
 
   bool isCompleted() override {
     return event_.done();
@@ -90,8 +91,7 @@ class StreamBackend final : public c10d::Backend {
       return gloo->allgather(to, on_host[1], options);
     });
   }
-  Work _reduce_scatter_base(
-      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
+  Work _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
     Tensors to{output}, from{input};
     return run("reduce_scatter", {&to, &from}, options.asyncOp, [options](auto& gloo, auto& on_host) {
       return gloo->_reduce_scatter_base(on_host[0][0], on_host[1][0], options);
@@ -191,8 +191,9 @@ class StreamBackend final : public c10d::Backend {
 PYBIND11_MODULE(_fakedev, m) {
   m.def(
       "make_backend",
-      [](c10::intrusive_ptr<c10d::Backend> gloo, std::vector<uint64_t> ranks, bool own_stream)
-          -> c10::intrusive_ptr<c10d::Backend> {
+      [](c10::intrusive_ptr<c10d::Backend> gloo,
+         std::vector<uint64_t> ranks,
+         bool own_stream) -> c10::intrusive_ptr<c10d::Backend> {
         return c10::make_intrusive<StreamBackend>(std::move(gloo), std::move(ranks), own_stream);
       });
   m.def("hold", [](int device, int64_t stream) { queue(device, stream).hold(); });

@@ -57,8 +57,10 @@ struct DeviceMemory final : c10::DeviceAllocator {
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
     return {};
   }
-  void resetAccumulatedStats(c10::DeviceIndex) override {}
-  void resetPeakStats(c10::DeviceIndex) override {}
+  void resetAccumulatedStats(c10::DeviceIndex) override {
+  }
+  void resetPeakStats(c10::DeviceIndex) override {
+  }
 };
 
 DeviceMemory device_memory;
@@ -256,7 +258,8 @@ struct View {
         strides(t.strides().vec()),
         dtype(t.scalar_type()),
         conj(t.is_conj()),
-        neg(t.is_neg()) {}
+        neg(t.is_neg()) {
+  }
 
   at::Tensor on_host() const {
     auto t = at::from_blob(data, sizes, strides, at::TensorOptions().dtype(dtype));
@@ -280,11 +283,7 @@ at::Tensor empty(
     std::optional<at::MemoryFormat> format) {
   const c10::OptionalDeviceGuard guard(where);
   return at::detail::empty_generic(
-      sizes,
-      &device_memory,
-      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-      c10::dtype_or_default(dtype),
-      format);
+      sizes, &device_memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
 }
 
 at::Tensor empty_strided(
@@ -296,11 +295,7 @@ at::Tensor empty_strided(
     std::optional<bool>) {
   const c10::OptionalDeviceGuard guard(where);
   return at::detail::empty_strided_generic(
-      sizes,
-      strides,
-      &device_memory,
-      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-      c10::dtype_or_default(dtype));
+      sizes, strides, &device_memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }
 
 // On the current stream of the device, or of the source's where there are two. The host waits where a real device would

@@ -1,5 +1,6 @@
 // The runtime of a fake asynchronous accelerator, for tests: streams that are worker threads, gates, events, and memory
-// that is the host's but is poisoned whenever it changes hands. What is wrong on a real device is wrong here every time.
+// that is the host's but is poisoned whenever it changes hands. What is wrong on a real device is wrong here every
+// time.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -23,10 +24,11 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 // One stream: tasks in order on a thread of its own, started with the first. Lives as long as the process.
 class Queue {
  public:
-  Queue(int device, int64_t id) : device_(device), id_(id) {}
+  Queue(int device, int64_t id) : device_(device), id_(id) {
+  }
 
-  // `what` is for the trace. A task that throws fails the stream; the tasks after it still run, so that nobody who waits
-  // for them hangs, and the next host-side wait raises.
+  // `what` is for the trace. A task that throws fails the stream; the tasks after it still run, so that nobody who
+  // waits for them hangs, and the next host-side wait raises.
   void push(const char* what, std::function<void()> task);
   void synchronize(); // waits until all is done; throws what a task threw, once
   bool idle();
