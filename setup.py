@@ -48,14 +48,13 @@ def find_nvcc() -> Path | None:
         raise SystemExit(f"epload: expected EPLOAD_CUDA to be auto, 0 or 1, got {wanted!r}")
     if wanted == "0":
         return None
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    named = [str(Path(home) / "bin") for home in homes if home]
-    search = os.pathsep.join([*named, os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
-    nvcc = shutil.which("nvcc", path=search)
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    places = [f"{home}/bin"] if home else [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    nvcc = shutil.which("nvcc", path=os.pathsep.join(places))
     if nvcc is None and wanted == "1":
         raise SystemExit(
-            "epload: EPLOAD_CUDA=1 needs nvcc, and there is none in CUDA_HOME/bin, on PATH or in /usr/local/cuda/bin. "
-            "Install the CUDA toolkit or set CUDA_HOME to it; EPLOAD_CUDA=0 builds without CUDA kernels"
+            f"epload: EPLOAD_CUDA=1 needs nvcc, and there is none in {' or '.join(places)}. Install the CUDA toolkit, or "
+            "set CUDA_HOME to where it is; EPLOAD_CUDA=0 builds without CUDA kernels"
         )
     return Path(nvcc) if nvcc else None
 
