@@ -237,6 +237,8 @@ EPLOAD_HD void with_number(Number number, const Body& body) {
       return body.template run<Number::kDouble>();
     case Number::kFloat8E4M3:
       return body.template run<Number::kFloat8E4M3>();
+    case Number::kFloat8E4M3Clamped:
+      return body.template run<Number::kFloat8E4M3Clamped>();
     case Number::kFloat8E5M2:
       return body.template run<Number::kFloat8E5M2>();
     default:

@@ -13,7 +13,10 @@
 
 namespace epload::cuda {
 
-enum class Number : uint8_t { kNone, kBFloat16, kHalf, kFloat, kDouble, kFloat8E4M3, kFloat8E5M2 };
+// kFloat8E4M3Clamped holds the same numbers as kFloat8E4M3; what is too large becomes the largest rather than NaN.
+enum class Number : uint8_t { kNone, kBFloat16, kHalf, kFloat, kDouble, kFloat8E4M3, kFloat8E4M3Clamped, kFloat8E5M2 };
+
+enum class Overflow : uint8_t { kInfinity, kNaN, kLargest }; // what a number becomes that is too large
 
 EPLOAD_HD uint32_t bits_of(float value) {
   uint32_t bits;
@@ -27,18 +30,18 @@ EPLOAD_HD float float_of(uint32_t bits) {
   return value;
 }
 
-// A float format of one sign bit, kExponent and kMantissa bits, narrower than float32. With kInfinity the top exponent
-// means infinity and NaN, as in IEEE 754; without, only the code of all ones is NaN, and what is too large becomes it
-// (e4m3fn).
-template <typename BitsType, int kExponent, int kMantissa, bool kInfinity>
+// A float format of one sign bit, kExponent and kMantissa bits, narrower than float32. Where overflow gives infinity
+// the top exponent means infinity and NaN, as in IEEE 754; else only the code of all ones is NaN (e4m3fn).
+template <typename BitsType, int kExponent, int kMantissa, Overflow kOverflow>
 struct Small {
   using Bits = BitsType;
 
+  static constexpr bool kInfinity = kOverflow == Overflow::kInfinity;
   static constexpr int kBias = (1 << (kExponent - 1)) - 1;
   static constexpr int kDropped = 23 - kMantissa;
   static constexpr uint32_t kMagnitude = (1u << (kExponent + kMantissa)) - 1;
   static constexpr uint32_t kTop = ((1u << kExponent) - 1) << kMantissa; // the top exponent
-  static constexpr uint32_t kOverflow = kInfinity ? kTop : kMagnitude;   // what a value too large becomes
+  static constexpr uint32_t kTooLarge = kInfinity ? kTop : kMagnitude - (kOverflow == Overflow::kLargest);
   static constexpr uint32_t kNaN = kInfinity ? kTop | (1u << (kMantissa - 1)) : kMagnitude;
   static constexpr uint32_t kFloatInfinity = 0xffu << 23;
   static constexpr uint32_t kSmallestNormal = static_cast<uint32_t>(127 - kBias + 1) << 23;
@@ -54,7 +57,7 @@ struct Small {
       const uint32_t even = (magnitude >> kDropped) & 1;
       code = ((magnitude + (1u << (kDropped - 1)) - 1 + even) >> kDropped) -
              (static_cast<uint32_t>(127 - kBias) << kMantissa);
-      code = code > kOverflow ? kOverflow : code;
+      code = code > kTooLarge ? kTooLarge : code;
     } else if constexpr (kExponent == 8) { // float32's own subnormals: the same exponents, fewer mantissa bits
       const uint32_t even = (magnitude >> kDropped) & 1;
       code = (magnitude + (1u << (kDropped - 1)) - 1 + even) >> kDropped;
@@ -104,16 +107,18 @@ struct Double {
 template <Number>
 struct FormatOf;
 template <>
-struct FormatOf<Number::kBFloat16> : Small<uint16_t, 8, 7, true> {};
+struct FormatOf<Number::kBFloat16> : Small<uint16_t, 8, 7, Overflow::kInfinity> {};
 template <>
-struct FormatOf<Number::kHalf> : Small<uint16_t, 5, 10, true> {};
+struct FormatOf<Number::kHalf> : Small<uint16_t, 5, 10, Overflow::kInfinity> {};
 template <>
 struct FormatOf<Number::kFloat> : Float {};
 template <>
 struct FormatOf<Number::kDouble> : Double {};
 template <>
-struct FormatOf<Number::kFloat8E4M3> : Small<uint8_t, 4, 3, false> {};
+struct FormatOf<Number::kFloat8E4M3> : Small<uint8_t, 4, 3, Overflow::kNaN> {};
 template <>
-struct FormatOf<Number::kFloat8E5M2> : Small<uint8_t, 5, 2, true> {};
+struct FormatOf<Number::kFloat8E4M3Clamped> : Small<uint8_t, 4, 3, Overflow::kLargest> {};
+template <>
+struct FormatOf<Number::kFloat8E5M2> : Small<uint8_t, 5, 2, Overflow::kInfinity> {};
 
 } // namespace epload::cuda

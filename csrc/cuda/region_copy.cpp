@@ -10,6 +10,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Float8_e4m3fn.h>
 #include <dlfcn.h>
 
 #include <array>
@@ -87,8 +88,8 @@ cuda::Number number_of(at::ScalarType dtype) {
       return cuda::Number::kFloat;
     case at::ScalarType::Double:
       return cuda::Number::kDouble;
-    case at::ScalarType::Float8_e4m3fn:
-      return cuda::Number::kFloat8E4M3;
+    case at::ScalarType::Float8_e4m3fn: // torch's own conversion clamps or not, by its version
+      return c10::Float8_e4m3fn(1e6F).isnan() ? cuda::Number::kFloat8E4M3 : cuda::Number::kFloat8E4M3Clamped;
     case at::ScalarType::Float8_e5m2:
       return cuda::Number::kFloat8E5M2;
     default:

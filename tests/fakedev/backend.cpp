@@ -1,5 +1,6 @@
 // A c10d backend for the fake accelerator: gloo, run from a stream, in the manner of NCCL or of HCCL. And the Python
 // module.
+#include "../../csrc/cuda/chunk.h"
 #include "runtime.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -211,6 +212,14 @@ PYBIND11_MODULE(_fakedev, m) {
     return seen;
   });
   m.def("drain", &drain, py::call_guard<py::gil_scoped_release>());
+  m.def("divide", [](const std::vector<uint32_t>& numbers, uint32_t divisor) {
+    const auto by = epload::cuda::Divider::of(divisor);
+    std::vector<uint32_t> quotients;
+    for (const auto n : numbers) {
+      quotients.push_back(by.divide(n));
+    }
+    return quotients;
+  });
   m.attr("DEVICES") = kDevices;
 }
 
