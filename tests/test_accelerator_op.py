@@ -11,6 +11,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import fakedev
@@ -18,6 +20,7 @@ import ranks
 import test_coalesced_bcast as contract
 from epload import Topology, coalesced_bcast, ops
 from fakedev import build
+from test_region_copy import Problem, check_equal, problems
 
 DEVICE = f"{fakedev.NAME}:0"
 SEMANTICS = pytest.mark.parametrize("semantics", fakedev.SEMANTICS)
@@ -139,6 +142,20 @@ def wrong_use(rank: int) -> tuple[list[str], dict[str, str]]:
 @SEMANTICS
 def test_wrong_use_is_refused_before_anything_moves(semantics: str) -> None:
     contract.agree(ranks.run(3, wrong_use, setup=partial(fakedev.setup, semantics)))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@given(problems(), st.booleans())
+def without_kernels(problem: Problem, unpack: bool) -> None:
+    check_equal(problem, unpack, ops.unpack if unpack else ops.pack, DEVICE)
+
+
+def in_process(rank: int) -> None:
+    without_kernels()
+
+
+def test_region_copy_of_a_device_without_its_own() -> None:
+    assert ranks.run(1, in_process, setup=fakedev.setup) == [None]
 
 
 BROKEN_ROUNDS, RIGHT_ROUNDS = 10, 50

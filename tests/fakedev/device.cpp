@@ -401,6 +401,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   });
 }
 
+// The copy resolves lazy conjugates and negations itself; torch would resolve them by a copy, for ever.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_host>());
 }
