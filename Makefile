@@ -3,7 +3,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 RUN := $(VENV)/bin
-NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
+NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
+FAKES := $(wildcard tests/fakedev/*.cpp tests/fakedev/*.h)
 SOURCES := python tests benchmarks examples setup.py
 
 .PHONY: help build test lint format demo bench-load clean
@@ -31,12 +32,12 @@ lint: $(VENV)/ready ## ruff, mypy (strict, on python/) and clang-format
 	$(RUN)/ruff check $(SOURCES)
 	$(RUN)/ruff format --check $(SOURCES)
 	$(RUN)/mypy
-	$(RUN)/clang-format --dry-run --Werror $(NATIVE)
+	$(RUN)/clang-format --dry-run --Werror $(NATIVE) $(FAKES)
 
 format: $(VENV)/ready ## rewrite the sources as lint wants them
 	$(RUN)/ruff check --fix $(SOURCES)
 	$(RUN)/ruff format $(SOURCES)
-	$(RUN)/clang-format -i $(NATIVE)
+	$(RUN)/clang-format -i $(NATIVE) $(FAKES)
 
 demo: build ## load a Mixture-of-Experts checkpoint over two emulated nodes
 	$(RUN)/python examples/demo.py

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import shutil
 import site
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent.resolve()
 SUPPORTED_TORCH = ">=2.11,<2.16"
 OPS_LIBRARY = "libepload.so"
+CUDA_LIBRARY = "libepload_cuda.so"
 FIRST_MINOR, LAST_MINOR = 11, 15
 
 
@@ -39,6 +41,24 @@ def torch_version(torch_dir: Path) -> str:
     return version
 
 
+def find_nvcc() -> Path | None:
+    """The CUDA compiler to build kernels with, as EPLOAD_CUDA says: 0 none, 1 it must be there, auto (or unset) if it is."""
+    wanted = os.environ.get("EPLOAD_CUDA") or "auto"
+    if wanted not in ("auto", "0", "1"):
+        raise SystemExit(f"epload: expected EPLOAD_CUDA to be auto, 0 or 1, got {wanted!r}")
+    if wanted == "0":
+        return None
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    places = [f"{home}/bin"] if home else [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    nvcc = shutil.which("nvcc", path=os.pathsep.join(places))
+    if nvcc is None and wanted == "1":
+        raise SystemExit(
+            f"epload: EPLOAD_CUDA=1 needs nvcc, and there is none in {' or '.join(places)}. Install the CUDA toolkit, or "
+            "set CUDA_HOME to where it is; EPLOAD_CUDA=0 builds without CUDA kernels"
+        )
+    return Path(nvcc) if nvcc else None
+
+
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         torch_dir = find_torch()
@@ -47,7 +67,10 @@ class CMakeBuild(build_ext):
                 "epload is built against the torch it will run with, and none is installed for "
                 f"{sys.executable}. First: pip install 'torch{SUPPORTED_TORCH}'"
             )
+        nvcc = find_nvcc()
         output = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
+        if nvcc is None:
+            (output / CUDA_LIBRARY).unlink(missing_ok=True)  # of an earlier build
         build = ROOT / "build" / f"cmake-{sysconfig.get_config_var('SOABI')}"
         # A torch, a Python or an isolated build environment that has gone would leave a stale cache.
         (build / "CMakeCache.txt").unlink(missing_ok=True)
@@ -60,19 +83,26 @@ class CMakeBuild(build_ext):
             f"-DEPLOAD_TORCH_VERSION={torch_version(torch_dir)}",
             f"-DEPLOAD_VERSION={self.distribution.get_version()}",
             f"-DEPLOAD_OUTPUT_DIR={output}",
+            f"-DEPLOAD_NVCC={nvcc or ''}",
         ]  # fmt: skip
         jobs = os.environ.get("MAX_JOBS")
         subprocess.run(configure, check=True)
         subprocess.run(["cmake", "--build", str(build), *(["-j", jobs] if jobs else [])], check=True)
 
     def copy_extensions_to_source(self) -> None:
-        """`pip install -e` and `build_ext --inplace`: setuptools knows of _C only, the ops library goes beside it."""
+        """`pip install -e` and `build_ext --inplace`: setuptools knows of _C only, the other libraries go beside it."""
         super().copy_extensions_to_source()
-        built = Path(self.build_lib).resolve() / "epload" / OPS_LIBRARY
-        self.copy_file(str(built), str(ROOT / "python" / "epload" / OPS_LIBRARY))
+        package = ROOT / "python" / "epload"
+        (package / CUDA_LIBRARY).unlink(missing_ok=True)
+        for library in self.libraries_beside():
+            self.copy_file(str(library), str(package / library.name))
+
+    def libraries_beside(self) -> list[Path]:
+        names = [OPS_LIBRARY, *([CUDA_LIBRARY] if find_nvcc() else [])]
+        return [Path(self.build_lib).resolve() / "epload" / name for name in names]
 
     def get_outputs(self) -> list[str]:
-        return [*super().get_outputs(), str(Path(self.build_lib) / "epload" / OPS_LIBRARY)]
+        return [*super().get_outputs(), *map(str, self.libraries_beside())]
 
 
 def pybind11_dir() -> str:

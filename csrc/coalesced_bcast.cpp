@@ -254,6 +254,7 @@ void coalesced_bcast(
     return;
   }
   const auto device = check_tensors(tensors);
+  ExplicitStream::check(device, stream);
   const Route route(device.type(), src, inter_group, intra_group, wanted, leader);
   if (!route.inter.present() && !route.intra.present()) {
     return;

@@ -15,21 +15,28 @@ namespace epload {
 // host never waits. Not thread safe: one per call, on the calling thread.
 class ExplicitStream {
  public:
+  // Throws ValueError if `stream` is given and is not one of `device`.
+  static void check(c10::Device device, const std::optional<c10::Stream>& stream) {
+    TORCH_CHECK_VALUE(
+        !stream.has_value() || !device.is_cpu(),
+        "epload: expected stream=None for tensors on cpu, got a stream of ",
+        stream->device());
+    TORCH_CHECK_VALUE(
+        !stream.has_value() || stream->device() == device,
+        "epload: expected a stream of ",
+        device,
+        ", where the tensors are, got a stream of ",
+        stream->device());
+  }
+
+  // `stream` has passed check().
   ExplicitStream(c10::Device device, std::optional<c10::Stream> stream) : device_(device) {
     if (device.is_cpu()) {
-      TORCH_CHECK_VALUE(
-          !stream.has_value(), "epload: expected stream=None for tensors on cpu, got a stream of ", stream->device());
       return;
     }
     const c10::impl::VirtualGuardImpl impl(device.type());
     caller_ = impl.getStream(device);
     ours_ = stream.value_or(*caller_);
-    TORCH_CHECK_VALUE(
-        ours_->device() == device,
-        "epload: expected a stream of ",
-        device,
-        ", where the tensors are, got a stream of ",
-        ours_->device());
     if (*ours_ != *caller_) {
       join(*caller_, *ours_);
     }

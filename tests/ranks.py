@@ -31,14 +31,19 @@ class RankFailed(AssertionError):
     """A rank raised, died or hung; the text has what each rank said."""
 
 
-def run(world: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT) -> list[Any]:
-    """Calls ``function(rank, *args)`` on ``world`` ranks of a gloo group and returns each rank's value, in order."""
+def run(
+    world: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, setup: Callable[[], str] | None = None
+) -> list[Any]:
+    """Calls ``function(rank, *args)`` on ``world`` ranks of a gloo group and returns each rank's value, in order.
+
+    ``setup`` is called first on each rank and returns the backends to make the group with, in place of gloo.
+    """
     with tempfile.TemporaryDirectory(prefix="epload-test-") as folder:
         links, processes = [], []
         for rank in range(world):
             ours, theirs = _context.Pipe()
             process = _context.Process(
-                target=_main, args=(rank, world, folder, limit, theirs, function, args), daemon=True
+                target=_main, args=(rank, world, folder, limit, theirs, setup, function, args), daemon=True
             )
             process.start()
             theirs.close()
@@ -87,6 +92,7 @@ def _main(
     folder: str,
     limit: float,
     link: Connection,
+    setup: Callable[[], str] | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -95,7 +101,7 @@ def _main(
         faulthandler.dump_traceback_later(limit, file=stacks, exit=True)
         try:
             dist.init_process_group(
-                "gloo",
+                setup() if setup else "gloo",
                 init_method=f"file://{folder}/rendezvous",
                 rank=rank,
                 world_size=world,

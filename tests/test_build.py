@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import epload
 from epload import _C
 from epload.build import check_torch
 
+ROOT = Path(__file__).parents[1]
 PACKAGE = Path(epload.__file__).parent
 LIBRARY = PACKAGE / "libepload.so"
 SYSTEM_LIBRARIES = ("libstdc++.so", "libgcc_s.so", "libm.so", "libc.so", "libpthread.so", "ld-linux", "libdl.so")
@@ -26,7 +28,8 @@ def test_build_info() -> None:
     assert info["compiler"]
     assert Path(info["library"]) == LIBRARY
     assert LIBRARY.is_file()
-    assert "cpu" in info["native_region_copy"]
+    assert info["cuda"] == (PACKAGE / "libepload_cuda.so").is_file()
+    assert info["cuda"] == ("sm_90" in info["cuda_architectures"])
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,22 @@ def test_fresh_build_is_loaded() -> None:
         assert part in said, said
 
 
+@pytest.mark.parametrize(
+    ("wanted", "parts"),
+    [("1", ["EPLOAD_CUDA=1", "nvcc", "CUDA_HOME", "EPLOAD_CUDA=0"]), ("yes", ["auto, 0 or 1", "'yes'"])],
+)
+def test_a_build_with_cuda_that_cannot_be_is_refused(wanted: str, parts: list[str], tmp_path: Path) -> None:
+    """In one sentence, before anything is compiled."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path)]
+    environment = {**os.environ, "EPLOAD_CUDA": wanted, "CUDA_HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode != 0
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith("epload: "), done.stderr
+    assert [part for part in parts if part not in said] == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def binutils(*command: str) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
 
@@ -99,13 +118,28 @@ def test_library_needs_no_python() -> None:
     assert [symbol for symbol in undefined if symbol.lstrip("_").startswith("Py")] == []
 
 
+def needed(library: Path) -> list[str]:
+    lines = binutils("readelf", "-d", "-W", str(library))
+    return [line.split("[")[1].rstrip("]") for line in lines if "(NEEDED)" in line]
+
+
 def test_library_needs_only_torch_core() -> None:
-    needed = [
-        line.split("[")[1].rstrip("]") for line in binutils("readelf", "-d", "-W", str(LIBRARY)) if "(NEEDED)" in line
-    ]
-    assert {"libc10.so", "libtorch_cpu.so"} <= set(needed)
-    others = [name for name in needed if name not in ("libc10.so", "libtorch_cpu.so")]
+    names = needed(LIBRARY)
+    assert {"libc10.so", "libtorch_cpu.so"} <= set(names)
+    others = [name for name in names if name not in ("libc10.so", "libtorch_cpu.so")]
     assert [name for name in others if not name.startswith(SYSTEM_LIBRARIES)] == []
+
+
+CUDA_LIBRARY = PACKAGE / "libepload_cuda.so"
+
+
+@pytest.mark.skipif(not epload.build_info()["cuda"], reason="this build has no CUDA kernels (EPLOAD_CUDA)")
+def test_cuda_library_needs_neither_torch_nor_a_driver() -> None:
+    """So that a build with kernels runs where there is no CUDA."""
+    assert [name for name in needed(CUDA_LIBRARY) if not name.startswith((*SYSTEM_LIBRARIES, "librt.so"))] == []
+    symbols = {line.split()[-1] for line in binutils("nm", "-D", "--defined-only", str(CUDA_LIBRARY))}
+    interface = {"epload_cuda_interface", "epload_cuda_ready", "epload_cuda_region_copy", "epload_cuda_error"}
+    assert symbols == interface
 
 
 MODULES = {path.stem: path for path in sorted(PACKAGE.glob("*.py"))}

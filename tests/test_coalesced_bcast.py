@@ -59,7 +59,9 @@ def values(index: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int) ->
 class Guarded:
     """A tensor of some layout inside memory of its own, which is compared too."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, layout: str, content: Tensor | None) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, layout: str, content: Tensor | None, device: str = "cpu"
+    ) -> None:
         order = list(range(len(shape)))[::-1]  # innermost dim first
         if layout == "reversed dims":
             order = order[::-1]
@@ -70,7 +72,7 @@ class Guarded:
         for dim in order:
             strides[dim] = inner
             inner *= max(1, shape[dim])
-        self.base = torch.full(((inner + 8) * dtype.itemsize,), 1, dtype=torch.uint8).view(dtype)
+        self.base = torch.full(((inner + 8) * dtype.itemsize,), 1, dtype=torch.uint8).to(device).view(dtype)
         self.geometry = (shape, tuple(strides), 3)
         self.tensor = self.base.as_strided(*self.geometry)
         if content is not None:
@@ -78,21 +80,28 @@ class Guarded:
 
     def wrong(self, content: Tensor) -> str:
         """Empty if the tensor holds ``content`` bit for bit and the rest is as it was made."""
-        expected = torch.ones_like(self.base.view(torch.uint8)).view(self.base.dtype)
+        got = self.base.cpu()
+        expected = torch.ones_like(got.view(torch.uint8)).view(got.dtype)
         expected.as_strided(*self.geometry).copy_(content)
-        if torch.equal(self.base.view(torch.uint8), expected.view(torch.uint8)):
+        if torch.equal(got.view(torch.uint8), expected.view(torch.uint8)):
             return ""
         return f"{self.tensor.dtype} {self.geometry}: {self.tensor.flatten()[:4]}, expected {content.flatten()[:4]}"
 
 
 def exchange(
-    rank: int, src: int, topo: Topology, shapes: list[tuple[int, ...]], salt: int, **options: Any
+    rank: int,
+    src: int,
+    topo: Topology,
+    shapes: list[tuple[int, ...]],
+    salt: int,
+    device: str = "cpu",
+    **options: Any,
 ) -> list[str]:
     """One call with every shape; each rank has layouts of its own, so senders and receivers differ in strides."""
     kinds = [(shape, DTYPES[(i + salt) % len(DTYPES)]) for i, shape in enumerate(shapes)]
     contents = [values(i, shape, dtype, salt) for i, (shape, dtype) in enumerate(kinds)]
     guarded = [
-        Guarded(shape, dtype, LAYOUTS[(i + rank + salt) % 4], content if rank == src else None)
+        Guarded(shape, dtype, LAYOUTS[(i + rank + salt) % 4], content if rank == src else None, device)
         for i, ((shape, dtype), content) in enumerate(zip(kinds, contents, strict=True))
     ]
     coalesced_bcast([g.tensor for g in guarded], src=src, topology=topo, **options)
@@ -101,7 +110,7 @@ def exchange(
     return [f"{case} {i}: {text}" for i, text in said if text]
 
 
-def matrix(rank: int, shapes_of_nodes: list[Nodes]) -> list[str]:
+def matrix(rank: int, shapes_of_nodes: list[Nodes], device: str = "cpu") -> list[str]:
     wrong: list[str] = []
     salt = 0
     for nodes in shapes_of_nodes:
@@ -110,10 +119,10 @@ def matrix(rank: int, shapes_of_nodes: list[Nodes]) -> list[str]:
             for bucket_bytes in (1000, 1 << 20):
                 salt += 1
                 options = {"bucket_bytes": bucket_bytes, "algorithm": algorithm}
-                wrong += exchange(rank, src, topo, SHAPES + LARGE, salt, **options)
-            wrong += exchange(rank, src, topo, SHAPES, salt, bucket_bytes=100, algorithm=algorithm)
-        wrong += exchange(rank, topo.ranks[-1], topo, SHAPES, salt, bucket_bytes=16)
-        wrong += exchange(rank, topo.ranks[0], topo, SHAPES, salt + 1, bucket_bytes=17)
+                wrong += exchange(rank, src, topo, SHAPES + LARGE, salt, device, **options)
+            wrong += exchange(rank, src, topo, SHAPES, salt, device, bucket_bytes=100, algorithm=algorithm)
+        wrong += exchange(rank, topo.ranks[-1], topo, SHAPES, salt, device, bucket_bytes=16)
+        wrong += exchange(rank, topo.ranks[0], topo, SHAPES, salt + 1, device, bucket_bytes=17)
     return wrong
 
 
@@ -131,7 +140,7 @@ def test_every_byte_arrives(world: int) -> None:
     assert ranks.run(world, matrix, MATRIX[world]) == [[]] * world
 
 
-def single_tensors(rank: int) -> list[str]:
+def single_tensors(rank: int, device: str = "cpu") -> list[str]:
     """What is sent in place: one contiguous tensor, smaller or larger than a bucket; and receivers that are not."""
     wrong = []
     topo = Topology.from_nodes([[0, 1], [2]])
@@ -142,22 +151,22 @@ def single_tensors(rank: int) -> list[str]:
     ]
     for content, layout, bucket_bytes in product(contents, LAYOUTS, (64, 1 << 20)):
         plain = "contiguous" if rank == 1 else layout
-        one = Guarded(tuple(content.shape), content.dtype, plain, content if rank == 1 else None)
+        one = Guarded(tuple(content.shape), content.dtype, plain, content if rank == 1 else None, device)
         pointer = one.tensor.data_ptr()
         coalesced_bcast([one.tensor], src=1, topology=topo, bucket_bytes=bucket_bytes)
         if (text := one.wrong(content)) or one.tensor.data_ptr() != pointer:
             wrong.append(f"{tuple(content.shape)} {layout} {bucket_bytes}: {text}")
     coalesced_bcast([], src=1, topology=topo)
-    coalesced_bcast([torch.empty(0, 3), torch.empty(0)], src=1, topology=topo)
-    coalesced_bcast(iter([contents[0].clone()]), src=1, topology=topo)
+    coalesced_bcast([torch.empty(0, 3, device=device), torch.empty(0, device=device)], src=1, topology=topo)
+    coalesced_bcast(iter([contents[0].to(device, copy=True)]), src=1, topology=topo)
     return wrong
 
 
-def parameters(rank: int) -> list[str]:
+def parameters(rank: int, device: str = "cpu") -> list[str]:
     torch.manual_seed(rank)
     wrong = []
     topo = Topology.from_nodes([[0, 1], [2]])
-    model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30))
+    model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30)).to(device)
     loss = (model[0].weight * model[0].weight).sum()
     before = dict(model.named_parameters())
     torch.manual_seed(0)
@@ -166,8 +175,10 @@ def parameters(rank: int) -> list[str]:
     for name, parameter in model.named_parameters():
         if parameter is not before[name] or not parameter.requires_grad or not parameter.is_leaf or parameter.grad_fn:
             wrong.append(f"{name} is no longer a plain leaf")
-    wrong += [f"{name} differs" for name, value in model.state_dict().items() if not torch.equal(value, want[name])]
-    model(torch.ones(4, 20)).sum().backward()
+    wrong += [
+        f"{name} differs" for name, value in model.state_dict().items() if not torch.equal(value.cpu(), want[name])
+    ]
+    model(torch.ones(4, 20, device=device)).sum().backward()
     try:
         loss.backward()
         wrong.append("autograd did not learn of the write")
@@ -177,15 +188,15 @@ def parameters(rank: int) -> list[str]:
     return wrong
 
 
-def in_place_and_parameters(rank: int) -> list[str]:
-    return single_tensors(rank) + parameters(rank)
+def in_place_and_parameters(rank: int, device: str = "cpu") -> list[str]:
+    return single_tensors(rank, device) + parameters(rank, device)
 
 
 def test_tensors_sent_in_place_and_parameters() -> None:
     assert ranks.run(3, in_place_and_parameters) == [[]] * 3
 
 
-def raw_op(rank: int) -> list[str]:
+def raw_op(rank: int, device: str = "cpu") -> list[str]:
     made = {members: dist.new_group(list(members)) for members in ((0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 2, 3))}
     op = torch.ops.epload.coalesced_bcast
 
@@ -196,7 +207,7 @@ def raw_op(rank: int) -> list[str]:
     wrong = []
 
     def check(what: str, src: int, call: Callable[[list[Tensor]], object]) -> None:
-        got = [Guarded((40, 5), torch.float32, LAYOUTS[(rank + i) % 4], None) for i in range(3)]
+        got = [Guarded((40, 5), torch.float32, LAYOUTS[(rank + i) % 4], None, device) for i in range(3)]
         contents = [values(i, (40, 5), torch.float32, src) for i in range(3)]
         for g, content in zip(got, contents, strict=True):
             if rank == src:
@@ -215,7 +226,7 @@ def raw_op(rank: int) -> list[str]:
     check("no node", 3, lambda t: op(t, 3, name(0, 1, 2, 3), "", 1000, "two_level"))
 
     def refused(what: str, text: str, *args: Any, **options: Any) -> None:
-        tensors = [torch.full((3,), float(rank))]
+        tensors = [torch.full((3,), float(rank), device=device)]
         kind, said = raised(lambda: op(tensors, *args, **options))
         if kind != "ValueError" or text not in said or tensors[0].tolist() != [rank] * 3:
             wrong.append(f"{what}: {kind} {said} {tensors}")
@@ -256,8 +267,9 @@ def has_memory(tensor: Tensor) -> bool:
 class Refusals:
     """Calls that every rank must refuse alike, each followed by one that succeeds."""
 
-    def __init__(self, rank: int, nodes: Nodes) -> None:
+    def __init__(self, rank: int, nodes: Nodes, device: str = "cpu") -> None:
         self.rank = rank
+        self.device = device
         self.topo = Topology.from_nodes(nodes)
         self.topo.control.deadline = timedelta(seconds=8)  # so that a rank left alone says so soon
         self.wrong: list[str] = []
@@ -273,7 +285,8 @@ class Refusals:
         if not all(map(torch.equal, plain, before)):
             self.wrong.append(f"{what}: something has moved")
         self.wrong += [
-            f"after {what}: {text}" for text in exchange(self.rank, 1, self.topo, SHAPES[:5], len(self.texts))
+            f"after {what}: {text}"
+            for text in exchange(self.rank, 1, self.topo, SHAPES[:5], len(self.texts), self.device)
         ]
 
     def answer(self) -> tuple[list[str], dict[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -120,6 +120,8 @@ class Problem:
     front: int
     """Bytes before the bucket in its storage."""
     dims: int
+    values: Callable[[int, torch.dtype, int], Tensor] = random_values
+    """What the bucket holds: (count, dtype, seed) -> 1-D."""
 
     def tensors(self, bases: list[Tensor]) -> list[Tensor]:
         return [b.as_strided(*view) for b, view in zip(bases, self.views, strict=True)]
@@ -129,7 +131,7 @@ class Problem:
         raw = random_values(self.front + self.nbytes, torch.uint8, 5)[self.front :]
         for row in self.rows:
             if 0 not in row.size:
-                raw[row.offset : row.offset + row.span] = random_values(
+                raw[row.offset : row.offset + row.span] = self.values(
                     row.span // row.dtype.itemsize, row.dtype, row.offset
                 ).view(torch.uint8)
         return raw
@@ -189,18 +191,23 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
+def check_equal(problem: Problem, unpack: bool, op: Callable[..., None], device: str = "cpu") -> None:
+    """``op``, pack or unpack, does to a problem on ``device`` what plain torch does on CPU, to the byte."""
+    expected_bucket, expected = problem.bucket(), [base.clone() for base in problem.bases]
+    bucket = problem.bucket()
+    whole = torch.cat([torch.zeros(problem.front, dtype=torch.uint8), bucket]).to(device)
+    bases = [base.to(device, copy=True) for base in problem.bases]
+    op(whole[problem.front :], problem.tensors(bases), table_of(problem.rows, problem.dims))
+    reference(expected_bucket, problem.tensors(expected), problem.rows, unpack)
+    assert torch.equal(whole[problem.front :].cpu(), expected_bucket)
+    for i, (got, want) in enumerate(zip(bases, expected, strict=True)):
+        assert torch.equal(as_bytes(got.cpu()), as_bytes(want)), f"tensor {i} or the memory around it"
+
+
 @settings(max_examples=400, deadline=None)
 @given(problems(), st.booleans())
 def test_equal_to_plain_torch(problem: Problem, unpack: bool) -> None:
-    bucket, expected_bucket = problem.bucket(), problem.bucket()
-    bases = [base.clone() for base in problem.bases]
-    expected = [base.clone() for base in problem.bases]
-    table = table_of(problem.rows, problem.dims)
-    (ops.unpack if unpack else ops.pack)(bucket, problem.tensors(bases), table)
-    reference(expected_bucket, problem.tensors(expected), problem.rows, unpack)
-    assert torch.equal(bucket, expected_bucket)
-    for i, (got, want) in enumerate(zip(bases, expected, strict=True)):
-        assert torch.equal(as_bytes(got), as_bytes(want)), f"tensor {i} or the memory around it"
+    check_equal(problem, unpack, ops.unpack if unpack else ops.pack)
 
 
 @settings(max_examples=100, deadline=None)

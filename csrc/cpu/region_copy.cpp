@@ -1,5 +1,6 @@
 // The region copy on CPU: memcpy of contiguous runs, spread over threads by bytes.
 #include "../region_copy.h"
+#include "../strided.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
@@ -18,45 +19,6 @@ namespace {
 
 constexpr int64_t kTaskBytes = 1 << 20;      // one thread's bite
 constexpr int64_t kBytesPerThread = 8 << 20; // below this a thread costs more than it saves
-
-// A region in bytes with contiguous dims merged: `run` contiguous bytes, repeated over the outer dims.
-struct Strided {
-  char* tensor;
-  char* bucket;
-  int64_t run;
-  Dims size, tensor_stride, bucket_stride; // outermost first; strides in bytes
-};
-
-Strided collapse(char* bucket, const at::Tensor& tensor, const RegionCopy& copy) {
-  const auto item = static_cast<int64_t>(tensor.element_size());
-  Strided s{static_cast<char*>(tensor.data_ptr()), bucket + copy.bucket_offset, item, {}, {}, {}};
-  for (int64_t d = tensor.dim() - 1; d >= 0; --d) {
-    const int64_t ours = tensor.stride(d) * item;
-    const int64_t theirs = copy.bucket_stride[d] * item;
-    s.tensor += copy.start[d] * ours;
-    if (copy.size[d] == 0) {
-      s.run = 0;
-    }
-    if (copy.size[d] == 1) {
-      continue;
-    }
-    if (s.size.empty() && ours == s.run && theirs == s.run) {
-      s.run *= copy.size[d];
-    } else if (
-        !s.size.empty() && ours == s.tensor_stride.back() * s.size.back() &&
-        theirs == s.bucket_stride.back() * s.size.back()) {
-      s.size.back() *= copy.size[d];
-    } else {
-      s.size.push_back(copy.size[d]);
-      s.tensor_stride.push_back(ours);
-      s.bucket_stride.push_back(theirs);
-    }
-  }
-  std::reverse(s.size.begin(), s.size.end());
-  std::reverse(s.tensor_stride.begin(), s.tensor_stride.end());
-  std::reverse(s.bucket_stride.begin(), s.bucket_stride.end());
-  return s;
-}
 
 template <int64_t kItem>
 void copy_items(char* to, const char* from, int64_t count, int64_t to_stride, int64_t from_stride) {
@@ -116,6 +78,7 @@ void region_copy_cpu(
       continue;
     }
     auto& s = regions[i] = collapse(base, tensor, copies[i]);
+    s.run *= static_cast<int64_t>(tensor.element_size()); // in bytes from here on
     if (s.run == 0) {
       continue;
     }

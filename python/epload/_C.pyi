@@ -1,6 +1,7 @@
 torch_version: str
 version: str
 compiler: str
+cuda_architectures: str
 
 def plan_buckets(
     extents: list[tuple[int, int, int]], capacity: int, alignment: int, header: int

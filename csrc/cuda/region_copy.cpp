@@ -1,0 +1,150 @@
+// The region copy on CUDA, seen from torch: builds the table, brings it to the device on the current stream, launches.
+// Compiled into every build and knows no CUDA header; where libepload_cuda.so is not beside libepload.so, or cannot run
+// on this device, the regions are copied through ATen.
+#include "../region_copy.h"
+
+#include "../strided.h"
+#include "api.h"
+#include "table.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Float8_e4m3fn.h>
+#include <dlfcn.h>
+
+#include <array>
+#include <atomic>
+#include <filesystem>
+#include <string>
+
+namespace epload {
+namespace {
+
+constexpr auto kDevice = c10::DeviceType::CUDA;
+constexpr const char* kLibrary = "libepload_cuda.so";
+
+struct Library {
+  decltype(&epload_cuda_ready) ready = nullptr; // null in a build without it
+  decltype(&epload_cuda_region_copy) region_copy = nullptr;
+  decltype(&epload_cuda_error) error = nullptr;
+};
+
+Library open_library() {
+  Dl_info self{};
+  TORCH_CHECK(dladdr(reinterpret_cast<const void*>(&open_library), &self) != 0, "epload: cannot find its own library");
+  const auto path = std::filesystem::path(self.dli_fname).parent_path() / kLibrary;
+  if (!std::filesystem::exists(path)) {
+    return {};
+  }
+  const char* const rebuild = "; rebuild epload with EPLOAD_CUDA=1, or with EPLOAD_CUDA=0 to do without it";
+  void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  TORCH_CHECK(handle != nullptr, "epload: ", path.string(), " does not load: ", dlerror(), rebuild);
+  const auto find = [&]<typename Fn>(Fn& fn, const char* name) {
+    fn = reinterpret_cast<Fn>(dlsym(handle, name));
+    TORCH_CHECK(fn != nullptr, "epload: ", path.string(), " has no ", name, rebuild);
+  };
+  decltype(&epload_cuda_interface) interface = nullptr;
+  find(interface, "epload_cuda_interface");
+  TORCH_CHECK(
+      interface() == kEploadCudaInterface,
+      "epload: expected ",
+      path.string(),
+      " of interface ",
+      kEploadCudaInterface,
+      ", got ",
+      interface(),
+      rebuild);
+  Library library;
+  find(library.ready, "epload_cuda_ready");
+  find(library.region_copy, "epload_cuda_region_copy");
+  find(library.error, "epload_cuda_error");
+  return library;
+}
+
+const Library& library() {
+  static const Library opened = open_library();
+  return opened;
+}
+
+// Whether the kernels run on a device; asked once for each.
+bool usable(c10::Device device) {
+  enum : char { kUnknown, kNo, kYes };
+  static std::array<std::atomic<char>, 256> known{};
+  auto& answer = known.at(static_cast<uint8_t>(device.index()));
+  if (answer == kUnknown) {
+    answer = library().ready != nullptr && library().ready() == 0 ? kYes : kNo;
+  }
+  return answer == kYes;
+}
+
+cuda::Number number_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::ScalarType::BFloat16:
+      return cuda::Number::kBFloat16;
+    case at::ScalarType::Half:
+      return cuda::Number::kHalf;
+    case at::ScalarType::Float:
+      return cuda::Number::kFloat;
+    case at::ScalarType::Double:
+      return cuda::Number::kDouble;
+    case at::ScalarType::Float8_e4m3fn: // torch's own conversion clamps or not, by its version
+      return c10::Float8_e4m3fn(1e6F).isnan() ? cuda::Number::kFloat8E4M3 : cuda::Number::kFloat8E4M3Clamped;
+    case at::ScalarType::Float8_e5m2:
+      return cuda::Number::kFloat8E5M2;
+    default:
+      return cuda::Number::kNone;
+  }
+}
+
+// False if the kernel cannot do this region.
+bool add(cuda::Table& table, char* base, const at::Tensor& tensor, const RegionCopy& copy, Direction direction) {
+  const bool convert = tensor.scalar_type() != copy.dtype;
+  const auto ours = convert ? number_of(tensor.scalar_type()) : cuda::Number::kNone;
+  const auto theirs = convert ? number_of(copy.dtype) : cuda::Number::kNone;
+  if (convert && (ours == cuda::Number::kNone || theirs == cuda::Number::kNone)) {
+    return false;
+  }
+  const auto s = collapse(base, tensor, copy);
+  const cuda::Side there{s.tensor, s.tensor_stride.data(), ours, static_cast<int64_t>(tensor.element_size())};
+  const cuda::Side here{s.bucket, s.bucket_stride.data(), theirs, static_cast<int64_t>(c10::elementSize(copy.dtype))};
+  const bool unpack = direction == Direction::kUnpack;
+  return table.add(
+      unpack ? here : there, unpack ? there : here, s.run, s.size.data(), static_cast<int64_t>(s.size.size()));
+}
+
+void region_copy_cuda(
+    const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction) {
+  const c10::DeviceGuard on_device(bucket.device());
+  if (!usable(bucket.device())) {
+    region_copy_aten(bucket, tensors, copies, direction);
+    return;
+  }
+  cuda::Table table;
+  char* const base = static_cast<char*>(bucket.data_ptr());
+  for (const auto& copy : copies) {
+    const auto& tensor = tensors[copy.tensor];
+    if (!add(table, base, tensor, copy, direction)) {
+      copy_one_aten(bucket, tensor, copy, direction);
+    }
+  }
+  if (table.empty()) {
+    return;
+  }
+  // Both allocations are torch's: the pinned one is not handed out again before the copy has run, the device's one not
+  // to another stream than this. So neither call waits, and both may go when this function returns.
+  const auto options = at::TensorOptions().dtype(at::kByte);
+  const auto host = at::empty({table.nbytes()}, options.pinned_memory(true));
+  table.write(static_cast<char*>(host.data_ptr()));
+  const auto there = at::empty({table.nbytes()}, options.device(bucket.device()));
+  there.copy_(host, /*non_blocking=*/true);
+  const auto stream = c10::impl::VirtualGuardImpl(kDevice).getStream(bucket.device());
+  const int error = library().region_copy(
+      there.data_ptr(), table.regions(), table.chunks(), table.converts(), stream.native_handle());
+  TORCH_CHECK(error == 0, "epload: the region copy on ", bucket.device(), " failed: ", library().error(error));
+}
+
+const RegisterRegionCopy registered(kDevice, region_copy_cuda);
+
+} // namespace
+} // namespace epload

@@ -1,0 +1,42 @@
+#include "strided.h"
+
+#include <algorithm>
+
+namespace epload {
+
+Strided collapse(char* bucket, const at::Tensor& tensor, const RegionCopy& copy) {
+  const auto ours = static_cast<int64_t>(tensor.element_size());
+  const auto theirs = static_cast<int64_t>(c10::elementSize(copy.dtype));
+  Strided s{static_cast<char*>(tensor.data_ptr()), bucket + copy.bucket_offset, 1, {}, {}, {}};
+  bool empty = false;
+  for (int64_t d = tensor.dim() - 1; d >= 0; --d) {
+    const int64_t size = copy.size[d];
+    const int64_t step = tensor.stride(d) * ours;
+    const int64_t bucket_step = copy.bucket_stride[d] * theirs;
+    s.tensor += copy.start[d] * step;
+    empty |= size == 0;
+    if (size == 1) {
+      continue;
+    }
+    if (s.size.empty() && step == s.run * ours && bucket_step == s.run * theirs) {
+      s.run *= size;
+    } else if (
+        !s.size.empty() && step == s.tensor_stride.back() * s.size.back() &&
+        bucket_step == s.bucket_stride.back() * s.size.back()) {
+      s.size.back() *= size;
+    } else {
+      s.size.push_back(size);
+      s.tensor_stride.push_back(step);
+      s.bucket_stride.push_back(bucket_step);
+    }
+  }
+  if (empty) {
+    s.run = 0;
+  }
+  std::reverse(s.size.begin(), s.size.end());
+  std::reverse(s.tensor_stride.begin(), s.tensor_stride.end());
+  std::reverse(s.bucket_stride.begin(), s.bucket_stride.end());
+  return s;
+}
+
+} // namespace epload
