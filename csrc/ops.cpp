@@ -2,6 +2,7 @@
 #include "board.h"
 #include "coalesced_bcast.h"
 #include "region_copy.h"
+#include "region_read.h"
 #include "relay.h"
 
 #include <ATen/core/grad_mode.h>
@@ -43,6 +44,30 @@ void unpack(const at::Tensor& bucket, at::TensorList targets, const at::Tensor& 
   written(targets);
 }
 
+std::tuple<int64_t, int64_t, int64_t, int64_t> read_regions(
+    at::IntArrayRef descriptors,
+    const at::Tensor& files,
+    at::TensorList targets,
+    const at::Tensor& copies,
+    int64_t threads) {
+  TORCH_CHECK_VALUE(
+      files.is_cpu() && files.scalar_type() == at::kLong && files.dim() == 1 && files.is_contiguous(),
+      "read_regions: expected files as a contiguous 1-D int64 CPU tensor, got ",
+      files.scalar_type(),
+      " of shape ",
+      files.sizes());
+  for (size_t i = 0; i < targets.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        targets[i].is_cpu(), "read_regions: expected targets on cpu, tensor ", i, " is on ", targets[i].device());
+  }
+  const at::NoGradGuard no_grad;
+  const auto rows = epload::decode_copies(std::numeric_limits<int64_t>::max(), targets, copies);
+  const auto outcome = epload::region_read(
+      descriptors, {files.const_data_ptr<int64_t>(), static_cast<size_t>(files.numel())}, targets, rows, threads);
+  written(targets);
+  return {outcome.nbytes, outcome.file, outcome.offset, outcome.error};
+}
+
 int64_t relay(
     const at::Tensor& bucket,
     const at::Tensor& steps,
@@ -76,6 +101,9 @@ TORCH_LIBRARY(epload, m) {
       "str algorithm, Stream? stream=None, *, int leader=-1) -> ()");
   m.def("pack(Tensor(a!) bucket, Tensor[] sources, Tensor copies) -> ()");
   m.def("unpack(Tensor bucket, Tensor(a!)[] targets, Tensor copies) -> ()");
+  m.def(
+      "read_regions(int[] descriptors, Tensor files, Tensor(a!)[] targets, Tensor copies, int threads) "
+      "-> (int, int, int, int)");
   m.def("relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes) -> int");
   m.def("board_post(Tensor(a!) board, int slot, int value) -> ()");
   m.def("board_wait(Tensor board, int[] slots, int value, float seconds) -> int");
@@ -85,6 +113,7 @@ TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
   m.impl("coalesced_bcast", TORCH_FN(coalesced_bcast));
   m.impl("pack", TORCH_FN(pack));
   m.impl("unpack", TORCH_FN(unpack));
+  m.impl("read_regions", TORCH_FN(read_regions));
   m.impl("relay", TORCH_FN(relay));
   m.impl("board_post", TORCH_FN(epload::board_post));
   m.impl("board_wait", TORCH_FN(epload::board_wait));

@@ -135,6 +135,21 @@ std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList t
       bucket.scalar_type(),
       " of shape ",
       bucket.sizes());
+  check_memory("region_copy's bucket", bucket, 0);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        tensors[i].device() == bucket.device(),
+        "region_copy: the bucket is on ",
+        bucket.device(),
+        " but tensor ",
+        i,
+        " is on ",
+        tensors[i].device());
+  }
+  return decode_copies(bucket.numel(), tensors, table);
+}
+
+std::vector<RegionCopy> decode_copies(int64_t nbytes, at::TensorList tensors, const at::Tensor& table) {
   TORCH_CHECK_VALUE(
       table.is_cpu() && table.scalar_type() == at::kLong && table.dim() == 2 && table.is_contiguous() &&
           table.size(1) >= kFixedColumns && (table.size(1) - kFixedColumns) % 3 == 0,
@@ -144,17 +159,8 @@ std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList t
       table.sizes(),
       " on ",
       table.device());
-  check_memory("region_copy's bucket", bucket, 0);
   for (size_t i = 0; i < tensors.size(); ++i) {
     check_memory("region_copy", tensors[i], i);
-    TORCH_CHECK_VALUE(
-        tensors[i].device() == bucket.device(),
-        "region_copy: the bucket is on ",
-        bucket.device(),
-        " but tensor ",
-        i,
-        " is on ",
-        tensors[i].device());
   }
   const int64_t columns = table.size(1);
   const int64_t max_dims = (columns - kFixedColumns) / 3;
@@ -200,7 +206,7 @@ std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList t
          Dims(start, start + ndim),
          Dims(size, size + ndim),
          Dims(stride, stride + ndim)});
-    check_row(r, copies.back(), tensor, bucket.numel());
+    check_row(r, copies.back(), tensor, nbytes);
   }
   return copies;
 }

@@ -28,6 +28,9 @@ enum class Direction { kPack, kUnpack }; // tensors -> bucket, bucket -> tensors
 // bucket and its tensor: a table that reaches outside them throws ValueError naming the row, before anything is copied.
 std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList tensors, const at::Tensor& table);
 
+// The same for a table whose offsets count from the start of something else of `nbytes`, e.g. a file.
+std::vector<RegionCopy> decode_copies(int64_t nbytes, at::TensorList tensors, const at::Tensor& table);
+
 // Runs the copies on the current stream of the bucket's device. Where dtypes differ, the value is converted as
 // Tensor.copy_ does. Regions of one call must not overlap in the destination. `bucket` is contiguous uint8.
 void region_copy(

@@ -99,6 +99,19 @@ class Checkpoint(ABC):
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         """Reads pieces into a uint8 CPU tensor. Raises CheckpointError naming the file or the tensor."""
 
+    def read_regions(self, targets: Sequence[Tensor], copies: Tensor, origins: Tensor) -> int | None:
+        """Reads regions of tensors straight into ``targets``; returns the bytes read, None if this source cannot.
+
+        Args:
+            targets: on CPU.
+            copies: a native copy table (see ``ops.unpack``), of which the offsets are ignored.
+            origins: int64 [n, 2]: for each row the tensor's number and the offset in it, in bytes.
+
+        Raises:
+            CheckpointError: a file is gone, cannot be read or ends too early.
+        """
+        return None
+
     def close(self) -> None:  # noqa: B027  (most sources hold nothing)
         """Gives back files and threads. The checkpoint can be used again afterwards."""
 
@@ -206,6 +219,8 @@ class SafetensorsCheckpoint(Checkpoint):
             )
         self._manifest = Manifest(tuple(names), tuple(shapes), tuple(kinds), source)
         self._reader = RangedReader(self._files)
+        self._offsets = torch.tensor(self._offset, dtype=torch.int64)
+        self._numbers = torch.tensor(self._file, dtype=torch.int64)
 
     @property
     def manifest(self) -> Manifest:
@@ -216,6 +231,11 @@ class SafetensorsCheckpoint(Checkpoint):
             bucket, [(self._file[p.tensor], self._offset[p.tensor] + p.tensor_offset, p.bucket_offset, p.nbytes)
                      for p in pieces]
         )  # fmt: skip
+
+    def read_regions(self, targets: Sequence[Tensor], copies: Tensor, origins: Tensor) -> int | None:
+        table = copies.clone()
+        table[:, 1] = self._offsets[origins[:, 0]] + origins[:, 1]
+        return self._reader.read_regions(targets, table, self._numbers[origins[:, 0]])
 
     def close(self) -> None:
         self._reader.close()

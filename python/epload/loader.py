@@ -342,7 +342,7 @@ class HierarchicalLoader:
         """Staging buffers of at least ``nbytes``, kept for the next load. Collective when there are none yet."""
         if self._memory is None or self._memory.nbytes < nbytes:
             self._memory = None
-            alone = self.algorithm == "flat" or len(self.topology.ranks) == 1
+            alone = self.algorithm == "flat" or self.readers == "every" or len(self.topology.ranks) == 1
             if alone:
                 self._memory = NodeMemory.private(self.topology.rank, nbytes)
             else:

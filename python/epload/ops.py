@@ -14,6 +14,7 @@ load_native_library()
 _coalesced_bcast = torch.ops.epload.coalesced_bcast.default
 _pack = torch.ops.epload.pack.default
 _unpack = torch.ops.epload.unpack.default
+_read_regions = torch.ops.epload.read_regions.default
 _relay = torch.ops.epload.relay.default
 _board_post = torch.ops.epload.board_post.default
 _board_wait = torch.ops.epload.board_wait.default
@@ -72,6 +73,26 @@ def unpack(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
     _unpack(bucket, targets, copies)
 
 
+def read_regions(
+    descriptors: Sequence[int], files: Tensor, targets: Sequence[Tensor], copies: Tensor, threads: int
+) -> tuple[int, int, int, int]:
+    """Copies regions of open files into ``targets``: :func:`unpack` with files in place of the bucket.
+
+    Args:
+        descriptors: open file descriptors.
+        files: int64 CPU tensor [n], for each row of ``copies`` an index into ``descriptors``.
+        targets: on CPU, any dtypes, any strides.
+        copies: as for :func:`unpack`, with offsets in the file (bytes).
+
+    Returns:
+        bytes read; the index of a file that could not be read, or -1; where, in bytes; the errno, 0 if it ended there.
+
+    Raises:
+        ValueError: a row reaches outside its target or names no file; nothing has been read.
+    """
+    return tuple(map(int, _read_regions(descriptors, files, targets, copies, threads)))  # type: ignore[return-value]
+
+
 def relay(bucket: Tensor, steps: Tensor, inter_group: str, intra_group: str, chunk_bytes: int) -> int:
     """Receives pieces of ``bucket`` and passes them on, chunk by chunk; returns the number of messages.
 
@@ -120,6 +141,13 @@ def _coalesced_bcast_fake(
     _refuse_meta("coalesced_bcast", tensors)
     if algorithm not in ("two_level", "striped", "flat"):
         raise ValueError(f"coalesced_bcast: expected algorithm 'two_level', 'striped' or 'flat', got {algorithm!r}")
+
+
+@torch.library.register_fake("epload::read_regions")  # type: ignore[untyped-decorator]
+def _read_regions_fake(
+    descriptors: Sequence[int], files: Tensor, targets: Sequence[Tensor], copies: Tensor, threads: int
+) -> tuple[int, int, int, int]:
+    raise ValueError("read_regions: expected targets on cpu with data, got fake or meta tensors")
 
 
 @torch.library.register_fake("epload::relay")  # type: ignore[untyped-decorator]

@@ -39,6 +39,9 @@ class Bucket:
     """The native copy table; column 0 counts in ``targets``."""
     targets: tuple[int, ...]
     """Targets that this rank copies into, by index."""
+    origins: Tensor
+    """int64 [n, 2]: where each row of ``copies`` starts in the checkpoint, as index into the manifest and offset in that tensor
+    in bytes."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,9 @@ def _buckets(
     slot = torch.repeat_interleave(torch.arange(len(keys)), count[class_of])
     within = torch.arange(len(slot)) - (count[class_of].cumsum(0) - count[class_of])[slot]
     copies = table[first[class_of[slot]] + within]
+    numbers_and_offsets = torch.tensor([[chosen.tensor[i] for i in tensor], tensor_offset], dtype=torch.int64)
+    origins = numbers_and_offsets.T[slot]
+    origins[:, 1] += copies[:, 1]
     copies[:, 1] += torch.tensor(bucket_offset, dtype=torch.int64)[slot]
     target_of_row = torch.tensor(target_of, dtype=torch.int64)[slot]
 
@@ -255,7 +261,15 @@ def _buckets(
     for number, (slot_end, row_end) in enumerate(zip(slot_ends, row_ends, strict=True)):
         part = copies[row_begin:row_end].contiguous()
         wanted, part[:, 0] = torch.unique(target_of_row[row_begin:row_end], return_inverse=True)
-        made.append(Bucket(bucket_nbytes[number], range(slot_begin, slot_end), part, tuple(wanted.tolist())))
+        made.append(
+            Bucket(
+                bucket_nbytes[number],
+                range(slot_begin, slot_end),
+                part,
+                tuple(wanted.tolist()),
+                origins[row_begin:row_end],
+            )
+        )
         slot_begin, row_begin = slot_end, row_end
     return made
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epload import ops
 from epload.dtypes import SAFETENSORS
 from epload.errors import CheckpointError
 
@@ -164,20 +165,37 @@ class RangedReader:
         for read in reads:
             read.result()
 
-    def _job(self, memory: memoryview, request: list[Range]) -> tuple[str, int, int, list[memoryview]]:
-        number, offset, _, _ = request[0]
+    def read_regions(self, targets: Sequence[Tensor], copies: Tensor, files: Tensor) -> int:
+        """Reads regions straight into ``targets``; see ``ops.read_regions``, but files by their number. Returns bytes read."""
+        numbers, positions = torch.unique(files, return_inverse=True)
+        opened = numbers.tolist()
+        descriptors = [self._open(number) for number in opened]
+        nbytes, bad, offset, error = ops.read_regions(descriptors, positions, targets, copies, READ_THREADS)
+        if bad >= 0:
+            path = self._paths[opened[bad]]
+            if error:
+                raise CheckpointError(f"cannot read {path} at byte {offset}: {os.strerror(error)}")
+            raise CheckpointError(f"{path} ends at byte {offset}, but its header describes more")
+        return nbytes
+
+    def _open(self, number: int) -> int:
         if number not in self._fds:
             try:
                 self._fds[number] = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
                 raise CheckpointError(f"cannot read {self._paths[number]}: {error.strerror}") from error
+        return self._fds[number]
+
+    def _job(self, memory: memoryview, request: list[Range]) -> tuple[str, int, int, list[memoryview]]:
+        number, offset, _, _ = request[0]
+        fd = self._open(number)
         views: list[tuple[int, int]] = []
         for _, _, at, nbytes in request:
             if views and views[-1][1] == at:
                 views[-1] = (views[-1][0], at + nbytes)
             else:
                 views.append((at, at + nbytes))
-        return self._paths[number], self._fds[number], offset, [memory[begin:end] for begin, end in views]
+        return self._paths[number], fd, offset, [memory[begin:end] for begin, end in views]
 
     def close(self) -> None:
         for fd in self._fds.values():

@@ -8,7 +8,7 @@ is let go of when the model is.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import chain
 from operator import is_
@@ -21,8 +21,6 @@ from torch.distributed.fsdp import FSDPModule
 from epload import dtensor
 from epload.targets import Targets, customises_state, walk
 
-_Ref = Callable[[], object]
-
 
 class Snapshot:
     """The targets found in a model, and what has to be unchanged for them to be found again."""
@@ -34,7 +32,6 @@ class Snapshot:
             return
         self._dtype = dtype
         self._targets = replace(targets, tensors=[])
-        self._tensors = [weakref.ref(tensor) for tensor in targets.tensors]
         self._seen = dtensor.specs(targets.tensors)
         self._devices = [tensor.device for tensor in targets.tensors]
         self._model = weakref.ref(model)
@@ -50,9 +47,16 @@ class Snapshot:
         self._not_saved = [module._non_persistent_buffers_set for module in modules if module._buffers]
 
         self._children = _content(module._modules for module in modules if module._modules)
-        self._child_refs = _refs(chain.from_iterable(module._modules.values() for module in modules))
+        self._child_refs = [
+            _nothing if child is None else weakref.ref(child)
+            for child in _values(module._modules for module in modules if module._modules)
+        ]
         self._owned = _content(self._owning)
-        self._owned_refs = _refs(chain.from_iterable(map(dict.values, self._owning)))
+        # By address, as torch refuses to swap tensors that have weak references. A new tensor at the address of an old one
+        # does no harm: tensors are taken from their places at every load, and their layouts compared.
+        self._owned_ids = list(map(id, _values(self._owning)))
+        first = {address: at for at, address in reversed(list(enumerate(self._owned_ids)))}
+        self._positions = [first[id(tensor)] for tensor in targets.tensors]
         self._not_saved_lengths = list(map(len, self._not_saved))
         weakref.finalize(model, self._forget)
 
@@ -75,13 +79,15 @@ class Snapshot:
         children = [module._modules for module in parents]  # type: ignore[union-attr]
         if not (
             _content(children) == self._children
-            and _same(self._child_refs, chain.from_iterable(map(dict.values, children)))
+            and all(map(is_, [ref() for ref in self._child_refs], _values(children)))
             and _content(self._owning) == self._owned
-            and _same(self._owned_refs, chain.from_iterable(map(dict.values, self._owning)))
             and list(map(len, self._not_saved)) == self._not_saved_lengths
         ):
             return None
-        tensors: list[Tensor] = [ref() for ref in self._tensors]  # type: ignore[misc]  # alive: just seen in their places
+        owned = _values(self._owning)
+        if list(map(id, owned)) != self._owned_ids:
+            return None
+        tensors: list[Tensor] = [owned[at] for at in self._positions]
         if dtensor.specs(tensors) != self._seen or [tensor.device for tensor in tensors] != self._devices:
             return None
         return replace(self._targets, tensors=tensors)
@@ -93,14 +99,9 @@ def _content(places: Iterable[dict[str, Any]]) -> tuple[list[int], list[str]]:
     return list(map(len, places)), list(chain.from_iterable(places))
 
 
-def _refs(values: Iterable[object]) -> list[_Ref]:
-    return [_nothing if value is None else weakref.ref(value) for value in values]
+def _values(places: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, places)))
 
 
 def _nothing() -> None:
     return None
-
-
-def _same(refs: Iterable[_Ref], values: Iterable[object]) -> bool:
-    """Whether each value is the very object that was there. As many as there are refs."""
-    return all(map(is_, [ref() for ref in refs], values))

@@ -101,7 +101,9 @@ class Transfer:
     def run(self, shown: bool) -> None:
         """Raises LoadError if a reader gave up, or what went wrong here. ``shown``: with a progress bar."""
         with progress_bar(self._plan.nbytes, shown) as self._bar:
-            if self._waves:
+            if self._flow.readers == "every":
+                self._read_own()
+            elif self._waves:
                 try:
                     pipeline.run(self._stages(), self._memory.board.fail)
                 except BaseException:
@@ -109,6 +111,24 @@ class Transfer:
                     raise
         if self._failure is not None:
             raise self._failure
+
+    def _read_own(self) -> None:
+        """Every rank for itself: no bucket moves."""
+        assert self._checkpoint is not None
+        for number, bucket in enumerate(self._plan.buckets):
+            targets = [self._local[t] for t in bucket.targets]
+            try:
+                with self._timed("read"):
+                    nbytes = self._checkpoint.read_regions(targets, bucket.copies, bucket.origins) if targets else 0
+                    if nbytes is None:
+                        buffer = self._memory.buffers[0][: bucket.nbytes]
+                        self._checkpoint.fill(buffer, self._plan.pieces(bucket))
+                        ops.unpack(buffer, targets, bucket.copies)
+                        nbytes = bucket.nbytes
+            except Exception as error:
+                raise LoadError(f"rank {self._flow.rank} could not read bucket {number}: {text_of(error)}") from error
+            self._report.phases["read"].nbytes += nbytes
+            self._bar.update(bucket.nbytes)
 
     def _stages(self) -> list[pipeline.Stage]:
         stages: list[pipeline.Stage] = []

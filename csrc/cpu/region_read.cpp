@@ -1,0 +1,266 @@
+#include "../region_read.h"
+#include "../strided.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <exception>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+namespace epload {
+namespace {
+
+constexpr int64_t kRequestBytes = 16 << 20;
+constexpr size_t kVectors = 512;
+constexpr int64_t kScratchBytes = 4 << 20;
+constexpr int64_t kGapBytes = 4096;        // a gap that is cheaper to read than to skip
+constexpr int64_t kSparse = 4;             // a span with less than one useful byte in so many is read in parts,
+constexpr int64_t kSparseBytes = 64 << 10; // if it is longer than this
+constexpr size_t kBite = 32;               // requests that a thread takes at once
+
+// Bytes of one file that are wanted: in one run at `to`, or, if `to` is null, through a scratch buffer.
+struct Want {
+  int64_t file, offset, nbytes;
+  char* to;
+  RegionCopy copy;
+};
+
+int64_t span_of(const RegionCopy& copy) {
+  int64_t elements = 1;
+  for (size_t d = 0; d < copy.size.size(); ++d) {
+    elements += (copy.size[d] - 1) * copy.bucket_stride[d];
+  }
+  return elements * static_cast<int64_t>(c10::elementSize(copy.dtype));
+}
+
+// Adds what a region wants, in halves along its outermost dims while its span is too large or mostly gaps.
+void add_wants(std::vector<Want>& wants, int64_t file, const at::Tensor& target, const RegionCopy& copy) {
+  const auto item = static_cast<int64_t>(c10::elementSize(copy.dtype));
+  int64_t elements = 1;
+  for (const auto size : copy.size) {
+    elements *= size;
+  }
+  if (elements == 0) {
+    return;
+  }
+  const int64_t span = span_of(copy);
+  if (copy.dtype == target.scalar_type()) {
+    const auto strided = collapse(nullptr, target, copy);
+    if (strided.size.empty()) {
+      wants.push_back({file, copy.bucket_offset, span, strided.tensor, {}});
+      return;
+    }
+  }
+  if (span > kScratchBytes || (span > kSparseBytes && elements * item * kSparse < span)) {
+    size_t widest = copy.size.size(); // the dim whose halves lie farthest apart
+    for (size_t d = 0; d < copy.size.size(); ++d) {
+      if (copy.size[d] > 1 && (widest == copy.size.size() || copy.bucket_stride[d] > copy.bucket_stride[widest])) {
+        widest = d;
+      }
+    }
+    if (widest < copy.size.size()) {
+      const int64_t half = copy.size[widest] / 2;
+      RegionCopy first = copy, second = copy;
+      first.size[widest] = half;
+      second.size[widest] -= half;
+      second.start[widest] += half;
+      second.bucket_offset += half * copy.bucket_stride[widest] * item;
+      add_wants(wants, file, target, first);
+      add_wants(wants, file, target, second);
+      return;
+    }
+  }
+  wants.push_back({file, copy.bucket_offset, span, nullptr, copy});
+}
+
+struct Request {
+  size_t begin, end; // wants
+  int64_t nbytes;
+};
+
+std::vector<Request> requests_of(const std::vector<Want>& wants) {
+  std::vector<Request> requests;
+  for (size_t i = 0; i < wants.size(); ++i) {
+    const auto& want = wants[i];
+    if (!requests.empty()) {
+      auto& last = requests.back();
+      const auto& before = wants[i - 1];
+      const int64_t gap = want.offset - before.offset - before.nbytes;
+      if (want.to != nullptr && before.to != nullptr && want.file == before.file && gap >= 0 && gap <= kGapBytes &&
+          last.nbytes + gap + want.nbytes <= kRequestBytes && 2 * (last.end - last.begin) + 2 <= kVectors) {
+        last.end = i + 1;
+        last.nbytes += gap + want.nbytes;
+        continue;
+      }
+    }
+    requests.push_back({i, i + 1, want.nbytes});
+  }
+  return requests;
+}
+
+class Reader {
+ public:
+  Reader(c10::IntArrayRef descriptors, at::TensorList targets, const std::vector<Want>& wants)
+      : descriptors_(descriptors),
+        targets_(targets),
+        wants_(wants),
+        scratch_(at::empty({kScratchBytes}, at::TensorOptions().dtype(at::kByte))) {
+  }
+
+  // False when the file could not be read; `outcome` then says where.
+  bool run(const Request& request, ReadOutcome& outcome) {
+    const auto& first = wants_[request.begin];
+    vectors_.clear();
+    if (first.to == nullptr) {
+      vectors_.push_back({scratch_.data_ptr(), static_cast<size_t>(first.nbytes)});
+    } else {
+      int64_t at = first.offset;
+      for (size_t i = request.begin; i < request.end; ++i) {
+        const auto& want = wants_[i];
+        if (want.offset > at) {
+          vectors_.push_back({scratch_.data_ptr(), static_cast<size_t>(want.offset - at)});
+        }
+        vectors_.push_back({want.to, static_cast<size_t>(want.nbytes)});
+        at = want.offset + want.nbytes;
+      }
+    }
+    if (!fill(first.file, first.offset, outcome)) {
+      return false;
+    }
+    if (first.to == nullptr) {
+      auto copy = first.copy;
+      copy.bucket_offset = 0;
+      region_copy(scratch_.narrow(0, 0, first.nbytes), targets_, {copy}, Direction::kUnpack);
+    }
+    return true;
+  }
+
+ private:
+  bool fill(int64_t file, int64_t offset, ReadOutcome& outcome) {
+    auto* vector = vectors_.data();
+    auto count = vectors_.size();
+    while (count > 0) {
+      ssize_t got = preadv(static_cast<int>(descriptors_[file]), vector, static_cast<int>(count), offset);
+      if (got < 0 && errno == EINTR) {
+        continue;
+      }
+      if (got <= 0) {
+        outcome.file = file;
+        outcome.offset = offset;
+        outcome.error = got < 0 ? errno : 0;
+        return false;
+      }
+      offset += got;
+      while (count > 0 && got >= static_cast<ssize_t>(vector->iov_len)) {
+        got -= static_cast<ssize_t>(vector->iov_len);
+        ++vector;
+        --count;
+      }
+      if (count > 0) {
+        vector->iov_base = static_cast<char*>(vector->iov_base) + got;
+        vector->iov_len -= got;
+      }
+    }
+    return true;
+  }
+
+  c10::IntArrayRef descriptors_;
+  at::TensorList targets_;
+  const std::vector<Want>& wants_;
+  at::Tensor scratch_;
+  std::vector<iovec> vectors_;
+};
+
+} // namespace
+
+ReadOutcome region_read(
+    c10::IntArrayRef descriptors,
+    c10::IntArrayRef files,
+    at::TensorList targets,
+    const std::vector<RegionCopy>& copies,
+    int64_t threads) {
+  TORCH_CHECK_VALUE(
+      files.size() == copies.size(),
+      "region_read: expected a file for each of ",
+      copies.size(),
+      " rows, got ",
+      files.size());
+  std::vector<Want> wants;
+  wants.reserve(copies.size());
+  for (size_t i = 0; i < copies.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        files[i] >= 0 && files[i] < static_cast<int64_t>(descriptors.size()),
+        "region_read: row ",
+        i,
+        " names file ",
+        files[i],
+        " of ",
+        descriptors.size());
+    add_wants(wants, files[i], targets[copies[i].tensor], copies[i]);
+  }
+  std::stable_sort(wants.begin(), wants.end(), [](const Want& a, const Want& b) {
+    return std::tie(a.file, a.offset) < std::tie(b.file, b.offset);
+  });
+  const auto requests = requests_of(wants);
+
+  ReadOutcome outcome;
+  for (const auto& request : requests) {
+    outcome.nbytes += request.nbytes;
+  }
+  std::atomic<size_t> next{0};
+  std::exception_ptr failure;
+  std::mutex lock;
+  const auto work = [&] {
+    try {
+      Reader reader(descriptors, targets, wants);
+      for (size_t begin = next.fetch_add(kBite); begin < requests.size(); begin = next.fetch_add(kBite)) {
+        for (size_t i = begin; i < std::min(begin + kBite, requests.size()); ++i) {
+          ReadOutcome bad;
+          if (!reader.run(requests[i], bad)) {
+            const std::lock_guard<std::mutex> hold(lock);
+            bad.nbytes = outcome.nbytes;
+            outcome = bad;
+            next = requests.size();
+            return;
+          }
+        }
+      }
+    } catch (...) {
+      const std::lock_guard<std::mutex> hold(lock);
+      failure = std::current_exception();
+      next = requests.size();
+    }
+  };
+  const bool inference = c10::InferenceMode::is_enabled();
+  std::vector<std::thread> helpers;
+  try {
+    for (int64_t i = 1; i < threads && static_cast<size_t>(i) * kBite < requests.size(); ++i) {
+      helpers.emplace_back([&] {
+        const c10::InferenceMode same_mode(inference);
+        const at::NoGradGuard no_grad;
+        work();
+      });
+    }
+  } catch (const std::system_error&) {
+    // The machine is out of threads: those that there are do the work.
+  }
+  work();
+  for (auto& helper : helpers) {
+    helper.join();
+  }
+  if (failure) {
+    std::rethrow_exception(failure);
+  }
+  return outcome;
+}
+
+} // namespace epload
