@@ -11,7 +11,7 @@ import os
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from epload import dtypes, ops
 from epload.errors import CheckpointError
 from epload.placement import Box, box_of_range, row_major_strides
-from epload.safetensors_file import RangedReader, read_header
+from epload.safetensors_file import FileFacts, RangedReader, file_facts, read_header
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Manifest:
     dtypes: tuple[torch.dtype, ...]
     source: str
     """For messages: the path, or "state dict"."""
+    places: Places | None = None
+    """Where the bytes lie, of a checkpoint that other ranks can read without parsing it; not part of what it holds."""
 
     @cached_property
     def compact(self) -> bytes:
@@ -49,6 +51,7 @@ class Manifest:
             "dtypes": [dtypes.name(dtype) for dtype in kinds],
             "dtype": [kinds[dtype] for dtype in self.dtypes],
             "source": self.source,
+            "places": self.places and self.places.to_json(self.nbytes_of()),
         }
         return zlib.compress(json.dumps(columns, separators=(",", ":")).encode(), level=1)
 
@@ -57,12 +60,21 @@ class Manifest:
         columns = json.loads(zlib.decompress(raw))
         shapes = [tuple(shape) for shape in columns["shapes"]]
         kinds = [dtypes.from_name(text) for text in columns["dtypes"]]
-        return cls(
+        made = cls(
             tuple(columns["names"]),
             tuple([shapes[i] for i in columns["shape"]]),
             tuple([kinds[i] for i in columns["dtype"]]),
             columns["source"],
         )
+        if columns["places"] is None:
+            return made
+        return replace(made, places=Places.from_json(columns["places"], made.nbytes_of()))
+
+    def nbytes_of(self) -> list[int]:
+        """Bytes of each tensor."""
+        pairs = list(zip(self.shapes, self.dtypes, strict=True))
+        known = {pair: prod(pair[0]) * pair[1].itemsize for pair in set(pairs)}
+        return [known[pair] for pair in pairs]
 
     @cached_property
     def digest(self) -> bytes:
@@ -75,7 +87,38 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(prod(s) * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True))
+        return sum(self.nbytes_of())
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tensors of safetensors files lie, and by what another rank knows that it sees the same files."""
+
+    files: tuple[FileFacts, ...]
+    file: Tensor
+    """int64, for each tensor of the manifest an index into ``files``."""
+    offset: Tensor
+    """int64, from the start of the file, bytes."""
+
+    def to_json(self, nbytes: list[int]) -> list[Any]:
+        """``nbytes`` of each tensor: most lie right behind the one before, so that gaps compress to nothing."""
+        gaps = self.offset - self._expected(self.offset, nbytes)
+        return [[list(facts) for facts in self.files], self.file.tolist(), gaps.tolist()]
+
+    @classmethod
+    def from_json(cls, columns: list[Any], nbytes: list[int]) -> Places:
+        files, file, gaps = columns
+        sizes = torch.tensor(nbytes, dtype=torch.int64)
+        steps = torch.tensor(gaps, dtype=torch.int64)
+        steps[1:] += sizes[:-1]
+        return cls(tuple(FileFacts(*facts) for facts in files), torch.tensor(file, dtype=torch.int64), steps.cumsum(0))
+
+    @staticmethod
+    def _expected(offset: Tensor, nbytes: list[int]) -> Tensor:
+        """Where each tensor would lie if it followed the one before."""
+        expected = torch.zeros_like(offset)
+        expected[1:] = offset[:-1] + torch.tensor(nbytes[:-1], dtype=torch.int64)
+        return expected
 
 
 class Piece(NamedTuple):
@@ -138,6 +181,36 @@ class Checkpoint(ABC):
             raise CheckpointError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
 
     @staticmethod
+    def join(source: Any, manifest: Manifest) -> Checkpoint:
+        """The checkpoint that another rank has opened and described, read by this rank too, without parsing it again.
+
+        Raises:
+            CheckpointError: it is not here, or what is here is not the same.
+        """
+        if manifest.places is None or not isinstance(source, str | os.PathLike):
+            return Checkpoint.open(source)
+        path = Path(source)
+        if path.is_dir() or path.name.endswith(".index.json"):
+            folder = path if path.is_dir() else path.parent
+            files = [folder / facts.name for facts in manifest.places.files]
+        else:
+            files = [path]
+        try:
+            here = [file_facts(file) for file in files]
+        except OSError as error:
+            raise CheckpointError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
+        for file, ours, theirs in zip(files, here, manifest.places.files, strict=True):
+            if ours[1:] != theirs[1:]:
+                what = (
+                    "size" if ours.nbytes != theirs.nbytes else "header" if ours.header != theirs.header else "content"
+                )
+                raise CheckpointError(
+                    f"{file} is not the file that the source rank has: its {what} differs; "
+                    'copy it again, or let one rank read (readers="one")'
+                )
+        return SafetensorsCheckpoint(files, manifest)
+
+    @staticmethod
     def from_state_dict(state_dict: Mapping[str, Tensor], consume: bool = False) -> Checkpoint:
         """A dict of full tensors. With ``consume`` each is removed from the dict once its last byte has been taken."""
         return StateDictCheckpoint(state_dict, consume=consume)
@@ -148,7 +221,7 @@ def _open_path(path: Path) -> Checkpoint:
         if path.name.endswith(".index.json"):
             return _open_index(path)
         if path.suffix == ".safetensors":
-            return SafetensorsCheckpoint([path], str(path))
+            return SafetensorsCheckpoint.parse([path], str(path))
         return _open_torch_files([path], str(path))
     if not path.is_dir():
         raise CheckpointError(f"no checkpoint at {path}: expected a file or a folder")
@@ -156,7 +229,7 @@ def _open_path(path: Path) -> Checkpoint:
         if (path / single).is_file():
             return _open_path(path / single)
     if files := sorted(path.glob("*.safetensors")):
-        return SafetensorsCheckpoint(files, str(path))
+        return SafetensorsCheckpoint.parse(files, str(path))
     if (path / "pytorch_model.bin").is_file():  # beside it often lie an optimizer's state and the like
         return _open_path(path / "pytorch_model.bin")
     if (path / "pytorch_model.bin.index.json").is_file():
@@ -185,17 +258,29 @@ def _open_index(path: Path) -> Checkpoint:
         files.append(path.parent / file)
     if files and files[0].suffix != ".safetensors":
         return _open_torch_files(files, str(path.parent), weight_map)
-    return SafetensorsCheckpoint(files, str(path.parent), weight_map)
+    return SafetensorsCheckpoint.parse(files, str(path.parent), weight_map)
 
 
 class SafetensorsCheckpoint(Checkpoint):
     """One or several safetensors files. Tensors that are adjacent in a file are read with one request."""
 
-    def __init__(self, files: Sequence[Path], source: str, weight_map: Mapping[str, str] | None = None) -> None:
-        self._files = [str(file) for file in files]
+    def __init__(self, files: Sequence[Path], manifest: Manifest) -> None:
+        """``manifest`` has places."""
+        assert manifest.places is not None
+        self._manifest = manifest
+        self._places = manifest.places
+        self._file: list[int] = self._places.file.tolist()
+        self._offset: list[int] = self._places.offset.tolist()
+        self._reader = RangedReader([str(file) for file in files])
+
+    @classmethod
+    def parse(
+        cls, files: Sequence[Path], source: str, weight_map: Mapping[str, str] | None = None
+    ) -> SafetensorsCheckpoint:
+        """From the files' headers."""
         headers = [read_header(file) for file in files]
-        self._file: list[int] = []
-        self._offset: list[int] = []
+        numbers: list[int] = []
+        offsets: list[int] = []
         names: list[str] = []
         where: dict[str, int] = {}
         shapes: list[tuple[int, ...]] = []
@@ -206,21 +291,23 @@ class SafetensorsCheckpoint(Checkpoint):
                 if weight_map is not None and weight_map.get(name, file.name) != file.name:
                     continue
                 if name in where:
-                    raise CheckpointError(f"{name} is both in {self._files[where[name]]} and in {file}")
+                    raise CheckpointError(f"{name} is both in {files[where[name]]} and in {file}")
                 where[name] = number
                 names.append(name)
                 shapes.append(header.shapes[i])
                 kinds.append(header.dtypes[i])
-                self._file.append(number)
-                self._offset.append(header.offsets[i])
+                numbers.append(number)
+                offsets.append(header.offsets[i])
         if absent := next((name for name in weight_map or () if name not in where), None):
             raise CheckpointError(
                 f"the index of {source} places {absent} in {(weight_map or {})[absent]}, which lacks it"
             )
-        self._manifest = Manifest(tuple(names), tuple(shapes), tuple(kinds), source)
-        self._reader = RangedReader(self._files)
-        self._offsets = torch.tensor(self._offset, dtype=torch.int64)
-        self._numbers = torch.tensor(self._file, dtype=torch.int64)
+        places = Places(
+            tuple(map(file_facts, files)),
+            torch.tensor(numbers, dtype=torch.int64),
+            torch.tensor(offsets, dtype=torch.int64),
+        )
+        return cls(files, Manifest(tuple(names), tuple(shapes), tuple(kinds), source, places))
 
     @property
     def manifest(self) -> Manifest:
@@ -234,8 +321,8 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def read_regions(self, targets: Sequence[Tensor], copies: Tensor, origins: Tensor) -> int | None:
         table = copies.clone()
-        table[:, 1] = self._offsets[origins[:, 0]] + origins[:, 1]
-        return self._reader.read_regions(targets, table, self._numbers[origins[:, 0]])
+        table[:, 1] = self._places.offset[origins[:, 0]] + origins[:, 1]
+        return self._reader.read_regions(targets, table, self._places.file[origins[:, 0]])
 
     def close(self) -> None:
         self._reader.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -51,7 +52,6 @@ class _Work:
     targets: Targets
     device: torch.device
     checkpoint: Checkpoint | None
-    manifest: Manifest | None
 
 
 class HierarchicalLoader:
@@ -149,7 +149,7 @@ class HierarchicalLoader:
         began = perf_counter()
         with report.timed("plan"), _collector_paused():
             work = self._open(model, checkpoint, dtype, init_missing)
-            route, manifest = self._connect(work, report)
+            route, manifest = self._connect(work, checkpoint, report)
             plan = self._agree_on_plan(model, work, manifest, mapping, strict)
         try:
             self._transfer(model, work, plan, route, init_missing, report)
@@ -164,6 +164,10 @@ class HierarchicalLoader:
         return report
 
     # ---- before data moves: every step ends in a round where all ranks hear of a failure ----
+
+    @property
+    def _reads(self) -> bool:
+        return self.topology.rank in self._flow(shared=True).turns
 
     def _flow(self, shared: bool) -> Flow:
         algorithm = self.algorithm
@@ -191,7 +195,9 @@ class HierarchicalLoader:
     def _inspect(
         self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
     ) -> _Work:
-        source = Checkpoint.open(checkpoint) if self.topology.rank in self._flow(shared=True).turns else None
+        source = None
+        if self._reads and (self.topology.rank == self.src or not isinstance(checkpoint, str | os.PathLike)):
+            source = Checkpoint.open(checkpoint)
         targets = self._snapshot.read(model, dtype) if self._snapshot is not None else None
         if targets is None:
             targets = collect(model, dtype)
@@ -202,15 +208,18 @@ class HierarchicalLoader:
                 f"buffers {', '.join(sorted(targets.lost)[:5])} are on meta and no checkpoint holds them "
                 "(they are not persistent); pass init_missing=hook(module, path, names) to compute them"
             )
-        return _Work(targets, _device_of(targets), source, source.manifest if source else None)
+        return _Work(targets, _device_of(targets), source)
 
-    def _connect(self, work: _Work, report: LoadReport) -> tuple[Route, Manifest]:
+    def _connect(self, work: _Work, checkpoint: Any, report: LoadReport) -> tuple[Route, Manifest]:
         """The route of the data, and over it the manifest."""
 
         def connect() -> tuple[Route, Manifest]:
             try:
                 route = self._route()
-                return route, self._share_manifest(work, route, report)
+                manifest = self._share_manifest(work, route, report)
+                if self._reads and work.checkpoint is None:
+                    work.checkpoint = Checkpoint.join(checkpoint, manifest)
+                return route, work.checkpoint.manifest if work.checkpoint is not None else manifest
             except LoadError:
                 raise
             except Exception as error:
@@ -226,11 +235,12 @@ class HierarchicalLoader:
         return made
 
     def _share_manifest(self, work: _Work, route: Route, report: LoadReport) -> Manifest:
-        """The source's manifest, on every rank; a reader of its own node keeps what it read itself."""
+        """The source's manifest, on every rank."""
+        known = work.checkpoint.manifest if work.checkpoint is not None and self.topology.rank == self.src else None
         if len(self.topology.ranks) == 1:
-            assert work.manifest is not None
-            return work.manifest
-        compact = work.manifest.compact if work.manifest is not None and self.topology.rank == self.src else b""
+            assert known is not None
+            return known
+        compact = known.compact if known is not None else b""
         nbytes = self._control.settle("sharing the manifest", None, len(compact), lambda views: views[self.src])
         flat = torch.empty(nbytes, dtype=torch.uint8)
         if compact:
@@ -244,7 +254,7 @@ class HierarchicalLoader:
             report.transport_steps += ops.relay(
                 flat, steps, route.inter_group, route.intra_group, flow.chunk_bytes(nbytes)
             )
-        return work.manifest if work.manifest is not None else Manifest.from_compact(bytes(flat.tolist()))
+        return known if known is not None else Manifest.from_compact(bytes(flat.tolist()))
 
     def _agree_on_plan(
         self, model: nn.Module, work: _Work, manifest: Manifest, mapping: Mapping | str, strict: bool

@@ -7,6 +7,7 @@ holes.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import struct
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ READ_BYTES = 16 << 20
 READ_THREADS = 2
 """16 MiB by two threads into a reused buffer reads the page cache at 12.6 GB/s where mmap and copy gives 3.9."""
 _MAX_IOVECS = 512
+_SAMPLES, _SAMPLE_BYTES = 16, 512
 _MAX = 10**30  # far above any file, and short enough to print
 
 Range = tuple[int, int, int, int]
@@ -74,6 +76,30 @@ def read_header(path: Path) -> SafetensorsHeader:
         raise CheckpointError(f"{path}: the header is a JSON {type(entries).__name__}, expected an object")
     entries.pop("__metadata__", None)
     return _check(path, entries, data=8 + length, end=size)
+
+
+class FileFacts(NamedTuple):
+    """By which two ranks know that they see the same file."""
+
+    name: str
+    nbytes: int
+    header: str
+    """Digest of its header."""
+    samples: str
+    """Digest of bytes taken all over the file, so that other weights under the same header are found out."""
+
+
+def file_facts(path: Path) -> FileFacts:
+    """Raises OSError if the file cannot be read."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        length = min(int.from_bytes(prefix, "little"), MAX_HEADER_BYTES)
+        header = hashlib.blake2b(prefix + file.read(length), digest_size=16)
+        samples = hashlib.blake2b(digest_size=16)
+        for i in range(_SAMPLES):
+            samples.update(os.pread(file.fileno(), _SAMPLE_BYTES, (size - 8 - length) * i // _SAMPLES + 8 + length))
+    return FileFacts(path.name, size, header.hexdigest(), samples.hexdigest())
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
