@@ -7,7 +7,7 @@ NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
 FAKES := $(wildcard tests/fakedev/*.cpp tests/fakedev/*.h)
 SOURCES := python tests benchmarks examples setup.py
 
-.PHONY: help build test lint format demo bench-load clean
+.PHONY: help build test lint format demo bench-load gpu-check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -44,6 +44,9 @@ demo: build ## load a Mixture-of-Experts checkpoint over two emulated nodes
 
 bench-load: build ## compare with other loaders and with the floor; about 15 minutes on 2 cores
 	$(RUN)/python benchmarks/bench_load.py --json benchmarks/results/load.json
+
+gpu-check: ## on a machine with an NVIDIA GPU: build, test, sanitize, trace and measure with PYTHON's own torch
+	$(PYTHON) benchmarks/gpu_check.py
 
 clean: ## remove builds and the environment
 	rm -rf build dist $(VENV) python/epload/*.so python/*.egg-info

@@ -87,7 +87,10 @@ class CMakeBuild(build_ext):
         ]  # fmt: skip
         jobs = os.environ.get("MAX_JOBS")
         subprocess.run(configure, check=True)
-        subprocess.run(["cmake", "--build", str(build), *(["-j", jobs] if jobs else [])], check=True)
+        built = subprocess.run(["cmake", "--build", str(build), *(["-j", jobs] if jobs else [])], check=False)
+        if built.returncode != 0:
+            without = f" If it was {nvcc} that failed, EPLOAD_CUDA=0 builds without CUDA kernels." if nvcc else ""
+            raise SystemExit(f"epload: the build failed; the compiler's own words are above.{without}")
 
     def copy_extensions_to_source(self) -> None:
         """`pip install -e` and `build_ext --inplace`: setuptools knows of _C only, the other libraries go beside it."""
