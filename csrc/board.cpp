@@ -55,8 +55,27 @@ void board_post(const at::Tensor& board, int64_t slot, int64_t value) {
       value >= INT32_MIN && value <= INT32_MAX, "board: expected a value that fits in an int32, got ", value);
   auto* const words = words_of(board);
   (slot == -1 ? words[1] : counter(board, words, slot)).store(static_cast<int32_t>(value), std::memory_order_release);
+  board_nudge(board);
+}
+
+void board_nudge(const at::Tensor& board) {
+  auto* const words = words_of(board);
   words[0].fetch_add(1, std::memory_order_acq_rel);
   syscall(SYS_futex, &words[0], FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+bool board_wait_failure(const at::Tensor& board, const std::atomic<bool>& quit) {
+  auto* const words = words_of(board);
+  for (;;) {
+    const auto seen = words[0].load(std::memory_order_acquire); // before what follows, so that no nudge is missed
+    if (quit.load(std::memory_order_acquire)) {
+      return false;
+    }
+    if (words[1].load(std::memory_order_acquire) != 0) {
+      return true;
+    }
+    sleep_while(words[0], seen, std::chrono::seconds(60));
+  }
 }
 
 int64_t board_wait(const at::Tensor& board, c10::IntArrayRef slots, int64_t value, double seconds) {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
+#include <atomic>
 #include <cstdint>
 
 namespace epload {
@@ -16,6 +17,12 @@ constexpr int64_t kBoardReached = -1;
 
 // Sets counter `slot` and wakes every waiter, in any process that maps the memory. Slot -1 posts a failure.
 void board_post(const at::Tensor& board, int64_t slot, int64_t value);
+
+// Sleeps until a failure is posted (true) or `quit` is set (false). Whoever sets `quit` calls board_nudge after.
+bool board_wait_failure(const at::Tensor& board, const std::atomic<bool>& quit);
+
+// Wakes every waiter, to look again at whatever it waits for.
+void board_nudge(const at::Tensor& board);
 
 // Waits until every counter in `slots` is at least `value`. Returns kBoardReached, kBoardFailed as soon as a failure
 // is posted, or after `seconds` the first slot that is behind. Writes made before a post are seen after the wait.

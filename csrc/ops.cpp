@@ -73,7 +73,9 @@ int64_t relay(
     const at::Tensor& steps,
     const std::string& inter_group,
     const std::string& intra_group,
-    int64_t chunk_bytes) {
+    int64_t chunk_bytes,
+    const std::optional<at::Tensor>& board,
+    double seconds) {
   TORCH_CHECK_VALUE(
       steps.is_cpu() && steps.scalar_type() == at::kLong && steps.dim() == 2 && steps.is_contiguous() &&
           steps.size(1) == 6,
@@ -88,7 +90,8 @@ int64_t relay(
     rows.push_back({row[0], row[1], row[2], row[3], row[4], row[5]});
   }
   const auto device = bucket.device().type();
-  const auto messages = epload::relay(bucket, rows, {inter_group, device}, {intra_group, device}, chunk_bytes);
+  const auto messages =
+      epload::relay(bucket, rows, {inter_group, device}, {intra_group, device}, chunk_bytes, board, seconds);
   written(bucket);
   return messages;
 }
@@ -104,7 +107,9 @@ TORCH_LIBRARY(epload, m) {
   m.def(
       "read_regions(int[] descriptors, Tensor files, Tensor(a!)[] targets, Tensor copies, int threads) "
       "-> (int, int, int, int)");
-  m.def("relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes) -> int");
+  m.def(
+      "relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes, Tensor? board=None, "
+      "float seconds=0) -> int");
   m.def("board_post(Tensor(a!) board, int slot, int value) -> ()");
   m.def("board_wait(Tensor board, int[] slots, int value, float seconds) -> int");
 }

@@ -1,9 +1,15 @@
 #include "relay.h"
 
+#include "board.h"
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <deque>
+#include <mutex>
+#include <thread>
 
 namespace epload {
 namespace {
@@ -48,6 +54,78 @@ void check(const at::Tensor& bucket, const std::vector<RelayStep>& steps, int64_
   }
 }
 
+// Waits for messages on behalf of one relay, and is woken when the board says that somebody failed: a thread of its own
+// sleeps on the board, as no call of c10d waits for a message and for anything else.
+class Waiter {
+ public:
+  Waiter(const std::optional<at::Tensor>& board, double seconds)
+      : board_(board), limit_(static_cast<int64_t>(seconds * 1e3)) {
+    if (board_.has_value()) {
+      board_wait(*board_, {}, 0, 0); // refuses what is no board; in the thread that would end the process
+      sentry_ = std::thread([this] {
+        if (board_wait_failure(*board_, quit_)) {
+          const std::lock_guard<std::mutex> hold(lock_);
+          failed_ = true;
+          if (current_ != nullptr) {
+            current_->abort();
+          }
+        }
+      });
+    }
+  }
+
+  ~Waiter() {
+    if (sentry_.joinable()) {
+      quit_ = true;
+      board_nudge(*board_);
+      sentry_.join();
+    }
+  }
+
+  Waiter(const Waiter&) = delete;
+  Waiter& operator=(const Waiter&) = delete;
+
+  void wait(const Work& work, const char* direction, int64_t peer) {
+    bool complete = false;
+    try {
+      enter(work.get());
+      complete = limit_.count() > 0 ? work->wait(limit_) : work->wait();
+    } catch (const std::exception& e) {
+      leave();
+      TORCH_CHECK(false, "relay: the message ", direction, " rank ", peer, " failed: ", e.what());
+    }
+    leave();
+    TORCH_CHECK(complete, kGivenUp);
+  }
+
+ private:
+  static constexpr const char* kGivenUp = "relay: given up, as another rank failed";
+
+  void enter(c10d::Work* work) {
+    const std::lock_guard<std::mutex> hold(lock_);
+    TORCH_CHECK(!failed_, kGivenUp);
+    current_ = work;
+  }
+
+  void leave() {
+    const std::lock_guard<std::mutex> hold(lock_);
+    current_ = nullptr;
+  }
+
+  const std::optional<at::Tensor>& board_;
+  const std::chrono::milliseconds limit_;
+  std::atomic<bool> quit_{false};
+  std::mutex lock_;
+  bool failed_ = false;
+  c10d::Work* current_ = nullptr;
+  std::thread sentry_;
+};
+
+struct Sending {
+  Work work;
+  int64_t peer;
+};
+
 } // namespace
 
 int64_t relay(
@@ -55,8 +133,11 @@ int64_t relay(
     const std::vector<RelayStep>& steps,
     const Group& inter,
     const Group& intra,
-    int64_t chunk_bytes) {
+    int64_t chunk_bytes,
+    const std::optional<at::Tensor>& board,
+    double seconds) {
   check(bucket, steps, chunk_bytes);
+  TORCH_CHECK_VALUE(seconds >= 0 && seconds < 1e9, "relay: expected a limit of 0 to 1e9 seconds, got ", seconds);
   std::vector<Chunk> chunks;
   for (const auto& step : steps) {
     for (int64_t begin = step.begin; begin < step.end; begin += chunk_bytes) {
@@ -67,7 +148,8 @@ int64_t relay(
   const auto arrives = [](const Chunk& chunk) { return chunk.step->from_inter >= 0 || chunk.step->from_intra >= 0; };
 
   int64_t messages = 0;
-  std::vector<Work> sends;
+  Waiter waiter(board, seconds);
+  std::vector<Sending> sends;
   std::deque<Work> receives; // of the chunks from the current one on that arrive
   size_t posted = 0;         // chunks before this have their receive posted, if they arrive
   const auto post_until_ahead = [&] {
@@ -85,21 +167,22 @@ int64_t relay(
   for (const auto& chunk : chunks) {
     post_until_ahead();
     if (arrives(chunk)) {
-      receives.front()->wait();
+      const auto& step = *chunk.step;
+      waiter.wait(receives.front(), "from", step.from_inter >= 0 ? step.from_inter : step.from_intra);
       receives.pop_front();
       post_until_ahead(); // before sending on, so that the link behind us is never idle
     }
     if (chunk.step->to_inter >= 0) {
-      sends.push_back(inter.send(bytes_of(chunk), chunk.step->to_inter));
+      sends.push_back({inter.send(bytes_of(chunk), chunk.step->to_inter), chunk.step->to_inter});
       ++messages;
     }
     if (chunk.step->to_intra >= 0) {
-      sends.push_back(intra.send(bytes_of(chunk), chunk.step->to_intra));
+      sends.push_back({intra.send(bytes_of(chunk), chunk.step->to_intra), chunk.step->to_intra});
       ++messages;
     }
   }
-  for (const auto& send : sends) {
-    send->wait();
+  for (const auto& [work, peer] : sends) {
+    waiter.wait(work, "to", peer);
   }
   return messages;
 }

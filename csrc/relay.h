@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace epload {
@@ -22,11 +23,17 @@ struct RelayStep {
 // bytes / rate + (N - 2) * chunk / rate. Two ranks that are joined by a step must have their common steps in one order.
 // Returns the number of messages sent and received. The bucket holds the result when this returns, and all sends from
 // it are complete.
+//
+// With a `board`, the relay is given up as soon as a failure is posted on it, also while it waits for a message. With
+// `seconds` above 0, a message may take no longer; else no longer than its group's timeout. When this throws, no
+// message writes to the bucket any more, and the groups are of no further use.
 int64_t relay(
     const at::Tensor& bucket,
     const std::vector<RelayStep>& steps,
     const Group& inter,
     const Group& intra,
-    int64_t chunk_bytes);
+    int64_t chunk_bytes,
+    const std::optional<at::Tensor>& board = std::nullopt,
+    double seconds = 0);
 
 } // namespace epload

@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -32,18 +32,29 @@ class RankFailed(AssertionError):
 
 
 def run(
-    world: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, setup: Callable[[], str] | None = None
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    limit: float = LIMIT,
+    setup: Callable[[], str] | None = None,
+    dying: Collection[int] = (),
+    tcp: bool = False,
 ) -> list[Any]:
     """Calls ``function(rank, *args)`` on ``world`` ranks of a gloo group and returns each rank's value, in order.
 
-    ``setup`` is called first on each rank and returns the backends to make the group with, in place of gloo.
+    ``setup`` is called first on each rank and returns the backends to make the group with, in place of gloo. Ranks that are
+    ``dying`` have to end without a value, for which None is returned. With ``tcp``, they meet at a TCP store, as under torchrun.
     """
     with tempfile.TemporaryDirectory(prefix="epload-test-") as folder:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if tcp else None
+        port = store.port if store is not None else 0
         links, processes = [], []
         for rank in range(world):
             ours, theirs = _context.Pipe()
             process = _context.Process(
-                target=_main, args=(rank, world, folder, limit, theirs, setup, function, args), daemon=True
+                target=_main,
+                args=(rank, world, folder, limit, theirs, setup, bool(dying), port, function, args),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -55,12 +66,15 @@ def run(
             if process.is_alive():
                 process.kill()
                 errors.setdefault(rank, "did not exit after its value was returned")
+        for rank in dying:
+            if errors.pop(rank, None) != "died":
+                errors[rank] = f"was to die, but returned {values.pop(rank, None)}"
         if errors:
             for rank in range(world):
                 if stack := _read(Path(folder) / f"stack-{rank}"):
                     errors[rank] = f"{errors.get(rank, '')}\nstack at the limit of {limit} s:\n{stack}"
             raise RankFailed("\n".join(f"---- rank {rank}: {text}" for rank, text in sorted(errors.items())))
-        return [values[rank] for rank in range(world)]
+        return [values.get(rank) for rank in range(world)]
 
 
 def _collect(links: list[Connection], until: float) -> tuple[dict[int, Any], dict[int, str]]:
@@ -86,6 +100,12 @@ def _read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
+def _meeting(folder: str, port: int) -> dict[str, Any]:
+    if port:
+        return {"store": dist.TCPStore("127.0.0.1", port, is_master=False)}
+    return {"init_method": f"file://{folder}/rendezvous"}
+
+
 def _main(
     rank: int,
     world: int,
@@ -93,6 +113,8 @@ def _main(
     limit: float,
     link: Connection,
     setup: Callable[[], str] | None,
+    some_die: bool,
+    port: int,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -102,14 +124,17 @@ def _main(
         try:
             dist.init_process_group(
                 setup() if setup else "gloo",
-                init_method=f"file://{folder}/rendezvous",
+                **_meeting(folder, port),
                 rank=rank,
                 world_size=world,
                 timeout=timedelta(seconds=limit),
             )
             value = function(rank, *args)
-            dist.barrier()
+            if not some_die:
+                dist.barrier()
             link.send((True, value))
+            if some_die:
+                os._exit(0)
         except BaseException:
             link.send((False, traceback.format_exc()))
             os._exit(1)  # without waiting for a group whose other ranks may be stuck

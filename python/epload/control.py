@@ -11,14 +11,19 @@ import hashlib
 import json
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
+from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from epload.errors import LoadError, Told, kind_of, make_error, text_of
+from epload.errors import Ended, LoadError, Overdue, Told, kind_of, known, make_error, text_of
+from epload.failure import Desk, Failure, describe, stack_of
+from epload.watch import Beats
 
 DEFAULT_DEADLINE = timedelta(minutes=30)
 HEADER_BYTES = 64
@@ -26,6 +31,11 @@ _HEADER = struct.Struct("<8sIIQQ16s16x")
 _MAGIC = b"epload01"
 STATUS_OK = 0
 STATUS_ABORT = 1
+
+_FIRST_LOOK, _LOOK = timedelta(milliseconds=50), timedelta(seconds=1)
+"""How long a rank waits in a round before it looks whether another has failed."""
+_TELLING = timedelta(seconds=5)
+"""How long a rank that was stopped waits to hear why."""
 
 _made: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
@@ -58,7 +68,7 @@ class BucketHeader:
 class Control:
     """Rounds of agreement among the ranks of one topology. Every rank calls the same rounds in the same order.
 
-    Not thread safe: one thread of a rank runs its rounds.
+    One thread of a rank runs its rounds; a watch, if there is one, beats from another.
     """
 
     def __init__(self, store: Store | None, ranks: tuple[int, ...], rank: int) -> None:
@@ -71,73 +81,222 @@ class Control:
         self.deadline = DEFAULT_DEADLINE
         self.agreed: set[bytes] = set()
         """Digests of what all ranks have already found to be the same."""
-        self._round = 0
+        self.doing = ""
+        """What this rank is at, for those who wait for it."""
+        self.progress = 0
+        """Grows with what this rank has done; whoever waits for it is patient as long as it does."""
+        self.moving = False
+        """Whether data may be under way, so that what a failure leaves behind cannot be used again."""
+        self.gone: Mapping[int, int] = {}
+        """Process id of each rank of this machine whose process has ended."""
+        self._load = self._failures = self._round = 0
+        self._failure: Failure | None = None
+        self._old: list[str] = []
+        """Keys of loads before, deleted as soon as all ranks have come to a later one."""
         if store is not None:
             _made[ranks] += 1
             who = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
             store = PrefixStore(f"epload/{who}/{_made[ranks]}", store)
         self._store = store
+        self.beats = Beats(_own_connection(store), rank) if store is not None else None
+        self.desk = Desk(store, self._prefix) if store is not None else None
 
-    def agree(self, what: str, view: str, decide: Callable[[Mapping[int, str]], str], patience: float = 1.0) -> str:
+    @property
+    def round(self) -> int:
+        """Number of the round that this rank is in, or was in last."""
+        return self._round
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self._load}.{self._failures}/"
+
+    def begin(self, deadline: timedelta) -> None:
+        """Before each load, on all ranks: forgets how the last one ended, also if it ended differently for some."""
+        self.deadline = deadline
+        self.moving = False
+        self.gone = {}
+        self.doing, self.progress = "", 0
+        self._turn(self._load + 1, 0)
+
+    def _turn(self, load: int, failures: int) -> None:
+        self._failure = None
+        if self.desk is not None:
+            # One round more than was run: a rank that fails says so in the next one.
+            members = ("verdict", *self.ranks)
+            rounds = (self._round, self._round + 1)
+            self._old += [*self.desk.keys, *(f"{self._prefix}{n}/{member}" for n in rounds for member in members)]
+        self._load, self._failures, self._round = load, failures, 0
+        if self._store is not None:
+            self.desk = Desk(self._store, self._prefix)
+
+    def known(self) -> Failure | None:
+        """The first failure that any rank has told in this load. For the thread that runs the rounds."""
+        return self.desk.first() if self.desk is not None else None
+
+    def fail(self, error: BaseException, hard: bool = True) -> Failure | None:
+        """Tells all ranks of a failure; returns what all of them raise, or None if the load has ended well for the others.
+
+        ``hard``: this rank cannot go on with its part, so that all have to stop at once.
+        """
+        told = isinstance(error, Told)
+        try:
+            first = self.desk.first(_TELLING if told else None) if self.desk is not None else None
+            if first is not None and not hard:
+                return first
+            others = ""
+            if first is None and not told and self.beats is not None:
+                others = self.beats.describe(self.ranks, self.gone, fresh=isinstance(error, Overdue))
+            failure = describe(error, self.rank, doing=self.doing, others=others)
+            return self.desk.tell(failure, hard) if self.desk is not None else failure
+        except RuntimeError as lost:
+            text = f"{text_of(error)}\nThe other ranks could not be told, as the store is lost: {text_of(lost)}"
+            return Failure(LoadError.__name__, text, self.rank)
+
+    def conclude(self, error: BaseException) -> Failure | None:
+        """After anything that ended a load on this rank: tells the others unless they know. As :meth:`fail`."""
+        if self._failure is not None:
+            return self._failure
+        failure = self.fail(error)
+        if self._store is not None and failure is not None:
+            mine = "verdict" if self.rank == self.coordinator else self.rank
+            with suppress(RuntimeError):  # only so that nobody has to look for the failure
+                self._store.set(f"{self._prefix}{self._round + 1}/{mine}", "x")
+        if failure is not None:
+            self._turn(self._load, self._failures + 1)
+            self._failure = failure
+        return failure
+
+    def agree(
+        self,
+        what: str,
+        view: str,
+        decide: Callable[[Mapping[int, str]], str],
+        patience: float = 1.0,
+        last: bool = False,
+    ) -> str:
         """Returns, on every rank, what the coordinator's ``decide`` made of all ranks' views.
 
-        ``patience`` multiplies the deadline, for a round that ranks come to after a deadline of their own.
+        ``patience`` multiplies the deadline, for a round that ranks come to after a deadline of their own. With ``last``, the
+        load has ended well when the round has.
 
         Raises:
-            LoadError: a rank did not arrive within the deadline, or ``decide`` raised; the same text on every rank that
-                is alive.
+            LoadError: a rank did not arrive within the deadline, one told of a failure, or ``decide`` raised; the same text
+                on every rank that is alive.
         """
         if self._store is None:
             return decide({self.rank: view})
         self._round += 1
-        store, prefix = self._store, f"{self._round}/"
-        if self.rank != self.coordinator:
-            store.set(f"{prefix}{self.rank}", view)
-            # Longer than the coordinator waits, so that its text is the one raised; file stores round up to whole seconds.
-            limit = 1.25 * patience * self.deadline + timedelta(seconds=2)
-            try:
-                store.wait([f"{prefix}verdict"], limit)
-            except RuntimeError as error:
-                raise LoadError(
-                    f"{what}: rank {self.coordinator}, which coordinates, gave no verdict within "
-                    f"{limit.total_seconds():.0f} s (seen by rank {self.rank})"
-                ) from error
-            verdict = store.get(f"{prefix}verdict").decode()
-        else:
-            verdict = self._judge(store, prefix, what, view, decide, patience * self.deadline)
-            store.set(f"{prefix}verdict", verdict)
-        if verdict[:1] == "x":
-            raise make_error(*json.loads(verdict[1:]))
+        self.doing = what
+        prefix = f"{self._prefix}{self._round}/"
+        limit = patience * self.deadline
+        try:
+            if self.rank == self.coordinator:
+                verdict = self._judge(prefix, what, view, decide, limit, last)
+                self._store.set(f"{prefix}verdict", verdict)
+            else:
+                verdict = self._hear(prefix, what, view, limit)
+        except DistNetworkError as error:
+            raise LoadError(f"{what}: the store is lost: {text_of(error)} (seen by rank {self.rank})") from error
+        if verdict == "x":
+            raise self._raised(None)
         return verdict[1:]
 
     def _judge(
         self,
-        store: Store,
         prefix: str,
         what: str,
         view: str,
         decide: Callable[[Mapping[int, str]], str],
         limit: timedelta,
+        last: bool,
     ) -> str:
+        assert self._store is not None
+        assert self.desk is not None
         others = [rank for rank in self.ranks if rank != self.rank]
+        absent = self._await(prefix, others, limit)
+        if absent:
+            raise self._raised(Overdue(f"{what}: {_ranks(absent)} did not arrive within {limit.total_seconds():.0f} s"))
+        views = {
+            rank: view if rank == self.rank else self._store.get(f"{prefix}{rank}").decode() for rank in self.ranks
+        }
+        self._forget()
+        if "x" in views.values():
+            return "x"
         try:
-            try:
-                store.wait([f"{prefix}{rank}" for rank in others], limit)
-            except RuntimeError as error:
-                absent = [rank for rank in others if not store.check([f"{prefix}{rank}"])]
-                raise LoadError(
-                    f"{what}: {_ranks(absent)} did not arrive within {limit.total_seconds():.0f} s"
-                ) from error
-            views = {rank: view if rank == self.rank else store.get(f"{prefix}{rank}").decode() for rank in self.ranks}
-            self._forget(store)
-            return "o" + decide(views)
+            verdict = "o" + decide(views)
         except Exception as error:
-            return "x" + json.dumps([kind_of(error), text_of(error)])
+            self.desk.tell(Failure(kind_of(error), text_of(error), self.rank, clean=not self.moving), hard=False)
+            return "x"
+        return verdict if not last or self.desk.end() else "x"
 
-    def _forget(self, store: Store) -> None:
-        """Deletes the keys of the round before: every rank has passed it, since all have posted to this one."""
-        for rank in self.ranks:
-            store.delete_key(f"{self._round - 1}/{'verdict' if rank == self.rank else rank}")
+    def _hear(self, prefix: str, what: str, view: str, limit: timedelta) -> str:
+        assert self._store is not None
+        self._store.set(f"{prefix}{self.rank}", view)
+        # Longer than the coordinator waits, so that its text is the one raised.
+        limit = 1.25 * limit + timedelta(seconds=2)
+        if self._await(prefix, ["verdict"], limit):
+            raise self._raised(
+                Overdue(
+                    f"{what}: rank {self.coordinator}, which coordinates, gave no verdict within "
+                    f"{limit.total_seconds():.0f} s (seen by rank {self.rank})"
+                )
+            )
+        return self._store.get(f"{prefix}verdict").decode()
+
+    def _await(self, prefix: str, keys: Sequence[int | str], limit: timedelta) -> list[int]:
+        """Returns when all keys are there, or, after ``limit`` without progress, the ranks that it waits for in vain."""
+        assert self._store is not None
+        names = [f"{prefix}{key}" for key in keys]
+        until = monotonic() + limit.total_seconds()
+        pause, seen = _FIRST_LOOK, None
+        while names:
+            try:
+                self._store.wait(names, min(pause, timedelta(seconds=max(until - monotonic(), 0.001))))
+                break
+            except DistNetworkError:
+                raise
+            except RuntimeError:  # not there yet
+                pause = min(2 * pause, _LOOK)
+            if self._store.check(names):
+                break
+            missing = [key for key in keys if not self._store.check([f"{prefix}{key}"])]
+            ranks = [self.coordinator if key == "verdict" else int(key) for key in missing]
+            if self.known() is not None:
+                raise self._raised(None)
+            # A rank that has posted to this round is missed at the next one; its end does not matter to this one.
+            for rank, process in sorted(self.gone.items()):
+                waited_for = rank in ranks or not self._store.check([f"{prefix}{rank}"])
+                if waited_for and not self._store.check(names):
+                    raise self._raised(Ended(rank, process))
+            if self.beats is not None:
+                now = self.beats.signs(ranks, self._round)
+                if seen is not None and now != seen:
+                    until = monotonic() + limit.total_seconds()
+                seen = now
+            if monotonic() >= until:
+                return ranks
+        return []
+
+    def _raised(self, error: BaseException | None) -> Exception:
+        """The failure that all ranks raise, after telling them of ``error``; later rounds start afresh."""
+        failure = self.fail(error) if error is not None else None
+        if failure is None and self.desk is not None:
+            failure = self.desk.first(_TELLING)
+        if failure is None:
+            failure = Failure(LoadError.__name__, "another rank failed and ended before it could say why", self.rank)
+        raised = failure.error()
+        self._turn(self._load, self._failures + 1)
+        self._failure = failure
+        return raised
+
+    def _forget(self) -> None:
+        """Deletes keys of rounds and loads before: every rank has passed them, since all have posted to this one."""
+        assert self._store is not None
+        for key in ("verdict", *self.ranks):
+            if key != self.coordinator:
+                self._store.delete_key(f"{self._prefix}{self._round - 1}/{key}")
+        while self._old:
+            self._store.delete_key(self._old.pop())
 
     def settle(
         self,
@@ -146,13 +305,17 @@ class Control:
         view: Any = None,
         decide: Callable[[dict[int, Any]], Any] = lambda views: None,
         patience: float = 1.0,
+        last: bool = False,
     ) -> Any:
         """A round in which any rank may report that it failed: then every rank raises that error.
 
         ``view`` and what ``decide`` returns are JSON values. When several ranks failed, the text has each distinct message
         with the ranks that gave it.
         """
-        error = None if failure is None else [kind_of(failure), text_of(failure)]
+        error = None
+        if failure is not None:
+            stack = "" if known(failure) else stack_of(failure)
+            error = [kind_of(failure), text_of(failure) + (f"\n{stack}" if stack else "")]
 
         def judge(raw: Mapping[int, str]) -> str:
             views = {rank: json.loads(text) for rank, text in raw.items()}
@@ -162,7 +325,13 @@ class Control:
                 raise make_error(next(iter(causes.values()))[0], _together(causes))
             return json.dumps(decide({rank: view["view"] for rank, view in views.items()}))
 
-        return json.loads(self.agree(what, json.dumps({"error": error, "view": view}), judge, patience))
+        return json.loads(self.agree(what, json.dumps({"error": error, "view": view}), judge, patience, last))
+
+
+def _own_connection(store: Store) -> Store:
+    """Since a wait on one connection keeps all other threads from it."""
+    clone: Callable[[], Store] = getattr(store, "clone", lambda: store)
+    return clone()
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -26,6 +26,17 @@ class Told(LoadError):
     """Another rank said that the load is off. Never seen by users: the root cause is shown in its place."""
 
 
+class Overdue(LoadError):
+    """A rank waited for another for longer than it may. Travels as LoadError."""
+
+
+class Ended(LoadError):
+    """The process of a rank has ended in the middle of a load. Travels as LoadError."""
+
+    def __init__(self, rank: int, process: int) -> None:
+        super().__init__(f"rank {rank} has ended (process {process}): killed, out of memory, or it left the load early")
+
+
 _BY_NAME: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (LoadError, CheckpointError, ModelMismatch, ManifestMismatch, Told, ValueError, TypeError, MemoryError)
@@ -37,11 +48,15 @@ def kind_of(error: BaseException) -> str:
     return next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _BY_NAME), LoadError.__name__)
 
 
+def known(error: BaseException) -> bool:
+    """Whether the error is one of epload's own or a caller's mistake, whose message says all there is to say."""
+    return isinstance(error, LoadError) or (type(error).__name__ in _BY_NAME and not isinstance(error, MemoryError))
+
+
 def text_of(error: BaseException) -> str:
     """The error's message, with its type where the message alone would not be understood."""
-    known = type(error).__name__ in _BY_NAME and not isinstance(error, MemoryError)
     text = str(error).split("\nException raised from", 1)[0].strip()
-    return text if known else f"{type(error).__name__}: {text}"
+    return text if known(error) else f"{type(error).__name__}: {text}"
 
 
 def make_error(kind: str, text: str) -> Exception:

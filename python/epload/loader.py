@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from epload import log, ops
 from epload import materialise as mat
-from epload import ops
 from epload.broadcast import DEFAULT_BUCKET_BYTES
 from epload.checkpoint import Checkpoint, Manifest
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
@@ -25,13 +25,14 @@ from epload.errors import LoadError, ManifestMismatch, ModelMismatch, text_of
 from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave
 from epload.mapping import Mapping
 from epload.mapping import resolve as resolve_mapping
-from epload.node_memory import NodeMemory
+from epload.node_memory import Board, NodeMemory
 from epload.plan import LoadPlan, describe, explain_difference, make_plan
 from epload.report import LoadReport
 from epload.snapshot import Snapshot
 from epload.targets import Targets, collect
 from epload.topology import Route, Topology
-from epload.transfer import Transfer, wave_bytes
+from epload.transfer import SLOWEST, Transfer, wave_bytes
+from epload.watch import Watch
 
 T = TypeVar("T")
 
@@ -83,13 +84,15 @@ class HierarchicalLoader:
             algorithm: ``"two_level"`` or ``"flat"`` (one group, for comparison). ``"auto"`` is ``"two_level"``.
             bucket_bytes: size of a bucket; each rank has two.
             verify: only ``"off"`` in this version.
-            deadline: seconds (or timedelta) that ranks wait for one another; 30 minutes if None.
+            deadline: seconds (or timedelta) without progress after which a load has failed; 30 minutes if None. A step that
+                moves bytes has what they take at 10 MB/s on top.
             stream: only None, for models on CPU, in this version.
             progress: a bar on rank ``src`` when standard error is a terminal.
 
         Raises:
             ValueError: an argument is out of range.
         """
+        log.configure()
         self.readers = _one_of("readers", "one" if readers == "auto" else readers, READERS)
         self.algorithm = _one_of("algorithm", "two_level" if algorithm == "auto" else algorithm, ALGORITHMS)
         _one_of("verify", verify, ("off",))
@@ -106,6 +109,7 @@ class HierarchicalLoader:
         self.bucket_bytes = bucket_bytes // self._per_wave // 64 * 64 if self._per_wave > 1 else bucket_bytes
         self.progress = progress
         self._control = self.topology.control
+        self._watch = Watch(self._control, self.topology.node)
         if deadline is None:
             deadline = DEFAULT_DEADLINE
         self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
@@ -144,7 +148,31 @@ class HierarchicalLoader:
                 header: nothing has been changed. Any other: tensors may be materialised and partly written.
             ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
         """
-        self._control.deadline = self._deadline
+        self._control.begin(self._deadline)
+        with self._watch:
+            try:
+                return self._load(model, checkpoint, mapping, strict, dtype, init_missing)
+            except BaseException as error:
+                failure = self._control.conclude(error)
+                if failure is None or not failure.clean:
+                    self._memory = None
+                    self.topology.retire()
+                if failure is None or not isinstance(error, Exception):
+                    raise
+                raised = failure.error()
+                if (type(raised), str(raised)) == (type(error), str(error)):
+                    raise
+                raise raised from error
+
+    def _load(
+        self,
+        model: nn.Module,
+        checkpoint: Any,
+        mapping: Mapping | str,
+        strict: bool,
+        dtype: torch.dtype | None,
+        init_missing: mat.InitMissing | None,
+    ) -> LoadReport:
         report = LoadReport(readers=self.readers, algorithm=self.algorithm, topology=repr(self.topology))
         began = perf_counter()
         with report.timed("plan"), _collector_paused():
@@ -152,7 +180,7 @@ class HierarchicalLoader:
             route, manifest = self._connect(work, checkpoint, report)
             plan = self._agree_on_plan(model, work, manifest, mapping, strict)
         try:
-            self._transfer(model, work, plan, route, init_missing, report)
+            self._transfer(model, work, manifest, plan, route, init_missing, report)
         finally:
             if work.checkpoint is not None and work.checkpoint is not checkpoint:
                 work.checkpoint.close()
@@ -225,12 +253,10 @@ class HierarchicalLoader:
             except Exception as error:
                 raise LoadError(f"sharing the manifest: {text_of(error)}") from error
 
+        self._control.moving = True
         made, failure = _attempt(connect)
-        try:
-            self._control.settle("sharing the manifest", failure, patience=2)
-        except Exception:
-            self.topology.retire()
-            raise
+        self._control.settle("sharing the manifest", failure, patience=2)
+        self._control.moving = False
         assert made is not None
         return made
 
@@ -251,9 +277,12 @@ class HierarchicalLoader:
         else:
             flow = Flow(self.topology.nodes, self.topology.rank, self.src, "one", "two_level", shared=False)
             steps = torch.tensor(flow.steps([(0, 0, nbytes)]), dtype=torch.int64)
-            report.transport_steps += ops.relay(
-                flat, steps, route.inter_group, route.intra_group, flow.chunk_bytes(nbytes)
-            )
+            board = Board.alone()
+            limit = self._control.deadline.total_seconds() + nbytes / SLOWEST
+            with self._watch.guards(board):
+                report.transport_steps += ops.relay(
+                    flat, steps, route.inter_group, route.intra_group, flow.chunk_bytes(nbytes), board.words, limit
+                )
         return known if known is not None else Manifest.from_compact(bytes(flat.tolist()))
 
     def _agree_on_plan(
@@ -306,6 +335,7 @@ class HierarchicalLoader:
         self,
         model: nn.Module,
         work: _Work,
+        manifest: Manifest,
         plan: LoadPlan,
         route: Route,
         init_missing: mat.InitMissing | None,
@@ -327,26 +357,30 @@ class HierarchicalLoader:
         report.algorithm = flow.algorithm
         if flow.algorithm == "striped":
             route = self.topology.striped_route(self.src)
-        transfer = Transfer(plan, self._per_wave, flow, route, memory, local, work.checkpoint, report, self._deadline)
 
-        def move() -> None:
-            try:
-                transfer.run(shown=self.progress and self.topology.rank == self.src)
-                self._initialise(model, work, plan, init_missing, report)
-            except LoadError:
-                raise
-            except Exception as error:
-                raise LoadError(f"rank {self.topology.rank}: {text_of(error)}") from error
+        def names(bucket: int) -> str:
+            held = [manifest.names[plan.slots.tensor[slot]] for slot in plan.buckets[bucket].slots]
+            return (
+                f"{held[0]} to {held[-1]} of {manifest.source}" if len(held) > 1 else f"{held[0]} of {manifest.source}"
+            )
 
-        _, failure = _attempt(move)
-        if transfer.broken:
-            memory.abandon()
+        self._control.moving = True
+        transfer = Transfer(
+            plan, self._per_wave, flow, route, memory, local, work.checkpoint, report, self._control, names
+        )
         try:
-            self._control.settle("the transfer", failure, patience=2)
-        except LoadError:
-            self._memory = None
-            self.topology.retire()
+            with self._watch.guards(memory.board):
+                transfer.run(shown=self.progress and self.topology.rank == self.src)
+        except BaseException:
+            if flow.algorithm == "flat":
+                memory.abandon()  # to a broadcast that was given up; the relay's messages let go of it
             raise
+        try:
+            self._control.doing = "initialises what the checkpoint lacks"
+            self._initialise(model, work, plan, init_missing, report)
+        except Exception as error:
+            raise LoadError(f"rank {self.topology.rank}: {text_of(error)}") from error
+        self._control.settle("the transfer", None, patience=2, last=True)
 
     def _reserve(self, nbytes: int) -> NodeMemory:
         """Staging buffers of at least ``nbytes``, kept for the next load. Collective when there are none yet."""

@@ -12,13 +12,14 @@ import os
 import secrets
 from collections.abc import Sequence
 from datetime import timedelta
+from time import monotonic
 
 import torch
 from torch import Tensor
 
 from epload import ops
 from epload.control import Control
-from epload.errors import LoadError, Told
+from epload.errors import Overdue, Told
 
 BUFFERS = 2
 """Waves under way at most."""
@@ -26,6 +27,8 @@ STAGES = ("read", "relayed", "checked", "unpacked")
 _PAGE = 4096
 _TOKEN_BYTES = 16
 _ABANDONED: list[NodeMemory] = []
+_SLICE = 1.0
+"""Seconds that the interpreter is left alone at most, so that an interrupt is heard."""
 
 
 class Board:
@@ -33,9 +36,14 @@ class Board:
 
     def __init__(self, words: Tensor, ranks: Sequence[int], rank: int) -> None:
         """``words``: int32, zeros."""
-        self._words = words
+        self.words = words
         self._ranks = list(ranks)
         self._me = self._ranks.index(rank)
+
+    @classmethod
+    def alone(cls) -> Board:
+        """For a rank that shares none."""
+        return cls(torch.zeros(cls.size(1), dtype=torch.int32), (0,), 0)
 
     @staticmethod
     def size(ranks: int) -> int:
@@ -49,26 +57,32 @@ class Board:
 
     def post(self, stage: str, waves: int) -> None:
         """Says that this rank has finished ``stage`` of so many waves."""
-        ops.board_post(self._words, self._me * len(STAGES) + STAGES.index(stage), waves)
+        ops.board_post(self.words, self._me * len(STAGES) + STAGES.index(stage), waves)
 
     def fail(self) -> None:
         """Wakes all that wait, now and later: this rank cannot go on."""
-        ops.board_post(self._words, -1, 1)
+        ops.board_post(self.words, -1, 1)
 
     def wait(self, stage: str, waves: int, ranks: Sequence[int], limit: timedelta) -> None:
         """Returns when each of ``ranks`` has finished ``stage`` of so many waves.
 
         Raises:
-            LoadError: it took longer than ``limit``.
-            Told: a rank of the node failed.
+            Overdue: it took longer than ``limit``.
+            Told: a rank failed, and the node has been told.
         """
         slots = [self._ranks.index(rank) * len(STAGES) + STAGES.index(stage) for rank in ranks]
-        behind = ops.board_wait(self._words, slots, waves, limit.total_seconds())
+        until = monotonic() + limit.total_seconds()
+        behind = 0
+        while behind not in (ops.BOARD_REACHED, ops.BOARD_FAILED):
+            left = until - monotonic()
+            behind = ops.board_wait(self.words, slots, waves, max(0.0, min(_SLICE, left)))
+            if left <= 0:
+                break
         if behind == ops.BOARD_FAILED:
-            raise Told("another rank of this node failed")
+            raise Told("another rank failed")
         if behind != ops.BOARD_REACHED:
             rank = self._ranks[behind // len(STAGES)]
-            raise LoadError(
+            raise Overdue(
                 f"rank {self._ranks[self._me]} waited {limit.total_seconds():.0f} s for rank {rank} of its node, which has "
                 f"not {stage} wave {waves - 1}"
             )

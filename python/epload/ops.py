@@ -93,7 +93,15 @@ def read_regions(
     return tuple(map(int, _read_regions(descriptors, files, targets, copies, threads)))  # type: ignore[return-value]
 
 
-def relay(bucket: Tensor, steps: Tensor, inter_group: str, intra_group: str, chunk_bytes: int) -> int:
+def relay(
+    bucket: Tensor,
+    steps: Tensor,
+    inter_group: str,
+    intra_group: str,
+    chunk_bytes: int,
+    board: Tensor | None = None,
+    seconds: float = 0.0,
+) -> int:
     """Receives pieces of ``bucket`` and passes them on, chunk by chunk; returns the number of messages.
 
     Args:
@@ -101,12 +109,15 @@ def relay(bucket: Tensor, steps: Tensor, inter_group: str, intra_group: str, chu
         steps: int64 CPU tensor [n, 6], a piece a row, in order: begin, end (bytes), the rank it comes from in the inter-node
             group, in the intra-node group, the rank it goes to in each. Global ranks, -1 for none.
         chunk_bytes: bytes of a message, equal on all ranks.
+        board: given up as soon as a failure is posted on it, also while waiting for a message.
+        seconds: that a message may take; 0 for the timeout of its group.
 
     Raises:
         ValueError: a step outside the bucket, or a rank that is not in its group.
-        RuntimeError: the network failed, or a rank did not answer within the group's timeout.
+        RuntimeError: the network failed, a rank did not answer in time, or a failure was posted. No message writes to the
+            bucket any more; the groups are of no further use.
     """
-    return int(_relay(bucket, steps, inter_group, intra_group, chunk_bytes))
+    return int(_relay(bucket, steps, inter_group, intra_group, chunk_bytes, board, seconds))
 
 
 def board_post(board: Tensor, slot: int, value: int) -> None:
@@ -151,7 +162,15 @@ def _read_regions_fake(
 
 
 @torch.library.register_fake("epload::relay")  # type: ignore[untyped-decorator]
-def _relay_fake(bucket: Tensor, steps: Tensor, inter_group: str, intra_group: str, chunk_bytes: int) -> int:
+def _relay_fake(
+    bucket: Tensor,
+    steps: Tensor,
+    inter_group: str,
+    intra_group: str,
+    chunk_bytes: int,
+    board: Tensor | None = None,
+    seconds: float = 0.0,
+) -> int:
     raise ValueError("relay: expected a bucket on cpu with data, got a fake or meta tensor")
 
 

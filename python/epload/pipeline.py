@@ -9,10 +9,11 @@ Stage = tuple[str, Callable[[], None]]
 """A name and the stage's whole work."""
 
 
-def run(stages: Sequence[Stage], stop: Callable[[], None]) -> None:
+def run(stages: Sequence[Stage], stop: Callable[[BaseException], None]) -> None:
     """Returns when all stages have; the last one runs on the calling thread.
 
-    When a stage raises, ``stop`` is called, which must make the others end; then the first exception is raised.
+    When a stage raises, or the calling thread is interrupted, ``stop`` is called with the exception, which must make the others
+    end; then an interrupt is raised if there was one, else the first exception.
     """
     failures: list[BaseException] = []
 
@@ -21,16 +22,27 @@ def run(stages: Sequence[Stage], stop: Callable[[], None]) -> None:
             stage()
         except BaseException as error:
             failures.append(error)
-            stop()
+            stop(error)
 
     *others, (_, last) = stages
-    threads = [
-        threading.Thread(target=work, args=(stage,), name=f"epload-{name}", daemon=True) for name, stage in others
-    ]
-    for thread in threads:
-        thread.start()
+    ended = threading.Semaphore(0)
+
+    def work_apart(stage: Callable[[], None]) -> None:
+        try:
+            work(stage)
+        finally:
+            ended.release()
+
+    for name, stage in others:
+        threading.Thread(target=work_apart, args=(stage,), name=f"epload-{name}", daemon=True).start()
     work(last)
-    for thread in threads:
-        thread.join()
+    left = len(others)
+    while left:
+        try:
+            ended.acquire()  # not join: a thread whose join was interrupted counts as ended though it is not
+            left -= 1
+        except BaseException as interrupt:  # from here on the stages end by themselves
+            failures.append(interrupt)
+            stop(interrupt)
     if failures:
-        raise failures[0]
+        raise next((error for error in failures if not isinstance(error, Exception)), failures[0])

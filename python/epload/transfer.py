@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from epload import ops, pipeline
 from epload.checkpoint import Checkpoint
-from epload.control import HEADER_BYTES, STATUS_ABORT, STATUS_OK, BucketHeader
-from epload.errors import LoadError, Told, text_of
-from epload.flow import Flow
+from epload.control import HEADER_BYTES, STATUS_ABORT, STATUS_OK, BucketHeader, Control
+from epload.errors import LoadError, Overdue, Told, text_of
+from epload.flow import Flow, Step
 from epload.node_memory import BUFFERS, NodeMemory
 from epload.plan import Bucket, LoadPlan
 from epload.report import LoadReport, progress_bar
@@ -26,6 +26,8 @@ _ALIGNMENT = 64
 """Bytes; where a bucket may start in its wave."""
 _ENDED = 1 << 30
 """What a rank posts that takes no further part."""
+SLOWEST = 10e6
+"""Bytes a second; a step that moves bytes has the deadline and what they take at this rate."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class Transfer:
         local: list[Tensor],
         checkpoint: Checkpoint | None,
         report: LoadReport,
-        deadline: timedelta,
+        control: Control,
+        names: Callable[[int], str],
     ) -> None:
         """
         Args:
@@ -78,7 +81,8 @@ class Transfer:
             memory: buffers of at least ``wave_bytes(plan, per_wave)``.
             local: the targets' local tensors.
             checkpoint: None on a rank that does not read.
-            deadline: how long a rank waits for another of its node.
+            control: where failures are told; its deadline is how long a rank waits for another.
+            names: a bucket's number to what is in it, for messages.
         """
         self._plan = plan
         self._waves = _waves(plan, per_wave)
@@ -88,15 +92,18 @@ class Transfer:
         self._local = local
         self._checkpoint = checkpoint
         self._report = report
-        self._limit = 1.25 * deadline + timedelta(seconds=2)  # the network's deadline passes first, and says more
+        self._control = control
+        self._names = names
+        largest = max((bucket.nbytes for bucket in plan.buckets), default=0)
+        self._message_limit = control.deadline + timedelta(seconds=per_wave * largest / SLOWEST)
+        self._limit = 1.25 * self._message_limit + timedelta(seconds=2)  # the network's passes first, and says more
+        self._stages_at: dict[str, str] = {}
         self._fingerprint = plan.fingerprint[:16]
         self._chunk = flow.chunk_bytes(plan.nbytes)
         self._failure: LoadError | None = None
         """What went wrong on this rank, or what a reader said in the bucket that ended the transfer."""
         self._over = threading.Event()
         """Set when this rank has met a bucket that ends the transfer."""
-        self.broken = False
-        """Whether a step failed, so that the buffers may still be in use."""
 
     def run(self, shown: bool) -> None:
         """Raises LoadError if a reader gave up, or what went wrong here. ``shown``: with a progress bar."""
@@ -104,18 +111,32 @@ class Transfer:
             if self._flow.readers == "every":
                 self._read_own()
             elif self._waves:
-                try:
-                    pipeline.run(self._stages(), self._memory.board.fail)
-                except BaseException:
-                    self.broken = True
-                    raise
+                pipeline.run(self._stages(), self._stop)
         if self._failure is not None:
             raise self._failure
+
+    def _stop(self, error: BaseException) -> None:
+        """This rank cannot go on: the others hear why first, then those who wait for it are woken."""
+        self._control.fail(error)
+        self._memory.board.fail()
+
+    def _at(self, stage: str, doing: str) -> None:
+        """Says where this rank stands."""
+        self._stages_at[stage] = doing
+        self._control.doing = ", ".join(list(self._stages_at.values()))
+
+    def _told(self) -> Told | None:
+        """What another rank said of a failure, if one did."""
+        failure = self._control.known()
+        return Told(failure.text) if failure is not None else None
 
     def _read_own(self) -> None:
         """Every rank for itself: no bucket moves."""
         assert self._checkpoint is not None
         for number, bucket in enumerate(self._plan.buckets):
+            if told := self._told():
+                raise told
+            self._at("read", f"reads bucket {number}")
             targets = [self._local[t] for t in bucket.targets]
             try:
                 with self._timed("read"):
@@ -126,8 +147,9 @@ class Transfer:
                         ops.unpack(buffer, targets, bucket.copies)
                         nbytes = bucket.nbytes
             except Exception as error:
-                raise LoadError(f"rank {self._flow.rank} could not read bucket {number}: {text_of(error)}") from error
+                raise self._could_not("read", number, error) from error
             self._report.phases["read"].nbytes += nbytes
+            self._control.progress += nbytes
             self._bar.update(bucket.nbytes)
 
     def _stages(self) -> list[pipeline.Stage]:
@@ -144,7 +166,10 @@ class Transfer:
 
     def _wait(self, stage: str, waves: int, ranks: list[int] | tuple[int, ...]) -> None:
         if ranks:
+            me = threading.current_thread().name
+            self._at(me, f"waits until {_spell(ranks)} has {stage} wave {waves - 1}")
             self._memory.board.wait(stage, waves, ranks, self._limit)
+            self._stages_at.pop(me, None)
 
     def _wait_for_buffer(self, index: int) -> None:
         """Until nobody needs what was in the buffer of a wave before."""
@@ -184,17 +209,25 @@ class Transfer:
         """Fills a bucket, or makes it one that tells everybody why there will be no more."""
         assert self._checkpoint is not None
         status, nbytes = STATUS_OK, bucket.nbytes - HEADER_BYTES
+        self._at("read", f"reads bucket {number}")
+        failure: LoadError | None = self._told()
         try:
-            self._checkpoint.fill(buffer, self._plan.pieces(bucket))
+            if failure is None:
+                self._checkpoint.fill(buffer, self._plan.pieces(bucket))
         except Exception as error:
-            failure = LoadError(f"rank {self._flow.rank} could not read bucket {number}: {text_of(error)}")
+            failure = self._could_not("read", number, error)
+            failure.__cause__ = error
+            self._control.fail(failure, hard=False)
+        if failure is not None:
             text = str(failure).encode(errors="backslashreplace")[:nbytes]
             buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             status, nbytes = STATUS_ABORT, len(text)
-            self._failure = failure
+            self._failure = self._failure or failure
         header = BucketHeader(number, status, nbytes, 0, self._fingerprint).pack()
         buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._report.phases["read"].nbytes += nbytes
+        self._control.progress += nbytes
+        self._stages_at.pop("read", None)
         return status == STATUS_ABORT
 
     # ---- relay ----
@@ -227,8 +260,16 @@ class Transfer:
             return
         phase = "inter_node" if self._flow.crosses and self._route.inter_group else "intra_node"
         table = torch.tensor(steps, dtype=torch.int64)
-        with self._timed(phase):
-            messages = ops.relay(buffer, table, self._route.inter_group, self._route.intra_group, self._chunk)
+        self._at("relay", f"passes on buckets {buckets[0][0]} to {buckets[-1][0]}, {_neighbours(steps)}")
+        try:
+            with self._timed(phase):
+                messages = ops.relay(
+                    buffer, table, self._route.inter_group, self._route.intra_group, self._chunk,
+                    self._memory.board.words, self._message_limit.total_seconds(),
+                )  # fmt: skip
+        except RuntimeError as error:
+            raise self._explain(error, buckets[0][0]) from error
+        self._stages_at.pop("relay", None)
         self._report.transport_steps += messages
         self._report.phases[phase].nbytes += sum(end - begin for begin, end, *_ in steps)
 
@@ -236,9 +277,27 @@ class Transfer:
         with self._timed("inter_node"):
             for number, begin, end in buckets:
                 reader, group = self._flow.reader(number), self._route.inter_group
-                ops.coalesced_bcast([buffer[begin:end]], reader, group, "", end - begin, "flat")
+                self._at("relay", f"broadcasts bucket {number} from rank {reader}")
+                try:
+                    ops.coalesced_bcast([buffer[begin:end]], reader, group, "", end - begin, "flat")
+                except RuntimeError as error:
+                    raise self._explain(error, number) from error
                 self._report.phases["inter_node"].nbytes += end - begin
                 self._report.transport_steps += bool(group)
+
+    def _explain(self, error: RuntimeError, number: int) -> LoadError:
+        """What a message that did not arrive means."""
+        text = text_of(error)
+        if "given up" in text:
+            return Told(text)
+        late = "Timed out" in text or "timeout" in text
+        kind = Overdue if late else LoadError
+        return kind(f"rank {self._flow.rank} could not pass on bucket {number} ({self._names(number)}): {text}")
+
+    def _could_not(self, what: str, number: int, error: Exception) -> LoadError:
+        return LoadError(
+            f"rank {self._flow.rank} could not {what} bucket {number}: {text_of(error)} (in it: {self._names(number)})"
+        )
 
     # ---- unpack ----
 
@@ -261,9 +320,12 @@ class Transfer:
         if self._failure is None and bucket.targets:
             try:
                 ops.unpack(buffer, [self._local[t] for t in bucket.targets], bucket.copies)
-            except Exception as error:  # keep receiving, so that no other rank is left waiting; told at the end
-                self._failure = LoadError(f"rank {self._flow.rank} could not unpack bucket {number}: {text_of(error)}")
+            except Exception as error:  # keep receiving until a reader, who hears of it, ends the transfer for all
+                self._failure = self._could_not("unpack", number, error)
+                self._failure.__cause__ = error
+                self._control.fail(self._failure, hard=False)
         self._report.phases["unpack"].nbytes += bucket.nbytes - HEADER_BYTES
+        self._control.progress += bucket.nbytes
         self._bar.update(bucket.nbytes)
 
     def _last_of(self, index: int, wave: _Wave) -> bool:
@@ -283,3 +345,14 @@ class Transfer:
                 self._failure = self._failure or Told(said)
                 gave_up = True
         return gave_up
+
+
+def _spell(ranks: list[int] | tuple[int, ...]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {', '.join(map(str, ranks))}"
+
+
+def _neighbours(steps: list[Step]) -> str:
+    """From and to whom this rank passes bytes."""
+    sources = sorted({rank for step in steps for rank in step[2:4] if rank >= 0})
+    sinks = sorted({rank for step in steps for rank in step[4:6] if rank >= 0})
+    return f"from ranks {sources} to ranks {sinks}"

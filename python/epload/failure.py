@@ -1,0 +1,113 @@
+"""How a failure reaches every rank: through the store, which can speak when groups have died.
+
+Of all that is told in one load, the first counts: it is what every rank raises. A rank that can still go on with its part tells
+*softly*, and the readers, which look once per bucket, end the transfer in band; any other failure is *hard*, and every rank's
+watch stops what that rank is doing.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import Store
+
+from epload.errors import Ended, Overdue, kind_of, known, make_error, text_of
+
+_TO_BE_WRITTEN = timedelta(seconds=5)
+"""Between taking the first number and writing the text there is one step on another rank, unless that has died there."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong, as every rank raises it."""
+
+    kind: str
+    text: str
+    rank: int
+    clean: bool = False
+    """Whether all ranks are known to have stopped at the same step, so that groups and buffers can be used again."""
+
+    def error(self) -> Exception:
+        return make_error(self.kind, self.text)
+
+
+def describe(error: BaseException, rank: int, doing: str = "", others: str = "") -> Failure:
+    """``doing``: what the rank was at; ``others``: what else to tell."""
+    if not isinstance(error, Exception):
+        text = f"rank {rank} was interrupted ({type(error).__name__})"
+    else:
+        text = text_of(error)
+        if not known(error):
+            text = f"rank {rank}: {text}"
+    if doing and not known(error):
+        text += f" (rank {rank} was at: {doing})"
+    if others:
+        text += f"\n{others}"
+    if stack := stack_of(error):
+        text += f"\nWhere it happened, on rank {rank}:\n{stack}"
+    return Failure(kind_of(error), text, rank)
+
+
+def stack_of(error: BaseException) -> str:
+    """The stack of the root cause, innermost call last; none for waiting in vain, where it says nothing."""
+    while error.__cause__ is not None and error.__cause__.__traceback__ is not None:
+        error = error.__cause__
+    if isinstance(error, Overdue | Ended):
+        return ""
+    return "".join(traceback.format_tb(error.__traceback__)[-12:]).rstrip()
+
+
+class Desk:
+    """The place in a store where the failures of one load are told. Methods may be called by any thread."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._outcome, self._first, self._stop = (f"{prefix}{key}" for key in ("outcome", "first", "stop"))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self._outcome, self._first, self._stop
+
+    def tell(self, failure: Failure, hard: bool = True) -> Failure | None:
+        """Returns what all ranks raise: this failure, or one that was told before; None if the load has ended well."""
+        if self._store.add(self._outcome, 1) == 1:
+            self._store.set(self._first, json.dumps(asdict(failure)))
+            first: Failure | None = failure
+        else:
+            first = self.first(_TO_BE_WRITTEN) if not self.ended() else None
+            if first is None and not self.ended():
+                first = failure  # whoever was first has died before it could say why
+        if hard:
+            self._store.set(self._stop, "1")
+        return first
+
+    def end(self) -> bool:
+        """The load has ended well, unless a failure was told before: then False."""
+        if self._store.add(self._outcome, 1) != 1:
+            return False
+        self._store.set(self._first, "")
+        return True
+
+    def ended(self) -> bool:
+        """Whether the load has ended well."""
+        return self._read() == ""
+
+    def first(self, patience: timedelta | None = None) -> Failure | None:
+        """The first failure told, if any; waits ``patience`` for one."""
+        if patience is not None and not self._store.check([self._first]):
+            try:
+                self._store.wait([self._first], patience)
+            except RuntimeError:
+                return None
+        text = self._read()
+        return Failure(**json.loads(text)) if text else None
+
+    def stopped(self) -> bool:
+        """Whether a failure was told after which some rank cannot go on."""
+        return bool(self._store.check([self._stop]))
+
+    def _read(self) -> str | None:
+        return self._store.get(self._first).decode() if self._store.check([self._first]) else None
