@@ -18,16 +18,17 @@ from torch.distributed.tensor import DTensor
 
 from epload import materialise as mat
 from epload import ops
+from epload.auto import Job, Measured, choose
 from epload.broadcast import DEFAULT_BUCKET_BYTES
 from epload.checkpoint import Checkpoint, Manifest
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
-from epload.errors import LoadError, ManifestMismatch, ModelMismatch, text_of
-from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave
+from epload.errors import CheckpointError, Disconnected, LoadError, ManifestMismatch, ModelMismatch, text_of
+from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave, wave_limit
 from epload.mapping import Mapping
 from epload.mapping import resolve as resolve_mapping
 from epload.node_memory import NodeMemory
 from epload.plan import LoadPlan, describe, explain_difference, make_plan
-from epload.report import LoadReport
+from epload.report import LoadReport, progress_bar
 from epload.snapshot import Snapshot
 from epload.targets import Targets, collect
 from epload.topology import Route, Topology
@@ -52,6 +53,21 @@ class _Work:
     targets: Targets
     device: torch.device
     checkpoint: Checkpoint | None
+    compact: bytes
+    """The manifest on the source rank; as many zeros on the others."""
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What all ranks have found to be the same before data moves."""
+
+    plan: LoadPlan
+    route: Route
+    per_wave: int
+    all_read: bool
+    """Whether every rank has opened the checkpoint."""
+    owned: list[int]
+    """Bytes that each rank copies into its shards, in the order of the ranks."""
 
 
 class HierarchicalLoader:
@@ -90,7 +106,7 @@ class HierarchicalLoader:
         Raises:
             ValueError: an argument is out of range.
         """
-        self.readers = _one_of("readers", "one" if readers == "auto" else readers, READERS)
+        self.readers = _one_of("readers", readers, ("auto", *READERS))
         self.algorithm = _one_of("algorithm", "two_level" if algorithm == "auto" else algorithm, ALGORITHMS)
         _one_of("verify", verify, ("off",))
         if self.readers == "per_node" and self.algorithm == "flat":
@@ -102,8 +118,7 @@ class HierarchicalLoader:
         self.topology = topology if topology is not None else Topology.default()
         self.topology.check_source(src)
         self.src = src
-        self._per_wave = buckets_per_wave(self.topology.nodes, readers, bucket_bytes)
-        self.bucket_bytes = bucket_bytes // self._per_wave // 64 * 64 if self._per_wave > 1 else bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self.progress = progress
         self._control = self.topology.control
         if deadline is None:
@@ -149,10 +164,10 @@ class HierarchicalLoader:
         began = perf_counter()
         with report.timed("plan"), _collector_paused():
             work = self._open(model, checkpoint, dtype, init_missing)
-            route, manifest = self._connect(work, checkpoint, report)
-            plan = self._agree_on_plan(model, work, manifest, mapping, strict)
+            agreed = self._agree_on_plan(model, checkpoint, work, mapping, strict, report)
+            plan = agreed.plan
         try:
-            self._transfer(model, work, plan, route, init_missing, report)
+            self._transfer(model, work, agreed, init_missing, report)
         finally:
             if work.checkpoint is not None and work.checkpoint is not checkpoint:
                 work.checkpoint.close()
@@ -167,13 +182,15 @@ class HierarchicalLoader:
 
     @property
     def _reads(self) -> bool:
-        return self.topology.rank in self._flow(shared=True).turns
+        """Whether this rank may be asked to read. With "auto" whoever can."""
+        readers = "every" if self.readers == "auto" else self.readers
+        return self.topology.rank in self._flow(True, readers).turns
 
-    def _flow(self, shared: bool) -> Flow:
+    def _flow(self, shared: bool, readers: str) -> Flow:
         algorithm = self.algorithm
         if algorithm == "striped" and not (shared and self.topology.even):
             algorithm = "two_level"
-        return Flow(self.topology.nodes, self.topology.rank, self.src, self.readers, algorithm, shared)
+        return Flow(self.topology.nodes, self.topology.rank, self.src, readers, algorithm, shared)
 
     def _route(self) -> Route:
         """That of the manifest, and of the data unless it is striped."""
@@ -184,8 +201,15 @@ class HierarchicalLoader:
         self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
     ) -> _Work:
         work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, init_missing))
-        self._control.settle("opening the checkpoint", failure, self._options(), _all_equal)
+        compact = len(work.compact) if work is not None else 0
+
+        def decide(views: dict[int, list[Any]]) -> int:
+            _all_equal({rank: str(options) for rank, (options, _) in views.items()})
+            return int(views[self.src][1])
+
+        nbytes = self._control.settle("opening the checkpoint", failure, [self._options(), compact], decide)
         assert work is not None
+        work.compact = work.compact.ljust(nbytes, b"\0")
         return work
 
     def _options(self) -> str:
@@ -196,7 +220,8 @@ class HierarchicalLoader:
         self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
     ) -> _Work:
         source = None
-        if self._reads and (self.topology.rank == self.src or not isinstance(checkpoint, str | os.PathLike)):
+        path = isinstance(checkpoint, str | os.PathLike)
+        if self.topology.rank == self.src or (self._reads and not path and self.readers != "auto"):
             source = Checkpoint.open(checkpoint)
         targets = self._snapshot.read(model, dtype) if self._snapshot is not None else None
         if targets is None:
@@ -208,43 +233,35 @@ class HierarchicalLoader:
                 f"buffers {', '.join(sorted(targets.lost)[:5])} are on meta and no checkpoint holds them "
                 "(they are not persistent); pass init_missing=hook(module, path, names) to compute them"
             )
-        return _Work(targets, _device_of(targets), source)
+        compact = source.manifest.compact if source is not None and self.topology.rank == self.src else b""
+        return _Work(targets, _device_of(targets), source, compact)
 
     def _connect(self, work: _Work, checkpoint: Any, report: LoadReport) -> tuple[Route, Manifest]:
-        """The route of the data, and over it the manifest."""
-
-        def connect() -> tuple[Route, Manifest]:
-            try:
-                route = self._route()
-                manifest = self._share_manifest(work, route, report)
-                if self._reads and work.checkpoint is None:
-                    work.checkpoint = Checkpoint.join(checkpoint, manifest)
-                return route, work.checkpoint.manifest if work.checkpoint is not None else manifest
-            except LoadError:
-                raise
-            except Exception as error:
-                raise LoadError(f"sharing the manifest: {text_of(error)}") from error
-
-        made, failure = _attempt(connect)
+        """The route of the data, over it the manifest, and by that the checkpoint on the other ranks that read."""
         try:
-            self._control.settle("sharing the manifest", failure, patience=2)
-        except Exception:
-            self.topology.retire()
-            raise
-        assert made is not None
-        return made
+            route = self._route()
+            manifest = self._share_manifest(work, route, report)
+        except Exception as error:
+            raise Disconnected(f"sharing the manifest: {text_of(error)}") from error
+        if self.readers == "auto" and manifest.places is None:
+            return route, manifest
+        if self._reads and work.checkpoint is None:
+            try:
+                work.checkpoint = Checkpoint.join(checkpoint, manifest)
+            except CheckpointError:
+                if self.readers != "auto":
+                    raise
+        return route, work.checkpoint.manifest if work.checkpoint is not None else manifest
 
     def _share_manifest(self, work: _Work, route: Route, report: LoadReport) -> Manifest:
         """The source's manifest, on every rank."""
-        known = work.checkpoint.manifest if work.checkpoint is not None and self.topology.rank == self.src else None
+        if self.topology.rank == self.src:
+            assert work.checkpoint is not None
+            known = work.checkpoint.manifest
+        nbytes = len(work.compact)
         if len(self.topology.ranks) == 1:
-            assert known is not None
             return known
-        compact = known.compact if known is not None else b""
-        nbytes = self._control.settle("sharing the manifest", None, len(compact), lambda views: views[self.src])
-        flat = torch.empty(nbytes, dtype=torch.uint8)
-        if compact:
-            flat.copy_(torch.frombuffer(bytearray(compact), dtype=torch.uint8))
+        flat = torch.frombuffer(bytearray(work.compact), dtype=torch.uint8)
         if self.algorithm == "flat":
             ops.coalesced_bcast([flat], self.src, route.inter_group, "", nbytes, "flat")
             report.transport_steps += 1
@@ -254,31 +271,60 @@ class HierarchicalLoader:
             report.transport_steps += ops.relay(
                 flat, steps, route.inter_group, route.intra_group, flow.chunk_bytes(nbytes)
             )
-        return known if known is not None else Manifest.from_compact(bytes(flat.tolist()))
+        return known if self.topology.rank == self.src else Manifest.from_compact(bytes(flat.tolist()))
 
     def _agree_on_plan(
-        self, model: nn.Module, work: _Work, manifest: Manifest, mapping: Mapping | str, strict: bool
-    ) -> LoadPlan:
-        rules, failure = _attempt(lambda: resolve_mapping(mapping, model))
-        self._control.settle("planning", failure)
-        assert rules is not None
-        options = f"{self._options()} strict={strict} mapping={rules}"
+        self,
+        model: nn.Module,
+        checkpoint: Any,
+        work: _Work,
+        mapping: Mapping | str,
+        strict: bool,
+        report: LoadReport,
+    ) -> _Agreed:
+        def prepare() -> tuple[Route, Manifest, Mapping]:
+            route, manifest = self._connect(work, checkpoint, report)
+            return route, manifest, resolve_mapping(mapping, model)
 
-        def make() -> LoadPlan:
-            plan = self._plan(manifest, work.targets, rules, options)
-            if strict and (plan.missing or plan.unexpected):
-                raise ModelMismatch(_spell_keys(manifest, plan))
-            return plan
+        prepared, unprepared = _attempt(prepare)
+        plan, failure, options = None, None, ""
+        per_wave = wave = 0
+        if prepared is not None:
+            route, manifest, rules = prepared
+            wave = wave_limit(manifest.nbytes, self.bucket_bytes)
+            per_wave = buckets_per_wave(self.topology.nodes, self.readers, wave)
+            options = f"{self._options()} strict={strict} mapping={rules}"
 
-        plan, failure = _attempt(make)
-        fingerprint = plan.fingerprint.hex() if plan is not None else ""
-        fingerprints = self._control.settle("planning", None, fingerprint, _distinct)
+            def make() -> LoadPlan:
+                plan = self._plan(manifest, work.targets, rules, wave if per_wave == 1 else wave // per_wave, options)
+                if strict and (plan.missing or plan.unexpected):
+                    raise ModelMismatch(_spell_keys(manifest, plan))
+                return plan
+
+            plan, failure = _attempt(make)
+        view = [plan.fingerprint.hex() if plan else "", work.checkpoint is not None, plan.owned if plan else 0]
+
+        def decide(views: dict[int, list[Any]]) -> list[Any]:
+            ordered = [views[rank] for rank in self.topology.ranks]
+            return [
+                _distinct({rank: v[0] for rank, v in views.items()}),
+                all(v[1] for v in ordered),
+                [v[2] for v in ordered],
+            ]
+
+        try:
+            fingerprints, all_read, owned = self._control.settle("planning", unprepared, view, decide, patience=2)
+        except LoadError as error:
+            if isinstance(error, Disconnected):
+                self.topology.retire()
+                raise LoadError(str(error)) from None
+            raise
         if "" in fingerprints or len(fingerprints) > 1:
             self._disagree(describe(manifest, work.targets, self.bucket_bytes, options))
             self._control.settle("planning", failure)
             raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
         assert plan is not None
-        return plan
+        return _Agreed(plan, route, per_wave, all_read, owned)
 
     def _disagree(self, view: list[str]) -> None:
         """Raises ManifestMismatch on every rank if what the ranks want to load into what differs."""
@@ -292,11 +338,13 @@ class HierarchicalLoader:
 
         self._control.settle("planning", None, view if self.topology.rank in speakers else None, differ)
 
-    def _plan(self, manifest: Manifest, targets: Targets, mapping: Mapping, options: str) -> LoadPlan:
+    def _plan(
+        self, manifest: Manifest, targets: Targets, mapping: Mapping, bucket_bytes: int, options: str
+    ) -> LoadPlan:
         """A plan depends on nothing but its inputs, so that of the last load is kept for a load of the same kind."""
-        inputs = (manifest.digest, mapping, options)
+        inputs = (manifest.digest, mapping, f"{bucket_bytes} {options}")
         if self._last is None or self._last[0] != inputs or not targets.same_as(self._last[1]):
-            plan = make_plan(manifest, targets, mapping, self.bucket_bytes, options)
+            plan = make_plan(manifest, targets, mapping, bucket_bytes, options)
             self._last = (inputs, replace(targets, tensors=[]), plan)
         return self._last[2]
 
@@ -306,12 +354,12 @@ class HierarchicalLoader:
         self,
         model: nn.Module,
         work: _Work,
-        plan: LoadPlan,
-        route: Route,
+        agreed: _Agreed,
         init_missing: mat.InitMissing | None,
         report: LoadReport,
     ) -> None:
-        memory = self._reserve(wave_bytes(plan, self._per_wave))
+        plan = agreed.plan
+        memory = self._reserve(wave_bytes(plan, agreed.per_wave))
 
         def prepare() -> list[Tensor]:
             with report.timed("materialise"):
@@ -323,30 +371,91 @@ class HierarchicalLoader:
         self._control.settle("materialising the model", failure)
         assert local is not None
         report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
-        flow = self._flow(memory.shared)
-        report.algorithm = flow.algorithm
-        if flow.algorithm == "striped":
-            route = self.topology.striped_route(self.src)
-        transfer = Transfer(plan, self._per_wave, flow, route, memory, local, work.checkpoint, report, self._deadline)
+        waves = 0
 
-        def move() -> None:
+        def move(readers: str, buckets: range, finish: Callable[[], None]) -> list[Measured]:
+            """Moves some buckets, and ends in a round where all ranks hear of a failure; gives what each rank saw."""
+            nonlocal waves
+            flow, route = self._flow(memory.shared, readers), agreed.route
+            report.readers, report.algorithm = flow.readers, flow.algorithm
+            if flow.algorithm == "striped" and flow.crosses:
+                route = self.topology.striped_route(self.src)
+            transfer = Transfer(
+                plan, buckets, agreed.per_wave, flow, route, memory, local, work.checkpoint if flow.reads else None,
+                report, self._deadline, waves,
+            )  # fmt: skip
+            waves += transfer.waves
+            before = replace(report.phases["read"]), replace(report.phases["inter_node"])
+
+            def run() -> None:
+                try:
+                    transfer.run(bar)
+                    finish()
+                except LoadError:
+                    raise
+                except Exception as error:
+                    raise LoadError(f"rank {self.topology.rank}: {text_of(error)}") from error
+
+            _, failure = _attempt(run)
+            if transfer.broken:
+                memory.abandon()
+            reading, crossing = report.phases["read"], report.phases["inter_node"]
+            seen = [
+                reading.nbytes - before[0].nbytes, reading.seconds - before[0].seconds,
+                crossing.nbytes - before[1].nbytes, crossing.seconds - before[1].seconds,
+            ]  # fmt: skip
             try:
-                transfer.run(shown=self.progress and self.topology.rank == self.src)
-                self._initialise(model, work, plan, init_missing, report)
+                views = self._control.settle(
+                    "the transfer", failure, seen, lambda views: [views[r] for r in self.topology.ranks], patience=2
+                )
             except LoadError:
+                self._memory = None
+                self.topology.retire()
                 raise
-            except Exception as error:
-                raise LoadError(f"rank {self.topology.rank}: {text_of(error)}") from error
+            return [Measured(*view) for view in views]
 
-        _, failure = _attempt(move)
-        if transfer.broken:
-            memory.abandon()
-        try:
-            self._control.settle("the transfer", failure, patience=2)
-        except LoadError:
-            self._memory = None
-            self.topology.retire()
-            raise
+        shown = self.progress and self.topology.rank == self.src
+        with progress_bar(plan.nbytes, shown) as bar:
+            readers, begin = self._choose_readers(agreed, report, move)
+            rest = range(begin, len(plan.buckets))
+            move(readers, rest, lambda: self._initialise(model, work, plan, init_missing, report))
+
+    def _choose_readers(
+        self, agreed: _Agreed, report: LoadReport, move: Callable[[str, range, Callable[[], None]], list[Measured]]
+    ) -> tuple[str, int]:
+        """How to read, and the first bucket that the trials have left."""
+        said = []
+        if self.algorithm == "striped" and not self.topology.even:
+            said.append("two_level in place of striped, as node sizes differ")
+        begin = 0
+        readers = self.readers
+        if readers == "auto" and not agreed.all_read:
+            readers = "one"
+            said.append(f"chose one: only rank {self.src} is known to have the checkpoint")
+        elif readers == "auto":
+            plan = agreed.plan
+
+            def trial(way: str) -> list[Measured]:
+                nonlocal begin
+                buckets = range(begin, min(begin + agreed.per_wave, len(plan.buckets)))
+                begin = buckets.stop
+                return move(way, buckets, lambda: None)
+
+            nodes = self.topology.nodes
+            readers, why = choose(
+                Job(
+                    total=plan.nbytes,
+                    owned=agreed.owned,
+                    node_of=[next(i for i, node in enumerate(nodes) if rank in node) for rank in self.topology.ranks],
+                    reader=self.topology.ranks.index(self.src),
+                    waves=-(-len(plan.buckets) // agreed.per_wave),
+                    wave_bytes=plan.largest * agreed.per_wave,
+                ),
+                trial,
+            )
+            said.append(why)
+        report.chosen = "; ".join(said)
+        return readers, begin
 
     def _reserve(self, nbytes: int) -> NodeMemory:
         """Staging buffers of at least ``nbytes``, kept for the next load. Collective when there are none yet."""

@@ -73,6 +73,8 @@ class LoadPlan:
     """Names of the checkpoint left out because another name of the same parameter is in it."""
     casts: int
     """Checkpoint tensors whose dtype is converted."""
+    owned: int
+    """Bytes of the checkpoint that this rank copies into its shards."""
 
     def pieces(self, bucket: Bucket) -> list[Piece]:
         """What a reader has to fill a bucket with."""
@@ -126,6 +128,7 @@ def make_plan(manifest: Manifest, targets: Targets, mapping: Mapping, bucket_byt
         unexpected=tuple(name for name, box in zip(manifest.names, placed, strict=True) if box is None),
         tied=tied,
         casts=casts,
+        owned=_copied_bytes([bucket.copies for bucket in buckets], manifest),
     )
 
 
@@ -272,6 +275,19 @@ def _buckets(
         )
         slot_begin, row_begin = slot_end, row_end
     return made
+
+
+def _copied_bytes(tables: list[Tensor], manifest: Manifest) -> int:
+    if not tables:
+        return 0
+    rows = torch.cat(tables)
+    dims = (rows.shape[1] - _FIXED_COLUMNS) // 3
+    used = torch.arange(dims) < rows[:, 3:4]
+    sizes = rows[:, _FIXED_COLUMNS + dims : _FIXED_COLUMNS + 2 * dims].where(used, 1)
+    width = torch.ones(max(map(dtypes.code, manifest.dtypes), default=0) + 1, dtype=torch.int64)
+    for dtype in set(manifest.dtypes):
+        width[dtypes.code(dtype)] = dtype.itemsize
+    return int((sizes.prod(1) * width[rows[:, 2]]).sum())
 
 
 def _rows(
