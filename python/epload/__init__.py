@@ -5,23 +5,30 @@ from epload.build import build_info
 from epload.checkpoint import Checkpoint, Manifest
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
 from epload.loader import HierarchicalLoader, load
-from epload.mapping import Mapping, Merge, Rename
+from epload.mapping import Convert, Mapping, Rename
+from epload.operations import Concatenate, Reshape, Split, Stack, Transpose, Unstack
 from epload.report import LoadReport
 from epload.topology import Topology
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "Concatenate",
+    "Convert",
     "HierarchicalLoader",
     "LoadError",
     "LoadReport",
     "Manifest",
     "ManifestMismatch",
     "Mapping",
-    "Merge",
     "ModelMismatch",
     "Rename",
+    "Reshape",
+    "Split",
+    "Stack",
     "Topology",
+    "Transpose",
+    "Unstack",
     "build_info",
     "coalesced_bcast",
     "load",

@@ -1,22 +1,28 @@
-"""From checkpoint names and layouts to regions of the model's parameters. Pure: names and shapes in, placements out.
+"""From checkpoint names and layouts to regions of the model's tensors. Pure: names and shapes in, regions out.
 
-A checkpoint tensor lands in one box of one target, in row-major order. Renaming changes which target; stacking per-expert
-tensors puts each at its index of a leading dim; concatenating puts each part behind the one before.
+A checkpoint tensor lands in one or several places; each is a box of a target that a strided region of the tensor fills. Rules
+say which: renaming changes the target, converting puts the target together from several tensors, or takes one apart.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as MappingType
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
 from epload.errors import ModelMismatch
-from epload.placement import Box
+from epload.operations import Concatenate, Operation, Stack, Wanted
+from epload.views import Assembly, Shape, View
 
-Shape = tuple[int, ...]
+Place = tuple[str, View]
+"""The name of a target, and the box of it that a region of the checkpoint tensor fills. Equal views of one rule are one
+object."""
+_INDEX = "(?P<index>"
 
 
 @dataclass(frozen=True)
@@ -25,33 +31,66 @@ class Rename:
 
     source: str
     target: str
+    scopes: tuple[str, ...] = ()
+    """If given, the rule is for names that start with one of these; the first that fits is set aside before the search."""
+    when: str = ""
+    """If given, the rule is for checkpoints in which this regular expression is found in some name (within ``scopes``)."""
+    shift: int = 0
+    """Added to the number that the first group of ``source`` matches."""
+
+    def apply(self, names: list[str]) -> list[str]:
+        """All names, those that match renamed."""
+        search = re.compile(self.source).search
+        if self.when and not any(re.search(self.when, rest) for _, rest in _in_scope(names, self.scopes)):
+            return names
+        if not self.scopes:
+            return [self._replaced(name, match) if (match := search(name)) else name for name in names]
+        return [
+            prefix + self._replaced(rest, match) if prefix is not None and (match := search(rest)) else name
+            for name, (prefix, rest) in zip(names, (_scoped(name, self.scopes) for name in names), strict=True)
+        ]
+
+    def _replaced(self, name: str, match: re.Match[str]) -> str:
+        target = self.target.replace(r"\1", str(int(match[1]) + self.shift)) if self.shift else self.target
+        return name[: match.start()] + _expanded(match, target) + name[match.end() :]
 
 
 @dataclass(frozen=True)
-class Merge:
-    """Several checkpoint tensors form one target.
+class Convert:
+    """Checkpoint tensors become targets by operations on whole tensors, of which each only moves elements.
 
-    Each source pattern, a regular expression matched at the end of a name, is one part; parts are concatenated along
-    ``concat_dim`` in the order given. A group named ``index`` in it (an expert's number) is stacked along ``stack_dim``, a
-    dim that the sources do not have. ``target`` replaces the matched end of the name. Dims are the target's.
+    Each of ``sources``, a regular expression found in a name, is one part; a group named ``index`` in it (an expert's number)
+    makes the part a list of tensors. What is found becomes each of ``targets`` (as in re.sub), where ``{index}`` stands for
+    the number of a tensor in a list. ``operations`` take the parts to the targets::
+
+        Convert(
+            (r"experts\\.(?P<index>\\d+)\\.gate\\.weight$", r"experts\\.(?P<index>\\d+)\\.up\\.weight$"),
+            ("experts.gate_up",),
+            (Stack(0), Concatenate(1)),
+        )
+        Convert((r"qkv\\.weight$",), ("q.weight", "k.weight", "v.weight"), (Split(0, "targets"),))
     """
 
     sources: tuple[str, ...]
-    target: str
-    stack_dim: int | None = None
-    concat_dim: int | None = None
-
-
-Placed = tuple[str, Box]
-"""Where one checkpoint tensor lands: a target's name and a box of it. Equal boxes of one call are one object."""
+    targets: tuple[str, ...]
+    operations: tuple[Operation, ...] = ()
+    scopes: tuple[str, ...] = ()
+    """If given, the rule is for names that start with one of these; the first that fits is set aside before the search."""
 
 
 @dataclass(frozen=True)
 class Mapping:
-    """Rules that are applied in order: all renames, then the first merge that matches."""
+    """Rules that are applied in order: all renames, then the first conversion that matches.
+
+    A name that the model has, but not under what the rules make of it, stays as it is.
+    """
 
     renames: tuple[Rename, ...] = ()
-    merges: tuple[Merge, ...] = ()
+    converts: tuple[Convert, ...] = ()
+    base: str = ""
+    """Name of the module that holds the model proper below its head. Names in the checkpoint may have or lack it."""
+    required: bool = True
+    """Whether rules of which none matches a name are a mistake; they are none in a mapping declared for any checkpoint."""
 
     @classmethod
     def identity(cls) -> Mapping:
@@ -60,176 +99,43 @@ class Mapping:
 
     @classmethod
     def from_transformers(cls, model: Any) -> Mapping:
-        """The conversion that the transformers library (5.x) declares for ``model``.
+        """The conversion that the transformers library (5.x) declares for ``model``, whatever its architecture.
 
-        Renames, stacking of per-expert tensors and concatenation are understood. A declared conversion of another kind is
-        left out; its keys then show up as missing and unexpected rather than being loaded wrongly.
+        An operation that does more than move elements is an error once a checkpoint tensor would need it.
         """
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+        from epload.transformers_mapping import declared
 
-        renames: list[Rename] = []
-        merges: list[Merge] = []
-        for transform in get_model_conversion_mapping(model):
-            if getattr(transform, "scope_prefix", None):
-                continue
-            if type(transform) is WeightRenaming:
-                if "\\" not in transform.target_patterns[0]:  # a back-reference would count the library's own groups
-                    renames.append(Rename(transform.compiled_sources.pattern, transform.target_patterns[0]))
-            elif isinstance(transform, WeightConverter) and len(transform.target_patterns) == 1:
-                stack = [op for op in transform.operations if isinstance(op, MergeModulelist)]
-                concat = [op for op in transform.operations if isinstance(op, Concatenate)]
-                if len(stack) + len(concat) == len(transform.operations) and len(stack) <= 1 and len(concat) <= 1:
-                    merges.append(
-                        Merge(
-                            tuple(_from_glob(pattern) for pattern in transform.source_patterns),
-                            transform.target_patterns[0],
-                            stack[0].dim if stack else None,
-                            concat[0].dim if concat else None,
-                        )
-                    )
-        return cls(tuple(renames), tuple(merges))
+        return declared(model)
 
     def place(
         self, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
-    ) -> list[Placed | None]:
-        """For each checkpoint tensor the box of a target that it fills, or None if the model has no place for it.
+    ) -> list[tuple[Place, ...]]:
+        """For each checkpoint tensor the places that it fills; none if the model has no place for it.
 
         Raises:
-            ModelMismatch: a shape that does not fit, two sources for one region, an incomplete set; names the keys.
+            ModelMismatch: a shape that does not fit, two sources for one region, an incomplete set, rules that match
+                nothing; names the keys.
         """
-        placed: list[Placed | None] = [None] * len(names)
-        parts: dict[str, list[_Part]] = {}
-        filled: dict[str, str] = {}
-        merges = [
-            (merge, part, re.compile(f"(?:{source})$"))
-            for merge in self.merges
-            for part, source in enumerate(merge.sources)
-        ]
-        renames = [(re.compile(rename.source), rename.target) for rename in self.renames]
-        whole = {shape: ((0,) * len(shape), shape) for shape in dict.fromkeys(shapes)}
-        for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-            target = name
-            if target not in targets:
-                for pattern, replacement in renames:
-                    target = pattern.sub(replacement, target, count=1)
-                if (part := _match(merges, i, target, targets)) is not None:
-                    parts.setdefault(part.target, []).append(part)
-                    continue
-            wanted = targets.get(target)
-            if wanted is None:
-                continue
-            if shape != wanted:
+        return _Placing(self, names, shapes, targets).run()
+
+    def reverse(
+        self, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
+    ) -> dict[str, tuple[Place, ...]]:
+        """The direction of saving: for each checkpoint tensor the regions of the model's tensors that make it up.
+
+        Raises:
+            ModelMismatch: elements of a checkpoint tensor are in the model not at all or more than once; names it.
+        """
+        found = {}
+        for name, shape, places in zip(names, shapes, self.place(names, shapes, targets), strict=True):
+            held = sum(prod(view.size) for _, view in places)
+            if held != prod(shape) and places:
                 raise ModelMismatch(
-                    f"{name} has shape {list(shape)} in the checkpoint but the model's {target} has {list(wanted)}"
+                    f"{name} cannot be made from the model, which holds {held} of its {prod(shape)} elements"
                 )
-            if target in filled:
-                raise ModelMismatch(f"both {filled[target]} and {name} would fill the model's {target}")
-            filled[target] = name
-            placed[i] = (target, whole[shape])
-        boxes: dict[Box, Box] = {}
-        for target, sources in parts.items():
-            if target in filled:
-                other = names[sources[0].tensor]
-                raise ModelMismatch(
-                    f"both {filled[target]} and, as one of its parts, {other} would fill the model's {target}"
-                )
-            for source, box in zip(sources, _assemble(target, targets[target], sources, names, shapes), strict=True):
-                placed[source.tensor] = (target, boxes.setdefault(box, box))
-        return placed
-
-
-@dataclass(frozen=True)
-class _Part:
-    tensor: int
-    target: str
-    merge: Merge
-    part: int
-    index: int | None
-
-
-def _match(
-    merges: Sequence[tuple[Merge, int, re.Pattern[str]]], tensor: int, name: str, targets: MappingType[str, Shape]
-) -> _Part | None:
-    for merge, number, pattern in merges:
-        if match := pattern.search(name):
-            target = name[: match.start()] + merge.target
-            index = match.groupdict().get("index")
-            return (
-                _Part(tensor, target, merge, number, None if index is None else int(index))
-                if target in targets
-                else None
-            )
-    return None
-
-
-def _from_glob(pattern: str) -> str:
-    """transformers writes ``mlp.experts.*.gate_proj.weight``; the star is the expert's number."""
-    start = "" if pattern.startswith(".") else r"(?<![^.])"
-    return start + re.escape(pattern.lstrip("^").rstrip("$")).replace(r"\*", r"(?P<index>\d+)", 1)
-
-
-def _assemble(
-    target: str, wanted: Shape, sources: list[_Part], names: Sequence[str], shapes: Sequence[Shape]
-) -> list[Box]:
-    """Boxes of the parts of one target, checked to fill it exactly once."""
-    merge = sources[0].merge
-    stack, concat = merge.stack_dim, merge.concat_dim
-    for part in sources:
-        if part.merge != merge:
-            raise ModelMismatch(
-                f"{names[sources[0].tensor]} and {names[part.tensor]} would fill {target} by two different rules"
-            )
-
-    def name(part: _Part) -> str:
-        return names[part.tensor]
-
-    def refuse(what: str) -> ModelMismatch:
-        return ModelMismatch(f"the model's {target} has shape {list(wanted)}, but {what}")
-
-    for which, dim in (("stacked", stack), ("concatenated", concat)):
-        if dim is not None and not 0 <= dim < len(wanted):
-            raise refuse(f"{name(sources[0])} would be {which} along its dim {dim}")
-    if concat is None and len(merge.sources) > 1:
-        raise refuse(f"nothing keeps {name(sources[0])} and its other parts apart: the rule has no concat_dim")
-    seen: dict[tuple[int, int | None], _Part] = {}
-    for part in sources:
-        if (key := (part.part, part.index)) in seen:
-            raise refuse(f"both {name(seen[key])} and {name(part)} would fill one region of it")
-        seen[key] = part
-        if stack is not None and (part.index is None or part.index >= wanted[stack]):
-            raise refuse(f"{name(part)} has index {part.index}")
-
-    indices: Sequence[int | None] = range(wanted[stack]) if stack is not None else [None]
-    absent = [(p, e) for e in indices for p in range(len(merge.sources)) if (p, e) not in seen]
-    if absent:
-        number, index = absent[0]
-        which = re.sub(r"\(\?P<index>[^)]*\)", str(index), merge.sources[number])
-        which = which.replace("(?<![^.])", "").replace("\\", "")
-        raise refuse(f"{len(absent)} of its {len(indices) * len(merge.sources)} parts are missing, the first {which}")
-
-    boxes: list[Box] = [((), ())] * len(sources)
-    position = {part: i for i, part in enumerate(sources)}
-    for index in indices:
-        at = 0
-        for number in range(len(merge.sources)):
-            part = seen[(number, index)]
-            shape = shapes[part.tensor]
-            if stack is not None:
-                shape = (*shape[:stack], 1, *shape[stack:])
-            offset = [0] * len(wanted)
-            if stack is not None:
-                offset[stack] = index or 0
-            if concat is not None and len(shape) == len(wanted):
-                offset[concat] = at
-                at += shape[concat]
-            if len(shape) != len(wanted) or any(o + n > w for o, n, w in zip(offset, shape, wanted, strict=True)):
-                raise refuse(f"{name(part)} has shape {list(shapes[part.tensor])}")
-            boxes[position[part]] = (tuple(offset), shape)
-    filled = sum(prod(size) for _, size in boxes)
-    if filled != prod(wanted):
-        raise refuse(f"its parts fill {filled} of its {prod(wanted)} elements ({name(sources[0])}, ...)")
-    return boxes
+            if places:
+                found[name] = places
+        return found
 
 
 def resolve(mapping: Mapping | str, model: Any) -> Mapping:
@@ -245,3 +151,255 @@ def resolve(mapping: Mapping | str, model: Any) -> Mapping:
     if any(cls.__module__.split(".")[0] == "transformers" for cls in type(model).__mro__):
         return Mapping.from_transformers(model)
     return Mapping.identity()
+
+
+@dataclass
+class _Group:
+    """Checkpoint tensors that one conversion turns into the same targets."""
+
+    convert: Convert
+    targets: tuple[str, ...]
+    """Full names, with ``{index}`` where a list is made."""
+    sources: list[int]
+    """Which checkpoint tensors; the lists below are parallel to it."""
+    parts: list[int]
+    indices: list[int]
+
+
+class _Placing:
+    """One use: places the tensors of one checkpoint in one model."""
+
+    def __init__(
+        self, mapping: Mapping, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
+    ) -> None:
+        self.mapping = mapping
+        self.names = names
+        self.shapes = shapes
+        self.targets = targets
+        self.placed: list[tuple[Place, ...]] = [()] * len(names)
+        self.filled: dict[str, int] = {}
+        """Target to one of the checkpoint tensors that fill it."""
+        self.whole = {shape: Assembly.of(0, shape) for shape in dict.fromkeys(shapes)}
+        self.made: dict[Any, list[list[Assembly]]] = {}
+        """What groups alike but for their names become."""
+
+    def run(self) -> list[tuple[Place, ...]]:
+        renamed = list(self.names)
+        for rename in self.mapping.renames:
+            renamed = rename.apply(renamed)
+        groups, others = self._match(renamed)
+        self._place_whole(others, renamed)
+        if self.mapping.required and (self.mapping.renames or self.mapping.converts):
+            self._check_used(renamed, groups)
+        for group in groups:
+            self._convert(group)
+        return self.placed
+
+    def _check_used(self, renamed: list[str], groups: list[_Group]) -> None:
+        if groups or renamed != list(self.names) or any(self.placed):
+            return
+        rules = [rename.source for rename in self.mapping.renames]
+        rules += [source for convert in self.mapping.converts for source in convert.sources]
+        raise ModelMismatch(
+            f"the mapping matches nothing: none of its patterns {rules[:5]} is found in a name of the checkpoint "
+            f"({', '.join(self.names[:5])}, ...), and none of these is in the model"
+        )
+
+    def _match(self, renamed: list[str]) -> tuple[list[_Group], list[int]]:
+        """The groups of all conversions, and the checkpoint tensors that none of them takes."""
+        rules = [
+            (convert, part, re.compile(convert.sources[part]))
+            for convert in self.mapping.converts
+            for part in sorted(range(len(convert.sources)), key=lambda part: -len(convert.sources[part]))
+        ]
+        if not rules:
+            return [], list(range(len(renamed)))
+        groups: dict[tuple[int, str], _Group] = {}
+        others = []
+        for i, name in enumerate(renamed):
+            for convert, part, pattern in rules:
+                prefix, rest = _scoped(name, convert.scopes) if convert.scopes else ("", name)
+                if prefix is None or not (match := pattern.search(rest)):
+                    continue
+                before, after = prefix + rest[: match.start()], rest[match.end() :]
+                key = (id(convert), f"{before}{_expanded(match, convert.targets[0])}{after}")
+                if (group := groups.get(key)) is None:
+                    made = tuple(f"{before}{_expanded(match, target)}{after}" for target in convert.targets)
+                    group = groups[key] = _Group(convert, made, [], [], [])
+                group.sources.append(i)
+                group.parts.append(part)
+                group.indices.append(int(match["index"]) if "index" in pattern.groupindex else -1)
+                break
+            else:
+                others.append(i)
+        return list(groups.values()), others
+
+    def _place_whole(self, sources: Iterable[int], renamed: Sequence[str]) -> None:
+        """Tensors that become one target each as they are."""
+        names, shapes, targets, filled, placed = self.names, self.shapes, self.targets, self.filled, self.placed
+        views = {shape: assembly.parts[0][1] for shape, assembly in self.whole.items()}
+        for source in sources:
+            name, shape = names[source], shapes[source]
+            target: str | None = renamed[source]
+            if target not in targets or self.mapping.base:
+                target = self._find(renamed[source]) or self._find(name)
+            if target is None:
+                continue
+            if shape != targets[target]:
+                raise ModelMismatch(
+                    f"{name} has shape {list(shape)} in the checkpoint but the model's {target} has {list(targets[target])}"
+                )
+            if filled.setdefault(target, source) != source:
+                raise self._taken(target, source)
+            placed[source] = ((target, views[shape]),)
+
+    def _find(self, name: str) -> str | None:
+        """The model's name for it, with or without the base module's; None if it has none."""
+        if base := self.mapping.base:
+            prefix = f"{base}."
+            if name.startswith(prefix) and name[len(prefix) :] in self.targets:
+                return name[len(prefix) :]
+            if prefix + name in self.targets:
+                return prefix + name
+        return name if name in self.targets else None
+
+    def _taken(self, target: str, source: int) -> ModelMismatch:
+        names = f"{self.names[self.filled[target]]} and {self.names[source]}"
+        return ModelMismatch(f"both {names} would fill the model's {target}")
+
+    @cached_property
+    def _lists(self) -> set[str]:
+        """Names of the model with one of their numbers as ``{index}``."""
+        return {
+            f"{name[: match.start()]}{{index}}{name[match.end() :]}"
+            for name in self.targets
+            for match in re.finditer(r"\d+", name)
+        }
+
+    def _find_list(self, name: str) -> str | None:
+        """As :meth:`_find`, for a name with ``{index}``."""
+        base = f"{self.mapping.base}."
+        return next((form for form in (name, base + name, name.removeprefix(base)) if form in self._lists), None)
+
+    def _convert(self, group: _Group) -> None:
+        wanted = [self._find_list(name) if "{index}" in name else self._find(name) for name in group.targets]
+        if not any(wanted):
+            self._place_whole(group.sources, self.names)
+            return
+        places: dict[int, list[Place]] = defaultdict(list)
+        for target, made in zip(wanted, self._assemble(group, wanted), strict=True):
+            if target is None:
+                continue
+            for index, assembly in enumerate(made):
+                name = target.replace("{index}", str(index))
+                if name not in self.targets:
+                    continue
+                if assembly.shape != self.targets[name]:
+                    raise self._refuse(group, name, f"they make {list(assembly.shape)}")
+                if self.filled.setdefault(name, group.sources[0]) != group.sources[0]:
+                    raise self._taken(name, group.sources[0])
+                for source, view in assembly.parts:
+                    places[source].append((name, view))
+        for position, found in places.items():
+            self.placed[group.sources[position]] = tuple(found)
+
+    def _assemble(self, group: _Group, wanted: Sequence[str | None]) -> list[list[Assembly]]:
+        """What the group's tensors become, a list of tensors for each target; sources count within the group."""
+        shapes = [self.shapes[source] for source in group.sources]
+        lengths = [None if name is None else self.targets.get(name) for name in wanted]
+        key = (id(group.convert), *group.parts, *group.indices, *shapes, *lengths)
+        if (made := self.made.get(key)) is not None:
+            return made
+        self._check_complete(group, lengths)
+        order = sorted(range(len(shapes)), key=lambda i: (group.parts[i], group.indices[i]))
+        parts: list[list[Assembly]] = [[] for _ in group.convert.sources]
+        for i in order:
+            assembly = self.whole[shapes[i]]
+            parts[group.parts[i]].append(replace(assembly, parts=tuple((i, view) for _, view in assembly.parts)))
+        try:
+            for operation in group.convert.operations:
+                parts = operation(parts, Wanted(lengths, group.convert.targets))
+        except ValueError as error:
+            raise self._refuse(group, next(filter(None, wanted)), str(error)) from error
+        several = ["{index}" in target for target in group.convert.targets]
+        if len(parts) != len(several) or any(len(p) != 1 and not many for p, many in zip(parts, several, strict=False)):
+            raise self._refuse(
+                group,
+                next(filter(None, wanted)),
+                "nothing keeps them apart: its operations do not end in one tensor a target",
+            )
+        self.made[key] = parts
+        return parts
+
+    def _check_complete(self, group: _Group, lengths: Sequence[Shape | None]) -> None:
+        """Every part is there once, with every index from 0 to the last."""
+        convert = group.convert
+        found: dict[tuple[int, int], int] = {}
+        target = next(
+            (name for name, shape in zip(group.targets, lengths, strict=True) if shape is not None), group.targets[0]
+        )
+        for source, key in zip(group.sources, zip(group.parts, group.indices, strict=True), strict=True):
+            if key in found:
+                both = f"both {self.names[found[key]]} and {self.names[source]} would fill one region of it"
+                raise self._refuse(group, target, both)
+            found[key] = source
+        count = max(group.indices) + 1
+        if (known := _stacked(convert, lengths)) is not None:
+            if count > known:
+                source = group.sources[group.indices.index(count - 1)]
+                raise self._refuse(group, target, f"{self.names[source]} has index {count - 1}")
+            count = known
+        wanted = [
+            (part, index)
+            for part, source_pattern in enumerate(convert.sources)
+            for index in (range(count) if _INDEX in source_pattern else [-1])
+        ]
+        absent = [key for key in wanted if key not in found]
+        if absent:
+            part, index = absent[0]
+            like = re.sub(r"\(\?P<index>[^)]*\)", str(index), convert.sources[part])
+            first = re.sub(r"\(\?[^)]*\)|[\\^$]", "", like)
+            raise self._refuse(
+                group, target, f"{len(absent)} of its {len(wanted)} parts are missing, the first {first}"
+            )
+
+    def _refuse(self, group: _Group, target: str, what: str) -> ModelMismatch:
+        names = [self.names[source] for source in group.sources]
+        listed = ", ".join(names[:2]) + (f", ... {names[-1]}" if len(names) > 2 else "")
+        shape = self.targets.get(target)
+        wants = f" has shape {list(shape)}" if shape is not None else ""
+        shapes = ", ".join(str(list(shape)) for shape in dict.fromkeys(self.shapes[source] for source in group.sources))
+        return ModelMismatch(
+            f"the model's {target}{wants}, but of {len(names)} checkpoint tensors for it ({listed}; {shapes}) {what}"
+        )
+
+
+def _stacked(convert: Convert, lengths: Sequence[Shape | None]) -> int | None:
+    """How many tensors a target stacks, if that can be told from its shape."""
+    first = convert.operations[0] if convert.operations else None
+    shape = lengths[0] if len(lengths) == 1 else None
+    if not isinstance(first, Stack) or shape is None or not 0 <= first.dim < len(shape):
+        return None
+    others = convert.operations[1:]
+    if any(not isinstance(other, Concatenate) or other.dim % len(shape) == first.dim for other in others):
+        return None
+    return shape[first.dim]
+
+
+def _expanded(match: re.Match[str], target: str) -> str:
+    """``match.expand``, which parses its template anew each time."""
+    return match.expand(target) if "\\" in target else target
+
+
+def _scoped(name: str, scopes: Iterable[str]) -> tuple[str | None, str]:
+    """The first of ``scopes`` that the name starts with, and the rest; (None, name) if there is none."""
+    for scope in scopes:
+        if name.startswith(scope):
+            return scope, name[len(scope) :]
+    return None, name
+
+
+def _in_scope(names: Iterable[str], scopes: tuple[str, ...]) -> list[tuple[str | None, str]]:
+    if not scopes:
+        return [("", name) for name in names]
+    return [found for name in names if (found := _scoped(name, scopes))[0] is not None]
