@@ -89,6 +89,9 @@ class Mapping:
     converts: tuple[Convert, ...] = ()
     base: str = ""
     """Name of the module that holds the model proper below its head. Names in the checkpoint may have or lack it."""
+    ties: tuple[tuple[str, str], ...] = ()
+    """Pairs of names of the model that have one value. What fills one fills the other, where the checkpoint does not; also
+    when parallelising the model has made two tensors of them."""
     required: bool = True
     """Whether rules of which none matches a name are a mistake; they are none in a mapping declared for any checkpoint."""
 
@@ -193,6 +196,7 @@ class _Placing:
             self._check_used(renamed, groups)
         for group in groups:
             self._convert(group)
+        self._tie()
         return self.placed
 
     def _check_used(self, renamed: list[str], groups: list[_Group]) -> None:
@@ -275,6 +279,17 @@ class _Placing:
             for name in self.targets
             for match in re.finditer(r"\d+", name)
         }
+
+    def _tie(self) -> None:
+        partners: dict[str, str] = {}
+        for a, b in self.mapping.ties:
+            if a in self.targets and b in self.targets and (a in self.filled) != (b in self.filled):
+                partners.update([(a, b)] if a in self.filled else [(b, a)])
+        if not partners:
+            return
+        for source, places in enumerate(self.placed):
+            if more := tuple((partners[target], view) for target, view in places if target in partners):
+                self.placed[source] = places + more
 
     def _find_list(self, name: str) -> str | None:
         """As :meth:`_find`, for a name with ``{index}``."""

@@ -32,7 +32,8 @@ def declared(model: Any) -> Mapping:
             converts.append(_convert(transform, model.config))
         else:
             renames += _renames(transform)
-    return Mapping(tuple(renames), tuple(converts), model.base_model_prefix, required=False)
+    ties = tuple((a, b) for a, b in (getattr(model, "all_tied_weights_keys", None) or {}).items())
+    return Mapping(tuple(renames), tuple(converts), model.base_model_prefix, ties, required=False)
 
 
 def _unwrapped(model: Any) -> Any:
