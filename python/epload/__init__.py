@@ -7,6 +7,7 @@ from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMis
 from epload.loader import HierarchicalLoader, load
 from epload.mapping import Convert, Mapping, Rename
 from epload.operations import Concatenate, Reshape, Split, Stack, Transpose, Unstack
+from epload.parts import LocalModules, OuterShard
 from epload.report import LoadReport
 from epload.topology import Topology
 
@@ -18,10 +19,12 @@ __all__ = [
     "HierarchicalLoader",
     "LoadError",
     "LoadReport",
+    "LocalModules",
     "Manifest",
     "ManifestMismatch",
     "Mapping",
     "ModelMismatch",
+    "OuterShard",
     "Rename",
     "Reshape",
     "Split",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import reduce
+from operator import or_
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -26,10 +28,11 @@ from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave
 from epload.mapping import Mapping
 from epload.mapping import resolve as resolve_mapping
 from epload.node_memory import NodeMemory
+from epload.parts import LocalModules, OuterShard, Parts
 from epload.plan import LoadPlan, describe, explain_difference, make_plan
 from epload.report import LoadReport
 from epload.snapshot import Snapshot
-from epload.targets import Targets, collect
+from epload.targets import DTypes, Targets, collect
 from epload.topology import Route, Topology
 from epload.transfer import Transfer, wave_bytes
 
@@ -41,7 +44,11 @@ def load(model: nn.Module, checkpoint: Any, **options: Any) -> LoadReport:
 
     ``options`` are those of :class:`HierarchicalLoader` and of its :meth:`~HierarchicalLoader.load`.
     """
-    of_load = {name: options.pop(name) for name in ("mapping", "strict", "dtype", "init_missing") if name in options}
+    of_load = {
+        name: options.pop(name)
+        for name in ("mapping", "strict", "dtype", "init_missing", "outer_shards", "local_modules")
+        if name in options
+    }
     return HierarchicalLoader(**options).load(model, checkpoint, **of_load)
 
 
@@ -52,6 +59,8 @@ class _Work:
     targets: Targets
     device: torch.device
     checkpoint: Checkpoint | None
+    local_modules: bool
+    """Whether ranks may hold different modules."""
 
 
 class HierarchicalLoader:
@@ -111,7 +120,7 @@ class HierarchicalLoader:
         self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
         self._memory: NodeMemory | None = None
         self._snapshot: Snapshot | None = None
-        self._last: tuple[tuple[bytes, Mapping, str], Targets, LoadPlan] | None = None
+        self._last: tuple[tuple[bytes, Mapping, str, frozenset[int]], Targets, LoadPlan] | None = None
 
     def load(
         self,
@@ -120,8 +129,10 @@ class HierarchicalLoader:
         *,
         mapping: Mapping | str = "auto",
         strict: bool = True,
-        dtype: torch.dtype | None = None,
+        dtype: DTypes = None,
         init_missing: mat.InitMissing | None = None,
+        outer_shards: Sequence[OuterShard] = (),
+        local_modules: Sequence[LocalModules] = (),
     ) -> LoadReport:
         """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
 
@@ -131,10 +142,13 @@ class HierarchicalLoader:
             mapping: how checkpoint names become regions of the model's tensors. ``"auto"``: what a transformers model
                 declares, else names as they are.
             strict: missing or unexpected keys are an error; else they are listed in the report.
-            dtype: for floating-point parameters that are on meta; by default the model's.
+            dtype: for floating-point parameters that are on meta, or a dict from regular expressions to dtypes; by default
+                the model's.
             init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that the
                 checkpoint does not fill. By default a transformers model computes its non-persistent buffers itself;
                 nothing else is initialised.
+            outer_shards: tensors of the model that are this rank's part of larger ones, though they do not say so.
+            local_modules: modules that hold what other ranks need not have.
 
         Returns:
             What happened, on every rank; keys are the same on all.
@@ -148,7 +162,8 @@ class HierarchicalLoader:
         report = LoadReport(readers=self.readers, algorithm=self.algorithm, topology=repr(self.topology))
         began = perf_counter()
         with report.timed("plan"), _collector_paused():
-            work = self._open(model, checkpoint, dtype, init_missing)
+            parts = Parts(tuple(outer_shards), tuple(local_modules)) if outer_shards or local_modules else None
+            work = self._open(model, checkpoint, dtype, init_missing, parts)
             route, manifest = self._connect(work, checkpoint, report)
             plan = self._agree_on_plan(model, work, manifest, mapping, strict)
         try:
@@ -156,7 +171,7 @@ class HierarchicalLoader:
         finally:
             if work.checkpoint is not None and work.checkpoint is not checkpoint:
                 work.checkpoint.close()
-        report.missing_keys, report.unexpected_keys = list(plan.missing), list(plan.unexpected)
+        report.missing_keys, report.unexpected_keys = self._missing_anywhere(work, plan), list(plan.unexpected)
         report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, len(set(plan.slots.tensor))
         report.nbytes = sum(plan.slots.nbytes)
         report.buckets = len(plan.buckets)
@@ -181,10 +196,16 @@ class HierarchicalLoader:
         return topology.flat_route(self.src) if self.algorithm == "flat" else topology.route(self.src)
 
     def _open(
-        self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
+        self,
+        model: nn.Module,
+        checkpoint: Any,
+        dtype: DTypes,
+        init_missing: mat.InitMissing | None,
+        parts: Parts | None,
     ) -> _Work:
-        work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, init_missing))
-        self._control.settle("opening the checkpoint", failure, self._options(), _all_equal)
+        work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, init_missing, parts))
+        options = f"{self._options()} local_modules={parts is not None and bool(parts.local_modules)}"
+        self._control.settle("opening the checkpoint", failure, options, _all_equal)
         assert work is not None
         return work
 
@@ -193,22 +214,29 @@ class HierarchicalLoader:
         return f"readers={self.readers} algorithm={self.algorithm} src={self.src} bucket_bytes={self.bucket_bytes}"
 
     def _inspect(
-        self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
+        self,
+        model: nn.Module,
+        checkpoint: Any,
+        dtype: DTypes,
+        init_missing: mat.InitMissing | None,
+        parts: Parts | None,
     ) -> _Work:
         source = None
         if self._reads and (self.topology.rank == self.src or not isinstance(checkpoint, str | os.PathLike)):
             source = Checkpoint.open(checkpoint)
-        targets = self._snapshot.read(model, dtype) if self._snapshot is not None else None
+        asked = (dtype, parts)
+        targets = self._snapshot.read(model, asked) if self._snapshot is not None else None
         if targets is None:
-            targets = collect(model, dtype)
+            targets = collect(model, dtype, parts)
             if self._last is not None:  # one load pays for nothing that only the next one gains from
-                self._snapshot = Snapshot(model, targets, dtype)
+                self._snapshot = Snapshot(model, targets, asked)
         if targets.lost and init_missing is None and mat.default_init(model) is None:
             raise ModelMismatch(
                 f"buffers {', '.join(sorted(targets.lost)[:5])} are on meta and no checkpoint holds them "
                 "(they are not persistent); pass init_missing=hook(module, path, names) to compute them"
             )
-        return _Work(targets, _device_of(targets), source)
+        local = parts is not None and bool(parts.local_modules)
+        return _Work(targets, _device_of(targets), source, local)
 
     def _connect(self, work: _Work, checkpoint: Any, report: LoadReport) -> tuple[Route, Manifest]:
         """The route of the data, and over it the manifest."""
@@ -264,8 +292,10 @@ class HierarchicalLoader:
         assert rules is not None
         options = f"{self._options()} strict={strict} mapping={rules}"
 
+        wanted = self._wanted_by_any(manifest, work, rules, options)
+
         def make() -> LoadPlan:
-            plan = self._plan(manifest, work.targets, rules, options)
+            plan = self._plan(manifest, work.targets, rules, options, wanted)
             if strict and (plan.missing or plan.unexpected):
                 raise ModelMismatch(_spell_keys(manifest, plan))
             return plan
@@ -280,6 +310,32 @@ class HierarchicalLoader:
         assert plan is not None
         return plan
 
+    def _wanted_by_any(self, manifest: Manifest, work: _Work, rules: Mapping, options: str) -> frozenset[int]:
+        """Checkpoint tensors that some rank has a place for, by number; empty when all ranks hold the same modules."""
+        if not work.local_modules:
+            return frozenset()
+        plan, failure = _attempt(lambda: self._plan(manifest, work.targets, rules, options))
+        left = {*plan.unexpected, *plan.tied} if plan is not None else set(manifest.names)
+        view = f"{sum(1 << i for i, name in enumerate(manifest.names) if name not in left):x}"
+
+        def either(views: dict[int, str]) -> str:
+            return f"{reduce(or_, (int(text, 16) for text in views.values())):x}"
+
+        bits = int(self._control.settle("planning", failure, view, either), 16)
+        return frozenset(i for i in range(len(manifest.names)) if bits >> i & 1)
+
+    def _missing_anywhere(self, work: _Work, plan: LoadPlan) -> list[str]:
+        """Names of the model that nothing fills, on whichever rank."""
+        if not work.local_modules:
+            return list(plan.missing)
+        known = {work.targets.names[i]: name for name, i in reversed(work.targets.index.items())}
+
+        def all_of(views: dict[int, list[str]]) -> list[str]:
+            return list(dict.fromkeys(name for names in views.values() for name in names))
+
+        missing: list[str] = self._control.settle("the report", None, [known[name] for name in plan.missing], all_of)
+        return missing
+
     def _disagree(self, view: list[str]) -> None:
         """Raises ManifestMismatch on every rank if what the ranks want to load into what differs."""
         digest = hashlib.blake2b("\n".join(view).encode(errors="backslashreplace"), digest_size=16).hexdigest()
@@ -292,11 +348,18 @@ class HierarchicalLoader:
 
         self._control.settle("planning", None, view if self.topology.rank in speakers else None, differ)
 
-    def _plan(self, manifest: Manifest, targets: Targets, mapping: Mapping, options: str) -> LoadPlan:
+    def _plan(
+        self,
+        manifest: Manifest,
+        targets: Targets,
+        mapping: Mapping,
+        options: str,
+        wanted: frozenset[int] = frozenset(),
+    ) -> LoadPlan:
         """A plan depends on nothing but its inputs, so that of the last load is kept for a load of the same kind."""
-        inputs = (manifest.digest, mapping, options)
+        inputs = (manifest.digest, mapping, options, wanted)
         if self._last is None or self._last[0] != inputs or not targets.same_as(self._last[1]):
-            plan = make_plan(manifest, targets, mapping, self.bucket_bytes, options)
+            plan = make_plan(manifest, targets, mapping, self.bucket_bytes, options, wanted)
             self._last = (inputs, replace(targets, tensors=[]), plan)
         return self._last[2]
 

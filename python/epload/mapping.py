@@ -200,13 +200,14 @@ class _Placing:
         return self.placed
 
     def _check_used(self, renamed: list[str], groups: list[_Group]) -> None:
-        if groups or renamed != list(self.names) or any(self.placed):
+        if groups or renamed != list(self.names) or all(self.placed):
             return
+        lost = [name for name, places in zip(self.names, self.placed, strict=True) if not places]
         rules = [rename.source for rename in self.mapping.renames]
         rules += [source for convert in self.mapping.converts for source in convert.sources]
         raise ModelMismatch(
             f"the mapping matches nothing: none of its patterns {rules[:5]} is found in a name of the checkpoint "
-            f"({', '.join(self.names[:5])}, ...), and none of these is in the model"
+            f"({', '.join(self.names[:3])}, ...), and the model has no place for {len(lost)} of them ({', '.join(lost[:3])}, ...)"
         )
 
     def _match(self, renamed: list[str]) -> tuple[list[_Group], list[int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -91,12 +91,20 @@ class LoadPlan:
         return max((bucket.nbytes for bucket in self.buckets), default=0)
 
 
-def make_plan(manifest: Manifest, targets: Targets, mapping: Mapping, bucket_bytes: int, options: str = "") -> LoadPlan:
+def make_plan(
+    manifest: Manifest,
+    targets: Targets,
+    mapping: Mapping,
+    bucket_bytes: int,
+    options: str = "",
+    wanted: Set[int] = frozenset(),
+) -> LoadPlan:
     """Plans a load.
 
     Args:
         bucket_bytes: size of a bucket, header included.
         options: anything else on which ranks must agree.
+        wanted: checkpoint tensors, by number, that are sent even if they have no place here, since some rank wants them.
 
     Raises:
         ModelMismatch: a shape or dtype of the checkpoint does not fit the model.
@@ -105,7 +113,7 @@ def make_plan(manifest: Manifest, targets: Targets, mapping: Mapping, bucket_byt
     if bucket_bytes < HEADER_BYTES + ALIGNMENT:
         raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + ALIGNMENT}, got {bucket_bytes}")
     placed = mapping.place(manifest.names, manifest.shapes, targets.shapes)
-    chosen, tied = _choose(manifest, targets, placed)
+    chosen, tied = _choose(manifest, targets, placed, wanted)
     casts = _check_dtypes(manifest, targets, chosen)
     columns, bucket_nbytes = _C.plan_buckets(
         _extents(manifest, chosen, bucket_bytes - HEADER_BYTES), bucket_bytes, ALIGNMENT, HEADER_BYTES
@@ -115,16 +123,21 @@ def make_plan(manifest: Manifest, targets: Targets, mapping: Mapping, bucket_byt
     digest = hashlib.blake2b(digest_size=32)
     digest.update(manifest.digest)
     digest.update("\n".join(targets.describe()).encode(errors="backslashreplace"))
-    for column in (*columns, chosen.tensor, chosen.first, chosen.target, chosen.view):
+    # Where tensors go on each rank follows from these, the targets and the mapping.
+    for column in (*columns, chosen.tensor):
         digest.update(array("q", column).tobytes())
-    digest.update(repr((chosen.views, bucket_bytes, options)).encode())
+    digest.update(repr((bucket_bytes, options)).encode())
     filled = set(chosen.target)
     return LoadPlan(
         buckets=tuple(buckets),
         slots=Slots([chosen.tensor[i] for i in columns[0]], columns[1], columns[3], columns[4]),
         fingerprint=digest.digest(),
         missing=tuple(name for i, name in enumerate(targets.names) if i not in filled and _numel(targets, i)),
-        unexpected=tuple(name for name, places in zip(manifest.names, placed, strict=True) if not places),
+        unexpected=tuple(
+            name
+            for i, (name, places) in enumerate(zip(manifest.names, placed, strict=True))
+            if not places and i not in wanted
+        ),
         tied=tied,
         casts=casts,
     )
@@ -177,7 +190,7 @@ def _numel(targets: Targets, index: int) -> bool:
 
 
 def _choose(
-    manifest: Manifest, targets: Targets, placed: Sequence[tuple[Place, ...]]
+    manifest: Manifest, targets: Targets, placed: Sequence[tuple[Place, ...]], wanted: Set[int]
 ) -> tuple[_Chosen, tuple[str, ...]]:
     """Leaves out what has no place, and a tied name whose parameter another name already fills."""
     chosen = _Chosen()
@@ -195,7 +208,7 @@ def _choose(
                 chosen.views.append(view)
             chosen.target.append(target)
             chosen.view.append(number)
-        if (end := len(chosen.target)) > chosen.first[-1]:
+        if (end := len(chosen.target)) > chosen.first[-1] or i in wanted:
             chosen.tensor.append(i)
             chosen.first.append(end)
         elif places:
