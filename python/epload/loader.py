@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from epload import materialise as mat
-from epload import ops
+from epload import ops, quantised
 from epload.broadcast import DEFAULT_BUCKET_BYTES
 from epload.checkpoint import Checkpoint, Manifest
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
@@ -380,7 +380,7 @@ class HierarchicalLoader:
             with report.timed("materialise"):
                 mat.materialise(model, work.targets, work.device)
                 memory.board.clear()
-                return work.targets.local()
+                return work.targets.local() + quantised.side_tensors(plan.targets, len(work.targets.names))
 
         local, failure = _attempt(prepare)
         self._control.settle("materialising the model", failure)
@@ -395,6 +395,7 @@ class HierarchicalLoader:
         def move() -> None:
             try:
                 transfer.run(shown=self.progress and self.topology.rank == self.src)
+                quantised.multiply(plan.scalings, plan.targets, local)
                 self._initialise(model, work, plan, init_missing, report)
             except LoadError:
                 raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from epload.control import HEADER_BYTES
 from epload.errors import ManifestMismatch, ModelMismatch
 from epload.mapping import Mapping, Place
 from epload.placement import OwnedRegion, intersect, owned_regions
+from epload.quantised import Scaling, with_scales
 from epload.targets import Targets
 from epload.views import View
 
@@ -74,6 +75,10 @@ class LoadPlan:
     """Names of the checkpoint left out because another name of the same parameter is in it."""
     casts: int
     """Checkpoint tensors whose dtype is converted."""
+    targets: Targets
+    """Without tensors: the model's, then the side tensors for scales."""
+    scalings: tuple[Scaling, ...]
+    """What is multiplied once all data is there."""
 
     def pieces(self, bucket: Bucket) -> list[Piece]:
         """What a reader has to fill a bucket with."""
@@ -113,8 +118,9 @@ def make_plan(
     if bucket_bytes < HEADER_BYTES + ALIGNMENT:
         raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + ALIGNMENT}, got {bucket_bytes}")
     placed = mapping.place(manifest.names, manifest.shapes, targets.shapes)
+    targets, scalings = with_scales(manifest, targets, placed)
     chosen, tied = _choose(manifest, targets, placed, wanted)
-    casts = _check_dtypes(manifest, targets, chosen)
+    casts = _check_dtypes(manifest, targets, chosen, {scaling.target for scaling in scalings})
     columns, bucket_nbytes = _C.plan_buckets(
         _extents(manifest, chosen, bucket_bytes - HEADER_BYTES), bucket_bytes, ALIGNMENT, HEADER_BYTES
     )
@@ -140,6 +146,8 @@ def make_plan(
         ),
         tied=tied,
         casts=casts,
+        targets=replace(targets, tensors=[]),
+        scalings=scalings,
     )
 
 
@@ -216,7 +224,7 @@ def _choose(
     return chosen, tuple(tied)
 
 
-def _check_dtypes(manifest: Manifest, targets: Targets, chosen: _Chosen) -> int:
+def _check_dtypes(manifest: Manifest, targets: Targets, chosen: _Chosen, scaled: Set[int]) -> int:
     wanted = [targets.dtypes[target] for target in chosen.target]
     casts = set()
     for i, begin, end in zip(chosen.tensor, chosen.first, chosen.first[1:], strict=False):
@@ -225,7 +233,7 @@ def _check_dtypes(manifest: Manifest, targets: Targets, chosen: _Chosen) -> int:
             dtype = wanted[place]
             if dtype is source:
                 continue
-            if not dtypes.converts(source, dtype):
+            if not dtypes.converts(source, dtype) and chosen.target[place] not in scaled:
                 raise ModelMismatch(
                     f"{manifest.names[i]} is {dtypes.name(source)} in the checkpoint, which the model's "
                     f"{targets.names[chosen.target[place]]} of {dtypes.name(dtype)} cannot take"
