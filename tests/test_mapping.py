@@ -26,7 +26,8 @@ from epload import (
     Transpose,
     Unstack,
 )
-from epload.mapping import Place, resolve
+from epload.mapping import resolve
+from epload.placing import Place
 from epload.views import View
 
 Shapes = dict[str, tuple[int, ...]]

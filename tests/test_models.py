@@ -1,7 +1,7 @@
 """Real models, as the transformers library makes, saves and parallelises them: architectures x checkpoint layouts x meshes.
 
-Each is loaded from meta by epload. The oracle is the library's own single-process ``from_pretrained``, parallelised the same
-way: each rank's tensors bit for bit, and the logits of the whole model.
+Each is loaded from meta by epload, its readers taking turns. The oracle is the library's own single-process
+``from_pretrained``, parallelised the same way: each rank's tensors bit for bit, and the logits of the whole model.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def whole(folder: Path, kind: str) -> Any:
     return model
 
 
-def check(world: int, kind: str, folder: Path, loader: epload.HierarchicalLoader) -> Iterator[str]:
+def check(world: int, kind: str, folder: Path, loaders: Iterator[epload.HierarchicalLoader]) -> Iterator[str]:
     reference = whole(folder, kind)
     buffers = dict(reference.named_buffers())
     with torch.no_grad():
@@ -192,8 +193,9 @@ def check(world: int, kind: str, folder: Path, loader: epload.HierarchicalLoader
             with torch.device("meta"):
                 model = build(kind)
             model = way.parallelise(model)
+            loader = next(loaders)
             report = loader.load(model, folder / layout)
-            what = f"{layout}, {name} on {world}"
+            what = f"{layout}, {name} on {world}, readers={loader.readers}"
             if report.missing_keys or report.unexpected_keys:
                 yield f"{what}: missing {report.missing_keys}, unexpected {report.unexpected_keys}"
             yield from (f"{what}: {wrong}" for wrong in differences(expected, model))
@@ -215,10 +217,13 @@ def _on_rank(rank: int, world: int, folder: Path) -> list[str]:
     logging.set_verbosity_error()  # plans with rules that match nothing in a small model
     said = []
     topology = epload.Topology.from_nodes([list(range(world // 2)), list(range(world // 2, world))])
-    loader = epload.HierarchicalLoader(topology, bucket_bytes=16 << 10, progress=False)
+    loaders = cycle(
+        epload.HierarchicalLoader(topology, readers=readers, bucket_bytes=16 << 10, progress=False)
+        for readers in ("one", "every", "partitioned")
+    )
     for kind in MATRIX:
         try:
-            said += [f"rank {rank}: {text}" for text in check(world, kind, folder, loader)]
+            said += [f"rank {rank}: {text}" for text in check(world, kind, folder, loaders)]
         except Exception:
             said.append(f"rank {rank}: {kind}: {traceback.format_exc(limit=-6)}")
     return said

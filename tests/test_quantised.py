@@ -103,8 +103,9 @@ def store(folder: Path) -> None:
 def _load(rank: int, folder: Path) -> list[str]:
     said = []
     file = checkpoint()
-    loader = epload.HierarchicalLoader(epload.Topology.from_nodes([[0, 1], [2, 3]]), bucket_bytes=20000, progress=False)
-    for dtype in (BF16, torch.float16, torch.float32):
+    topology = epload.Topology.from_nodes([[0, 1], [2, 3]])
+    for dtype, readers in ((BF16, "one"), (torch.float16, "every"), (torch.float32, "partitioned")):
+        loader = epload.HierarchicalLoader(topology, readers=readers, bucket_bytes=20000, progress=False)
         values = expected(file, dtype)
         for dim in (0, 1):
             model, whole = Tree(values), Tree(values)

@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from epload import Mapping, ModelMismatch
-from epload.mapping import Convert
+from epload.rules import Convert
 from epload.transformers_mapping import _convert, _renames
 from test_mapping import Shapes, assemble, shapes_of
 

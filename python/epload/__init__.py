@@ -5,10 +5,11 @@ from epload.build import build_info
 from epload.checkpoint import Checkpoint, Manifest
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
 from epload.loader import HierarchicalLoader, load
-from epload.mapping import Convert, Mapping, Rename
+from epload.mapping import Mapping
 from epload.operations import Concatenate, Reshape, Split, Stack, Transpose, Unstack
 from epload.parts import LocalModules, OuterShard
 from epload.report import LoadReport
+from epload.rules import Convert, Rename
 from epload.topology import Topology
 
 __all__ = [

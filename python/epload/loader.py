@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import reduce
 from operator import or_
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from epload import materialise as mat
 from epload import ops, quantised
 from epload.broadcast import DEFAULT_BUCKET_BYTES
+from epload.buffers import check_lost, find_holders, share
 from epload.checkpoint import Checkpoint, Manifest
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
 from epload.errors import LoadError, ManifestMismatch, ModelMismatch, text_of
@@ -61,6 +62,8 @@ class _Work:
     checkpoint: Checkpoint | None
     local_modules: bool
     """Whether ranks may hold different modules."""
+    holders: dict[str, int] = field(default_factory=dict)
+    """Buffers that no checkpoint holds and some rank lacks, each with a rank that has it."""
 
 
 class HierarchicalLoader:
@@ -165,7 +168,7 @@ class HierarchicalLoader:
             parts = Parts(tuple(outer_shards), tuple(local_modules)) if outer_shards or local_modules else None
             work = self._open(model, checkpoint, dtype, init_missing, parts)
             route, manifest = self._connect(work, checkpoint, report)
-            plan = self._agree_on_plan(model, work, manifest, mapping, strict)
+            plan = self._agree_on_plan(model, work, manifest, mapping, strict, init_missing)
         try:
             self._transfer(model, work, plan, route, init_missing, report)
         finally:
@@ -205,8 +208,11 @@ class HierarchicalLoader:
     ) -> _Work:
         work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, init_missing, parts))
         options = f"{self._options()} local_modules={parts is not None and bool(parts.local_modules)}"
-        self._control.settle("opening the checkpoint", failure, options, _all_equal)
+        lost = work is not None and bool(work.targets.lost)
+        uneven = self._control.settle("opening the checkpoint", failure, [options, lost], _all_equal)
         assert work is not None
+        if uneven:
+            work.holders.update(find_holders(self._control, model, work.targets))
         return work
 
     def _options(self) -> str:
@@ -230,11 +236,6 @@ class HierarchicalLoader:
             targets = collect(model, dtype, parts)
             if self._last is not None:  # one load pays for nothing that only the next one gains from
                 self._snapshot = Snapshot(model, targets, asked)
-        if targets.lost and init_missing is None and mat.default_init(model) is None:
-            raise ModelMismatch(
-                f"buffers {', '.join(sorted(targets.lost)[:5])} are on meta and no checkpoint holds them "
-                "(they are not persistent); pass init_missing=hook(module, path, names) to compute them"
-            )
         local = parts is not None and bool(parts.local_modules)
         return _Work(targets, _device_of(targets), source, local)
 
@@ -285,9 +286,20 @@ class HierarchicalLoader:
         return known if known is not None else Manifest.from_compact(bytes(flat.tolist()))
 
     def _agree_on_plan(
-        self, model: nn.Module, work: _Work, manifest: Manifest, mapping: Mapping | str, strict: bool
+        self,
+        model: nn.Module,
+        work: _Work,
+        manifest: Manifest,
+        mapping: Mapping | str,
+        strict: bool,
+        init_missing: mat.InitMissing | None,
     ) -> LoadPlan:
-        rules, failure = _attempt(lambda: resolve_mapping(mapping, model))
+        def resolve() -> Mapping:
+            if init_missing is None and mat.default_init(model) is None:
+                check_lost(work.targets, work.holders)
+            return resolve_mapping(mapping, model)
+
+        rules, failure = _attempt(resolve)
         self._control.settle("planning", failure)
         assert rules is not None
         options = f"{self._options()} strict={strict} mapping={rules}"
@@ -394,6 +406,7 @@ class HierarchicalLoader:
 
         def move() -> None:
             try:
+                report.transport_steps += share(model, work.holders, self.topology)
                 transfer.run(shown=self.progress and self.topology.rank == self.src)
                 quantised.multiply(plan.scalings, plan.targets, local)
                 self._initialise(model, work, plan, init_missing, report)
@@ -426,7 +439,7 @@ class HierarchicalLoader:
     def _initialise(
         self, model: nn.Module, work: _Work, plan: LoadPlan, init_missing: mat.InitMissing | None, report: LoadReport
     ) -> None:
-        lost = work.targets.lost
+        lost = work.targets.lost - set(work.holders)
         names = lost if init_missing is None else {*lost, *plan.missing}
         hook = init_missing if init_missing is not None else mat.default_init(model)
         for module, path, leaves in ((u.module, u.path, u.names) for u in mat.unfilled(model, names)):
@@ -477,13 +490,15 @@ def _distinct(views: dict[int, str]) -> dict[str, int]:
     return {view: rank for rank, view in reversed(views.items())}
 
 
-def _all_equal(options: dict[int, str]) -> None:
+def _all_equal(views: dict[int, tuple[str, bool]]) -> bool:
+    """Raises ManifestMismatch if options differ. Whether some ranks lack buffers and others do not."""
     by_text: dict[str, list[int]] = {}
-    for rank, text in options.items():
+    for rank, (text, _) in views.items():
         by_text.setdefault(text, []).append(rank)
     if len(by_text) > 1:
         said = "; ".join(f"ranks {ranks} have {text}" for text, ranks in by_text.items())
         raise ManifestMismatch(f"the ranks' loaders have different options, nothing was moved: {said}")
+    return len({lost for _, lost in views.values()}) > 1
 
 
 def _spell_keys(manifest: Manifest, plan: LoadPlan) -> str:

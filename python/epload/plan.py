@@ -18,8 +18,9 @@ from epload import _C, dtypes
 from epload.checkpoint import Manifest, Piece
 from epload.control import HEADER_BYTES
 from epload.errors import ManifestMismatch, ModelMismatch
-from epload.mapping import Mapping, Place
+from epload.mapping import Mapping
 from epload.placement import OwnedRegion, intersect, owned_regions
+from epload.placing import Place
 from epload.quantised import Scaling, with_scales
 from epload.targets import Targets
 from epload.views import View

@@ -18,8 +18,8 @@ from torch import Tensor
 from epload import dtypes
 from epload.checkpoint import Manifest
 from epload.errors import ModelMismatch
-from epload.mapping import Place
 from epload.placement import Layout, OwnedRegion, intersect, owned_regions, row_major_strides
+from epload.placing import Place
 from epload.targets import Targets
 from epload.views import Assembly, Shape, View
 

@@ -39,6 +39,8 @@ class Targets:
     """Every name, also those of tied tensors, to its target; as all ranks know it, where that differs from the model's."""
     own: set[int] = field(default_factory=set)
     """Targets that other ranks need not have (see ``LocalModules``)."""
+    unsaved: set[str] = field(default_factory=set)
+    """Non-persistent buffers that have storage. No checkpoint holds them; another rank may lack them."""
     lost: set[str] = field(default_factory=set)
     """Non-persistent buffers on meta: no checkpoint holds them, and materialising them leaves garbage."""
 
@@ -93,7 +95,7 @@ def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) 
     names, tensors, layouts, kinds = targets.names, targets.tensors, targets.layout, targets.dtypes
     by_object: dict[int, int] = {}
     by_layout: dict[tuple[object, ...], int] = {}
-    for name, tensor in _state(model, modules, targets.lost):
+    for name, tensor in _state(model, modules, targets):
         known = by_object.get(id(tensor))
         if known is not None:
             targets.index[name] = known
@@ -140,10 +142,10 @@ def walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _state(model: nn.Module, modules: list[tuple[str, nn.Module]], lost: set[str]) -> list[tuple[str, Tensor]]:
+def _state(model: nn.Module, modules: list[tuple[str, nn.Module]], targets: Targets) -> list[tuple[str, Tensor]]:
     """What ``model.state_dict(keep_vars=True)`` gives, in half the time when no module has a say in it.
 
-    Adds to ``lost`` the non-persistent buffers that are on meta.
+    Adds to ``targets`` the non-persistent buffers, those that have storage and those that are on meta.
     """
     plain: dict[type, bool] = {}
     found: list[tuple[str, Tensor]] = []
@@ -164,7 +166,9 @@ def _state(model: nn.Module, modules: list[tuple[str, nn.Module]], lost: set[str
                 if name not in module._non_persistent_buffers_set:
                     found.append((prefix + name, buffer))
                 elif buffer.is_meta:
-                    lost.add(prefix + name)
+                    targets.lost.add(prefix + name)
+                else:
+                    targets.unsaved.add(prefix + name)
     if not asked:
         return found
     return [(name, t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)]

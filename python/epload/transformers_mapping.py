@@ -15,8 +15,9 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 
 from epload import views
-from epload.mapping import Convert, Mapping, Rename
+from epload.mapping import Mapping
 from epload.operations import Concatenate, Operation, Parts, Reshape, Split, Stack, Transpose, Unstack, Wanted
+from epload.rules import Convert, Rename
 from epload.views import Assembly
 
 
