@@ -3,6 +3,7 @@
 from epload.broadcast import coalesced_bcast
 from epload.build import build_info
 from epload.checkpoint import Checkpoint, Manifest
+from epload.compat import patch
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
 from epload.loader import HierarchicalLoader, load
 from epload.mapping import Mapping
@@ -36,4 +37,5 @@ __all__ = [
     "build_info",
     "coalesced_bcast",
     "load",
+    "patch",
 ]
