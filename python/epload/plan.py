@@ -206,6 +206,7 @@ def _choose(
     tied = []
     filled: dict[int, str] = {}
     numbers: dict[int, int] = {}
+    target_of, view_of, first = chosen.target, chosen.view, chosen.first
     for i, places in enumerate(placed):
         for name, view in places:
             target = targets.index[name]
@@ -215,11 +216,11 @@ def _choose(
             if number is None:
                 number = numbers[id(view)] = len(chosen.views)
                 chosen.views.append(view)
-            chosen.target.append(target)
-            chosen.view.append(number)
-        if (end := len(chosen.target)) > chosen.first[-1] or i in wanted:
+            target_of.append(target)
+            view_of.append(number)
+        if (end := len(target_of)) > first[-1] or i in wanted:
             chosen.tensor.append(i)
-            chosen.first.append(end)
+            first.append(end)
         elif places:
             tied.append(manifest.names[i])
     return chosen, tuple(tied)
@@ -230,6 +231,8 @@ def _check_dtypes(manifest: Manifest, targets: Targets, chosen: _Chosen, scaled:
     casts = set()
     for i, begin, end in zip(chosen.tensor, chosen.first, chosen.first[1:], strict=False):
         source = manifest.dtypes[i]
+        if end == begin + 1 and wanted[begin] is source:
+            continue
         for place in range(begin, end):
             dtype = wanted[place]
             if dtype is source:
@@ -258,23 +261,21 @@ def _buckets(
     dims = max((len(layout.shape) for layout in targets.layouts), default=1) or 1
     owned = [owned_regions(layout, at) for layout, at in zip(targets.layouts, targets.coordinates, strict=True)]
 
-    # A slot has copies for each place of its tensor: pair p is of slot slot_of[p] and of place places[p].
-    of_slot = torch.tensor(tensor, dtype=torch.int64)
-    ends = torch.tensor(chosen.first, dtype=torch.int64)
-    each = ends.diff()[of_slot]
-    slot_of = torch.repeat_interleave(torch.arange(len(tensor)), each)
-    places = (torch.arange(len(slot_of)) + (ends[of_slot] - each.cumsum(0) + each)[slot_of]).tolist()
+    # A slot has copies for each place of its tensor: pair p is of slot slot_of[p] and of place places[p]. Mostly it has one.
+    places: Sequence[int] = tensor
+    slot_of = torch.arange(len(tensor))
+    if chosen.first != list(range(len(chosen.tensor) + 1)):
+        of_slot = torch.tensor(tensor, dtype=torch.int64)
+        ends = torch.tensor(chosen.first, dtype=torch.int64)
+        each = ends.diff()[of_slot]
+        slot_of = torch.repeat_interleave(slot_of, each)
+        places = (torch.arange(len(slot_of)) + (ends[of_slot] - each.cumsum(0) + each)[slot_of]).tolist()
     target_of = [chosen.target[place] for place in places]
+    dtype_of = [manifest.dtypes[chosen.tensor[i]] for i in tensor]
 
     # The class of a slot and place: everything that their copies depend on but for where the slot lies in the bucket.
     keys = [
-        (
-            targets.layout[target],
-            chosen.view[place],
-            manifest.dtypes[chosen.tensor[tensor[i]]],
-            tensor_offset[i],
-            nbytes[i],
-        )
+        (targets.layout[target], chosen.view[place], dtype_of[i], tensor_offset[i], nbytes[i])
         for i, place, target in zip(slot_of.tolist(), places, target_of, strict=True)
     ]
     classes = {key: number for number, key in enumerate(dict.fromkeys(keys))}
