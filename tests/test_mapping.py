@@ -199,6 +199,9 @@ def experts(count: Sequence[int], kinds: Sequence[str] = ("gate", "up"), shape: 
 GATE_UP: Shapes = {"l.experts.gate_up": (3, 4, 4)}
 CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
     "whole, wrong shape": (Mapping(), {"a": (2, 3)}, {"a": (3, 2)}, ["a ", "[2, 3]", "[3, 2]"]),
+    "all wrong shapes": (
+        Mapping(), {"a": (2,), "b": (2,), "c": (4,)}, {"a": (2,), "b": (3,), "c": (5,)}, ["b has shape [2]", "c has shape [4]"]
+    ),
     "renamed, wrong shape": (
         Mapping(renames=(Rename("^old", "new"),)), {"old.a": (2,)}, {"new.a": (3,)}, ["old.a", "new.a", "[2]", "[3]"]
     ),

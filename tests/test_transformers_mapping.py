@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from epload import Mapping, ModelMismatch
+from epload.mapping import resolve
 from epload.rules import Convert
 from epload.transformers_mapping import _convert, _renames
 from test_mapping import Shapes, assemble, shapes_of
@@ -215,3 +216,10 @@ def test_a_sharded_model_declares_what_it_did_before(scope: str) -> None:
         module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
     assert Mapping.from_transformers(model) == before
     assert len(before.converts) == 2
+
+
+def test_a_layer_by_itself_declares_nothing() -> None:
+    config = Qwen3MoeConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_experts=2, vocab_size=8)
+    with torch.device("meta"):
+        layer = AutoModelForCausalLM.from_config(config).model.layers[0]
+    assert resolve("auto", layer) == Mapping.identity()

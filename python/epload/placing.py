@@ -110,6 +110,7 @@ class Placing:
     def _place_whole(self, sources: Iterable[int], renamed: Sequence[str]) -> None:
         """Tensors that become one target each as they are."""
         names, shapes, targets, filled, placed = self.names, self.shapes, self.targets, self.filled, self.placed
+        misfits: list[str] = []
         views = {shape: assembly.parts[0][1] for shape, assembly in self.whole.items()}
         for source in sources:
             name, shape = names[source], shapes[source]
@@ -119,12 +120,16 @@ class Placing:
             if target is None:
                 continue
             if shape != targets[target]:
-                raise ModelMismatch(
-                    f"{name} has shape {list(shape)} in the checkpoint but the model's {target} has {list(targets[target])}"
+                wanted = list(targets[target])
+                misfits.append(
+                    f"{name} has shape {list(shape)} in the checkpoint but the model's {target} has {wanted}"
                 )
             if filled.setdefault(target, source) != source:
                 raise self._taken(target, source)
             placed[source] = ((target, views[shape]),)
+        if misfits:
+            more = f"; {len(misfits) - 10} more" if len(misfits) > 10 else ""
+            raise ModelMismatch("; ".join(misfits[:10]) + more)
 
     def _find(self, name: str) -> str | None:
         """The model's name for it, with or without the base module's; None if it has none."""

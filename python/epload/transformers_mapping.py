@@ -23,9 +23,12 @@ from epload.views import Assembly
 
 def declared(model: Any) -> Mapping:
     """The mapping of a transformers model; see :meth:`epload.Mapping.from_transformers`."""
+    from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
+    if not isinstance(model, PreTrainedModel):  # a layer by itself, of which nothing is declared
+        return Mapping.identity()
     renames: list[Rename] = []
     converts: list[Convert] = []
     for transform in get_model_conversion_mapping(_unwrapped(model)):
@@ -39,9 +42,12 @@ def declared(model: Any) -> Mapping:
 
 def _unwrapped(model: Any) -> Any:
     """A stand-in that the library looks its declarations up with: by class, which ``fully_shard`` replaces by one of its own."""
-    originals = {"": model, **dict(model.named_modules())}
+    from transformers import PreTrainedModel
+
     stand_ins = []
-    for name, module in originals.items():
+    for name, module in model.named_modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
         original = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
         stand_in = original.__new__(original)
         stand_in.__dict__.update(
