@@ -20,18 +20,19 @@ from torch.distributed.tensor import DTensor
 
 from epload import materialise as mat
 from epload import ops, quantised
+from epload.auto import Job, Measured, choose
 from epload.broadcast import DEFAULT_BUCKET_BYTES
 from epload.buffers import check_lost, find_holders, share
 from epload.checkpoint import Checkpoint, Manifest
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
-from epload.errors import LoadError, ManifestMismatch, ModelMismatch, text_of
-from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave
+from epload.errors import CheckpointError, Disconnected, LoadError, ManifestMismatch, ModelMismatch, text_of
+from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave, wave_limit
 from epload.mapping import Mapping
 from epload.mapping import resolve as resolve_mapping
 from epload.node_memory import NodeMemory
 from epload.parts import LocalModules, OuterShard, Parts
 from epload.plan import LoadPlan, describe, explain_difference, make_plan
-from epload.report import LoadReport
+from epload.report import LoadReport, progress_bar
 from epload.snapshot import Snapshot
 from epload.targets import DTypes, Targets, collect
 from epload.topology import Route, Topology
@@ -45,11 +46,8 @@ def load(model: nn.Module, checkpoint: Any, **options: Any) -> LoadReport:
 
     ``options`` are those of :class:`HierarchicalLoader` and of its :meth:`~HierarchicalLoader.load`.
     """
-    of_load = {
-        name: options.pop(name)
-        for name in ("mapping", "strict", "dtype", "init_missing", "outer_shards", "local_modules")
-        if name in options
-    }
+    names = ("mapping", "strict", "dtype", "init_missing", "outer_shards", "local_modules")
+    of_load = {name: options.pop(name) for name in names if name in options}
     return HierarchicalLoader(**options).load(model, checkpoint, **of_load)
 
 
@@ -60,10 +58,25 @@ class _Work:
     targets: Targets
     device: torch.device
     checkpoint: Checkpoint | None
+    compact: bytes
+    """The manifest on the source rank; as many zeros on the others."""
     local_modules: bool
     """Whether ranks may hold different modules."""
     holders: dict[str, int] = field(default_factory=dict)
     """Buffers that no checkpoint holds and some rank lacks, each with a rank that has it."""
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What all ranks have found to be the same before data moves."""
+
+    plan: LoadPlan
+    route: Route
+    per_wave: int
+    all_read: bool
+    """Whether every rank has opened the checkpoint."""
+    owned: list[int]
+    """Bytes that each rank copies into its shards, in the order of the ranks."""
 
 
 class HierarchicalLoader:
@@ -102,7 +115,7 @@ class HierarchicalLoader:
         Raises:
             ValueError: an argument is out of range.
         """
-        self.readers = _one_of("readers", "one" if readers == "auto" else readers, READERS)
+        self.readers = _one_of("readers", readers, ("auto", *READERS))
         self.algorithm = _one_of("algorithm", "two_level" if algorithm == "auto" else algorithm, ALGORITHMS)
         _one_of("verify", verify, ("off",))
         if self.readers == "per_node" and self.algorithm == "flat":
@@ -114,8 +127,7 @@ class HierarchicalLoader:
         self.topology = topology if topology is not None else Topology.default()
         self.topology.check_source(src)
         self.src = src
-        self._per_wave = buckets_per_wave(self.topology.nodes, readers, bucket_bytes)
-        self.bucket_bytes = bucket_bytes // self._per_wave // 64 * 64 if self._per_wave > 1 else bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self.progress = progress
         self._control = self.topology.control
         if deadline is None:
@@ -166,11 +178,12 @@ class HierarchicalLoader:
         began = perf_counter()
         with report.timed("plan"), _collector_paused():
             parts = Parts(tuple(outer_shards), tuple(local_modules)) if outer_shards or local_modules else None
-            work = self._open(model, checkpoint, dtype, init_missing, parts)
-            route, manifest = self._connect(work, checkpoint, report)
-            plan = self._agree_on_plan(model, work, manifest, mapping, strict, init_missing)
+            work = self._open(model, checkpoint, dtype, parts)
+            computed = init_missing is not None or mat.default_init(model) is not None
+            agreed = self._agree_on_plan(model, checkpoint, work, mapping, strict, computed, report)
+            plan = agreed.plan
         try:
-            self._transfer(model, work, plan, route, init_missing, report)
+            self._transfer(model, work, agreed, init_missing, report)
         finally:
             if work.checkpoint is not None and work.checkpoint is not checkpoint:
                 work.checkpoint.close()
@@ -185,50 +198,45 @@ class HierarchicalLoader:
 
     @property
     def _reads(self) -> bool:
-        return self.topology.rank in self._flow(shared=True).turns
+        """Whether this rank may be asked to read. With "auto" whoever can."""
+        readers = "every" if self.readers == "auto" else self.readers
+        return self.topology.rank in self._flow(True, readers).turns
 
-    def _flow(self, shared: bool) -> Flow:
+    def _flow(self, shared: bool, readers: str) -> Flow:
         algorithm = self.algorithm
         if algorithm == "striped" and not (shared and self.topology.even):
             algorithm = "two_level"
-        return Flow(self.topology.nodes, self.topology.rank, self.src, self.readers, algorithm, shared)
+        return Flow(self.topology.nodes, self.topology.rank, self.src, readers, algorithm, shared)
 
     def _route(self) -> Route:
         """That of the manifest, and of the data unless it is striped."""
         topology = self.topology
         return topology.flat_route(self.src) if self.algorithm == "flat" else topology.route(self.src)
 
-    def _open(
-        self,
-        model: nn.Module,
-        checkpoint: Any,
-        dtype: DTypes,
-        init_missing: mat.InitMissing | None,
-        parts: Parts | None,
-    ) -> _Work:
-        work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, init_missing, parts))
+    def _open(self, model: nn.Module, checkpoint: Any, dtype: DTypes, parts: Parts | None) -> _Work:
+        work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, parts))
         options = f"{self._options()} local_modules={parts is not None and bool(parts.local_modules)}"
-        lost = work is not None and bool(work.targets.lost)
-        uneven = self._control.settle("opening the checkpoint", failure, [options, lost], _all_equal)
+        view = [options, len(work.compact), bool(work.targets.lost)] if work is not None else [options, 0, False]
+
+        def decide(views: dict[int, list[Any]]) -> list[Any]:
+            _all_equal({rank: str(view[0]) for rank, view in views.items()})
+            return [views[self.src][1], len({view[2] for view in views.values()}) > 1]
+
+        nbytes, uneven = self._control.settle("opening the checkpoint", failure, view, decide)
         assert work is not None
-        if uneven:
+        if uneven:  # some ranks have buffers that others lack
             work.holders.update(find_holders(self._control, model, work.targets))
+        work.compact = work.compact.ljust(nbytes, b"\0")
         return work
 
     def _options(self) -> str:
         """What ranks must agree on before they can so much as share the manifest."""
         return f"readers={self.readers} algorithm={self.algorithm} src={self.src} bucket_bytes={self.bucket_bytes}"
 
-    def _inspect(
-        self,
-        model: nn.Module,
-        checkpoint: Any,
-        dtype: DTypes,
-        init_missing: mat.InitMissing | None,
-        parts: Parts | None,
-    ) -> _Work:
+    def _inspect(self, model: nn.Module, checkpoint: Any, dtype: DTypes, parts: Parts | None) -> _Work:
         source = None
-        if self._reads and (self.topology.rank == self.src or not isinstance(checkpoint, str | os.PathLike)):
+        path = isinstance(checkpoint, str | os.PathLike)
+        if self.topology.rank == self.src or (self._reads and not path and self.readers != "auto"):
             source = Checkpoint.open(checkpoint)
         asked = (dtype, parts)
         targets = self._snapshot.read(model, asked) if self._snapshot is not None else None
@@ -236,44 +244,35 @@ class HierarchicalLoader:
             targets = collect(model, dtype, parts)
             if self._last is not None:  # one load pays for nothing that only the next one gains from
                 self._snapshot = Snapshot(model, targets, asked)
-        local = parts is not None and bool(parts.local_modules)
-        return _Work(targets, _device_of(targets), source, local)
+        compact = source.manifest.compact if source is not None and self.topology.rank == self.src else b""
+        return _Work(targets, _device_of(targets), source, compact, parts is not None and bool(parts.local_modules))
 
     def _connect(self, work: _Work, checkpoint: Any, report: LoadReport) -> tuple[Route, Manifest]:
-        """The route of the data, and over it the manifest."""
-
-        def connect() -> tuple[Route, Manifest]:
-            try:
-                route = self._route()
-                manifest = self._share_manifest(work, route, report)
-                if self._reads and work.checkpoint is None:
-                    work.checkpoint = Checkpoint.join(checkpoint, manifest)
-                return route, work.checkpoint.manifest if work.checkpoint is not None else manifest
-            except LoadError:
-                raise
-            except Exception as error:
-                raise LoadError(f"sharing the manifest: {text_of(error)}") from error
-
-        made, failure = _attempt(connect)
+        """The route of the data, over it the manifest, and by that the checkpoint on the other ranks that read."""
         try:
-            self._control.settle("sharing the manifest", failure, patience=2)
-        except Exception:
-            self.topology.retire()
-            raise
-        assert made is not None
-        return made
+            route = self._route()
+            manifest = self._share_manifest(work, route, report)
+        except Exception as error:
+            raise Disconnected(f"sharing the manifest: {text_of(error)}") from error
+        if self.readers == "auto" and manifest.places is None:
+            return route, manifest
+        if self._reads and work.checkpoint is None:
+            try:
+                work.checkpoint = Checkpoint.join(checkpoint, manifest)
+            except CheckpointError:
+                if self.readers != "auto":
+                    raise
+        return route, work.checkpoint.manifest if work.checkpoint is not None else manifest
 
     def _share_manifest(self, work: _Work, route: Route, report: LoadReport) -> Manifest:
         """The source's manifest, on every rank."""
-        known = work.checkpoint.manifest if work.checkpoint is not None and self.topology.rank == self.src else None
+        if self.topology.rank == self.src:
+            assert work.checkpoint is not None
+            known = work.checkpoint.manifest
+        nbytes = len(work.compact)
         if len(self.topology.ranks) == 1:
-            assert known is not None
             return known
-        compact = known.compact if known is not None else b""
-        nbytes = self._control.settle("sharing the manifest", None, len(compact), lambda views: views[self.src])
-        flat = torch.empty(nbytes, dtype=torch.uint8)
-        if compact:
-            flat.copy_(torch.frombuffer(bytearray(compact), dtype=torch.uint8))
+        flat = torch.frombuffer(bytearray(work.compact), dtype=torch.uint8)
         if self.algorithm == "flat":
             ops.coalesced_bcast([flat], self.src, route.inter_group, "", nbytes, "flat")
             report.transport_steps += 1
@@ -283,57 +282,83 @@ class HierarchicalLoader:
             report.transport_steps += ops.relay(
                 flat, steps, route.inter_group, route.intra_group, flow.chunk_bytes(nbytes)
             )
-        return known if known is not None else Manifest.from_compact(bytes(flat.tolist()))
+        return known if self.topology.rank == self.src else Manifest.from_compact(bytes(flat.tolist()))
 
     def _agree_on_plan(
         self,
         model: nn.Module,
+        checkpoint: Any,
         work: _Work,
-        manifest: Manifest,
         mapping: Mapping | str,
         strict: bool,
-        init_missing: mat.InitMissing | None,
-    ) -> LoadPlan:
-        def resolve() -> Mapping:
-            if init_missing is None and mat.default_init(model) is None:
+        computed: bool,
+        report: LoadReport,
+    ) -> _Agreed:
+        """``computed``: whether somebody computes the buffers that no checkpoint holds."""
+
+        def prepare() -> tuple[Route, Manifest, Mapping]:
+            route, manifest = self._connect(work, checkpoint, report)
+            if not computed:
                 check_lost(work.targets, work.holders)
-            return resolve_mapping(mapping, model)
+            return route, manifest, resolve_mapping(mapping, model)
 
-        rules, failure = _attempt(resolve)
-        self._control.settle("planning", failure)
-        assert rules is not None
-        options = f"{self._options()} strict={strict} mapping={rules}"
+        prepared, unprepared = _attempt(prepare)
+        plan, failure, options = None, None, ""
+        per_wave = 0
+        try:
+            if prepared is not None:
+                route, manifest, rules = prepared
+                wave = wave_limit(manifest.nbytes, self.bucket_bytes)
+                per_wave = buckets_per_wave(self.topology.nodes, self.readers, wave)
+                options = f"{self._options()} strict={strict} mapping={rules}"
 
-        wanted = self._wanted_by_any(manifest, work, rules, options)
+                def make(wanted: frozenset[int] = frozenset()) -> LoadPlan:
+                    size = wave if per_wave == 1 else wave // per_wave
+                    return self._plan(manifest, work.targets, rules, size, options, wanted)
 
-        def make() -> LoadPlan:
-            plan = self._plan(manifest, work.targets, rules, options, wanted)
-            if strict and (plan.missing or plan.unexpected):
-                raise ModelMismatch(_spell_keys(manifest, plan))
-            return plan
+                wanted = self._wanted_by_any(manifest, make) if work.local_modules else frozenset()
 
-        plan, failure = _attempt(make)
-        fingerprint = plan.fingerprint.hex() if plan is not None else ""
-        fingerprints = self._control.settle("planning", None, fingerprint, _distinct)
+                def check() -> LoadPlan:
+                    plan = make(wanted)
+                    if strict and (plan.missing or plan.unexpected):
+                        raise ModelMismatch(_spell_keys(manifest, plan))
+                    return plan
+
+                plan, failure = _attempt(check)
+            view = [plan.fingerprint.hex() if plan else "", work.checkpoint is not None, plan.owned if plan else 0]
+
+            def decide(views: dict[int, list[Any]]) -> list[Any]:
+                ordered = [views[rank] for rank in self.topology.ranks]
+                return [
+                    _distinct({rank: v[0] for rank, v in views.items()}),
+                    all(v[1] for v in ordered),
+                    [v[2] for v in ordered],
+                ]
+
+            fingerprints, all_read, owned = self._control.settle("planning", unprepared, view, decide, patience=2)
+        except LoadError as error:
+            if isinstance(error, Disconnected):
+                self.topology.retire()
+                raise LoadError(str(error)) from None
+            raise
         if "" in fingerprints or len(fingerprints) > 1:
             self._disagree(describe(manifest, work.targets, self.bucket_bytes, options))
             self._control.settle("planning", failure)
             raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
         assert plan is not None
-        return plan
+        return _Agreed(plan, route, per_wave, all_read, owned)
 
-    def _wanted_by_any(self, manifest: Manifest, work: _Work, rules: Mapping, options: str) -> frozenset[int]:
-        """Checkpoint tensors that some rank has a place for, by number; empty when all ranks hold the same modules."""
-        if not work.local_modules:
-            return frozenset()
-        plan, failure = _attempt(lambda: self._plan(manifest, work.targets, rules, options))
-        left = {*plan.unexpected, *plan.tied} if plan is not None else set(manifest.names)
+    def _wanted_by_any(self, manifest: Manifest, make: Callable[[], LoadPlan]) -> frozenset[int]:
+        """Checkpoint tensors that some rank has a place for, by number. A rank that cannot plan ends the load here; one that
+        could not even prepare has its say in this same round."""
+        plan, failure = _attempt(make)
+        left = {*plan.unexpected, *plan.tied} if plan is not None else set()
         view = f"{sum(1 << i for i, name in enumerate(manifest.names) if name not in left):x}"
 
         def either(views: dict[int, str]) -> str:
             return f"{reduce(or_, (int(text, 16) for text in views.values())):x}"
 
-        bits = int(self._control.settle("planning", failure, view, either), 16)
+        bits = int(self._control.settle("planning", failure, view, either, patience=2), 16)
         return frozenset(i for i in range(len(manifest.names)) if bits >> i & 1)
 
     def _missing_anywhere(self, work: _Work, plan: LoadPlan) -> list[str]:
@@ -365,13 +390,14 @@ class HierarchicalLoader:
         manifest: Manifest,
         targets: Targets,
         mapping: Mapping,
+        bucket_bytes: int,
         options: str,
-        wanted: frozenset[int] = frozenset(),
+        wanted: frozenset[int],
     ) -> LoadPlan:
         """A plan depends on nothing but its inputs, so that of the last load is kept for a load of the same kind."""
-        inputs = (manifest.digest, mapping, options, wanted)
+        inputs = (manifest.digest, mapping, f"{bucket_bytes} {options}", wanted)
         if self._last is None or self._last[0] != inputs or not targets.same_as(self._last[1]):
-            plan = make_plan(manifest, targets, mapping, self.bucket_bytes, options, wanted)
+            plan = make_plan(manifest, targets, mapping, bucket_bytes, options, wanted)
             self._last = (inputs, replace(targets, tensors=[]), plan)
         return self._last[2]
 
@@ -381,12 +407,12 @@ class HierarchicalLoader:
         self,
         model: nn.Module,
         work: _Work,
-        plan: LoadPlan,
-        route: Route,
+        agreed: _Agreed,
         init_missing: mat.InitMissing | None,
         report: LoadReport,
     ) -> None:
-        memory = self._reserve(wave_bytes(plan, self._per_wave))
+        plan = agreed.plan
+        memory = self._reserve(wave_bytes(plan, agreed.per_wave))
 
         def prepare() -> list[Tensor]:
             with report.timed("materialise"):
@@ -397,33 +423,101 @@ class HierarchicalLoader:
         local, failure = _attempt(prepare)
         self._control.settle("materialising the model", failure)
         assert local is not None
+        if work.holders:
+            steps, failure = _attempt(lambda: share(model, work.holders, self.topology))
+            self._control.settle("sharing buffers", failure, patience=2)
+            report.transport_steps += steps or 0
         report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
-        flow = self._flow(memory.shared)
-        report.algorithm = flow.algorithm
-        if flow.algorithm == "striped":
-            route = self.topology.striped_route(self.src)
-        transfer = Transfer(plan, self._per_wave, flow, route, memory, local, work.checkpoint, report, self._deadline)
+        waves = 0
 
-        def move() -> None:
+        def move(readers: str, buckets: range, finish: Callable[[], None]) -> list[Measured]:
+            """Moves some buckets, and ends in a round where all ranks hear of a failure; gives what each rank saw."""
+            nonlocal waves
+            flow, route = self._flow(memory.shared, readers), agreed.route
+            report.readers, report.algorithm = flow.readers, flow.algorithm
+            if flow.algorithm == "striped" and flow.crosses:
+                route = self.topology.striped_route(self.src)
+            transfer = Transfer(
+                plan, buckets, agreed.per_wave, flow, route, memory, local, work.checkpoint if flow.reads else None,
+                report, self._deadline, waves,
+            )  # fmt: skip
+            waves += transfer.waves
+            before = replace(report.phases["read"]), replace(report.phases["inter_node"])
+
+            def run() -> None:
+                try:
+                    transfer.run(bar)
+                    finish()
+                except LoadError:
+                    raise
+                except Exception as error:
+                    raise LoadError(f"rank {self.topology.rank}: {text_of(error)}") from error
+
+            _, failure = _attempt(run)
+            if transfer.broken:
+                memory.abandon()
+            reading, crossing = report.phases["read"], report.phases["inter_node"]
+            seen = [
+                reading.nbytes - before[0].nbytes, reading.seconds - before[0].seconds,
+                crossing.nbytes - before[1].nbytes, crossing.seconds - before[1].seconds,
+            ]  # fmt: skip
             try:
-                report.transport_steps += share(model, work.holders, self.topology)
-                transfer.run(shown=self.progress and self.topology.rank == self.src)
+                views = self._control.settle(
+                    "the transfer", failure, seen, lambda views: [views[r] for r in self.topology.ranks], patience=2
+                )
+            except LoadError:
+                self._memory = None
+                self.topology.retire()
+                raise
+            return [Measured(*view) for view in views]
+
+        shown = self.progress and self.topology.rank == self.src
+        with progress_bar(plan.nbytes, shown) as bar:
+            readers, begin = self._choose_readers(agreed, report, move)
+            rest = range(begin, len(plan.buckets))
+
+            def finish() -> None:
                 quantised.multiply(plan.scalings, plan.targets, local)
                 self._initialise(model, work, plan, init_missing, report)
-            except LoadError:
-                raise
-            except Exception as error:
-                raise LoadError(f"rank {self.topology.rank}: {text_of(error)}") from error
 
-        _, failure = _attempt(move)
-        if transfer.broken:
-            memory.abandon()
-        try:
-            self._control.settle("the transfer", failure, patience=2)
-        except LoadError:
-            self._memory = None
-            self.topology.retire()
-            raise
+            move(readers, rest, finish)
+
+    def _choose_readers(
+        self, agreed: _Agreed, report: LoadReport, move: Callable[[str, range, Callable[[], None]], list[Measured]]
+    ) -> tuple[str, int]:
+        """How to read, and the first bucket that the trials have left."""
+        said = []
+        if self.algorithm == "striped" and not self.topology.even:
+            said.append("two_level in place of striped, as node sizes differ")
+        begin = 0
+        readers = self.readers
+        if readers == "auto" and not agreed.all_read:
+            readers = "one"
+            said.append(f"chose one: only rank {self.src} is known to have the checkpoint")
+        elif readers == "auto":
+            plan = agreed.plan
+
+            def trial(way: str) -> list[Measured]:
+                nonlocal begin
+                buckets = range(begin, min(begin + agreed.per_wave, len(plan.buckets)))
+                begin = buckets.stop
+                return move(way, buckets, lambda: None)
+
+            nodes = self.topology.nodes
+            readers, why = choose(
+                Job(
+                    total=plan.nbytes,
+                    owned=agreed.owned,
+                    node_of=[next(i for i, node in enumerate(nodes) if rank in node) for rank in self.topology.ranks],
+                    reader=self.topology.ranks.index(self.src),
+                    waves=-(-len(plan.buckets) // agreed.per_wave),
+                    wave_bytes=plan.largest * agreed.per_wave,
+                ),
+                trial,
+            )
+            said.append(why)
+        report.chosen = "; ".join(said)
+        return readers, begin
 
     def _reserve(self, nbytes: int) -> NodeMemory:
         """Staging buffers of at least ``nbytes``, kept for the next load. Collective when there are none yet."""
@@ -490,15 +584,13 @@ def _distinct(views: dict[int, str]) -> dict[str, int]:
     return {view: rank for rank, view in reversed(views.items())}
 
 
-def _all_equal(views: dict[int, tuple[str, bool]]) -> bool:
-    """Raises ManifestMismatch if options differ. Whether some ranks lack buffers and others do not."""
+def _all_equal(options: dict[int, str]) -> None:
     by_text: dict[str, list[int]] = {}
-    for rank, (text, _) in views.items():
+    for rank, text in options.items():
         by_text.setdefault(text, []).append(rank)
     if len(by_text) > 1:
         said = "; ".join(f"ranks {ranks} have {text}" for text, ranks in by_text.items())
         raise ManifestMismatch(f"the ranks' loaders have different options, nothing was moved: {said}")
-    return len({lost for _, lost in views.values()}) > 1
 
 
 def _spell_keys(manifest: Manifest, plan: LoadPlan) -> str:

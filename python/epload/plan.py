@@ -80,6 +80,8 @@ class LoadPlan:
     """Without tensors: the model's, then the side tensors for scales."""
     scalings: tuple[Scaling, ...]
     """What is multiplied once all data is there."""
+    owned: int
+    """Bytes of the checkpoint that this rank copies into its shards."""
 
     def pieces(self, bucket: Bucket) -> list[Piece]:
         """What a reader has to fill a bucket with."""
@@ -149,6 +151,7 @@ def make_plan(
         casts=casts,
         targets=replace(targets, tensors=[]),
         scalings=scalings,
+        owned=_copied_bytes([bucket.copies for bucket in buckets], manifest),
     )
 
 
@@ -320,6 +323,19 @@ def _buckets(
         )
         slot_begin, row_begin = slot_end, row_end
     return made
+
+
+def _copied_bytes(tables: list[Tensor], manifest: Manifest) -> int:
+    if not tables:
+        return 0
+    rows = torch.cat(tables)
+    dims = (rows.shape[1] - _FIXED_COLUMNS) // 3
+    used = torch.arange(dims) < rows[:, 3:4]
+    sizes = rows[:, _FIXED_COLUMNS + dims : _FIXED_COLUMNS + 2 * dims].where(used, 1)
+    width = torch.ones(max(map(dtypes.code, manifest.dtypes), default=0) + 1, dtype=torch.int64)
+    for dtype in set(manifest.dtypes):
+        width[dtypes.code(dtype)] = dtype.itemsize
+    return int((sizes.prod(1) * width[rows[:, 2]]).sum())
 
 
 def _rows(
