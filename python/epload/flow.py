@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 READERS = ("one", "per_node", "partitioned", "every")
 ALGORITHMS = ("two_level", "striped", "flat")
-MIN_WAVES = 8
+MIN_WAVES = 3
 MIN_WAVE_BYTES = 8 << 20
 """A load has at least so many waves, unless they would be smaller than this: the first is read before anything can be sent, and
 the last unpacked when all else is done."""
@@ -21,7 +21,7 @@ MIN_PART_BYTES = 4 << 20
 """A reader's share of a wave is no smaller, so that its reads stay long."""
 STRIPE_ALIGNMENT = 64
 _MAX_FILL = 1 / 128
-_CHUNK_BYTES = (256 << 10, 16 << 20)
+_CHUNK_BYTES = (512 << 10, 16 << 20)
 
 Step = tuple[int, int, int, int, int, int]
 """begin, end (bytes of the wave), from (inter-node group, intra-node group), to (likewise); global ranks, -1 for none."""
