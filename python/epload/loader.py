@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import reduce
+from operator import or_
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -17,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from epload import materialise as mat
-from epload import ops
+from epload import ops, quantised
 from epload.auto import Job, Measured, choose
 from epload.broadcast import DEFAULT_BUCKET_BYTES
+from epload.buffers import check_lost, find_holders, share
 from epload.checkpoint import Checkpoint, Manifest
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
 from epload.errors import CheckpointError, Disconnected, LoadError, ManifestMismatch, ModelMismatch, text_of
@@ -27,10 +30,11 @@ from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave, wave_limit
 from epload.mapping import Mapping
 from epload.mapping import resolve as resolve_mapping
 from epload.node_memory import NodeMemory
+from epload.parts import LocalModules, OuterShard, Parts
 from epload.plan import LoadPlan, describe, explain_difference, make_plan
 from epload.report import LoadReport, progress_bar
 from epload.snapshot import Snapshot
-from epload.targets import Targets, collect
+from epload.targets import DTypes, Targets, collect
 from epload.topology import Route, Topology
 from epload.transfer import Transfer, wave_bytes
 
@@ -42,7 +46,8 @@ def load(model: nn.Module, checkpoint: Any, **options: Any) -> LoadReport:
 
     ``options`` are those of :class:`HierarchicalLoader` and of its :meth:`~HierarchicalLoader.load`.
     """
-    of_load = {name: options.pop(name) for name in ("mapping", "strict", "dtype", "init_missing") if name in options}
+    names = ("mapping", "strict", "dtype", "init_missing", "outer_shards", "local_modules")
+    of_load = {name: options.pop(name) for name in names if name in options}
     return HierarchicalLoader(**options).load(model, checkpoint, **of_load)
 
 
@@ -55,6 +60,10 @@ class _Work:
     checkpoint: Checkpoint | None
     compact: bytes
     """The manifest on the source rank; as many zeros on the others."""
+    local_modules: bool
+    """Whether ranks may hold different modules."""
+    holders: dict[str, int] = field(default_factory=dict)
+    """Buffers that no checkpoint holds and some rank lacks, each with a rank that has it."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,7 @@ class HierarchicalLoader:
         self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
         self._memory: NodeMemory | None = None
         self._snapshot: Snapshot | None = None
-        self._last: tuple[tuple[bytes, Mapping, str], Targets, LoadPlan] | None = None
+        self._last: tuple[tuple[bytes, Mapping, str, frozenset[int]], Targets, LoadPlan] | None = None
 
     def load(
         self,
@@ -135,8 +144,10 @@ class HierarchicalLoader:
         *,
         mapping: Mapping | str = "auto",
         strict: bool = True,
-        dtype: torch.dtype | None = None,
+        dtype: DTypes = None,
         init_missing: mat.InitMissing | None = None,
+        outer_shards: Sequence[OuterShard] = (),
+        local_modules: Sequence[LocalModules] = (),
     ) -> LoadReport:
         """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
 
@@ -146,10 +157,13 @@ class HierarchicalLoader:
             mapping: how checkpoint names become regions of the model's tensors. ``"auto"``: what a transformers model
                 declares, else names as they are.
             strict: missing or unexpected keys are an error; else they are listed in the report.
-            dtype: for floating-point parameters that are on meta; by default the model's.
+            dtype: for floating-point parameters that are on meta, or a dict from regular expressions to dtypes; by default
+                the model's.
             init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that the
                 checkpoint does not fill. By default a transformers model computes its non-persistent buffers itself;
                 nothing else is initialised.
+            outer_shards: tensors of the model that are this rank's part of larger ones, though they do not say so.
+            local_modules: modules that hold what other ranks need not have.
 
         Returns:
             What happened, on every rank; keys are the same on all.
@@ -163,15 +177,17 @@ class HierarchicalLoader:
         report = LoadReport(readers=self.readers, algorithm=self.algorithm, topology=repr(self.topology))
         began = perf_counter()
         with report.timed("plan"), _collector_paused():
-            work = self._open(model, checkpoint, dtype, init_missing)
-            agreed = self._agree_on_plan(model, checkpoint, work, mapping, strict, report)
+            parts = Parts(tuple(outer_shards), tuple(local_modules)) if outer_shards or local_modules else None
+            work = self._open(model, checkpoint, dtype, parts)
+            computed = init_missing is not None or mat.default_init(model) is not None
+            agreed = self._agree_on_plan(model, checkpoint, work, mapping, strict, computed, report)
             plan = agreed.plan
         try:
             self._transfer(model, work, agreed, init_missing, report)
         finally:
             if work.checkpoint is not None and work.checkpoint is not checkpoint:
                 work.checkpoint.close()
-        report.missing_keys, report.unexpected_keys = list(plan.missing), list(plan.unexpected)
+        report.missing_keys, report.unexpected_keys = self._missing_anywhere(work, plan), list(plan.unexpected)
         report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, len(set(plan.slots.tensor))
         report.nbytes = sum(plan.slots.nbytes)
         report.buckets = len(plan.buckets)
@@ -197,18 +213,19 @@ class HierarchicalLoader:
         topology = self.topology
         return topology.flat_route(self.src) if self.algorithm == "flat" else topology.route(self.src)
 
-    def _open(
-        self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
-    ) -> _Work:
-        work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, init_missing))
-        compact = len(work.compact) if work is not None else 0
+    def _open(self, model: nn.Module, checkpoint: Any, dtype: DTypes, parts: Parts | None) -> _Work:
+        work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, parts))
+        options = f"{self._options()} local_modules={parts is not None and bool(parts.local_modules)}"
+        view = [options, len(work.compact), bool(work.targets.lost)] if work is not None else [options, 0, False]
 
-        def decide(views: dict[int, list[Any]]) -> int:
-            _all_equal({rank: str(options) for rank, (options, _) in views.items()})
-            return int(views[self.src][1])
+        def decide(views: dict[int, list[Any]]) -> list[Any]:
+            _all_equal({rank: str(view[0]) for rank, view in views.items()})
+            return [views[self.src][1], len({view[2] for view in views.values()}) > 1]
 
-        nbytes = self._control.settle("opening the checkpoint", failure, [self._options(), compact], decide)
+        nbytes, uneven = self._control.settle("opening the checkpoint", failure, view, decide)
         assert work is not None
+        if uneven:  # some ranks have buffers that others lack
+            work.holders.update(find_holders(self._control, model, work.targets))
         work.compact = work.compact.ljust(nbytes, b"\0")
         return work
 
@@ -216,25 +233,19 @@ class HierarchicalLoader:
         """What ranks must agree on before they can so much as share the manifest."""
         return f"readers={self.readers} algorithm={self.algorithm} src={self.src} bucket_bytes={self.bucket_bytes}"
 
-    def _inspect(
-        self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
-    ) -> _Work:
+    def _inspect(self, model: nn.Module, checkpoint: Any, dtype: DTypes, parts: Parts | None) -> _Work:
         source = None
         path = isinstance(checkpoint, str | os.PathLike)
         if self.topology.rank == self.src or (self._reads and not path and self.readers != "auto"):
             source = Checkpoint.open(checkpoint)
-        targets = self._snapshot.read(model, dtype) if self._snapshot is not None else None
+        asked = (dtype, parts)
+        targets = self._snapshot.read(model, asked) if self._snapshot is not None else None
         if targets is None:
-            targets = collect(model, dtype)
+            targets = collect(model, dtype, parts)
             if self._last is not None:  # one load pays for nothing that only the next one gains from
-                self._snapshot = Snapshot(model, targets, dtype)
-        if targets.lost and init_missing is None and mat.default_init(model) is None:
-            raise ModelMismatch(
-                f"buffers {', '.join(sorted(targets.lost)[:5])} are on meta and no checkpoint holds them "
-                "(they are not persistent); pass init_missing=hook(module, path, names) to compute them"
-            )
+                self._snapshot = Snapshot(model, targets, asked)
         compact = source.manifest.compact if source is not None and self.topology.rank == self.src else b""
-        return _Work(targets, _device_of(targets), source, compact)
+        return _Work(targets, _device_of(targets), source, compact, parts is not None and bool(parts.local_modules))
 
     def _connect(self, work: _Work, checkpoint: Any, report: LoadReport) -> tuple[Route, Manifest]:
         """The route of the data, over it the manifest, and by that the checkpoint on the other ranks that read."""
@@ -280,39 +291,50 @@ class HierarchicalLoader:
         work: _Work,
         mapping: Mapping | str,
         strict: bool,
+        computed: bool,
         report: LoadReport,
     ) -> _Agreed:
+        """``computed``: whether somebody computes the buffers that no checkpoint holds."""
+
         def prepare() -> tuple[Route, Manifest, Mapping]:
             route, manifest = self._connect(work, checkpoint, report)
+            if not computed:
+                check_lost(work.targets, work.holders)
             return route, manifest, resolve_mapping(mapping, model)
 
         prepared, unprepared = _attempt(prepare)
         plan, failure, options = None, None, ""
-        per_wave = wave = 0
-        if prepared is not None:
-            route, manifest, rules = prepared
-            wave = wave_limit(manifest.nbytes, self.bucket_bytes)
-            per_wave = buckets_per_wave(self.topology.nodes, self.readers, wave)
-            options = f"{self._options()} strict={strict} mapping={rules}"
-
-            def make() -> LoadPlan:
-                plan = self._plan(manifest, work.targets, rules, wave if per_wave == 1 else wave // per_wave, options)
-                if strict and (plan.missing or plan.unexpected):
-                    raise ModelMismatch(_spell_keys(manifest, plan))
-                return plan
-
-            plan, failure = _attempt(make)
-        view = [plan.fingerprint.hex() if plan else "", work.checkpoint is not None, plan.owned if plan else 0]
-
-        def decide(views: dict[int, list[Any]]) -> list[Any]:
-            ordered = [views[rank] for rank in self.topology.ranks]
-            return [
-                _distinct({rank: v[0] for rank, v in views.items()}),
-                all(v[1] for v in ordered),
-                [v[2] for v in ordered],
-            ]
-
+        per_wave = 0
         try:
+            if prepared is not None:
+                route, manifest, rules = prepared
+                wave = wave_limit(manifest.nbytes, self.bucket_bytes)
+                per_wave = buckets_per_wave(self.topology.nodes, self.readers, wave)
+                options = f"{self._options()} strict={strict} mapping={rules}"
+
+                def make(wanted: frozenset[int] = frozenset()) -> LoadPlan:
+                    size = wave if per_wave == 1 else wave // per_wave
+                    return self._plan(manifest, work.targets, rules, size, options, wanted)
+
+                wanted = self._wanted_by_any(manifest, make) if work.local_modules else frozenset()
+
+                def check() -> LoadPlan:
+                    plan = make(wanted)
+                    if strict and (plan.missing or plan.unexpected):
+                        raise ModelMismatch(_spell_keys(manifest, plan))
+                    return plan
+
+                plan, failure = _attempt(check)
+            view = [plan.fingerprint.hex() if plan else "", work.checkpoint is not None, plan.owned if plan else 0]
+
+            def decide(views: dict[int, list[Any]]) -> list[Any]:
+                ordered = [views[rank] for rank in self.topology.ranks]
+                return [
+                    _distinct({rank: v[0] for rank, v in views.items()}),
+                    all(v[1] for v in ordered),
+                    [v[2] for v in ordered],
+                ]
+
             fingerprints, all_read, owned = self._control.settle("planning", unprepared, view, decide, patience=2)
         except LoadError as error:
             if isinstance(error, Disconnected):
@@ -325,6 +347,31 @@ class HierarchicalLoader:
             raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
         assert plan is not None
         return _Agreed(plan, route, per_wave, all_read, owned)
+
+    def _wanted_by_any(self, manifest: Manifest, make: Callable[[], LoadPlan]) -> frozenset[int]:
+        """Checkpoint tensors that some rank has a place for, by number. A rank that cannot plan ends the load here; one that
+        could not even prepare has its say in this same round."""
+        plan, failure = _attempt(make)
+        left = {*plan.unexpected, *plan.tied} if plan is not None else set()
+        view = f"{sum(1 << i for i, name in enumerate(manifest.names) if name not in left):x}"
+
+        def either(views: dict[int, str]) -> str:
+            return f"{reduce(or_, (int(text, 16) for text in views.values())):x}"
+
+        bits = int(self._control.settle("planning", failure, view, either, patience=2), 16)
+        return frozenset(i for i in range(len(manifest.names)) if bits >> i & 1)
+
+    def _missing_anywhere(self, work: _Work, plan: LoadPlan) -> list[str]:
+        """Names of the model that nothing fills, on whichever rank."""
+        if not work.local_modules:
+            return list(plan.missing)
+        known = {work.targets.names[i]: name for name, i in reversed(work.targets.index.items())}
+
+        def all_of(views: dict[int, list[str]]) -> list[str]:
+            return list(dict.fromkeys(name for names in views.values() for name in names))
+
+        missing: list[str] = self._control.settle("the report", None, [known[name] for name in plan.missing], all_of)
+        return missing
 
     def _disagree(self, view: list[str]) -> None:
         """Raises ManifestMismatch on every rank if what the ranks want to load into what differs."""
@@ -339,12 +386,18 @@ class HierarchicalLoader:
         self._control.settle("planning", None, view if self.topology.rank in speakers else None, differ)
 
     def _plan(
-        self, manifest: Manifest, targets: Targets, mapping: Mapping, bucket_bytes: int, options: str
+        self,
+        manifest: Manifest,
+        targets: Targets,
+        mapping: Mapping,
+        bucket_bytes: int,
+        options: str,
+        wanted: frozenset[int],
     ) -> LoadPlan:
         """A plan depends on nothing but its inputs, so that of the last load is kept for a load of the same kind."""
-        inputs = (manifest.digest, mapping, f"{bucket_bytes} {options}")
+        inputs = (manifest.digest, mapping, f"{bucket_bytes} {options}", wanted)
         if self._last is None or self._last[0] != inputs or not targets.same_as(self._last[1]):
-            plan = make_plan(manifest, targets, mapping, bucket_bytes, options)
+            plan = make_plan(manifest, targets, mapping, bucket_bytes, options, wanted)
             self._last = (inputs, replace(targets, tensors=[]), plan)
         return self._last[2]
 
@@ -365,11 +418,15 @@ class HierarchicalLoader:
             with report.timed("materialise"):
                 mat.materialise(model, work.targets, work.device)
                 memory.board.clear()
-                return work.targets.local()
+                return work.targets.local() + quantised.side_tensors(plan.targets, len(work.targets.names))
 
         local, failure = _attempt(prepare)
         self._control.settle("materialising the model", failure)
         assert local is not None
+        if work.holders:
+            steps, failure = _attempt(lambda: share(model, work.holders, self.topology))
+            self._control.settle("sharing buffers", failure, patience=2)
+            report.transport_steps += steps or 0
         report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
         waves = 0
 
@@ -418,7 +475,12 @@ class HierarchicalLoader:
         with progress_bar(plan.nbytes, shown) as bar:
             readers, begin = self._choose_readers(agreed, report, move)
             rest = range(begin, len(plan.buckets))
-            move(readers, rest, lambda: self._initialise(model, work, plan, init_missing, report))
+
+            def finish() -> None:
+                quantised.multiply(plan.scalings, plan.targets, local)
+                self._initialise(model, work, plan, init_missing, report)
+
+            move(readers, rest, finish)
 
     def _choose_readers(
         self, agreed: _Agreed, report: LoadReport, move: Callable[[str, range, Callable[[], None]], list[Measured]]
@@ -471,7 +533,7 @@ class HierarchicalLoader:
     def _initialise(
         self, model: nn.Module, work: _Work, plan: LoadPlan, init_missing: mat.InitMissing | None, report: LoadReport
     ) -> None:
-        lost = work.targets.lost
+        lost = work.targets.lost - set(work.holders)
         names = lost if init_missing is None else {*lost, *plan.missing}
         hook = init_missing if init_missing is not None else mat.default_init(model)
         for module, path, leaves in ((u.module, u.path, u.names) for u in mat.unfilled(model, names)):
