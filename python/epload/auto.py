@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from epload import costs
 
-
 SMALL_BYTES = 64 << 20
 """A rank that owns no more than this reads it before a trial would pay."""
 

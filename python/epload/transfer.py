@@ -60,6 +60,17 @@ def _waves(plan: LoadPlan, per_wave: int, buckets: range) -> list[_Wave]:
     return waves
 
 
+def _joined(buckets: list[Bucket]) -> tuple[Tensor, Tensor]:
+    """The copies of several buckets as one table that counts in all their targets, and the origins."""
+    tables, before = [], 0
+    for bucket in buckets:
+        table = bucket.copies.clone()
+        table[:, 0] += before
+        before += len(bucket.targets)
+        tables.append(table)
+    return torch.cat(tables), torch.cat([bucket.origins for bucket in buckets])
+
+
 class Transfer:
     """Of some of a plan's buckets. One use: make it, run it."""
 
@@ -124,21 +135,33 @@ class Transfer:
     def _read_own(self) -> None:
         """Every rank for itself: no bucket moves."""
         assert self._checkpoint is not None
-        for number in self._buckets:
-            bucket = self._plan.buckets[number]
-            targets = [self._local[t] for t in bucket.targets]
+        for wave in self._waves:
+            buckets = [self._plan.buckets[number] for number in wave.numbers]
+            targets = [self._local[t] for bucket in buckets for t in bucket.targets]
             try:
                 with self._timed("read"):
-                    nbytes = self._checkpoint.read_regions(targets, bucket.copies, bucket.origins) if targets else 0
+                    nbytes = self._checkpoint.read_regions(targets, *_joined(buckets)) if targets else 0
                     if nbytes is None:
-                        buffer = self._memory.buffers[0][: bucket.nbytes]
-                        self._checkpoint.fill(buffer, self._plan.pieces(bucket))
-                        ops.unpack(buffer, targets, bucket.copies)
-                        nbytes = bucket.nbytes
+                        nbytes = sum(self._read_whole(bucket) for bucket in buckets)
             except Exception as error:
-                raise LoadError(f"rank {self._flow.rank} could not read bucket {number}: {text_of(error)}") from error
+                which = (
+                    f"bucket {wave.numbers[0]}"
+                    if len(buckets) == 1
+                    else f"buckets {wave.numbers[0]} to {wave.numbers[-1]}"
+                )
+                raise LoadError(f"rank {self._flow.rank} could not read {which}: {text_of(error)}") from error
             self._report.phases["read"].nbytes += nbytes
-            self._bar.update(bucket.nbytes)
+            self._bar.update(sum(bucket.nbytes for bucket in buckets))
+
+    def _read_whole(self, bucket: Bucket) -> int:
+        """By way of a staging buffer, from a source that has no regions to read."""
+        assert self._checkpoint is not None
+        if not bucket.targets:
+            return 0
+        buffer = self._memory.buffers[0][: bucket.nbytes]
+        self._checkpoint.fill(buffer, self._plan.pieces(bucket))
+        ops.unpack(buffer, [self._local[t] for t in bucket.targets], bucket.copies)
+        return bucket.nbytes
 
     def _stages(self) -> list[pipeline.Stage]:
         stages: list[pipeline.Stage] = []
