@@ -225,7 +225,7 @@ def test_chunk_bytes(flow: Flow, a: int, b: int) -> None:
 def test_wave_limit(total: int, most: int) -> None:
     limit = limit_of(total, most)
     assert 0 < limit <= most
-    if MIN_WAVE_BYTES < limit:
+    if limit > MIN_WAVE_BYTES:
         assert total // limit >= MIN_WAVES
     if limit < most:
         assert limit >= MIN_WAVE_BYTES
