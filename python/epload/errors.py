@@ -39,7 +39,16 @@ class Ended(LoadError):
 
 _BY_NAME: dict[str, type[Exception]] = {
     cls.__name__: cls
-    for cls in (LoadError, CheckpointError, ModelMismatch, ManifestMismatch, Told, ValueError, TypeError, MemoryError)
+    for cls in (
+        LoadError,
+        CheckpointError,
+        ModelMismatch,
+        ManifestMismatch,
+        Told,
+        ValueError,
+        TypeError,
+        MemoryError,
+    )
 }
 
 

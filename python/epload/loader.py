@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import reduce
+from operator import or_
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -16,20 +18,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from epload import log, ops
+from epload import log, ops, quantised
 from epload import materialise as mat
+from epload.auto import Job, Measured, choose
 from epload.broadcast import DEFAULT_BUCKET_BYTES
+from epload.buffers import check_lost, find_holders, share
 from epload.checkpoint import Checkpoint, Manifest
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
-from epload.errors import LoadError, ManifestMismatch, ModelMismatch, text_of
-from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave
+from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, text_of
+from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave, wave_limit
 from epload.mapping import Mapping
 from epload.mapping import resolve as resolve_mapping
 from epload.node_memory import Board, NodeMemory
+from epload.parts import LocalModules, OuterShard, Parts
 from epload.plan import LoadPlan, describe, explain_difference, make_plan
-from epload.report import LoadReport
+from epload.report import LoadReport, progress_bar
 from epload.snapshot import Snapshot
-from epload.targets import Targets, collect
+from epload.targets import DTypes, Targets, collect
 from epload.topology import Route, Topology
 from epload.transfer import SLOWEST, Transfer, wave_bytes
 from epload.watch import Watch
@@ -42,7 +47,8 @@ def load(model: nn.Module, checkpoint: Any, **options: Any) -> LoadReport:
 
     ``options`` are those of :class:`HierarchicalLoader` and of its :meth:`~HierarchicalLoader.load`.
     """
-    of_load = {name: options.pop(name) for name in ("mapping", "strict", "dtype", "init_missing") if name in options}
+    names = ("mapping", "strict", "dtype", "init_missing", "outer_shards", "local_modules")
+    of_load = {name: options.pop(name) for name in names if name in options}
     return HierarchicalLoader(**options).load(model, checkpoint, **of_load)
 
 
@@ -53,6 +59,26 @@ class _Work:
     targets: Targets
     device: torch.device
     checkpoint: Checkpoint | None
+    compact: bytes
+    """The manifest on the source rank; as many zeros on the others."""
+    local_modules: bool
+    """Whether ranks may hold different modules."""
+    holders: dict[str, int] = field(default_factory=dict)
+    """Buffers that no checkpoint holds and some rank lacks, each with a rank that has it."""
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What all ranks have found to be the same before data moves."""
+
+    manifest: Manifest
+    plan: LoadPlan
+    route: Route
+    per_wave: int
+    all_read: bool
+    """Whether every rank has opened the checkpoint."""
+    owned: list[int]
+    """Bytes that each rank copies into its shards, in the order of the ranks."""
 
 
 class HierarchicalLoader:
@@ -93,7 +119,7 @@ class HierarchicalLoader:
             ValueError: an argument is out of range.
         """
         log.configure()
-        self.readers = _one_of("readers", "one" if readers == "auto" else readers, READERS)
+        self.readers = _one_of("readers", readers, ("auto", *READERS))
         self.algorithm = _one_of("algorithm", "two_level" if algorithm == "auto" else algorithm, ALGORITHMS)
         _one_of("verify", verify, ("off",))
         if self.readers == "per_node" and self.algorithm == "flat":
@@ -105,8 +131,7 @@ class HierarchicalLoader:
         self.topology = topology if topology is not None else Topology.default()
         self.topology.check_source(src)
         self.src = src
-        self._per_wave = buckets_per_wave(self.topology.nodes, readers, bucket_bytes)
-        self.bucket_bytes = bucket_bytes // self._per_wave // 64 * 64 if self._per_wave > 1 else bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self.progress = progress
         self._control = self.topology.control
         self._watch = Watch(self._control, self.topology.node)
@@ -115,7 +140,7 @@ class HierarchicalLoader:
         self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
         self._memory: NodeMemory | None = None
         self._snapshot: Snapshot | None = None
-        self._last: tuple[tuple[bytes, Mapping, str], Targets, LoadPlan] | None = None
+        self._last: tuple[tuple[bytes, Mapping, str, frozenset[int]], Targets, LoadPlan] | None = None
 
     def load(
         self,
@@ -124,8 +149,10 @@ class HierarchicalLoader:
         *,
         mapping: Mapping | str = "auto",
         strict: bool = True,
-        dtype: torch.dtype | None = None,
+        dtype: DTypes = None,
         init_missing: mat.InitMissing | None = None,
+        outer_shards: Sequence[OuterShard] = (),
+        local_modules: Sequence[LocalModules] = (),
     ) -> LoadReport:
         """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
 
@@ -135,10 +162,13 @@ class HierarchicalLoader:
             mapping: how checkpoint names become regions of the model's tensors. ``"auto"``: what a transformers model
                 declares, else names as they are.
             strict: missing or unexpected keys are an error; else they are listed in the report.
-            dtype: for floating-point parameters that are on meta; by default the model's.
+            dtype: for floating-point parameters that are on meta, or a dict from regular expressions to dtypes; by default
+                the model's.
             init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that the
                 checkpoint does not fill. By default a transformers model computes its non-persistent buffers itself;
                 nothing else is initialised.
+            outer_shards: tensors of the model that are this rank's part of larger ones, though they do not say so.
+            local_modules: modules that hold what other ranks need not have.
 
         Returns:
             What happened, on every rank; keys are the same on all.
@@ -151,7 +181,7 @@ class HierarchicalLoader:
         self._control.begin(self._deadline)
         with self._watch:
             try:
-                return self._load(model, checkpoint, mapping, strict, dtype, init_missing)
+                return self._load(model, checkpoint, mapping, strict, dtype, init_missing, outer_shards, local_modules)
             except BaseException as error:
                 failure = self._control.conclude(error)
                 if failure is None or not failure.clean:
@@ -170,21 +200,27 @@ class HierarchicalLoader:
         checkpoint: Any,
         mapping: Mapping | str,
         strict: bool,
-        dtype: torch.dtype | None,
+        dtype: DTypes,
         init_missing: mat.InitMissing | None,
+        outer_shards: Sequence[OuterShard],
+        local_modules: Sequence[LocalModules],
     ) -> LoadReport:
         report = LoadReport(readers=self.readers, algorithm=self.algorithm, topology=repr(self.topology))
         began = perf_counter()
         with report.timed("plan"), _collector_paused():
-            work = self._open(model, checkpoint, dtype, init_missing)
-            route, manifest = self._connect(work, checkpoint, report)
-            plan = self._agree_on_plan(model, work, manifest, mapping, strict)
+            parts = Parts(tuple(outer_shards), tuple(local_modules)) if outer_shards or local_modules else None
+            work = self._open(model, checkpoint, dtype, parts)
+            computed = init_missing is not None or mat.default_init(model) is not None
+            route, manifest = self._connect(work, report)
+            agreed = self._agree_on_plan(model, checkpoint, work, route, manifest, mapping, strict, computed)
+            plan = agreed.plan
+            missing = self._missing_anywhere(work, plan)
         try:
-            self._transfer(model, work, manifest, plan, route, init_missing, report)
+            self._transfer(model, work, agreed, init_missing, report)
         finally:
             if work.checkpoint is not None and work.checkpoint is not checkpoint:
                 work.checkpoint.close()
-        report.missing_keys, report.unexpected_keys = list(plan.missing), list(plan.unexpected)
+        report.missing_keys, report.unexpected_keys = missing, list(plan.unexpected)
         report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, len(set(plan.slots.tensor))
         report.nbytes = sum(plan.slots.nbytes)
         report.buckets = len(plan.buckets)
@@ -195,82 +231,87 @@ class HierarchicalLoader:
 
     @property
     def _reads(self) -> bool:
-        return self.topology.rank in self._flow(shared=True).turns
+        """Whether this rank may be asked to read. With "auto" whoever can."""
+        readers = "every" if self.readers == "auto" else self.readers
+        return self.topology.rank in self._flow(True, readers).turns
 
-    def _flow(self, shared: bool) -> Flow:
+    def _flow(self, shared: bool, readers: str) -> Flow:
         algorithm = self.algorithm
         if algorithm == "striped" and not (shared and self.topology.even):
             algorithm = "two_level"
-        return Flow(self.topology.nodes, self.topology.rank, self.src, self.readers, algorithm, shared)
+        return Flow(self.topology.nodes, self.topology.rank, self.src, readers, algorithm, shared)
 
     def _route(self) -> Route:
         """That of the manifest, and of the data unless it is striped."""
         topology = self.topology
         return topology.flat_route(self.src) if self.algorithm == "flat" else topology.route(self.src)
 
-    def _open(
-        self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
-    ) -> _Work:
-        work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, init_missing))
-        self._control.settle("opening the checkpoint", failure, self._options(), _all_equal)
+    def _open(self, model: nn.Module, checkpoint: Any, dtype: DTypes, parts: Parts | None) -> _Work:
+        work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, parts))
+        options = f"{self._options()} local_modules={parts is not None and bool(parts.local_modules)}"
+        view = [options, len(work.compact), bool(work.targets.lost)] if work is not None else [options, 0, False]
+
+        def decide(views: dict[int, list[Any]]) -> list[Any]:
+            _all_equal({rank: str(view[0]) for rank, view in views.items()})
+            return [views[self.src][1], len({view[2] for view in views.values()}) > 1]
+
+        nbytes, uneven = self._control.settle("opening the checkpoint", failure, view, decide)
         assert work is not None
+        if uneven:  # some ranks have buffers that others lack
+            work.holders.update(find_holders(self._control, model, work.targets))
+        work.compact = work.compact.ljust(nbytes, b"\0")
         return work
 
     def _options(self) -> str:
         """What ranks must agree on before they can so much as share the manifest."""
         return f"readers={self.readers} algorithm={self.algorithm} src={self.src} bucket_bytes={self.bucket_bytes}"
 
-    def _inspect(
-        self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
-    ) -> _Work:
+    def _inspect(self, model: nn.Module, checkpoint: Any, dtype: DTypes, parts: Parts | None) -> _Work:
         source = None
-        if self._reads and (self.topology.rank == self.src or not isinstance(checkpoint, str | os.PathLike)):
+        path = isinstance(checkpoint, str | os.PathLike)
+        if self.topology.rank == self.src or (self._reads and not path and self.readers != "auto"):
             source = Checkpoint.open(checkpoint)
-        targets = self._snapshot.read(model, dtype) if self._snapshot is not None else None
+        asked = (dtype, parts)
+        targets = self._snapshot.read(model, asked) if self._snapshot is not None else None
         if targets is None:
-            targets = collect(model, dtype)
+            targets = collect(model, dtype, parts)
             if self._last is not None:  # one load pays for nothing that only the next one gains from
-                self._snapshot = Snapshot(model, targets, dtype)
-        if targets.lost and init_missing is None and mat.default_init(model) is None:
-            raise ModelMismatch(
-                f"buffers {', '.join(sorted(targets.lost)[:5])} are on meta and no checkpoint holds them "
-                "(they are not persistent); pass init_missing=hook(module, path, names) to compute them"
-            )
-        return _Work(targets, _device_of(targets), source)
+                self._snapshot = Snapshot(model, targets, asked)
+        compact = source.manifest.compact if source is not None and self.topology.rank == self.src else b""
+        return _Work(targets, _device_of(targets), source, compact, parts is not None and bool(parts.local_modules))
 
-    def _connect(self, work: _Work, checkpoint: Any, report: LoadReport) -> tuple[Route, Manifest]:
+    def _connect(self, work: _Work, report: LoadReport) -> tuple[Route, Manifest]:
         """The route of the data, and over it the manifest."""
+        self._control.doing = "sharing the manifest"
+        try:
+            route = self._route()
+            return route, self._share_manifest(work, route, report)
+        except LoadError:
+            raise
+        except RuntimeError as error:
+            raise LoadError(f"sharing the manifest: {text_of(error)}") from error
 
-        def connect() -> tuple[Route, Manifest]:
+    def _join(self, work: _Work, checkpoint: Any, manifest: Manifest) -> Manifest:
+        """Opens the checkpoint on the other ranks that read, by the source's manifest."""
+        if self.readers == "auto" and manifest.places is None:
+            return manifest
+        if self._reads and work.checkpoint is None:
             try:
-                route = self._route()
-                manifest = self._share_manifest(work, route, report)
-                if self._reads and work.checkpoint is None:
-                    work.checkpoint = Checkpoint.join(checkpoint, manifest)
-                return route, work.checkpoint.manifest if work.checkpoint is not None else manifest
-            except LoadError:
-                raise
-            except Exception as error:
-                raise LoadError(f"sharing the manifest: {text_of(error)}") from error
-
-        self._control.moving = True
-        made, failure = _attempt(connect)
-        self._control.settle("sharing the manifest", failure, patience=2)
-        self._control.moving = False
-        assert made is not None
-        return made
+                work.checkpoint = Checkpoint.join(checkpoint, manifest)
+            except CheckpointError:
+                if self.readers != "auto":
+                    raise
+        return work.checkpoint.manifest if work.checkpoint is not None else manifest
 
     def _share_manifest(self, work: _Work, route: Route, report: LoadReport) -> Manifest:
         """The source's manifest, on every rank."""
-        known = work.checkpoint.manifest if work.checkpoint is not None and self.topology.rank == self.src else None
+        if self.topology.rank == self.src:
+            assert work.checkpoint is not None
+            known = work.checkpoint.manifest
+        nbytes = len(work.compact)
         if len(self.topology.ranks) == 1:
-            assert known is not None
             return known
-        compact = known.compact if known is not None else b""
-        nbytes = self._control.settle("sharing the manifest", None, len(compact), lambda views: views[self.src])
-        flat = torch.empty(nbytes, dtype=torch.uint8)
-        if compact:
-            flat.copy_(torch.frombuffer(bytearray(compact), dtype=torch.uint8))
+        flat = torch.frombuffer(bytearray(work.compact), dtype=torch.uint8)
         if self.algorithm == "flat":
             ops.coalesced_bcast([flat], self.src, route.inter_group, "", nbytes, "flat")
             report.transport_steps += 1
@@ -283,31 +324,91 @@ class HierarchicalLoader:
                 report.transport_steps += ops.relay(
                     flat, steps, route.inter_group, route.intra_group, flow.chunk_bytes(nbytes), board.words, limit
                 )
-        return known if known is not None else Manifest.from_compact(bytes(flat.tolist()))
+        return known if self.topology.rank == self.src else Manifest.from_compact(bytes(flat.tolist()))
 
     def _agree_on_plan(
-        self, model: nn.Module, work: _Work, manifest: Manifest, mapping: Mapping | str, strict: bool
-    ) -> LoadPlan:
-        rules, failure = _attempt(lambda: resolve_mapping(mapping, model))
-        self._control.settle("planning", failure)
-        assert rules is not None
-        options = f"{self._options()} strict={strict} mapping={rules}"
+        self,
+        model: nn.Module,
+        checkpoint: Any,
+        work: _Work,
+        route: Route,
+        known: Manifest,
+        mapping: Mapping | str,
+        strict: bool,
+        computed: bool,
+    ) -> _Agreed:
+        """``computed``: whether somebody computes the buffers that no checkpoint holds."""
 
-        def make() -> LoadPlan:
-            plan = self._plan(manifest, work.targets, rules, options)
-            if strict and (plan.missing or plan.unexpected):
-                raise ModelMismatch(_spell_keys(manifest, plan))
-            return plan
+        def prepare() -> tuple[Manifest, Mapping]:
+            manifest = self._join(work, checkpoint, known)
+            if not computed:
+                check_lost(work.targets, work.holders)
+            return manifest, resolve_mapping(mapping, model)
 
-        plan, failure = _attempt(make)
-        fingerprint = plan.fingerprint.hex() if plan is not None else ""
-        fingerprints = self._control.settle("planning", None, fingerprint, _distinct)
+        prepared, unprepared = _attempt(prepare)
+        plan, failure, options = None, None, ""
+        per_wave = 0
+        if prepared is not None:
+            manifest, rules = prepared
+            wave = wave_limit(manifest.nbytes, self.bucket_bytes)
+            per_wave = buckets_per_wave(self.topology.nodes, self.readers, wave)
+            options = f"{self._options()} strict={strict} mapping={rules}"
+
+            def make(wanted: frozenset[int] = frozenset()) -> LoadPlan:
+                size = wave if per_wave == 1 else wave // per_wave
+                return self._plan(manifest, work.targets, rules, size, options, wanted)
+
+            wanted = self._wanted_by_any(manifest, make) if work.local_modules else frozenset()
+
+            def check() -> LoadPlan:
+                plan = make(wanted)
+                if strict and (plan.missing or plan.unexpected):
+                    raise ModelMismatch(_spell_keys(manifest, plan))
+                return plan
+
+            plan, failure = _attempt(check)
+        view = [plan.fingerprint.hex() if plan else "", work.checkpoint is not None, plan.owned if plan else 0]
+
+        def decide(views: dict[int, list[Any]]) -> list[Any]:
+            ordered = [views[rank] for rank in self.topology.ranks]
+            return [
+                _distinct({rank: v[0] for rank, v in views.items()}),
+                all(v[1] for v in ordered),
+                [v[2] for v in ordered],
+            ]
+
+        fingerprints, all_read, owned = self._control.settle("planning", unprepared, view, decide, patience=2)
         if "" in fingerprints or len(fingerprints) > 1:
             self._disagree(describe(manifest, work.targets, self.bucket_bytes, options))
             self._control.settle("planning", failure)
             raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
         assert plan is not None
-        return plan
+        return _Agreed(manifest, plan, route, per_wave, all_read, owned)
+
+    def _wanted_by_any(self, manifest: Manifest, make: Callable[[], LoadPlan]) -> frozenset[int]:
+        """Checkpoint tensors that some rank has a place for, by number. A rank that cannot plan ends the load here; one that
+        could not even prepare has its say in this same round."""
+        plan, failure = _attempt(make)
+        left = {*plan.unexpected, *plan.tied} if plan is not None else set()
+        view = f"{sum(1 << i for i, name in enumerate(manifest.names) if name not in left):x}"
+
+        def either(views: dict[int, str]) -> str:
+            return f"{reduce(or_, (int(text, 16) for text in views.values())):x}"
+
+        bits = int(self._control.settle("planning", failure, view, either, patience=2), 16)
+        return frozenset(i for i in range(len(manifest.names)) if bits >> i & 1)
+
+    def _missing_anywhere(self, work: _Work, plan: LoadPlan) -> list[str]:
+        """Names of the model that nothing fills, on whichever rank."""
+        if not work.local_modules:
+            return list(plan.missing)
+        known = {work.targets.names[i]: name for name, i in reversed(work.targets.index.items())}
+
+        def all_of(views: dict[int, list[str]]) -> list[str]:
+            return list(dict.fromkeys(name for names in views.values() for name in names))
+
+        missing: list[str] = self._control.settle("the report", None, [known[name] for name in plan.missing], all_of)
+        return missing
 
     def _disagree(self, view: list[str]) -> None:
         """Raises ManifestMismatch on every rank if what the ranks want to load into what differs."""
@@ -321,11 +422,19 @@ class HierarchicalLoader:
 
         self._control.settle("planning", None, view if self.topology.rank in speakers else None, differ)
 
-    def _plan(self, manifest: Manifest, targets: Targets, mapping: Mapping, options: str) -> LoadPlan:
+    def _plan(
+        self,
+        manifest: Manifest,
+        targets: Targets,
+        mapping: Mapping,
+        bucket_bytes: int,
+        options: str,
+        wanted: frozenset[int],
+    ) -> LoadPlan:
         """A plan depends on nothing but its inputs, so that of the last load is kept for a load of the same kind."""
-        inputs = (manifest.digest, mapping, options)
+        inputs = (manifest.digest, mapping, f"{bucket_bytes} {options}", wanted)
         if self._last is None or self._last[0] != inputs or not targets.same_as(self._last[1]):
-            plan = make_plan(manifest, targets, mapping, self.bucket_bytes, options)
+            plan = make_plan(manifest, targets, mapping, bucket_bytes, options, wanted)
             self._last = (inputs, replace(targets, tensors=[]), plan)
         return self._last[2]
 
@@ -335,52 +444,112 @@ class HierarchicalLoader:
         self,
         model: nn.Module,
         work: _Work,
-        manifest: Manifest,
-        plan: LoadPlan,
-        route: Route,
+        agreed: _Agreed,
         init_missing: mat.InitMissing | None,
         report: LoadReport,
     ) -> None:
-        memory = self._reserve(wave_bytes(plan, self._per_wave))
+        plan = agreed.plan
+        memory = self._reserve(wave_bytes(plan, agreed.per_wave))
 
         def prepare() -> list[Tensor]:
             with report.timed("materialise"):
                 mat.materialise(model, work.targets, work.device)
                 memory.board.clear()
-                return work.targets.local()
+                return work.targets.local() + quantised.side_tensors(plan.targets, len(work.targets.names))
 
         local, failure = _attempt(prepare)
         self._control.settle("materialising the model", failure)
         assert local is not None
+        if work.holders:
+            self._control.doing = "sharing buffers"
+            report.transport_steps += share(model, work.holders, self.topology)
         report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
-        flow = self._flow(memory.shared)
-        report.algorithm = flow.algorithm
-        if flow.algorithm == "striped":
-            route = self.topology.striped_route(self.src)
+        waves = 0
 
-        def names(bucket: int) -> str:
-            held = [manifest.names[plan.slots.tensor[slot]] for slot in plan.buckets[bucket].slots]
-            return (
-                f"{held[0]} to {held[-1]} of {manifest.source}" if len(held) > 1 else f"{held[0]} of {manifest.source}"
+        def move(readers: str, buckets: range, finish: Callable[[], None] | None = None) -> list[Measured]:
+            """Moves some buckets, and ends in a round where all ranks hear of a failure; gives what each rank saw.
+
+            ``finish`` comes after the last of the load.
+            """
+            nonlocal waves
+            flow, route = self._flow(memory.shared, readers), agreed.route
+            report.readers, report.algorithm = flow.readers, flow.algorithm
+            if flow.algorithm == "striped" and flow.crosses:
+                route = self.topology.striped_route(self.src)
+            transfer = Transfer(
+                plan, buckets, agreed.per_wave, flow, route, memory, local, work.checkpoint if flow.reads else None,
+                agreed.manifest, report, self._control, waves,
+            )  # fmt: skip
+            waves += transfer.waves
+            before = replace(report.phases["read"]), replace(report.phases["inter_node"])
+            try:
+                with self._watch.guards(memory.board):
+                    transfer.run(bar)
+            except BaseException:
+                if flow.algorithm == "flat":
+                    memory.abandon()  # to a broadcast that was given up; the relay's messages let go of it
+                raise
+            if finish is not None:
+                finish()
+            reading, crossing = report.phases["read"], report.phases["inter_node"]
+            seen = [
+                reading.nbytes - before[0].nbytes, reading.seconds - before[0].seconds,
+                crossing.nbytes - before[1].nbytes, crossing.seconds - before[1].seconds,
+            ]  # fmt: skip
+            views = self._control.settle(
+                "the transfer", None, seen, lambda views: [views[rank] for rank in self.topology.ranks],
+                patience=2, last=finish is not None,
+            )  # fmt: skip
+            return [Measured(*view) for view in views]
+
+        shown = self.progress and self.topology.rank == self.src
+        with progress_bar(plan.nbytes, shown) as bar:
+            readers, begin = self._choose_readers(agreed, report, move)
+            rest = range(begin, len(plan.buckets))
+
+            def finish() -> None:
+                self._control.doing = "initialises what the checkpoint lacks"
+                quantised.multiply(plan.scalings, plan.targets, local)
+                self._initialise(model, work, plan, init_missing, report)
+
+            move(readers, rest, finish)
+
+    def _choose_readers(
+        self, agreed: _Agreed, report: LoadReport, move: Callable[[str, range], list[Measured]]
+    ) -> tuple[str, int]:
+        """How to read, and the first bucket that the trials have left."""
+        said = []
+        if self.algorithm == "striped" and not self.topology.even:
+            said.append("two_level in place of striped, as node sizes differ")
+        begin = 0
+        readers = self.readers
+        if readers == "auto" and not agreed.all_read:
+            readers = "one"
+            said.append(f"chose one: only rank {self.src} is known to have the checkpoint")
+        elif readers == "auto":
+            plan = agreed.plan
+
+            def trial(way: str) -> list[Measured]:
+                nonlocal begin
+                buckets = range(begin, min(begin + agreed.per_wave, len(plan.buckets)))
+                begin = buckets.stop
+                return move(way, buckets)
+
+            nodes = self.topology.nodes
+            readers, why = choose(
+                Job(
+                    total=plan.nbytes,
+                    owned=agreed.owned,
+                    node_of=[next(i for i, node in enumerate(nodes) if rank in node) for rank in self.topology.ranks],
+                    reader=self.topology.ranks.index(self.src),
+                    waves=-(-len(plan.buckets) // agreed.per_wave),
+                    wave_bytes=plan.largest * agreed.per_wave,
+                ),
+                trial,
             )
-
-        self._control.moving = True
-        transfer = Transfer(
-            plan, self._per_wave, flow, route, memory, local, work.checkpoint, report, self._control, names
-        )
-        try:
-            with self._watch.guards(memory.board):
-                transfer.run(shown=self.progress and self.topology.rank == self.src)
-        except BaseException:
-            if flow.algorithm == "flat":
-                memory.abandon()  # to a broadcast that was given up; the relay's messages let go of it
-            raise
-        try:
-            self._control.doing = "initialises what the checkpoint lacks"
-            self._initialise(model, work, plan, init_missing, report)
-        except Exception as error:
-            raise LoadError(f"rank {self.topology.rank}: {text_of(error)}") from error
-        self._control.settle("the transfer", None, patience=2, last=True)
+            said.append(why)
+        report.chosen = "; ".join(said)
+        return readers, begin
 
     def _reserve(self, nbytes: int) -> NodeMemory:
         """Staging buffers of at least ``nbytes``, kept for the next load. Collective when there are none yet."""
@@ -396,7 +565,7 @@ class HierarchicalLoader:
     def _initialise(
         self, model: nn.Module, work: _Work, plan: LoadPlan, init_missing: mat.InitMissing | None, report: LoadReport
     ) -> None:
-        lost = work.targets.lost
+        lost = work.targets.lost - set(work.holders)
         names = lost if init_missing is None else {*lost, *plan.missing}
         hook = init_missing if init_missing is not None else mat.default_init(model)
         for module, path, leaves in ((u.module, u.path, u.names) for u in mat.unfilled(model, names)):

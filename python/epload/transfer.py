@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from epload import ops, pipeline
-from epload.checkpoint import Checkpoint
+from epload.checkpoint import Checkpoint, Manifest
 from epload.control import HEADER_BYTES, STATUS_ABORT, STATUS_OK, BucketHeader, Control
 from epload.errors import LoadError, Overdue, Told, text_of
 from epload.flow import Flow, Step
 from epload.node_memory import BUFFERS, NodeMemory
 from epload.plan import Bucket, LoadPlan
-from epload.report import LoadReport, progress_bar
+from epload.report import LoadReport
 from epload.topology import Route
 
 _ALIGNMENT = 64
 """Bytes; where a bucket may start in its wave."""
 _ENDED = 1 << 30
-"""What a rank posts that takes no further part."""
+"""What a rank posts that takes no further part, since a reader gave up."""
 SLOWEST = 10e6
 """Bytes a second; a step that moves bytes has the deadline and what they take at this rate."""
 
@@ -41,17 +43,18 @@ class _Wave:
 
 def wave_bytes(plan: LoadPlan, per_wave: int) -> int:
     """Bytes of the largest wave."""
-    return max((_rounded(w.begins[-1] + plan.buckets[w.numbers[-1]].nbytes) for w in _waves(plan, per_wave)), default=0)
+    waves = _waves(plan, per_wave, range(len(plan.buckets)))
+    return max((_rounded(w.begins[-1] + plan.buckets[w.numbers[-1]].nbytes) for w in waves), default=0)
 
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _waves(plan: LoadPlan, per_wave: int) -> list[_Wave]:
+def _waves(plan: LoadPlan, per_wave: int, buckets: range) -> list[_Wave]:
     waves = []
-    for first in range(0, len(plan.buckets), per_wave):
-        numbers = range(first, min(first + per_wave, len(plan.buckets)))
+    for first in range(buckets.start, buckets.stop, per_wave):
+        numbers = range(first, min(first + per_wave, buckets.stop))
         begins = [0]
         for number in numbers[:-1]:
             begins.append(_rounded(begins[-1] + plan.buckets[number].nbytes))
@@ -59,33 +62,50 @@ def _waves(plan: LoadPlan, per_wave: int) -> list[_Wave]:
     return waves
 
 
+def _joined(buckets: list[Bucket]) -> tuple[Tensor, Tensor]:
+    """The copies of several buckets as one table that counts in all their targets, and the origins."""
+    tables, before = [], 0
+    for bucket in buckets:
+        table = bucket.copies.clone()
+        table[:, 0] += before
+        before += len(bucket.targets)
+        tables.append(table)
+    return torch.cat(tables), torch.cat([bucket.origins for bucket in buckets])
+
+
 class Transfer:
-    """One use: make it, run it."""
+    """Of some of a plan's buckets. One use: make it, run it."""
 
     def __init__(
         self,
         plan: LoadPlan,
+        buckets: range,
         per_wave: int,
         flow: Flow,
         route: Route,
         memory: NodeMemory,
         local: list[Tensor],
         checkpoint: Checkpoint | None,
+        manifest: Manifest,
         report: LoadReport,
         control: Control,
-        names: Callable[[int], str],
+        waves_before: int = 0,
     ) -> None:
         """
         Args:
-            per_wave: buckets that share a staging buffer.
+            buckets: those to move, by number.
+            per_wave: how many share a staging buffer.
             memory: buffers of at least ``wave_bytes(plan, per_wave)``.
             local: the targets' local tensors.
             checkpoint: None on a rank that does not read.
+            manifest: names what is in a bucket, for messages.
             control: where failures are told; its deadline is how long a rank waits for another.
-            names: a bucket's number to what is in it, for messages.
+            waves_before: that other transfers of this load have moved through the same memory; all ranks are done with them.
         """
         self._plan = plan
-        self._waves = _waves(plan, per_wave)
+        self._buckets = buckets
+        self._waves = _waves(plan, per_wave, buckets)
+        self._before = waves_before
         self._flow = flow
         self._route = route
         self._memory = memory
@@ -93,7 +113,7 @@ class Transfer:
         self._checkpoint = checkpoint
         self._report = report
         self._control = control
-        self._names = names
+        self._manifest = manifest
         largest = max((bucket.nbytes for bucket in plan.buckets), default=0)
         self._message_limit = control.deadline + timedelta(seconds=per_wave * largest / SLOWEST)
         self._limit = 1.25 * self._message_limit + timedelta(seconds=2)  # the network's passes first, and says more
@@ -105,13 +125,13 @@ class Transfer:
         self._over = threading.Event()
         """Set when this rank has met a bucket that ends the transfer."""
 
-    def run(self, shown: bool) -> None:
-        """Raises LoadError if a reader gave up, or what went wrong here. ``shown``: with a progress bar."""
-        with progress_bar(self._plan.nbytes, shown) as self._bar:
-            if self._flow.readers == "every":
-                self._read_own()
-            elif self._waves:
-                pipeline.run(self._stages(), self._stop)
+    def run(self, bar: tqdm[Any]) -> None:
+        """Raises LoadError if a reader gave up, or what went wrong here. ``bar`` counts bytes."""
+        self._bar = bar
+        if self._flow.readers == "every":
+            self._read_own()
+        elif self._waves:
+            pipeline.run(self._stages(), self._stop)
         if self._failure is not None:
             raise self._failure
 
@@ -133,24 +153,32 @@ class Transfer:
     def _read_own(self) -> None:
         """Every rank for itself: no bucket moves."""
         assert self._checkpoint is not None
-        for number, bucket in enumerate(self._plan.buckets):
+        for wave in self._waves:
             if told := self._told():
                 raise told
-            self._at("read", f"reads bucket {number}")
-            targets = [self._local[t] for t in bucket.targets]
+            self._at("read", f"reads {_spell('bucket', wave.numbers)}")
+            buckets = [self._plan.buckets[number] for number in wave.numbers]
+            targets = [self._local[t] for bucket in buckets for t in bucket.targets]
             try:
                 with self._timed("read"):
-                    nbytes = self._checkpoint.read_regions(targets, bucket.copies, bucket.origins) if targets else 0
+                    nbytes = self._checkpoint.read_regions(targets, *_joined(buckets)) if targets else 0
                     if nbytes is None:
-                        buffer = self._memory.buffers[0][: bucket.nbytes]
-                        self._checkpoint.fill(buffer, self._plan.pieces(bucket))
-                        ops.unpack(buffer, targets, bucket.copies)
-                        nbytes = bucket.nbytes
+                        nbytes = sum(self._read_whole(bucket) for bucket in buckets)
             except Exception as error:
-                raise self._could_not("read", number, error) from error
+                raise self._could_not("read", wave.numbers, error) from error
             self._report.phases["read"].nbytes += nbytes
             self._control.progress += nbytes
-            self._bar.update(bucket.nbytes)
+            self._bar.update(sum(bucket.nbytes for bucket in buckets))
+
+    def _read_whole(self, bucket: Bucket) -> int:
+        """By way of a staging buffer, from a source that has no regions to read."""
+        assert self._checkpoint is not None
+        if not bucket.targets:
+            return 0
+        buffer = self._memory.buffers[0][: bucket.nbytes]
+        self._checkpoint.fill(buffer, self._plan.pieces(bucket))
+        ops.unpack(buffer, [self._local[t] for t in bucket.targets], bucket.copies)
+        return bucket.nbytes
 
     def _stages(self) -> list[pipeline.Stage]:
         stages: list[pipeline.Stage] = []
@@ -167,14 +195,22 @@ class Transfer:
     def _wait(self, stage: str, waves: int, ranks: list[int] | tuple[int, ...]) -> None:
         if ranks:
             me = threading.current_thread().name
-            self._at(me, f"waits until {_spell(ranks)} has {stage} wave {waves - 1}")
-            self._memory.board.wait(stage, waves, ranks, self._limit)
+            self._at(me, f"waits until {_spell('rank', ranks)} has {stage} wave {waves - 1}")
+            self._memory.board.wait(stage, self._before + waves, ranks, self._limit)
             self._stages_at.pop(me, None)
+
+    def _post(self, stage: str, waves: int) -> None:
+        self._memory.board.post(stage, self._before + waves)
+
+    @property
+    def waves(self) -> int:
+        return len(self._waves)
 
     def _wait_for_buffer(self, index: int) -> None:
         """Until nobody needs what was in the buffer of a wave before."""
-        self._wait("unpacked", index + 1 - BUFFERS, self._flow.sharers)
-        self._wait("checked", index + 1 - BUFFERS, self._flow.relays)
+        if index >= BUFFERS:
+            self._wait("unpacked", index + 1 - BUFFERS, self._flow.sharers)
+            self._wait("checked", index + 1 - BUFFERS, self._flow.relays)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -201,7 +237,7 @@ class Transfer:
                     bucket = self._plan.buckets[wave.numbers[i]]
                     at = wave.begins[i]
                     gave_up |= self._fill(wave.numbers[i], bucket, self._buffer(index)[at : at + bucket.nbytes])
-            self._memory.board.post("read", index + 1)
+            self._post("read", index + 1)
             if gave_up:
                 break
 
@@ -215,7 +251,7 @@ class Transfer:
             if failure is None:
                 self._checkpoint.fill(buffer, self._plan.pieces(bucket))
         except Exception as error:
-            failure = self._could_not("read", number, error)
+            failure = self._could_not("read", [number], error)
             failure.__cause__ = error
             self._control.fail(failure, hard=False)
         if failure is not None:
@@ -244,15 +280,13 @@ class Transfer:
                 self._broadcast(buckets, self._buffer(index))
             else:
                 self._pass_on(buckets, self._buffer(index))
-            self._memory.board.post("relayed", index + 1)
+            self._post("relayed", index + 1)
             # The next wave comes only if no reader gave up in this one, which stands in what others may have received.
             self._wait("relayed", index + 1, self._flow.relays)
             last = self._last_of(index, wave)
-            self._memory.board.post("checked", index + 1)
+            self._post("checked", _ENDED if last else index + 1)
             if last:
                 break
-        for stage in ("relayed", "checked"):
-            self._memory.board.post(stage, _ENDED)
 
     def _pass_on(self, buckets: list[tuple[int, int, int]], buffer: Tensor) -> None:
         steps = self._flow.steps(buckets)
@@ -292,12 +326,20 @@ class Transfer:
             return Told(text)
         late = "Timed out" in text or "timeout" in text
         kind = Overdue if late else LoadError
-        return kind(f"rank {self._flow.rank} could not pass on bucket {number} ({self._names(number)}): {text}")
+        return kind(f"rank {self._flow.rank} could not pass on bucket {number} ({self._names([number])}): {text}")
 
-    def _could_not(self, what: str, number: int, error: Exception) -> LoadError:
+    def _could_not(self, what: str, numbers: Sequence[int], error: Exception) -> LoadError:
+        buckets = _spell("bucket", numbers)
         return LoadError(
-            f"rank {self._flow.rank} could not {what} bucket {number}: {text_of(error)} (in it: {self._names(number)})"
+            f"rank {self._flow.rank} could not {what} {buckets} ({self._names(numbers)}): {text_of(error)}"
         )
+
+    def _names(self, numbers: Sequence[int]) -> str:
+        """The tensors in some consecutive buckets, and where they are from."""
+        of = self._plan.slots.tensor
+        first, last = (self._plan.buckets[number].slots for number in (numbers[0], numbers[-1]))
+        ends = dict.fromkeys(self._manifest.names[of[slot]] for slot in (first[0], last[-1]))
+        return f"{' to '.join(ends)} of {self._manifest.source}"
 
     # ---- unpack ----
 
@@ -307,21 +349,21 @@ class Transfer:
             self._wait("read", index + 1, self._local_readers(wave))
             if self._last_of(index, wave):
                 self._over.set()
+                self._post("unpacked", _ENDED)
                 break
             buffer = self._buffer(index)
             with self._timed("unpack"):
                 for number, begin in zip(wave.numbers, wave.begins, strict=True):
                     bucket = self._plan.buckets[number]
                     self._take(number, bucket, buffer[begin : begin + bucket.nbytes])
-            self._memory.board.post("unpacked", index + 1)
-        self._memory.board.post("unpacked", _ENDED)
+            self._post("unpacked", index + 1)
 
     def _take(self, number: int, bucket: Bucket, buffer: Tensor) -> None:
         if self._failure is None and bucket.targets:
             try:
                 ops.unpack(buffer, [self._local[t] for t in bucket.targets], bucket.copies)
             except Exception as error:  # keep receiving until a reader, who hears of it, ends the transfer for all
-                self._failure = self._could_not("unpack", number, error)
+                self._failure = self._could_not("unpack", [number], error)
                 self._failure.__cause__ = error
                 self._control.fail(self._failure, hard=False)
         self._report.phases["unpack"].nbytes += bucket.nbytes - HEADER_BYTES
@@ -347,8 +389,10 @@ class Transfer:
         return gave_up
 
 
-def _spell(ranks: list[int] | tuple[int, ...]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {', '.join(map(str, ranks))}"
+def _spell(what: str, numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"{what} {numbers[0]}"
+    return f"{what}s {', '.join(map(str, numbers))}"
 
 
 def _neighbours(steps: list[Step]) -> str:
