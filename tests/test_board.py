@@ -213,9 +213,14 @@ def open_memfds() -> int:
     return sum("memfd:epload" in name for name in names)
 
 
+def shared_files() -> set[str]:
+    """But for the semaphores of whatever else runs on this machine: Python's multiprocessing names them so."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
 def memory_matrix(rank: int, world: int, shapes: list[list[list[int]]]) -> list[str]:
     said: list[str] = []
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_files()
     for nodes in shapes:
         control = Topology.from_nodes(nodes).control
         node = next(node for node in nodes if rank in node)
@@ -243,8 +248,8 @@ def memory_matrix(rank: int, world: int, shapes: list[list[list[int]]]) -> list[
             del memory, buffer
             if mapped_memfds() or open_memfds():
                 said.append(f"{what}: left {mapped_memfds()} mappings, {open_memfds()} descriptors")
-    if set(os.listdir("/dev/shm")) - shm:
-        said.append(f"left in /dev/shm: {set(os.listdir('/dev/shm')) - shm}")
+    if shared_files() - shm:
+        said.append(f"left in /dev/shm: {shared_files() - shm}")
     return said
 
 

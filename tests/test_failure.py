@@ -166,7 +166,7 @@ def test_out_of_memory_in_unpack_reaches_all() -> None:
     said = ranks.run(4, all_ways, 3, run_out_of_memory)
     for at, way in enumerate(WAYS):
         here = [texts[at] for texts in said]
-        parts = ("rank 3 could not", "bucket", "no room for 7 bytes", "in it:", "state dict", "run_out_of_memory")
+        parts = ("rank 3 could not", "bucket", "no room for 7 bytes", "of state dict", "run_out_of_memory")
         check_told([first for first, _ in here], *parts, seconds=25)
         assert [bad for _, bad in here] == [[]] * 4, way
 

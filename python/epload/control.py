@@ -85,8 +85,6 @@ class Control:
         """What this rank is at, for those who wait for it."""
         self.progress = 0
         """Grows with what this rank has done; whoever waits for it is patient as long as it does."""
-        self.moving = False
-        """Whether data may be under way, so that what a failure leaves behind cannot be used again."""
         self.gone: Mapping[int, int] = {}
         """Process id of each rank of this machine whose process has ended."""
         self._load = self._failures = self._round = 0
@@ -113,7 +111,6 @@ class Control:
     def begin(self, deadline: timedelta) -> None:
         """Before each load, on all ranks: forgets how the last one ended, also if it ended differently for some."""
         self.deadline = deadline
-        self.moving = False
         self.gone = {}
         self.doing, self.progress = "", 0
         self._turn(self._load + 1, 0)
@@ -216,16 +213,16 @@ class Control:
         absent = self._await(prefix, others, limit)
         if absent:
             raise self._raised(Overdue(f"{what}: {_ranks(absent)} did not arrive within {limit.total_seconds():.0f} s"))
-        views = {
-            rank: view if rank == self.rank else self._store.get(f"{prefix}{rank}").decode() for rank in self.ranks
-        }
+        posted = self._store.multi_get([f"{prefix}{rank}" for rank in others]) if others else []
+        heard = dict(zip(others, (text.decode() for text in posted), strict=True))
+        views = {rank: view if rank == self.rank else heard[rank] for rank in self.ranks}
         self._forget()
         if "x" in views.values():
             return "x"
         try:
             verdict = "o" + decide(views)
         except Exception as error:
-            self.desk.tell(Failure(kind_of(error), text_of(error), self.rank, clean=not self.moving), hard=False)
+            self.desk.tell(Failure(kind_of(error), text_of(error), self.rank, clean=True), hard=False)
             return "x"
         return verdict if not last or self.desk.end() else "x"
 
