@@ -1,17 +1,34 @@
-// A checksum of a bucket, fast enough to be taken of every byte that is loaded.
+// A checksum fast enough to be taken of every byte that is loaded.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
 namespace epload {
 
-// CRC-32C (Castagnoli) of four equal lanes of the bytes, taken side by side since one CRC is a chain of dependent
-// steps, and what is left over added to the last; the four are then mixed to 64 bits. Equal on all machines, with or
-// without an instruction for it. Any change of up to 32 bits in a row is found; others go unnoticed once in 2^32.
-uint64_t checksum(const unsigned char* bytes, size_t nbytes);
+// CRC-32C (Castagnoli), the 8-byte words of the stream dealt to four CRCs in turn, since one CRC is a chain of
+// dependent steps; the four, what is left over and the length are then mixed to 64 bits. Equal on all machines, with or
+// without an instruction for it, and however the stream is cut. A change of up to 32 bits in a row is always found,
+// others but for one in 2^32. Never 0.
+class Checksum {
+ public:
+  // `portable`: without the instruction, for tests.
+  explicit Checksum(bool portable = false);
+  void update(const void* bytes, size_t nbytes);
+  [[nodiscard]] uint64_t value() const;
 
-// The same without the instruction, for machines that lack it and for tests.
-uint64_t checksum_portable(const unsigned char* bytes, size_t nbytes);
+  static constexpr size_t kLanes = 4;
+  using Lanes = std::array<uint32_t, kLanes>;
+
+ private:
+  static constexpr size_t kBlock = 8 * kLanes;
+
+  void (*blocks_)(Lanes&, const unsigned char*, size_t);
+  Lanes lanes_;
+  std::array<unsigned char, kBlock> rest_{}; // bytes of a block that is not full yet
+  size_t rest_bytes_ = 0;
+  uint64_t nbytes_ = 0;
+};
 
 } // namespace epload

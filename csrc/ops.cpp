@@ -1,11 +1,14 @@
 // Every schema of torch.ops.epload, and nothing else.
 #include "board.h"
+#include "checksum.h"
 #include "coalesced_bcast.h"
+#include "digest.h"
 #include "region_copy.h"
 #include "region_read.h"
 #include "relay.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 namespace {
@@ -96,6 +99,52 @@ int64_t relay(
   return messages;
 }
 
+int64_t checksum(const at::Tensor& bytes) {
+  TORCH_CHECK_VALUE(
+      bytes.is_cpu() && bytes.is_contiguous(), "checksum: expected a contiguous tensor on cpu, got ", bytes.device());
+  epload::check_memory("checksum", bytes, 0);
+  epload::Checksum sum;
+  sum.update(bytes.const_data_ptr(), bytes.nbytes());
+  return static_cast<int64_t>(sum.value());
+}
+
+at::Tensor as_tensor(const std::vector<uint64_t>& digests) {
+  auto result = at::empty({static_cast<int64_t>(digests.size())}, at::kLong);
+  std::copy(digests.begin(), digests.end(), result.mutable_data_ptr<int64_t>());
+  return result;
+}
+
+at::Tensor digest_tensors(at::TensorList tensors, const at::Tensor& copies) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        tensors[i].is_cpu(), "digest_tensors: expected tensors on cpu, tensor ", i, " is on ", tensors[i].device());
+  }
+  const auto rows = epload::decode_copies(std::numeric_limits<int64_t>::max(), tensors, copies);
+  return as_tensor(epload::digest_tensors(tensors, rows));
+}
+
+at::Tensor digest_bucket(const at::Tensor& bucket, const at::Tensor& copies) {
+  TORCH_CHECK_VALUE(
+      bucket.is_cpu() && bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
+      "digest_bucket: expected the bucket as a contiguous 1-D uint8 tensor on cpu, got ",
+      bucket.scalar_type(),
+      " of shape ",
+      bucket.sizes(),
+      " on ",
+      bucket.device());
+  const at::NoGradGuard no_grad;
+  const auto rows = epload::decode_copies(bucket.numel(), copies);
+  std::vector<at::ScalarType> dtypes;
+  for (const auto& row : rows) {
+    TORCH_CHECK_VALUE(
+        row.tensor >= 0 && row.tensor < static_cast<int64_t>(at::ScalarType::Undefined),
+        "digest_bucket: expected a dtype code in column 0, got ",
+        row.tensor);
+    dtypes.push_back(static_cast<at::ScalarType>(row.tensor));
+  }
+  return as_tensor(epload::digest_bucket(bucket, rows, dtypes));
+}
+
 } // namespace
 
 TORCH_LIBRARY(epload, m) {
@@ -110,6 +159,9 @@ TORCH_LIBRARY(epload, m) {
   m.def(
       "relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes, Tensor? board=None, "
       "float seconds=0) -> int");
+  m.def("checksum(Tensor bytes) -> int");
+  m.def("digest_tensors(Tensor[] tensors, Tensor copies) -> Tensor");
+  m.def("digest_bucket(Tensor bucket, Tensor copies) -> Tensor");
   m.def("board_post(Tensor(a!) board, int slot, int value) -> ()");
   m.def("board_wait(Tensor board, int[] slots, int value, float seconds) -> int");
 }
@@ -120,6 +172,9 @@ TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
   m.impl("unpack", TORCH_FN(unpack));
   m.impl("read_regions", TORCH_FN(read_regions));
   m.impl("relay", TORCH_FN(relay));
+  m.impl("checksum", TORCH_FN(checksum));
+  m.impl("digest_tensors", TORCH_FN(digest_tensors));
+  m.impl("digest_bucket", TORCH_FN(digest_bucket));
   m.impl("board_post", TORCH_FN(epload::board_post));
   m.impl("board_wait", TORCH_FN(epload::board_wait));
 }

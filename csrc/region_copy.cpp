@@ -46,7 +46,7 @@ bool convertible(at::ScalarType dtype) {
   }
 }
 
-void check_row(int64_t row, const RegionCopy& copy, const at::Tensor& tensor, int64_t bucket_nbytes) {
+void check_tensor_side(int64_t row, const RegionCopy& copy, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(
       copy.dtype == tensor.scalar_type() || (convertible(copy.dtype) && convertible(tensor.scalar_type())),
       "region_copy: row ",
@@ -55,8 +55,6 @@ void check_row(int64_t row, const RegionCopy& copy, const at::Tensor& tensor, in
       copy.dtype,
       " and ",
       tensor.scalar_type());
-  const auto itemsize = static_cast<int64_t>(c10::elementSize(copy.dtype));
-  bool empty = false;
   for (size_t d = 0; d < copy.size.size(); ++d) {
     const int64_t extent = tensor.size(static_cast<int64_t>(d));
     TORCH_CHECK_VALUE(
@@ -75,7 +73,19 @@ void check_row(int64_t row, const RegionCopy& copy, const at::Tensor& tensor, in
         copy.tensor,
         " of shape ",
         tensor.sizes());
-    TORCH_CHECK_VALUE(copy.bucket_stride[d] >= 0, "region_copy: row ", row, " has a negative stride in dim ", d);
+  }
+}
+
+void check_bucket_side(int64_t row, const RegionCopy& copy, int64_t bucket_nbytes) {
+  const auto itemsize = static_cast<int64_t>(c10::elementSize(copy.dtype));
+  bool empty = false;
+  for (size_t d = 0; d < copy.size.size(); ++d) {
+    TORCH_CHECK_VALUE(
+        copy.size[d] >= 0 && copy.bucket_stride[d] >= 0,
+        "region_copy: row ",
+        row,
+        " has a negative size or stride in dim ",
+        d);
     empty |= copy.size[d] == 0;
   }
   if (empty) {
@@ -149,7 +159,7 @@ std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList t
   return decode_copies(bucket.numel(), tensors, table);
 }
 
-std::vector<RegionCopy> decode_copies(int64_t nbytes, at::TensorList tensors, const at::Tensor& table) {
+std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table) {
   TORCH_CHECK_VALUE(
       table.is_cpu() && table.scalar_type() == at::kLong && table.dim() == 2 && table.is_contiguous() &&
           table.size(1) >= kFixedColumns && (table.size(1) - kFixedColumns) % 3 == 0,
@@ -159,9 +169,6 @@ std::vector<RegionCopy> decode_copies(int64_t nbytes, at::TensorList tensors, co
       table.sizes(),
       " on ",
       table.device());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    check_memory("region_copy", tensors[i], i);
-  }
   const int64_t columns = table.size(1);
   const int64_t max_dims = (columns - kFixedColumns) / 3;
   const auto* row = table.const_data_ptr<int64_t>();
@@ -169,32 +176,19 @@ std::vector<RegionCopy> decode_copies(int64_t nbytes, at::TensorList tensors, co
   copies.reserve(table.size(0));
   for (int64_t r = 0; r < table.size(0); ++r, row += columns) {
     TORCH_CHECK_VALUE(
-        row[0] >= 0 && row[0] < static_cast<int64_t>(tensors.size()),
-        "region_copy: row ",
-        r,
-        " names tensor ",
-        row[0],
-        " of ",
-        tensors.size());
-    TORCH_CHECK_VALUE(
         row[2] >= 0 && row[2] < static_cast<int64_t>(at::ScalarType::Undefined),
         "region_copy: row ",
         r,
         " has dtype code ",
         row[2]);
-    const auto& tensor = tensors[row[0]];
     const int64_t ndim = row[3];
     TORCH_CHECK_VALUE(
-        ndim == tensor.dim() && ndim <= max_dims,
+        ndim >= 0 && ndim <= max_dims,
         "region_copy: row ",
         r,
         " has ",
         ndim,
-        " dims, tensor ",
-        row[0],
-        " has ",
-        tensor.dim(),
-        " and the table has room for ",
+        " dims and the table has room for ",
         max_dims);
     const auto* start = row + kFixedColumns;
     const auto* size = start + max_dims;
@@ -206,7 +200,38 @@ std::vector<RegionCopy> decode_copies(int64_t nbytes, at::TensorList tensors, co
          Dims(start, start + ndim),
          Dims(size, size + ndim),
          Dims(stride, stride + ndim)});
-    check_row(r, copies.back(), tensor, nbytes);
+    check_bucket_side(r, copies.back(), nbytes);
+  }
+  return copies;
+}
+
+std::vector<RegionCopy> decode_copies(int64_t nbytes, at::TensorList tensors, const at::Tensor& table) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check_memory("region_copy", tensors[i], i);
+  }
+  auto copies = decode_copies(nbytes, table);
+  for (size_t r = 0; r < copies.size(); ++r) {
+    const auto& copy = copies[r];
+    TORCH_CHECK_VALUE(
+        copy.tensor >= 0 && copy.tensor < static_cast<int64_t>(tensors.size()),
+        "region_copy: row ",
+        r,
+        " names tensor ",
+        copy.tensor,
+        " of ",
+        tensors.size());
+    const auto& tensor = tensors[copy.tensor];
+    TORCH_CHECK_VALUE(
+        static_cast<int64_t>(copy.size.size()) == tensor.dim(),
+        "region_copy: row ",
+        r,
+        " has ",
+        copy.size.size(),
+        " dims, tensor ",
+        copy.tensor,
+        " has ",
+        tensor.dim());
+    check_tensor_side(static_cast<int64_t>(r), copy, tensor);
   }
   return copies;
 }

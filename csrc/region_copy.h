@@ -31,6 +31,9 @@ std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList t
 // The same for a table whose offsets count from the start of something else of `nbytes`, e.g. a file.
 std::vector<RegionCopy> decode_copies(int64_t nbytes, at::TensorList tensors, const at::Tensor& table);
 
+// The same without tensors to check against.
+std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table);
+
 // Runs the copies on the current stream of the bucket's device. Where dtypes differ, the value is converted as
 // Tensor.copy_ does. Regions of one call must not overlap in the destination. `bucket` is contiguous uint8.
 void region_copy(

@@ -323,17 +323,17 @@ def _in_the_middle(rank: int, readers: str) -> Outcome:
 
 
 def _expected(reader: int) -> dict[str, tuple[str, list[str]]]:
-    read = f"rank {reader} could not read bucket 3: "
-    unpack = "could not unpack bucket 0: RuntimeError: no room to unpack"
+    read = f"rank {reader} could not read bucket 3 ("
+    unpack, why = "could not unpack bucket 0 (scale to embed.weight of state dict)", "RuntimeError: no room to unpack"
     return {
         "read, meta": ("LoadError", [read, "OSError", "the disk is on fire"]),
         "read, loaded": ("LoadError", [read, "OSError", "the disk is on fire"]),
         "read, long text": ("LoadError", [read, "RuntimeError: xxxx"]),
         "read, odd text": ("LoadError", [read, "RuntimeError: éééé"]),
         "read, out of memory": ("LoadError", [read, "MemoryError"]),
-        "unpack, meta": ("LoadError", [f"rank 3 {unpack}"]),
-        "unpack, loaded": ("LoadError", [f"rank 3 {unpack}"]),
-        "unpack on the reader": ("LoadError", [f"rank {reader} {unpack}"]),
+        "unpack, meta": ("LoadError", [f"rank 3 {unpack}", why]),
+        "unpack, loaded": ("LoadError", [f"rank 3 {unpack}", why]),
+        "unpack on the reader": ("LoadError", [f"rank {reader} {unpack}", why]),
         "hook": ("LoadError", ["rank 1", "KeyError", "no rule for norm", "bias"]),
     }
 

@@ -133,6 +133,9 @@ class Piece(NamedTuple):
 class Checkpoint(ABC):
     """A source of tensors. Used by one thread at a time."""
 
+    once: bool = False
+    """Whether it can be read only once."""
+
     @property
     @abstractmethod
     def manifest(self) -> Manifest:
@@ -343,6 +346,7 @@ class StateDictCheckpoint(Checkpoint):
                 )
         self._tensors: dict[str, Tensor] = dict(tensors)
         self._origin = tensors if consume else None
+        self.once = consume
         self._names = tuple(tensors)
         self._manifest = Manifest(
             self._names,

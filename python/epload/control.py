@@ -34,6 +34,8 @@ STATUS_ABORT = 1
 
 _FIRST_LOOK, _LOOK = timedelta(milliseconds=50), timedelta(seconds=1)
 """How long a rank waits in a round before it looks whether another has failed."""
+_LETTER_BYTES = 4 << 20
+"""In one value of the store, which takes no more than 8 MiB."""
 _TELLING = timedelta(seconds=5)
 """How long a rank that was stopped waits to hear why."""
 
@@ -89,6 +91,8 @@ class Control:
         """Process id of each rank of this machine whose process has ended."""
         self._load = self._failures = self._round = 0
         self._failure: Failure | None = None
+        self._letters: list[str] = []
+        """Keys of what this rank has sent to others."""
         self._old: list[str] = []
         """Keys of loads before, deleted as soon as all ranks have come to a later one."""
         if store is not None:
@@ -113,6 +117,7 @@ class Control:
         self.deadline = deadline
         self.gone = {}
         self.doing, self.progress = "", 0
+        self.forget_letters()
         self._turn(self._load + 1, 0)
 
     def _turn(self, load: int, failures: int) -> None:
@@ -294,6 +299,39 @@ class Control:
                 self._store.delete_key(f"{self._prefix}{self._round - 1}/{key}")
         while self._old:
             self._store.delete_key(self._old.pop())
+
+    def deal(self, what: str, letters: Mapping[int, bytes]) -> dict[int, bytes]:
+        """A round in which every rank may send bytes to any other; returns what was sent to this one, by sender.
+
+        ``letters``: by receiver; every rank writes to the same receivers. They stay in the store until :meth:`forget_letters`,
+        which a rank calls once all have read theirs.
+        """
+        if self._store is None:
+            return dict(letters)
+        prefix = f"{self._prefix}letter/{what}"
+        for receiver, letter in letters.items():
+            parts = range(0, len(letter), _LETTER_BYTES) or range(1)
+            for part in parts:
+                key = f"{prefix}/{self.rank}/{receiver}/{part // _LETTER_BYTES}"
+                self._store.set(key, bytes([part == parts[-1]]) + letter[part : part + _LETTER_BYTES])  # type: ignore[arg-type]
+                self._letters.append(key)
+        self.settle(what, None)
+        if self.rank not in letters:
+            return {}
+        return {sender: self._read_letter(f"{prefix}/{sender}/{self.rank}") for sender in self.ranks}
+
+    def _read_letter(self, prefix: str) -> bytes:
+        assert self._store is not None
+        letter, last, part = b"", 0, 0
+        while not last:
+            last, *_ = data = self._store.get(f"{prefix}/{part}")
+            letter += data[1:]
+            part += 1
+        return letter
+
+    def forget_letters(self) -> None:
+        while self._letters and self._store is not None:
+            self._store.delete_key(self._letters.pop())
 
     def settle(
         self,

@@ -32,6 +32,7 @@ from epload.mapping import resolve as resolve_mapping
 from epload.node_memory import Board, NodeMemory
 from epload.parts import LocalModules, OuterShard, Parts
 from epload.plan import LoadPlan, describe, explain_difference, make_plan
+from epload.proof import VERIFY, Proof
 from epload.report import LoadReport, progress_bar
 from epload.snapshot import Snapshot
 from epload.targets import DTypes, Targets, collect
@@ -109,7 +110,9 @@ class HierarchicalLoader:
                 ``"auto"`` is ``"one"``.
             algorithm: ``"two_level"`` or ``"flat"`` (one group, for comparison). ``"auto"`` is ``"two_level"``.
             bucket_bytes: size of a bucket; each rank has two.
-            verify: only ``"off"`` in this version.
+            verify: ``"buckets"``: every bucket carries a checksum, which each node checks before it unpacks. ``"sample"`` and
+                ``"full"``: also, after the load, ranks prove a sixteenth or all of their shards against the checkpoint, which
+                is read once more, by all ranks that have it together.
             deadline: seconds (or timedelta) without progress after which a load has failed; 30 minutes if None. A step that
                 moves bytes has what they take at 10 MB/s on top.
             stream: only None, for models on CPU, in this version.
@@ -121,7 +124,7 @@ class HierarchicalLoader:
         log.configure()
         self.readers = _one_of("readers", readers, ("auto", *READERS))
         self.algorithm = _one_of("algorithm", "two_level" if algorithm == "auto" else algorithm, ALGORITHMS)
-        _one_of("verify", verify, ("off",))
+        self.verify = _one_of("verify", verify, VERIFY)
         if self.readers == "per_node" and self.algorithm == "flat":
             raise ValueError("readers='per_node' has no step between nodes, so it does not go with algorithm='flat'")
         if stream is not None:
@@ -205,7 +208,9 @@ class HierarchicalLoader:
         outer_shards: Sequence[OuterShard],
         local_modules: Sequence[LocalModules],
     ) -> LoadReport:
-        report = LoadReport(readers=self.readers, algorithm=self.algorithm, topology=repr(self.topology))
+        report = LoadReport(
+            readers=self.readers, algorithm=self.algorithm, verify=self.verify, topology=repr(self.topology)
+        )
         began = perf_counter()
         with report.timed("plan"), _collector_paused():
             parts = Parts(tuple(outer_shards), tuple(local_modules)) if outer_shards or local_modules else None
@@ -264,13 +269,21 @@ class HierarchicalLoader:
 
     def _options(self) -> str:
         """What ranks must agree on before they can so much as share the manifest."""
-        return f"readers={self.readers} algorithm={self.algorithm} src={self.src} bucket_bytes={self.bucket_bytes}"
+        return (
+            f"readers={self.readers} algorithm={self.algorithm} src={self.src} bucket_bytes={self.bucket_bytes} "
+            f"verify={self.verify}"
+        )
 
     def _inspect(self, model: nn.Module, checkpoint: Any, dtype: DTypes, parts: Parts | None) -> _Work:
         source = None
         path = isinstance(checkpoint, str | os.PathLike)
         if self.topology.rank == self.src or (self._reads and not path and self.readers != "auto"):
             source = Checkpoint.open(checkpoint)
+            if source.once and self._proves:
+                raise ValueError(
+                    f"verify={self.verify!r} reads the checkpoint again after the load, but this one can be read only once: "
+                    "leave out consume=True, or pass verify='buckets'"
+                )
         asked = (dtype, parts)
         targets = self._snapshot.read(model, asked) if self._snapshot is not None else None
         if targets is None:
@@ -478,7 +491,7 @@ class HierarchicalLoader:
                 route = self.topology.striped_route(self.src)
             transfer = Transfer(
                 plan, buckets, agreed.per_wave, flow, route, memory, local, work.checkpoint if flow.reads else None,
-                agreed.manifest, report, self._control, waves,
+                agreed.manifest, report, self._control, self.verify != "off", waves,
             )  # fmt: skip
             waves += transfer.waves
             before = replace(report.phases["read"]), replace(report.phases["inter_node"])
@@ -490,6 +503,8 @@ class HierarchicalLoader:
                     memory.abandon()  # to a broadcast that was given up; the relay's messages let go of it
                 raise
             if finish is not None:
+                if self._proves:
+                    self._prove(work, agreed, flow, local, report)
                 finish()
             reading, crossing = report.phases["read"], report.phases["inter_node"]
             seen = [
@@ -513,6 +528,27 @@ class HierarchicalLoader:
                 self._initialise(model, work, plan, init_missing, report)
 
             move(readers, rest, finish)
+
+    @property
+    def _proves(self) -> bool:
+        return self.verify in ("sample", "full")
+
+    def _prove(self, work: _Work, agreed: _Agreed, flow: Flow, local: list[Tensor], report: LoadReport) -> None:
+        """Before the tensors are scaled or initialised, as the checkpoint knows nothing of that."""
+        with report.timed("verify"):
+            verifiers = self.topology.ranks if agreed.all_read else flow.turns
+            proof = Proof(agreed.plan, verifiers, self.verify == "sample")
+            letters = self._control.deal("the digests", proof.claims(local))
+
+            def check() -> None:
+                if letters:
+                    assert work.checkpoint is not None
+                    for nbytes in proof.check(self.topology.rank, letters, work.checkpoint, agreed.manifest):
+                        self._control.progress += nbytes
+
+            _, failure = _attempt(check)
+            self._control.settle("verification", failure, patience=2)
+            self._control.forget_letters()
 
     def _choose_readers(
         self, agreed: _Agreed, report: LoadReport, move: Callable[[str, range], list[Measured]]

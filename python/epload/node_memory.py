@@ -23,7 +23,7 @@ from epload.errors import Overdue, Told
 
 BUFFERS = 2
 """Waves under way at most."""
-STAGES = ("read", "relayed", "checked", "unpacked")
+STAGES = ("read", "relayed", "checked", "verified", "unpacked")
 _PAGE = 4096
 _TOKEN_BYTES = 16
 _ABANDONED: list[NodeMemory] = []

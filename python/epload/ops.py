@@ -16,6 +16,9 @@ _pack = torch.ops.epload.pack.default
 _unpack = torch.ops.epload.unpack.default
 _read_regions = torch.ops.epload.read_regions.default
 _relay = torch.ops.epload.relay.default
+_checksum = torch.ops.epload.checksum.default
+_digest_tensors = torch.ops.epload.digest_tensors.default
+_digest_bucket = torch.ops.epload.digest_bucket.default
 _board_post = torch.ops.epload.board_post.default
 _board_wait = torch.ops.epload.board_wait.default
 
@@ -118,6 +121,37 @@ def relay(
             bucket any more; the groups are of no further use.
     """
     return int(_relay(bucket, steps, inter_group, intra_group, chunk_bytes, board, seconds))
+
+
+def checksum(data: Tensor) -> int:
+    """A 64-bit checksum of a contiguous CPU tensor's bytes; never 0. See csrc/checksum.h."""
+    return int(_checksum(data)) & (1 << 64) - 1
+
+
+def digest_tensors(tensors: Sequence[Tensor], copies: Tensor) -> Tensor:
+    """The checksum of each region's elements in row-major order, as they lie in CPU tensors; int64 [n].
+
+    Args:
+        copies: as for :func:`unpack`; what it says of a bucket is ignored.
+
+    Raises:
+        ValueError: a row reaches outside its tensor.
+    """
+    digests: Tensor = _digest_tensors(tensors, copies)
+    return digests
+
+
+def digest_bucket(bucket: Tensor, copies: Tensor) -> Tensor:
+    """The checksum that each region of a bucket will have in the tensor it is unpacked to; int64 [n].
+
+    Args:
+        copies: as for :func:`unpack`, but with the dtype code of that tensor in place of its index.
+
+    Raises:
+        ValueError: a row reaches outside the bucket.
+    """
+    digests: Tensor = _digest_bucket(bucket, copies)
+    return digests
 
 
 def board_post(board: Tensor, slot: int, value: int) -> None:

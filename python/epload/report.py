@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-PHASES = ("plan", "materialise", "read", "inter_node", "intra_node", "unpack")
+PHASES = ("plan", "materialise", "read", "inter_node", "intra_node", "unpack", "verify")
 
 
 @dataclass
@@ -51,6 +51,7 @@ class LoadReport:
     chosen: str = ""
     """Why these readers and this algorithm, where they were left to the loader or could not be had."""
     algorithm: str = ""
+    verify: str = "off"
     topology: str = ""
 
     @contextmanager

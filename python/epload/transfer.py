@@ -89,6 +89,7 @@ class Transfer:
         manifest: Manifest,
         report: LoadReport,
         control: Control,
+        checked: bool = False,
         waves_before: int = 0,
     ) -> None:
         """
@@ -100,6 +101,7 @@ class Transfer:
             checkpoint: None on a rank that does not read.
             manifest: names what is in a bucket, for messages.
             control: where failures are told; its deadline is how long a rank waits for another.
+            checked: whether buckets carry a checksum, which each node checks before it unpacks. Equal on all ranks.
             waves_before: that other transfers of this load have moved through the same memory; all ranks are done with them.
         """
         self._plan = plan
@@ -114,6 +116,7 @@ class Transfer:
         self._report = report
         self._control = control
         self._manifest = manifest
+        self._checked = checked
         largest = max((bucket.nbytes for bucket in plan.buckets), default=0)
         self._message_limit = control.deadline + timedelta(seconds=per_wave * largest / SLOWEST)
         self._limit = 1.25 * self._message_limit + timedelta(seconds=2)  # the network's passes first, and says more
@@ -259,7 +262,8 @@ class Transfer:
             buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             status, nbytes = STATUS_ABORT, len(text)
             self._failure = self._failure or failure
-        header = BucketHeader(number, status, nbytes, 0, self._fingerprint).pack()
+        checksum = ops.checksum(buffer[HEADER_BYTES:]) if self._checked else 0
+        header = BucketHeader(number, status, nbytes, checksum, self._fingerprint).pack()
         buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._report.phases["read"].nbytes += nbytes
         self._control.progress += nbytes
@@ -352,11 +356,32 @@ class Transfer:
                 self._post("unpacked", _ENDED)
                 break
             buffer = self._buffer(index)
+            if self._checked:
+                self._verify(index, wave)
             with self._timed("unpack"):
                 for number, begin in zip(wave.numbers, wave.begins, strict=True):
                     bucket = self._plan.buckets[number]
                     self._take(number, bucket, buffer[begin : begin + bucket.nbytes])
             self._post("unpacked", index + 1)
+
+    def _verify(self, index: int, wave: _Wave) -> None:
+        """Checks the payload of a wave's buckets, dealt out among the ranks that share them."""
+        sharers = self._flow.sharers
+        with self._timed("verify"):
+            for number, begin in zip(wave.numbers, wave.begins, strict=True):
+                if sharers[number % len(sharers)] != self._flow.rank:
+                    continue
+                bucket = self._buffer(index)[begin : begin + self._plan.buckets[number].nbytes]
+                sent = _header(bucket).checksum
+                if ops.checksum(bucket[HEADER_BYTES:]) != sent:
+                    raise LoadError(
+                        f"rank {self._flow.rank} found that bucket {number} ({self._names([number])}) is not as rank "
+                        f"{self._flow.reader(number)} read it: its checksum is not {sent:#018x}; the network or the memory of a "
+                        "machine changes bits"
+                    )
+                self._report.phases["verify"].nbytes += bucket.nbytes - HEADER_BYTES
+        self._post("verified", index + 1)
+        self._wait("verified", index + 1, sharers)
 
     def _take(self, number: int, bucket: Bucket, buffer: Tensor) -> None:
         if self._failure is None and bucket.targets:
@@ -375,7 +400,7 @@ class Transfer:
         buffer = self._buffer(index)
         gave_up = False
         for number, begin in zip(wave.numbers, wave.begins, strict=True):
-            header = BucketHeader.unpack(bytes(buffer[begin : begin + HEADER_BYTES].tolist()))
+            header = _header(buffer[begin:])
             if (header.index, header.fingerprint) != (number, self._fingerprint):
                 raise LoadError(
                     f"rank {self._flow.rank} expected bucket {number} of plan {self._fingerprint.hex()}, "
@@ -387,6 +412,11 @@ class Transfer:
                 self._failure = self._failure or Told(said)
                 gave_up = True
         return gave_up
+
+
+def _header(bucket: Tensor) -> BucketHeader:
+    """Raises LoadError when a bucket does not start with one."""
+    return BucketHeader.unpack(bytes(bucket[:HEADER_BYTES].tolist()))
 
 
 def _spell(what: str, numbers: Sequence[int]) -> str:

@@ -1,0 +1,245 @@
+"""verify=: a bit that changes anywhere between the file and a shard is found, and named; and what is right is not doubted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import ranks
+from epload import Checkpoint, HierarchicalLoader, LoadError, Topology, ops
+from epload.checkpoint import SafetensorsCheckpoint
+from epload.control import HEADER_BYTES
+from test_loader import BUCKET, NODES, State, all_fine, meta_net, only_readers, state_for, wrong
+
+WAYS = (
+    ("one", "two_level"),
+    ("one", "striped"),
+    ("one", "flat"),
+    ("per_node", "two_level"),
+    ("partitioned", "striped"),
+    ("every", "two_level"),
+    ("auto", "auto"),
+)
+
+
+def loader_for(way: tuple[str, str], verify: str) -> HierarchicalLoader:
+    return HierarchicalLoader(
+        Topology.from_nodes(NODES), readers=way[0], algorithm=way[1], bucket_bytes=BUCKET, verify=verify, deadline=30
+    )
+
+
+def flip(data: Tensor, bit: int = 0) -> None:
+    data.view(torch.uint8).view(-1)[bit // 8] ^= 1 << bit % 8
+
+
+@contextmanager
+def flips_in_shard(active: bool, name_of_victim: Callable[[Sequence[Tensor]], bool]) -> Iterator[None]:
+    """After one unpack or read, the lowest bit of a shard changes."""
+    done = not active
+
+    def then_flip(inner: Callable[..., Any], targets_at: int) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal done
+            result = inner(*args)
+            for target in args[targets_at]:
+                if not done and target.numel() and target.is_contiguous() and name_of_victim(target):
+                    flip(target.detach())
+                    done = True
+            return result
+
+        return call
+
+    with (
+        mock.patch.object(ops, "unpack", then_flip(ops.unpack, 1)),
+        mock.patch.object(ops, "read_regions", then_flip(ops.read_regions, 2)),
+    ):
+        yield
+    assert done or not active, "nothing was flipped"
+
+
+@contextmanager
+def flips_on_the_way(active: bool) -> Iterator[None]:
+    """The lowest bit of the first payload byte that a relay or a broadcast brings to this rank changes."""
+    done = not active
+
+    def then_flip(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal done
+            result = inner(*args)
+            data = args[0][0] if isinstance(args[0], list) else args[0]
+            if not done and bytes(data[:8].tolist()) == b"epload01":
+                flip(data[HEADER_BYTES:])
+                done = True
+            return result
+
+        return call
+
+    with (
+        mock.patch.object(ops, "relay", then_flip(ops.relay)),
+        mock.patch.object(ops, "coalesced_bcast", then_flip(ops.coalesced_bcast)),
+    ):
+        yield
+    assert done or not active, "nothing was flipped"
+
+
+@contextmanager
+def flips_while_read(active: bool) -> Iterator[None]:
+    """The first bytes that are read from the file are wrong, once."""
+    done = not active
+    inner = SafetensorsCheckpoint.fill
+
+    def fill(self: SafetensorsCheckpoint, bucket: Tensor, pieces: Any) -> None:
+        nonlocal done
+        inner(self, bucket, pieces)
+        if not done:
+            flip(bucket[pieces[0].bucket_offset :])
+            done = True
+
+    with mock.patch.object(SafetensorsCheckpoint, "fill", fill):
+        yield
+    assert done or not active, "nothing was flipped"
+
+
+def outcome(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except LoadError as error:
+        return str(error)
+    return "fine"
+
+
+def good_loads(rank: int, path: Path, state: State) -> list[str]:
+    said = []
+    for way in WAYS:
+        for verify in ("off", "buckets", "sample", "full"):
+            for source in (path, only_readers(state, way[0])):
+                model = meta_net()
+                report = loader_for(way, verify).load(model, source)
+                what = f"{way} {verify}"
+                said += [f"{what}: {text}" for text in wrong(model, state)]
+                looked = verify in ("sample", "full") or (verify == "buckets" and report.readers != "every")
+                if report.verify != verify or (report.phases["verify"].seconds > 0) != looked:
+                    said.append(f"{what}: {report.verify} {report.phases['verify']}, readers {report.readers}")
+    return said
+
+
+def test_what_is_right_is_not_doubted(tmp_path: Path) -> None:
+    save_file(state_for(1), tmp_path / "model.safetensors")
+    all_fine(ranks.run(4, good_loads, tmp_path / "model.safetensors", state_for(1), limit=200))
+
+
+def flipped_in_shard(rank: int, path: Path, state: State) -> list[str]:
+    said = []
+    for way in WAYS:
+        model, loader = meta_net(), loader_for(way, "full")
+
+        def embedding(target: Tensor) -> bool:
+            return target.ndim == 2 and target.shape[1] == 6 and target.dtype == torch.float32 and target.shape[0] <= 4
+
+        with flips_in_shard(rank == 3, embedding):
+            text = outcome(lambda model=model, loader=loader: loader.load(model, path))
+        if "embed.weight on rank 3;" not in text:
+            said.append(f"{way}: {text}")
+        loader.load(model, path)
+        said += [f"{way}, after that: {text}" for text in wrong(model, state)]
+    with flips_in_shard(rank == 3, embedding):
+        loader_for(WAYS[0], "buckets").load(meta_net(), path)  # nothing looks at the shards
+    return said
+
+
+def test_a_bit_that_flips_in_a_shard_is_found_and_named(tmp_path: Path) -> None:
+    save_file(state_for(1), tmp_path / "model.safetensors")
+    all_fine(ranks.run(4, flipped_in_shard, tmp_path / "model.safetensors", state_for(1)))
+
+
+def flipped_on_the_way(rank: int, path: Path) -> list[tuple[str, str]]:
+    said = []
+    for way in (("one", "two_level"), ("one", "striped"), ("one", "flat"), ("partitioned", "striped")):
+        loader = loader_for(way, "buckets")
+        with flips_on_the_way(rank == 2):
+            said.append((str(way), outcome(lambda loader=loader: loader.load(meta_net(), path))))
+        loader.load(meta_net(), path)
+    return said
+
+
+def test_a_bit_that_flips_on_the_way_is_found_before_unpacking(tmp_path: Path) -> None:
+    save_file(state_for(1), tmp_path / "model.safetensors")
+    for told in zip(*ranks.run(4, flipped_on_the_way, tmp_path / "model.safetensors"), strict=True):
+        assert len({text for _, text in told}) == 1, told
+        assert "is not as rank" in told[0][1], told
+        assert "bucket 0 (scale" in told[0][1] or "bucket" in told[0][1], told
+
+
+def flipped_while_read(rank: int, path: Path) -> list[str]:
+    said = []
+    for way in (("one", "two_level"), ("per_node", "two_level"), ("partitioned", "striped")):
+        loader = loader_for(way, "full")
+        with flips_while_read(rank == 0):
+            said.append(outcome(lambda loader=loader: loader.load(meta_net(), path)))
+    return said
+
+
+def test_a_bit_that_flips_while_it_is_read_is_found(tmp_path: Path) -> None:
+    """The checksum of its bucket is right, but not what the file says."""
+    save_file(state_for(1), tmp_path / "model.safetensors")
+    for told in zip(*ranks.run(4, flipped_while_read, tmp_path / "model.safetensors"), strict=True):
+        assert len(set(told)) == 1, told
+        assert "after the load, shards differ from" in told[0], told
+        assert "on rank" in told[0]
+
+
+def test_sampling_proves_one_piece_in_sixteen() -> None:
+    from epload.mapping import resolve
+    from epload.plan import make_plan
+    from epload.proof import SAMPLED, Proof
+    from epload.targets import collect
+
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((4,), float(i))) for i in range(160)])
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    checkpoint = Checkpoint.open(state)
+    targets = collect(model, None, None)
+    plan = make_plan(checkpoint.manifest, targets, resolve("auto", model), 512)
+    found = 0
+    for name, value in state.items():
+        value += 1
+        sampled = Proof(plan, [0], sampled=True)
+        try:
+            list(sampled.check(0, {0: sampled.claims(targets.local())[0]}, checkpoint, checkpoint.manifest))
+        except LoadError as error:
+            assert f" {name} on rank 0;" in str(error)  # noqa: PT017
+            found += 1
+        value -= 1
+        full = Proof(plan, [0], sampled=False)
+        list(full.check(0, full.claims(targets.local()), checkpoint, checkpoint.manifest))
+    assert found == len(state) // SAMPLED
+
+
+def consumed(rank: int) -> list[str]:
+    source = Checkpoint.from_state_dict(state_for(), consume=True)
+    said = []
+    for verify in ("sample", "full"):
+        try:
+            loader_for(WAYS[0], verify).load(meta_net(), only_readers(source))
+        except ValueError as error:
+            said.append(str(error))
+    loader_for(WAYS[0], "buckets").load(meta_net(), only_readers(source))
+    return said
+
+
+def test_what_can_be_read_only_once_cannot_be_verified() -> None:
+    for said in ranks.run(4, consumed):
+        assert len(said) == 2
+        assert all("leave out consume=True" in text for text in said)
+
+
+def test_only_known_words() -> None:
+    with pytest.raises(ValueError, match="expected verify to be one of off, buckets, sample, full, got 'on'"):
+        HierarchicalLoader(verify="on")
