@@ -70,3 +70,40 @@ def test_as_a_module(checkpoint: Path) -> None:
     bad = subprocess.run([*command, str(checkpoint / "absent")], capture_output=True, text=True, timeout=60)
     assert (bad.returncode, bad.stdout) == (1, "")
     assert bad.stderr.startswith("epload: no checkpoint at")
+
+
+@pytest.mark.parametrize("name", ["", "model.safetensors", "model.pt"])
+def test_verify_reads_all_and_finds_nothing(name: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(checkpoint / name)]) == 0
+    assert capsys.readouterr().out.endswith("every byte read, no tensor with NaN or Inf\n")
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e5m2]
+)
+def test_verify_counts_what_is_no_number(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where a tensor is read in several pieces."""
+    monkeypatch.setattr("epload.audit._PIECE_BYTES", 64)
+    values = torch.zeros(100)
+    values[[1, 50, 99]], values[[0, 98]] = float("nan"), float("-inf")
+    save_file(
+        {"bad": values.to(dtype), "good": torch.ones(100), "whole": torch.ones(7, dtype=torch.int8)},
+        tmp_path / "m.safetensors",
+    )
+    assert main(["verify", str(tmp_path / "m.safetensors")]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "bad: 3 NaN and 2 Inf in 100 elements"
+    assert out[1].startswith("3 tensors, ")
+    assert out[1].endswith(" 1 tensor with NaN or Inf")
+    assert len(out) == 2
+
+
+def test_verify_names_a_malformed_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert main(["verify", str(path)]) == 1
+    said = capsys.readouterr()
+    assert "is truncated" in said.err
+    assert said.out == ""
