@@ -297,7 +297,8 @@ def test_beats_tell_who_is_silent() -> None:
     for _ in range(2):
         for beat in beats:
             beat.post(1, 0, "reads bucket 4")
-    text = beats[0].describe([0, 1, 2, 3], {1: 4711}, fresh=True)
+    text = beats[0].describe([0, 1, 2, 3], {1: 4711}, "reads bucket 5", fresh=True)
+    assert "rank 0: reads bucket 5\n" in text
     assert "rank 1: reads bucket 4, has ended" in text
     assert "rank 2: reads bucket 4, silent" in text
     assert "rank 3: never heard of" in text

@@ -355,7 +355,12 @@ def _small_bucket(rank: int) -> Outcome:
 
 
 def test_the_cause_is_told_whole_though_its_bucket_is_small() -> None:
-    expected = {"small bucket": ("LoadError", ["rank 0 could not read bucket 0: ", "OSError", "the disk is on fire"])}
+    expected = {
+        "small bucket": (
+            "LoadError",
+            ["rank 0 could not read bucket 0 (w of state dict)", "OSError", "the disk is on fire"],
+        )
+    }
     check(ranks.run(4, _small_bucket), expected)
 
 

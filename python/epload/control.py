@@ -147,7 +147,7 @@ class Control:
                 return first
             others = ""
             if first is None and not told and self.beats is not None:
-                others = self.beats.describe(self.ranks, self.gone, fresh=isinstance(error, Overdue))
+                others = self.beats.describe(self.ranks, self.gone, self.doing, fresh=isinstance(error, Overdue))
             failure = describe(error, self.rank, doing=self.doing, others=others)
             return self.desk.tell(failure, hard) if self.desk is not None else failure
         except RuntimeError as lost:

@@ -62,15 +62,19 @@ class Beats:
         beats = self.read(ranks)
         return [(rank, beat[2], beat[0] if beat[1] >= round_ else -1) for rank, beat in sorted(beats.items())]
 
-    def describe(self, ranks: Sequence[int], gone: Mapping[int, int], fresh: bool) -> str:
-        """The last known state of each rank. ``fresh``: takes two more beats to find out which have fallen silent."""
+    def describe(self, ranks: Sequence[int], gone: Mapping[int, int], doing: str, fresh: bool) -> str:
+        """The last known state of each rank, ``doing`` being this one's. ``fresh``: takes two beats to see which are silent."""
         before = self.read(ranks)
+        if not before:  # nobody watches
+            return ""
         silent = set()
-        if fresh and before:
+        if fresh:
             time.sleep(2.2 * SECONDS)
             now = self.read(ranks)
-            silent = {rank for rank, beat in before.items() if now[rank][0] == beat[0] and rank not in gone}
-            before = now
+            quiet = {rank for rank, beat in now.items() if rank in before and before[rank][0] == beat[0]}
+            silent = quiet - set(gone) - {self._rank}
+            before |= now
+        before[self._rank] = [0, 0, 0, doing]
         first = [*sorted(set(gone) & set(ranks)), *sorted(silent)]
         shown = [*first, *(rank for rank in ranks if rank not in first)][:_MAX_RANKS]
         lines = []
@@ -80,7 +84,7 @@ class Beats:
             note = ", has ended" if rank in gone else ", silent: stopped, or cut off" if rank in silent else ""
             lines.append(f"  rank {rank}: {state}{note}")
         more = f"\n  and {len(ranks) - len(shown)} more" if len(shown) < len(ranks) else ""
-        return "Last known of each rank:\n" + "\n".join(lines) + more if before else ""
+        return "Last known of each rank:\n" + "\n".join(lines) + more
 
 
 class Watch:
