@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from torch.distributed import DistNetworkError
@@ -32,8 +32,11 @@ _MAGIC = b"epload01"
 STATUS_OK = 0
 STATUS_ABORT = 1
 
-_FIRST_LOOK, _LOOK = timedelta(milliseconds=50), timedelta(seconds=1)
-"""How long a rank waits in a round before it looks whether another has failed."""
+_SHORTEST, _LONGEST, _SHARE = 0.0002, 1.0, 1 / 8
+"""Seconds between two looks into the store for what a round waits for, and what share of the time that it has waited. Not the
+store's own wait: a TCPStore prints a warning whenever one times out."""
+_FIRST_LOOK = 0.05
+"""Seconds that a rank waits before it looks also whether another has failed; then twice as long, up to every second."""
 _LETTER_BYTES = 4 << 20
 """In one value of the store, which takes no more than 8 MiB."""
 _TELLING = timedelta(seconds=5)
@@ -249,18 +252,15 @@ class Control:
         """Returns when all keys are there, or, after ``limit`` without progress, the ranks that it waits for in vain."""
         assert self._store is not None
         names = [f"{prefix}{key}" for key in keys]
-        until = monotonic() + limit.total_seconds()
-        pause, seen = _FIRST_LOOK, None
-        while names:
-            try:
-                self._store.wait(names, min(pause, timedelta(seconds=max(until - monotonic(), 0.001))))
-                break
-            except DistNetworkError:
-                raise
-            except RuntimeError:  # not there yet
-                pause = min(2 * pause, _LOOK)
-            if self._store.check(names):
-                break
+        began = monotonic()
+        until = began + limit.total_seconds()
+        seen, look = None, _FIRST_LOOK
+        while names and not self._store.check(names):
+            waited = monotonic() - began
+            sleep(min(max(_SHARE * waited, _SHORTEST), _LONGEST))
+            if waited < look:
+                continue
+            look = waited + min(waited, _LONGEST)
             missing = [key for key in keys if not self._store.check([f"{prefix}{key}"])]
             ranks = [self.coordinator if key == "verdict" else int(key) for key in missing]
             if self.known() is not None:

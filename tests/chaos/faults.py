@@ -1,0 +1,201 @@
+"""Seeded faults: what goes wrong, on which rank, at which moment of which load; and what a rank does to make it so."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from epload import HierarchicalLoader, node_memory, ops
+from epload.checkpoint import SafetensorsCheckpoint
+from epload.control import Control
+
+WORLD = 4
+HARMLESS = ("none", "slow reader", "slow link", "full disk")
+KINDS = (
+    *HARMLESS, "unreadable", "truncated", "unpack", "out of memory", "hook", "interrupt", "kill", "stop", "mismatch",
+    "bit in shard", "bit in bucket",
+)  # fmt: skip
+_RARE = {"none": 0.5}
+WAYS = (
+    ("one", "two_level"),
+    ("one", "striped"),
+    ("per_node", "two_level"),
+    ("partitioned", "two_level"),
+    ("partitioned", "striped"),
+    ("every", "two_level"),
+    ("auto", "auto"),
+    ("one", "flat"),
+)
+_READS = ("fill", "read_regions")
+_MOVES = ("relay", "coalesced_bcast")
+_WRITES = ("unpack", "read_regions")
+_ALL = (*_READS, *_MOVES, "unpack", "agree")
+_AT = {
+    "unreadable": _READS, "truncated": _READS, "slow reader": _READS, "slow link": _MOVES, "bit in bucket": _MOVES,
+    "unpack": _WRITES, "out of memory": _WRITES, "bit in shard": _WRITES,
+}  # fmt: skip
+"""Calls at which a kind of fault may happen; the others at any."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    seed: int
+    kind: str
+    victim: int
+    moment: float
+    """0 to 1: how far through the victim's calls."""
+    way: tuple[str, str]
+    bucket_bytes: int
+    verify: str
+
+    @classmethod
+    def of(cls, seed: int) -> Fault:
+        draw = random.Random(seed)
+        kind = draw.choices(KINDS, [_RARE.get(kind, 1.0) for kind in KINDS])[0]
+        verify = draw.choice(("off", "buckets", "sample", "full"))
+        verify = {"bit in shard": "full", "bit in bucket": "buckets"}.get(kind, verify)
+        way = draw.choice([way for way in WAYS if _victims(kind, way)])
+        victim, moment = draw.choice(_victims(kind, way)), draw.random()
+        return cls(seed, kind, victim, moment, way, draw.choice((256, 512)), verify)
+
+    def __str__(self) -> str:
+        where = f"rank {self.victim} at {self.moment:.2f} of {'-'.join(self.way)}"
+        return f"seed {self.seed}: {self.kind}, {where}, buckets of {self.bucket_bytes}, verify={self.verify}"
+
+
+def _victims(kind: str, way: tuple[str, str]) -> Sequence[int]:
+    """Ranks of two nodes of two to which a kind of fault can happen."""
+    readers, algorithm = way
+    everyone, leaders = range(WORLD), (0, 2)
+    if kind in ("bit in bucket", "full disk") and readers in ("every", "auto"):
+        return ()
+    if kind == "bit in bucket" and algorithm != "flat":
+        return () if readers == "per_node" else leaders if algorithm == "two_level" else everyone
+    if kind == "full disk":
+        return () if algorithm == "flat" else leaders
+    if _AT.get(kind) == _READS:
+        return {"one": (0,), "per_node": leaders}.get(readers, everyone)
+    return everyone
+
+
+class Moments:
+    """Counts a rank's calls of some kinds, and does something at one of them."""
+
+    def __init__(
+        self, names: tuple[str, ...], at: int = -1, action: Callable[..., None] | None = None, after: bool = False
+    ) -> None:
+        """``after``: the action comes after the call, and is given its arguments."""
+        self._names, self._at, self._action, self._after = names, at, action, after
+        self.count = 0
+        self.fired = False
+
+    def _wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            mine = self.count > self._at >= 0 and not self.fired and self._action is not None
+            if mine and not self._after:
+                self.fired = True
+                self._action(*args)
+            result = inner(*args, **kwargs)
+            if mine and self._after:
+                self.fired = self._action(*args) is not False
+            return result
+
+        return call
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        owners = {"fill": SafetensorsCheckpoint, "agree": Control}
+        with ExitStack() as stack:
+            for name in self._names:
+                owner = owners.get(name, ops)
+                stack.enter_context(mock.patch.object(owner, name, self._wrap(getattr(owner, name))))
+            yield
+
+
+def _flip_in(tensors: list[Tensor]) -> bool:
+    for tensor in tensors:
+        if tensor.numel() and tensor.is_contiguous():
+            tensor.detach().view(-1).view(torch.uint8)[0] ^= 1
+            return True
+    return False
+
+
+def _flip_payload(*args: Any) -> bool:
+    data = args[0][0] if isinstance(args[0], list) else args[0]
+    if bytes(data[:8].tolist()) != b"epload01":
+        return False  # the manifest
+    data[64] ^= 1
+    return True
+
+
+def _raise(kind: type[Exception], *args: Any) -> Callable[..., None]:
+    def action(*_: Any) -> None:
+        raise kind(*args)
+
+    return action
+
+
+@contextmanager
+def broken(fault: Fault, path: Path, calls: int, deadline: float) -> Iterator[Moments]:
+    """Meanwhile the fault happens on this rank, which made ``calls`` calls in a load without it."""
+    at = int(fault.moment * calls)
+    names = moments_of(fault)
+
+    def slow(*_: Any) -> None:
+        time.sleep(0.3 * deadline)
+
+    def truncate(*_: Any) -> None:
+        os.truncate(path, int(path.stat().st_size * (0.1 + 0.8 * fault.moment)))
+
+    def stop_here(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def kill(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def interrupt(*_: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before: dict[str, Callable[..., None]] = {
+        "slow reader": slow, "slow link": slow, "truncated": truncate, "stop": stop_here, "kill": kill, "interrupt": interrupt,
+        "unreadable": _raise(OSError, errno.EIO, "the disk is on fire"), "unpack": _raise(RuntimeError, "cannot unpack"),
+        "out of memory": _raise(MemoryError, "no room"),
+    }  # fmt: skip
+    after: dict[str, Callable[..., Any]] = {
+        "bit in shard": lambda *args: _flip_in(args[2 if len(args) == 5 else 1]), "bit in bucket": _flip_payload,
+    }  # fmt: skip
+    action = before.get(fault.kind) or after.get(fault.kind)
+    moments = Moments(names, at if action else -1, action, after=fault.kind in after)
+
+    def full_disk(nbytes: int) -> Any:
+        moments.fired = True
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    def bad_hook(*_: Any) -> None:
+        moments.fired = True
+        raise KeyError("no rule for this buffer")
+
+    with ExitStack() as stack:
+        stack.enter_context(moments.watched())
+        if fault.kind == "full disk":
+            stack.enter_context(mock.patch.object(node_memory, "_make", full_disk))
+        if fault.kind == "hook":
+            stack.enter_context(mock.patch.object(HierarchicalLoader, "_initialise", bad_hook))
+        yield moments
+
+
+def moments_of(fault: Fault) -> tuple[str, ...]:
+    return _AT.get(fault.kind, _ALL)

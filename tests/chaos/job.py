@@ -1,0 +1,136 @@
+"""One rank of a job that is loaded into over and over, with faults."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from chaos.faults import WORLD, Fault, Moments, broken, moments_of
+from epload import HierarchicalLoader, Topology
+from test_loader import NODES, meta_net, state_for, wrong
+
+DEADLINE = 4.0
+"""Seconds without progress; short, as a stopped rank takes it whole."""
+
+
+@dataclass
+class Outcome:
+    """What one load did on one rank."""
+
+    kind: str = ""
+    """Class of what it raised, empty if nothing."""
+    text: str = ""
+    seconds: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    """Tensors with other values than the checkpoint's, after a load that raised nothing."""
+    leaks: list[str] = field(default_factory=list)
+    fired: bool = False
+
+
+def leaks(folder: Path) -> list[str]:
+    """What a load must not leave behind. Sockets of groups that a failure retired are not looked at (docs/reliability.md)."""
+    gc.collect()
+    said = [f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("epload-")]
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue
+        if "[pidfd]" in target or target.startswith(str(folder)):
+            said.append(f"descriptor {target}")
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return said + [f"process {child}" for child in children]
+
+
+def memories() -> int:
+    """Node-shared buffers that are mapped; each has a descriptor."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("memfd:epload" in line for line in maps)
+
+
+class Rank:
+    def __init__(self, rank: int, folder: Path) -> None:
+        self._rank = rank
+        self._path = folder / "model.safetensors"
+        self._good = self._path.read_bytes()
+        self._folder = folder
+        self._topology = Topology.from_nodes(NODES)
+        self._flat_failures = 0
+
+    def run(self, seed: int) -> list[Outcome]:
+        """A load without the fault, one with it, one without again."""
+        fault = Fault.of(seed)
+        loader = self._loader(fault)
+        counter = Moments(moments_of(fault))
+        with counter.watched():
+            outcomes = [self._load(loader)]
+        if fault.kind == "full disk":
+            loader = self._loader(fault)  # which has no buffers yet
+        if fault.kind == "mismatch" and self._rank == fault.victim:
+            outcomes.append(self._load(loader, torch.float64 if fault.moment < 0.5 else torch.bfloat16))
+            outcomes[-1].fired = True
+        elif self._rank == fault.victim:
+            with broken(fault, self._path, counter.count, DEADLINE) as moments:
+                outcomes.append(self._load(loader))
+            outcomes[-1].fired = moments.fired
+        else:
+            outcomes.append(self._load(loader))
+        self._flat_failures += bool(outcomes[-1].kind) and fault.way[1] == "flat"
+        if outcomes[-1].kind and memories() > self._flat_failures:
+            outcomes[-1].leaks.append(f"{memories()} shared buffers are mapped")
+        return outcomes
+
+    def after(self, seed: int) -> list[Outcome]:
+        """A load when all ranks are done with the fault."""
+        fault = Fault.of(seed)
+        if fault.kind == "truncated" and self._rank == fault.victim:
+            with open(self._path, "r+b") as file:  # the same file: others have it open
+                file.write(self._good)
+        dist.barrier()
+        return [self._load(self._loader(fault))]
+
+    def _loader(self, fault: Fault) -> HierarchicalLoader:
+        return HierarchicalLoader(
+            self._topology, readers=fault.way[0], algorithm=fault.way[1], bucket_bytes=fault.bucket_bytes,
+            verify=fault.verify, deadline=DEADLINE, progress=False,
+        )  # fmt: skip
+
+    def _load(self, loader: HierarchicalLoader, dtype: torch.dtype = torch.float32) -> Outcome:
+        outcome = Outcome()
+        model = meta_net(dtype)
+        began = time.monotonic()
+        try:
+            loader.load(model, self._path)
+            outcome.wrong = wrong(model, state_for(1))
+        except BaseException as error:
+            outcome.kind, outcome.text = type(error).__name__, str(error)
+        outcome.seconds = time.monotonic() - began
+        outcome.leaks = leaks(self._folder)
+        return outcome
+
+
+def main(rank: int, folder: str, port: int, link: Connection) -> None:
+    """Does as it is told over ``link`` until that closes."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
+    worker: Any = Rank(rank, Path(folder))
+    link.send(os.getpid())
+    while True:
+        try:
+            step, seed = link.recv()
+        except EOFError:
+            os._exit(0)  # without destroying groups whose other ranks may be gone
+        link.send(getattr(worker, step)(seed))
