@@ -97,10 +97,6 @@ def matrix(rank: int, world: int, folder: Path) -> list[str]:
 
 
 def misreported(report: LoadReport, nodes: Nodes, readers: str, algorithm: str, kind: str, src: int) -> Iterator[str]:
-    even = len(set(map(len, nodes))) == 1
-    expected = "two_level" if algorithm == "auto" or (algorithm == "striped" and not even) else algorithm
-    if algorithm == "striped" and not even and "two_level in place of striped" not in report.chosen:
-        yield f"does not say why not striped: {report.chosen!r}"
     if readers != "auto":
         way = readers
     elif kind in ("dict", "torch") and sum(map(len, nodes)) > 1:
@@ -111,6 +107,10 @@ def misreported(report: LoadReport, nodes: Nodes, readers: str, algorithm: str, 
         way = "every"
         if "chose every: each rank can read its own, which is little" not in report.chosen:
             yield f"does not say why every: {report.chosen!r}"
+    uneven = len(set(map(len, nodes))) > 1 and way != "every"  # where no bucket moves, no algorithm is in the way
+    expected = "two_level" if algorithm == "auto" or (algorithm == "striped" and uneven) else algorithm
+    if algorithm == "striped" and uneven and "two_level in place of striped, as node sizes differ" not in report.chosen:
+        yield f"does not say why not striped: {report.chosen!r}"
     if way == readers and algorithm != "striped" and report.chosen:
         yield f"nothing was chosen, but: {report.chosen!r}"
     if (report.readers, report.algorithm) != (way, expected):
