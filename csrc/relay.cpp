@@ -10,6 +10,7 @@
 #include <deque>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 namespace epload {
 namespace {
@@ -21,7 +22,12 @@ struct Chunk {
   int64_t begin, nbytes;
 };
 
-void check(const at::Tensor& bucket, const std::vector<RelayStep>& steps, int64_t chunk_bytes) {
+void check(
+    const at::Tensor& bucket,
+    const std::vector<RelayStep>& steps,
+    const Group& inter,
+    const Group& intra,
+    int64_t chunk_bytes) {
   TORCH_CHECK_VALUE(
       bucket.is_cpu() && bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
       "relay: expected the bucket as a contiguous 1-D uint8 CPU tensor, got ",
@@ -51,6 +57,17 @@ void check(const at::Tensor& bucket, const std::vector<RelayStep>& steps, int64_
         s.from_inter,
         " and ",
         s.from_intra);
+    for (const auto& [peer, group] :
+         {std::pair{s.from_inter, &inter}, {s.from_intra, &intra}, {s.to_inter, &inter}, {s.to_intra, &intra}}) {
+      TORCH_CHECK_VALUE(
+          peer < 0 || group->contains(peer),
+          "relay: step ",
+          i,
+          " names rank ",
+          peer,
+          ", but the ranks of its group are ",
+          group->ranks());
+    }
   }
 }
 
@@ -136,7 +153,7 @@ int64_t relay(
     int64_t chunk_bytes,
     const std::optional<at::Tensor>& board,
     double seconds) {
-  check(bucket, steps, chunk_bytes);
+  check(bucket, steps, inter, intra, chunk_bytes);
   TORCH_CHECK_VALUE(seconds >= 0 && seconds < 1e9, "relay: expected a limit of 0 to 1e9 seconds, got ", seconds);
   std::vector<Chunk> chunks;
   for (const auto& step : steps) {

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from epload import dtypes, ops
-from epload.checkpoint import Checkpoint, Manifest
+from epload.checkpoint import Checkpoint
 from epload.errors import LoadError
+from epload.manifest import Manifest
 from epload.plan import Bucket, LoadPlan
 
 VERIFY = ("off", "buckets", "sample", "full")

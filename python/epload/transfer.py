@@ -15,10 +15,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from epload import ops, pipeline
-from epload.checkpoint import Checkpoint, Manifest
+from epload.checkpoint import Checkpoint
 from epload.control import HEADER_BYTES, STATUS_ABORT, STATUS_OK, BucketHeader, Control
 from epload.errors import LoadError, Overdue, Told, text_of
 from epload.flow import Flow, Step
+from epload.manifest import Manifest
 from epload.node_memory import BUFFERS, NodeMemory
 from epload.plan import Bucket, LoadPlan
 from epload.report import LoadReport
