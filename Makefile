@@ -4,10 +4,14 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 RUN := $(VENV)/bin
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
-FAKES := $(wildcard tests/fakedev/*.cpp tests/fakedev/*.h)
+FAKES := $(wildcard tests/fakedev/*.cpp tests/fakedev/*.h tests/native/*.cpp tests/native/*.h)
+FAULTS ?= 300
+SEED ?= 0
+CHAOS_SECONDS ?= inf
+FUZZ_SECONDS ?= 600
 SOURCES := python tests benchmarks examples setup.py
 
-.PHONY: help build test lint format demo bench-load gpu-check clean
+.PHONY: help build test lint format demo chaos fuzz sanitize bench-load gpu-check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -41,6 +45,18 @@ format: $(VENV)/ready ## rewrite the sources as lint wants them
 
 demo: build ## load a Mixture-of-Experts checkpoint over two emulated nodes
 	$(RUN)/python examples/demo.py
+
+chaos: build ## FAULTS=300 seeded faults from SEED=0 on, on 4 ranks, each judged
+	$(RUN)/python tests/chaos --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS)
+
+fuzz: build ## hostile input for FUZZ_SECONDS=600: hypothesis, and AFL++ where it is installed
+	$(RUN)/python tests/fuzz.py --seconds $(FUZZ_SECONDS)
+
+sanitize: build ## the native code under AddressSanitizer with UBSan, and under ThreadSanitizer
+	tests/native/build.sh $(RUN)/python build/native/address test_native.cpp -fsanitize=address,undefined -fno-sanitize-recover=all
+	build/native/address tests/native/corpus
+	tests/native/build.sh $(RUN)/python build/native/thread test_native.cpp -fsanitize=thread
+	TSAN_OPTIONS=halt_on_error=1 build/native/thread tests/native/corpus
 
 bench-load: build ## compare with other loaders and with the floor; about 15 minutes on 2 cores
 	$(RUN)/python benchmarks/bench_load.py --json benchmarks/results/load.json

@@ -1,0 +1,12 @@
+// What the native code is fuzzed with: each case makes an input of arbitrary bytes, and must neither crash nor reach
+// outside the memory that it was given.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+// A copy table over tensors and a bucket that end where their memory does: refused, or carried out inside them.
+void copy_table_case(const uint8_t* data, size_t size);
+
+// Tensors for the bucket planner: refused, or every slot inside its bucket, aligned, in order, and all bytes covered.
+void planner_case(const uint8_t* data, size_t size);
