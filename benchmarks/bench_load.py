@@ -186,9 +186,9 @@ class Bench:
                 best.append(statistics.median(seconds))
         return min(best)
 
-    def epload_loader(self, readers: str, mebibytes: float) -> Callable[[nn.Module, Path, int], None]:
+    def epload_loader(self, readers: str, mebibytes: float, verify: str) -> Callable[[nn.Module, Path, int], None]:
         loader = epload.HierarchicalLoader(
-            self.topology, readers=readers, bucket_bytes=int(mebibytes * (1 << 20)), progress=False
+            self.topology, readers=readers, bucket_bytes=int(mebibytes * (1 << 20)), verify=verify, progress=False
         )
 
         def load(model: nn.Module, file: Path, rank: int) -> None:
@@ -197,12 +197,13 @@ class Bench:
         return load
 
     def loader(self, name: str) -> Callable[[nn.Module, Path, int], None]:
-        """By name; ``epload@16`` is epload with buckets of 16 MiB."""
+        """By name; ``epload@16`` is epload with buckets of 16 MiB, ``epload+full`` with ``verify="full"``."""
         if name in PEERS:
             return PEERS[name]
-        kind, _, mebibytes = name.partition("@")
+        kind, _, verify = name.partition("+")
+        kind, _, mebibytes = kind.partition("@")
         readers = kind.removeprefix("epload").lstrip("_") or "one"
-        return self.epload_loader(readers, float(mebibytes or 64))
+        return self.epload_loader(readers, float(mebibytes or 64), verify or "off")
 
     def reload(self, name: str, model: nn.Module) -> None:
         loader = self.loader(name)
@@ -282,6 +283,9 @@ def _run(options: argparse.Namespace) -> None:
     for (case, loader), seconds in medians.items():
         if case == "reload":
             bench.say(f"reload {loader}: {seconds / floor:.2f} x the floor")
+    for (case, loader), seconds in medians.items():
+        if (case, plain := loader.partition("+")[0]) in medians and plain != loader:
+            bench.say(f"{case}: {loader} takes {seconds / medians[case, plain] - 1:+.0%} over {plain}")
     for (case, loader), seconds in medians.items():
         for ours in ("epload", "epload_every"):
             if (case, ours) in medians and loader in PEERS:

@@ -127,7 +127,8 @@ void copy_table_case(const uint8_t* data, size_t size) {
 void planner_case(const uint8_t* data, size_t size) {
   Input input(data, size);
   std::vector<epload::TensorExtent> tensors;
-  const auto capacity = input.number() * 16;
+  const auto blocks = input.number();
+  const auto capacity = blocks > -1000 && blocks < int64_t{1} << 40 ? blocks * 16 : blocks;
   const auto alignment = int64_t{1} << input.below(6);
   const auto header = input.below(80);
   for (int64_t i = input.below(8); i > 0; --i) {
