@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
-from epload.errors import Ended, Overdue, kind_of, known, make_error, text_of
+from epload.errors import Ended, LoadError, Overdue, kind_of, make_error, text_of
 
 _TO_BE_WRITTEN = timedelta(seconds=5)
 """Between taking the first number and writing the text there is one step on another rank, unless that has died there."""
@@ -40,15 +40,17 @@ def describe(error: BaseException, rank: int, doing: str = "", others: str = "")
         text = f"rank {rank} was interrupted ({type(error).__name__})"
     else:
         text = text_of(error)
-        if not known(error):
-            text = f"rank {rank}: {text}"
-    if doing and not known(error):
+        if not isinstance(error, LoadError):
+            kind = "" if text.startswith(type(error).__name__) else f"{type(error).__name__}: "
+            text = f"rank {rank}: {kind}{text}"
+    if doing and not isinstance(error, LoadError):
         text += f" (rank {rank} was at: {doing})"
     if others:
         text += f"\n{others}"
     if stack := stack_of(error):
         text += f"\nWhere it happened, on rank {rank}:\n{stack}"
-    return Failure(kind_of(error), text, rank)
+    # Not a caller's mistake, whatever was raised: those are told in rounds, before anything moves.
+    return Failure(kind_of(error) if isinstance(error, LoadError) else LoadError.__name__, text, rank)
 
 
 def stack_of(error: BaseException) -> str:
