@@ -45,8 +45,9 @@ class Proof:
             table = bucket.copies[self._chosen(bucket, bucket.copies[:, 1])]
             if not len(table):
                 continue
-            targets = [local[t].detach().cpu() for t in bucket.targets]
-            digests = ops.digest_tensors(targets, table)
+            wanted, table[:, 0] = torch.unique(table[:, 0], return_inverse=True)
+            targets = [local[bucket.targets[t]] for t in wanted.tolist()]
+            digests = ops.digest_tensors([target if target.is_cpu else target.cpu() for target in targets], table)
             table[:, 0] = torch.tensor([dtypes.code(target.dtype) for target in targets])[table[:, 0]]
             table[:, _FIXED : _FIXED + (table.shape[1] - _FIXED) // 3] = (
                 0  # where in the tensor, which says nothing there
