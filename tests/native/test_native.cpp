@@ -7,17 +7,17 @@
 #include "../../csrc/region_copy.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/equal.h>
 #include <ATen/ops/zeros.h>
 
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -122,16 +122,20 @@ void failing() {
   sentry.join();
 }
 
+// Torch's own threads are left out of it: its library is not built for ThreadSanitizer.
 void several_threads() {
-  at::set_num_threads(2);
   const int64_t rows = 3000, columns = 5000; // above the bytes at which a second thread is taken
-  const auto bucket = at::arange(rows * columns, at::kInt).view(at::kByte);
-  const auto tensor = at::zeros({rows, columns}, at::kInt);
+  const auto values = at::empty({rows * columns}, at::kInt);
+  const auto tensor = at::empty({rows, columns}, at::kInt);
+  auto* const numbers = values.mutable_data_ptr<int32_t>();
+  std::iota(numbers, numbers + rows * columns, 7);
+  const auto bucket = values.view(at::kByte);
   const auto table = at::empty({1, 10}, at::kLong);
   const std::vector<int64_t> row = {0, 0, static_cast<int64_t>(at::kInt), 2, 0, 0, rows, columns, columns, 1};
   std::copy(row.begin(), row.end(), table.mutable_data_ptr<int64_t>());
+  at::set_num_threads(2);
   epload::region_copy(bucket, {tensor}, epload::decode_copies(bucket, {tensor}, table), epload::Direction::kUnpack);
-  require(at::equal(tensor, at::arange(rows * columns, at::kInt).view({rows, columns})), "two threads copy as one");
+  require(std::memcmp(tensor.const_data_ptr(), numbers, values.nbytes()) == 0, "two threads copy as one");
 }
 
 } // namespace
