@@ -1,0 +1,48 @@
+"""Plots of what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from summary import Row, by_case
+
+OURS, OTHERS = "tab:blue", "tab:grey"
+
+
+def load(results: Row, target: Path) -> None:
+    """A bar for each loader and case, on a logarithmic scale."""
+    heads = {"reload": "reload", "meta": "from meta", "library": "transformers model, from nothing"}
+    found = {case: [row for row in by_case(results["rows"], case) if "median" in row] for case in heads}
+    found = {case: rows for case, rows in found.items() if rows}
+    if not found:
+        return
+    ratios = [len(rows) + 1 for rows in found.values()]
+    figure, axes = plt.subplots(
+        len(found), 1, figsize=(9, 0.27 * sum(ratios) + 1.2), layout="constrained", height_ratios=ratios, sharex=True,
+        squeeze=False,
+    )  # fmt: skip
+    for axis, (case, rows) in zip(axes[:, 0], found.items(), strict=True):
+        rows = rows[::-1]
+        at = range(len(rows))
+        medians = [row["median"] for row in rows]
+        spread = [[row["median"] - row["min"] for row in rows], [row["max"] - row["median"] for row in rows]]
+        colors = [OURS if row["ours"] else OTHERS for row in rows]
+        axis.barh(at, medians, xerr=spread, color=colors, error_kw={"linewidth": 0.8})
+        axis.set_yticks(at, [row["title"] for row in rows], fontsize=7)
+        axis.set_xscale("log")
+        axis.set_title(heads[case], fontsize=9)
+        for i, value in enumerate(medians):
+            axis.text(value, i, f" {value:.2f}", va="center", fontsize=6)
+    axes[-1, 0].set_xlabel("seconds: median, least and most")
+    figure.suptitle(
+        f"{results['tensors']:,} tensors, {results['nbytes'] / 1e6:.0f} MB, {results['nodes']} nodes x {results['ranks']} "
+        f"gloo ranks on one machine, {results['date']}",
+        fontsize=9,
+    )
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
