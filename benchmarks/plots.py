@@ -46,3 +46,29 @@ def load(results: Row, target: Path) -> None:
     )
     figure.savefig(target, dpi=110)
     plt.close(figure)
+
+
+def net(results: Row, target: Path) -> None:
+    """Seconds of each way over the number of nodes, for the largest checkpoint; and what goes over the busiest link."""
+    largest = max(run["nbytes"] for run in results["runs"])
+    runs = sorted((run for run in results["runs"] if run["nbytes"] == largest), key=lambda run: run["nodes"])
+    ways = list(dict.fromkeys(row["title"] for run in runs for row in by_case(run["rows"], "reload") if row["ours"]))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for way in sorted(ways):
+        seen = [(run["nodes"], row) for run in runs for row in run["rows"] if row["title"] == way and "median" in row]
+        nodes = [count for count, _ in seen]
+        left.plot(nodes, [row["median"] for _, row in seen], marker="o", label=way)
+        right.plot(nodes, [max(row["in"], row["out"]) for _, row in seen], marker="o", label=way)
+    left.axhline(runs[0]["bound"], color="grey", linestyle="--", label="S/B")
+    left.set(xlabel="nodes", ylabel="seconds, median", title="reload", ylim=(0, None))
+    right.set(xlabel="nodes", ylabel="bytes / S", title="most over one node's link, either way", ylim=(0, None))
+    for axis in (left, right):
+        axis.set_xticks([run["nodes"] for run in runs], [run["shape"] for run in runs])
+    left.legend(fontsize=7)
+    figure.suptitle(
+        f"{largest / 1e6:.0f} MB over links of {results['mbit']} Mbit/s, one namespace a node, one machine, "
+        f"{results['date']}",
+        fontsize=9,
+    )
+    figure.savefig(target, dpi=110)
+    plt.close(figure)

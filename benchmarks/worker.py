@@ -45,7 +45,7 @@ class Worker:
         for case, entries in self.plan["entries"].items():
             done: dict[str, list[float]] = {entry: list(seconds) for entry, seconds in entries.items()}
             instance = CASES[case](self.bench, case, list(done))
-            warm = set() if case in ("reload", "collective", "floor", "rates") else set(done)
+            warm = set(done) if case in ("meta", "materialise") else set()
             while waiting := [entry for entry in done if len(done[entry]) < self._wanted(done[entry])]:
                 for entry in waiting:
                     self.log({"began": [case, entry]})
