@@ -31,7 +31,7 @@ from tables import Table, provenance, seconds, times, write
 from workload import Size, meta_model
 
 ROOT = Path(__file__).parents[1]
-RATES = ("link", "read", "unpack")
+RATES = ("link", "read", "store")
 
 
 def main() -> None:

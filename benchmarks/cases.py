@@ -18,6 +18,10 @@ from epload.materialise import materialise
 from epload.targets import collect
 from workload import FILE, Size, meta_model, reference, sharded_model, wrong_shards
 
+PIECE = 16 << 20
+"""Bytes that a rank reads or sends to measure a rate."""
+STORE_KEYS = 1000
+
 
 @dataclass
 class Bench:
@@ -159,17 +163,15 @@ class Materialise:
 
 
 class Rates:
-    """What the simulator takes as given, each measured alone: one link, reading and unpacking with all ranks at once."""
-
-    PIECE = 16 << 20
+    """What the simulator takes as given, each measured alone: a link, reading with all ranks at once, the store."""
 
     def __init__(self, bench: Bench, case: str, entries: list[str]) -> None:
         self.bench = bench
-        self.buffer = torch.ones(self.PIECE, dtype=torch.uint8)
-        self.target = torch.ones(self.PIECE, dtype=torch.uint8)
+        self.buffer = torch.ones(PIECE, dtype=torch.uint8)
+        self.target = torch.ones(PIECE, dtype=torch.uint8)
 
     def prepare(self, entry: str) -> Callable[[], None]:
-        return {"link": self._link, "read": self._read, "unpack": self._unpack}[entry]
+        return {"link": self._link, "read": self._read, "store": self._store}[entry]
 
     def _link(self) -> None:
         """The leader of every second node sends to the next one's."""
@@ -185,11 +187,17 @@ class Rates:
         """Each rank another part of the file, into a buffer that it has used before."""
         with open(self.bench.folders[0] / FILE, "rb", buffering=0) as file:
             length = (self.bench.folders[0] / FILE).stat().st_size
-            file.seek(min(self.bench.rank * self.PIECE, max(0, length - self.PIECE)))
+            file.seek(min(self.bench.rank * PIECE, max(0, length - PIECE)))
             file.readinto(self.buffer.numpy())
 
-    def _unpack(self) -> None:
-        self.target.copy_(self.buffer)
+    def _store(self) -> None:
+        """What one rank more costs a round of agreement: a key set and a key deleted, STORE_KEYS times."""
+        if self.bench.rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            for key in range(STORE_KEYS):
+                store.set(str(key), "x" * 64)
+            for key in range(STORE_KEYS):
+                store.delete_key(str(key))
 
     def wrong(self) -> list[str]:
         return []

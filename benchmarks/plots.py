@@ -72,3 +72,51 @@ def net(results: Row, target: Path) -> None:
     )
     figure.savefig(target, dpi=110)
     plt.close(figure)
+
+
+def check(checked: list[Row], target: Path) -> None:
+    """Simulated over measured seconds, a point for each way and shape, with a band of 20 %."""
+    figure, axis = plt.subplots(figsize=(5.5, 5), layout="constrained")
+    for shape in dict.fromkeys(row["shape"] for row in checked):
+        rows = [row for row in checked if row["shape"] == shape]
+        axis.scatter([row["measured"] for row in rows], [row["predicted"] for row in rows], label=shape, s=22)
+    values = [value for row in checked for value in (row["measured"], row["predicted"])] or [0.1, 1.0]
+    ends = [min(values) / 1.5, max(values) * 1.5]
+    axis.plot(ends, ends, color="grey", linewidth=0.8)
+    axis.fill_between(ends, [0.8 * e for e in ends], [1.2 * e for e in ends], color="grey", alpha=0.2, label="20 %")
+    axis.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="simulated, s", xlim=ends, ylim=ends)
+    axis.legend(fontsize=8)
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
+def scale(results: list[Row], node: str, target: Path) -> None:
+    """Simulated seconds over the number of accelerators: a column a model, a row for each storage and number of cards."""
+    mine = [row for row in results if row["node"] == node]
+    models = list(dict.fromkeys(row["model"] for row in mine))
+    cases = list(dict.fromkeys((row["storage"], row["cards"]) for row in mine))
+    ways = list(mine[0]["seconds"])
+    figure, axes = plt.subplots(len(cases), len(models), figsize=(15, 17), layout="constrained", sharex=True)
+    for line, (storage, cards) in enumerate(cases):
+        for column, model in enumerate(models):
+            axis = axes[line][column]
+            rows = [r for r in mine if (r["model"], r["storage"], r["cards"]) == (model, storage, cards)]
+            for number, way in enumerate(ways):
+                if way not in rows[0]["seconds"]:
+                    continue
+                style = "--" if way.startswith("flat ring") else "-"
+                values = [row["seconds"][way] for row in rows]
+                axis.plot([r["accelerators"] for r in rows], values, style, color=f"C{number}", label=way, linewidth=1.3)
+            axis.set(xscale="log", yscale="log")
+            axis.set_xticks([8, 64, 512, 4096, 16384], ["8", "64", "512", "4k", "16k"])
+            axis.grid(alpha=0.3)
+            axis.set_title(f"{model}, {storage} storage, {cards} card{'s' * (cards > 1)} a node", fontsize=8)
+    for axis in axes[-1]:
+        axis.set_xlabel("accelerators")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("seconds, simulated")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
+    figure.suptitle(f"SIMULATED, not measured: {node} nodes of 8 accelerators")
+    figure.savefig(target, dpi=80)
+    plt.close(figure)

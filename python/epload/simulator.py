@@ -141,7 +141,7 @@ def _moving(way: str, total: int, tensors: int, cluster: Cluster) -> float:
     )
     wave, per_wave = waves(total, nodes, readers if readers in ("partitioned", "auto") else "one")
     flow = Flow(tuple(map(tuple, nodes)), 0, 0, "partitioned" if readers == "partitioned" else "one", "two_level", True)
-    chunk = flow.chunk_bytes(total)
+    chunk = min(flow.chunk_bytes(total), wave // per_wave)
     buckets = -(-total * per_wave // wave)
     if way in ("ring", "tensor ring"):
         count = tensors if way == "tensor ring" else buckets
