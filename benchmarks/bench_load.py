@@ -38,7 +38,9 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2, help="emulated nodes")
     parser.add_argument("--ranks", type=int, default=2, help="ranks a node")
     parser.add_argument("--layers", type=int, default=48, help="of 128 experts; 48 gives 18,867 tensors")
-    parser.add_argument("--few", action="store_true", help="about as many bytes in 183 tensors: 15 layers of one expert")
+    parser.add_argument(
+        "--few", action="store_true", help="about as many bytes in 183 tensors: 15 layers of one expert"
+    )
     parser.add_argument("--repeat", type=int, default=5, help="runs of what takes up to 20 s")
     parser.add_argument("--slow-repeat", type=int, default=3, help="runs of what takes longer")
     parser.add_argument("--quick", action="store_true", help="4 layers, three runs")
@@ -124,6 +126,7 @@ def tables(results: Row) -> list[Table]:
             [_times(row) for row in by_case(found, "materialise")],
         )
     )
+    made.append(_targets(found, floor))
     return [table for table in made if table.rows]
 
 
@@ -135,6 +138,26 @@ def _collectives(found: list[Row]) -> Table:
         lines.append([*_times(row), faster] if "median" in row else _times(row))
     columns = ("one list of tensors to all ranks", "runs", "min s", "median s", "max s", "x faster than one by one")
     return Table("Coalescing alone: no model, no file", columns, lines)
+
+
+def _targets(found: list[Row], floor: float | None) -> Table:
+    """What the design asks for, and what came."""
+
+    def ratio(case: str, above: str, below: str | None) -> float | None:
+        over = median(found, case, above)
+        under = floor if below is None else median(found, case, below)
+        return over / under if over and under else None
+
+    one, every = "epload_modes:one/two_level", "epload_modes:every/auto"
+    rows = (
+        ("reload, one reader, over the floor", "<= 2.2, then 1.5", ratio("reload", one, None)),
+        ("reload, every rank reads, over the floor", "<= 0.9", ratio("reload", every, None)),
+        ("reload, safe_open over every rank reads", ">= 10", ratio("reload", "safe_open_slices", every)),
+        ("from meta, one broadcast a parameter over one reader", ">= 10, then 14", ratio("meta", "per_parameter", one)),
+        ("from meta, torch over one reader", ">= 6, then 9", ratio("meta", "set_model_state_dict", one)),
+        ("materialise over to_empty", "<= 0.5, then 0.33", ratio("materialise", "epload", "to_empty")),
+    )
+    return Table("Targets", ("ratio of medians", "wanted", "measured"), [[*row[:2], times(row[2])] for row in rows])
 
 
 def _times(row: Row) -> list[str]:
@@ -149,6 +172,22 @@ def write_docs(results: Row, shown: list[Table]) -> None:
     plots.load(results, ROOT / "docs" / "load.png")
     (ROOT / "docs" / "load.json").write_text(json.dumps({k: v for k, v in results.items() if k != "samples"}, indent=1))
     write(page, "load", [provenance(results), *(table.markdown() for table in shown)])
+    write(ROOT / "README.md", "measured", [provenance(results), _summary(results["rows"]).markdown()])
+
+
+def _summary(found: list[Row]) -> Table:
+    """The loaders that people use, and epload as it is by default and with one reader."""
+    entries = ("per_parameter", "accelerate_fsdp2", "set_model_state_dict", "dcp_huggingface", "coalesced_500mb")
+    entries += ("safe_open_slices", "epload_modes:one/two_level", "epload_modes:auto/auto")
+    known = {row["entry"]: row for row in found}
+    rows = []
+    for entry in entries:
+        if entry in known:
+            name = f"**{known[entry]['title']}**" if entry.startswith("epload") else known[entry]["title"]
+            rows.append([name, *(seconds(median(found, case, entry)) for case in ("reload", "meta"))])
+    floor = min((row["median"] for row in by_case(found, "floor") if "median" in row), default=None)
+    rows.append(["the same bytes as raw flat buckets, nothing else", seconds(floor), ""])
+    return Table("Median seconds", ("loader", "reload", "from a meta model"), rows)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from launch import Outcome, Plan
 from netbed import INTERFACE, NetBed, available
 from summary import Row, by_case
 from tables import Table, provenance, seconds, times, write
-from workload import Size, meta_model
+from workload import Size, meta_model, plan_buckets
 
 ROOT = Path(__file__).parents[1]
 RATES = ("link", "read", "store")
@@ -86,14 +86,15 @@ def measure(options: argparse.Namespace, shape: str, layers: int, others: bool, 
     if layers == min(map(int, options.layers.split(","))):
         entries["collective"] = {name: [] for name in COLLECTIVES}
     work = Path(tempfile.mkdtemp(dir=temporary))
-    plan = Plan(
-        nodes, ranks, asdict(size), launch.checkpoints(temporary, size), entries, options.repeat, interface=INTERFACE
-    )
+    folders = launch.checkpoints(temporary, size)
+    plan = Plan(nodes, ranks, asdict(size), folders, entries, options.repeat, interface=INTERFACE)
+    where = [range(first, first + ranks) for first in range(0, nodes * ranks, ranks)]
     with NetBed(nodes, options.mbit) as bed:
         launch.run(plan, work, outcome, bed)
     return {
         "shape": shape, "nodes": nodes, "ranks": ranks, "layers": layers, "nbytes": nbytes, "tensors": len(state),
         "bound": nbytes / (options.mbit * 1e6 / 8), "rows": summary.rows(outcome, nbytes),
+        "buckets": {way: plan_buckets(Path(folders[0]), size, where, way) for way in ("one", "partitioned")},
     }  # fmt: skip
 
 
@@ -132,7 +133,6 @@ def _gains(run: Row, where: str) -> Table:
             gain = times(found[before] / found[after])
             rows.append([what, f"{before} -> {after}", seconds(found[before]), seconds(found[after]), gain])
     return Table(f"Gains, each alone, {where}", ("gain", "from -> to", "before s", "after s", "x faster"), rows)
-
 
 
 if __name__ == "__main__":

@@ -130,7 +130,10 @@ SOURCES = (
     ("HCCL: a hop as NCCL's", "no public number found"),
     ("one accelerator reads 35 GB/s, a node's eight 45 GB/s from local storage", f"[InstantTensor, on H200]({TENSOR})"),
     ("shared storage: 40 GB/s a node", "NVIDIA DGX SuperPOD reference architecture RA-11333-001, GPUDirect Storage"),
-    ("shared storage: 80 GB/s for all nodes together, one appliance at 10 GB/s for each of 8 GPUs", f"[DDN AI400X2-Turbo]({DDN})"),
+    (
+        "shared storage: 80 GB/s for all nodes together, one appliance at 10 GB/s for each of 8 GPUs",
+        f"[DDN AI400X2-Turbo]({DDN})",
+    ),
     ("links and storage give all that is stated", "none does: times are the least that this hardware allows"),
 )
 

@@ -83,9 +83,8 @@ def _buckets(tensors: list[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
             bucket, rows, end = [], [], 0
         if tensor is not None:
             pad = [0] * (dims - tensor.ndim)
-            rows.append(
-                [len(bucket), end, dtypes.code(tensor.dtype), tensor.ndim, *([0] * dims), *tensor.shape, *pad, *tensor.stride(), *pad]
-            )  # fmt: skip
+            geometry = [*([0] * dims), *tensor.shape, *pad, *tensor.stride(), *pad]
+            rows.append([len(bucket), end, dtypes.code(tensor.dtype), tensor.ndim, *geometry])
             bucket.append(tensor)
             end += -(-tensor.nbytes // 64) * 64
     return made

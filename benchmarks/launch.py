@@ -122,12 +122,14 @@ def _ranks(plan: Plan, folder: Path, bed: NetBed | None) -> str:
         prefix, place = bed.place(rank // plan.ranks) if bed else ([], {})
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank % plan.ranks)}
         with open(folder / f"output-{rank}", "wb") as output:
-            processes.append(
-                subprocess.Popen(
-                    [*prefix, sys.executable, str(WORKER)], env={**common, **place, **own}, start_new_session=True,
-                    stdout=output, stderr=output,
-                )  # fmt: skip
+            process = subprocess.Popen(
+                [*prefix, sys.executable, str(WORKER)],
+                env={**common, **place, **own},
+                start_new_session=True,
+                stdout=output,
+                stderr=output,
             )
+        processes.append(process)
     try:
         return _watch(plan, folder, processes)
     finally:

@@ -55,7 +55,17 @@ class TransferClock:
     Python callers only; epload's ops call c10d natively and time themselves.
     """
 
-    _COLLECTIVES = ("broadcast", "scatter", "allgather", "_allgather_base", "allreduce", "gather", "send", "recv", "barrier")
+    _COLLECTIVES = (
+        "broadcast",
+        "scatter",
+        "allgather",
+        "_allgather_base",
+        "allreduce",
+        "gather",
+        "send",
+        "recv",
+        "barrier",
+    )
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -44,8 +44,7 @@ class NetBed:
         if why := available():
             raise SystemExit(f"no test-bed: {why}")
         sweep()
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _exit)
+        self._handlers = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
         try:
             self._make()
         except BaseException:
@@ -80,6 +79,8 @@ class NetBed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _remove(self._name)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
 
 def sweep() -> None:

@@ -8,6 +8,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib import ticker
 
 from summary import Row, by_case
 
@@ -106,11 +107,16 @@ def scale(results: list[Row], node: str, target: Path) -> None:
                     continue
                 style = "--" if way.startswith("flat ring") else "-"
                 values = [row["seconds"][way] for row in rows]
-                axis.plot([r["accelerators"] for r in rows], values, style, color=f"C{number}", label=way, linewidth=1.3)
+                axis.plot(
+                    [r["accelerators"] for r in rows], values, style, color=f"C{number}", label=way, linewidth=1.3
+                )
             axis.set(xscale="log", yscale="log")
             axis.set_xticks([8, 64, 512, 4096, 16384], ["8", "64", "512", "4k", "16k"])
             axis.grid(alpha=0.3)
-            axis.set_title(f"{model}, {storage} storage, {cards} card{'s' * (cards > 1)} a node", fontsize=8)
+            where = storage if storage.endswith("memory") else f"{storage} storage"
+            axis.set_title(f"{model}, {where}, {cards} card{'s' * (cards > 1)} a node", fontsize=8)
+            for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+                which(ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
     for axis in axes[-1]:
         axis.set_xlabel("accelerators")
     for axis in axes[:, 0]:

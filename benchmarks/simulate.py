@@ -1,4 +1,4 @@
-"""Checks epload's simulator against what bench_net.py measured, then runs it for 8 to 16,384 accelerators. Needs no root, seconds.
+"""Checks epload's simulator against what bench_net.py measured, then runs it for 8 to 16,384 accelerators, in seconds.
 
     python benchmarks/simulate.py --net docs/net.json --load docs/load.json
     python benchmarks/simulate.py --docs             # put tables and plots into docs/
@@ -18,7 +18,7 @@ from pathlib import Path
 import plots
 from cases import PIECE, STORE_KEYS
 from clusters import MODELS, NODES, SOURCES, STORAGES, Model, Node, cluster
-from epload.simulator import Cluster, even_buckets, predict, traffic, waves
+from epload.simulator import Cluster, predict, traffic
 from summary import Row, median
 from tables import Table, seconds, write
 
@@ -61,7 +61,9 @@ def main() -> None:
         page = ROOT / "docs" / "simulation.md"
         write(page, "check", [table.markdown() for table in shown[:2]])
         write(page, "wins", [table.markdown() for table in shown[2:]])
-        write(page, "sources", ["| what | source |", "|---|---|", *(f"| {what} | {source} |" for what, source in SOURCES)])
+        write(
+            page, "sources", ["| what | source |", "|---|---|", *(f"| {what} | {source} |" for what, source in SOURCES)]
+        )
 
 
 # ---- against the test-bed ----
@@ -93,7 +95,8 @@ def testbed(smaller: Row, run: Row) -> Cluster:
     read = median(run["rows"], "rates", "read")
     own = next(row for row in smaller["rows"] if _way(row) == "every/two_level")
     ways = [row for row in run["rows"] if _way(row)]
-    assert link and read
+    assert link is not None
+    assert read is not None
     rate = PIECE / read
     return Cluster(
         nodes=run["nodes"], ranks=run["ranks"], link=PIECE / link, storage=rate * run["ranks"], storage_all=rate * world,
@@ -106,8 +109,8 @@ def _compare(run: Row, row: Row, bed: Cluster) -> Row:
     way = _way(row)
     readers, _, algorithm = way.partition("/")
     nodes = [range(first, first + bed.ranks) for first in range(0, bed.world, bed.ranks)]
-    wave, per_wave = waves(run["nbytes"], nodes, readers)
-    moved = traffic(even_buckets(run["nbytes"], wave, per_wave), per_wave, nodes, readers, algorithm)
+    buckets, per_wave = run["buckets"]["partitioned" if readers == "partitioned" else "one"]
+    moved = traffic(buckets, per_wave, nodes, readers, algorithm)
     seconds = predict(way, run["nbytes"], run["tensors"], bed)
     return {
         "shape": run["shape"], "nodes": run["nodes"], "way": row["title"], "measured": row["median"],
@@ -118,7 +121,12 @@ def _compare(run: Row, row: Row, bed: Cluster) -> Row:
 
 def _check_table(checked: list[Row]) -> Table:
     rows = [
-        [f"{row['shape']} {row['way']}", seconds(row["measured"]), seconds(row["predicted"]), f"{100 * row['error']:+.0f} %"]
+        [
+            f"{row['shape']} {row['way']}",
+            seconds(row["measured"]),
+            seconds(row["predicted"]),
+            f"{100 * row['error']:+.0f} %",
+        ]
         for row in checked
     ]
     worst = max((abs(row["error"]) for row in checked), default=0.0)
@@ -131,9 +139,8 @@ def _bytes_table(checked: list[Row]) -> Table:
     for row in checked:
         counted, moved = max(map(max, row["links"])), max(map(max, row["moved"]))
         if moved:
-            rows.append(
-                [f"{row['shape']} {row['way']}", f"{counted / 1e6:.1f}", f"{moved / 1e6:.1f}", f"{100 * (counted / moved - 1):+.1f} %"]
-            )  # fmt: skip
+            more = f"{100 * (counted / moved - 1):+.1f} %"
+            rows.append([f"{row['shape']} {row['way']}", f"{counted / 1e6:.1f}", f"{moved / 1e6:.1f}", more])
     columns = ("nodes x ranks, way", "counted MB", "simulated MB", "counted more")
     return Table("Bytes over the busiest link, counted by the link and simulated", columns, rows)
 
@@ -144,7 +151,9 @@ def _bytes_table(checked: list[Row]) -> Table:
 def overheads(net: Row, load: Row) -> tuple[float, float]:
     """Measured seconds of planning one tensor, and of one rank's part in all rounds of agreement."""
     plan = next(
-        row["phases"]["plan"] for row in load["rows"] if (row["case"], row["entry"]) == ("meta", "epload_modes:every/auto")
+        row["phases"]["plan"]
+        for row in load["rows"]
+        if (row["case"], row["entry"]) == ("meta", "epload_modes:every/auto")
     )
     store = median(net["runs"][0]["rows"], "rates", "store")
     assert store
@@ -185,14 +194,13 @@ def _winners(results: list[Row]) -> list[Table]:
             if row["node"] != node.name or row["accelerators"] not in counts:
                 continue
             key = f"{row['model']}, {row['cards']} card{'s' * (row['cards'] > 1)}, {row['storage']}, {row['accelerators']:,}"
-            best = min(row["seconds"], key=lambda way: row["seconds"][way])  # noqa: B023
+            best = min(row["seconds"], key=lambda way: row["seconds"][way])
             cells = [f"**{best}**: {seconds(row['seconds'][best])} s"]
             cells += [seconds(row["seconds"][way]) for way in one]
             rows.append([key, *cells])
         columns = ("model, cards a node, storage, accelerators", "fastest of all", *(f"{way} s" for way in one))
         made.append(Table(f"SIMULATED, {node.name} nodes of 8: where each way wins", columns, rows))
     return made
-
 
 
 if __name__ == "__main__":

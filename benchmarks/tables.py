@@ -34,7 +34,7 @@ class Table:
 
 
 def write(page: Path, mark: str, texts: Sequence[str]) -> None:
-    """Puts texts between ``<!-- begin MARK -->`` and ``<!-- end MARK -->`` of a page. Raises ValueError if it has no such place."""
+    """Puts texts between ``<!-- begin MARK -->`` and ``<!-- end MARK -->`` of a page. ValueError if it has no such place."""
     begin, end = f"<!-- begin {mark} -->", f"<!-- end {mark} -->"
     old = page.read_text()
     if not re.search(f"{re.escape(begin)}.*{re.escape(end)}", old, re.S):

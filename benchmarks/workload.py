@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+
+from epload.checkpoint import Checkpoint
+from epload.mapping import Mapping
+from epload.plan import make_plan
+from epload.simulator import waves
+from epload.targets import collect
 
 FILE = "model.safetensors"
 
@@ -153,6 +160,14 @@ def reference(folder: Path) -> dict[str, Tensor]:
     return full
 
 
+def plan_buckets(folder: Path, size: Size, nodes: Sequence[Sequence[int]], readers: str) -> tuple[list[int], int]:
+    """Bytes of each bucket of epload's plan for a checkpoint, and how many move together. Needs no process group."""
+    manifest = Checkpoint.open(folder).manifest
+    wave, per_wave = waves(manifest.nbytes, nodes, readers)
+    plan = make_plan(manifest, collect(meta_model(size)), Mapping(), wave // per_wave)
+    return [bucket.nbytes for bucket in plan.buckets], per_wave
+
+
 def _fused(full: dict[str, Tensor], name: str) -> Tensor:
     """A weight of the transformers model: all experts of a layer stacked, gate over up."""
     if name in full:
@@ -178,6 +193,8 @@ def wrong_shards(model: nn.Module, full: dict[str, Tensor], rank: int, world: in
                 chunks = torch.chunk(want, world, placement.dim)
                 want = chunks[rank] if rank < len(chunks) else want.narrow(placement.dim, 0, 0)
                 local = parameter.to_local()
-            if local.shape != want.shape or not torch.equal(local.view(torch.int16), want.contiguous().view(torch.int16)):
+            if local.shape != want.shape or not torch.equal(
+                local.view(torch.int16), want.contiguous().view(torch.int16)
+            ):
                 wrong.append(name)
     return wrong

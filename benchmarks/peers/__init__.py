@@ -6,8 +6,8 @@ A peer defines ``load(job)``, which fills ``job.model`` from the checkpoint ``jo
     CASES = ("meta", "reload")           # the default; "library" is a transformers model, which load then makes and returns
     MODES = {"mode": {keyword: value}}   # if one file is several peers: load(job, keyword=value)
 
-``with job.phase("read"):`` and ``with job.phase("slice"):`` tell phases apart where the peer can. ``job.keep`` is a dict that lasts
-from one load to the next. What raises, hangs or cannot be imported is shown as such and stops nothing else.
+``with job.phase("read"):`` and ``with job.phase("slice"):`` tell phases apart where the peer can. ``job.keep`` is a dict that
+lasts from one load to the next. What raises, hangs or cannot be imported is shown as such and stops nothing else.
 """
 
 from __future__ import annotations

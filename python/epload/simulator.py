@@ -64,12 +64,6 @@ def waves(total: int, nodes: Nodes, readers: str, most: int = BUCKET_BYTES) -> t
     return size, buckets_per_wave(nodes, readers, size)
 
 
-def even_buckets(total: int, wave: int, per_wave: int) -> list[int]:
-    """Bytes of each bucket of a checkpoint that can be cut anywhere."""
-    each = max(1, wave // per_wave)
-    return [min(each, total - begin) for begin in range(0, total, each)]
-
-
 def traffic(
     buckets: Sequence[int], per_wave: int, nodes: Nodes, readers: str, algorithm: str, src: int = 0, shared: bool = True
 ) -> Traffic:
@@ -136,9 +130,7 @@ def _moving(way: str, total: int, tensors: int, cluster: Cluster) -> float:
     all_read = min(c.storage, c.storage_all / c.nodes, c.reader * c.ranks) / c.ranks
     # A leader uses one of its node's cards; with stripes each rank uses its own.
     cards = min(c.links, c.ranks) if algorithm == "striped" else 1
-    rates = Rates(
-        [all_read] * c.world, c.link * cards if c.nodes > 1 else INFINITE, c.place, c.intra, c.hop, c.message
-    )
+    rates = Rates([all_read] * c.world, c.link * cards if c.nodes > 1 else INFINITE, c.place, c.intra, c.hop, c.message)
     wave, per_wave = waves(total, nodes, readers if readers in ("partitioned", "auto") else "one")
     flow = Flow(tuple(map(tuple, nodes)), 0, 0, "partitioned" if readers == "partitioned" else "one", "two_level", True)
     chunk = min(flow.chunk_bytes(total), wave // per_wave)
