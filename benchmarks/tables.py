@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table as RichTable
-
 
 @dataclass
 class Table:
@@ -19,6 +16,9 @@ class Table:
     """A row that is shorter than the columns has its last text over the rest."""
 
     def show(self) -> None:
+        from rich.console import Console  # tests import this file where there is no rich
+        from rich.table import Table as RichTable
+
         table = RichTable(title=self.title, title_justify="left")
         for i, column in enumerate(self.columns):
             table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")

@@ -5,6 +5,7 @@ A peer defines ``load(job)``, which fills ``job.model`` from the checkpoint ``jo
     TITLE = "what tables call it"        # the file's name by default
     CASES = ("meta", "reload")           # the default; "library" is a transformers model, which load then makes and returns
     MODES = {"mode": {keyword: value}}   # if one file is several peers: load(job, keyword=value)
+    MODE_CASES = {"mode": ("reload",)}   # of a mode that is not for all of CASES
 
 ``with job.phase("read"):`` and ``with job.phase("slice"):`` tell phases apart where the peer can. ``job.keep`` is a dict that
 lasts from one load to the next. What raises, hangs or cannot be imported is shown as such and stops nothing else.
@@ -84,7 +85,12 @@ def find(name: str) -> list[Peer]:
     if modes is None:
         return [Peer(name, title, cases, module.load)]
     return [
-        Peer(f"{name}:{mode}", f"{title} {mode}", cases, lambda job, options=options: module.load(job, **options))
+        Peer(
+            f"{name}:{mode}",
+            f"{title} {mode}",
+            getattr(module, "MODE_CASES", {}).get(mode, cases),
+            lambda job, options=options: module.load(job, **options),
+        )
         for mode, options in modes.items()
     ]
 

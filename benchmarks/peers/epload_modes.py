@@ -20,6 +20,9 @@ MODES = {
     for algorithm in algorithms
 } | {"auto, a dict on rank 0": {"readers": "auto", "algorithm": "auto", "as_dict": True}}
 
+# From meta they differ in nothing but the transfer, which a reload shows.
+MODE_CASES = {mode: ("reload",) for mode in ("one/flat", "one/striped", "partitioned/striped")}
+
 
 def load(job: Job, readers: str, algorithm: str, as_dict: bool = False) -> None:
     """A loader keeps its buffers between reloads; a load from meta makes a new one."""

@@ -146,7 +146,8 @@ def _moving(way: str, total: int, tensors: int, cluster: Cluster) -> float:
         return costs.one(total, owned, c.nodes, rates, one_reads, wave, chunk) + overhead
     if readers == "partitioned":
         more = costs.partitioned_waves(total, c.nodes, wave, per_wave, chunk, rates) if c.nodes > 1 else 0.0
-        return costs.partitioned(total, owned, c.nodes, wave, rates) + more + overhead
+        first = wave / sum(rates.read)  # read before anything moves; auto's estimate has a wave's crossing in its place
+        return costs.partitioned(total, owned, c.nodes, 0, rates) + first + more + overhead
     if readers == "per_node":
         reading = min(c.reader, c.storage, c.storage_all / c.nodes)
         return costs.per_node(total, owned, [reading], rates) + overhead
