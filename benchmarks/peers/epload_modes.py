@@ -21,7 +21,7 @@ MODES = {
 } | {"auto, a dict on rank 0": {"readers": "auto", "algorithm": "auto", "as_dict": True}}
 
 # From meta they differ in nothing but the transfer, which a reload shows.
-MODE_CASES = {mode: ("reload",) for mode in ("one/flat", "one/striped", "partitioned/striped")}
+MODE_CASES = dict.fromkeys(("one/flat", "one/striped", "partitioned/striped"), ("reload",))
 
 
 def load(job: Job, readers: str, algorithm: str, as_dict: bool = False) -> None:
