@@ -3,14 +3,16 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 RUN := $(VENV)/bin
+BENCH_VENV ?= .venv-bench
+BENCH := $(BENCH_VENV)/bin
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
 FAKES := $(wildcard tests/fakedev/*.cpp tests/fakedev/*.h)
 SOURCES := python tests benchmarks examples setup.py
 
-.PHONY: help build test lint format demo bench-load gpu-check clean
+.PHONY: help build test lint format demo bench bench-quick bench-net bench-net-quick simulate gpu-check clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
 
 $(VENV)/ready: requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -42,11 +44,32 @@ format: $(VENV)/ready ## rewrite the sources as lint wants them
 demo: build ## load a Mixture-of-Experts checkpoint over two emulated nodes
 	$(RUN)/python examples/demo.py
 
-bench-load: build ## compare with other loaders and with the floor; about 15 minutes on 2 cores
-	$(RUN)/python benchmarks/bench_load.py --json benchmarks/results/load.json
+$(BENCH_VENV)/built: benchmarks/requirements.txt $(NATIVE) CMakeLists.txt setup.py pyproject.toml
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH)/pip install --quiet --upgrade pip
+	$(BENCH)/pip install --quiet "$(TORCH)"
+	$(BENCH)/pip install --quiet -r benchmarks/requirements.txt
+	$(BENCH)/pip install --quiet -e .
+	touch $@
+
+bench: $(BENCH_VENV)/built ## every loader, over loopback; tables and plots into docs/
+	$(BENCH)/python benchmarks/bench_load.py --docs
+
+bench-quick: $(BENCH_VENV)/built ## the same on a twelfth of the tensors, into benchmarks/results/; under 10 minutes
+	$(BENCH)/python benchmarks/bench_load.py --quick
+
+bench-net: $(BENCH_VENV)/built ## over shaped links, as root; then the simulator; tables and plots into docs/
+	$(BENCH)/python benchmarks/bench_net.py --docs
+	$(BENCH)/python benchmarks/simulate.py --docs
+
+bench-net-quick: $(BENCH_VENV)/built ## the same with 2 and 4 nodes and 80 MB, as root, into benchmarks/results/
+	$(BENCH)/python benchmarks/bench_net.py --quick
+
+simulate: $(BENCH_VENV)/built ## the simulator alone, from the numbers in docs/; seconds
+	$(BENCH)/python benchmarks/simulate.py --docs
 
 gpu-check: ## on a machine with an NVIDIA GPU: build, test, sanitize, trace and measure with PYTHON's own torch
 	$(PYTHON) benchmarks/gpu_check.py
 
 clean: ## remove builds and the environment
-	rm -rf build dist $(VENV) python/epload/*.so python/*.egg-info
+	rm -rf build dist $(VENV) $(BENCH_VENV) python/epload/*.so python/*.egg-info
