@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from epload.errors import ModelMismatch
-from epload.placing import Place, Placing
+from epload.placing import Misfit, Place, Placing
 from epload.rules import Convert, Rename
 from epload.views import Shape
 
@@ -53,16 +53,34 @@ class Mapping:
         return declared(model)
 
     def place(
-        self, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
+        self,
+        names: Sequence[str],
+        shapes: Sequence[Shape],
+        targets: MappingType[str, Shape],
+        misfits: list[Misfit] | None = None,
     ) -> list[tuple[Place, ...]]:
         """For each checkpoint tensor the places that it fills; none if the model has no place for it.
 
+        Args:
+            misfits: where given, targets that the checkpoint has in another shape are added to it, and left out.
+
         Raises:
-            ModelMismatch: a shape that does not fit, two sources for one region, an incomplete set, rules that match
-                nothing; names the keys.
+            ModelMismatch: a shape that does not fit (without ``misfits``), two sources for one region, an incomplete set,
+                rules that match nothing; names the keys.
         """
+        placed, found = self._placed(names, shapes, targets)
+        if misfits is not None:
+            misfits += found
+        elif found:
+            raise ModelMismatch(spell_misfits([misfit.text for misfit in found]))
+        return placed
+
+    def _placed(
+        self, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
+    ) -> tuple[list[tuple[Place, ...]], list[Misfit]]:
         if not self.aliases:
-            return Placing(self, names, shapes, targets).run()
+            placing = Placing(self, names, shapes, targets)
+            return placing.run(), placing.misfits
         called = list(targets)
         for alias in self.aliases:
             called = alias.apply(called)
@@ -70,8 +88,9 @@ class Mapping:
         for name, target in zip(called, targets, strict=True):
             if (other := wrapped.setdefault(name, target)) != target:
                 raise ModelMismatch(f"the model's {other} and {target} would both be called {name}")
-        placed = Placing(self, names, shapes, {name: targets[target] for name, target in wrapped.items()}).run()
-        return [tuple((wrapped[target], view) for target, view in places) for places in placed]
+        placing = Placing(self, names, shapes, {name: targets[target] for name, target in wrapped.items()})
+        placed = [tuple((wrapped[target], view) for target, view in places) for places in placing.run()]
+        return placed, [misfit._replace(target=wrapped[misfit.target]) for misfit in placing.misfits]
 
     def reverse(
         self, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
@@ -91,6 +110,11 @@ class Mapping:
             if places:
                 found[name] = places
         return found
+
+
+def spell_misfits(texts: Sequence[str]) -> str:
+    more = f"; {len(texts) - 10} more" if len(texts) > 10 else ""
+    return "; ".join(texts[:10]) + more
 
 
 def resolve(mapping: Mapping | str, model: Any) -> Mapping:
