@@ -127,11 +127,10 @@ def resolve(mapping: Mapping | str, model: Any) -> Mapping:
         return mapping
     if mapping != "auto":
         raise ValueError(f"expected mapping to be 'auto' or an epload.Mapping, got {mapping!r}")
-    inner, aliases = model, []
+    inner, aliases = model, [*compiled(model)]
     while True:
         if hasattr(inner, "_orig_mod"):
             inner = inner._orig_mod
-            aliases.append(Rename(r"^_orig_mod\.", ""))
         elif _comes_from(inner, "peft"):
             inner = inner.get_base_model()
             # What an adapter wraps is one module deeper, and the whole model two.
@@ -140,6 +139,19 @@ def resolve(mapping: Mapping | str, model: Any) -> Mapping:
             break
     made = Mapping.from_transformers(inner) if _comes_from(inner, "transformers") else Mapping.identity()
     return replace(made, aliases=tuple(aliases))
+
+
+def compiled(model: Any) -> tuple[Rename, ...]:
+    """Aliases for a model that torch.compile has wrapped, or modules of it: its name for what is within is left out."""
+
+    def depth(module: Any) -> int:
+        children = module._modules
+        return ("_orig_mod" in children) + max(
+            (depth(child) for child in children.values() if child is not None), default=0
+        )
+
+    # One rename takes one name out, and wrappers may lie within one another.
+    return (Rename(r"(^|\.)_orig_mod\.", r"\1"),) * depth(model)
 
 
 def _comes_from(model: Any, package: str) -> bool:
