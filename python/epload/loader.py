@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import reduce
 from operator import or_
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
 from epload.errors import CheckpointError, Disconnected, LoadError, ManifestMismatch, ModelMismatch, text_of
 from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave, wave_limit
 from epload.manifest import Manifest
-from epload.mapping import Mapping
+from epload.mapping import Mapping, spell_misfits
 from epload.mapping import resolve as resolve_mapping
 from epload.node_memory import NodeMemory
 from epload.parts import LocalModules, OuterShard, Parts
@@ -40,6 +40,7 @@ from epload.topology import Route, Topology
 from epload.transfer import Transfer, wave_bytes
 
 T = TypeVar("T")
+Strict = bool | Literal["shapes"]
 
 
 def load(model: nn.Module, checkpoint: Any, **options: Any) -> LoadReport:
@@ -154,7 +155,7 @@ class HierarchicalLoader:
         checkpoint: Any,
         *,
         mapping: Mapping | str = "auto",
-        strict: bool = True,
+        strict: Strict = True,
         dtype: DTypes = None,
         init_missing: mat.InitMissing | None = None,
         outer_shards: Sequence[OuterShard] = (),
@@ -167,7 +168,8 @@ class HierarchicalLoader:
             checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere.
             mapping: how checkpoint names become regions of the model's tensors. ``"auto"``: what a transformers model
                 declares, else names as they are.
-            strict: missing or unexpected keys are an error; else they are listed in the report.
+            strict: keys that are missing, unexpected or of another shape are an error. With False they are listed in the
+                report and left alone; with ``"shapes"`` only another shape is an error, as in torch's own loading.
             dtype: for floating-point parameters that are on meta, or a dict from regular expressions to dtypes; by default
                 the model's.
             init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that the
@@ -198,7 +200,8 @@ class HierarchicalLoader:
         finally:
             if work.checkpoint is not None and work.checkpoint is not checkpoint:
                 work.checkpoint.close()
-        report.missing_keys, report.unexpected_keys = self._missing_anywhere(work, plan), list(plan.unexpected)
+        report.missing_keys, report.mismatched_keys = self._unfilled_anywhere(work, plan)
+        report.unexpected_keys = list(plan.unexpected)
         report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, len(set(plan.slots.tensor))
         report.nbytes = sum(plan.slots.nbytes)
         report.buckets = len(plan.buckets)
@@ -322,7 +325,7 @@ class HierarchicalLoader:
         checkpoint: Any,
         work: _Work,
         mapping: Mapping | str,
-        strict: bool,
+        strict: Strict,
         computed: bool,
         report: LoadReport,
     ) -> _Agreed:
@@ -332,6 +335,8 @@ class HierarchicalLoader:
             route, manifest = self._connect(work, checkpoint, report)
             if not computed:
                 check_lost(work.targets, work.holders)
+            if strict not in (True, False, "shapes"):
+                raise ValueError(f"expected strict to be True, False or 'shapes', got {strict!r}")
             return route, manifest, resolve_mapping(mapping, model)
 
         prepared, unprepared = _attempt(prepare)
@@ -353,8 +358,8 @@ class HierarchicalLoader:
 
                 def check() -> LoadPlan:
                     plan = make(wanted)
-                    if strict and (plan.missing or plan.unexpected):
-                        raise ModelMismatch(_spell_keys(manifest, plan))
+                    if (strict and plan.mismatched) or (strict is True and (plan.missing or plan.unexpected)):
+                        raise ModelMismatch(_spell_keys(manifest, plan, strict))
                     return plan
 
                 plan, failure = _attempt(check)
@@ -386,6 +391,7 @@ class HierarchicalLoader:
         could not even prepare has its say in this same round."""
         plan, failure = _attempt(make)
         left = {*plan.unexpected, *plan.tied} if plan is not None else set()
+        # What has another shape here is sent too: harmless, and it may fit elsewhere.
         view = f"{sum(1 << i for i, name in enumerate(manifest.names) if name not in left):x}"
 
         def either(views: dict[int, str]) -> str:
@@ -394,17 +400,19 @@ class HierarchicalLoader:
         bits = int(self._control.settle("planning", failure, view, either, patience=2), 16)
         return frozenset(i for i in range(len(manifest.names)) if bits >> i & 1)
 
-    def _missing_anywhere(self, work: _Work, plan: LoadPlan) -> list[str]:
-        """Names of the model that nothing fills, on whichever rank."""
+    def _unfilled_anywhere(self, work: _Work, plan: LoadPlan) -> list[list[str]]:
+        """Missing and mismatched names of the model, on whichever rank."""
+        kinds = [list(plan.missing), list(plan.mismatched)]
         if not work.local_modules:
-            return list(plan.missing)
+            return kinds
         known = {work.targets.names[i]: name for name, i in reversed(work.targets.index.items())}
 
-        def all_of(views: dict[int, list[str]]) -> list[str]:
-            return list(dict.fromkeys(name for names in views.values() for name in names))
+        def all_of(views: dict[int, list[list[str]]]) -> list[list[str]]:
+            return [list(dict.fromkeys(name for view in views.values() for name in view[kind])) for kind in (0, 1)]
 
-        missing: list[str] = self._control.settle("the report", None, [known[name] for name in plan.missing], all_of)
-        return missing
+        mine = [[known[name] for name in names] for names in kinds]
+        unfilled: list[list[str]] = self._control.settle("the report", None, mine, all_of)
+        return unfilled
 
     def _disagree(self, view: list[str]) -> None:
         """Raises ManifestMismatch on every rank if what the ranks want to load into what differs."""
@@ -572,7 +580,7 @@ class HierarchicalLoader:
         self, model: nn.Module, work: _Work, plan: LoadPlan, init_missing: mat.InitMissing | None, report: LoadReport
     ) -> None:
         lost = work.targets.lost - set(work.holders)
-        names = lost if init_missing is None else {*lost, *plan.missing}
+        names = lost if init_missing is None else {*lost, *plan.missing, *plan.mismatched}
         hook = init_missing if init_missing is not None else mat.default_init(model)
         for module, path, leaves in ((u.module, u.path, u.names) for u in mat.unfilled(model, names)):
             assert hook is not None
@@ -631,9 +639,11 @@ def _all_equal(options: dict[int, str]) -> None:
         raise ManifestMismatch(f"the ranks' loaders have different options, nothing was moved: {said}")
 
 
-def _spell_keys(manifest: Manifest, plan: LoadPlan) -> str:
+def _spell_keys(manifest: Manifest, plan: LoadPlan, strict: Strict) -> str:
     said = [f"{manifest.source} does not fit the model"]
     for title, keys in (("missing from it", plan.missing), ("unexpected in it", plan.unexpected)):
-        if keys:
+        if keys and strict is True:
             said.append(f"{len(keys)} {title}: {', '.join(keys[:10])}{', ...' if len(keys) > 10 else ''}")
+    if plan.mismatched:
+        said.append(f"{len(plan.mismatched)} of another shape: {spell_misfits(list(plan.mismatched.values()))}")
     return "; ".join(said) + ". Pass mapping= if names or layouts differ, strict=False to load what fits"

@@ -29,6 +29,8 @@ class LoadReport:
     """Names of the model that the checkpoint does not fill."""
     unexpected_keys: list[str] = field(default_factory=list)
     """Names of the checkpoint that the model has no place for."""
+    mismatched_keys: list[str] = field(default_factory=list)
+    """Names of the model that the checkpoint has in another shape, and that were not filled."""
     tied_keys: list[str] = field(default_factory=list)
     """Names of the checkpoint that were left out because another name of the same parameter was loaded."""
     initialised: list[str] = field(default_factory=list)
@@ -82,6 +84,7 @@ class LoadReport:
         for title, keys in (
             ("missing", self.missing_keys),
             ("unexpected", self.unexpected_keys),
+            ("mismatched", self.mismatched_keys),
             ("tied", self.tied_keys),
             ("initialised", self.initialised),
         ):
