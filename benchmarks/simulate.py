@@ -3,9 +3,10 @@
     python benchmarks/simulate.py --net docs/net.json --load docs/load.json
     python benchmarks/simulate.py --docs             # put tables and plots into docs/
 
-What is predicted of the test-bed takes as given the rate of one link, of reading and of unpacking (from the smaller checkpoint of
-the same shape) and the time that planning took. What is predicted of clusters takes the numbers of clusters.py, and from the two
-files the time of planning a tensor and of a rank's part in a round of agreement.
+What is predicted of the test-bed takes as given: the rates of one link, of gloo's tree and of reading, each measured alone; the
+time that planning took; and, from the smaller checkpoint of the same shape, the rate from regions to shards and what a load takes
+besides its phases. What is predicted of clusters takes the numbers of clusters.py, and from the two files the time of planning a
+tensor and of a rank's part in a round of agreement.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import plots
 from cases import PIECE, STORE_KEYS
 from clusters import MODELS, NODES, SOURCES, STORAGES, Model, Node, cluster
+from epload import costs
 from epload.simulator import Cluster, predict, traffic
 from summary import Row, median
 from tables import Table, seconds, write
@@ -89,20 +92,28 @@ def _way(row: Row) -> str:
 
 
 def testbed(smaller: Row, run: Row) -> Cluster:
-    """The test-bed in numbers: one link, one rank reading while all do, and, from the smaller load, taking regions to shards."""
+    """The test-bed in numbers: one link and one rank reading while all do, each measured alone; planning, as these loads report
+    it; and from the smaller load the rate from regions to shards, and what a load takes besides its phases."""
     world = run["nodes"] * run["ranks"]
-    link = median(run["rows"], "rates", "link")
-    read = median(run["rows"], "rates", "read")
+    rate = PIECE / _measured(run, "read")
     own = next(row for row in smaller["rows"] if _way(row) == "every/two_level")
-    ways = [row for row in run["rows"] if _way(row)]
-    assert link is not None
-    assert read is not None
-    rate = PIECE / read
+    phases = own["phases"]
+    rest = own["median"] - phases["plan"] - phases["materialise"] - phases["read"]
+    planning = statistics.median(
+        row["phases"]["plan"] + row["phases"]["materialise"] for row in run["rows"] if _way(row)
+    )
     return Cluster(
-        nodes=run["nodes"], ranks=run["ranks"], link=PIECE / link, storage=rate * run["ranks"], storage_all=rate * world,
-        reader=rate * run["ranks"], place=smaller["nbytes"] / world / own["phases"]["read"],
-        fixed=statistics.median(row["phases"]["plan"] + row["phases"]["materialise"] for row in ways),
+        nodes=run["nodes"], ranks=run["ranks"], link=PIECE / _measured(run, "link"), storage=rate * run["ranks"],
+        storage_all=rate * world, reader=rate * run["ranks"], place=smaller["nbytes"] / world / phases["read"],
+        fixed=planning + max(rest, 0.0),
     )  # fmt: skip
+
+
+def _measured(run: Row, rate: str) -> float:
+    found = median(run["rows"], "rates", rate)
+    if found is None:
+        raise SystemExit(f"no rate of {rate!r} was measured on {run['shape']}: run bench_net.py again")
+    return found
 
 
 def _compare(run: Row, row: Row, bed: Cluster) -> Row:
@@ -111,6 +122,8 @@ def _compare(run: Row, row: Row, bed: Cluster) -> Row:
     nodes = [range(first, first + bed.ranks) for first in range(0, bed.world, bed.ranks)]
     buckets, per_wave = run["buckets"]["partitioned" if readers == "partitioned" else "one"]
     moved = traffic(buckets, per_wave, nodes, readers, algorithm)
+    if algorithm == "flat":  # a tree leaves its links idle between its steps
+        bed = replace(bed, link=costs.tree_copies(nodes, 0)[0] * PIECE / _measured(run, "tree"))
     seconds = predict(way, run["nbytes"], run["tensors"], bed)
     return {
         "shape": run["shape"], "nodes": run["nodes"], "way": row["title"], "measured": row["median"],
@@ -155,9 +168,7 @@ def overheads(net: Row, load: Row) -> tuple[float, float]:
         for row in load["rows"]
         if (row["case"], row["entry"]) == ("meta", "epload_modes:every/auto")
     )
-    store = median(net["runs"][0]["rows"], "rates", "store")
-    assert store
-    return plan / load["tensors"], ROUNDS * store / STORE_KEYS
+    return plan / load["tensors"], ROUNDS * _measured(net["runs"][0], "store") / STORE_KEYS
 
 
 def scale(per_tensor: float, per_rank: float) -> list[Row]:
