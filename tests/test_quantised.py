@@ -137,7 +137,7 @@ def _sharded(dim: int) -> Any:
     return lambda parameter: Shard(dim if parameter.ndim > dim and parameter.shape[dim] % 4 == 0 else 0)
 
 
-def test_fp8_weights_are_kept_or_dequantised(tmp_path: Path) -> None:
+def test_pytorch_175884_fp8_weights_are_kept_or_dequantised(tmp_path: Path) -> None:
     store(tmp_path)
     all_fine(ranks.run(4, _load, tmp_path))
 
