@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -282,30 +282,6 @@ def test_refusals_name_the_keys(case: str) -> None:
     with pytest.raises(ModelMismatch) as caught:
         place(mapping, sources, targets)
     assert [text for text in said if text not in str(caught.value)] == [], str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Rename("(a", "b"),
-        lambda: Rename("a", "b", when="*"),
-        lambda: Rename("(a)", r"\2"),
-        lambda: Rename("(a)", r"\g<layer>"),
-        lambda: Convert(("a", "b["), ("c",)),
-        lambda: Convert(("(a)", "b"), (r"\1",)),
-    ],
-)
-def test_a_rule_is_checked_when_made(make: Callable[[], object]) -> None:
-    with pytest.raises(
-        ValueError, match=r"expected regular expressions, and in targets groups they have, got (Rename|Convert)"
-    ):
-        make()
-
-
-def test_a_conversion_has_sources_and_targets() -> None:
-    for sources, targets in (((), ("a",)), (("a",), ())):
-        with pytest.raises(ValueError, match="to have at least one source and one target"):
-            Convert(sources, targets)
 
 
 def one_of(mapping_of: Convert) -> Mapping:
