@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import reduce
 from operator import or_
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,11 @@ from epload import ops, quantised
 from epload.auto import Job, Measured, choose
 from epload.broadcast import DEFAULT_BUCKET_BYTES
 from epload.buffers import check_lost, find_holders, share
-from epload.checkpoint import Checkpoint, Manifest
+from epload.checkpoint import Checkpoint
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
 from epload.errors import CheckpointError, Disconnected, LoadError, ManifestMismatch, ModelMismatch, text_of
 from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave, wave_limit
+from epload.manifest import Manifest
 from epload.mapping import Mapping
 from epload.mapping import resolve as resolve_mapping
 from epload.node_memory import NodeMemory
@@ -51,6 +52,15 @@ def load(model: nn.Module, checkpoint: Any, **options: Any) -> LoadReport:
     return HierarchicalLoader(**options).load(model, checkpoint, **of_load)
 
 
+class _Announced(NamedTuple):
+    """What the source rank says of its manifest before it sends it."""
+
+    nbytes: int
+    """Of its compact form; 0 if every rank has it, from the load before."""
+    identity: str
+    about: list[Any]
+
+
 @dataclass
 class _Work:
     """One rank's side of one load."""
@@ -58,10 +68,9 @@ class _Work:
     targets: Targets
     device: torch.device
     checkpoint: Checkpoint | None
-    compact: bytes
-    """The manifest on the source rank; as many zeros on the others."""
     local_modules: bool
     """Whether ranks may hold different modules."""
+    manifest: _Announced = field(default_factory=lambda: _Announced(0, "", []))
     holders: dict[str, int] = field(default_factory=dict)
     """Buffers that no checkpoint holds and some rank lacks, each with a rank that has it."""
 
@@ -135,6 +144,8 @@ class HierarchicalLoader:
         self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
         self._memory: NodeMemory | None = None
         self._snapshot: Snapshot | None = None
+        self._manifest: Manifest | None = None
+        """That of the load before."""
         self._last: tuple[tuple[bytes, Mapping, str, frozenset[int]], Targets, LoadPlan] | None = None
 
     def load(
@@ -204,9 +215,17 @@ class HierarchicalLoader:
 
     def _flow(self, shared: bool, readers: str) -> Flow:
         algorithm = self.algorithm
-        if algorithm == "striped" and not (shared and self.topology.even):
+        if algorithm == "striped" and self._why_not_striped(shared, readers):
             algorithm = "two_level"
         return Flow(self.topology.nodes, self.topology.rank, self.src, readers, algorithm, shared)
+
+    def _why_not_striped(self, shared: bool, readers: str) -> str:
+        """Empty if nothing speaks against it. Where no bucket moves between ranks, nothing does."""
+        if readers == "every" or len(self.topology.ranks) == 1:
+            return ""
+        if not self.topology.even:
+            return "node sizes differ"
+        return "" if shared else "the ranks of a node share no memory"
 
     def _route(self) -> Route:
         """That of the manifest, and of the data unless it is striped."""
@@ -216,17 +235,27 @@ class HierarchicalLoader:
     def _open(self, model: nn.Module, checkpoint: Any, dtype: DTypes, parts: Parts | None) -> _Work:
         work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, parts))
         options = f"{self._options()} local_modules={parts is not None and bool(parts.local_modules)}"
-        view = [options, len(work.compact), bool(work.targets.lost)] if work is not None else [options, 0, False]
+        view = [options, work is not None and bool(work.targets.lost), self._manifest and self._manifest.identity]
+        if work is not None and self.topology.rank == self.src and len(self.topology.ranks) > 1:
+            assert work.checkpoint is not None
+            ours = work.checkpoint.manifest
+            view.append([len(ours.compact), ours.identity, ours.about])
 
         def decide(views: dict[int, list[Any]]) -> list[Any]:
             _all_equal({rank: str(view[0]) for rank, view in views.items()})
-            return [views[self.src][1], len({view[2] for view in views.values()}) > 1]
+            announced = None
+            if len(views) > 1:
+                announced = _Announced(*views[self.src][3])
+                if all(view[2] == announced.identity for rank, view in views.items() if rank != self.src):
+                    announced = announced._replace(nbytes=0)
+            return [announced, len({view[1] for view in views.values()}) > 1]
 
-        nbytes, uneven = self._control.settle("opening the checkpoint", failure, view, decide)
+        announced, uneven = self._control.settle("opening the checkpoint", failure, view, decide)
         assert work is not None
+        if announced is not None:
+            work.manifest = _Announced(*announced)
         if uneven:  # some ranks have buffers that others lack
             work.holders.update(find_holders(self._control, model, work.targets))
-        work.compact = work.compact.ljust(nbytes, b"\0")
         return work
 
     def _options(self) -> str:
@@ -237,15 +266,14 @@ class HierarchicalLoader:
         source = None
         path = isinstance(checkpoint, str | os.PathLike)
         if self.topology.rank == self.src or (self._reads and not path and self.readers != "auto"):
-            source = Checkpoint.open(checkpoint)
+            source = Checkpoint.open(checkpoint, self._manifest)
         asked = (dtype, parts)
         targets = self._snapshot.read(model, asked) if self._snapshot is not None else None
         if targets is None:
             targets = collect(model, dtype, parts)
             if self._last is not None:  # one load pays for nothing that only the next one gains from
                 self._snapshot = Snapshot(model, targets, asked)
-        compact = source.manifest.compact if source is not None and self.topology.rank == self.src else b""
-        return _Work(targets, _device_of(targets), source, compact, parts is not None and bool(parts.local_modules))
+        return _Work(targets, _device_of(targets), source, parts is not None and bool(parts.local_modules))
 
     def _connect(self, work: _Work, checkpoint: Any, report: LoadReport) -> tuple[Route, Manifest]:
         """The route of the data, over it the manifest, and by that the checkpoint on the other ranks that read."""
@@ -259,20 +287,24 @@ class HierarchicalLoader:
         if self._reads and work.checkpoint is None:
             try:
                 work.checkpoint = Checkpoint.join(checkpoint, manifest)
-            except CheckpointError:
+            except (CheckpointError, TypeError):
                 if self.readers != "auto":
                     raise
         return route, work.checkpoint.manifest if work.checkpoint is not None else manifest
 
     def _share_manifest(self, work: _Work, route: Route, report: LoadReport) -> Manifest:
         """The source's manifest, on every rank."""
-        if self.topology.rank == self.src:
+        nbytes, _, about = work.manifest
+        reads = self.topology.rank == self.src
+        if reads:
             assert work.checkpoint is not None
             known = work.checkpoint.manifest
-        nbytes = len(work.compact)
-        if len(self.topology.ranks) == 1:
+        elif nbytes == 0:
+            assert self._manifest is not None
+            known = self._manifest.seen_as(about)
+        if nbytes == 0:
             return known
-        flat = torch.frombuffer(bytearray(work.compact), dtype=torch.uint8)
+        flat = torch.frombuffer(bytearray(known.compact) if reads else bytearray(nbytes), dtype=torch.uint8)
         if self.algorithm == "flat":
             ops.coalesced_bcast([flat], self.src, route.inter_group, "", nbytes, "flat")
             report.transport_steps += 1
@@ -282,7 +314,7 @@ class HierarchicalLoader:
             report.transport_steps += ops.relay(
                 flat, steps, route.inter_group, route.intra_group, flow.chunk_bytes(nbytes)
             )
-        return known if self.topology.rank == self.src else Manifest.from_compact(bytes(flat.tolist()))
+        return known if reads else Manifest.from_compact(bytes(flat.tolist()), about)
 
     def _agree_on_plan(
         self,
@@ -308,6 +340,7 @@ class HierarchicalLoader:
         try:
             if prepared is not None:
                 route, manifest, rules = prepared
+                self._manifest = manifest
                 wave = wave_limit(manifest.nbytes, self.bucket_bytes)
                 per_wave = buckets_per_wave(self.topology.nodes, self.readers, wave)
                 options = f"{self._options()} strict={strict} mapping={rules}"
@@ -473,7 +506,7 @@ class HierarchicalLoader:
 
         shown = self.progress and self.topology.rank == self.src
         with progress_bar(plan.nbytes, shown) as bar:
-            readers, begin = self._choose_readers(agreed, report, move)
+            readers, begin = self._choose_readers(agreed, memory.shared, report, move)
             rest = range(begin, len(plan.buckets))
 
             def finish() -> None:
@@ -483,12 +516,14 @@ class HierarchicalLoader:
             move(readers, rest, finish)
 
     def _choose_readers(
-        self, agreed: _Agreed, report: LoadReport, move: Callable[[str, range, Callable[[], None]], list[Measured]]
+        self,
+        agreed: _Agreed,
+        shared: bool,
+        report: LoadReport,
+        move: Callable[[str, range, Callable[[], None]], list[Measured]],
     ) -> tuple[str, int]:
         """How to read, and the first bucket that the trials have left."""
         said = []
-        if self.algorithm == "striped" and not self.topology.even:
-            said.append("two_level in place of striped, as node sizes differ")
         begin = 0
         readers = self.readers
         if readers == "auto" and not agreed.all_read:
@@ -512,10 +547,13 @@ class HierarchicalLoader:
                     reader=self.topology.ranks.index(self.src),
                     waves=-(-len(plan.buckets) // agreed.per_wave),
                     wave_bytes=plan.largest * agreed.per_wave,
+                    ways=[way for way in READERS if way != "per_node" or self.algorithm != "flat"],
                 ),
                 trial,
             )
             said.append(why)
+        if self.algorithm == "striped" and (why := self._why_not_striped(shared, readers)):
+            said.append(f"two_level in place of striped, as {why}")
         report.chosen = "; ".join(said)
         return readers, begin
 
