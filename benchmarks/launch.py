@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
-from netbed import NetBed
+from netbed import NetBed, ended_by_signals
 from workload import Size, write_checkpoint
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -72,6 +72,7 @@ def loaders(cases: tuple[str, ...], outcome: Outcome, only: str = "") -> dict[st
                     entries[case][peer.name] = []
         except Exception as error:
             case = "library" if name.startswith("transformers") else "meta"
+            case = case if case in cases else cases[0]
             outcome.failures.append({"case": case, "entry": name, "error": f"missing: {error}"})
     return entries
 
@@ -82,6 +83,11 @@ def run(plan: Plan, folder: Path, outcome: Outcome, bed: NetBed | None = None) -
     ``folder`` is an empty one of this run's own. Raises SystemExit if the ranks do not get as far as the first entry.
     """
     log = folder / "log"
+    with ended_by_signals():
+        _until_done(plan, folder, log, outcome, bed)
+
+
+def _until_done(plan: Plan, folder: Path, log: Path, outcome: Outcome, bed: NetBed | None) -> None:
     while any(plan.entries.values()):
         (folder / "plan.json").write_text(json.dumps(asdict(plan)))
         log.unlink(missing_ok=True)

@@ -15,6 +15,8 @@ import re
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -31,6 +33,21 @@ def available() -> str:
     return f"{' and '.join(missing)} not found; install iproute2" if missing else ""
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit, so that what was started is ended and removed."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class NetBed:
     """Nodes 10.88.0.1, 10.88.0.2, ... on one bridge."""
 
@@ -44,7 +61,8 @@ class NetBed:
         if why := available():
             raise SystemExit(f"no test-bed: {why}")
         sweep()
-        self._handlers = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
+        self._signals = ended_by_signals()
+        self._signals.__enter__()
         try:
             self._make()
         except BaseException:
@@ -79,8 +97,7 @@ class NetBed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _remove(self._name)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        self._signals.__exit__(None, None, None)
 
 
 def sweep() -> None:
@@ -107,7 +124,3 @@ def _do(command: str) -> None:
     done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"no test-bed: {command!r} failed: {done.stderr.strip()}")
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

@@ -38,7 +38,7 @@ def load(results: Row, target: Path) -> None:
         axis.set_xscale("log")
         axis.set_title(heads[case], fontsize=9)
         for i, value in enumerate(medians):
-            axis.text(value, i, f" {value:.2f}", va="center", fontsize=6)
+            axis.text(rows[i]["max"], i, f" {value:.2f}", va="center", fontsize=6)
     axes[-1, 0].set_xlabel("seconds: median, least and most")
     figure.suptitle(
         f"{results['tensors']:,} tensors, {results['nbytes'] / 1e6:.0f} MB, {results['nodes']} nodes x {results['ranks']} "

@@ -27,7 +27,7 @@ def facts(nbytes: int, tensors: int) -> Row:
         "command": " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "hardware": f"{len(os.sched_getaffinity(0))} cores of {cpu[1] if cpu else platform.machine()}, {memory:.0f} GB",
-        "software": f"torch {torch.__version__}, Python {platform.python_version()}, Linux {platform.release()}",
+        "software": f"torch {torch.__version__}, Python {platform.python_version()}",
         "nbytes": nbytes,
         "tensors": tensors,
     }

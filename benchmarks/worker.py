@@ -70,12 +70,12 @@ class Worker:
     def measure(self, instance: Any, case: str, entry: str) -> dict[str, Any]:
         work = instance.prepare(entry)
         dist.barrier()
-        self.clock.seconds = 0.0
         before = link_bytes(self.interface)
         watch = PeakMemory() if case in ("meta", "library") else None
         if watch:
             watch.__enter__()
         dist.barrier()
+        self.clock.seconds = 0.0
         began = perf_counter()
         work()
         seconds = perf_counter() - began
@@ -89,7 +89,7 @@ class Worker:
         mine = {
             "seconds": seconds, "moved": [after[0] - before[0], after[1] - before[1]],
             "phases": instance.phases(transfer) if hasattr(instance, "phases") else {},
-            "peak": watch.above - instance.shard_bytes() if watch else None,
+            "peak": max(0, watch.above - instance.shard_bytes()) if watch else None,
         }  # fmt: skip
         everyones: list[Any] = [None] * self.world
         dist.all_gather_object(everyones, mine)
