@@ -45,7 +45,7 @@ Group::Group(const std::string& name, c10::DeviceType device) {
         name,
         "' does not say which global ranks it holds (Backend::getBackendOptions)");
   }
-  gloo_ = backend->getBackendName() == "gloo";
+  gloo_ = device == c10::kCPU && backend->getBackendName() == "gloo";
   if (ranks_.empty()) {
     ranks_.resize(group_->getSize());
     std::iota(ranks_.begin(), ranks_.end(), 0);

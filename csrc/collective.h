@@ -39,7 +39,7 @@ class Group {
   Work receive(const at::Tensor& flat, int64_t peer) const;
 
   // Whether a broadcast over this group is better done as a relay: gloo's own sends ceil(log2(size)) full copies from
-  // its root, one after another; NCCL's and HCCL's are pipelined already.
+  // its root, one after another; NCCL's and HCCL's are pipelined already, and the relay moves host memory only.
   bool relays() const {
     return gloo_;
   }

@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from epload import materialise as mat
-from epload import ops
 from epload.broadcast import DEFAULT_BUCKET_BYTES
 from epload.checkpoint import Checkpoint, Manifest
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
+from epload.device_staging import DeviceStaging
+from epload.device_transfer import DeviceTransfer, staging_bytes
+from epload.devices import CPU, check_backend, check_stream, device_of
 from epload.errors import LoadError, ManifestMismatch, ModelMismatch, text_of
 from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave
 from epload.mapping import Mapping
@@ -28,6 +29,7 @@ from epload.mapping import resolve as resolve_mapping
 from epload.node_memory import NodeMemory
 from epload.plan import LoadPlan, describe, explain_difference, make_plan
 from epload.report import LoadReport
+from epload.sharing import share
 from epload.snapshot import Snapshot
 from epload.targets import Targets, collect
 from epload.topology import Route, Topology
@@ -81,10 +83,12 @@ class HierarchicalLoader:
             readers: ``"one"`` rank ``src`` reads; ``"per_node"`` each node's leader reads, and nothing crosses nodes.
                 ``"auto"`` is ``"one"``.
             algorithm: ``"two_level"`` or ``"flat"`` (one group, for comparison). ``"auto"`` is ``"two_level"``.
-            bucket_bytes: size of a bucket; each rank has two.
+            bucket_bytes: size of a bucket; each rank has two, and for a model on a device two more in pinned host memory if
+                it reads.
             verify: only ``"off"`` in this version.
             deadline: seconds (or timedelta) that ranks wait for one another; 30 minutes if None.
-            stream: only None, for models on CPU, in this version.
+            stream: of the models' device: all device work but the copies from host memory is on it, between a wait for the
+                caller's current stream and one of that stream for it. None makes one, kept; for models on CPU only None.
             progress: a bar on rank ``src`` when standard error is a terminal.
 
         Raises:
@@ -95,13 +99,14 @@ class HierarchicalLoader:
         _one_of("verify", verify, ("off",))
         if self.readers == "per_node" and self.algorithm == "flat":
             raise ValueError("readers='per_node' has no step between nodes, so it does not go with algorithm='flat'")
-        if stream is not None:
-            raise ValueError("expected stream=None: this version loads models on CPU, which has no streams")
+        check_stream(stream)
         if bucket_bytes < HEADER_BYTES + 16:
             raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + 16}, got {bucket_bytes}")
         self.topology = topology if topology is not None else Topology.default()
         self.topology.check_source(src)
         self.src = src
+        self.stream = stream
+        self._staging_bytes = bucket_bytes
         self._per_wave = buckets_per_wave(self.topology.nodes, readers, bucket_bytes)
         self.bucket_bytes = bucket_bytes // self._per_wave // 64 * 64 if self._per_wave > 1 else bucket_bytes
         self.progress = progress
@@ -110,6 +115,8 @@ class HierarchicalLoader:
             deadline = DEFAULT_DEADLINE
         self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
         self._memory: NodeMemory | None = None
+        self._staging: DeviceStaging | None = None
+        self._own_streams: dict[torch.device, torch.Stream] = {}
         self._snapshot: Snapshot | None = None
         self._last: tuple[tuple[bytes, Mapping, str], Targets, LoadPlan] | None = None
 
@@ -124,6 +131,9 @@ class HierarchicalLoader:
         init_missing: mat.InitMissing | None = None,
     ) -> LoadReport:
         """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
+
+        For a model on a device, returns when the work is queued; what the caller queues next on its current stream comes
+        after it.
 
         Args:
             model: any mix of DTensors and plain tensors; on meta, materialised or already used.
@@ -165,39 +175,55 @@ class HierarchicalLoader:
 
     # ---- before data moves: every step ends in a round where all ranks hear of a failure ----
 
-    @property
-    def _reads(self) -> bool:
-        return self.topology.rank in self._flow(shared=True).turns
+    def _reads(self, device: torch.device) -> bool:
+        return self.topology.rank in self._flow(device).turns
 
-    def _flow(self, shared: bool) -> Flow:
+    def _flow(self, device: torch.device, shared: bool = True) -> Flow:
+        """``shared``: whether a node's ranks share their buffers; on a device they never do, but still go in stripes."""
         algorithm = self.algorithm
-        if algorithm == "striped" and not (shared and self.topology.even):
+        stripes = shared if device == CPU else self.readers in ("one", "partitioned")
+        if algorithm == "striped" and not (stripes and self.topology.even):
             algorithm = "two_level"
+        shared = shared and device == CPU
         return Flow(self.topology.nodes, self.topology.rank, self.src, self.readers, algorithm, shared)
 
-    def _route(self) -> Route:
-        """That of the manifest, and of the data unless it is striped."""
-        topology = self.topology
-        return topology.flat_route(self.src) if self.algorithm == "flat" else topology.route(self.src)
+    def _route(self, device: torch.device, src: int) -> Route:
+        """That of the manifest, and of the data unless that is striped through shared memory."""
+        algorithm = self._flow(device).algorithm
+        if algorithm == "flat":
+            return self.topology.flat_route(src)
+        return (self.topology.striped_route if algorithm == "striped" and device != CPU else self.topology.route)(src)
+
+    def _stream_on(self, device: torch.device) -> torch.Stream | None:
+        """The one given, or the loader's own; None for the CPU."""
+        if device == CPU or self.stream is not None:
+            return self.stream
+        if device not in self._own_streams:
+            self._own_streams[device] = torch.Stream(device)
+        return self._own_streams[device]
 
     def _open(
         self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
     ) -> _Work:
         work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, init_missing))
-        self._control.settle("opening the checkpoint", failure, self._options(), _all_equal)
+        self._control.settle("opening the checkpoint", failure, self._options(work.device if work else CPU), _all_equal)
         assert work is not None
         return work
 
-    def _options(self) -> str:
+    def _bucket_bytes(self, device: torch.device) -> int:
+        """On CPU several buckets may share a staging buffer."""
+        return self.bucket_bytes if device == CPU else self._staging_bytes
+
+    def _options(self, device: torch.device) -> str:
         """What ranks must agree on before they can so much as share the manifest."""
-        return f"readers={self.readers} algorithm={self.algorithm} src={self.src} bucket_bytes={self.bucket_bytes}"
+        return (
+            f"readers={self.readers} algorithm={self.algorithm} src={self.src} "
+            f"bucket_bytes={self._bucket_bytes(device)} device={device.type}"
+        )
 
     def _inspect(
         self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
     ) -> _Work:
-        source = None
-        if self._reads and (self.topology.rank == self.src or not isinstance(checkpoint, str | os.PathLike)):
-            source = Checkpoint.open(checkpoint)
         targets = self._snapshot.read(model, dtype) if self._snapshot is not None else None
         if targets is None:
             targets = collect(model, dtype)
@@ -208,16 +234,21 @@ class HierarchicalLoader:
                 f"buffers {', '.join(sorted(targets.lost)[:5])} are on meta and no checkpoint holds them "
                 "(they are not persistent); pass init_missing=hook(module, path, names) to compute them"
             )
-        return _Work(targets, _device_of(targets), source)
+        device = device_of(targets, mat.offloaded(model), self.stream)
+        check_backend(self.topology.group, device)
+        source = None
+        if self._reads(device) and (self.topology.rank == self.src or not isinstance(checkpoint, str | os.PathLike)):
+            source = Checkpoint.open(checkpoint)
+        return _Work(targets, device, source)
 
     def _connect(self, work: _Work, checkpoint: Any, report: LoadReport) -> tuple[Route, Manifest]:
         """The route of the data, and over it the manifest."""
 
         def connect() -> tuple[Route, Manifest]:
             try:
-                route = self._route()
+                route = self._route(work.device, self.src)
                 manifest = self._share_manifest(work, route, report)
-                if self._reads and work.checkpoint is None:
+                if self._reads(work.device) and work.checkpoint is None:
                     work.checkpoint = Checkpoint.join(checkpoint, manifest)
                 return route, work.checkpoint.manifest if work.checkpoint is not None else manifest
             except LoadError:
@@ -242,19 +273,10 @@ class HierarchicalLoader:
             return known
         compact = known.compact if known is not None else b""
         nbytes = self._control.settle("sharing the manifest", None, len(compact), lambda views: views[self.src])
-        flat = torch.empty(nbytes, dtype=torch.uint8)
-        if compact:
-            flat.copy_(torch.frombuffer(bytearray(compact), dtype=torch.uint8))
-        if self.algorithm == "flat":
-            ops.coalesced_bcast([flat], self.src, route.inter_group, "", nbytes, "flat")
-            report.transport_steps += 1
-        else:
-            flow = Flow(self.topology.nodes, self.topology.rank, self.src, "one", "two_level", shared=False)
-            steps = torch.tensor(flow.steps([(0, 0, nbytes)]), dtype=torch.int64)
-            report.transport_steps += ops.relay(
-                flat, steps, route.inter_group, route.intra_group, flow.chunk_bytes(nbytes)
-            )
-        return known if known is not None else Manifest.from_compact(bytes(flat.tolist()))
+        flow = self._flow(work.device)
+        received, steps = share(compact, nbytes, flow, route, self._stream_on(work.device))
+        report.transport_steps += steps
+        return known if known is not None else Manifest.from_compact(received)
 
     def _agree_on_plan(
         self, model: nn.Module, work: _Work, manifest: Manifest, mapping: Mapping | str, strict: bool
@@ -262,10 +284,11 @@ class HierarchicalLoader:
         rules, failure = _attempt(lambda: resolve_mapping(mapping, model))
         self._control.settle("planning", failure)
         assert rules is not None
-        options = f"{self._options()} strict={strict} mapping={rules}"
+        bucket_bytes = self._bucket_bytes(work.device)
+        options = f"{self._options(work.device)} strict={strict} mapping={rules}"
 
         def make() -> LoadPlan:
-            plan = self._plan(manifest, work.targets, rules, options)
+            plan = self._plan(manifest, work.targets, rules, bucket_bytes, options)
             if strict and (plan.missing or plan.unexpected):
                 raise ModelMismatch(_spell_keys(manifest, plan))
             return plan
@@ -274,7 +297,7 @@ class HierarchicalLoader:
         fingerprint = plan.fingerprint.hex() if plan is not None else ""
         fingerprints = self._control.settle("planning", None, fingerprint, _distinct)
         if "" in fingerprints or len(fingerprints) > 1:
-            self._disagree(describe(manifest, work.targets, self.bucket_bytes, options))
+            self._disagree(describe(manifest, work.targets, bucket_bytes, options))
             self._control.settle("planning", failure)
             raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
         assert plan is not None
@@ -292,11 +315,13 @@ class HierarchicalLoader:
 
         self._control.settle("planning", None, view if self.topology.rank in speakers else None, differ)
 
-    def _plan(self, manifest: Manifest, targets: Targets, mapping: Mapping, options: str) -> LoadPlan:
+    def _plan(
+        self, manifest: Manifest, targets: Targets, mapping: Mapping, bucket_bytes: int, options: str
+    ) -> LoadPlan:
         """A plan depends on nothing but its inputs, so that of the last load is kept for a load of the same kind."""
         inputs = (manifest.digest, mapping, options)
         if self._last is None or self._last[0] != inputs or not targets.same_as(self._last[1]):
-            plan = make_plan(manifest, targets, mapping, self.bucket_bytes, options)
+            plan = make_plan(manifest, targets, mapping, bucket_bytes, options)
             self._last = (inputs, replace(targets, tensors=[]), plan)
         return self._last[2]
 
@@ -311,23 +336,26 @@ class HierarchicalLoader:
         init_missing: mat.InitMissing | None,
         report: LoadReport,
     ) -> None:
-        memory = self._reserve(wave_bytes(plan, self._per_wave))
+        memory = self._reserve(wave_bytes(plan, self._per_wave)) if work.device == CPU else None
 
         def prepare() -> list[Tensor]:
             with report.timed("materialise"):
                 mat.materialise(model, work.targets, work.device)
-                memory.board.clear()
+                if memory is not None:
+                    memory.board.clear()
+                else:
+                    self._reserve_on(work.device, staging_bytes(plan, self.readers))
                 return work.targets.local()
 
         local, failure = _attempt(prepare)
         self._control.settle("materialising the model", failure)
         assert local is not None
-        report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
-        flow = self._flow(memory.shared)
-        report.algorithm = flow.algorithm
-        if flow.algorithm == "striped":
-            route = self.topology.striped_route(self.src)
-        transfer = Transfer(plan, self._per_wave, flow, route, memory, local, work.checkpoint, report, self._deadline)
+        transfer: Transfer | DeviceTransfer
+        if memory is not None:
+            transfer = self._by_memory(work, plan, route, memory, local, report)
+        else:
+            transfer = self._by_stream(work, plan, local, report)
+        report.algorithm = transfer.flow.algorithm
 
         def move() -> None:
             try:
@@ -340,13 +368,45 @@ class HierarchicalLoader:
 
         _, failure = _attempt(move)
         if transfer.broken:
-            memory.abandon()
+            transfer.memory.abandon()
         try:
             self._control.settle("the transfer", failure, patience=2)
         except LoadError:
-            self._memory = None
+            self._memory = self._staging = None
             self.topology.retire()
             raise
+
+    def _by_memory(
+        self, work: _Work, plan: LoadPlan, route: Route, memory: NodeMemory, local: list[Tensor], report: LoadReport
+    ) -> Transfer:
+        report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
+        flow = self._flow(work.device, memory.shared)
+        if flow.algorithm == "striped":
+            route = self.topology.striped_route(self.src)
+        return Transfer(plan, self._per_wave, flow, route, memory, local, work.checkpoint, report, self._deadline)
+
+    def _by_stream(self, work: _Work, plan: LoadPlan, local: list[Tensor], report: LoadReport) -> DeviceTransfer:
+        staging, flow = self._staging, self._flow(work.device)
+        assert staging is not None
+        report.peak_staging = staging.footprint
+        stream = staging.stream
+        report.stream = f"{stream.device} {stream.stream_id}, {'the loader' if self.stream is None else 'the caller'}'s"
+        if self.readers == "every" or len(self.topology.ranks) == 1:
+            routes = {}
+        elif self.readers == "per_node":
+            route = self._route(work.device, self.src)
+            routes = {route.leader: replace(route, src=route.leader, inter_group="")}
+        else:
+            routes = {reader: self._route(work.device, reader) for reader in flow.turns}
+        return DeviceTransfer(plan, flow, routes, staging, local, work.checkpoint, report)
+
+    def _reserve_on(self, device: torch.device, nbytes: int) -> None:
+        """Staging for a device, kept for the next load."""
+        stream, reads = self._stream_on(device), self._reads(device)
+        assert stream is not None
+        if self._staging is None or not self._staging.serves(device, nbytes, reads):
+            self._staging = None
+            self._staging = DeviceStaging(device, stream, nbytes, reads)
 
     def _reserve(self, nbytes: int) -> NodeMemory:
         """Staging buffers of at least ``nbytes``, kept for the next load. Collective when there are none yet."""
@@ -394,18 +454,6 @@ def _attempt(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return step(), None
     except Exception as error:
         return None, error
-
-
-def _device_of(targets: Targets) -> torch.device:
-    """Where the load's data must end up. Raises ValueError for what this version cannot fill."""
-
-    kinds = {device.type for device in {tensor.device for tensor in targets.tensors}}
-    if "meta" in kinds:
-        kinds |= {t.device_mesh.device_type for t in targets.tensors if t.is_meta and isinstance(t, DTensor)}
-        kinds.remove("meta")
-    if kinds - {"cpu"}:
-        raise ValueError(f"this version loads models on cpu, this one is on {', '.join(sorted(kinds))}")
-    return torch.device("cpu")
 
 
 def _distinct(views: dict[int, str]) -> dict[str, int]:

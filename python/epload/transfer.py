@@ -14,9 +14,10 @@ from torch import Tensor
 
 from epload import ops, pipeline
 from epload.checkpoint import Checkpoint
-from epload.control import HEADER_BYTES, STATUS_ABORT, STATUS_OK, BucketHeader
-from epload.errors import LoadError, Told, text_of
+from epload.control import HEADER_BYTES
+from epload.errors import LoadError
 from epload.flow import Flow
+from epload.framing import Framing
 from epload.node_memory import BUFFERS, NodeMemory
 from epload.plan import Bucket, LoadPlan
 from epload.report import LoadReport, progress_bar
@@ -82,14 +83,14 @@ class Transfer:
         """
         self._plan = plan
         self._waves = _waves(plan, per_wave)
-        self._flow = flow
+        self.flow = self._flow = flow
         self._route = route
-        self._memory = memory
+        self.memory = self._memory = memory
         self._local = local
         self._checkpoint = checkpoint
         self._report = report
         self._limit = 1.25 * deadline + timedelta(seconds=2)  # the network's deadline passes first, and says more
-        self._fingerprint = plan.fingerprint[:16]
+        self._framing = Framing(plan, flow.rank)
         self._chunk = flow.chunk_bytes(plan.nbytes)
         self._failure: LoadError | None = None
         """What went wrong on this rank, or what a reader said in the bucket that ended the transfer."""
@@ -126,7 +127,7 @@ class Transfer:
                         ops.unpack(buffer, targets, bucket.copies)
                         nbytes = bucket.nbytes
             except Exception as error:
-                raise LoadError(f"rank {self._flow.rank} could not read bucket {number}: {text_of(error)}") from error
+                raise self._framing.unreadable(number, error) from error
             self._report.phases["read"].nbytes += nbytes
             self._bar.update(bucket.nbytes)
 
@@ -181,21 +182,13 @@ class Transfer:
                 break
 
     def _fill(self, number: int, bucket: Bucket, buffer: Tensor) -> bool:
-        """Fills a bucket, or makes it one that tells everybody why there will be no more."""
+        """Fills a bucket. True if that failed, and the bucket says so."""
         assert self._checkpoint is not None
-        status, nbytes = STATUS_OK, bucket.nbytes - HEADER_BYTES
-        try:
-            self._checkpoint.fill(buffer, self._plan.pieces(bucket))
-        except Exception as error:
-            failure = LoadError(f"rank {self._flow.rank} could not read bucket {number}: {text_of(error)}")
-            text = str(failure).encode(errors="backslashreplace")[:nbytes]
-            buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            status, nbytes = STATUS_ABORT, len(text)
+        failure = self._framing.fill(number, buffer, self._checkpoint)
+        if failure is not None:
             self._failure = failure
-        header = BucketHeader(number, status, nbytes, 0, self._fingerprint).pack()
-        buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self._report.phases["read"].nbytes += nbytes
-        return status == STATUS_ABORT
+        self._report.phases["read"].nbytes += bucket.nbytes - HEADER_BYTES
+        return failure is not None
 
     # ---- relay ----
 
@@ -262,7 +255,7 @@ class Transfer:
             try:
                 ops.unpack(buffer, [self._local[t] for t in bucket.targets], bucket.copies)
             except Exception as error:  # keep receiving, so that no other rank is left waiting; told at the end
-                self._failure = LoadError(f"rank {self._flow.rank} could not unpack bucket {number}: {text_of(error)}")
+                self._failure = self._framing.not_unpacked(number, error)
         self._report.phases["unpack"].nbytes += bucket.nbytes - HEADER_BYTES
         self._bar.update(bucket.nbytes)
 
@@ -271,15 +264,9 @@ class Transfer:
         buffer = self._buffer(index)
         gave_up = False
         for number, begin in zip(wave.numbers, wave.begins, strict=True):
-            header = BucketHeader.unpack(bytes(buffer[begin : begin + HEADER_BYTES].tolist()))
-            if (header.index, header.fingerprint) != (number, self._fingerprint):
-                raise LoadError(
-                    f"rank {self._flow.rank} expected bucket {number} of plan {self._fingerprint.hex()}, "
-                    f"got bucket {header.index} of plan {header.fingerprint.hex()}: the ranks are out of step"
-                )
-            if header.status == STATUS_ABORT:
-                text = buffer[begin + HEADER_BYTES : begin + HEADER_BYTES + header.nbytes]
-                said = bytes(text.tolist()).decode(errors="replace")
-                self._failure = self._failure or Told(said)
+            header, body = buffer[begin:].tensor_split([HEADER_BYTES])
+            told = self._framing.check(number, header, body)
+            if told is not None:
+                self._failure = self._failure or told
                 gave_up = True
         return gave_up

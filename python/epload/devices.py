@@ -1,0 +1,82 @@
+"""On which device a load runs, and whether it can: decided on every rank before anything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from epload.targets import Targets
+
+CPU = torch.device("cpu")
+
+
+def device_of(targets: Targets, offloaded: AbstractSet[int], stream: torch.Stream | None) -> torch.device:
+    """The accelerator that some of the targets are on, or will be; else the CPU.
+
+    DTensors on meta will be on their mesh's device, unless FSDP keeps them on CPU. Plain tensors on meta follow the others,
+    or else the stream.
+
+    Args:
+        offloaded: ids of parameters that FSDP keeps on CPU.
+        stream: the one the loader was given.
+
+    Raises:
+        ValueError: targets are on two accelerators, or the stream is of another device than they are.
+    """
+    first: dict[torch.device, str] = {}
+    floating = False
+    for name, tensor in zip(targets.names, targets.tensors, strict=True):
+        device = tensor.device
+        if device.type == "meta":
+            if not isinstance(tensor, DTensor):
+                floating = True
+                continue
+            device = CPU if id(tensor) in offloaded else _current(name, tensor.device_mesh.device_type)
+        first.setdefault(device, name)
+    accelerators = [device for device in first if device != CPU]
+    if len(accelerators) > 1:
+        said = ", ".join(f"{first[device]} on {device}" for device in accelerators)
+        raise ValueError(f"expected the model's tensors on one accelerator device (and CPU), got {said}")
+    if accelerators:
+        device = accelerators[0]
+    else:
+        device = stream.device if stream is not None and floating else CPU
+    if stream is not None and stream.device != device:
+        what = "stream=None for a model on cpu" if device == CPU else f"a stream of {device}, where the model is"
+        raise ValueError(f"expected {what}, got a stream of {stream.device}")
+    return device
+
+
+def _current(name: str, kind: str) -> torch.device:
+    if kind == "cpu":
+        return CPU
+    here = torch.accelerator.current_accelerator()
+    if here is None or here.type != kind:
+        has = f"has {here.type}" if here is not None else "has no accelerator"
+        raise ValueError(f"{name} lies on a mesh of {kind} devices, but this torch {has}; install a torch for {kind}")
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def check_backend(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Raises ValueError unless the group can send tensors of a device."""
+    if group is None or device == CPU:
+        return
+    config = dist.get_backend_config(group)
+    kinds = [part.partition(":")[0] for part in config.split(",")]
+    if device.type not in kinds:
+        raise ValueError(
+            f"expected a process group with a backend for {device.type} tensors, where the model is, got {config!r}; "
+            "make it with one, e.g. init_process_group('cpu:gloo,cuda:nccl')"
+        )
+
+
+def check_stream(stream: torch.Stream | None) -> None:
+    """Raises ValueError for a stream on which collectives cannot be queued: one that torch_npu did not make."""
+    if stream is not None and stream.device.type == "npu" and type(stream).__name__ == "ExternalStream":
+        raise ValueError(
+            "expected a stream that torch_npu made, got an ExternalStream, which its process groups refuse; "
+            "pass a torch.npu.Stream, or stream=None for the loader's own"
+        )
