@@ -7,7 +7,9 @@ NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
 FAKES := $(wildcard tests/fakedev/*.cpp tests/fakedev/*.h)
 SOURCES := python tests benchmarks examples setup.py
 
-.PHONY: help build test lint format demo bench-load gpu-check clean
+TORCH_NPU ?= torch-npu==2.13.0
+
+.PHONY: help build test build-npu lint format demo bench-load gpu-check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -27,6 +29,14 @@ build: $(VENV)/built ## the environment, and epload built into it
 
 test: build ## the whole test suite
 	$(RUN)/python -m pytest
+
+build-npu: ## compile the Ascend part against torch_npu's wheel, in an environment of its own; nothing of it is run
+	$(PYTHON) -m venv $(VENV)-npu
+	$(VENV)-npu/bin/pip install --quiet --upgrade pip
+	$(VENV)-npu/bin/pip install --quiet "$(TORCH)" "setuptools>=77" "cmake>=3.22" "pybind11>=2.13" ninja wheel
+	$(VENV)-npu/bin/pip install --quiet --no-deps "$(TORCH_NPU)"
+	EPLOAD_NPU=1 EPLOAD_CUDA=0 $(VENV)-npu/bin/pip wheel --quiet --no-build-isolation --no-deps -w $(VENV)-npu/wheel .
+	$(VENV)-npu/bin/python -m zipfile -l $(VENV)-npu/wheel/epload-*.whl | grep libepload_npu.so
 
 lint: $(VENV)/ready ## ruff, mypy (strict, on python/) and clang-format
 	$(RUN)/ruff check $(SOURCES)
@@ -49,4 +59,4 @@ gpu-check: ## on a machine with an NVIDIA GPU: build, test, sanitize, trace and 
 	$(PYTHON) benchmarks/gpu_check.py
 
 clean: ## remove builds and the environment
-	rm -rf build dist $(VENV) python/epload/*.so python/*.egg-info
+	rm -rf build dist $(VENV) $(VENV)-npu python/epload/*.so python/*.egg-info

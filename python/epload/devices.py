@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,18 @@ from epload.targets import Targets
 CPU = torch.device("cpu")
 
 
-def device_of(targets: Targets, offloaded: AbstractSet[int], stream: torch.Stream | None) -> torch.device:
-    """The accelerator that some of the targets are on, or will be; else the CPU.
+class Devices(NamedTuple):
+    """Where a load works, and where what is on meta goes."""
 
-    DTensors on meta will be on their mesh's device, unless FSDP keeps them on CPU. Plain tensors on meta follow the others,
-    or else the stream.
+    load: torch.device
+    """The accelerator that some of the targets are on, or will be; else the CPU."""
+    home: torch.device
+    """Of tensors on meta that do not say: that of the others."""
+
+
+def devices_of(targets: Targets, offloaded: AbstractSet[int], stream: torch.Stream | None) -> Devices:
+    """DTensors on meta will be on their mesh's device, unless FSDP keeps them on CPU. Plain tensors on meta go to the device of
+    the others or of their meshes, or else of the stream.
 
     Args:
         offloaded: ids of parameters that FSDP keeps on CPU.
@@ -27,27 +35,30 @@ def device_of(targets: Targets, offloaded: AbstractSet[int], stream: torch.Strea
         ValueError: targets are on two accelerators, or the stream is of another device than they are.
     """
     first: dict[torch.device, str] = {}
-    floating = False
+    homes: dict[torch.device, str] = {}
+    floating = None
     for name, tensor in zip(targets.names, targets.tensors, strict=True):
         device = tensor.device
-        if device.type == "meta":
-            if not isinstance(tensor, DTensor):
-                floating = True
-                continue
-            device = CPU if id(tensor) in offloaded else _current(name, tensor.device_mesh.device_type)
+        if isinstance(tensor, DTensor) and (tensor.is_meta or id(tensor) in offloaded):
+            home = _current(name, tensor.device_mesh.device_type)
+            homes.setdefault(home, name)
+            device = CPU if id(tensor) in offloaded else home
+        elif tensor.is_meta:
+            floating = name
+            continue
         first.setdefault(device, name)
-    accelerators = [device for device in first if device != CPU]
-    if len(accelerators) > 1:
-        said = ", ".join(f"{first[device]} on {device}" for device in accelerators)
+    seen = {device: name for device, name in {**homes, **first}.items() if device != CPU}
+    if len(seen) > 1:
+        said = ", ".join(f"{name} on {device}" for device, name in seen.items())
         raise ValueError(f"expected the model's tensors on one accelerator device (and CPU), got {said}")
-    if accelerators:
-        device = accelerators[0]
-    else:
-        device = stream.device if stream is not None and floating else CPU
+    home = next(iter(seen), stream.device if stream is not None and not first else CPU)
+    if floating is not None:
+        first.setdefault(home, floating)
+    device = next((device for device in first if device != CPU), CPU)
     if stream is not None and stream.device != device:
         what = "stream=None for a model on cpu" if device == CPU else f"a stream of {device}, where the model is"
         raise ValueError(f"expected {what}, got a stream of {stream.device}")
-    return device
+    return Devices(device, home)
 
 
 def _current(name: str, kind: str) -> torch.device:

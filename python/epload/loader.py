@@ -21,7 +21,7 @@ from epload.checkpoint import Checkpoint, Manifest
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
 from epload.device_staging import DeviceStaging
 from epload.device_transfer import DeviceTransfer, staging_bytes
-from epload.devices import CPU, check_backend, check_stream, device_of
+from epload.devices import CPU, check_backend, check_stream, devices_of
 from epload.errors import LoadError, ManifestMismatch, ModelMismatch, text_of
 from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave
 from epload.mapping import Mapping
@@ -53,6 +53,8 @@ class _Work:
 
     targets: Targets
     device: torch.device
+    home: torch.device
+    """Of tensors on meta, see ``devices.Devices``."""
     checkpoint: Checkpoint | None
 
 
@@ -234,12 +236,12 @@ class HierarchicalLoader:
                 f"buffers {', '.join(sorted(targets.lost)[:5])} are on meta and no checkpoint holds them "
                 "(they are not persistent); pass init_missing=hook(module, path, names) to compute them"
             )
-        device = device_of(targets, mat.offloaded(model), self.stream)
+        device, home = devices_of(targets, mat.offloaded(model), self.stream)
         check_backend(self.topology.group, device)
         source = None
         if self._reads(device) and (self.topology.rank == self.src or not isinstance(checkpoint, str | os.PathLike)):
             source = Checkpoint.open(checkpoint)
-        return _Work(targets, device, source)
+        return _Work(targets, device, home, source)
 
     def _connect(self, work: _Work, checkpoint: Any, report: LoadReport) -> tuple[Route, Manifest]:
         """The route of the data, and over it the manifest."""
@@ -340,7 +342,7 @@ class HierarchicalLoader:
 
         def prepare() -> list[Tensor]:
             with report.timed("materialise"):
-                mat.materialise(model, work.targets, work.device)
+                mat.materialise(model, work.targets, work.home)
                 if memory is not None:
                     memory.board.clear()
                 else:
