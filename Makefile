@@ -4,12 +4,12 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 RUN := $(VENV)/bin
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
-FAKES := $(wildcard tests/fakedev/*.cpp tests/fakedev/*.h)
-SOURCES := python tests benchmarks examples setup.py
+FAKES := $(wildcard tests/fakedev/*.cpp tests/fakedev/*.h tests_npu/*.cpp)
+SOURCES := python tests tests_npu benchmarks examples setup.py
 
 TORCH_NPU ?= torch-npu==2.13.0
 
-.PHONY: help build test build-npu lint format demo bench-load gpu-check clean
+.PHONY: help build test test-npu lint format demo bench-load gpu-check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -30,13 +30,17 @@ build: $(VENV)/built ## the environment, and epload built into it
 test: build ## the whole test suite
 	$(RUN)/python -m pytest
 
-build-npu: ## compile the Ascend part against torch_npu's wheel, in an environment of its own; nothing of it is run
+$(VENV)-npu/ready: Makefile
 	$(PYTHON) -m venv $(VENV)-npu
 	$(VENV)-npu/bin/pip install --quiet --upgrade pip
-	$(VENV)-npu/bin/pip install --quiet "$(TORCH)" "setuptools>=77" "cmake>=3.22" "pybind11>=2.13" ninja wheel
+	$(VENV)-npu/bin/pip install --quiet "$(TORCH)" numpy pyyaml pytest tqdm "setuptools>=77" "cmake>=3.22" "pybind11>=2.13" ninja wheel
 	$(VENV)-npu/bin/pip install --quiet --no-deps "$(TORCH_NPU)"
-	EPLOAD_NPU=1 EPLOAD_CUDA=0 $(VENV)-npu/bin/pip wheel --quiet --no-build-isolation --no-deps -w $(VENV)-npu/wheel .
-	$(VENV)-npu/bin/python -m zipfile -l $(VENV)-npu/wheel/epload-*.whl | grep libepload_npu.so
+	touch $@
+
+test-npu: $(VENV)-npu/ready ## the Ascend part with the real torch_npu over a fake CANN, in an environment of its own
+	EPLOAD_NPU=1 EPLOAD_CUDA=0 PATH="$(abspath $(VENV)-npu/bin):$$PATH" \
+	  $(VENV)-npu/bin/pip install --quiet --force-reinstall --no-build-isolation --no-deps .
+	cd tests_npu && $(abspath $(VENV)-npu/bin/python) -m pytest --override-ini testpaths=. --override-ini pythonpath=.
 
 lint: $(VENV)/ready ## ruff, mypy (strict, on python/) and clang-format
 	$(RUN)/ruff check $(SOURCES)

@@ -49,7 +49,7 @@ def build_info() -> dict[str, Any]:
     has the Ascend part and for which torch_npu.
 
     Without the kernels, regions on a CUDA device are copied through ATen: right, but one call a region. Without the Ascend
-    part, broadcasts between NPUs run on a stream of torch_npu's process group, with an event hop there and one back.
+    part, groups of HCCL's are refused.
     """
     from epload import _C
 
