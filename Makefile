@@ -30,7 +30,7 @@ build: $(VENV)/built ## the environment, and epload built into it
 test: build ## the whole test suite
 	$(RUN)/python -m pytest
 
-$(VENV)-npu/ready: Makefile
+$(VENV)-npu/ready:
 	$(PYTHON) -m venv $(VENV)-npu
 	$(VENV)-npu/bin/pip install --quiet --upgrade pip
 	$(VENV)-npu/bin/pip install --quiet "$(TORCH)" numpy pyyaml pytest tqdm "setuptools>=77" "cmake>=3.22" "pybind11>=2.13" ninja wheel

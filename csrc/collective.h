@@ -30,7 +30,8 @@ class Group {
 
   // Broadcasts `flat` (contiguous bytes) from `global_root` on the current stream, in c10d's synchronous mode. On a
   // device the host does not wait; over gloo it does. HCCL's process group has no such mode: libepload_npu calls HCCL
-  // itself; where that is not possible yet the group's broadcast runs on a stream of the group's, between two event hops.
+  // itself; where that is not possible yet the group's broadcast runs on a stream of the group's, between two event
+  // hops.
   void broadcast(const at::Tensor& flat, int64_t global_root) const;
 
   // Begins to send contiguous bytes to, or to receive them from, another rank of the group. Messages between two ranks

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,9 +24,10 @@ from torch.distributed.tensor import DTensor
 
 import fakedev
 import ranks
-from epload import Checkpoint, HierarchicalLoader, Manifest, Topology
+from epload import Checkpoint, HierarchicalLoader, Manifest, Topology, devices
 from epload.checkpoint import Piece
 from epload.device_staging import DeviceStaging
+from epload.devices import check_stream
 from fakedev import build
 from test_loader import BUCKET, Net, State, all_fine, local_of, sharded, state_for
 from test_loader_errors import Failing, Outcome, check, outcome, unpack_breaks_once
@@ -312,6 +314,23 @@ def test_wrong_use_is_refused_before_anything_moves(tmp_path: Path) -> None:
         "shape": ("ModelMismatch", ["scale has shape [2]"]),
     }
     check(ranks.run(4, _refused, tmp_path, setup=fakedev.setup), expected)
+
+
+def test_what_ascend_needs_is_refused_without_it() -> None:
+    class ExternalStream:
+        device = SimpleNamespace(type="npu")
+
+    with pytest.raises(ValueError, match="ExternalStream.*torch.npu.Stream"):
+        check_stream(ExternalStream())  # type: ignore[arg-type]
+    npu, group = SimpleNamespace(type="npu"), object()
+    with mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,npu:hccl"):
+        with (
+            mock.patch.object(devices, "build_info", return_value={"npu": False}),
+            pytest.raises(ValueError, match="HCCL.*EPLOAD_NPU=1"),
+        ):
+            devices.check_backend(group, npu)  # type: ignore[arg-type]
+        with mock.patch.object(devices, "build_info", return_value={"npu": True}):
+            devices.check_backend(group, npu)  # type: ignore[arg-type]
 
 
 def _without_cpu_backend(rank: int) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from epload.build import build_info
 from epload.targets import Targets
 
 CPU = torch.device("cpu")
@@ -76,11 +77,16 @@ def check_backend(group: dist.ProcessGroup | None, device: torch.device) -> None
     if group is None or device == CPU:
         return
     config = dist.get_backend_config(group)
-    kinds = [part.partition(":")[0] for part in config.split(",")]
+    kinds = dict(part.partition(":")[::2] for part in config.split(","))
     if device.type not in kinds:
         raise ValueError(
             f"expected a process group with a backend for {device.type} tensors, where the model is, got {config!r}; "
             "make it with one, e.g. init_process_group('cpu:gloo,cuda:nccl')"
+        )
+    if kinds[device.type] == "hccl" and not build_info()["npu"]:
+        raise ValueError(
+            f"the process group {config!r} uses HCCL, for which this build of epload has no part; rebuild it with EPLOAD_NPU=1 "
+            "in the environment that has torch_npu"
         )
 
 
