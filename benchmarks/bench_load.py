@@ -42,10 +42,15 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2, help="emulated nodes")
     parser.add_argument("--ranks", type=int, default=2, help="ranks a node")
     parser.add_argument("--layers", type=int, default=48, help="of 128 experts; 48 gives 18,867 tensors")
+    parser.add_argument(
+        "--few", action="store_true", help="about as many bytes in 183 tensors: 15 layers of one expert"
+    )
     parser.add_argument("--repeat", type=int, default=5, help="timed runs of epload and the floor (from meta: half)")
     parser.add_argument("--peer-repeat", type=int, default=1, help="timed runs of the others, which take a minute each")
     parser.add_argument(
-        "--loaders", default="epload,epload_per_node,materialise," + ",".join(PEERS), help="comma-separated"
+        "--loaders",
+        default="epload,epload_every,epload_partitioned,epload_per_node,epload_auto,materialise," + ",".join(PEERS),
+        help="comma-separated",
     )
     parser.add_argument("--cases", default="reload,meta", help="reload, meta or both")
     parser.add_argument("--data", type=Path, help="folder for the checkpoints; a temporary one by default")
@@ -59,7 +64,7 @@ def main() -> None:
         data.mkdir(parents=True, exist_ok=True)
         for seed in (0, 1):
             if not (data / f"{seed}.safetensors").exists():
-                write_checkpoint(data / f"{seed}.safetensors", Size(layers=options.layers), seed)
+                write_checkpoint(data / f"{seed}.safetensors", _size(options), seed)
         environment = {
             **os.environ,
             "EPLOAD_BENCH_DATA": str(data),
@@ -108,10 +113,11 @@ class Bench:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         data = Path(os.environ["EPLOAD_BENCH_DATA"])
         self.files = [data / "0.safetensors", data / "1.safetensors"]
-        self.size = Size(layers=options.layers)
+        self.size = _size(options)
         each = options.ranks
         self.topology = epload.Topology.from_nodes([list(range(n, n + each)) for n in range(0, self.world, each)])
-        self.nbytes = sum(t.nbytes for t in meta_model(self.size).state_dict().values())
+        state = meta_model(self.size).state_dict()
+        self.nbytes, self.tensors = sum(t.nbytes for t in state.values()), len(state)
         self.loads = 0
         self.rows: list[dict[str, object]] = []
 
@@ -245,12 +251,18 @@ class Bench:
         self.record("meta", "materialise: to_empty", theirs)
 
 
+def _size(options: argparse.Namespace) -> Size:
+    if options.few:
+        return Size(layers=15, experts=1, hidden=1536, intermediate=4400)
+    return Size(layers=options.layers)
+
+
 def _run(options: argparse.Namespace) -> None:
     bench = Bench(options)
     loaders = options.loaders.split(",")
     cases = options.cases.split(",")
     bench.say(
-        f"{bench.nbytes / 1e6:.0f} MB in {18864 // 48 * options.layers + 3} tensors, {options.nodes} nodes x {options.ranks} "
+        f"{bench.nbytes / 1e6:.0f} MB in {bench.tensors} tensors, {options.nodes} nodes x {options.ranks} "
         f"ranks over gloo on one machine with {os.cpu_count()} cores, torch {torch.__version__}\n"
         f"{'case':<8}{'loader':<28}{'min':>8}{'median':>8}{'max':>8}{'GB/s':>7}"
     )
@@ -270,8 +282,10 @@ def _run(options: argparse.Namespace) -> None:
     for (case, loader), seconds in medians.items():
         if case == "reload":
             bench.say(f"reload {loader}: {seconds / floor:.2f} x the floor")
-        elif (case, "epload") in medians and loader in PEERS:
-            bench.say(f"{case} epload is {seconds / medians[case, 'epload']:.1f} x faster than {loader}")
+    for (case, loader), seconds in medians.items():
+        for ours in ("epload", "epload_every"):
+            if (case, ours) in medians and loader in PEERS:
+                bench.say(f"{case}: {ours} is {seconds / medians[case, ours]:.1f} x faster than {loader}")
     if options.json and bench.rank == 0:
         facts = {"date": time.strftime("%Y-%m-%d"), "machine": platform.machine(), "cores": os.cpu_count()}
         facts |= {"torch": torch.__version__, "options": {k: str(v) for k, v in vars(options).items()}}

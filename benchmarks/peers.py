@@ -40,4 +40,21 @@ def torch_state_dict(model: nn.Module, checkpoint: Path, rank: int) -> None:
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 
 
-PEERS: dict[str, Loader] = {"per_parameter": per_parameter, "torch_set_model_state_dict": torch_state_dict}
+def safe_open_slices(model: nn.Module, checkpoint: Path, rank: int) -> None:
+    """Every rank reads its own slice of each parameter, for parameters sharded on dim 0 as FSDP2 does."""
+    _materialise(model)
+    with torch.no_grad(), safe_open(checkpoint, "pt") as source:
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            local = parameter.to_local()
+            each = -(-parameter.shape[0] // parameter.device_mesh.size())
+            begin = parameter.device_mesh.get_local_rank() * each
+            if local.numel():
+                local.copy_(source.get_slice(name)[begin : begin + local.shape[0]])
+
+
+PEERS: dict[str, Loader] = {
+    "per_parameter": per_parameter,
+    "torch_set_model_state_dict": torch_state_dict,
+    "safe_open_slices": safe_open_slices,
+}

@@ -320,13 +320,13 @@ def test_what_ascend_needs_is_refused_without_it() -> None:
     class ExternalStream:
         device = SimpleNamespace(type="npu")
 
-    with pytest.raises(ValueError, match="ExternalStream.*torch.npu.Stream"):
+    with pytest.raises(ValueError, match=r"ExternalStream.*torch.npu.Stream"):
         check_stream(ExternalStream())  # type: ignore[arg-type]
     npu, group = SimpleNamespace(type="npu"), object()
     with mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,npu:hccl"):
         with (
             mock.patch.object(devices, "build_info", return_value={"npu": False}),
-            pytest.raises(ValueError, match="HCCL.*EPLOAD_NPU=1"),
+            pytest.raises(ValueError, match=r"HCCL.*EPLOAD_NPU=1"),
         ):
             devices.check_backend(group, npu)  # type: ignore[arg-type]
         with mock.patch.object(devices, "build_info", return_value={"npu": True}):
@@ -369,7 +369,7 @@ def _traced(rank: int, semantics: str) -> list[str]:
         with fakedev.traced() as seen:
             report = loader.load(model, for_readers(state_for(2), readers))
         said += wrong(model, state_for(2))
-        staging = loader._staging
+        staging = loader._device.staging
         assert staging is not None
         ours, copies = staging.stream.stream_id, staging.copies.stream_id
         if stream is not None and ours != stream.stream_id:
@@ -442,7 +442,7 @@ class Scene:
         self.model = Rows().to(DEVICE)
         self.loader.load(self.model, Counting(0))
         torch.accelerator.synchronize()
-        staging = self.loader._staging
+        staging = self.loader._device.staging
         assert staging is not None
         self.staging = staging
 
@@ -537,7 +537,7 @@ def _host_does_not_wait(rank: int) -> list[str]:
     model = Rows().to(DEVICE)
     loader.load(model, Counting(0).state if rank == 0 else None)
     torch.accelerator.synchronize()
-    staging, said = loader._staging, []
+    staging, said = loader._device.staging, []
     assert staging is not None
     source = Counting(5)
     moved = []

@@ -28,6 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import epload
 import ranks
+from epload import flow
 
 Shape = tuple[int, ...]
 Spec = dict[str, Shape | tuple[Shape, torch.dtype]]
@@ -39,9 +40,17 @@ NODES: dict[int, tuple[list[list[int]], ...]] = {
     4: ([[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1], [2], [3]], [[0, 1, 2], [3]], [[0, 2], [1, 3]]),
     7: ([[0, 1, 2], [3, 4], [5, 6]],),
 }
-MODES = (("one", "two_level"), ("per_node", "two_level"), ("one", "flat"))
+MODES = (
+    ("one", "two_level"),
+    ("per_node", "two_level"),
+    ("one", "flat"),
+    ("partitioned", "two_level"),
+    ("every", "two_level"),
+    ("partitioned", "striped"),
+    ("auto", "auto"),
+)
 BUCKET_BYTES = (200, 1000, 1 << 20)
-WAYS_PER_CASE = 2
+WAYS_PER_CASE = 3
 """Each case is loaded in other ways; the first case in all."""
 
 
@@ -445,6 +454,7 @@ def ways_of_case(number: int, world: int) -> list[Way]:
 
 def check_cases(rank: int, world: int, folder: str) -> list[str]:
     """What is wrong, a line a tensor."""
+    flow.MIN_PART_BYTES = 100  # in this rank's process, so that readers share waves of small buckets too
     failures: list[str] = []
     topologies = {str(nodes): epload.Topology.from_nodes(nodes) for nodes in NODES[world]}
     for number, case in enumerate(cases(world)):
@@ -483,7 +493,8 @@ def load(case: Case, way: Way, topology: epload.Topology, rank: int, path: Path)
         deadline=60,
         progress=False,
     )
-    reads = rank in (topology.leaders(way.src) if way.readers == "per_node" else (way.src,))
+    all_read = way.readers in ("partitioned", "every")
+    reads = rank in (topology.leaders(way.src) if way.readers == "per_node" else (way.src,)) or all_read
     if way.twice:
         loader.load(model, stored_values(case, salt=77) if reads else None)
     if way.stored == "file":

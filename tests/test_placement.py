@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from epload import Manifest, Mapping, Merge, ModelMismatch, ops
+from epload import Concatenate, Convert, Manifest, Mapping, ModelMismatch, Stack, ops
 from epload.placement import (
     Box,
     Layout,
@@ -537,7 +537,13 @@ def test_a_load_that_stacks_experts_and_joins_their_projections(bucket_bytes: in
     manifest, values = manifest_of(sources), values_of(sources)
     whole = torch.stack([torch.cat([values[f"experts.{e}.gate"], values[f"experts.{e}.up"]]) for e in range(experts)])
     mapping = Mapping(
-        merges=(Merge((r"experts\.(?P<index>\d+)\.gate", r"experts\.(?P<index>\d+)\.up"), "fused", 0, 1),)
+        converts=(
+            Convert(
+                (r"experts\.(?P<index>\d+)\.gate$", r"experts\.(?P<index>\d+)\.up$"),
+                ("fused",),
+                (Stack(0), Concatenate(1)),
+            ),
+        )
     )
     wanted: Described = {"fused": (tuple(whole.shape), BF16)}
     mesh_shape = (2, 2, 2)

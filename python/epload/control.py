@@ -106,6 +106,8 @@ class Control:
         else:
             verdict = self._judge(store, prefix, what, view, decide, patience * self.deadline)
             store.set(f"{prefix}verdict", verdict)
+            if verdict[:1] == "o":
+                self._forget(store)
         if verdict[:1] == "x":
             raise make_error(*json.loads(verdict[1:]))
         return verdict[1:]
@@ -128,8 +130,9 @@ class Control:
                 raise LoadError(
                     f"{what}: {_ranks(absent)} did not arrive within {limit.total_seconds():.0f} s"
                 ) from error
-            views = {rank: view if rank == self.rank else store.get(f"{prefix}{rank}").decode() for rank in self.ranks}
-            self._forget(store)
+            posted = store.multi_get([f"{prefix}{rank}" for rank in others])
+            heard = dict(zip(others, (text.decode() for text in posted), strict=True))
+            views = {rank: view if rank == self.rank else heard[rank] for rank in self.ranks}
             return "o" + decide(views)
         except Exception as error:
             return "x" + json.dumps([kind_of(error), text_of(error)])

@@ -6,6 +6,9 @@ one stream. There are two buffers of each kind: while one is in use, the other i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -48,6 +51,16 @@ class DeviceStaging:
     def serves(self, device: torch.device, nbytes: int, reads: bool) -> bool:
         """Whether a load with these needs can use it."""
         return self.device == device and self.nbytes >= nbytes and self.reads >= reads
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """What is queued inside is on the stream, between the waits for and of the caller's."""
+        self.enter()
+        try:
+            with self.stream:
+                yield
+        finally:
+            self.leave()
 
     def enter(self) -> None:
         """What the caller has queued, and earlier loads, come before this load."""

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from queue import SimpleQueue
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from epload import ops, pipeline
 from epload.checkpoint import Checkpoint
@@ -25,7 +27,7 @@ from epload.flow import Flow
 from epload.framing import Framing
 from epload.plan import Bucket, LoadPlan
 from epload.regions import Regions, packed
-from epload.report import LoadReport, progress_bar
+from epload.report import LoadReport
 from epload.topology import Route
 
 
@@ -37,11 +39,12 @@ def staging_bytes(plan: LoadPlan, readers: str) -> int:
 
 
 class DeviceTransfer:
-    """One use: make it, run it. The same interface as ``transfer.Transfer``."""
+    """Of some of a plan's buckets. One use: make it, run it. The same interface as ``transfer.Transfer``."""
 
     def __init__(
         self,
         plan: LoadPlan,
+        buckets: range,
         flow: Flow,
         routes: Mapping[int, Route],
         staging: DeviceStaging,
@@ -51,15 +54,17 @@ class DeviceTransfer:
     ) -> None:
         """
         Args:
+            buckets: those to move, by number.
             flow: not shared.
             routes: for each rank that reads for this one. Empty where nothing moves between ranks.
             staging: buffers of at least ``staging_bytes(plan, flow.readers)``.
             local: the targets' local tensors, on the staging's device or on CPU.
             checkpoint: None on a rank that does not read.
         """
-        self.flow = self._flow = flow
         self.memory = self._staging = staging
+        self._flow = flow
         self._plan = plan
+        self._buckets = buckets
         self._routes = routes
         self._local = local
         self._checkpoint = checkpoint
@@ -70,29 +75,27 @@ class DeviceTransfer:
         no more. None: the reading thread has stopped."""
         self._turn = threading.Condition()
         self._queued = 0
-        """Buckets of which all work is queued."""
+        """Buckets of which all work is queued, from the first of ``buckets`` on."""
         self._over = False
         self._failure: LoadError | None = None
         """What went wrong on this rank, or what a reader said in the bucket that ended the transfer."""
         self.broken = False
         """Whether a step failed, so that the buffers may still be in use."""
 
-    def run(self, shown: bool) -> None:
-        """Returns when everything is queued; the caller's current stream waits for it. ``shown``: with a progress bar.
+    def run(self, bar: tqdm[Any]) -> None:
+        """Returns when everything is queued; the caller's current stream waits for it. ``bar`` counts bytes.
 
         Raises:
             LoadError: a reader gave up, or what went wrong here.
         """
-        self._staging.enter()
+        self._bar = bar
         try:
-            with progress_bar(self._plan.nbytes, shown) as self._bar, self._staging.stream:
+            with self._staging.entered():
                 read = [("read", self._read)] if self._checkpoint is not None else []
                 pipeline.run([*read, ("move", self._move)], self._stop)
         except BaseException:
             self.broken = True
             raise
-        finally:
-            self._staging.leave()
         if self._failure is not None:
             raise self._failure
 
@@ -119,26 +122,26 @@ class DeviceTransfer:
     # ---- the reading thread ----
 
     def _read(self) -> None:
-        mine = [number for number in range(len(self._plan.buckets)) if self._is_mine(number)]
-        for turn, number in enumerate(mine):
+        mine = [(index, number) for index, number in enumerate(self._buckets) if self._is_mine(number)]
+        for turn, (index, number) in enumerate(mine):
             pinned = turn % BUFFERS
             with self._timed("host_to_device"):
                 self._staging.wait_until_copied(pinned)
             regions, nbytes = self._fill(number, self._staging.pinned[pinned])
-            if not self._wait_for_turn(number):
+            if not self._wait_for_turn(index):
                 break
             with self._timed("host_to_device"):
                 if nbytes:
-                    self._staging.copy(pinned, number % BUFFERS, nbytes)
+                    self._staging.copy(pinned, index % BUFFERS, nbytes)
             self._report.phases["host_to_device"].nbytes += nbytes
             self._copied.put(regions)
             if isinstance(regions, LoadError):
                 break
 
-    def _wait_for_turn(self, number: int) -> bool:
+    def _wait_for_turn(self, index: int) -> bool:
         """Until the last use of a bucket's device buffer is queued. False if the transfer is over."""
         with self._turn:
-            self._turn.wait_for(lambda: self._over or self._queued > number - BUFFERS)
+            self._turn.wait_for(lambda: self._over or self._queued > index - BUFFERS)
             return not self._over
 
     def _fill(self, number: int, buffer: Tensor) -> tuple[Regions | LoadError, int]:
@@ -169,7 +172,7 @@ class DeviceTransfer:
                     break
                 nbytes += got
         except Exception as error:
-            return self._framing.unreadable(number, error), 0
+            return self._framing.unreadable(range(number, number + 1), error), 0
         self._report.phases["read"].nbytes += nbytes
         return moved, total if moved.targets else 0
 
@@ -177,8 +180,8 @@ class DeviceTransfer:
 
     def _move(self) -> None:
         turn = 0
-        for number, bucket in enumerate(self._plan.buckets):
-            index = number % BUFFERS
+        for index, number in enumerate(self._buckets):
+            bucket, buffer = self._plan.buckets[number], index % BUFFERS
             regions: Regions | LoadError | None = None
             if mine := self._is_mine(number):
                 regions = self._copied.get()
@@ -187,18 +190,18 @@ class DeviceTransfer:
                 self._staging.wait_for_copy(turn % BUFFERS)
                 turn += 1
             if self._routes:
-                self._broadcast(number, self._staging.buckets[index][: bucket.nbytes])
+                self._broadcast(number, self._staging.buckets[buffer][: bucket.nbytes])
             if not mine:
-                regions = self._receive(number, index)
+                regions = self._receive(number, buffer)
             if isinstance(regions, LoadError):
                 self._failure = regions if self._failure is None or mine else self._failure
                 break
             assert regions is not None
-            self._take(number, regions, self._staging.buckets[index])
-            self._staging.unpacked(index)
+            self._take(number, regions, self._staging.buckets[buffer])
+            self._staging.unpacked(buffer)
             self._bar.update(bucket.nbytes)
             with self._turn:
-                self._queued = number + 1
+                self._queued = index + 1
                 self._turn.notify_all()
         with self._turn:
             self._over = True
@@ -215,11 +218,11 @@ class DeviceTransfer:
         self._report.phases[self._phase].nbytes += bucket.nbytes
         self._report.transport_steps += steps_of(route, self._flow, bucket.nbytes)
 
-    def _receive(self, number: int, index: int) -> Regions | Told:
+    def _receive(self, number: int, buffer: int) -> Regions | Told:
         """Waits for a bucket from another rank, as far as its header."""
         with self._timed(self._phase):
-            header = self._staging.fetch_header(index)
-            told = self._framing.check(number, header, self._staging.buckets[index][HEADER_BYTES:])
+            header = self._staging.fetch_header(buffer)
+            told = self._framing.check(number, header, self._staging.buckets[buffer][HEADER_BYTES:])
         return told if told is not None else self._regions(number)
 
     def _take(self, number: int, regions: Regions, bucket: Tensor) -> None:

@@ -84,5 +84,9 @@ def converts(source: torch.dtype, target: torch.dtype) -> bool:
 
     An fp8 value means nothing without its scale, so fp8 to another dtype is refused, as is anything with integers or bool.
     """
-    wide = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    return source == target or (source in wide and target in wide)
+    return source == target or (is_wide(source) and is_wide(target))
+
+
+def is_wide(dtype: torch.dtype) -> bool:
+    """Whether it is a float format of 16 bits and more."""
+    return dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -22,13 +22,27 @@ class ManifestMismatch(LoadError):
     """Ranks disagree about what is to be loaded into what."""
 
 
+class Disconnected(LoadError):
+    """The groups cannot be used any more. Never seen by users: raised on as a LoadError."""
+
+
 class Told(LoadError):
     """Another rank said that the load is off. Never seen by users: the root cause is shown in its place."""
 
 
 _BY_NAME: dict[str, type[Exception]] = {
     cls.__name__: cls
-    for cls in (LoadError, CheckpointError, ModelMismatch, ManifestMismatch, Told, ValueError, TypeError, MemoryError)
+    for cls in (
+        LoadError,
+        CheckpointError,
+        ModelMismatch,
+        ManifestMismatch,
+        Disconnected,
+        Told,
+        ValueError,
+        TypeError,
+        MemoryError,
+    )
 }
 
 

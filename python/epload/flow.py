@@ -13,11 +13,15 @@ from itertools import zip_longest
 
 READERS = ("one", "per_node", "partitioned", "every")
 ALGORITHMS = ("two_level", "striped", "flat")
+MIN_WAVES = 3
+MIN_WAVE_BYTES = 8 << 20
+"""A load has at least so many waves, unless they would be smaller than this: the first is read before anything can be sent, and
+the last unpacked when all else is done."""
 MIN_PART_BYTES = 4 << 20
 """A reader's share of a wave is no smaller, so that its reads stay long."""
 STRIPE_ALIGNMENT = 64
-_MAX_FILL = 1 / 32
-_CHUNK_BYTES = (256 << 10, 16 << 20)
+_MAX_FILL = 1 / 128
+_CHUNK_BYTES = (512 << 10, 16 << 20)
 
 Step = tuple[int, int, int, int, int, int]
 """begin, end (bytes of the wave), from (inter-node group, intra-node group), to (likewise); global ranks, -1 for none."""
@@ -62,6 +66,11 @@ class Flow:
             return tuple(sorted(rank for node in self.nodes for rank in node))
         nodes = self.nodes if self.shared else [[leader] for leader in self.leaders]
         return tuple(rank for row in zip_longest(*nodes) for rank in row if rank is not None)
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads."""
+        return self.rank in self.turns
 
     def reader(self, bucket: int) -> int:
         """The rank that reads a bucket for this rank."""
@@ -141,6 +150,11 @@ def buckets_per_wave(nodes: Sequence[Sequence[int]], readers: str, wave_bytes: i
     ranks = sum(map(len, nodes))
     most = max(1, min(ranks, wave_bytes // MIN_PART_BYTES))
     return most // len(nodes) * len(nodes) if most > len(nodes) else most
+
+
+def wave_limit(total: int, most: int) -> int:
+    """Bytes of a wave in a load of ``total`` bytes."""
+    return min(most, max(MIN_WAVE_BYTES, total // MIN_WAVES))
 
 
 def stripe(begin: int, end: int, count: int, index: int) -> tuple[int, int]:

@@ -31,7 +31,7 @@ class Framing:
         try:
             checkpoint.fill(buffer, self._plan.pieces(self._plan.buckets[number]))
         except Exception as error:
-            failure = self.unreadable(number, error)
+            failure = self.unreadable(range(number, number + 1), error)
             text = str(failure).encode(errors="backslashreplace")[:nbytes]
             buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = _bytes(text)
             status, nbytes = STATUS_ABORT, len(text)
@@ -58,8 +58,9 @@ class Framing:
             return None
         return Told(bytes(body[: found.nbytes].tolist()).decode(errors="replace"))
 
-    def unreadable(self, number: int, error: Exception) -> LoadError:
-        return LoadError(f"rank {self._rank} could not read bucket {number}: {text_of(error)}")
+    def unreadable(self, numbers: range, error: Exception) -> LoadError:
+        which = f"bucket {numbers[0]}" if len(numbers) == 1 else f"buckets {numbers[0]} to {numbers[-1]}"
+        return LoadError(f"rank {self._rank} could not read {which}: {text_of(error)}")
 
     def not_unpacked(self, number: int, error: Exception) -> LoadError:
         return LoadError(f"rank {self._rank} could not unpack bucket {number}: {text_of(error)}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import reduce
+from operator import or_
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -16,22 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from epload import materialise as mat
+from epload import quantised, sharing
+from epload.auto import Job, Measured, choose
 from epload.broadcast import DEFAULT_BUCKET_BYTES
+from epload.buffers import check_lost, find_holders, share
 from epload.checkpoint import Checkpoint, Manifest
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
-from epload.device_staging import DeviceStaging
+from epload.device_side import DeviceSide
 from epload.device_transfer import DeviceTransfer, staging_bytes
 from epload.devices import CPU, check_backend, check_stream, devices_of
-from epload.errors import LoadError, ManifestMismatch, ModelMismatch, text_of
-from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave
+from epload.errors import CheckpointError, Disconnected, LoadError, ManifestMismatch, ModelMismatch, text_of
+from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave, wave_limit
 from epload.mapping import Mapping
 from epload.mapping import resolve as resolve_mapping
 from epload.node_memory import NodeMemory
+from epload.parts import LocalModules, OuterShard, Parts
 from epload.plan import LoadPlan, describe, explain_difference, make_plan
-from epload.report import LoadReport
-from epload.sharing import share
+from epload.report import LoadReport, progress_bar
 from epload.snapshot import Snapshot
-from epload.targets import Targets, collect
+from epload.targets import DTypes, Targets, collect
 from epload.topology import Route, Topology
 from epload.transfer import Transfer, wave_bytes
 
@@ -43,7 +48,8 @@ def load(model: nn.Module, checkpoint: Any, **options: Any) -> LoadReport:
 
     ``options`` are those of :class:`HierarchicalLoader` and of its :meth:`~HierarchicalLoader.load`.
     """
-    of_load = {name: options.pop(name) for name in ("mapping", "strict", "dtype", "init_missing") if name in options}
+    names = ("mapping", "strict", "dtype", "init_missing", "outer_shards", "local_modules")
+    of_load = {name: options.pop(name) for name in names if name in options}
     return HierarchicalLoader(**options).load(model, checkpoint, **of_load)
 
 
@@ -56,6 +62,25 @@ class _Work:
     home: torch.device
     """Of tensors on meta, see ``devices.Devices``."""
     checkpoint: Checkpoint | None
+    compact: bytes
+    """The manifest on the source rank; as many zeros on the others."""
+    local_modules: bool
+    """Whether ranks may hold different modules."""
+    holders: dict[str, int] = field(default_factory=dict)
+    """Buffers that no checkpoint holds and some rank lacks, each with a rank that has it."""
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What all ranks have found to be the same before data moves."""
+
+    plan: LoadPlan
+    route: Route
+    per_wave: int
+    all_read: bool
+    """Whether every rank has opened the checkpoint."""
+    owned: list[int]
+    """Bytes that each rank copies into its shards, in the order of the ranks."""
 
 
 class HierarchicalLoader:
@@ -96,7 +121,7 @@ class HierarchicalLoader:
         Raises:
             ValueError: an argument is out of range.
         """
-        self.readers = _one_of("readers", "one" if readers == "auto" else readers, READERS)
+        self.readers = _one_of("readers", readers, ("auto", *READERS))
         self.algorithm = _one_of("algorithm", "two_level" if algorithm == "auto" else algorithm, ALGORITHMS)
         _one_of("verify", verify, ("off",))
         if self.readers == "per_node" and self.algorithm == "flat":
@@ -108,19 +133,16 @@ class HierarchicalLoader:
         self.topology.check_source(src)
         self.src = src
         self.stream = stream
-        self._staging_bytes = bucket_bytes
-        self._per_wave = buckets_per_wave(self.topology.nodes, readers, bucket_bytes)
-        self.bucket_bytes = bucket_bytes // self._per_wave // 64 * 64 if self._per_wave > 1 else bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self.progress = progress
         self._control = self.topology.control
         if deadline is None:
             deadline = DEFAULT_DEADLINE
         self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
         self._memory: NodeMemory | None = None
-        self._staging: DeviceStaging | None = None
-        self._own_streams: dict[torch.device, torch.Stream] = {}
+        self._device = DeviceSide(self.topology, self.algorithm, src, stream)
         self._snapshot: Snapshot | None = None
-        self._last: tuple[tuple[bytes, Mapping, str], Targets, LoadPlan] | None = None
+        self._last: tuple[tuple[bytes, Mapping, str, frozenset[int]], Targets, LoadPlan] | None = None
 
     def load(
         self,
@@ -129,8 +151,10 @@ class HierarchicalLoader:
         *,
         mapping: Mapping | str = "auto",
         strict: bool = True,
-        dtype: torch.dtype | None = None,
+        dtype: DTypes = None,
         init_missing: mat.InitMissing | None = None,
+        outer_shards: Sequence[OuterShard] = (),
+        local_modules: Sequence[LocalModules] = (),
     ) -> LoadReport:
         """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
 
@@ -143,10 +167,13 @@ class HierarchicalLoader:
             mapping: how checkpoint names become regions of the model's tensors. ``"auto"``: what a transformers model
                 declares, else names as they are.
             strict: missing or unexpected keys are an error; else they are listed in the report.
-            dtype: for floating-point parameters that are on meta; by default the model's.
+            dtype: for floating-point parameters that are on meta, or a dict from regular expressions to dtypes; by default
+                the model's.
             init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that the
                 checkpoint does not fill. By default a transformers model computes its non-persistent buffers itself;
                 nothing else is initialised.
+            outer_shards: tensors of the model that are this rank's part of larger ones, though they do not say so.
+            local_modules: modules that hold what other ranks need not have.
 
         Returns:
             What happened, on every rank; keys are the same on all.
@@ -160,15 +187,17 @@ class HierarchicalLoader:
         report = LoadReport(readers=self.readers, algorithm=self.algorithm, topology=repr(self.topology))
         began = perf_counter()
         with report.timed("plan"), _collector_paused():
-            work = self._open(model, checkpoint, dtype, init_missing)
-            route, manifest = self._connect(work, checkpoint, report)
-            plan = self._agree_on_plan(model, work, manifest, mapping, strict)
+            parts = Parts(tuple(outer_shards), tuple(local_modules)) if outer_shards or local_modules else None
+            work = self._open(model, checkpoint, dtype, parts)
+            computed = init_missing is not None or mat.default_init(model) is not None
+            agreed = self._agree_on_plan(model, checkpoint, work, mapping, strict, computed, report)
+            plan = agreed.plan
         try:
-            self._transfer(model, work, plan, route, init_missing, report)
+            self._transfer(model, work, agreed, init_missing, report)
         finally:
             if work.checkpoint is not None and work.checkpoint is not checkpoint:
                 work.checkpoint.close()
-        report.missing_keys, report.unexpected_keys = list(plan.missing), list(plan.unexpected)
+        report.missing_keys, report.unexpected_keys = self._missing_anywhere(work, plan), list(plan.unexpected)
         report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, len(set(plan.slots.tensor))
         report.nbytes = sum(plan.slots.nbytes)
         report.buckets = len(plan.buckets)
@@ -178,132 +207,193 @@ class HierarchicalLoader:
     # ---- before data moves: every step ends in a round where all ranks hear of a failure ----
 
     def _reads(self, device: torch.device) -> bool:
-        return self.topology.rank in self._flow(device).turns
+        """Whether this rank may be asked to read. With "auto" whoever can."""
+        readers = "every" if self.readers == "auto" else self.readers
+        return self.topology.rank in self._flow(device, True, readers).turns
 
-    def _flow(self, device: torch.device, shared: bool = True) -> Flow:
-        """``shared``: whether a node's ranks share their buffers; on a device they never do, but still go in stripes."""
+    def _flow(self, device: torch.device, shared: bool, readers: str) -> Flow:
+        """``shared``: whether a node's ranks share their staging buffers in host memory."""
+        if device != CPU:
+            return self._device.flow(readers)
         algorithm = self.algorithm
-        stripes = shared if device == CPU else self.readers in ("one", "partitioned")
-        if algorithm == "striped" and not (stripes and self.topology.even):
+        if algorithm == "striped" and not (shared and self.topology.even):
             algorithm = "two_level"
-        shared = shared and device == CPU
-        return Flow(self.topology.nodes, self.topology.rank, self.src, self.readers, algorithm, shared)
+        return Flow(self.topology.nodes, self.topology.rank, self.src, readers, algorithm, shared)
 
-    def _route(self, device: torch.device, src: int) -> Route:
-        """That of the manifest, and of the data unless that is striped through shared memory."""
-        algorithm = self._flow(device).algorithm
-        if algorithm == "flat":
-            return self.topology.flat_route(src)
-        return (self.topology.striped_route if algorithm == "striped" and device != CPU else self.topology.route)(src)
+    def _route(self, device: torch.device) -> Route:
+        """That of the manifest, and of the data unless it is striped."""
+        if device != CPU:
+            return self._device.route(self._device.flow("one"), self.src)
+        topology = self.topology
+        return topology.flat_route(self.src) if self.algorithm == "flat" else topology.route(self.src)
 
-    def _stream_on(self, device: torch.device) -> torch.Stream | None:
-        """The one given, or the loader's own; None for the CPU."""
-        if device == CPU or self.stream is not None:
-            return self.stream
-        if device not in self._own_streams:
-            self._own_streams[device] = torch.Stream(device)
-        return self._own_streams[device]
+    def _open(self, model: nn.Module, checkpoint: Any, dtype: DTypes, parts: Parts | None) -> _Work:
+        work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, parts))
+        said = self._options(work.device if work is not None else CPU)
+        options = f"{said} local_modules={parts is not None and bool(parts.local_modules)}"
+        view = [options, len(work.compact), bool(work.targets.lost)] if work is not None else [options, 0, False]
 
-    def _open(
-        self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
-    ) -> _Work:
-        work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, init_missing))
-        self._control.settle("opening the checkpoint", failure, self._options(work.device if work else CPU), _all_equal)
+        def decide(views: dict[int, list[Any]]) -> list[Any]:
+            _all_equal({rank: str(view[0]) for rank, view in views.items()})
+            return [views[self.src][1], len({view[2] for view in views.values()}) > 1]
+
+        nbytes, uneven = self._control.settle("opening the checkpoint", failure, view, decide)
         assert work is not None
+        if uneven:  # some ranks have buffers that others lack
+            work.holders.update(find_holders(self._control, model, work.targets))
+        work.compact = work.compact.ljust(nbytes, b"\0")
         return work
-
-    def _bucket_bytes(self, device: torch.device) -> int:
-        """On CPU several buckets may share a staging buffer."""
-        return self.bucket_bytes if device == CPU else self._staging_bytes
 
     def _options(self, device: torch.device) -> str:
         """What ranks must agree on before they can so much as share the manifest."""
         return (
-            f"readers={self.readers} algorithm={self.algorithm} src={self.src} "
-            f"bucket_bytes={self._bucket_bytes(device)} device={device.type}"
+            f"readers={self.readers} algorithm={self.algorithm} src={self.src} bucket_bytes={self.bucket_bytes} "
+            f"device={device.type}"
         )
 
-    def _inspect(
-        self, model: nn.Module, checkpoint: Any, dtype: torch.dtype | None, init_missing: mat.InitMissing | None
-    ) -> _Work:
-        targets = self._snapshot.read(model, dtype) if self._snapshot is not None else None
+    def _inspect(self, model: nn.Module, checkpoint: Any, dtype: DTypes, parts: Parts | None) -> _Work:
+        asked = (dtype, parts)
+        targets = self._snapshot.read(model, asked) if self._snapshot is not None else None
         if targets is None:
-            targets = collect(model, dtype)
+            targets = collect(model, dtype, parts)
             if self._last is not None:  # one load pays for nothing that only the next one gains from
-                self._snapshot = Snapshot(model, targets, dtype)
-        if targets.lost and init_missing is None and mat.default_init(model) is None:
-            raise ModelMismatch(
-                f"buffers {', '.join(sorted(targets.lost)[:5])} are on meta and no checkpoint holds them "
-                "(they are not persistent); pass init_missing=hook(module, path, names) to compute them"
-            )
+                self._snapshot = Snapshot(model, targets, asked)
         device, home = devices_of(targets, mat.offloaded(model), self.stream)
         check_backend(self.topology.group, device)
         source = None
-        if self._reads(device) and (self.topology.rank == self.src or not isinstance(checkpoint, str | os.PathLike)):
+        path = isinstance(checkpoint, str | os.PathLike)
+        if self.topology.rank == self.src or (self._reads(device) and not path and self.readers != "auto"):
             source = Checkpoint.open(checkpoint)
-        return _Work(targets, device, home, source)
+        compact = source.manifest.compact if source is not None and self.topology.rank == self.src else b""
+        return _Work(targets, device, home, source, compact, parts is not None and bool(parts.local_modules))
 
     def _connect(self, work: _Work, checkpoint: Any, report: LoadReport) -> tuple[Route, Manifest]:
-        """The route of the data, and over it the manifest."""
-
-        def connect() -> tuple[Route, Manifest]:
-            try:
-                route = self._route(work.device, self.src)
-                manifest = self._share_manifest(work, route, report)
-                if self._reads(work.device) and work.checkpoint is None:
-                    work.checkpoint = Checkpoint.join(checkpoint, manifest)
-                return route, work.checkpoint.manifest if work.checkpoint is not None else manifest
-            except LoadError:
-                raise
-            except Exception as error:
-                raise LoadError(f"sharing the manifest: {text_of(error)}") from error
-
-        made, failure = _attempt(connect)
+        """The route of the data, over it the manifest, and by that the checkpoint on the other ranks that read."""
         try:
-            self._control.settle("sharing the manifest", failure, patience=2)
-        except Exception:
-            self.topology.retire()
-            raise
-        assert made is not None
-        return made
+            route = self._route(work.device)
+            manifest = self._share_manifest(work, route, report)
+        except Exception as error:
+            raise Disconnected(f"sharing the manifest: {text_of(error)}") from error
+        if self.readers == "auto" and manifest.places is None:
+            return route, manifest
+        if self._reads(work.device) and work.checkpoint is None:
+            try:
+                work.checkpoint = Checkpoint.join(checkpoint, manifest)
+            except CheckpointError:
+                if self.readers != "auto":
+                    raise
+        return route, work.checkpoint.manifest if work.checkpoint is not None else manifest
 
     def _share_manifest(self, work: _Work, route: Route, report: LoadReport) -> Manifest:
         """The source's manifest, on every rank."""
-        known = work.checkpoint.manifest if work.checkpoint is not None and self.topology.rank == self.src else None
+        if self.topology.rank == self.src:
+            assert work.checkpoint is not None
+            known = work.checkpoint.manifest
         if len(self.topology.ranks) == 1:
-            assert known is not None
             return known
-        compact = known.compact if known is not None else b""
-        nbytes = self._control.settle("sharing the manifest", None, len(compact), lambda views: views[self.src])
-        flow = self._flow(work.device)
-        received, steps = share(compact, nbytes, flow, route, self._stream_on(work.device))
+        if work.device == CPU:
+            received, steps = sharing.through_host(work.compact, self._flow(CPU, False, "one"), route)
+        else:
+            received, steps = sharing.on_stream(
+                work.compact, self._flow(work.device, False, "one"), route, self._device.stream(work.device)
+            )
         report.transport_steps += steps
-        return known if known is not None else Manifest.from_compact(received)
+        return known if self.topology.rank == self.src else Manifest.from_compact(received)
 
     def _agree_on_plan(
-        self, model: nn.Module, work: _Work, manifest: Manifest, mapping: Mapping | str, strict: bool
-    ) -> LoadPlan:
-        rules, failure = _attempt(lambda: resolve_mapping(mapping, model))
-        self._control.settle("planning", failure)
-        assert rules is not None
-        bucket_bytes = self._bucket_bytes(work.device)
-        options = f"{self._options(work.device)} strict={strict} mapping={rules}"
+        self,
+        model: nn.Module,
+        checkpoint: Any,
+        work: _Work,
+        mapping: Mapping | str,
+        strict: bool,
+        computed: bool,
+        report: LoadReport,
+    ) -> _Agreed:
+        """``computed``: whether somebody computes the buffers that no checkpoint holds."""
 
-        def make() -> LoadPlan:
-            plan = self._plan(manifest, work.targets, rules, bucket_bytes, options)
-            if strict and (plan.missing or plan.unexpected):
-                raise ModelMismatch(_spell_keys(manifest, plan))
-            return plan
+        def prepare() -> tuple[Route, Manifest, Mapping]:
+            route, manifest = self._connect(work, checkpoint, report)
+            if not computed:
+                check_lost(work.targets, work.holders)
+            return route, manifest, resolve_mapping(mapping, model)
 
-        plan, failure = _attempt(make)
-        fingerprint = plan.fingerprint.hex() if plan is not None else ""
-        fingerprints = self._control.settle("planning", None, fingerprint, _distinct)
+        prepared, unprepared = _attempt(prepare)
+        plan, failure, options = None, None, ""
+        per_wave = 0
+        try:
+            if prepared is not None:
+                route, manifest, rules = prepared
+                wave = wave_limit(manifest.nbytes, self.bucket_bytes)
+                per_wave = self._per_wave(work.device, wave)
+                options = f"{self._options(work.device)} strict={strict} mapping={rules}"
+
+                def make(wanted: frozenset[int] = frozenset()) -> LoadPlan:
+                    size = wave if per_wave == 1 or work.device != CPU else wave // per_wave
+                    return self._plan(manifest, work.targets, rules, size, options, wanted)
+
+                wanted = self._wanted_by_any(manifest, make) if work.local_modules else frozenset()
+
+                def check() -> LoadPlan:
+                    plan = make(wanted)
+                    if strict and (plan.missing or plan.unexpected):
+                        raise ModelMismatch(_spell_keys(manifest, plan))
+                    return plan
+
+                plan, failure = _attempt(check)
+            view = [plan.fingerprint.hex() if plan else "", work.checkpoint is not None, plan.owned if plan else 0]
+
+            def decide(views: dict[int, list[Any]]) -> list[Any]:
+                ordered = [views[rank] for rank in self.topology.ranks]
+                return [
+                    _distinct({rank: v[0] for rank, v in views.items()}),
+                    all(v[1] for v in ordered),
+                    [v[2] for v in ordered],
+                ]
+
+            fingerprints, all_read, owned = self._control.settle("planning", unprepared, view, decide, patience=2)
+        except LoadError as error:
+            if isinstance(error, Disconnected):
+                self.topology.retire()
+                raise LoadError(str(error)) from None
+            raise
         if "" in fingerprints or len(fingerprints) > 1:
-            self._disagree(describe(manifest, work.targets, bucket_bytes, options))
+            self._disagree(describe(manifest, work.targets, self.bucket_bytes, options))
             self._control.settle("planning", failure)
             raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
         assert plan is not None
-        return plan
+        return _Agreed(plan, route, per_wave, all_read, owned)
+
+    def _per_wave(self, device: torch.device, wave: int) -> int:
+        """Buckets that make a wave: on CPU those that share a staging buffer, on a device one for each leader that reads."""
+        if device == CPU:
+            return buckets_per_wave(self.topology.nodes, self.readers, wave)
+        return len(self.topology.nodes) if self.readers in ("partitioned", "auto") else 1
+
+    def _wanted_by_any(self, manifest: Manifest, make: Callable[[], LoadPlan]) -> frozenset[int]:
+        """Checkpoint tensors that some rank has a place for, by number. A rank that cannot plan ends the load here; one that
+        could not even prepare has its say in this same round."""
+        plan, failure = _attempt(make)
+        left = {*plan.unexpected, *plan.tied} if plan is not None else set()
+        view = f"{sum(1 << i for i, name in enumerate(manifest.names) if name not in left):x}"
+
+        def either(views: dict[int, str]) -> str:
+            return f"{reduce(or_, (int(text, 16) for text in views.values())):x}"
+
+        bits = int(self._control.settle("planning", failure, view, either, patience=2), 16)
+        return frozenset(i for i in range(len(manifest.names)) if bits >> i & 1)
+
+    def _missing_anywhere(self, work: _Work, plan: LoadPlan) -> list[str]:
+        """Names of the model that nothing fills, on whichever rank."""
+        if not work.local_modules:
+            return list(plan.missing)
+        known = {work.targets.names[i]: name for name, i in reversed(work.targets.index.items())}
+
+        def all_of(views: dict[int, list[str]]) -> list[str]:
+            return list(dict.fromkeys(name for names in views.values() for name in names))
+
+        missing: list[str] = self._control.settle("the report", None, [known[name] for name in plan.missing], all_of)
+        return missing
 
     def _disagree(self, view: list[str]) -> None:
         """Raises ManifestMismatch on every rank if what the ranks want to load into what differs."""
@@ -318,12 +408,18 @@ class HierarchicalLoader:
         self._control.settle("planning", None, view if self.topology.rank in speakers else None, differ)
 
     def _plan(
-        self, manifest: Manifest, targets: Targets, mapping: Mapping, bucket_bytes: int, options: str
+        self,
+        manifest: Manifest,
+        targets: Targets,
+        mapping: Mapping,
+        bucket_bytes: int,
+        options: str,
+        wanted: frozenset[int],
     ) -> LoadPlan:
         """A plan depends on nothing but its inputs, so that of the last load is kept for a load of the same kind."""
-        inputs = (manifest.digest, mapping, options)
+        inputs = (manifest.digest, mapping, f"{bucket_bytes} {options}", wanted)
         if self._last is None or self._last[0] != inputs or not targets.same_as(self._last[1]):
-            plan = make_plan(manifest, targets, mapping, bucket_bytes, options)
+            plan = make_plan(manifest, targets, mapping, bucket_bytes, options, wanted)
             self._last = (inputs, replace(targets, tensors=[]), plan)
         return self._last[2]
 
@@ -333,82 +429,132 @@ class HierarchicalLoader:
         self,
         model: nn.Module,
         work: _Work,
-        plan: LoadPlan,
-        route: Route,
+        agreed: _Agreed,
         init_missing: mat.InitMissing | None,
         report: LoadReport,
     ) -> None:
-        memory = self._reserve(wave_bytes(plan, self._per_wave)) if work.device == CPU else None
+        plan = agreed.plan
+        memory = self._reserve(wave_bytes(plan, agreed.per_wave)) if work.device == CPU else None
 
         def prepare() -> list[Tensor]:
             with report.timed("materialise"):
                 mat.materialise(model, work.targets, work.home)
                 if memory is not None:
                     memory.board.clear()
+                    report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
                 else:
-                    self._reserve_on(work.device, staging_bytes(plan, self.readers))
-                return work.targets.local()
+                    readers = self.readers if self.readers != "auto" else "every" if agreed.all_read else "one"
+                    reads = self._flow(work.device, False, readers).reads
+                    staging = self._device.reserve(work.device, staging_bytes(plan, readers), reads)
+                    report.peak_staging, report.stream = staging.footprint, self._device.spelled(work.device)
+                return work.targets.local() + quantised.side_tensors(plan.targets, len(work.targets.names), work.device)
 
         local, failure = _attempt(prepare)
         self._control.settle("materialising the model", failure)
         assert local is not None
-        transfer: Transfer | DeviceTransfer
-        if memory is not None:
-            transfer = self._by_memory(work, plan, route, memory, local, report)
-        else:
-            transfer = self._by_stream(work, plan, local, report)
-        report.algorithm = transfer.flow.algorithm
+        if work.holders:
+            stream = self._device.stream(work.device) if work.device != CPU else None
+            steps, failure = _attempt(lambda: share(model, work.holders, self.topology, stream))
+            self._control.settle("sharing buffers", failure, patience=2)
+            report.transport_steps += steps or 0
+        waves = 0
 
-        def move() -> None:
+        def transfer_of(readers: str, buckets: range) -> Transfer | DeviceTransfer:
+            nonlocal waves
+            flow, route = self._flow(work.device, memory is not None and memory.shared, readers), agreed.route
+            report.readers, report.algorithm = flow.readers, flow.algorithm
+            source = work.checkpoint if flow.reads else None
+            if memory is None:
+                return self._device.transfer(plan, buckets, flow, local, source, report)
+            if flow.algorithm == "striped" and flow.crosses:
+                route = self.topology.striped_route(self.src)
+            transfer = Transfer(
+                plan, buckets, agreed.per_wave, flow, route, memory, local, source, report, self._deadline, waves
+            )
+            waves += transfer.waves
+            return transfer
+
+        def move(readers: str, buckets: range, finish: Callable[[], None]) -> list[Measured]:
+            """Moves some buckets, and ends in a round where all ranks hear of a failure; gives what each rank saw."""
+            transfer = transfer_of(readers, buckets)
+            before = replace(report.phases["read"]), replace(report.phases["inter_node"])
+
+            def run() -> None:
+                try:
+                    transfer.run(bar)
+                    finish()
+                except LoadError:
+                    raise
+                except Exception as error:
+                    raise LoadError(f"rank {self.topology.rank}: {text_of(error)}") from error
+
+            _, failure = _attempt(run)
+            if transfer.broken:
+                transfer.memory.abandon()
+            reading, crossing = report.phases["read"], report.phases["inter_node"]
+            seen = [
+                reading.nbytes - before[0].nbytes, reading.seconds - before[0].seconds,
+                crossing.nbytes - before[1].nbytes, crossing.seconds - before[1].seconds,
+            ]  # fmt: skip
             try:
-                transfer.run(shown=self.progress and self.topology.rank == self.src)
-                self._initialise(model, work, plan, init_missing, report)
+                views = self._control.settle(
+                    "the transfer", failure, seen, lambda views: [views[r] for r in self.topology.ranks], patience=2
+                )
             except LoadError:
+                self._memory = None
+                self._device.forget()
+                self.topology.retire()
                 raise
-            except Exception as error:
-                raise LoadError(f"rank {self.topology.rank}: {text_of(error)}") from error
+            return [Measured(*view) for view in views]
 
-        _, failure = _attempt(move)
-        if transfer.broken:
-            transfer.memory.abandon()
-        try:
-            self._control.settle("the transfer", failure, patience=2)
-        except LoadError:
-            self._memory = self._staging = None
-            self.topology.retire()
-            raise
+        shown = self.progress and self.topology.rank == self.src
+        with progress_bar(plan.nbytes, shown) as bar:
+            readers, begin = self._choose_readers(agreed, report, move)
+            rest = range(begin, len(plan.buckets))
 
-    def _by_memory(
-        self, work: _Work, plan: LoadPlan, route: Route, memory: NodeMemory, local: list[Tensor], report: LoadReport
-    ) -> Transfer:
-        report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
-        flow = self._flow(work.device, memory.shared)
-        if flow.algorithm == "striped":
-            route = self.topology.striped_route(self.src)
-        return Transfer(plan, self._per_wave, flow, route, memory, local, work.checkpoint, report, self._deadline)
+            def finish() -> None:
+                with self._device.work(work.device) if plan.scalings else nullcontext():
+                    quantised.multiply(plan.scalings, plan.targets, local)
+                self._initialise(model, work, plan, init_missing, report)
 
-    def _by_stream(self, work: _Work, plan: LoadPlan, local: list[Tensor], report: LoadReport) -> DeviceTransfer:
-        staging, flow = self._staging, self._flow(work.device)
-        assert staging is not None
-        report.peak_staging = staging.footprint
-        stream = staging.stream
-        report.stream = f"{stream.device} {stream.stream_id}, {'the loader' if self.stream is None else 'the caller'}'s"
-        if self.readers == "every" or len(self.topology.ranks) == 1:
-            routes = {}
-        elif self.readers == "per_node":
-            route = self._route(work.device, self.src)
-            routes = {route.leader: replace(route, src=route.leader, inter_group="")}
-        else:
-            routes = {reader: self._route(work.device, reader) for reader in flow.turns}
-        return DeviceTransfer(plan, flow, routes, staging, local, work.checkpoint, report)
+            move(readers, rest, finish)
 
-    def _reserve_on(self, device: torch.device, nbytes: int) -> None:
-        """Staging for a device, kept for the next load."""
-        stream, reads = self._stream_on(device), self._reads(device)
-        assert stream is not None
-        if self._staging is None or not self._staging.serves(device, nbytes, reads):
-            self._staging = None
-            self._staging = DeviceStaging(device, stream, nbytes, reads)
+    def _choose_readers(
+        self, agreed: _Agreed, report: LoadReport, move: Callable[[str, range, Callable[[], None]], list[Measured]]
+    ) -> tuple[str, int]:
+        """How to read, and the first bucket that the trials have left."""
+        said = []
+        if self.algorithm == "striped" and not self.topology.even:
+            said.append("two_level in place of striped, as node sizes differ")
+        begin = 0
+        readers = self.readers
+        if readers == "auto" and not agreed.all_read:
+            readers = "one"
+            said.append(f"chose one: only rank {self.src} is known to have the checkpoint")
+        elif readers == "auto":
+            plan = agreed.plan
+
+            def trial(way: str) -> list[Measured]:
+                nonlocal begin
+                buckets = range(begin, min(begin + agreed.per_wave, len(plan.buckets)))
+                begin = buckets.stop
+                return move(way, buckets, lambda: None)
+
+            nodes = self.topology.nodes
+            readers, why = choose(
+                Job(
+                    total=plan.nbytes,
+                    owned=agreed.owned,
+                    node_of=[next(i for i, node in enumerate(nodes) if rank in node) for rank in self.topology.ranks],
+                    reader=self.topology.ranks.index(self.src),
+                    waves=-(-len(plan.buckets) // agreed.per_wave),
+                    wave_bytes=plan.largest * agreed.per_wave,
+                ),
+                trial,
+            )
+            said.append(why)
+        report.chosen = "; ".join(said)
+        return readers, begin
 
     def _reserve(self, nbytes: int) -> NodeMemory:
         """Staging buffers of at least ``nbytes``, kept for the next load. Collective when there are none yet."""
@@ -424,7 +570,7 @@ class HierarchicalLoader:
     def _initialise(
         self, model: nn.Module, work: _Work, plan: LoadPlan, init_missing: mat.InitMissing | None, report: LoadReport
     ) -> None:
-        lost = work.targets.lost
+        lost = work.targets.lost - set(work.holders)
         names = lost if init_missing is None else {*lost, *plan.missing}
         hook = init_missing if init_missing is not None else mat.default_init(model)
         for module, path, leaves in ((u.module, u.path, u.names) for u in mat.unfilled(model, names)):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,9 +18,12 @@ from epload import _C, dtypes
 from epload.checkpoint import Manifest, Piece
 from epload.control import HEADER_BYTES
 from epload.errors import ManifestMismatch, ModelMismatch
-from epload.mapping import Mapping, Placed
-from epload.placement import Box, OwnedRegion, box_of_range, intersect, owned_regions, row_major_strides
+from epload.mapping import Mapping
+from epload.placement import OwnedRegion, intersect, owned_regions
+from epload.placing import Place
+from epload.quantised import Scaling, with_scales
 from epload.targets import Targets
+from epload.views import View
 
 ALIGNMENT = 16
 """Bytes; where a slot may start. The widest access of a device, and so that a tensor's dtype can be viewed in place."""
@@ -73,6 +76,12 @@ class LoadPlan:
     """Names of the checkpoint left out because another name of the same parameter is in it."""
     casts: int
     """Checkpoint tensors whose dtype is converted."""
+    targets: Targets
+    """Without tensors: the model's, then the side tensors for scales."""
+    scalings: tuple[Scaling, ...]
+    """What is multiplied once all data is there."""
+    owned: int
+    """Bytes of the checkpoint that this rank copies into its shards."""
 
     def pieces(self, bucket: Bucket) -> list[Piece]:
         """What a reader has to fill a bucket with."""
@@ -90,12 +99,20 @@ class LoadPlan:
         return max((bucket.nbytes for bucket in self.buckets), default=0)
 
 
-def make_plan(manifest: Manifest, targets: Targets, mapping: Mapping, bucket_bytes: int, options: str = "") -> LoadPlan:
+def make_plan(
+    manifest: Manifest,
+    targets: Targets,
+    mapping: Mapping,
+    bucket_bytes: int,
+    options: str = "",
+    wanted: Set[int] = frozenset(),
+) -> LoadPlan:
     """Plans a load.
 
     Args:
         bucket_bytes: size of a bucket, header included.
         options: anything else on which ranks must agree.
+        wanted: checkpoint tensors, by number, that are sent even if they have no place here, since some rank wants them.
 
     Raises:
         ModelMismatch: a shape or dtype of the checkpoint does not fit the model.
@@ -104,8 +121,9 @@ def make_plan(manifest: Manifest, targets: Targets, mapping: Mapping, bucket_byt
     if bucket_bytes < HEADER_BYTES + ALIGNMENT:
         raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + ALIGNMENT}, got {bucket_bytes}")
     placed = mapping.place(manifest.names, manifest.shapes, targets.shapes)
-    chosen, tied = _choose(manifest, targets, placed)
-    casts = _check_dtypes(manifest, targets, chosen)
+    targets, scalings = with_scales(manifest, targets, placed)
+    chosen, tied = _choose(manifest, targets, placed, wanted)
+    casts = _check_dtypes(manifest, targets, chosen, {scaling.target for scaling in scalings})
     columns, bucket_nbytes = _C.plan_buckets(
         _extents(manifest, chosen, bucket_bytes - HEADER_BYTES), bucket_bytes, ALIGNMENT, HEADER_BYTES
     )
@@ -114,18 +132,26 @@ def make_plan(manifest: Manifest, targets: Targets, mapping: Mapping, bucket_byt
     digest = hashlib.blake2b(digest_size=32)
     digest.update(manifest.digest)
     digest.update("\n".join(targets.describe()).encode(errors="backslashreplace"))
-    for column in (*columns, chosen.tensor, chosen.target, chosen.box):
+    # Where tensors go on each rank follows from these, the targets and the mapping.
+    for column in (*columns, chosen.tensor):
         digest.update(array("q", column).tobytes())
-    digest.update(repr((chosen.boxes, bucket_bytes, options)).encode())
+    digest.update(repr((bucket_bytes, options)).encode())
     filled = set(chosen.target)
     return LoadPlan(
         buckets=tuple(buckets),
         slots=Slots([chosen.tensor[i] for i in columns[0]], columns[1], columns[3], columns[4]),
         fingerprint=digest.digest(),
         missing=tuple(name for i, name in enumerate(targets.names) if i not in filled and _numel(targets, i)),
-        unexpected=tuple(name for name, box in zip(manifest.names, placed, strict=True) if box is None),
+        unexpected=tuple(
+            name
+            for i, (name, places) in enumerate(zip(manifest.names, placed, strict=True))
+            if not places and i not in wanted
+        ),
         tied=tied,
         casts=casts,
+        targets=replace(targets, tensors=[]),
+        scalings=scalings,
+        owned=_copied_bytes([bucket.copies for bucket in buckets], manifest),
     )
 
 
@@ -158,62 +184,75 @@ def describe(manifest: Manifest, targets: Targets, bucket_bytes: int, options: s
 
 @dataclass
 class _Chosen:
-    """Checkpoint tensors that are loaded, one entry a tensor in each column, in manifest order."""
+    """Checkpoint tensors that are loaded, in manifest order, and the places of each."""
 
     tensor: list[int] = field(default_factory=list)
     """Index into the manifest."""
+    first: list[int] = field(default_factory=lambda: [0])
+    """Places [first[i], first[i + 1]) are those of tensor i."""
     target: list[int] = field(default_factory=list)
-    box: list[int] = field(default_factory=list)
-    """Index into ``boxes``."""
-    boxes: list[Box] = field(default_factory=list)
+    """Of each place."""
+    view: list[int] = field(default_factory=list)
+    """Of each place, an index into ``views``."""
+    views: list[View] = field(default_factory=list)
 
 
 def _numel(targets: Targets, index: int) -> bool:
     return 0 not in targets.layouts[targets.layout[index]].shape
 
 
-def _choose(manifest: Manifest, targets: Targets, placed: list[Placed | None]) -> tuple[_Chosen, tuple[str, ...]]:
+def _choose(
+    manifest: Manifest, targets: Targets, placed: Sequence[tuple[Place, ...]], wanted: Set[int]
+) -> tuple[_Chosen, tuple[str, ...]]:
     """Leaves out what has no place, and a tied name whose parameter another name already fills."""
     chosen = _Chosen()
     tied = []
     filled: dict[int, str] = {}
-    box_number: dict[int, int] = {}
-    for i, place in enumerate(placed):
-        if place is None:
-            continue
-        name, box = place
-        target = targets.index[name]
-        if filled.setdefault(target, name) != name:
+    numbers: dict[int, int] = {}
+    target_of, view_of, first = chosen.target, chosen.view, chosen.first
+    for i, places in enumerate(placed):
+        for name, view in places:
+            target = targets.index[name]
+            if filled.setdefault(target, name) != name:
+                continue
+            number = numbers.get(id(view))
+            if number is None:
+                number = numbers[id(view)] = len(chosen.views)
+                chosen.views.append(view)
+            target_of.append(target)
+            view_of.append(number)
+        if (end := len(target_of)) > first[-1] or i in wanted:
+            chosen.tensor.append(i)
+            first.append(end)
+        elif places:
             tied.append(manifest.names[i])
-            continue
-        number = box_number.get(id(box))
-        if number is None:
-            number = box_number[id(box)] = len(chosen.boxes)
-            chosen.boxes.append(box)
-        chosen.tensor.append(i)
-        chosen.target.append(target)
-        chosen.box.append(number)
     return chosen, tuple(tied)
 
 
-def _check_dtypes(manifest: Manifest, targets: Targets, chosen: _Chosen) -> int:
-    casts = 0
-    for i, target in zip(chosen.tensor, chosen.target, strict=True):
-        source, wanted = manifest.dtypes[i], targets.dtypes[target]
-        if source is not wanted:
-            if not dtypes.converts(source, wanted):
+def _check_dtypes(manifest: Manifest, targets: Targets, chosen: _Chosen, scaled: Set[int]) -> int:
+    wanted = [targets.dtypes[target] for target in chosen.target]
+    casts = set()
+    for i, begin, end in zip(chosen.tensor, chosen.first, chosen.first[1:], strict=False):
+        source = manifest.dtypes[i]
+        if end == begin + 1 and wanted[begin] is source:
+            continue
+        for place in range(begin, end):
+            dtype = wanted[place]
+            if dtype is source:
+                continue
+            if not dtypes.converts(source, dtype) and chosen.target[place] not in scaled:
                 raise ModelMismatch(
                     f"{manifest.names[i]} is {dtypes.name(source)} in the checkpoint, which the model's "
-                    f"{targets.names[target]} of {dtypes.name(wanted)} cannot take"
+                    f"{targets.names[chosen.target[place]]} of {dtypes.name(dtype)} cannot take"
                 )
-            casts += 1
-    return casts
+            casts.add(i)
+    return len(casts)
 
 
 def _extents(manifest: Manifest, chosen: _Chosen, room: int) -> list[tuple[int, int, int]]:
     itemsize = {dtype: dtype.itemsize for dtype in set(manifest.dtypes)}
-    keys = [(box, itemsize[manifest.dtypes[i]]) for i, box in zip(chosen.tensor, chosen.box, strict=True)]
-    known = {(box, size): _C.extent_of(chosen.boxes[box][1], size, room) for box, size in set(keys)}
+    keys = [(manifest.shapes[i], itemsize[manifest.dtypes[i]]) for i in chosen.tensor]
+    known = {(shape, size): _C.extent_of(shape, size, room) for shape, size in set(keys)}
     return [known[key] for key in keys]
 
 
@@ -225,32 +264,44 @@ def _buckets(
     dims = max((len(layout.shape) for layout in targets.layouts), default=1) or 1
     owned = [owned_regions(layout, at) for layout, at in zip(targets.layouts, targets.coordinates, strict=True)]
 
-    # The class of a slot: everything that its copies depend on but for where it lies in the bucket.
-    target_of = [chosen.target[i] for i in tensor]
+    # A slot has copies for each place of its tensor: pair p is of slot slot_of[p] and of place places[p]. Mostly it has one.
+    places: Sequence[int] = tensor
+    slot_of = torch.arange(len(tensor))
+    if chosen.first != list(range(len(chosen.tensor) + 1)):
+        of_slot = torch.tensor(tensor, dtype=torch.int64)
+        ends = torch.tensor(chosen.first, dtype=torch.int64)
+        each = ends.diff()[of_slot]
+        slot_of = torch.repeat_interleave(slot_of, each)
+        places = (torch.arange(len(slot_of)) + (ends[of_slot] - each.cumsum(0) + each)[slot_of]).tolist()
+    target_of = [chosen.target[place] for place in places]
+    dtype_of = [manifest.dtypes[chosen.tensor[i]] for i in tensor]
+
+    # The class of a slot and place: everything that their copies depend on but for where the slot lies in the bucket.
     keys = [
-        (targets.layout[target], chosen.box[i], manifest.dtypes[chosen.tensor[i]], offset, size)
-        for i, target, offset, size in zip(tensor, target_of, tensor_offset, nbytes, strict=True)
+        (targets.layout[target], chosen.view[place], dtype_of[i], tensor_offset[i], nbytes[i])
+        for i, place, target in zip(slot_of.tolist(), places, target_of, strict=True)
     ]
     classes = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     rows_of = [
-        _rows(chosen.boxes[box], owned[layout], dtype, offset, size, dims)
-        for layout, box, dtype, offset, size in classes
+        _rows(chosen.views[view], owned[layout], dtype, offset, size, dims)
+        for layout, view, dtype, offset, size in classes
     ]
     columns = _FIXED_COLUMNS + 3 * dims
     table = torch.tensor([row for rows in rows_of for row in rows], dtype=torch.int64).reshape(-1, columns)
     count = torch.tensor([len(rows) for rows in rows_of], dtype=torch.int64)
     first = count.cumsum(0) - count
 
-    # Row r of the result is row `within` of the class of slot `slot`.
+    # Row r of the result is row `within` of the class of pair `pair`, which is one of slot `slot`.
     class_of = torch.tensor([classes[key] for key in keys], dtype=torch.int64)
-    slot = torch.repeat_interleave(torch.arange(len(keys)), count[class_of])
-    within = torch.arange(len(slot)) - (count[class_of].cumsum(0) - count[class_of])[slot]
-    copies = table[first[class_of[slot]] + within]
+    pair = torch.repeat_interleave(torch.arange(len(keys)), count[class_of])
+    slot = slot_of[pair]
+    within = torch.arange(len(pair)) - (count[class_of].cumsum(0) - count[class_of])[pair]
+    copies = table[first[class_of[pair]] + within]
     numbers_and_offsets = torch.tensor([[chosen.tensor[i] for i in tensor], tensor_offset], dtype=torch.int64)
     origins = numbers_and_offsets.T[slot]
     origins[:, 1] += copies[:, 1]
     copies[:, 1] += torch.tensor(bucket_offset, dtype=torch.int64)[slot]
-    target_of_row = torch.tensor(target_of, dtype=torch.int64)[slot]
+    target_of_row = torch.tensor(target_of, dtype=torch.int64)[pair]
 
     bucket_of = torch.tensor(bucket, dtype=torch.int64)
     numbers = torch.arange(len(bucket_nbytes))
@@ -274,35 +325,47 @@ def _buckets(
     return made
 
 
+def _copied_bytes(tables: list[Tensor], manifest: Manifest) -> int:
+    if not tables:
+        return 0
+    rows = torch.cat(tables)
+    dims = (rows.shape[1] - _FIXED_COLUMNS) // 3
+    used = torch.arange(dims) < rows[:, 3:4]
+    sizes = rows[:, _FIXED_COLUMNS + dims : _FIXED_COLUMNS + 2 * dims].where(used, 1)
+    width = torch.ones(max(map(dtypes.code, manifest.dtypes), default=0) + 1, dtype=torch.int64)
+    for dtype in set(manifest.dtypes):
+        width[dtypes.code(dtype)] = dtype.itemsize
+    return int((sizes.prod(1) * width[rows[:, 2]]).sum())
+
+
 def _rows(
-    box: Box, owned: Sequence[OwnedRegion], dtype: torch.dtype, offset: int, nbytes: int, dims: int
+    view: View, owned: Sequence[OwnedRegion], dtype: torch.dtype, offset: int, nbytes: int, dims: int
 ) -> list[list[int]]:
-    """Copy-table rows for bytes [offset, offset + nbytes) of a checkpoint tensor that lands in ``box``, from offset 0 of
-    the bucket: what they share with each region that this rank owns."""
-    start, size = box_of_range(box[1], offset // dtype.itemsize, nbytes // dtype.itemsize)
-    here = tuple(map(int.__add__, box[0], start))
-    strides = row_major_strides(size)
+    """Copy-table rows for bytes [offset, offset + nbytes) of a checkpoint tensor placed by ``view``, from offset 0 of the
+    bucket: what they share with each region that this rank owns."""
+    begin, end = offset // dtype.itemsize, (offset + nbytes) // dtype.itemsize
     rows = []
-    for region in owned:
-        shared = intersect((here, size), (region.start, region.size))
-        if shared is None:
-            continue
-        low, extent = shared
-        in_bucket = sum((a - b) * stride for a, b, stride in zip(low, here, strides, strict=True))
-        local = [at + a - b for at, a, b in zip(region.local_start, low, region.start, strict=True)]
-        fill = [0] * (dims - len(low))
-        rows.append(
-            [
-                0,
-                in_bucket * dtype.itemsize,
-                dtypes.code(dtype),
-                len(low),
-                *local,
-                *fill,
-                *extent,
-                *fill,
-                *strides,
-                *fill,
-            ]
-        )
+    for part in view.within(begin, end):
+        for region in owned:
+            shared = intersect((part.start, part.size), (region.start, region.size))
+            if shared is None:
+                continue
+            low, extent = shared
+            steps = sum((a - b) * stride for a, b, stride in zip(low, part.start, part.strides, strict=True))
+            local = [at + a - b for at, a, b in zip(region.local_start, low, region.start, strict=True)]
+            fill = [0] * (dims - len(low))
+            rows.append(
+                [
+                    0,
+                    (part.offset - begin + steps) * dtype.itemsize,
+                    dtypes.code(dtype),
+                    len(low),
+                    *local,
+                    *fill,
+                    *extent,
+                    *fill,
+                    *part.strides,
+                    *fill,
+                ]
+            )
     return rows

@@ -51,6 +51,8 @@ class LoadReport:
     peak_staging: int = 0
     """Bytes of bucket buffers on this rank, on the host and on the device."""
     readers: str = ""
+    chosen: str = ""
+    """Why these readers and this algorithm, where they were left to the loader or could not be had."""
     algorithm: str = ""
     topology: str = ""
     stream: str = ""
@@ -77,6 +79,8 @@ class LoadReport:
             f"loaded {self.tensors} tensors, {self.nbytes / 1e6:.1f} MB in {self.buckets} buckets, "
             f"{self.seconds:.3f} s ({rate:.2f} GB/s); {self.topology}, readers={self.readers}, algorithm={self.algorithm}"
         ]
+        if self.chosen:
+            lines.append(f"  {self.chosen}")
         for name, phase in self.phases.items():
             moved = f"  {phase.nbytes / 1e6:10.1f} MB" if phase.nbytes else ""
             lines.append(f"  {name:<12}{phase.seconds:8.3f} s{moved}")

@@ -1,4 +1,5 @@
-"""Sends the source's manifest to all ranks, the way the data will go."""
+"""Sends the source's manifest to all ranks, the way the data will go. Both give each rank the source's bytes, and the number of
+messages or broadcasts that this took."""
 
 from __future__ import annotations
 
@@ -11,30 +12,24 @@ from epload.flow import Flow
 from epload.topology import Route
 
 
-def share(compact: bytes, nbytes: int, flow: Flow, route: Route, stream: torch.Stream | None) -> tuple[bytes, int]:
-    """Gives every rank the bytes that the source has, and the number of messages or broadcasts this took.
-
-    Args:
-        compact: on the source ``nbytes`` bytes, else empty.
-        stream: for a load on a device, on which even a job without a backend for CPU tensors can send; None goes through host
-            memory.
-    """
-    flat = torch.empty(nbytes, dtype=torch.uint8)
-    if compact:
-        flat.copy_(torch.frombuffer(bytearray(compact), dtype=torch.uint8))
-    if stream is not None:
-        return _on_stream(flat, flow, route, stream)
+def through_host(compact: bytes, flow: Flow, route: Route) -> tuple[bytes, int]:
+    """``compact``: of one length on all ranks; what other ranks than the source have in it is not looked at."""
+    flat = _tensor(compact)
     if flow.algorithm == "flat":
-        ops.coalesced_bcast([flat], route.src, route.inter_group, "", nbytes, "flat")
+        ops.coalesced_bcast([flat], route.src, route.inter_group, "", flat.nbytes, "flat")
         return bytes(flat.tolist()), 1
-    one = Flow(flow.nodes, flow.rank, flow.src, "one", "two_level", shared=False)
-    table = torch.tensor(one.steps([(0, 0, nbytes)]), dtype=torch.int64)
-    steps = ops.relay(flat, table, route.inter_group, route.intra_group, one.chunk_bytes(nbytes))
+    table = torch.tensor(flow.steps([(0, 0, flat.nbytes)]), dtype=torch.int64)
+    steps = ops.relay(flat, table, route.inter_group, route.intra_group, flow.chunk_bytes(flat.nbytes))
     return bytes(flat.tolist()), steps
 
 
-def _on_stream(flat: Tensor, flow: Flow, route: Route, stream: torch.Stream) -> tuple[bytes, int]:
+def on_stream(compact: bytes, flow: Flow, route: Route, stream: torch.Stream) -> tuple[bytes, int]:
+    """The same over the device's backend, as a job may have no other."""
     with stream:
-        there = flat.to(stream.device)
+        there = _tensor(compact).to(stream.device)
         broadcast(there, route, flow.algorithm, stream)
-        return bytes(there.tolist()), steps_of(route, flow, flat.nbytes)
+        return bytes(there.tolist()), steps_of(route, flow, there.nbytes)
+
+
+def _tensor(compact: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(compact), dtype=torch.uint8)

@@ -14,7 +14,6 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -25,12 +24,13 @@ from epload.targets import Targets, customises_state, walk
 class Snapshot:
     """The targets found in a model, and what has to be unchanged for them to be found again."""
 
-    def __init__(self, model: nn.Module, targets: Targets, dtype: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, targets: Targets, asked: object) -> None:
+        """``asked``: whatever else the targets depend on, compared when they are read again."""
         modules = [module for _, module in walk(model)]
         self._usable = not targets.lost and not any(map(customises_state, modules))
         if not self._usable:
             return
-        self._dtype = dtype
+        self._asked = asked
         self._targets = replace(targets, tensors=[])
         self._seen = dtensor.specs(targets.tensors)
         self._devices = [tensor.device for tensor in targets.tensors]
@@ -65,9 +65,9 @@ class Snapshot:
         self._owning.clear()
         self._empty.clear()
 
-    def read(self, model: nn.Module, dtype: torch.dtype | None) -> Targets | None:
-        """What ``collect(model, dtype)`` would give; None if that has to be asked."""
-        if not self._usable or self._model() is not model or dtype != self._dtype:
+    def read(self, model: nn.Module, asked: object) -> Targets | None:
+        """What collecting the model's targets would give; None if that has to be done."""
+        if not self._usable or self._model() is not model or asked != self._asked:
             return None
         for ref in self._sharded:
             module = ref()

@@ -3,6 +3,8 @@ unsharded state."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.tensor import Placement as TorchPlacement
 
 from epload import dtensor, dtypes
 from epload.errors import ModelMismatch
+from epload.parts import OuterShard, Parts
 from epload.placement import Layout, Placement, Replicated, Sharded
 
 
@@ -33,7 +36,11 @@ class Targets:
     coordinates: list[tuple[int, ...]] = field(default_factory=list)
     """This rank's place in the mesh of each layout."""
     index: dict[str, int] = field(default_factory=dict)
-    """Every name, also those of tied tensors, to its target."""
+    """Every name, also those of tied tensors, to its target; as all ranks know it, where that differs from the model's."""
+    own: set[int] = field(default_factory=set)
+    """Targets that other ranks need not have (see ``LocalModules``)."""
+    unsaved: set[str] = field(default_factory=set)
+    """Non-persistent buffers that have storage. No checkpoint holds them; another rank may lack them."""
     lost: set[str] = field(default_factory=set)
     """Non-persistent buffers on meta: no checkpoint holds them, and materialising them leaves garbage."""
 
@@ -50,28 +57,35 @@ class Targets:
         """Whether a plan made for ``other`` is one for these: all but the tensors themselves are equal."""
         return all(
             getattr(self, column) == getattr(other, column)
-            for column in ("names", "layout", "dtypes", "layouts", "coordinates", "index")
+            for column in ("names", "layout", "dtypes", "layouts", "coordinates", "index", "own")
         )
 
     def describe(self) -> list[str]:
-        """A line a target, equal on all ranks that want the same."""
+        """A line a target that ranks share, equal on all ranks that want the same."""
         described = [f"{list(x.shape)} on mesh {list(x.mesh_shape)} {_spell(x.placements)}" for x in self.layouts]
         kinds = {dtype: dtypes.name(dtype) for dtype in set(self.dtypes)}
         return [
             f"{name}: {kinds[dtype]} {described[layout]}"
-            for name, dtype, layout in zip(self.names, self.dtypes, self.layout, strict=True)
+            for i, (name, dtype, layout) in enumerate(zip(self.names, self.dtypes, self.layout, strict=True))
+            if i not in self.own
         ]
 
 
-def collect(model: nn.Module, dtype: torch.dtype | None = None) -> Targets:
+DTypes = torch.dtype | Mapping[str, torch.dtype] | None
+"""A dtype for all floating-point parameters, or for those in whose names a regular expression is found; the first counts."""
+
+
+def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) -> Targets:
     """Reads the parameters and persistent buffers of a model, under the names of its state_dict.
 
     Every FSDP2 module is first put back into its sharded state: after a forward the root is not, and writes would be lost.
-    ``dtype`` overrides the dtype of floating-point parameters that are still on meta.
+    ``dtype`` overrides the dtype of floating-point parameters that are still on meta; ``parts`` says what of the model is
+    part of something larger.
 
     Raises:
         ModelMismatch: a placement that a load cannot fill (Partial).
-        ValueError: ``dtype`` differs from that of a parameter that already has storage.
+        ValueError: ``dtype`` differs from that of a parameter that already has storage; a pattern of ``parts`` or ``dtype``
+            is found in no name.
     """
     modules = walk(model)
     for _, module in modules:
@@ -81,7 +95,7 @@ def collect(model: nn.Module, dtype: torch.dtype | None = None) -> Targets:
     names, tensors, layouts, kinds = targets.names, targets.tensors, targets.layout, targets.dtypes
     by_object: dict[int, int] = {}
     by_layout: dict[tuple[object, ...], int] = {}
-    for name, tensor in _state(model, modules, targets.lost):
+    for name, tensor in _state(model, modules, targets):
         known = by_object.get(id(tensor))
         if known is not None:
             targets.index[name] = known
@@ -91,14 +105,27 @@ def collect(model: nn.Module, dtype: torch.dtype | None = None) -> Targets:
         else:
             key = (tensor.shape,)
             _check_own_memory(name, tensor)
+        outer, called = None, name
+        if parts is not None:
+            outer, local = parts.outer(name), parts.called(name)
+            key = (*key, outer)
+            if local is not None:
+                called = local
+                targets.own.add(len(names))
         layout = by_layout.get(key)
         if layout is None:
-            layout = _intern(targets, by_layout, key, name, tensor)
-        by_object[id(tensor)] = targets.index[name] = len(names)
+            layout = _intern(targets, by_layout, key, name, tensor, outer)
+        by_object[id(tensor)] = targets.index[called] = len(names)
         names.append(name)
         tensors.append(tensor)
         layouts.append(layout)
         kinds.append(tensor.dtype if dtype is None else _override(name, tensor, dtype))
+    if parts is not None:
+        parts.check(names)
+    if isinstance(dtype, Mapping):
+        for pattern in dtype:
+            if not any(re.search(pattern, name) for name in targets.index):
+                raise ValueError(f"dtype: the pattern {pattern!r} matches no tensor of the model")
     return targets
 
 
@@ -115,10 +142,10 @@ def walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _state(model: nn.Module, modules: list[tuple[str, nn.Module]], lost: set[str]) -> list[tuple[str, Tensor]]:
+def _state(model: nn.Module, modules: list[tuple[str, nn.Module]], targets: Targets) -> list[tuple[str, Tensor]]:
     """What ``model.state_dict(keep_vars=True)`` gives, in half the time when no module has a say in it.
 
-    Adds to ``lost`` the non-persistent buffers that are on meta.
+    Adds to ``targets`` the non-persistent buffers, those that have storage and those that are on meta.
     """
     plain: dict[type, bool] = {}
     found: list[tuple[str, Tensor]] = []
@@ -139,7 +166,9 @@ def _state(model: nn.Module, modules: list[tuple[str, nn.Module]], lost: set[str
                 if name not in module._non_persistent_buffers_set:
                     found.append((prefix + name, buffer))
                 elif buffer.is_meta:
-                    lost.add(prefix + name)
+                    targets.lost.add(prefix + name)
+                else:
+                    targets.unsaved.add(prefix + name)
     if not asked:
         return found
     return [(name, t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)]
@@ -165,7 +194,11 @@ def _check_own_memory(name: str, tensor: Tensor) -> None:
         )
 
 
-def _override(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+def _override(name: str, tensor: Tensor, asked: torch.dtype | Mapping[str, torch.dtype]) -> torch.dtype:
+    if isinstance(asked, torch.dtype):
+        dtype = asked
+    else:
+        dtype = next((dtype for pattern, dtype in asked.items() if re.search(pattern, name)), tensor.dtype)
     if not tensor.is_floating_point() or tensor.dtype == dtype or not isinstance(tensor, nn.Parameter):
         return tensor.dtype
     if not tensor.is_meta:
@@ -177,7 +210,12 @@ def _override(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _intern(
-    targets: Targets, by_layout: dict[tuple[object, ...], int], key: tuple[object, ...], name: str, tensor: Tensor
+    targets: Targets,
+    by_layout: dict[tuple[object, ...], int],
+    key: tuple[object, ...],
+    name: str,
+    tensor: Tensor,
+    outer: OuterShard | None = None,
 ) -> int:
     """The number of a layout not met under this key; placements are often equal but not one object."""
     shape = tuple(tensor.shape)
@@ -187,6 +225,8 @@ def _intern(
         layout = Layout(shape, tuple(mesh.shape), tuple(_placement(name, p, tensor) for p in tensor.placements))
     else:
         layout, coordinate = Layout(shape, (), ()), ()
+    if outer is not None:
+        layout, coordinate = outer.around(name, layout, coordinate)
     value_key = (layout, coordinate)
     if value_key not in by_layout:
         by_layout[value_key] = len(targets.layouts)

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from epload import ops, pipeline
 from epload.checkpoint import Checkpoint
@@ -20,13 +22,13 @@ from epload.flow import Flow
 from epload.framing import Framing
 from epload.node_memory import BUFFERS, NodeMemory
 from epload.plan import Bucket, LoadPlan
-from epload.report import LoadReport, progress_bar
+from epload.report import LoadReport
 from epload.topology import Route
 
 _ALIGNMENT = 64
 """Bytes; where a bucket may start in its wave."""
 _ENDED = 1 << 30
-"""What a rank posts that takes no further part."""
+"""What a rank posts that takes no further part, since a reader gave up."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,18 @@ class _Wave:
 
 def wave_bytes(plan: LoadPlan, per_wave: int) -> int:
     """Bytes of the largest wave."""
-    return max((_rounded(w.begins[-1] + plan.buckets[w.numbers[-1]].nbytes) for w in _waves(plan, per_wave)), default=0)
+    waves = _waves(plan, per_wave, range(len(plan.buckets)))
+    return max((_rounded(w.begins[-1] + plan.buckets[w.numbers[-1]].nbytes) for w in waves), default=0)
 
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _waves(plan: LoadPlan, per_wave: int) -> list[_Wave]:
+def _waves(plan: LoadPlan, per_wave: int, buckets: range) -> list[_Wave]:
     waves = []
-    for first in range(0, len(plan.buckets), per_wave):
-        numbers = range(first, min(first + per_wave, len(plan.buckets)))
+    for first in range(buckets.start, buckets.stop, per_wave):
+        numbers = range(first, min(first + per_wave, buckets.stop))
         begins = [0]
         for number in numbers[:-1]:
             begins.append(_rounded(begins[-1] + plan.buckets[number].nbytes))
@@ -58,12 +61,24 @@ def _waves(plan: LoadPlan, per_wave: int) -> list[_Wave]:
     return waves
 
 
+def _joined(buckets: list[Bucket]) -> tuple[Tensor, Tensor]:
+    """The copies of several buckets as one table that counts in all their targets, and the origins."""
+    tables, before = [], 0
+    for bucket in buckets:
+        table = bucket.copies.clone()
+        table[:, 0] += before
+        before += len(bucket.targets)
+        tables.append(table)
+    return torch.cat(tables), torch.cat([bucket.origins for bucket in buckets])
+
+
 class Transfer:
-    """One use: make it, run it."""
+    """Of some of a plan's buckets. One use: make it, run it."""
 
     def __init__(
         self,
         plan: LoadPlan,
+        buckets: range,
         per_wave: int,
         flow: Flow,
         route: Route,
@@ -72,18 +87,23 @@ class Transfer:
         checkpoint: Checkpoint | None,
         report: LoadReport,
         deadline: timedelta,
+        waves_before: int = 0,
     ) -> None:
         """
         Args:
-            per_wave: buckets that share a staging buffer.
+            buckets: those to move, by number.
+            per_wave: how many share a staging buffer.
             memory: buffers of at least ``wave_bytes(plan, per_wave)``.
             local: the targets' local tensors.
             checkpoint: None on a rank that does not read.
             deadline: how long a rank waits for another of its node.
+            waves_before: that other transfers of this load have moved through the same memory; all ranks are done with them.
         """
         self._plan = plan
-        self._waves = _waves(plan, per_wave)
-        self.flow = self._flow = flow
+        self._buckets = buckets
+        self._waves = _waves(plan, per_wave, buckets)
+        self._before = waves_before
+        self._flow = flow
         self._route = route
         self.memory = self._memory = memory
         self._local = local
@@ -99,37 +119,45 @@ class Transfer:
         self.broken = False
         """Whether a step failed, so that the buffers may still be in use."""
 
-    def run(self, shown: bool) -> None:
-        """Raises LoadError if a reader gave up, or what went wrong here. ``shown``: with a progress bar."""
-        with progress_bar(self._plan.nbytes, shown) as self._bar:
-            if self._flow.readers == "every":
-                self._read_own()
-            elif self._waves:
-                try:
-                    pipeline.run(self._stages(), self._memory.board.fail)
-                except BaseException:
-                    self.broken = True
-                    raise
+    def run(self, bar: tqdm[Any]) -> None:
+        """Raises LoadError if a reader gave up, or what went wrong here. ``bar`` counts bytes."""
+        self._bar = bar
+        if self._flow.readers == "every":
+            self._read_own()
+        elif self._waves:
+            try:
+                pipeline.run(self._stages(), self._memory.board.fail)
+            except BaseException:
+                self.broken = True
+                raise
         if self._failure is not None:
             raise self._failure
 
     def _read_own(self) -> None:
         """Every rank for itself: no bucket moves."""
         assert self._checkpoint is not None
-        for number, bucket in enumerate(self._plan.buckets):
-            targets = [self._local[t] for t in bucket.targets]
+        for wave in self._waves:
+            buckets = [self._plan.buckets[number] for number in wave.numbers]
+            targets = [self._local[t] for bucket in buckets for t in bucket.targets]
             try:
                 with self._timed("read"):
-                    nbytes = self._checkpoint.read_regions(targets, bucket.copies, bucket.origins) if targets else 0
+                    nbytes = self._checkpoint.read_regions(targets, *_joined(buckets)) if targets else 0
                     if nbytes is None:
-                        buffer = self._memory.buffers[0][: bucket.nbytes]
-                        self._checkpoint.fill(buffer, self._plan.pieces(bucket))
-                        ops.unpack(buffer, targets, bucket.copies)
-                        nbytes = bucket.nbytes
+                        nbytes = sum(self._read_whole(bucket) for bucket in buckets)
             except Exception as error:
-                raise self._framing.unreadable(number, error) from error
+                raise self._framing.unreadable(wave.numbers, error) from error
             self._report.phases["read"].nbytes += nbytes
-            self._bar.update(bucket.nbytes)
+            self._bar.update(sum(bucket.nbytes for bucket in buckets))
+
+    def _read_whole(self, bucket: Bucket) -> int:
+        """By way of a staging buffer, from a source that has no regions to read."""
+        assert self._checkpoint is not None
+        if not bucket.targets:
+            return 0
+        buffer = self._memory.buffers[0][: bucket.nbytes]
+        self._checkpoint.fill(buffer, self._plan.pieces(bucket))
+        ops.unpack(buffer, [self._local[t] for t in bucket.targets], bucket.copies)
+        return bucket.nbytes
 
     def _stages(self) -> list[pipeline.Stage]:
         stages: list[pipeline.Stage] = []
@@ -145,12 +173,20 @@ class Transfer:
 
     def _wait(self, stage: str, waves: int, ranks: list[int] | tuple[int, ...]) -> None:
         if ranks:
-            self._memory.board.wait(stage, waves, ranks, self._limit)
+            self._memory.board.wait(stage, self._before + waves, ranks, self._limit)
+
+    def _post(self, stage: str, waves: int) -> None:
+        self._memory.board.post(stage, self._before + waves)
+
+    @property
+    def waves(self) -> int:
+        return len(self._waves)
 
     def _wait_for_buffer(self, index: int) -> None:
         """Until nobody needs what was in the buffer of a wave before."""
-        self._wait("unpacked", index + 1 - BUFFERS, self._flow.sharers)
-        self._wait("checked", index + 1 - BUFFERS, self._flow.relays)
+        if index >= BUFFERS:
+            self._wait("unpacked", index + 1 - BUFFERS, self._flow.sharers)
+            self._wait("checked", index + 1 - BUFFERS, self._flow.relays)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -177,7 +213,7 @@ class Transfer:
                     bucket = self._plan.buckets[wave.numbers[i]]
                     at = wave.begins[i]
                     gave_up |= self._fill(wave.numbers[i], bucket, self._buffer(index)[at : at + bucket.nbytes])
-            self._memory.board.post("read", index + 1)
+            self._post("read", index + 1)
             if gave_up:
                 break
 
@@ -204,15 +240,13 @@ class Transfer:
                 self._broadcast(buckets, self._buffer(index))
             else:
                 self._pass_on(buckets, self._buffer(index))
-            self._memory.board.post("relayed", index + 1)
+            self._post("relayed", index + 1)
             # The next wave comes only if no reader gave up in this one, which stands in what others may have received.
             self._wait("relayed", index + 1, self._flow.relays)
             last = self._last_of(index, wave)
-            self._memory.board.post("checked", index + 1)
+            self._post("checked", _ENDED if last else index + 1)
             if last:
                 break
-        for stage in ("relayed", "checked"):
-            self._memory.board.post(stage, _ENDED)
 
     def _pass_on(self, buckets: list[tuple[int, int, int]], buffer: Tensor) -> None:
         steps = self._flow.steps(buckets)
@@ -241,14 +275,14 @@ class Transfer:
             self._wait("read", index + 1, self._local_readers(wave))
             if self._last_of(index, wave):
                 self._over.set()
+                self._post("unpacked", _ENDED)
                 break
             buffer = self._buffer(index)
             with self._timed("unpack"):
                 for number, begin in zip(wave.numbers, wave.begins, strict=True):
                     bucket = self._plan.buckets[number]
                     self._take(number, bucket, buffer[begin : begin + bucket.nbytes])
-            self._memory.board.post("unpacked", index + 1)
-        self._memory.board.post("unpacked", _ENDED)
+            self._post("unpacked", index + 1)
 
     def _take(self, number: int, bucket: Bucket, buffer: Tensor) -> None:
         if self._failure is None and bucket.targets:

@@ -1,0 +1,109 @@
+"""The pipeline: stages that run at the same time, and how it ends when one of them fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from epload import pipeline
+
+LIMIT = 20.0
+"""Seconds after which a stage that waits for another gives up, so that a pipeline that runs them in turn fails."""
+
+
+def left_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("epload-")]
+
+
+def never() -> None:
+    raise AssertionError("stop was called, though no stage failed")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_all_stages_run_at_the_same_time(count: int) -> None:
+    meet = threading.Barrier(count, timeout=LIMIT)
+    pipeline.run([(f"s{i}", lambda: meet.wait() and None) for i in range(count)], never)
+    assert not meet.broken
+    assert left_threads() == []
+
+
+def test_threads_are_named_and_the_last_stage_is_on_the_callers() -> None:
+    seen: dict[str, threading.Thread] = {}
+    meet = threading.Barrier(3, timeout=LIMIT)
+
+    def stage(name: str) -> Callable[[], None]:
+        def work() -> None:
+            seen[name] = threading.current_thread()
+            meet.wait()
+
+        return work
+
+    pipeline.run([(name, stage(name)) for name in ("read", "relay", "unpack")], never)
+    assert seen["unpack"] is threading.current_thread()
+    assert (seen["read"].name, seen["relay"].name) == ("epload-read", "epload-relay")
+    assert seen["read"].daemon, "a stuck stage must not keep the process from ending"
+
+
+def test_it_waits_for_stages_that_outlast_the_last() -> None:
+    last_is_over, ended = threading.Event(), []
+
+    def slow() -> None:
+        assert last_is_over.wait(LIMIT)
+        ended.append("slow")
+
+    pipeline.run([("slow", slow), ("last", last_is_over.set)], never)
+    assert ended == ["slow"]
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), SystemExit(3), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(("count", "failing"), [(n, i) for n in (1, 2, 3, 4) for i in range(n)])
+def test_what_a_stage_raises_is_raised_when_all_have_ended(count: int, failing: int, error: BaseException) -> None:
+    """The others work until they are told to stop."""
+    stop, log, lock = threading.Event(), [], threading.Lock()
+
+    def note(what: str) -> None:
+        with lock:
+            log.append(what)
+
+    def fails() -> None:
+        note("fails")
+        raise error
+
+    def works() -> None:
+        assert stop.wait(LIMIT)
+        note("ends")
+
+    def stopped() -> None:
+        note("stop")
+        stop.set()
+
+    stages: list[pipeline.Stage] = [(f"s{i}", fails if i == failing else works) for i in range(count)]
+    with pytest.raises(type(error)) as caught:
+        pipeline.run(stages, stopped)
+    assert caught.value is error
+    assert log == ["fails", "stop"] + ["ends"] * (count - 1)
+    assert left_threads() == []
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_of_several_failures_the_first_is_raised(first: int) -> None:
+    stop = threading.Event()
+    stops: list[str] = []
+
+    def before() -> None:
+        raise KeyError("the cause")
+
+    def after() -> None:
+        assert stop.wait(LIMIT)
+        raise ValueError("a consequence")
+
+    def stopped() -> None:
+        stops.append(threading.current_thread().name)
+        stop.set()
+
+    with pytest.raises(KeyError, match="the cause"):
+        pipeline.run([(f"s{i}", before if i == first else after) for i in range(3)], stopped)
+    assert stops[0] == (threading.current_thread().name if first == 2 else f"epload-s{first}")
+    assert left_threads() == []
