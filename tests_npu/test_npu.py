@@ -21,6 +21,27 @@ def cann(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fakecann.make(tmp_path_factory.mktemp("cann"))
 
 
+def environment(cann: Path, trace: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(cann),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "FAKECANN_TRACE": str(trace),
+    }
+
+
+def test_contiguous_regions_are_copied_by_cann_on_the_stream(cann: Path, tmp_path: Path) -> None:
+    words = [sys.executable, str(HERE / "copies.py")]
+    env = environment(cann, tmp_path / "trace")
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["wrong"] == []
+    copies = [line.split() for line in (tmp_path / "trace").read_text().splitlines()[answer["begin"] :]]
+    inside = [(int(line[1]), line[2]) for line in copies if line[0] == "device-to-device"]
+    assert inside == [(nbytes, answer["stream"]) for nbytes in (400, 128, 200)] * 2
+
+
 @pytest.mark.parametrize(
     "case",
     ["op two_level", "op flat", "one two_level", "one striped", "one flat", "per_node two_level", "partitioned two_level",
@@ -29,12 +50,7 @@ def cann(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_on_one_stream_with_two_communicators(case: str, cann: Path, tmp_path: Path) -> None:
     processes = []
     for rank in range(RANKS):
-        env = {
-            **os.environ,
-            "LD_LIBRARY_PATH": str(cann),
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-            "FAKECANN_TRACE": str(tmp_path / f"trace-{rank}"),
-        }
+        env = environment(cann, tmp_path / f"trace-{rank}")
         words = [sys.executable, str(HERE / "rank.py"), str(rank), str(RANKS), str(tmp_path), *case.split()]
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True))

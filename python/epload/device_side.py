@@ -13,19 +13,21 @@ from epload.checkpoint import Checkpoint
 from epload.device_staging import DeviceStaging
 from epload.device_transfer import DeviceTransfer
 from epload.devices import CPU
-from epload.flow import Flow
+from epload.flow import READERS, Flow
 from epload.plan import LoadPlan
 from epload.report import LoadReport
 from epload.topology import Route, Topology
+from epload.upload import Uploader
 
 
 class DeviceSide:
     """Of one loader. Streams and staging are made when first needed."""
 
     def __init__(self, topology: Topology, algorithm: str, src: int, given: torch.Stream | None) -> None:
-        """``given``: the stream that the loader was given."""
+        """``algorithm``: as asked for. ``given``: the stream that the loader was given."""
         self._topology = topology
-        self._algorithm = algorithm
+        self._by_node = algorithm == "auto" and any(len(node) > 1 for node in topology.nodes)
+        self._algorithm = "two_level" if algorithm == "auto" else algorithm
         self._src = src
         self._given = given
         self._own: dict[torch.device, torch.Stream] = {}
@@ -44,12 +46,24 @@ class DeviceSide:
         stream = self.stream(device)
         return f"{stream.device} {stream.stream_id}, {'the loader' if self._given is None else 'the caller'}'s"
 
-    def flow(self, readers: str) -> Flow:
-        """Ranks of a node have buffers of their own, and still go in stripes where every byte crosses nodes."""
+    def by_node(self, readers: str) -> bool:
+        """Whether the ranks of a node take what they keep out of buckets in memory that they share, each over its own link to
+        its device: where buckets do not cross nodes, unless an algorithm for sending them was asked for."""
+        crosses = len(self._topology.nodes) > 1 and readers != "per_node"
+        return self._by_node and readers in ("one", "per_node", "partitioned") and not crosses
+
+    def needs_memory(self, readers: str) -> bool:
+        """Whether a load may need memory that the ranks of a node share."""
+        return any(map(self.by_node, READERS if readers == "auto" else (readers,)))
+
+    def flow(self, readers: str, shared: bool = False) -> Flow:
+        """``shared``: whether there is memory that a node's ranks share. Without it they have buffers of their own, and still
+        go in stripes where every byte crosses nodes."""
+        shared = shared and self.by_node(readers)
         algorithm = self._algorithm
         if algorithm == "striped" and not (readers in ("one", "partitioned") and self._topology.even):
             algorithm = "two_level"
-        return Flow(self._topology.nodes, self._topology.rank, self._src, readers, algorithm, shared=False)
+        return Flow(self._topology.nodes, self._topology.rank, self._src, readers, algorithm, shared)
 
     def route(self, flow: Flow, src: int) -> Route:
         """Collective where its groups are not there yet."""
@@ -80,6 +94,11 @@ class DeviceSide:
         """Collective where the groups are not there yet. The staging is that of the last :meth:`reserve`."""
         assert self.staging is not None
         return DeviceTransfer(plan, buckets, flow, self._routes(flow), self.staging, local, checkpoint, report)
+
+    def uploader(self, report: LoadReport) -> Uploader:
+        """For a transfer through a node's memory, with the staging of the last :meth:`reserve`."""
+        assert self.staging is not None
+        return Uploader(self.staging, report)
 
     def _routes(self, flow: Flow) -> dict[int, Route]:
         """For each rank that reads for this one; none where nothing moves between ranks."""

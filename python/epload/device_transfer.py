@@ -61,7 +61,7 @@ class DeviceTransfer:
             local: the targets' local tensors, on the staging's device or on CPU.
             checkpoint: None on a rank that does not read.
         """
-        self.memory = self._staging = staging
+        self._staging = staging
         self._flow = flow
         self._plan = plan
         self._buckets = buckets
@@ -98,6 +98,10 @@ class DeviceTransfer:
             raise
         if self._failure is not None:
             raise self._failure
+
+    def abandon(self) -> None:
+        """Keeps the buffers until the process ends."""
+        self._staging.abandon()
 
     def _stop(self) -> None:
         with self._turn:

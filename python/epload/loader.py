@@ -25,6 +25,7 @@ from epload.buffers import check_lost, find_holders, share
 from epload.checkpoint import Checkpoint, Manifest
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
 from epload.device_side import DeviceSide
+from epload.device_staging import DeviceStaging
 from epload.device_transfer import DeviceTransfer, staging_bytes
 from epload.devices import CPU, check_backend, check_stream, devices_of
 from epload.errors import CheckpointError, Disconnected, LoadError, ManifestMismatch, ModelMismatch, text_of
@@ -39,6 +40,7 @@ from epload.snapshot import Snapshot
 from epload.targets import DTypes, Targets, collect
 from epload.topology import Route, Topology
 from epload.transfer import Transfer, wave_bytes
+from epload.upload import upload_bytes
 
 T = TypeVar("T")
 
@@ -107,9 +109,12 @@ class HierarchicalLoader:
         Args:
             topology: discovered over the whole job if None.
             src: global rank that reads (``readers="one"``) and on whose rail the leaders are.
-            readers: ``"one"`` rank ``src`` reads; ``"per_node"`` each node's leader reads, and nothing crosses nodes.
-                ``"auto"`` is ``"one"``.
-            algorithm: ``"two_level"`` or ``"flat"`` (one group, for comparison). ``"auto"`` is ``"two_level"``.
+            readers: ``"one"`` rank ``src`` reads; ``"per_node"`` each node's leader reads, and nothing crosses nodes;
+                ``"partitioned"`` readers take turns, and each byte is read once; ``"every"`` each rank reads what it keeps.
+                ``"auto"`` chooses by what the first waves of the load show.
+            algorithm: ``"two_level"``, ``"striped"`` or ``"flat"`` (one group, for comparison). ``"auto"`` is ``"two_level"``;
+                for a model on a device, buckets that do not cross nodes then go through memory that a node's ranks share,
+                out of which each copies what it keeps.
             bucket_bytes: size of a bucket; each rank has two, and for a model on a device two more in pinned host memory if
                 it reads.
             verify: only ``"off"`` in this version.
@@ -140,7 +145,7 @@ class HierarchicalLoader:
             deadline = DEFAULT_DEADLINE
         self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
         self._memory: NodeMemory | None = None
-        self._device = DeviceSide(self.topology, self.algorithm, src, stream)
+        self._device = DeviceSide(self.topology, algorithm, src, stream)
         self._snapshot: Snapshot | None = None
         self._last: tuple[tuple[bytes, Mapping, str, frozenset[int]], Targets, LoadPlan] | None = None
 
@@ -214,7 +219,7 @@ class HierarchicalLoader:
     def _flow(self, device: torch.device, shared: bool, readers: str) -> Flow:
         """``shared``: whether a node's ranks share their staging buffers in host memory."""
         if device != CPU:
-            return self._device.flow(readers)
+            return self._device.flow(readers, shared)
         algorithm = self.algorithm
         if algorithm == "striped" and not (shared and self.topology.even):
             algorithm = "two_level"
@@ -329,7 +334,7 @@ class HierarchicalLoader:
                 options = f"{self._options(work.device)} strict={strict} mapping={rules}"
 
                 def make(wanted: frozenset[int] = frozenset()) -> LoadPlan:
-                    size = wave if per_wave == 1 or work.device != CPU else wave // per_wave
+                    size = wave // per_wave if self._share_buffers(work.device) else wave
                     return self._plan(manifest, work.targets, rules, size, options, wanted)
 
                 wanted = self._wanted_by_any(manifest, make) if work.local_modules else frozenset()
@@ -364,9 +369,13 @@ class HierarchicalLoader:
         assert plan is not None
         return _Agreed(plan, route, per_wave, all_read, owned)
 
+    def _share_buffers(self, device: torch.device) -> bool:
+        """Whether several buckets may be in one staging buffer."""
+        return device == CPU or self._device.needs_memory(self.readers)
+
     def _per_wave(self, device: torch.device, wave: int) -> int:
-        """Buckets that make a wave: on CPU those that share a staging buffer, on a device one for each leader that reads."""
-        if device == CPU:
+        """Buckets that make a wave: those that share a staging buffer, or on a device one for each leader that reads."""
+        if self._share_buffers(device):
             return buckets_per_wave(self.topology.nodes, self.readers, wave)
         return len(self.topology.nodes) if self.readers in ("partitioned", "auto") else 1
 
@@ -434,7 +443,7 @@ class HierarchicalLoader:
         report: LoadReport,
     ) -> None:
         plan = agreed.plan
-        memory = self._reserve(wave_bytes(plan, agreed.per_wave)) if work.device == CPU else None
+        memory = self._reserve(wave_bytes(plan, agreed.per_wave)) if self._share_buffers(work.device) else None
 
         def prepare() -> list[Tensor]:
             with report.timed("materialise"):
@@ -442,11 +451,10 @@ class HierarchicalLoader:
                 if memory is not None:
                     memory.board.clear()
                     report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
-                else:
-                    readers = self.readers if self.readers != "auto" else "every" if agreed.all_read else "one"
-                    reads = self._flow(work.device, False, readers).reads
-                    staging = self._device.reserve(work.device, staging_bytes(plan, readers), reads)
-                    report.peak_staging, report.stream = staging.footprint, self._device.spelled(work.device)
+                if work.device != CPU:
+                    staging = self._reserve_on(work.device, agreed, memory is not None and memory.shared)
+                    report.peak_staging += staging.footprint
+                    report.stream = self._device.spelled(work.device)
                 return work.targets.local() + quantised.side_tensors(plan.targets, len(work.targets.names), work.device)
 
         local, failure = _attempt(prepare)
@@ -464,12 +472,24 @@ class HierarchicalLoader:
             flow, route = self._flow(work.device, memory is not None and memory.shared, readers), agreed.route
             report.readers, report.algorithm = flow.readers, flow.algorithm
             source = work.checkpoint if flow.reads else None
-            if memory is None:
+            if memory is None or (work.device != CPU and not flow.shared):
                 return self._device.transfer(plan, buckets, flow, local, source, report)
+            uploader = self._device.uploader(report) if work.device != CPU else None
             if flow.algorithm == "striped" and flow.crosses:
                 route = self.topology.striped_route(self.src)
             transfer = Transfer(
-                plan, buckets, agreed.per_wave, flow, route, memory, local, source, report, self._deadline, waves
+                plan,
+                buckets,
+                agreed.per_wave,
+                flow,
+                route,
+                memory,
+                local,
+                source,
+                report,
+                self._deadline,
+                waves,
+                uploader,
             )
             waves += transfer.waves
             return transfer
@@ -490,7 +510,7 @@ class HierarchicalLoader:
 
             _, failure = _attempt(run)
             if transfer.broken:
-                transfer.memory.abandon()
+                transfer.abandon()
             reading, crossing = report.phases["read"], report.phases["inter_node"]
             seen = [
                 reading.nbytes - before[0].nbytes, reading.seconds - before[0].seconds,
@@ -555,6 +575,14 @@ class HierarchicalLoader:
             said.append(why)
         report.chosen = "; ".join(said)
         return readers, begin
+
+    def _reserve_on(self, device: torch.device, agreed: _Agreed, shared: bool) -> DeviceStaging:
+        """Staging for a device, kept for the next load. ``shared``: whether there is memory that a node's ranks share."""
+        readers = self.readers if self.readers != "auto" else "every" if agreed.all_read else "one"
+        by_node = self._flow(device, shared, readers).shared
+        nbytes = upload_bytes(agreed.plan) if by_node else staging_bytes(agreed.plan, readers)
+        reads = by_node or self._flow(device, shared, readers).reads
+        return self._device.reserve(device, nbytes, reads)
 
     def _reserve(self, nbytes: int) -> NodeMemory:
         """Staging buffers of at least ``nbytes``, kept for the next load. Collective when there are none yet."""

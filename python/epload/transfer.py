@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
@@ -22,8 +22,10 @@ from epload.flow import Flow
 from epload.framing import Framing
 from epload.node_memory import BUFFERS, NodeMemory
 from epload.plan import Bucket, LoadPlan
+from epload.regions import Regions
 from epload.report import LoadReport
 from epload.topology import Route
+from epload.upload import Uploader
 
 _ALIGNMENT = 64
 """Bytes; where a bucket may start in its wave."""
@@ -88,6 +90,7 @@ class Transfer:
         report: LoadReport,
         deadline: timedelta,
         waves_before: int = 0,
+        uploader: Uploader | None = None,
     ) -> None:
         """
         Args:
@@ -98,6 +101,7 @@ class Transfer:
             checkpoint: None on a rank that does not read.
             deadline: how long a rank waits for another of its node.
             waves_before: that other transfers of this load have moved through the same memory; all ranks are done with them.
+            uploader: for local tensors on a device.
         """
         self._plan = plan
         self._buckets = buckets
@@ -105,10 +109,11 @@ class Transfer:
         self._before = waves_before
         self._flow = flow
         self._route = route
-        self.memory = self._memory = memory
+        self._memory = memory
         self._local = local
         self._checkpoint = checkpoint
         self._report = report
+        self._uploader = uploader
         self._limit = 1.25 * deadline + timedelta(seconds=2)  # the network's deadline passes first, and says more
         self._framing = Framing(plan, flow.rank)
         self._chunk = flow.chunk_bytes(plan.nbytes)
@@ -126,12 +131,19 @@ class Transfer:
             self._read_own()
         elif self._waves:
             try:
-                pipeline.run(self._stages(), self._memory.board.fail)
+                with self._uploader.staging.entered() if self._uploader is not None else nullcontext():
+                    pipeline.run(self._stages(), self._memory.board.fail)
             except BaseException:
                 self.broken = True
                 raise
         if self._failure is not None:
             raise self._failure
+
+    def abandon(self) -> None:
+        """Keeps the buffers until the process ends."""
+        self._memory.abandon()
+        if self._uploader is not None:
+            self._uploader.staging.abandon()
 
     def _read_own(self) -> None:
         """Every rank for itself: no bucket moves."""
@@ -287,7 +299,11 @@ class Transfer:
     def _take(self, number: int, bucket: Bucket, buffer: Tensor) -> None:
         if self._failure is None and bucket.targets:
             try:
-                ops.unpack(buffer, [self._local[t] for t in bucket.targets], bucket.copies)
+                targets = [self._local[t] for t in bucket.targets]
+                if self._uploader is not None:
+                    self._uploader.take(buffer, Regions(targets, bucket.copies, bucket.origins))
+                else:
+                    ops.unpack(buffer, targets, bucket.copies)
             except Exception as error:  # keep receiving, so that no other rank is left waiting; told at the end
                 self._failure = self._framing.not_unpacked(number, error)
         self._report.phases["unpack"].nbytes += bucket.nbytes - HEADER_BYTES

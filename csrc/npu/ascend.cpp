@@ -1,6 +1,8 @@
-// libepload_npu: a broadcast of HCCL's, literally on the current stream. Linked against torch_npu, which brings CANN.
+// libepload_npu: HCCL's broadcast and CANN's copies, literally on the current stream. Linked against torch_npu, which
+// brings CANN.
 #include "api.h"
 
+#include <torch_npu/csrc/core/NPUStorageImpl.h>
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 #include <torch_npu/csrc/distributed/ProcessGroupHCCL.hpp>
 
@@ -40,4 +42,28 @@ EPLOAD_EXPORT bool epload_npu_ranks(c10d::Backend* backend, uint32_t* ranks, uin
   }
   std::copy_n(known.begin(), std::min<size_t>(known.size(), size), ranks);
   return known.size() == size;
+}
+
+EPLOAD_EXPORT bool epload_npu_plain(const c10::StorageImpl* storage) {
+  switch (static_cast<const torch_npu::NPUStorageImpl*>(storage)->npu_desc_.npu_format_) {
+    case ACL_FORMAT_ND:
+    case ACL_FORMAT_NCHW:
+    case ACL_FORMAT_NHWC:
+    case ACL_FORMAT_NCDHW:
+      return true;
+    default:
+      return false;
+  }
+}
+
+EPLOAD_EXPORT int epload_npu_copy(const EploadNpuCopy* copies, uint64_t count) {
+  const auto stream = c10_npu::getCurrentNPUStream().stream(); // what the task queue holds comes first, as above
+  for (const auto* copy = copies; copy != copies + count; ++copy) {
+    const auto error =
+        aclrtMemcpyAsync(copy->to, copy->nbytes, copy->from, copy->nbytes, ACL_MEMCPY_DEVICE_TO_DEVICE, stream);
+    if (error != ACL_SUCCESS) {
+      return error;
+    }
+  }
+  return ACL_SUCCESS;
 }
