@@ -85,13 +85,15 @@ void Group::broadcast(const at::Tensor& flat, int64_t global_root) const {
 }
 
 Work Group::send(const at::Tensor& flat, int64_t peer) const {
+  const auto to = rank_in_group(peer); // first, as an absent group has no ranks
   std::vector<at::Tensor> tensors{flat};
-  return group_->send(tensors, rank_in_group(peer), /*tag=*/0);
+  return group_->send(tensors, to, /*tag=*/0);
 }
 
 Work Group::receive(const at::Tensor& flat, int64_t peer) const {
+  const auto from = rank_in_group(peer);
   std::vector<at::Tensor> tensors{flat};
-  return group_->recv(tensors, rank_in_group(peer), /*tag=*/0);
+  return group_->recv(tensors, from, /*tag=*/0);
 }
 
 int Group::rank_in_group(int64_t global_rank) const {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <utility>
 
 namespace epload {
 namespace {
@@ -15,7 +16,12 @@ struct Chunk {
   int64_t begin, nbytes;
 };
 
-void check(const at::Tensor& bucket, const std::vector<RelayStep>& steps, int64_t chunk_bytes) {
+void check(
+    const at::Tensor& bucket,
+    const std::vector<RelayStep>& steps,
+    const Group& inter,
+    const Group& intra,
+    int64_t chunk_bytes) {
   TORCH_CHECK_VALUE(
       bucket.is_cpu() && bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
       "relay: expected the bucket as a contiguous 1-D uint8 CPU tensor, got ",
@@ -45,6 +51,17 @@ void check(const at::Tensor& bucket, const std::vector<RelayStep>& steps, int64_
         s.from_inter,
         " and ",
         s.from_intra);
+    for (const auto& [peer, group] :
+         {std::pair{s.from_inter, &inter}, {s.from_intra, &intra}, {s.to_inter, &inter}, {s.to_intra, &intra}}) {
+      TORCH_CHECK_VALUE(
+          peer < 0 || group->contains(peer),
+          "relay: step ",
+          i,
+          " names rank ",
+          peer,
+          ", but the ranks of its group are ",
+          group->ranks());
+    }
   }
 }
 
@@ -56,7 +73,7 @@ int64_t relay(
     const Group& inter,
     const Group& intra,
     int64_t chunk_bytes) {
-  check(bucket, steps, chunk_bytes);
+  check(bucket, steps, inter, intra, chunk_bytes);
   std::vector<Chunk> chunks;
   for (const auto& step : steps) {
     for (int64_t begin = step.begin; begin < step.end; begin += chunk_bytes) {

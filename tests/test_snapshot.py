@@ -107,6 +107,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "child replaced by its like": lambda m: m.inner.__setitem__(0, nn.Linear(3, 3, bias=False)),
     "child removed": lambda m: m.inner.pop(1),
     "child emptied": lambda m: setattr(m, "relu", None),
+    "child with parameters emptied": lambda m: setattr(m, "head", None),
     "children exchanged": lambda m: setattr(m, "embed", m.inner[0]),
     "hook on a leaf": lambda m: m.relu._register_state_dict_hook(lambda *_: None),
     "hook on the root": lambda m: m.register_state_dict_post_hook(lambda *_: None),
@@ -122,7 +123,6 @@ def test_changes_are_noticed(change: str) -> None:
     assert snapshot.read(model, None) is None
 
 
-@pytest.mark.xfail(strict=True, reason="the number of buffers that are not saved is compared, not which they are")
 def test_two_buffers_that_change_roles_are_noticed() -> None:
     model = Small()
     snapshot = snapshot_of(model)
@@ -245,11 +245,12 @@ def after_loads(rank: int) -> list[str]:
         nonlocal number
         number += 1
         loader.load(model, state_for(number))
-        said.extend(f"after {what}: {text}" for text in wrong(model, state_for(number), dtype))
+        expected = state_for(number, dtype)  # Module.to casts buffers too
+        said.extend(f"after {what}: {text}" for text in wrong(model, expected))
 
     for what in ("meta", "a load", "two loads", "three"):
         load(what)
-    if loader._snapshot is None or loader._snapshot.read(model, None) is None:
+    if loader._snapshot is None or loader._snapshot.read(model, (None, None)) is None:
         said.append("no snapshot is in use")
     model(torch.arange(13)).sum().backward()
     load("a step")

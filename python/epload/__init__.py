@@ -2,10 +2,11 @@
 
 from epload.broadcast import coalesced_bcast
 from epload.build import build_info
-from epload.checkpoint import Checkpoint, Manifest
+from epload.checkpoint import Checkpoint
 from epload.compat import patch
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
 from epload.loader import HierarchicalLoader, load
+from epload.manifest import Manifest
 from epload.mapping import Mapping
 from epload.operations import Concatenate, Reshape, Split, Stack, Transpose, Unstack
 from epload.parts import LocalModules, OuterShard

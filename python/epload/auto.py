@@ -37,6 +37,8 @@ class Job:
     """Position of the rank that reads with ``readers="one"``."""
     waves: int
     wave_bytes: int
+    ways: Sequence[str]
+    """Those that go with the algorithm; "every" and "partitioned" do with any."""
 
 
 Trial = Callable[[str], Sequence[Measured]]
@@ -50,16 +52,16 @@ def choose(job: Job, trial: Trial) -> tuple[str, str]:
     seen = trial("every")
     left = max(0.0, 1 - job.wave_bytes / max(job.total, 1))
     owned = [int(nbytes * left) for nbytes in job.owned]
-    rates = costs.Rates([_rate(m.read_bytes, m.read_seconds) for m in seen], float("inf"))
+    rates = costs.Rates(_read_rates(seen), float("inf"))
     predictions = {"every": costs.every(owned, rates)}
     if predictions["every"] < costs.WORTH_A_TRIAL or job.waves < 3:
         return "every", costs.spelled("every", predictions, "each rank can read its own, and little is left to gain")
     shared = trial("partitioned")
     nodes = max(job.node_of) + 1
-    crossing = [_rate(m.link_bytes, m.link_seconds) for m in shared if m.link_bytes]
+    crossing = [m.link_bytes / m.link_seconds for m in shared if m.link_bytes and m.link_seconds > 0]
     rates = costs.Rates(
-        [_rate(m.read_bytes, m.read_seconds) for m in shared],
-        min(crossing, default=float("inf")) if nodes > 1 else 1e12,
+        _read_rates(shared),
+        min(crossing, default=float("inf")),
     )
     total = int(job.total * left)
     of_node = [
@@ -70,9 +72,13 @@ def choose(job: Job, trial: Trial) -> tuple[str, str]:
         "per_node": costs.per_node(total, owned, of_node),
         "one": costs.one(total, owned, nodes, rates, of_node[job.node_of[job.reader]]),
     }
+    predictions = {name: seconds for name, seconds in predictions.items() if name in job.ways}
     best = min(predictions, key=lambda name: predictions[name])
     return best, costs.spelled(best, predictions, "from the rates of the first waves")
 
 
-def _rate(nbytes: int, seconds: float) -> float:
-    return nbytes / seconds if nbytes and seconds > 0 else 1e12
+def _read_rates(seen: Sequence[Measured]) -> list[float]:
+    """Of each rank, bytes/s. One that had nothing to read is taken for the mean of the others."""
+    known = [m.read_bytes / m.read_seconds for m in seen if m.read_bytes and m.read_seconds > 0]
+    mean = sum(known) / len(known) if known else float("inf")
+    return [m.read_bytes / m.read_seconds if m.read_bytes and m.read_seconds > 0 else mean for m in seen]

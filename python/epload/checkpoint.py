@@ -8,11 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,102 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from epload import dtypes, ops
 from epload.errors import CheckpointError
+from epload.manifest import Manifest, Places
 from epload.placement import Box, box_of_range, row_major_strides
-from epload.safetensors_file import FileFacts, RangedReader, file_facts, read_header
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint holds, in the order its bytes lie. One entry a tensor in each column; equal on all ranks."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-    source: str
-    """For messages: the path, or "state dict"."""
-    places: Places | None = None
-    """Where the bytes lie, of a checkpoint that other ranks can read without parsing it; not part of what it holds."""
-
-    @cached_property
-    def compact(self) -> bytes:
-        """Compressed JSON with shapes and dtypes listed once each."""
-        shapes = {shape: i for i, shape in enumerate(dict.fromkeys(self.shapes))}
-        kinds = {dtype: i for i, dtype in enumerate(dict.fromkeys(self.dtypes))}
-        columns = {
-            "names": self.names,
-            "shapes": list(shapes),
-            "shape": [shapes[shape] for shape in self.shapes],
-            "dtypes": [dtypes.name(dtype) for dtype in kinds],
-            "dtype": [kinds[dtype] for dtype in self.dtypes],
-            "source": self.source,
-            "places": self.places and self.places.to_json(self.nbytes_of()),
-        }
-        return zlib.compress(json.dumps(columns, separators=(",", ":")).encode(), level=1)
-
-    @classmethod
-    def from_compact(cls, raw: bytes) -> Manifest:
-        columns = json.loads(zlib.decompress(raw))
-        shapes = [tuple(shape) for shape in columns["shapes"]]
-        kinds = [dtypes.from_name(text) for text in columns["dtypes"]]
-        made = cls(
-            tuple(columns["names"]),
-            tuple([shapes[i] for i in columns["shape"]]),
-            tuple([kinds[i] for i in columns["dtype"]]),
-            columns["source"],
-        )
-        if columns["places"] is None:
-            return made
-        return replace(made, places=Places.from_json(columns["places"], made.nbytes_of()))
-
-    def nbytes_of(self) -> list[int]:
-        """Bytes of each tensor."""
-        pairs = list(zip(self.shapes, self.dtypes, strict=True))
-        known = {pair: prod(pair[0]) * pair[1].itemsize for pair in set(pairs)}
-        return [known[pair] for pair in pairs]
-
-    @cached_property
-    def digest(self) -> bytes:
-        """16 bytes that two manifests share only if their tensors are the same in the same order."""
-        shapes = {shape: i for i, shape in enumerate(dict.fromkeys(self.shapes))}
-        kinds = {dtype: i for i, dtype in enumerate(dict.fromkeys(self.dtypes))}
-        layout = [(*shapes, *kinds), [shapes[s] for s in self.shapes], [kinds[d] for d in self.dtypes]]
-        return hashlib.blake2b(json.dumps(self.names).encode() + repr(layout).encode(), digest_size=16).digest()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(self.nbytes_of())
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where the tensors of safetensors files lie, and by what another rank knows that it sees the same files."""
-
-    files: tuple[FileFacts, ...]
-    file: Tensor
-    """int64, for each tensor of the manifest an index into ``files``."""
-    offset: Tensor
-    """int64, from the start of the file, bytes."""
-
-    def to_json(self, nbytes: list[int]) -> list[Any]:
-        """``nbytes`` of each tensor: most lie right behind the one before, so that gaps compress to nothing."""
-        gaps = self.offset - self._expected(self.offset, nbytes)
-        return [[list(facts) for facts in self.files], self.file.tolist(), gaps.tolist()]
-
-    @classmethod
-    def from_json(cls, columns: list[Any], nbytes: list[int]) -> Places:
-        files, file, gaps = columns
-        sizes = torch.tensor(nbytes, dtype=torch.int64)
-        steps = torch.tensor(gaps, dtype=torch.int64)
-        steps[1:] += sizes[:-1]
-        return cls(tuple(FileFacts(*facts) for facts in files), torch.tensor(file, dtype=torch.int64), steps.cumsum(0))
-
-    @staticmethod
-    def _expected(offset: Tensor, nbytes: list[int]) -> Tensor:
-        """Where each tensor would lie if it followed the one before."""
-        expected = torch.zeros_like(offset)
-        expected[1:] = offset[:-1] + torch.tensor(nbytes[:-1], dtype=torch.int64)
-        return expected
+from epload.safetensors_file import RangedReader, file_facts, read_header
 
 
 class Piece(NamedTuple):
@@ -159,8 +63,12 @@ class Checkpoint(ABC):
         """Gives back files and threads. The checkpoint can be used again afterwards."""
 
     @staticmethod
-    def open(source: Any) -> Checkpoint:
+    def open(source: Any, known: Manifest | None = None) -> Checkpoint:
         """A file or folder (safetensors with or without an index, ``.pt``, ``.bin``), a dict, or a Checkpoint.
+
+        Args:
+            source: what to open.
+            known: of a checkpoint opened before; where this one's headers are the same, they are not parsed again.
 
         Raises:
             CheckpointError: nothing readable is there, or a header is malformed.
@@ -176,7 +84,7 @@ class Checkpoint(ABC):
             )
         path = Path(source)
         try:
-            return _open_path(path)
+            return _open_path(path, known)
         except OSError as error:
             raise CheckpointError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
 
@@ -195,6 +103,10 @@ class Checkpoint(ABC):
             files = [folder / facts.name for facts in manifest.places.files]
         else:
             files = [path]
+        if len(files) != len(manifest.places.files):
+            raise CheckpointError(
+                f"{path} is one file, but the source rank reads {len(manifest.places.files)}; pass the same path on every rank"
+            )
         try:
             here = [file_facts(file) for file in files]
         except OSError as error:
@@ -216,32 +128,44 @@ class Checkpoint(ABC):
         return StateDictCheckpoint(state_dict, consume=consume)
 
 
-def _open_path(path: Path) -> Checkpoint:
+def _open_path(path: Path, known: Manifest | None) -> Checkpoint:
     if path.is_file():
         if path.name.endswith(".index.json"):
-            return _open_index(path)
+            return _open_index(path, known)
         if path.suffix == ".safetensors":
-            return SafetensorsCheckpoint.parse([path], str(path))
+            return _open_safetensors([path], str(path), known)
         return _open_torch_files([path], str(path))
     if not path.is_dir():
         raise CheckpointError(f"no checkpoint at {path}: expected a file or a folder")
     for single in ("model.safetensors", "model.safetensors.index.json"):
         if (path / single).is_file():
-            return _open_path(path / single)
+            return _open_path(path / single, known)
     if files := sorted(path.glob("*.safetensors")):
-        return SafetensorsCheckpoint.parse(files, str(path))
+        return _open_safetensors(files, str(path), known)
     if (path / "pytorch_model.bin").is_file():  # beside it often lie an optimizer's state and the like
-        return _open_path(path / "pytorch_model.bin")
+        return _open_path(path / "pytorch_model.bin", known)
     if (path / "pytorch_model.bin.index.json").is_file():
-        return _open_index(path / "pytorch_model.bin.index.json")
+        return _open_index(path / "pytorch_model.bin.index.json", known)
     if files := sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]):
         return _open_torch_files(files, str(path))
     raise CheckpointError(f"no checkpoint in {path}: expected *.safetensors, *.bin, *.pt or *.pth files in it")
 
 
-def _open_index(path: Path) -> Checkpoint:
+def _open_safetensors(files: Sequence[Path], source: str, known: Manifest | None) -> Checkpoint:
+    return SafetensorsCheckpoint.recognise(files, source, known) or SafetensorsCheckpoint.parse(files, source)
+
+
+def _open_index(path: Path, known: Manifest | None) -> Checkpoint:
+    raw = path.read_bytes()
+    index = hashlib.blake2b(raw, digest_size=16).hexdigest()
+    if known is not None and known.places is not None and known.places.index == index:
+        files = [path.parent / facts.name for facts in known.places.files]
+        if all(file.is_file() for file in files) and (
+            again := SafetensorsCheckpoint.recognise(files, str(path.parent), known, index)
+        ):
+            return again
     try:
-        weight_map = json.loads(path.read_text())["weight_map"]
+        weight_map = json.loads(raw)["weight_map"]
         if not all(isinstance(text, str) for text in [*weight_map.keys(), *weight_map.values()]):
             raise TypeError("weight_map maps something else than names")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -258,7 +182,7 @@ def _open_index(path: Path) -> Checkpoint:
         files.append(path.parent / file)
     if files and files[0].suffix != ".safetensors":
         return _open_torch_files(files, str(path.parent), weight_map)
-    return SafetensorsCheckpoint.parse(files, str(path.parent), weight_map)
+    return SafetensorsCheckpoint.parse(files, str(path.parent), weight_map, index)
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -274,10 +198,22 @@ class SafetensorsCheckpoint(Checkpoint):
         self._reader = RangedReader([str(file) for file in files])
 
     @classmethod
+    def recognise(
+        cls, files: Sequence[Path], source: str, known: Manifest | None, index: str = ""
+    ) -> SafetensorsCheckpoint | None:
+        """Without parsing, if the headers, and the index that has this digest, are those of a known checkpoint."""
+        if known is None or known.places is None:
+            return None
+        facts = list(map(file_facts, files))
+        if not known.places.same_layout(index, facts):
+            return None
+        return cls(files, known.seen_as([source, [index, *facts]]))
+
+    @classmethod
     def parse(
-        cls, files: Sequence[Path], source: str, weight_map: Mapping[str, str] | None = None
+        cls, files: Sequence[Path], source: str, weight_map: Mapping[str, str] | None = None, index: str = ""
     ) -> SafetensorsCheckpoint:
-        """From the files' headers."""
+        """From the files' headers. ``weight_map`` says which tensor is in which file, and ``index`` is the digest of it."""
         headers = [read_header(file) for file in files]
         numbers: list[int] = []
         offsets: list[int] = []
@@ -306,6 +242,7 @@ class SafetensorsCheckpoint(Checkpoint):
             tuple(map(file_facts, files)),
             torch.tensor(numbers, dtype=torch.int64),
             torch.tensor(offsets, dtype=torch.int64),
+            index,
         )
         return cls(files, Manifest(tuple(names), tuple(shapes), tuple(kinds), source, places))
 

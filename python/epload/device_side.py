@@ -56,12 +56,20 @@ class DeviceSide:
         """Whether a load may need memory that the ranks of a node share."""
         return any(map(self.by_node, READERS if readers == "auto" else (readers,)))
 
+    def why_not_striped(self, readers: str) -> str:
+        """Empty if nothing speaks against it. Where no bucket moves between ranks, nothing does."""
+        if readers == "every" or len(self._topology.ranks) == 1:
+            return ""
+        if not self._topology.even:
+            return "node sizes differ"
+        return "no bucket crosses nodes" if readers == "per_node" else ""
+
     def flow(self, readers: str, shared: bool = False) -> Flow:
         """``shared``: whether there is memory that a node's ranks share. Without it they have buffers of their own, and still
         go in stripes where every byte crosses nodes."""
         shared = shared and self.by_node(readers)
         algorithm = self._algorithm
-        if algorithm == "striped" and not (readers in ("one", "partitioned") and self._topology.even):
+        if algorithm == "striped" and self.why_not_striped(readers):
             algorithm = "two_level"
         return Flow(self._topology.nodes, self._topology.rank, self._src, readers, algorithm, shared)
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import reduce
 from operator import or_
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from epload import quantised, sharing
 from epload.auto import Job, Measured, choose
 from epload.broadcast import DEFAULT_BUCKET_BYTES
 from epload.buffers import check_lost, find_holders, share
-from epload.checkpoint import Checkpoint, Manifest
+from epload.checkpoint import Checkpoint
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
 from epload.device_side import DeviceSide
 from epload.device_staging import DeviceStaging
@@ -30,6 +30,7 @@ from epload.device_transfer import DeviceTransfer, staging_bytes
 from epload.devices import CPU, check_backend, check_stream, devices_of
 from epload.errors import CheckpointError, Disconnected, LoadError, ManifestMismatch, ModelMismatch, text_of
 from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave, wave_limit
+from epload.manifest import Manifest
 from epload.mapping import Mapping
 from epload.mapping import resolve as resolve_mapping
 from epload.node_memory import NodeMemory
@@ -55,6 +56,15 @@ def load(model: nn.Module, checkpoint: Any, **options: Any) -> LoadReport:
     return HierarchicalLoader(**options).load(model, checkpoint, **of_load)
 
 
+class _Announced(NamedTuple):
+    """What the source rank says of its manifest before it sends it."""
+
+    nbytes: int
+    """Of its compact form; 0 if every rank has it, from the load before."""
+    identity: str
+    about: list[Any]
+
+
 @dataclass
 class _Work:
     """One rank's side of one load."""
@@ -64,10 +74,9 @@ class _Work:
     home: torch.device
     """Of tensors on meta, see ``devices.Devices``."""
     checkpoint: Checkpoint | None
-    compact: bytes
-    """The manifest on the source rank; as many zeros on the others."""
     local_modules: bool
     """Whether ranks may hold different modules."""
+    manifest: _Announced = field(default_factory=lambda: _Announced(0, "", []))
     holders: dict[str, int] = field(default_factory=dict)
     """Buffers that no checkpoint holds and some rank lacks, each with a rank that has it."""
 
@@ -147,6 +156,8 @@ class HierarchicalLoader:
         self._memory: NodeMemory | None = None
         self._device = DeviceSide(self.topology, algorithm, src, stream)
         self._snapshot: Snapshot | None = None
+        self._manifest: Manifest | None = None
+        """That of the load before."""
         self._last: tuple[tuple[bytes, Mapping, str, frozenset[int]], Targets, LoadPlan] | None = None
 
     def load(
@@ -221,9 +232,19 @@ class HierarchicalLoader:
         if device != CPU:
             return self._device.flow(readers, shared)
         algorithm = self.algorithm
-        if algorithm == "striped" and not (shared and self.topology.even):
+        if algorithm == "striped" and self._why_not_striped(device, shared, readers):
             algorithm = "two_level"
         return Flow(self.topology.nodes, self.topology.rank, self.src, readers, algorithm, shared)
+
+    def _why_not_striped(self, device: torch.device, shared: bool, readers: str) -> str:
+        """Empty if nothing speaks against it. Where no bucket moves between ranks, nothing does."""
+        if device != CPU:
+            return self._device.why_not_striped(readers)
+        if readers == "every" or len(self.topology.ranks) == 1:
+            return ""
+        if not self.topology.even:
+            return "node sizes differ"
+        return "" if shared else "the ranks of a node share no memory"
 
     def _route(self, device: torch.device) -> Route:
         """That of the manifest, and of the data unless it is striped."""
@@ -236,17 +257,27 @@ class HierarchicalLoader:
         work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, parts))
         said = self._options(work.device if work is not None else CPU)
         options = f"{said} local_modules={parts is not None and bool(parts.local_modules)}"
-        view = [options, len(work.compact), bool(work.targets.lost)] if work is not None else [options, 0, False]
+        view = [options, work is not None and bool(work.targets.lost), self._manifest and self._manifest.identity]
+        if work is not None and self.topology.rank == self.src and len(self.topology.ranks) > 1:
+            assert work.checkpoint is not None
+            ours = work.checkpoint.manifest
+            view.append([len(ours.compact), ours.identity, ours.about])
 
         def decide(views: dict[int, list[Any]]) -> list[Any]:
             _all_equal({rank: str(view[0]) for rank, view in views.items()})
-            return [views[self.src][1], len({view[2] for view in views.values()}) > 1]
+            announced = None
+            if len(views) > 1:
+                announced = _Announced(*views[self.src][3])
+                if all(view[2] == announced.identity for rank, view in views.items() if rank != self.src):
+                    announced = announced._replace(nbytes=0)
+            return [announced, len({view[1] for view in views.values()}) > 1]
 
-        nbytes, uneven = self._control.settle("opening the checkpoint", failure, view, decide)
+        announced, uneven = self._control.settle("opening the checkpoint", failure, view, decide)
         assert work is not None
+        if announced is not None:
+            work.manifest = _Announced(*announced)
         if uneven:  # some ranks have buffers that others lack
             work.holders.update(find_holders(self._control, model, work.targets))
-        work.compact = work.compact.ljust(nbytes, b"\0")
         return work
 
     def _options(self, device: torch.device) -> str:
@@ -268,9 +299,8 @@ class HierarchicalLoader:
         source = None
         path = isinstance(checkpoint, str | os.PathLike)
         if self.topology.rank == self.src or (self._reads(device) and not path and self.readers != "auto"):
-            source = Checkpoint.open(checkpoint)
-        compact = source.manifest.compact if source is not None and self.topology.rank == self.src else b""
-        return _Work(targets, device, home, source, compact, parts is not None and bool(parts.local_modules))
+            source = Checkpoint.open(checkpoint, self._manifest)
+        return _Work(targets, device, home, source, parts is not None and bool(parts.local_modules))
 
     def _connect(self, work: _Work, checkpoint: Any, report: LoadReport) -> tuple[Route, Manifest]:
         """The route of the data, over it the manifest, and by that the checkpoint on the other ranks that read."""
@@ -284,26 +314,30 @@ class HierarchicalLoader:
         if self._reads(work.device) and work.checkpoint is None:
             try:
                 work.checkpoint = Checkpoint.join(checkpoint, manifest)
-            except CheckpointError:
+            except (CheckpointError, TypeError):
                 if self.readers != "auto":
                     raise
         return route, work.checkpoint.manifest if work.checkpoint is not None else manifest
 
     def _share_manifest(self, work: _Work, route: Route, report: LoadReport) -> Manifest:
         """The source's manifest, on every rank."""
-        if self.topology.rank == self.src:
+        nbytes, _, about = work.manifest
+        reads = self.topology.rank == self.src
+        if reads:
             assert work.checkpoint is not None
             known = work.checkpoint.manifest
-        if len(self.topology.ranks) == 1:
+        elif nbytes == 0:
+            assert self._manifest is not None
+            known = self._manifest.seen_as(about)
+        if nbytes == 0:
             return known
+        compact, flow = known.compact if reads else bytes(nbytes), self._flow(work.device, False, "one")
         if work.device == CPU:
-            received, steps = sharing.through_host(work.compact, self._flow(CPU, False, "one"), route)
+            received, steps = sharing.through_host(compact, flow, route)
         else:
-            received, steps = sharing.on_stream(
-                work.compact, self._flow(work.device, False, "one"), route, self._device.stream(work.device)
-            )
+            received, steps = sharing.on_stream(compact, flow, route, self._device.stream(work.device))
         report.transport_steps += steps
-        return known if self.topology.rank == self.src else Manifest.from_compact(received)
+        return known if reads else Manifest.from_compact(received, about)
 
     def _agree_on_plan(
         self,
@@ -329,6 +363,7 @@ class HierarchicalLoader:
         try:
             if prepared is not None:
                 route, manifest, rules = prepared
+                self._manifest = manifest
                 wave = wave_limit(manifest.nbytes, self.bucket_bytes)
                 per_wave = self._per_wave(work.device, wave)
                 options = f"{self._options(work.device)} strict={strict} mapping={rules}"
@@ -444,6 +479,7 @@ class HierarchicalLoader:
     ) -> None:
         plan = agreed.plan
         memory = self._reserve(wave_bytes(plan, agreed.per_wave)) if self._share_buffers(work.device) else None
+        shared = memory is not None and memory.shared
 
         def prepare() -> list[Tensor]:
             with report.timed("materialise"):
@@ -452,7 +488,7 @@ class HierarchicalLoader:
                     memory.board.clear()
                     report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
                 if work.device != CPU:
-                    staging = self._reserve_on(work.device, agreed, memory is not None and memory.shared)
+                    staging = self._reserve_on(work.device, agreed, shared)
                     report.peak_staging += staging.footprint
                     report.stream = self._device.spelled(work.device)
                 return work.targets.local() + quantised.side_tensors(plan.targets, len(work.targets.names), work.device)
@@ -469,7 +505,7 @@ class HierarchicalLoader:
 
         def transfer_of(readers: str, buckets: range) -> Transfer | DeviceTransfer:
             nonlocal waves
-            flow, route = self._flow(work.device, memory is not None and memory.shared, readers), agreed.route
+            flow, route = self._flow(work.device, shared, readers), agreed.route
             report.readers, report.algorithm = flow.readers, flow.algorithm
             source = work.checkpoint if flow.reads else None
             if memory is None or (work.device != CPU and not flow.shared):
@@ -529,7 +565,7 @@ class HierarchicalLoader:
 
         shown = self.progress and self.topology.rank == self.src
         with progress_bar(plan.nbytes, shown) as bar:
-            readers, begin = self._choose_readers(agreed, report, move)
+            readers, begin = self._choose_readers(agreed, work.device, shared, report, move)
             rest = range(begin, len(plan.buckets))
 
             def finish() -> None:
@@ -540,12 +576,15 @@ class HierarchicalLoader:
             move(readers, rest, finish)
 
     def _choose_readers(
-        self, agreed: _Agreed, report: LoadReport, move: Callable[[str, range, Callable[[], None]], list[Measured]]
+        self,
+        agreed: _Agreed,
+        device: torch.device,
+        shared: bool,
+        report: LoadReport,
+        move: Callable[[str, range, Callable[[], None]], list[Measured]],
     ) -> tuple[str, int]:
         """How to read, and the first bucket that the trials have left."""
         said = []
-        if self.algorithm == "striped" and not self.topology.even:
-            said.append("two_level in place of striped, as node sizes differ")
         begin = 0
         readers = self.readers
         if readers == "auto" and not agreed.all_read:
@@ -569,10 +608,13 @@ class HierarchicalLoader:
                     reader=self.topology.ranks.index(self.src),
                     waves=-(-len(plan.buckets) // agreed.per_wave),
                     wave_bytes=plan.largest * agreed.per_wave,
+                    ways=[way for way in READERS if way != "per_node" or self.algorithm != "flat"],
                 ),
                 trial,
             )
             said.append(why)
+        if self.algorithm == "striped" and (why := self._why_not_striped(device, shared, readers)):
+            said.append(f"two_level in place of striped, as {why}")
         report.chosen = "; ".join(said)
         return readers, begin
 

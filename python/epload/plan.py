@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from epload import _C, dtypes
-from epload.checkpoint import Manifest, Piece
+from epload.checkpoint import Piece
 from epload.control import HEADER_BYTES
 from epload.errors import ManifestMismatch, ModelMismatch
+from epload.manifest import Manifest
 from epload.mapping import Mapping
 from epload.placement import OwnedRegion, intersect, owned_regions
 from epload.placing import Place

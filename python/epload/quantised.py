@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from epload import dtypes
-from epload.checkpoint import Manifest
 from epload.errors import ModelMismatch
+from epload.manifest import Manifest
 from epload.placement import Layout, OwnedRegion, intersect, owned_regions, row_major_strides
 from epload.placing import Place
 from epload.targets import Targets

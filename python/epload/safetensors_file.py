@@ -97,8 +97,9 @@ def file_facts(path: Path) -> FileFacts:
         length = min(int.from_bytes(prefix, "little"), MAX_HEADER_BYTES)
         header = hashlib.blake2b(prefix + file.read(length), digest_size=16)
         samples = hashlib.blake2b(digest_size=16)
+        data = max(size - 8 - length, 0)  # of a malformed file there may be none
         for i in range(_SAMPLES):
-            samples.update(os.pread(file.fileno(), _SAMPLE_BYTES, (size - 8 - length) * i // _SAMPLES + 8 + length))
+            samples.update(os.pread(file.fileno(), _SAMPLE_BYTES, data * i // _SAMPLES + 8 + length))
     return FileFacts(path.name, size, header.hexdigest(), samples.hexdigest())
 
 

@@ -57,7 +57,7 @@ class Snapshot:
         self._owned_ids = list(map(id, _values(self._owning)))
         first = {address: at for at, address in reversed(list(enumerate(self._owned_ids)))}
         self._positions = [first[id(tensor)] for tensor in targets.tensors]
-        self._not_saved_lengths = list(map(len, self._not_saved))
+        self._not_saved_names = list(map(frozenset, self._not_saved))
         weakref.finalize(model, self._forget)
 
     def _forget(self) -> None:
@@ -77,11 +77,13 @@ class Snapshot:
         if None in parents or any(map(len, self._empty)):
             return None
         children = [module._modules for module in parents]  # type: ignore[union-attr]
+        kept = [ref() for ref in self._child_refs]
         if not (
             _content(children) == self._children
-            and all(map(is_, [ref() for ref in self._child_refs], _values(children)))
+            and kept.count(None) == self._child_refs.count(_nothing)  # none that was dropped counts as an empty place
+            and all(map(is_, kept, _values(children)))
             and _content(self._owning) == self._owned
-            and list(map(len, self._not_saved)) == self._not_saved_lengths
+            and self._not_saved == self._not_saved_names
         ):
             return None
         owned = _values(self._owning)
