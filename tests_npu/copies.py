@@ -1,11 +1,10 @@
-"""One process: unpacks contiguous regions from odd offsets and packs them again, on a stream. Prints what was wrong, where in its
-trace the copies begin, and the stream."""
+"""One process: unpacks contiguous regions from odd offsets and packs them again, on a stream. Prints what was wrong, and
+the stream."""
 
 from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 import torch
 import torch_npu  # noqa: F401  (brings the device)
@@ -33,7 +32,6 @@ def main() -> None:
     tensors = [torch.zeros_like(value).to("npu:0") for value in values]
     again = torch.zeros(2000, dtype=torch.uint8).to("npu:0")
     torch.npu.synchronize()
-    begin = len(Path(os.environ["FAKECANN_TRACE"]).read_text().splitlines())
     stream = torch.npu.Stream()
     with torch.npu.stream(stream):
         ops.unpack(there, tensors, table)
@@ -46,7 +44,7 @@ def main() -> None:
         expected[box] = values[i][box]
         if not torch.equal(tensors[i].cpu(), expected):
             wrong.append(f"tensor {i}")
-    print(json.dumps({"wrong": wrong, "begin": begin, "stream": hex(stream.npu_stream)}), flush=True)
+    print(json.dumps({"wrong": wrong, "stream": hex(stream.npu_stream)}), flush=True)
     os._exit(0)  # torch_npu's end asks for more of CANN than there is here
 
 

@@ -37,7 +37,7 @@ def test_contiguous_regions_are_copied_by_cann_on_the_stream(cann: Path, tmp_pat
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["wrong"] == []
-    copies = [line.split() for line in (tmp_path / "trace").read_text().splitlines()[answer["begin"] :]]
+    copies = [line.split() for line in (tmp_path / "trace").read_text().splitlines()]
     inside = [(int(line[1]), line[2]) for line in copies if line[0] == "device-to-device"]
     assert inside == [(nbytes, answer["stream"]) for nbytes in (400, 128, 200)] * 2
 
