@@ -54,20 +54,26 @@ def _built() -> None:
     build.device()
 
 
-def meta_net(dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
-    mesh = init_device_mesh(fakedev.NAME, (dist.get_world_size(),))
+def meta_net(dtype: torch.dtype = torch.float32, kind: str = fakedev.NAME, **options: Any) -> nn.Module:
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
     with torch.device("meta"):
         return sharded(Net(dtype), mesh=mesh, **options)
 
 
-def wrong(model: nn.Module, state: State, on_cpu: Sequence[str] = (), dtype: torch.dtype | None = None) -> list[str]:
+def wrong(
+    model: nn.Module,
+    state: State,
+    on_cpu: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+    where: str = DEVICE,
+) -> list[str]:
     """Names whose local values or devices are not those expected."""
     said = []
     for name, tensor in model.state_dict(keep_vars=True).items():
         full = state[name].to(dtype) if dtype is not None and isinstance(tensor, nn.Parameter) else state[name]
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         expected = local_of(full, tensor)
-        device = "cpu" if name in on_cpu else DEVICE
+        device = "cpu" if name in on_cpu else where
         if str(local.device) != device or local.dtype != expected.dtype or not torch.equal(local.cpu(), expected):
             said.append(f"{name}: {local.device} {local.dtype} {local.flatten()[:3]} not {expected.flatten()[:3]}")
     return said

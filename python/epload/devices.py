@@ -95,5 +95,5 @@ def check_stream(stream: torch.Stream | None) -> None:
     if stream is not None and stream.device.type == "npu" and type(stream).__name__ == "ExternalStream":
         raise ValueError(
             "expected a stream that torch_npu made, got an ExternalStream, which its process groups refuse; "
-            "pass a torch.npu.Stream, or stream=None for the loader's own"
+            "pass a torch.npu.Stream, or stream=None"
         )
