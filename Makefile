@@ -6,10 +6,12 @@ RUN := $(VENV)/bin
 BENCH_VENV ?= .venv-bench
 BENCH := $(BENCH_VENV)/bin
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
-FAKES := $(wildcard tests/fakedev/*.cpp tests/fakedev/*.h)
-SOURCES := python tests benchmarks examples setup.py
+FAKES := $(wildcard tests/fakedev/*.cpp tests/fakedev/*.h tests_npu/*.cpp)
+SOURCES := python tests tests_npu benchmarks examples setup.py
 
-.PHONY: help build test lint format demo bench bench-quick bench-net bench-net-quick simulate gpu-check clean
+TORCH_NPU ?= torch-npu==2.13.0
+
+.PHONY: help build test test-npu lint format demo bench bench-quick bench-net bench-net-quick simulate gpu-check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -29,6 +31,18 @@ build: $(VENV)/built ## the environment, and epload built into it
 
 test: build ## the whole test suite
 	$(RUN)/python -m pytest
+
+$(VENV)-npu/ready:
+	$(PYTHON) -m venv $(VENV)-npu
+	$(VENV)-npu/bin/pip install --quiet --upgrade pip
+	$(VENV)-npu/bin/pip install --quiet "$(TORCH)" numpy pyyaml pytest tqdm "setuptools>=77" "cmake>=3.22" "pybind11>=2.13" ninja wheel
+	$(VENV)-npu/bin/pip install --quiet --no-deps "$(TORCH_NPU)"
+	touch $@
+
+test-npu: $(VENV)-npu/ready ## the Ascend part with the real torch_npu over a fake CANN, in an environment of its own
+	EPLOAD_NPU=1 EPLOAD_CUDA=0 PATH="$(abspath $(VENV)-npu/bin):$$PATH" \
+	  $(VENV)-npu/bin/pip install --quiet --force-reinstall --no-build-isolation --no-deps .
+	cd tests_npu && $(abspath $(VENV)-npu/bin/python) -m pytest --override-ini testpaths=. --override-ini pythonpath=.
 
 lint: $(VENV)/ready ## ruff, mypy (strict, on python/) and clang-format
 	$(RUN)/ruff check $(SOURCES)
@@ -72,4 +86,4 @@ gpu-check: ## on a machine with an NVIDIA GPU: build, test, sanitize, trace and 
 	$(PYTHON) benchmarks/gpu_check.py
 
 clean: ## remove builds and the environment
-	rm -rf build dist $(VENV) $(BENCH_VENV) python/epload/*.so python/*.egg-info
+	rm -rf build dist $(VENV) $(VENV)-npu $(BENCH_VENV) python/epload/*.so python/*.egg-info

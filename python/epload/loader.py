@@ -6,7 +6,7 @@ import gc
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import reduce
@@ -16,15 +16,18 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from epload import materialise as mat
-from epload import ops, quantised
+from epload import quantised, sharing
 from epload.auto import Job, Measured, choose
 from epload.broadcast import DEFAULT_BUCKET_BYTES
 from epload.buffers import check_lost, find_holders, share
 from epload.checkpoint import Checkpoint
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
+from epload.device_side import DeviceSide
+from epload.device_staging import DeviceStaging
+from epload.device_transfer import DeviceTransfer, staging_bytes
+from epload.devices import CPU, check_backend, check_stream, devices_of
 from epload.errors import CheckpointError, Disconnected, LoadError, ManifestMismatch, ModelMismatch, text_of
 from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave, wave_limit
 from epload.manifest import Manifest
@@ -38,6 +41,7 @@ from epload.snapshot import Snapshot
 from epload.targets import DTypes, Targets, collect
 from epload.topology import Route, Topology
 from epload.transfer import Transfer, wave_bytes
+from epload.upload import upload_bytes
 
 T = TypeVar("T")
 Strict = bool | Literal["shapes"]
@@ -68,6 +72,8 @@ class _Work:
 
     targets: Targets
     device: torch.device
+    home: torch.device
+    """Of tensors on meta, see ``devices.Devices``."""
     checkpoint: Checkpoint | None
     local_modules: bool
     """Whether ranks may hold different modules."""
@@ -113,13 +119,18 @@ class HierarchicalLoader:
         Args:
             topology: discovered over the whole job if None.
             src: global rank that reads (``readers="one"``) and on whose rail the leaders are.
-            readers: ``"one"`` rank ``src`` reads; ``"per_node"`` each node's leader reads, and nothing crosses nodes.
-                ``"auto"`` is ``"one"``.
-            algorithm: ``"two_level"`` or ``"flat"`` (one group, for comparison). ``"auto"`` is ``"two_level"``.
-            bucket_bytes: size of a bucket; each rank has two.
+            readers: ``"one"`` rank ``src`` reads; ``"per_node"`` each node's leader reads, and nothing crosses nodes;
+                ``"partitioned"`` readers take turns, and each byte is read once; ``"every"`` each rank reads what it keeps.
+                ``"auto"`` chooses by what the first waves of the load show.
+            algorithm: ``"two_level"``, ``"striped"`` or ``"flat"`` (one group, for comparison). ``"auto"`` is ``"two_level"``;
+                for a model on a device, buckets that do not cross nodes then go through memory that a node's ranks share,
+                out of which each copies what it keeps.
+            bucket_bytes: size of a bucket; each rank has two, and for a model on a device two more in pinned host memory if
+                it reads.
             verify: only ``"off"`` in this version.
             deadline: seconds (or timedelta) that ranks wait for one another; 30 minutes if None.
-            stream: only None, for models on CPU, in this version.
+            stream: of the models' device: all device work but the copies from host memory is on it, between a wait for the
+                caller's current stream and one of that stream for it. None makes one, kept; for models on CPU only None.
             progress: a bar on rank ``src`` when standard error is a terminal.
 
         Raises:
@@ -130,13 +141,13 @@ class HierarchicalLoader:
         _one_of("verify", verify, ("off",))
         if self.readers == "per_node" and self.algorithm == "flat":
             raise ValueError("readers='per_node' has no step between nodes, so it does not go with algorithm='flat'")
-        if stream is not None:
-            raise ValueError("expected stream=None: this version loads models on CPU, which has no streams")
+        check_stream(stream)
         if bucket_bytes < HEADER_BYTES + 16:
             raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + 16}, got {bucket_bytes}")
         self.topology = topology if topology is not None else Topology.default()
         self.topology.check_source(src)
         self.src = src
+        self.stream = stream
         self.bucket_bytes = bucket_bytes
         self.progress = progress
         self._control = self.topology.control
@@ -144,6 +155,7 @@ class HierarchicalLoader:
             deadline = DEFAULT_DEADLINE
         self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
         self._memory: NodeMemory | None = None
+        self._device = DeviceSide(self.topology, algorithm, src, stream)
         self._snapshot: Snapshot | None = None
         self._manifest: Manifest | None = None
         """That of the load before."""
@@ -162,6 +174,9 @@ class HierarchicalLoader:
         local_modules: Sequence[LocalModules] = (),
     ) -> LoadReport:
         """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
+
+        For a model on a device, returns when the work is queued; what the caller queues next on its current stream comes
+        after it.
 
         Args:
             model: any mix of DTensors and plain tensors; on meta, materialised or already used.
@@ -210,34 +225,41 @@ class HierarchicalLoader:
 
     # ---- before data moves: every step ends in a round where all ranks hear of a failure ----
 
-    @property
-    def _reads(self) -> bool:
+    def _reads(self, device: torch.device) -> bool:
         """Whether this rank may be asked to read. With "auto" whoever can."""
         readers = "every" if self.readers == "auto" else self.readers
-        return self.topology.rank in self._flow(True, readers).turns
+        return self.topology.rank in self._flow(device, True, readers).turns
 
-    def _flow(self, shared: bool, readers: str) -> Flow:
+    def _flow(self, device: torch.device, shared: bool, readers: str) -> Flow:
+        """``shared``: whether a node's ranks share their staging buffers in host memory."""
+        if device != CPU:
+            return self._device.flow(readers, shared)
         algorithm = self.algorithm
-        if algorithm == "striped" and self._why_not_striped(shared, readers):
+        if algorithm == "striped" and self._why_not_striped(device, shared, readers):
             algorithm = "two_level"
         return Flow(self.topology.nodes, self.topology.rank, self.src, readers, algorithm, shared)
 
-    def _why_not_striped(self, shared: bool, readers: str) -> str:
+    def _why_not_striped(self, device: torch.device, shared: bool, readers: str) -> str:
         """Empty if nothing speaks against it. Where no bucket moves between ranks, nothing does."""
+        if device != CPU:
+            return self._device.why_not_striped(readers)
         if readers == "every" or len(self.topology.ranks) == 1:
             return ""
         if not self.topology.even:
             return "node sizes differ"
         return "" if shared else "the ranks of a node share no memory"
 
-    def _route(self) -> Route:
+    def _route(self, device: torch.device) -> Route:
         """That of the manifest, and of the data unless it is striped."""
+        if device != CPU:
+            return self._device.route(self._device.flow("one"), self.src)
         topology = self.topology
         return topology.flat_route(self.src) if self.algorithm == "flat" else topology.route(self.src)
 
     def _open(self, model: nn.Module, checkpoint: Any, dtype: DTypes, parts: Parts | None) -> _Work:
         work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, parts))
-        options = f"{self._options()} local_modules={parts is not None and bool(parts.local_modules)}"
+        said = self._options(work.device if work is not None else CPU)
+        options = f"{said} local_modules={parts is not None and bool(parts.local_modules)}"
         view = [options, work is not None and bool(work.targets.lost), self._manifest and self._manifest.identity]
         if work is not None and self.topology.rank == self.src and len(self.topology.ranks) > 1:
             assert work.checkpoint is not None
@@ -261,33 +283,38 @@ class HierarchicalLoader:
             work.holders.update(find_holders(self._control, model, work.targets))
         return work
 
-    def _options(self) -> str:
+    def _options(self, device: torch.device) -> str:
         """What ranks must agree on before they can so much as share the manifest."""
-        return f"readers={self.readers} algorithm={self.algorithm} src={self.src} bucket_bytes={self.bucket_bytes}"
+        return (
+            f"readers={self.readers} algorithm={self.algorithm} src={self.src} bucket_bytes={self.bucket_bytes} "
+            f"device={device.type}"
+        )
 
     def _inspect(self, model: nn.Module, checkpoint: Any, dtype: DTypes, parts: Parts | None) -> _Work:
-        source = None
-        path = isinstance(checkpoint, str | os.PathLike)
-        if self.topology.rank == self.src or (self._reads and not path and self.readers != "auto"):
-            source = Checkpoint.open(checkpoint, self._manifest)
         asked = (dtype, parts)
         targets = self._snapshot.read(model, asked) if self._snapshot is not None else None
         if targets is None:
             targets = collect(model, dtype, parts)
             if self._last is not None:  # one load pays for nothing that only the next one gains from
                 self._snapshot = Snapshot(model, targets, asked)
-        return _Work(targets, _device_of(targets), source, parts is not None and bool(parts.local_modules))
+        device, home = devices_of(targets, mat.offloaded(model), self.stream)
+        check_backend(self.topology.group, device)
+        source = None
+        path = isinstance(checkpoint, str | os.PathLike)
+        if self.topology.rank == self.src or (self._reads(device) and not path and self.readers != "auto"):
+            source = Checkpoint.open(checkpoint, self._manifest)
+        return _Work(targets, device, home, source, parts is not None and bool(parts.local_modules))
 
     def _connect(self, work: _Work, checkpoint: Any, report: LoadReport) -> tuple[Route, Manifest]:
         """The route of the data, over it the manifest, and by that the checkpoint on the other ranks that read."""
         try:
-            route = self._route()
+            route = self._route(work.device)
             manifest = self._share_manifest(work, route, report)
         except Exception as error:
             raise Disconnected(f"sharing the manifest: {text_of(error)}") from error
         if self.readers == "auto" and manifest.places is None:
             return route, manifest
-        if self._reads and work.checkpoint is None:
+        if self._reads(work.device) and work.checkpoint is None:
             try:
                 work.checkpoint = Checkpoint.join(checkpoint, manifest)
             except (CheckpointError, TypeError):
@@ -307,17 +334,13 @@ class HierarchicalLoader:
             known = self._manifest.seen_as(about)
         if nbytes == 0:
             return known
-        flat = torch.frombuffer(bytearray(known.compact) if reads else bytearray(nbytes), dtype=torch.uint8)
-        if self.algorithm == "flat":
-            ops.coalesced_bcast([flat], self.src, route.inter_group, "", nbytes, "flat")
-            report.transport_steps += 1
+        compact, flow = known.compact if reads else bytes(nbytes), self._flow(work.device, False, "one")
+        if work.device == CPU:
+            received, steps = sharing.through_host(compact, flow, route)
         else:
-            flow = Flow(self.topology.nodes, self.topology.rank, self.src, "one", "two_level", shared=False)
-            steps = torch.tensor(flow.steps([(0, 0, nbytes)]), dtype=torch.int64)
-            report.transport_steps += ops.relay(
-                flat, steps, route.inter_group, route.intra_group, flow.chunk_bytes(nbytes)
-            )
-        return known if reads else Manifest.from_compact(bytes(flat.tolist()), about)
+            received, steps = sharing.on_stream(compact, flow, route, self._device.stream(work.device))
+        report.transport_steps += steps
+        return known if reads else Manifest.from_compact(received, about)
 
     def _agree_on_plan(
         self,
@@ -347,11 +370,11 @@ class HierarchicalLoader:
                 route, manifest, rules = prepared
                 self._manifest = manifest
                 wave = wave_limit(manifest.nbytes, self.bucket_bytes)
-                per_wave = buckets_per_wave(self.topology.nodes, self.readers, wave)
-                options = f"{self._options()} strict={strict} mapping={rules}"
+                per_wave = self._per_wave(work.device, wave)
+                options = f"{self._options(work.device)} strict={strict} mapping={rules}"
 
                 def make(wanted: frozenset[int] = frozenset()) -> LoadPlan:
-                    size = wave if per_wave == 1 else wave // per_wave
+                    size = wave // per_wave if self._share_buffers(work.device) else wave
                     return self._plan(manifest, work.targets, rules, size, options, wanted)
 
                 wanted = self._wanted_by_any(manifest, make) if work.local_modules else frozenset()
@@ -385,6 +408,16 @@ class HierarchicalLoader:
             raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
         assert plan is not None
         return _Agreed(plan, route, per_wave, all_read, owned)
+
+    def _share_buffers(self, device: torch.device) -> bool:
+        """Whether several buckets may be in one staging buffer."""
+        return device == CPU or self._device.needs_memory(self.readers)
+
+    def _per_wave(self, device: torch.device, wave: int) -> int:
+        """Buckets that make a wave: those that share a staging buffer, or on a device one for each leader that reads."""
+        if self._share_buffers(device):
+            return buckets_per_wave(self.topology.nodes, self.readers, wave)
+        return len(self.topology.nodes) if self.readers in ("partitioned", "auto") else 1
 
     def _wanted_by_any(self, manifest: Manifest, make: Callable[[], LoadPlan]) -> frozenset[int]:
         """Checkpoint tensors that some rank has a place for, by number. A rank that cannot plan ends the load here; one that
@@ -453,36 +486,61 @@ class HierarchicalLoader:
         report: LoadReport,
     ) -> None:
         plan = agreed.plan
-        memory = self._reserve(wave_bytes(plan, agreed.per_wave))
+        memory = self._reserve(wave_bytes(plan, agreed.per_wave)) if self._share_buffers(work.device) else None
+        shared = memory is not None and memory.shared
 
         def prepare() -> list[Tensor]:
             with report.timed("materialise"):
-                mat.materialise(model, work.targets, work.device)
-                memory.board.clear()
-                return work.targets.local() + quantised.side_tensors(plan.targets, len(work.targets.names))
+                mat.materialise(model, work.targets, work.home)
+                if memory is not None:
+                    memory.board.clear()
+                    report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
+                if work.device != CPU:
+                    staging = self._reserve_on(work.device, agreed, shared)
+                    report.peak_staging += staging.footprint
+                    report.stream = self._device.spelled(work.device)
+                return work.targets.local() + quantised.side_tensors(plan.targets, len(work.targets.names), work.device)
 
         local, failure = _attempt(prepare)
         self._control.settle("materialising the model", failure)
         assert local is not None
         if work.holders:
-            steps, failure = _attempt(lambda: share(model, work.holders, self.topology))
+            stream = self._device.stream(work.device) if work.device != CPU else None
+            steps, failure = _attempt(lambda: share(model, work.holders, self.topology, stream))
             self._control.settle("sharing buffers", failure, patience=2)
             report.transport_steps += steps or 0
-        report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
         waves = 0
 
-        def move(readers: str, buckets: range, finish: Callable[[], None]) -> list[Measured]:
-            """Moves some buckets, and ends in a round where all ranks hear of a failure; gives what each rank saw."""
+        def transfer_of(readers: str, buckets: range) -> Transfer | DeviceTransfer:
             nonlocal waves
-            flow, route = self._flow(memory.shared, readers), agreed.route
+            flow, route = self._flow(work.device, shared, readers), agreed.route
             report.readers, report.algorithm = flow.readers, flow.algorithm
+            source = work.checkpoint if flow.reads else None
+            if memory is None or (work.device != CPU and not flow.shared):
+                return self._device.transfer(plan, buckets, flow, local, source, report)
+            uploader = self._device.uploader(report) if work.device != CPU else None
             if flow.algorithm == "striped" and flow.crosses:
                 route = self.topology.striped_route(self.src)
             transfer = Transfer(
-                plan, buckets, agreed.per_wave, flow, route, memory, local, work.checkpoint if flow.reads else None,
-                report, self._deadline, waves,
-            )  # fmt: skip
+                plan,
+                buckets,
+                agreed.per_wave,
+                flow,
+                route,
+                memory,
+                local,
+                source,
+                report,
+                self._deadline,
+                waves,
+                uploader,
+            )
             waves += transfer.waves
+            return transfer
+
+        def move(readers: str, buckets: range, finish: Callable[[], None]) -> list[Measured]:
+            """Moves some buckets, and ends in a round where all ranks hear of a failure; gives what each rank saw."""
+            transfer = transfer_of(readers, buckets)
             before = replace(report.phases["read"]), replace(report.phases["inter_node"])
 
             def run() -> None:
@@ -496,7 +554,7 @@ class HierarchicalLoader:
 
             _, failure = _attempt(run)
             if transfer.broken:
-                memory.abandon()
+                transfer.abandon()
             reading, crossing = report.phases["read"], report.phases["inter_node"]
             seen = [
                 reading.nbytes - before[0].nbytes, reading.seconds - before[0].seconds,
@@ -508,17 +566,19 @@ class HierarchicalLoader:
                 )
             except LoadError:
                 self._memory = None
+                self._device.forget()
                 self.topology.retire()
                 raise
             return [Measured(*view) for view in views]
 
         shown = self.progress and self.topology.rank == self.src
         with progress_bar(plan.nbytes, shown) as bar:
-            readers, begin = self._choose_readers(agreed, memory.shared, report, move)
+            readers, begin = self._choose_readers(agreed, work.device, shared, report, move)
             rest = range(begin, len(plan.buckets))
 
             def finish() -> None:
-                quantised.multiply(plan.scalings, plan.targets, local)
+                with self._device.work(work.device) if plan.scalings else nullcontext():
+                    quantised.multiply(plan.scalings, plan.targets, local)
                 self._initialise(model, work, plan, init_missing, report)
 
             move(readers, rest, finish)
@@ -526,6 +586,7 @@ class HierarchicalLoader:
     def _choose_readers(
         self,
         agreed: _Agreed,
+        device: torch.device,
         shared: bool,
         report: LoadReport,
         move: Callable[[str, range, Callable[[], None]], list[Measured]],
@@ -560,10 +621,18 @@ class HierarchicalLoader:
                 trial,
             )
             said.append(why)
-        if self.algorithm == "striped" and (why := self._why_not_striped(shared, readers)):
+        if self.algorithm == "striped" and (why := self._why_not_striped(device, shared, readers)):
             said.append(f"two_level in place of striped, as {why}")
         report.chosen = "; ".join(said)
         return readers, begin
+
+    def _reserve_on(self, device: torch.device, agreed: _Agreed, shared: bool) -> DeviceStaging:
+        """Staging for a device, kept for the next load. ``shared``: whether there is memory that a node's ranks share."""
+        readers = self.readers if self.readers != "auto" else "every" if agreed.all_read else "one"
+        by_node = self._flow(device, shared, readers).shared
+        nbytes = upload_bytes(agreed.plan) if by_node else staging_bytes(agreed.plan, readers)
+        reads = by_node or self._flow(device, shared, readers).reads
+        return self._device.reserve(device, nbytes, reads)
 
     def _reserve(self, nbytes: int) -> NodeMemory:
         """Staging buffers of at least ``nbytes``, kept for the next load. Collective when there are none yet."""
@@ -611,18 +680,6 @@ def _attempt(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return step(), None
     except Exception as error:
         return None, error
-
-
-def _device_of(targets: Targets) -> torch.device:
-    """Where the load's data must end up. Raises ValueError for what this version cannot fill."""
-
-    kinds = {device.type for device in {tensor.device for tensor in targets.tensors}}
-    if "meta" in kinds:
-        kinds |= {t.device_mesh.device_type for t in targets.tensors if t.is_meta and isinstance(t, DTensor)}
-        kinds.remove("meta")
-    if kinds - {"cpu"}:
-        raise ValueError(f"this version loads models on cpu, this one is on {', '.join(sorted(kinds))}")
-    return torch.device("cpu")
 
 
 def _distinct(views: dict[int, str]) -> dict[str, int]:

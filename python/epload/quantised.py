@@ -190,10 +190,10 @@ def _blocks(manifest: Manifest, weight: int, scale: int) -> Shape:
     return tuple(blocks)
 
 
-def side_tensors(targets: Targets, count: int) -> list[Tensor]:
+def side_tensors(targets: Targets, count: int, device: torch.device) -> list[Tensor]:
     """Storage for the targets from number ``count`` on."""
     return [
-        torch.empty(targets.layouts[layout].shape, dtype=dtype)
+        torch.empty(targets.layouts[layout].shape, dtype=dtype, device=device)
         for layout, dtype in zip(targets.layout[count:], targets.dtypes[count:], strict=True)
     ]
 
@@ -213,14 +213,14 @@ def multiply(scalings: Sequence[Scaling], targets: Targets, local: Sequence[Tens
             at = [here + a - b for here, a, b in zip(region.local_start, low, region.start, strict=True)]
             part = local[scaling.target][tuple(slice(a, a + n) for a, n in zip(at, size, strict=True))]
             within = tuple(map(int.__sub__, low, scaling.view.start))
-            part.copy_(part.float() * _expanded(scaling, local[scaling.scale], within, size))
+            part.copy_(part.float() * _expanded(scaling, local[scaling.scale].to(part.device), within, size))
 
 
 def _expanded(scaling: Scaling, scale: Tensor, begin: Shape, size: Shape) -> Tensor:
     """The scale of each element of the box of this size that begins ``begin`` into the view."""
     if scale.numel() == 1:
         return scale.float().reshape(())
-    indices = _indices(scaling.view, scaling.shape, begin, size)
+    indices = [index.to(scale.device) for index in _indices(scaling.view, scaling.shape, begin, size)]
     at = zip(indices, scaling.blocks, scaling.first, strict=True)
     return scale.float()[tuple(i // block - first for i, block, first in at)].expand(size)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
@@ -16,13 +16,16 @@ from tqdm import tqdm
 
 from epload import ops, pipeline
 from epload.checkpoint import Checkpoint
-from epload.control import HEADER_BYTES, STATUS_ABORT, STATUS_OK, BucketHeader
-from epload.errors import LoadError, Told, text_of
+from epload.control import HEADER_BYTES
+from epload.errors import LoadError
 from epload.flow import Flow
+from epload.framing import Framing
 from epload.node_memory import BUFFERS, NodeMemory
 from epload.plan import Bucket, LoadPlan
+from epload.regions import Regions
 from epload.report import LoadReport
 from epload.topology import Route
+from epload.upload import Uploader
 
 _ALIGNMENT = 64
 """Bytes; where a bucket may start in its wave."""
@@ -87,6 +90,7 @@ class Transfer:
         report: LoadReport,
         deadline: timedelta,
         waves_before: int = 0,
+        uploader: Uploader | None = None,
     ) -> None:
         """
         Args:
@@ -97,6 +101,7 @@ class Transfer:
             checkpoint: None on a rank that does not read.
             deadline: how long a rank waits for another of its node.
             waves_before: that other transfers of this load have moved through the same memory; all ranks are done with them.
+            uploader: for local tensors on a device.
         """
         self._plan = plan
         self._buckets = buckets
@@ -108,8 +113,9 @@ class Transfer:
         self._local = local
         self._checkpoint = checkpoint
         self._report = report
+        self._uploader = uploader
         self._limit = 1.25 * deadline + timedelta(seconds=2)  # the network's deadline passes first, and says more
-        self._fingerprint = plan.fingerprint[:16]
+        self._framing = Framing(plan, flow.rank)
         self._chunk = flow.chunk_bytes(plan.nbytes)
         self._failure: LoadError | None = None
         """What went wrong on this rank, or what a reader said in the bucket that ended the transfer."""
@@ -125,12 +131,19 @@ class Transfer:
             self._read_own()
         elif self._waves:
             try:
-                pipeline.run(self._stages(), self._memory.board.fail)
+                with self._uploader.staging.entered() if self._uploader is not None else nullcontext():
+                    pipeline.run(self._stages(), self._memory.board.fail)
             except BaseException:
                 self.broken = True
                 raise
         if self._failure is not None:
             raise self._failure
+
+    def abandon(self) -> None:
+        """Keeps the buffers until the process ends."""
+        self._memory.abandon()
+        if self._uploader is not None:
+            self._uploader.staging.abandon()
 
     def _read_own(self) -> None:
         """Every rank for itself: no bucket moves."""
@@ -144,12 +157,7 @@ class Transfer:
                     if nbytes is None:
                         nbytes = sum(self._read_whole(bucket) for bucket in buckets)
             except Exception as error:
-                which = (
-                    f"bucket {wave.numbers[0]}"
-                    if len(buckets) == 1
-                    else f"buckets {wave.numbers[0]} to {wave.numbers[-1]}"
-                )
-                raise LoadError(f"rank {self._flow.rank} could not read {which}: {text_of(error)}") from error
+                raise self._framing.unreadable(wave.numbers, error) from error
             self._report.phases["read"].nbytes += nbytes
             self._bar.update(sum(bucket.nbytes for bucket in buckets))
 
@@ -222,21 +230,13 @@ class Transfer:
                 break
 
     def _fill(self, number: int, bucket: Bucket, buffer: Tensor) -> bool:
-        """Fills a bucket, or makes it one that tells everybody why there will be no more."""
+        """Fills a bucket. True if that failed, and the bucket says so."""
         assert self._checkpoint is not None
-        status, nbytes = STATUS_OK, bucket.nbytes - HEADER_BYTES
-        try:
-            self._checkpoint.fill(buffer, self._plan.pieces(bucket))
-        except Exception as error:
-            failure = LoadError(f"rank {self._flow.rank} could not read bucket {number}: {text_of(error)}")
-            text = str(failure).encode(errors="backslashreplace")[:nbytes]
-            buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            status, nbytes = STATUS_ABORT, len(text)
+        failure = self._framing.fill(number, buffer, self._checkpoint)
+        if failure is not None:
             self._failure = failure
-        header = BucketHeader(number, status, nbytes, 0, self._fingerprint).pack()
-        buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self._report.phases["read"].nbytes += nbytes
-        return status == STATUS_ABORT
+        self._report.phases["read"].nbytes += bucket.nbytes - HEADER_BYTES
+        return failure is not None
 
     # ---- relay ----
 
@@ -299,9 +299,13 @@ class Transfer:
     def _take(self, number: int, bucket: Bucket, buffer: Tensor) -> None:
         if self._failure is None and bucket.targets:
             try:
-                ops.unpack(buffer, [self._local[t] for t in bucket.targets], bucket.copies)
+                targets = [self._local[t] for t in bucket.targets]
+                if self._uploader is not None:
+                    self._uploader.take(buffer, Regions(targets, bucket.copies, bucket.origins))
+                else:
+                    ops.unpack(buffer, targets, bucket.copies)
             except Exception as error:  # keep receiving, so that no other rank is left waiting; told at the end
-                self._failure = LoadError(f"rank {self._flow.rank} could not unpack bucket {number}: {text_of(error)}")
+                self._failure = self._framing.not_unpacked(number, error)
         self._report.phases["unpack"].nbytes += bucket.nbytes - HEADER_BYTES
         self._bar.update(bucket.nbytes)
 
@@ -310,15 +314,9 @@ class Transfer:
         buffer = self._buffer(index)
         gave_up = False
         for number, begin in zip(wave.numbers, wave.begins, strict=True):
-            header = BucketHeader.unpack(bytes(buffer[begin : begin + HEADER_BYTES].tolist()))
-            if (header.index, header.fingerprint) != (number, self._fingerprint):
-                raise LoadError(
-                    f"rank {self._flow.rank} expected bucket {number} of plan {self._fingerprint.hex()}, "
-                    f"got bucket {header.index} of plan {header.fingerprint.hex()}: the ranks are out of step"
-                )
-            if header.status == STATUS_ABORT:
-                text = buffer[begin + HEADER_BYTES : begin + HEADER_BYTES + header.nbytes]
-                said = bytes(text.tolist()).decode(errors="replace")
-                self._failure = self._failure or Told(said)
+            header, body = buffer[begin:].tensor_split([HEADER_BYTES])
+            told = self._framing.check(number, header, body)
+            if told is not None:
+                self._failure = self._failure or told
                 gave_up = True
         return gave_up
