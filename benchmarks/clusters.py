@@ -102,10 +102,11 @@ class Node:
     """Host to device, a rank."""
     message: float
     hop: float
+    hop_inside: float
 
 
-NVLINK = Node("NVLink", card=400 * GBIT, intra=450e9, place=64e9, message=8.4e-6, hop=9.6e-6)
-HCCS = Node("HCCS", card=200 * GBIT, intra=196e9, place=32e9, message=145e-6, hop=9.6e-6)
+NVLINK = Node("NVLink", card=400 * GBIT, intra=450e9, place=64e9, message=8.4e-6, hop=9.6e-6, hop_inside=3.4e-6)
+HCCS = Node("HCCS", card=200 * GBIT, intra=196e9, place=32e9, message=145e-6, hop=9.6e-6, hop_inside=3.4e-6)
 NODES = (NVLINK, HCCS)
 INFINITE = float("inf")
 STORAGES = {"local": (35e9, 45e9, INFINITE), "shared": (35e9, 40e9, 80e9), "one rank's memory": (INFINITE,) * 3}
@@ -116,18 +117,21 @@ DGX = "https://docs.nvidia.com/dgx-basepod/reference-architecture-infrastructure
 SUPERPOD = "https://docs.nvidia.com/dgx-superpod/reference-architecture-scalable-infrastructure-h100/latest/dgx-superpod-components.html"
 ATLAS = "https://arthurchiao.art/blog/gpu-advanced-notes-2-zh/"
 TENSOR = "https://github.com/scitix/InstantTensor/blob/main/docs/benchmark.md"
-HYPER = "https://gitcode.com/mindspore/hyper-parallel (issue 624)"
+HYPER = "hyper-parallel, issue 624: 64 KiB and 1 MiB take the same"
 DDN = "https://ddn.com/blog/ddns-ai-storage-optimized-for-nvidia-dgx-b200-platform-handling-ai-at-any-scale-with-nvidia-blackwell"
 SOURCES = (
     ("NVLink node: card 400 Gbit/s, one each for 8 accelerators", f"[NVIDIA, DGX H100]({DGX})"),
     ("NVLink 900 GB/s an accelerator, 450 each way", f"[NVIDIA, DGX SuperPOD]({SUPERPOD})"),
     ("NVLink node: host to device 64 GB/s, PCIe 5.0 x16 each way", f"[NVIDIA, DGX H100]({DGX}): PCIe 5.0"),
-    ("NCCL: 8.4 us a broadcast, 9.6 us a hop between nodes (ring, Simple)", f"[NCCL's own cost table]({NCCL})"),
+    (
+        "NCCL: 8.4 us a broadcast, 9.6 us a hop between nodes, 3.4 us over NVLink (ring, Simple)",
+        f"[NCCL's own cost table]({NCCL})",
+    ),
     ("HCCS node: card 200 Gbit/s, one each for 8 accelerators", f"[notes on an 8 x 910B server]({ATLAS})"),
     ("HCCS 392 GB/s an accelerator over seven links, 196 each way if all are used", f"[the same notes]({ATLAS})"),
     ("HCCS node: host to device 32 GB/s, PCIe 4.0 x16 each way", "Atlas 800T A2: PCIe 4.0 x16 an accelerator"),
     ("HCCL: 145 us a broadcast, measured by others on 4 cards", HYPER),
-    ("HCCL: a hop as NCCL's", "no public number found"),
+    ("HCCL: hops as NCCL's", "no public number found"),
     ("one accelerator reads 35 GB/s, a node's eight 45 GB/s from local storage", f"[InstantTensor, on H200]({TENSOR})"),
     ("shared storage: 40 GB/s a node", "NVIDIA DGX SuperPOD reference architecture RA-11333-001, GPUDirect Storage"),
     (
@@ -143,5 +147,6 @@ def cluster(node: Node, nodes: int, cards: int, storage: str, fixed: float, per_
     rank, one, everyones = STORAGES[storage]
     return Cluster(
         nodes=nodes, ranks=8, link=node.card, links=cards, intra=node.intra, storage=one, storage_all=everyones,
-        reader=rank, place=node.place, message=node.message, hop=node.hop, fixed=fixed, per_rank=per_rank,
+        reader=rank, place=node.place, message=node.message, hop=node.hop, hop_inside=node.hop_inside,
+        fixed=fixed, per_rank=per_rank,
     )  # fmt: skip

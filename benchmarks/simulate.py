@@ -198,7 +198,7 @@ def _winners(results: list[Row]) -> list[Table]:
     """The fastest way, overall and where one rank has the weights, by kind of node."""
     made = []
     one = [NAMES[way] for way in ("ring", "one/two_level", "one/striped")]
-    counts = (64, 1024, 16384)
+    counts = (64, 16384)
     for node in NODES:
         rows: list[list[str]] = []
         for row in results:

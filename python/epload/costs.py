@@ -74,10 +74,11 @@ def per_node(total: int, owned: Sequence[int], readers: Sequence[float], rates: 
     return max(total / min(readers), total / rates.intra) + max(owned, default=0) / rates.unpack
 
 
-def flat_ring(total: int, buckets: int, ranks: int, rates: Rates, reader: float) -> float:
-    """One group of all ranks, each passing on to the next, as NCCL broadcasts; ``rates.link`` of all links of a node."""
+def flat_ring(total: int, buckets: int, rates: Rates, reader: float, latency: float) -> float:
+    """One group of all ranks, each passing on to the next, as NCCL broadcasts: ``rates.link`` of all links of a node, ``latency``
+    seconds from the first rank to the last."""
     moving = total / min(rates.link, rates.intra)
-    return max(total / reader, moving) + buckets * rates.message + ranks * rates.hop
+    return max(total / reader, moving) + buckets * rates.message + latency
 
 
 def flat_tree(total: int, copies: int, inside: int, rates: Rates, reader: float, wave: int = 0) -> float:

@@ -40,6 +40,8 @@ class Cluster:
     """At which one rank takes what it owns out of a staging buffer, after the last bucket."""
     message: float = 0.0
     hop: float = 0.0
+    """Between nodes."""
+    hop_inside: float = 0.0
     fixed: float = 0.0
     """Of every load: walking the model, the plan, materialising."""
     per_rank: float = 0.0
@@ -137,7 +139,8 @@ def _moving(way: str, total: int, tensors: int, cluster: Cluster) -> float:
     buckets = -(-total * per_wave // wave)
     if way in ("ring", "tensor ring"):
         count = tensors if way == "tensor ring" else buckets
-        return costs.flat_ring(total, count, c.world, replace(rates, link=_all_links(c)), one_reads)
+        latency = c.nodes * c.hop + (c.world - c.nodes) * c.hop_inside
+        return costs.flat_ring(total, count, replace(rates, link=_all_links(c)), one_reads, latency)
     if way == "tree" or algorithm == "flat":
         copies, inside = costs.tree_copies(nodes, 0)
         return costs.flat_tree(total, copies, inside, rates, one_reads, wave) + owned[0] / c.place
