@@ -538,7 +538,8 @@ def _host_does_not_wait(rank: int) -> list[str]:
     """A reader queues all of two buckets on a stream that does not move, and so is not held up by others."""
     topology = Topology.from_nodes([[0, 1]])
     stream = torch.Stream(DEVICE)
-    loader = HierarchicalLoader(topology, bucket_bytes=64 + 4 * ROWS * 3, stream=stream)
+    options = {"readers": "one", "algorithm": "two_level"}
+    loader = HierarchicalLoader(topology, bucket_bytes=64 + 4 * ROWS * 3, stream=stream, **options)
     model = Rows().to(DEVICE)
     loader.load(model, Counting(0).state if rank == 0 else None)
     torch.accelerator.synchronize()

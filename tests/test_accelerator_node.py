@@ -174,6 +174,17 @@ def test_failures_in_the_middle() -> None:
     check(ranks.run(2, _in_the_middle, setup=fakedev.setup), expected)
 
 
+def _differently(rank: int) -> Outcome:
+    algorithm = "auto" if rank == 0 else "two_level"
+    loader = HierarchicalLoader(Topology.from_nodes([[0, 1]]), readers="one", algorithm=algorithm, bucket_bytes=BUCKET)
+    return {"differ": outcome(partial(loader.load, meta_net(), state_for(1)))}, []
+
+
+def test_ranks_that_ask_for_different_ways_are_told() -> None:
+    expected = {"differ": ("ManifestMismatch", ["ranks [0] have", "algorithm=two_level by node", "ranks [1] have"])}
+    check(ranks.run(2, _differently, setup=fakedev.setup), expected)
+
+
 def _apart(rank: int) -> list[str]:
     loader = HierarchicalLoader(Topology.from_nodes([[0, 1]]), readers="partitioned", bucket_bytes=BUCKET)
     model = meta_net()

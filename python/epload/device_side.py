@@ -13,7 +13,7 @@ from epload.checkpoint import Checkpoint
 from epload.device_staging import DeviceStaging
 from epload.device_transfer import DeviceTransfer
 from epload.devices import CPU
-from epload.flow import READERS, Flow
+from epload.flow import Flow
 from epload.plan import LoadPlan
 from epload.report import LoadReport
 from epload.topology import Route, Topology
@@ -54,7 +54,7 @@ class DeviceSide:
 
     def needs_memory(self, readers: str) -> bool:
         """Whether a load may need memory that the ranks of a node share."""
-        return any(map(self.by_node, READERS if readers == "auto" else (readers,)))
+        return self.by_node("one" if readers == "auto" else readers)
 
     def why_not_striped(self, readers: str) -> str:
         """Empty if nothing speaks against it. Where no bucket moves between ranks, nothing does."""

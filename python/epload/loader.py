@@ -285,8 +285,9 @@ class HierarchicalLoader:
 
     def _options(self, device: torch.device) -> str:
         """What ranks must agree on before they can so much as share the manifest."""
+        by_node = " by node" if device != CPU and self._share_buffers(device) else ""
         return (
-            f"readers={self.readers} algorithm={self.algorithm} src={self.src} bucket_bytes={self.bucket_bytes} "
+            f"readers={self.readers} algorithm={self.algorithm}{by_node} src={self.src} bucket_bytes={self.bucket_bytes} "
             f"device={device.type}"
         )
 
