@@ -361,7 +361,7 @@ class HierarchicalLoader:
                 check_lost(work.targets, work.holders)
             if strict not in (True, False, "shapes"):
                 raise ValueError(f"expected strict to be True, False or 'shapes', got {strict!r}")
-            return route, manifest, resolve_mapping(mapping, model)
+            return route, manifest, resolve_mapping(mapping, model, work.targets.index)
 
         prepared, unprepared = _attempt(prepare)
         plan, failure, options = None, None, ""

@@ -6,8 +6,8 @@ say which: renaming changes the target, converting puts the target together from
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as MappingType
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -117,8 +117,9 @@ def spell_misfits(texts: Sequence[str]) -> str:
     return "; ".join(texts[:10]) + more
 
 
-def resolve(mapping: Mapping | str, model: Any) -> Mapping:
+def resolve(mapping: Mapping | str, model: Any, names: Iterable[str]) -> Mapping:
     """What ``mapping=`` means for this model: ``"auto"`` is what a transformers model declares, else names as they are.
+    ``names`` are those of the model's tensors.
 
     Raises:
         ValueError: neither a Mapping nor ``"auto"``.
@@ -127,7 +128,7 @@ def resolve(mapping: Mapping | str, model: Any) -> Mapping:
         return mapping
     if mapping != "auto":
         raise ValueError(f"expected mapping to be 'auto' or an epload.Mapping, got {mapping!r}")
-    inner, aliases = model, [*compiled(model)]
+    inner, aliases = model, [*compiled(names)]
     while True:
         if hasattr(inner, "_orig_mod"):
             inner = inner._orig_mod
@@ -141,17 +142,12 @@ def resolve(mapping: Mapping | str, model: Any) -> Mapping:
     return replace(made, aliases=tuple(aliases))
 
 
-def compiled(model: Any) -> tuple[Rename, ...]:
-    """Aliases for a model that torch.compile has wrapped, or modules of it: its name for what is within is left out."""
-
-    def depth(module: Any) -> int:
-        children = module._modules
-        return ("_orig_mod" in children) + max(
-            (depth(child) for child in children.values() if child is not None), default=0
-        )
-
+def compiled(names: Iterable[str]) -> tuple[Rename, ...]:
+    """Aliases for the tensors of a model that torch.compile has wrapped, or modules of it: its name for what is within is left
+    out."""
     # One rename takes one name out, and wrappers may lie within one another.
-    return (Rename(r"(^|\.)_orig_mod\.", r"\1"),) * depth(model)
+    depth = max((name.count("_orig_mod.") for name in names), default=0)
+    return (Rename(r"(^|\.)_orig_mod\.", r"\1"),) * depth
 
 
 def _comes_from(model: Any, package: str) -> bool:

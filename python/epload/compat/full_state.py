@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -25,11 +26,12 @@ def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: Strict = 
     Raises:
         ModelMismatch: the dict and the model do not fit; on every rank, nothing has moved.
     """
+    names = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
     reads = not dist.is_initialized() or dist.get_rank() == 0
     return load(
         model,
         full_state if reads else None,
-        mapping=Mapping(aliases=compiled(model)),
+        mapping=Mapping(aliases=compiled(names)),
         strict=strict,
         init_missing=_back_to_meta if keep_meta and default_init(model) is None else None,
         progress=False,
