@@ -3,18 +3,22 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 RUN := $(VENV)/bin
+BENCH_VENV ?= .venv-bench
+BENCH := $(BENCH_VENV)/bin
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
-FAKES := $(wildcard tests/fakedev/*.cpp tests/fakedev/*.h tests/native/*.cpp tests/native/*.h)
+FAKES := $(wildcard tests/fakedev/*.cpp tests/fakedev/*.h tests/native/*.cpp tests/native/*.h tests_npu/*.cpp)
+SOURCES := python tests tests_npu benchmarks examples setup.py
 FAULTS ?= 300
 SEED ?= 0
 CHAOS_SECONDS ?= inf
 FUZZ_SECONDS ?= 600
-SOURCES := python tests benchmarks examples setup.py
 
-.PHONY: help build test lint format demo chaos fuzz sanitize bench-load gpu-check clean
+TORCH_NPU ?= torch-npu==2.13.0
+
+.PHONY: help build test test-npu lint format demo chaos fuzz sanitize bench bench-quick bench-net bench-net-quick simulate gpu-check clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
 
 $(VENV)/ready: requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +35,18 @@ build: $(VENV)/built ## the environment, and epload built into it
 
 test: build ## the whole test suite
 	$(RUN)/python -m pytest
+
+$(VENV)-npu/ready:
+	$(PYTHON) -m venv $(VENV)-npu
+	$(VENV)-npu/bin/pip install --quiet --upgrade pip
+	$(VENV)-npu/bin/pip install --quiet "$(TORCH)" numpy pyyaml pytest tqdm "setuptools>=77" "cmake>=3.22" "pybind11>=2.13" ninja wheel
+	$(VENV)-npu/bin/pip install --quiet --no-deps "$(TORCH_NPU)"
+	touch $@
+
+test-npu: $(VENV)-npu/ready ## the Ascend part with the real torch_npu over a fake CANN, in an environment of its own
+	EPLOAD_NPU=1 EPLOAD_CUDA=0 PATH="$(abspath $(VENV)-npu/bin):$$PATH" \
+	  $(VENV)-npu/bin/pip install --quiet --force-reinstall --no-build-isolation --no-deps .
+	cd tests_npu && $(abspath $(VENV)-npu/bin/python) -m pytest --override-ini testpaths=. --override-ini pythonpath=.
 
 lint: $(VENV)/ready ## ruff, mypy (strict, on python/) and clang-format
 	$(RUN)/ruff check $(SOURCES)
@@ -58,11 +74,32 @@ sanitize: build ## the native code under AddressSanitizer with UBSan, and under 
 	tests/native/build.sh $(RUN)/python build/native/thread test_native.cpp -fsanitize=thread
 	TSAN_OPTIONS=halt_on_error=1 build/native/thread tests/native/corpus
 
-bench-load: build ## compare with other loaders and with the floor; about 15 minutes on 2 cores
-	$(RUN)/python benchmarks/bench_load.py --json benchmarks/results/load.json
+$(BENCH_VENV)/built: benchmarks/requirements.txt $(NATIVE) CMakeLists.txt setup.py pyproject.toml
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH)/pip install --quiet --upgrade pip
+	$(BENCH)/pip install --quiet "$(TORCH)"
+	$(BENCH)/pip install --quiet -r benchmarks/requirements.txt
+	$(BENCH)/pip install --quiet -e .
+	touch $@
+
+bench: $(BENCH_VENV)/built ## every loader, over loopback; tables and plots into docs/
+	$(BENCH)/python benchmarks/bench_load.py --docs
+
+bench-quick: $(BENCH_VENV)/built ## the same on a twelfth of the tensors, into benchmarks/results/; under 10 minutes
+	$(BENCH)/python benchmarks/bench_load.py --quick
+
+bench-net: $(BENCH_VENV)/built ## over shaped links, as root; then the simulator; tables and plots into docs/
+	$(BENCH)/python benchmarks/bench_net.py --docs
+	$(BENCH)/python benchmarks/simulate.py --docs
+
+bench-net-quick: $(BENCH_VENV)/built ## the same with 2 and 4 nodes and 80 MB, as root, into benchmarks/results/
+	$(BENCH)/python benchmarks/bench_net.py --quick
+
+simulate: $(BENCH_VENV)/built ## the simulator alone, from the numbers in docs/; seconds
+	$(BENCH)/python benchmarks/simulate.py --docs
 
 gpu-check: ## on a machine with an NVIDIA GPU: build, test, sanitize, trace and measure with PYTHON's own torch
 	$(PYTHON) benchmarks/gpu_check.py
 
 clean: ## remove builds and the environment
-	rm -rf build dist $(VENV) python/epload/*.so python/*.egg-info
+	rm -rf build dist $(VENV) $(VENV)-npu $(BENCH_VENV) python/epload/*.so python/*.egg-info

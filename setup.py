@@ -17,16 +17,17 @@ ROOT = Path(__file__).parent.resolve()
 SUPPORTED_TORCH = ">=2.11,<2.16"
 OPS_LIBRARY = "libepload.so"
 CUDA_LIBRARY = "libepload_cuda.so"
+NPU_LIBRARY = "libepload_npu.so"
 FIRST_MINOR, LAST_MINOR = 11, 15
 
 
-def find_torch() -> Path | None:
+def find_torch(name: str = "torch") -> Path | None:
     """The installed torch, also from inside pip's build isolation, which hides site-packages from import only."""
     places = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib"), *site.getsitepackages()]
     places.append(site.getusersitepackages())
-    spec = importlib.util.find_spec("torch")
+    spec = importlib.util.find_spec(name)
     found = [Path(spec.origin).parent] if spec and spec.origin else []
-    found += [Path(place) / "torch" for place in places if place]
+    found += [Path(place) / name for place in places if place]
     return next((path for path in found if (path / "version.py").is_file() and (path / "lib").is_dir()), None)
 
 
@@ -59,6 +60,29 @@ def find_nvcc() -> Path | None:
     return Path(nvcc) if nvcc else None
 
 
+def find_torch_npu(torch: str) -> tuple[Path, str] | None:
+    """The installed torch_npu and its version, if EPLOAD_NPU asks for the Ascend part: 0 (or unset) no, 1 yes."""
+    wanted = os.environ.get("EPLOAD_NPU") or "0"
+    if wanted not in ("0", "1"):
+        raise SystemExit(f"epload: expected EPLOAD_NPU to be 0 or 1, got {wanted!r}")
+    if wanted == "0":
+        return None
+    found = find_torch("torch_npu")
+    if found is None:
+        raise SystemExit(
+            f"epload: EPLOAD_NPU=1 needs torch_npu, and none is installed for {sys.executable}. Install the one for torch "
+            f"{torch} (its wheel is enough, no CANN); EPLOAD_NPU=0 builds without the Ascend part"
+        )
+    match = re.search(r"^__version__ = '([^']+)'", (found / "version.py").read_text(), re.M)
+    version = match.group(1) if match else "an unknown version"
+    if version.split(".")[:2] != torch.split(".")[:2]:
+        raise SystemExit(
+            f"epload: EPLOAD_NPU=1 needs a torch_npu for torch {torch}, found {version} in {found}. Install the matching "
+            "one; EPLOAD_NPU=0 builds without the Ascend part"
+        )
+    return found, version
+
+
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         torch_dir = find_torch()
@@ -68,10 +92,13 @@ class CMakeBuild(build_ext):
                 f"{sys.executable}. First: pip install 'torch{SUPPORTED_TORCH}'"
             )
         nvcc = find_nvcc()
+        npu = find_torch_npu(torch_version(torch_dir))
         output = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
         if nvcc is None:
             (output / CUDA_LIBRARY).unlink(missing_ok=True)  # of an earlier build
-        build = ROOT / "build" / f"cmake-{sysconfig.get_config_var('SOABI')}"
+        if npu is None:
+            (output / NPU_LIBRARY).unlink(missing_ok=True)
+        build = ROOT / "build" / f"cmake-{sysconfig.get_config_var('SOABI')}{'-npu' if npu else ''}"
         # A torch, a Python or an isolated build environment that has gone would leave a stale cache.
         (build / "CMakeCache.txt").unlink(missing_ok=True)
         configure = [
@@ -84,6 +111,8 @@ class CMakeBuild(build_ext):
             f"-DEPLOAD_VERSION={self.distribution.get_version()}",
             f"-DEPLOAD_OUTPUT_DIR={output}",
             f"-DEPLOAD_NVCC={nvcc or ''}",
+            f"-DEPLOAD_TORCH_NPU_DIR={npu[0] if npu else ''}",
+            f"-DEPLOAD_TORCH_NPU_VERSION={npu[1] if npu else ''}",
         ]  # fmt: skip
         jobs = os.environ.get("MAX_JOBS")
         subprocess.run(configure, check=True)
@@ -96,12 +125,15 @@ class CMakeBuild(build_ext):
         """`pip install -e` and `build_ext --inplace`: setuptools knows of _C only, the other libraries go beside it."""
         super().copy_extensions_to_source()
         package = ROOT / "python" / "epload"
-        (package / CUDA_LIBRARY).unlink(missing_ok=True)
+        for library in (CUDA_LIBRARY, NPU_LIBRARY):
+            (package / library).unlink(missing_ok=True)
         for library in self.libraries_beside():
             self.copy_file(str(library), str(package / library.name))
 
     def libraries_beside(self) -> list[Path]:
         names = [OPS_LIBRARY, *([CUDA_LIBRARY] if find_nvcc() else [])]
+        if os.environ.get("EPLOAD_NPU") == "1":
+            names.append(NPU_LIBRARY)
         return [Path(self.build_lib).resolve() / "epload" / name for name in names]
 
     def get_outputs(self) -> list[str]:

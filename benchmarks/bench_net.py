@@ -1,164 +1,138 @@
-"""Loads over links of a given rate, one network namespace a node: time over S/B, and the bytes over every link. Needs root.
+"""Loads over links of a given rate, one network namespace a node: seconds over S/B, and the bytes over every link. Needs root.
 
-    python benchmarks/bench_net.py --json benchmarks/results/net.json
-    python benchmarks/bench_net.py --shapes 4x2 --layers 4 --ways one/two_level,auto
+    python benchmarks/bench_net.py                   # 2, 4 and 8 nodes, 80 and 312 MB, 1 Gbit/s
+    python benchmarks/bench_net.py --quick
+    python benchmarks/bench_net.py --shapes 4x2 --layers 4 --peers epload_modes
 
-S is the checkpoint's bytes and B a link's rate; a load in which one node reads can take no less than S/B. All ways are reloads of
-the same model in the same processes, interleaved, and every shard is compared bit for bit after every load. The nodes share this
-machine's disk cache, so that ways in which every node reads are limited by the processor, not by a link. "source" in place of
-readers is "auto" where only the source rank has the checkpoint.
+S is the checkpoint's bytes and B a link's rate; a load in which one node reads can take no less than S/B. Loads are reloads in
+the same processes, one of each way in turn, and every shard is compared bit for bit after every load. "collective" is one list of
+tensors to all ranks, without a model: coalescing and hierarchy, each alone. "rates" is what the simulator takes as given. Other
+loaders are measured on the first shape with four nodes and the fewest layers. The nodes share this machine's disk cache, so that
+ways in which every node reads are limited by the processor, not by a link or by storage.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import sys
 import tempfile
-import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from safetensors.torch import load_file
+import launch
+import plots
+import summary
+from collectives import COLLECTIVES
+from launch import Outcome, Plan
+from netbed import INTERFACE, NetBed, available
+from summary import Row, by_case
+from tables import Table, provenance, seconds, times, write
+from workload import Size, meta_model, plan_buckets
 
-import epload
-from netbed import NetBed, link_bytes
-from workload import Size, reference, sharded_model, write_checkpoint, wrong_shards
-
-WAYS = (
-    "one/two_level,one/striped,one/flat,partitioned/two_level,partitioned/striped,per_node/auto,every/auto,auto/auto,"
-    "source/auto"
-)
+ROOT = Path(__file__).parents[1]
+RATES = ("link", "tree", "read", "store")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="2x2,4x2,8x1", help="nodes x ranks, comma-separated")
     parser.add_argument("--layers", default="4,16", help="of 128 experts; 4 gives 80 MB, 16 gives 312 MB")
-    parser.add_argument("--ways", default=WAYS, help="readers/algorithm, comma-separated")
     parser.add_argument("--mbit", type=int, default=1000, help="rate of each node's link, each way")
     parser.add_argument("--repeat", type=int, default=5, help="timed loads of each way")
-    parser.add_argument("--experts", type=int, default=128, help="a layer; 128 times fewer give larger tensors")
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--quick", action="store_true", help="2x2 and 4x2 nodes, 80 MB, three runs")
+    parser.add_argument("--peers", default="", help="files of peers/, comma-separated; all by default")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where JSON and plots go")
+    parser.add_argument("--docs", action="store_true", help="put tables and plots into docs/")
     options = parser.parse_args()
-    if "RANK" in os.environ:
-        Worker(options).run()
-        return
-    rows: list[dict[str, Any]] = []
+    if why := available():
+        raise SystemExit(f"bench_net.py needs a test-bed: {why}")
+    if options.quick:
+        options.shapes, options.layers, options.repeat = "2x2,4x2", "4", 3
+    layers = sorted(map(int, options.layers.split(",")))
+    runs: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="epload-net-") as temporary:
-        for layers in map(int, options.layers.split(",")):
-            data = Path(temporary) / str(layers)
-            data.mkdir()
-            for seed in (0, 1):
-                write_checkpoint(data / f"{seed}.safetensors", Size(layers=layers), seed)
-            for shape in options.shapes.split(","):
-                nodes, ranks = map(int, shape.split("x"))
-                results = Path(temporary) / "rows.json"
-                with NetBed(nodes, options.mbit) as bed:
-                    command = [sys.executable, __file__, *sys.argv[1:]]
-                    bed.run(
-                        ranks, command, limit=1200, EPLOAD_BENCH_SHAPE=shape, EPLOAD_BENCH_LAYERS=str(layers),
-                        EPLOAD_BENCH_DATA=str(data), EPLOAD_BENCH_ROWS=str(results),
-                    )  # fmt: skip
-                rows += json.loads(results.read_text())
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        facts = {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "torch": torch.__version__}
-        options.json.write_text(json.dumps({**facts, "mbit": options.mbit, "rows": rows}, indent=2))
+        compared = False
+        for shape in options.shapes.split(","):
+            nodes = int(shape.split("x")[0])
+            for count in layers:
+                others = count == layers[0] and nodes >= 4 and not compared
+                compared = compared or others
+                runs.append(measure(options, shape, count, others, Path(temporary)))
+    results: Row = {**summary.facts(0, 0), "mbit": options.mbit, "runs": runs}
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "net.json").write_text(json.dumps(results, indent=1))
+    shown = [table for run in runs for table in tables(run)]
+    for table in shown:
+        table.show()
+    plots.net(results, options.out / "net.png")
+    if options.docs:
+        plots.net(results, ROOT / "docs" / "net.png")
+        (ROOT / "docs" / "net.json").write_text(json.dumps(results, indent=1))
+        write(ROOT / "docs" / "performance.md", "net", [provenance(results), *(table.markdown() for table in shown)])
 
 
-class Worker:
-    """One rank of one shape and size."""
+def measure(options: argparse.Namespace, shape: str, layers: int, others: bool, temporary: Path) -> Row:
+    """One shape and size, in a test-bed of its own. ``others``: whether with the other loaders."""
+    nodes, ranks = map(int, shape.split("x"))
+    size = Size(layers=layers)
+    state = meta_model(size).state_dict()
+    nbytes = sum(t.nbytes for t in state.values())
+    print(f"{shape}: {nbytes / 1e6:.0f} MB in {len(state)} tensors, links of {options.mbit} Mbit/s", flush=True)
+    outcome = Outcome()
+    loads = launch.loaders(("reload",), outcome, options.peers)["reload"]
+    own = {entry: seconds for entry, seconds in loads.items() if others or entry.startswith("epload")}
+    entries: dict[str, dict[str, Any]] = {"rates": {name: [] for name in RATES}, "reload": own}
+    if layers == min(map(int, options.layers.split(","))):
+        entries["collective"] = {name: [] for name in COLLECTIVES}
+    work = Path(tempfile.mkdtemp(dir=temporary))
+    folders = launch.checkpoints(temporary, size)
+    plan = Plan(nodes, ranks, asdict(size), folders, entries, options.repeat, interface=INTERFACE)
+    where = [range(first, first + ranks) for first in range(0, nodes * ranks, ranks)]
+    with NetBed(nodes, options.mbit) as bed:
+        launch.run(plan, work, outcome, bed)
+    return {
+        "shape": shape, "nodes": nodes, "ranks": ranks, "layers": layers, "nbytes": nbytes, "tensors": len(state),
+        "bound": nbytes / (options.mbit * 1e6 / 8), "rows": summary.rows(outcome, nbytes),
+        "buckets": {way: plan_buckets(Path(folders[0]), size, where, way) for way in ("one", "partitioned")},
+    }  # fmt: skip
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        dist.init_process_group("gloo")
-        self.options = options
-        self.rank = dist.get_rank()
-        self.shape = os.environ["EPLOAD_BENCH_SHAPE"]
-        self.nodes, self.each = map(int, self.shape.split("x"))
-        self.layers = int(os.environ["EPLOAD_BENCH_LAYERS"])
-        self.files = [Path(os.environ["EPLOAD_BENCH_DATA"]) / f"{seed}.safetensors" for seed in (0, 1)]
-        self.model = sharded_model(Size(layers=self.layers))
-        self.model.to_empty(device="cpu")
-        first = range(0, self.nodes * self.each, self.each)
-        self.topology = epload.Topology.from_nodes([list(range(n, n + self.each)) for n in first])
 
-    def run(self) -> None:
-        loaders = {}
-        for way in self.options.ways.split(","):
-            readers, algorithm = way.split("/")
-            readers = "auto" if readers == "source" else readers
-            loaders[way] = epload.HierarchicalLoader(
-                self.topology, readers=readers, algorithm=algorithm, progress=False
-            )
-        seen: dict[str, list[tuple[float, list[tuple[int, int]]]]] = {way: [] for way in loaders}
-        reports: dict[str, epload.LoadReport] = {}
-        for number in range(self.options.repeat + 1):  # the first round warms buffers and groups
-            for way, loader in loaders.items():
-                measured, reports[way] = self.measure(way, loader, self.files[number % 2])
-                if number:
-                    seen[way].append(measured)
-        if self.rank == 0:
-            self.report(seen, reports)
-        dist.barrier()
-        dist.destroy_process_group()
+def tables(run: Row) -> list[Table]:
+    """Of one shape and size."""
+    where = f"{run['nodes']} nodes x {run['ranks']}, {run['nbytes'] / 1e6:.0f} MB, S/B = {run['bound']:.2f} s"
+    columns = ("loader", "runs", "min s", "median s", "max s", "x S/B", "most in / S", "most out / S")
+    made = [Table(f"Reload, {where}", columns, [_line(run, row) for row in by_case(run["rows"], "reload")])]
+    collective = by_case(run["rows"], "collective")
+    if collective:
+        made.append(Table(f"One list of tensors, {where}", columns, [_line(run, row) for row in collective]))
+        made.append(_gains(run, where))
+    return made
 
-    def measure(
-        self, way: str, loader: epload.HierarchicalLoader, file: Path
-    ) -> tuple[tuple[float, list[tuple[int, int]]], epload.LoadReport]:
-        """Seconds until the slowest rank is done, and the bytes into and out of every node."""
-        checkpoint: Any = file
-        if way.startswith("source"):
-            checkpoint = load_file(file) if self.rank == 0 else None
-        with torch.no_grad():
-            torch._foreach_zero_([p.to_local() for p in self.model.parameters() if p.to_local().numel()])
-        dist.barrier()
-        before = link_bytes()
-        began = time.perf_counter()
-        report = loader.load(self.model, checkpoint)
-        seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-        after = link_bytes()
-        if wrong := wrong_shards(self.model, reference(file), self.rank, self.nodes * self.each):
-            raise SystemExit(f"rank {self.rank}: {way} left {len(wrong)} wrong shards, the first {wrong[0]}")
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        moved = torch.tensor([[after[0] - before[0], after[1] - before[1]]])
-        everyones = [torch.empty_like(moved) for _ in range(self.nodes * self.each)]
-        dist.all_gather(everyones, moved)
-        links = [(int(m[0, 0]), int(m[0, 1])) for m in everyones[:: self.each]]
-        return (float(seconds), links), report
 
-    def report(
-        self, seen: dict[str, list[tuple[float, list[tuple[int, int]]]]], reports: dict[str, epload.LoadReport]
-    ) -> None:
-        nbytes = next(iter(reports.values())).nbytes
-        bound = nbytes / (self.options.mbit * 1e6 / 8)
-        print(
-            f"{self.shape}: {nbytes / 1e6:.0f} MB in {next(iter(reports.values())).tensors} tensors, links of "
-            f"{self.options.mbit} Mbit/s, S/B {bound:.3f} s\n"
-            f"{'way':<24}{'min':>8}{'median':>8}{'max':>8}{'/(S/B)':>8}{'in/S':>7}{'out/S':>7}"
-        )
-        rows = []
-        for way, runs in seen.items():
-            seconds = [run[0] for run in runs]
-            into = max(max(link[0] for link in run[1]) for run in runs) / nbytes
-            out = max(max(link[1] for link in run[1]) for run in runs) / nbytes
-            row = {
-                "shape": self.shape, "way": way, "nbytes": nbytes, "tensors": reports[way].tensors, "bound": bound,
-                "seconds": seconds, "in": into, "out": out, "readers": reports[way].readers,
-                "algorithm": reports[way].algorithm, "chosen": reports[way].chosen,
-            }  # fmt: skip
-            rows.append(row)
-            median = statistics.median(seconds)
-            print(
-                f"{way:<24}{min(seconds):8.3f}{median:8.3f}{max(seconds):8.3f}{median / bound:8.2f}{into:7.3f}{out:7.3f}"
-                f"  {reports[way].chosen}",
-                flush=True,
-            )
-        Path(os.environ["EPLOAD_BENCH_ROWS"]).write_text(json.dumps(rows))
+def _line(run: Row, row: Row) -> list[str]:
+    name = f"**{row['title']}**" if row["ours"] else row["title"]
+    if "median" not in row:
+        return [name, f"FAILED: {row['error']}"[:160]]
+    line = [name, str(row["runs"]), *(seconds(row[key]) for key in ("min", "median", "max"))]
+    return [*line, times(row["median"] / run["bound"]), f"{row['in']:.2f}", f"{row['out']:.2f}"]
+
+
+def _gains(run: Row, where: str) -> Table:
+    """Of coalescing and of hierarchy, apart."""
+    found = {row["entry"]: row["median"] for row in by_case(run["rows"], "collective") if "median" in row}
+    steps = (
+        ("coalescing", "a broadcast a tensor", "buckets, flat tree (gloo)"),
+        ("hierarchy, against gloo's flat tree", "buckets, flat tree (gloo)", "buckets, two_level"),
+        ("hierarchy, against a flat ring as NCCL's", "buckets, flat ring (as NCCL)", "buckets, two_level"),
+        ("stripes, against one leader", "buckets, two_level", "buckets, striped"),
+    )
+    rows = []
+    for what, before, after in steps:
+        if before in found and after in found:
+            gain = times(found[before] / found[after])
+            rows.append([what, f"{before} -> {after}", seconds(found[before]), seconds(found[after]), gain])
+    return Table(f"Gains, each alone, {where}", ("gain", "from -> to", "before s", "after s", "x faster"), rows)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,18 @@ def build() -> str:
 
 
 def tests() -> str:
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "cuda", "tests/test_cuda.py"]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "cuda",
+        "tests/test_cuda.py",
+        "tests/test_cuda_loader.py",
+    ]
     return command(words, 540, EPLOAD_FAIL_WITHOUT_CUDA="1").splitlines()[-1]
 
 
@@ -251,6 +262,28 @@ def op_on_nccl(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [row]
 
 
+def streams_of(run: Callable[[], object], trace: Path) -> dict[str, list[int]]:
+    """The streams that a run's kernels and its copies to the device were on, by a profiler; the trace is kept."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    profiled.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+
+    def where(wanted: Callable[[dict[str, Any]], bool]) -> list[int]:
+        return sorted(
+            {e["args"]["stream"] for e in events if e.get("cat", "").startswith(("kernel", "gpu")) and wanted(e)}
+        )
+
+    return {
+        "kernels": where(lambda e: e["cat"] == "kernel"),
+        "copies to device": where(lambda e: e["cat"] == "gpu_memcpy" and "HtoD" in e["name"]),
+    }
+
+
 def page_cache(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A checkpoint in the page cache to the device: the loader and safetensors, over pinned host-to-device copies."""
     import torch
@@ -311,6 +344,23 @@ def page_cache(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def load_on_streams(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The streams of a load's device work: its kernels on one, copies to the device also on another."""
+    import torch
+
+    import epload
+
+    state = {f"w{i}": torch.randn(500, 300) for i in range(40)}
+    model = torch.nn.ParameterDict({n: torch.nn.Parameter(torch.zeros_like(t)) for n, t in state.items()}).cuda()
+    loader = epload.HierarchicalLoader(bucket_bytes=4 << 20, progress=False)
+    loader.load(model, state)
+    trace = Path(options.json).with_suffix(".load-trace.json")
+    row = {"what": "load's streams", **streams_of(lambda: loader.load(model, state), trace), "trace": trace.name}
+    if len(row["kernels"]) != 1 or not set(row["copies to device"]) - set(row["kernels"]):
+        raise NotRun(f"expected kernels on one stream and copies to the device on another, found {row}")
+    return [row]
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         cells = [f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k != "what"]
@@ -337,7 +387,7 @@ def main() -> int:
         parts += [("build", build), ("tests", tests), ("compute-sanitizer", sanitize)]
     parts += [("bandwidth", lambda: bandwidth(options)), ("page cache", lambda: page_cache(options))]
     if gpu:
-        parts.append(("op", lambda: op_on_nccl(options)))
+        parts += [("op", lambda: op_on_nccl(options)), ("load", lambda: load_on_streams(options))]
     results: dict[str, Any] = {}
     failed = []
     sys.path[:0] = [str(ROOT / "python")]

@@ -1,7 +1,8 @@
 """A test-bed of nodes joined by links of a given rate: one network namespace a node, on one machine. Needs root.
 
     with NetBed(nodes=4, mbit=1000) as bed:
-        bed.run(ranks=2, command=[sys.executable, "worker.py"])
+        words, environment = bed.place(node=0)
+        subprocess.run([*words, "ip", "addr"], env={**os.environ, **environment})
 
 Each node's link is a veth pair to a bridge, shaped by a token bucket in both directions. Everything is named after the process
 that made it, and removed when the block ends, however it ends; what a killed process left is removed by the next test-bed.
@@ -14,14 +15,14 @@ import re
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
 PREFIX = "epl"
 PORT = 29600
-STATISTICS = Path("/sys/class/net/eth0/statistics")
+INTERFACE = "eth0"
 
 
 def available() -> str:
@@ -32,6 +33,21 @@ def available() -> str:
     return f"{' and '.join(missing)} not found; install iproute2" if missing else ""
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit, so that what was started is ended and removed."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class NetBed:
     """Nodes 10.88.0.1, 10.88.0.2, ... on one bridge."""
 
@@ -40,14 +56,13 @@ class NetBed:
         self.nodes = nodes
         self.mbit = mbit
         self._name = f"{PREFIX}{os.getpid()}"
-        self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> NetBed:
         if why := available():
             raise SystemExit(f"no test-bed: {why}")
         sweep()
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _exit)
+        self._signals = ended_by_signals()
+        self._signals.__enter__()
         try:
             self._make()
         except BaseException:
@@ -62,58 +77,27 @@ class NetBed:
         for i in range(self.nodes):
             inside, outside = f"{self._name}n{i}", f"{self._name}h{i}"
             _do(f"ip netns add {inside}")
-            _do(f"ip link add {outside} type veth peer name eth0 netns {inside}")
+            _do(f"ip link add {outside} type veth peer name {INTERFACE} netns {inside}")
             _do(f"ip link set {outside} master {bridge} up")
-            _do(f"ip -n {inside} addr add 10.88.0.{i + 1}/24 dev eth0")
+            _do(f"ip -n {inside} addr add 10.88.0.{i + 1}/24 dev {INTERFACE}")
             _do(f"ip -n {inside} link set lo up")
-            _do(f"ip -n {inside} link set eth0 up")
+            _do(f"ip -n {inside} link set {INTERFACE} up")
             # 2 ms of burst, and more than the 64 KiB that the kernel may hand down at once.
             burst = max(131072, self.mbit * 1000 // 8 * 2)
             shape = f"root tbf rate {self.mbit}mbit burst {burst} limit 8mb"
-            _do(f"tc -n {inside} qdisc add dev eth0 {shape}")
+            _do(f"tc -n {inside} qdisc add dev {INTERFACE} {shape}")
             _do(f"tc qdisc add dev {outside} {shape}")
 
-    def run(self, ranks: int, command: Sequence[str], limit: float, **environment: str) -> None:
-        """Runs a command once a rank, with the variables that ``init_process_group`` reads. Raises SystemExit if one fails."""
-        world = self.nodes * ranks
-        common = {
-            **os.environ, **environment, "MASTER_ADDR": "10.88.0.1", "MASTER_PORT": str(PORT), "WORLD_SIZE": str(world),
-            "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(ranks),
-            "TORCH_CPP_LOG_LEVEL": "ERROR", "EPLOAD_BENCH_MBIT": str(self.mbit),
-        }  # fmt: skip
-        for rank in range(world):
-            inside = f"{self._name}n{rank // ranks}"
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank % ranks)}
-            self._processes.append(
-                subprocess.Popen(
-                    ["ip", "netns", "exec", inside, *command], env={**common, **own}, start_new_session=True
-                )
-            )
-        until = time.monotonic() + limit
-        try:
-            for process in self._processes:
-                process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise SystemExit(f"the ranks took longer than {limit:.0f} s") from None
-        codes = [process.returncode for process in self._processes]
-        self._processes.clear()
-        if any(codes):
-            raise SystemExit(f"ranks ended with {codes}")
+    def place(self, node: int) -> tuple[list[str], dict[str, str]]:
+        """The words before a command that is to run on a node, and its environment."""
+        environment = {"MASTER_ADDR": "10.88.0.1", "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
+        return ["ip", "netns", "exec", f"{self._name}n{node}"], environment
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        self._processes.clear()
         _remove(self._name)
-
-
-def link_bytes() -> tuple[int, int]:
-    """Bytes that have come into and gone out of this rank's node, headers included."""
-    return int((STATISTICS / "rx_bytes").read_text()), int((STATISTICS / "tx_bytes").read_text())
+        self._signals.__exit__(None, None, None)
 
 
 def sweep() -> None:
@@ -140,7 +124,3 @@ def _do(command: str) -> None:
     done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"no test-bed: {command!r} failed: {done.stderr.strip()}")
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

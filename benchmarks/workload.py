@@ -1,18 +1,29 @@
 """The benchmark's model and checkpoint: a Mixture of Experts of 18,867 tensors whose dims are scaled down to about 0.9 GB.
 
-48 layers of 128 experts with three weights each, and the names and counts of Qwen3-30B-A3B with per-expert Linear weights.
+48 layers of 128 experts with three weights each: the names and counts of Qwen3-30B-A3B. The model here has a Linear an expert and
+projection, as the checkpoint; that of the transformers library fuses a layer's experts.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from epload.checkpoint import Checkpoint
+from epload.mapping import Mapping
+from epload.plan import make_plan
+from epload.simulator import waves
+from epload.targets import collect
+
+FILE = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -61,12 +72,18 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(size.hidden)
 
 
-class Model(nn.Module):
+class Base(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(size.vocabulary, size.hidden)
         self.layers = nn.ModuleList([Layer(size) for _ in range(size.layers)])
         self.norm = nn.RMSNorm(size.hidden)
+
+
+class Model(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.model = Base(size)
         self.lm_head = nn.Linear(size.hidden, size.vocabulary, bias=False)
 
 
@@ -84,16 +101,18 @@ def meta_model(size: Size) -> nn.Module:
 def sharded_model(size: Size) -> nn.Module:
     """On meta, FSDP2 over the whole job, one group a layer."""
     model = meta_model(size)
-    for layer in model.layers:
+    for layer in model.model.layers:
         fully_shard(layer)
     return fully_shard(model)
 
 
-def write_checkpoint(path: Path, size: Size, seed: int) -> None:
-    """One safetensors file, every 8 bytes of it distinct from one seed to another. Written as a stream: 0.9 GB need no
-    0.9 GB of memory."""
+def write_checkpoint(folder: Path, size: Size, seed: int) -> None:
+    """A safetensors file, every 8 bytes of it distinct from one seed to another, and the config of the transformers model that
+    has these names and shapes. Written as a stream: 0.9 GB need no 0.9 GB of memory."""
+    folder.mkdir(parents=True, exist_ok=True)
     state = meta_model(size).state_dict()
-    header, offset = {}, 0
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
     for name, tensor in state.items():
         header[name] = {
             "dtype": "BF16",
@@ -104,37 +123,78 @@ def write_checkpoint(path: Path, size: Size, seed: int) -> None:
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)
     generator = torch.Generator().manual_seed(seed)
-    with open(path, "wb") as file:
+    with open(folder / FILE, "wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
         step = 16 << 20
         for begin in range(0, offset, step):
             data = torch.randint(0, 256, (min(step, offset - begin),), dtype=torch.uint8, generator=generator)
             data[1::2] &= 0x3F  # no NaN: the exponent's high bit stays clear
             file.write(data.numpy().data)
+    (folder / "config.json").write_text(json.dumps(library_config(size)))
 
 
-def reference(path: Path) -> dict[str, Tensor]:
+def library_config(size: Size) -> dict[str, object]:
+    """config.json of the transformers model that this checkpoint fits: Qwen3-MoE, whose experts are fused in memory."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16",
+        "vocab_size": size.vocabulary, "hidden_size": size.hidden, "num_hidden_layers": size.layers,
+        "head_dim": size.hidden // 12, "num_attention_heads": 24, "num_key_value_heads": 3,
+        "num_experts": size.experts, "num_experts_per_tok": 1, "moe_intermediate_size": size.intermediate,
+        "intermediate_size": size.intermediate, "tie_word_embeddings": False,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+    }  # fmt: skip
+
+
+def reference(folder: Path) -> dict[str, Tensor]:
     """The checkpoint's full tensors, memory-mapped; read without epload."""
+    path = folder / FILE
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
     flat = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     full = {}
     for name, entry in header.items():
-        begin, end = (8 + length + offset for offset in entry["data_offsets"])
-        full[name] = flat[begin:end].clone().view(torch.bfloat16).view(entry["shape"]) if begin % 2 else (
-            flat[begin:end].view(torch.bfloat16).view(entry["shape"]))  # fmt: skip
+        if name != "__metadata__":
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            full[name] = flat[begin:end].view(torch.bfloat16).view(entry["shape"])
     return full
 
 
+def plan_buckets(folder: Path, size: Size, nodes: Sequence[Sequence[int]], readers: str) -> tuple[list[int], int]:
+    """Bytes of each bucket of epload's plan for a checkpoint, and how many move together. Needs no process group."""
+    manifest = Checkpoint.open(folder).manifest
+    wave, per_wave = waves(manifest.nbytes, nodes, readers)
+    plan = make_plan(manifest, collect(meta_model(size)), Mapping(), wave // per_wave)
+    return [bucket.nbytes for bucket in plan.buckets], per_wave
+
+
+def _fused(full: dict[str, Tensor], name: str) -> Tensor:
+    """A weight of the transformers model: all experts of a layer stacked, gate over up."""
+    if name in full:
+        return full[name]
+    layer, _, leaf = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
+    count = sum(1 for other in full if other.startswith(f"{layer}.") and other.endswith(f"{parts[0]}.weight"))
+    return torch.stack(
+        [torch.cat([full[f"{layer}.{expert}.{part}.weight"] for part in parts]) for expert in range(count)]
+    )
+
+
 def wrong_shards(model: nn.Module, full: dict[str, Tensor], rank: int, world: int) -> list[str]:
-    """Names whose local shard is not, bit for bit, this rank's torch.chunk of the checkpoint's tensor."""
+    """Names whose local shard is not, bit for bit, this rank's torch.chunk of the checkpoint's tensor along the sharded dim."""
     wrong = []
     with torch.no_grad():
         for name, parameter in model.state_dict(keep_vars=True).items():
-            chunks = torch.chunk(full[name], world)
-            local = parameter.to_local()
-            want = chunks[rank] if rank < len(chunks) else full[name][:0]
-            if not torch.equal(local.view(torch.int16), want.view(torch.int16)):
+            want = _fused(full, name)
+            local = parameter
+            if isinstance(parameter, DTensor):
+                (placement,) = parameter.placements
+                assert isinstance(placement, Shard), f"{name} is {placement}"
+                chunks = torch.chunk(want, world, placement.dim)
+                want = chunks[rank] if rank < len(chunks) else want.narrow(placement.dim, 0, 0)
+                local = parameter.to_local()
+            if local.shape != want.shape or not torch.equal(
+                local.view(torch.int16), want.contiguous().view(torch.int16)
+            ):
                 wrong.append(name)
     return wrong

@@ -1,5 +1,7 @@
 #include "collective.h"
 
+#include "npu/broadcast.h"
+
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
@@ -34,6 +36,11 @@ Group::Group(const std::string& name, c10::DeviceType device) {
         c10::DeviceTypeName(device, /*lower_case=*/true),
         " tensors; make it with one, e.g. init_process_group('cpu:gloo,cuda:nccl')");
   }
+  if (backend->getBackendName() == "hccl") {
+    hccl_ = backend;
+    ranks_ = ranks_hccl(*backend);
+    return;
+  }
   try {
     for (const auto rank : backend->getBackendOptions()->global_ranks_in_group) {
       ranks_.push_back(static_cast<int64_t>(rank));
@@ -45,7 +52,7 @@ Group::Group(const std::string& name, c10::DeviceType device) {
         name,
         "' does not say which global ranks it holds (Backend::getBackendOptions)");
   }
-  gloo_ = backend->getBackendName() == "gloo";
+  gloo_ = device == c10::kCPU && backend->getBackendName() == "gloo";
   if (ranks_.empty()) {
     ranks_.resize(group_->getSize());
     std::iota(ranks_.begin(), ranks_.end(), 0);
@@ -62,6 +69,9 @@ int64_t Group::self() const {
 
 void Group::broadcast(const at::Tensor& flat, int64_t global_root) const {
   if (!present()) {
+    return;
+  }
+  if (hccl_ != nullptr && broadcast_hccl(*hccl_, flat, rank_in_group(global_root))) {
     return;
   }
   c10d::BroadcastOptions options;

@@ -29,7 +29,9 @@ class Group {
   int64_t self() const; // this process's global rank
 
   // Broadcasts `flat` (contiguous bytes) from `global_root` on the current stream, in c10d's synchronous mode. On a
-  // device the host does not wait; over gloo it does.
+  // device the host does not wait; over gloo it does. HCCL's process group has no such mode: libepload_npu calls HCCL
+  // itself; where that is not possible yet the group's broadcast runs on a stream of the group's, between two event
+  // hops.
   void broadcast(const at::Tensor& flat, int64_t global_root) const;
 
   // Begins to send contiguous bytes to, or to receive them from, another rank of the group. Messages between two ranks
@@ -39,7 +41,7 @@ class Group {
   Work receive(const at::Tensor& flat, int64_t peer) const;
 
   // Whether a broadcast over this group is better done as a relay: gloo's own sends ceil(log2(size)) full copies from
-  // its root, one after another; NCCL's and HCCL's are pipelined already.
+  // its root, one after another; NCCL's and HCCL's are pipelined already, and the relay moves host memory only.
   bool relays() const {
     return gloo_;
   }
@@ -49,6 +51,7 @@ class Group {
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::vector<int64_t> ranks_;
+  c10::intrusive_ptr<c10d::Backend> hccl_; // null for other backends
   bool gloo_ = false;
 };
 

@@ -47,6 +47,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("version") = EPLOAD_VERSION;
   m.attr("compiler") = EPLOAD_COMPILER;
   m.attr("cuda_architectures") = EPLOAD_CUDA_ARCHITECTURES; // comma-separated; empty in a build without CUDA
+  m.attr("torch_npu_version") = EPLOAD_TORCH_NPU_VERSION;   // empty in a build without the Ascend part
   m.def(
       "plan_buckets", &plan_buckets, py::arg("extents"), py::arg("capacity"), py::arg("alignment"), py::arg("header"));
   m.def("extent_of", &extent_of, py::arg("shape"), py::arg("itemsize"), py::arg("room"));

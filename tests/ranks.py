@@ -1,6 +1,7 @@
 """Runs a function on several real processes joined by gloo, each with a hard limit that shows every rank's stack.
 
-A server process imports torch once and forks the ranks from it, so that a test of seven ranks costs no seven imports.
+A server process imports torch and transformers once and forks the ranks from it, so that a test of seven ranks costs no
+seven imports.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "epload"])
+_context.set_forkserver_preload(
+    [
+        "torch", "torch.distributed.fsdp", "torch.distributed.tensor", "epload",
+        "transformers.models.auto.modeling_auto", "transformers.modeling_utils", "transformers.conversion_mapping",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    ]
+)  # fmt: skip
 
 LIMIT = 120.0
 """Seconds one run may take."""

@@ -30,6 +30,8 @@ def test_build_info() -> None:
     assert LIBRARY.is_file()
     assert info["cuda"] == (PACKAGE / "libepload_cuda.so").is_file()
     assert info["cuda"] == ("sm_90" in info["cuda_architectures"])
+    assert info["npu"] == (PACKAGE / "libepload_npu.so").is_file()
+    assert info["npu"] == bool(info["torch_npu_version"])
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,22 @@ def test_a_build_with_cuda_that_cannot_be_is_refused(wanted: str, parts: list[st
     """In one sentence, before anything is compiled."""
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path)]
     environment = {**os.environ, "EPLOAD_CUDA": wanted, "CUDA_HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode != 0
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith("epload: "), done.stderr
+    assert [part for part in parts if part not in said] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "parts"),
+    [("1", ["EPLOAD_NPU=1", "torch_npu", "no CANN", "EPLOAD_NPU=0"]), ("auto", ["0 or 1", "'auto'"])],
+)
+def test_a_build_for_ascend_that_cannot_be_is_refused(wanted: str, parts: list[str], tmp_path: Path) -> None:
+    """The environment of these tests has no torch_npu: with it, importing torch alone would want CANN."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path)]
+    environment = {**os.environ, "EPLOAD_NPU": wanted, "EPLOAD_CUDA": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode != 0
     said = done.stderr.strip().splitlines()[-1]

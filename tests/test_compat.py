@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import epload
 import ranks
-from epload import OuterShard
 from epload.compat import accelerate as our_accelerate
 from epload.compat import skyrl, veomni, verl
 from epload.compat import torch as our_torch
 from gather import checkpoint_of, full_state
-from test_expert_parallel import Fused
-from test_layouts import Block, Mlp, Stack, as_bytes, differences, full_values, local_of, mesh, place
+from test_layouts import Block, Mlp, Stack, Tied, as_bytes, differences, full_values, local_of, mesh, place
 from test_loader import all_fine
 from test_state import Rotary, meta
 
@@ -48,6 +49,21 @@ def wrong(model: nn.Module, values: dict[str, Tensor]) -> list[str]:
     return [name for name, value in values.items() if not torch.equal(as_bytes(state[name]), as_bytes(value))]
 
 
+def raised(action: Callable[[], Any]) -> str:
+    """The error's type and text, or nothing."""
+    try:
+        action()
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def everywhere(value: Any) -> list[Any]:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 # ---- torch ----
 
 
@@ -57,39 +73,6 @@ def _torch(rank: int) -> list[str]:
     torch_state_dict.set_model_state_dict(theirs, on_rank_0(dict(values)), options=FULL)
     keys = our_torch.set_model_state_dict(ours, on_rank_0(values), options=FULL)
     said = [*differences(theirs, ours), *wrong(ours, values), *keys.missing_keys, *keys.unexpected_keys]
-
-    # Keys that do not fit: the original raises on rank 0 only and leaves the others waiting.
-    for odd, text in ((values | {"stray": torch.zeros(1)}, "stray"), ({"up.bias": values["up.bias"]}, "up.weight")):
-        try:
-            our_torch.set_model_state_dict(sharded(), on_rank_0(odd), options=FULL)
-            said.append(f"{text}: not raised")
-        except RuntimeError as error:
-            if text not in str(error):
-                said.append(repr(error))
-    lenient = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    given = {name: value for name, value in values.items() if name != "up.bias"} | {"stray": torch.zeros(1)}
-    keys = our_torch.set_model_state_dict(sharded(), on_rank_0(given), options=lenient)
-    if (keys.missing_keys, keys.unexpected_keys) != (["up.bias"], ["stray"]):
-        said.append(str(keys))
-
-    # The original adopts the checkpoint's dtype on meta; a lone _StridedShard gets the wrong rows.
-    narrow = sharded(torch.bfloat16)
-    our_torch.set_model_state_dict(narrow, on_rank_0(values), options=FULL)
-    if wrong(narrow, {name: value.bfloat16() for name, value in values.items()}):
-        said.append("values of the bf16 model")
-    found = []
-    for function in (torch_state_dict.set_model_state_dict, our_torch.set_model_state_dict):
-        model = nn.Module()
-        model.inner = Block({"w": (16, 3)})
-        place(model.inner, mesh(("tp", 4)), [_StridedShard(0, split_factor=2)])
-        w = torch.arange(48.0).reshape(16, 3)
-        function(model, on_rank_0({"inner.w": w.clone()}), options=FULL)
-        rows = torch.cat([w[2 * rank : 2 * rank + 2], w[8 + 2 * rank : 10 + 2 * rank]])
-        found.append(torch.equal(local_of(model.inner.w), rows))
-    right_anywhere: list[bool] = [False] * 4
-    dist.all_gather_object(right_anywhere, found[0])
-    if all(right_anywhere) or not found[1]:
-        said.append(f"strided shard: the original is right on {right_anywhere}, ours {found[1]}")
 
     # A sharded state dict is none of our business.
     shards = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
@@ -101,89 +84,127 @@ def test_torch_set_model_state_dict() -> None:
     all_fine(ranks.run(4, _torch))
 
 
-# ---- accelerate ----
-
-
-def _accelerate(rank: int) -> list[str]:
-    from accelerate.utils import fsdp_utils
-
-    accelerator = SimpleNamespace(is_main_process=rank == 0, device=torch.device("cpu"))
-    values = full_values(meta(lambda: Mlp(7, 5, 3)))
-    theirs, ours = sharded(), sharded()
-    fsdp_utils.fsdp2_load_full_state_dict(accelerator, theirs, on_rank_0(values))
-    given = on_rank_0(values | {"stray": torch.zeros(3)})  # which the original does not look at either
-    returned = our_accelerate.fsdp2_load_full_state_dict(accelerator, ours, given)
-    said = [*differences(theirs, ours), *wrong(ours, values)]
-    if returned is not ours:
-        said.append("did not return the model")
-
-    # accelerate#3898: a plain buffer has no device_mesh.
-    make = partial(Stack, [{"w": (5, 3)}], buffers={"step": ((), torch.int64)})
-    values = full_values(meta(make))
-    try:
-        fsdp_utils.fsdp2_load_full_state_dict(accelerator, fully_shard(meta(make)), on_rank_0(values))
-        said.append("the original takes plain buffers by now")
-    except AttributeError:
-        pass
-    model = our_accelerate.fsdp2_load_full_state_dict(accelerator, fully_shard(meta(make)), on_rank_0(values))
-    said += wrong(model, values)
-
-    # A missing key raises on rank 0 only in the original; here everywhere.
-    try:
-        our_accelerate.fsdp2_load_full_state_dict(
-            accelerator, fully_shard(meta(make)), on_rank_0({"layers.0.w": values["layers.0.w"]})
-        )
-        said.append("a missing key was not raised")
-    except epload.ModelMismatch as error:
-        if "step" not in str(error):
-            said.append(repr(error))
-    return said
-
-
-def test_accelerate_fsdp2_load_full_state_dict() -> None:
-    pytest.importorskip("accelerate", reason=NO_ACCELERATE)
-    all_fine(ranks.run(4, _accelerate))
-
-
-# ---- verl, SkyRL, VeOmni: by what they promise, as they are not installed here ----
-
-
-def _rl(rank: int) -> list[str]:
+def _torch_keys(rank: int) -> list[str]:
+    """Keys that do not fit: the original raises what is unexpected on rank 0 only, so that the ranks part."""
     said = []
-    for load in (verl.fsdp2_load_full_state_dict, skyrl.fsdp2_load_full_state_dict):
-        model: Any = Rotary() if rank == 0 else meta(Rotary)  # rank 0 has loaded the model, the others have it on meta
-        fully_shard(model, mesh=mesh(("all", 4)))
-        values = full_values(meta(Rotary))
-        load(model, on_rank_0(values), cpu_offload=None)
-        said += wrong(model, values)
-        if not torch.equal(model.inv_freq, Rotary().inv_freq):
-            said.append("inv_freq is not rank 0's")
+    values = full_values(meta(lambda: Mlp(7, 5, 3)))
+    stray = values | {"stray": torch.zeros(1)}
+    short = {name: value for name, value in values.items() if name != "up.bias"}
+    shape = values | {"up.bias": torch.zeros(8)}
+    for odd, text in ((stray, "stray"), (short, "up.bias"), (shape, "up.bias has shape [8]")):
+        errors = everywhere(
+            raised(lambda odd=odd: our_torch.set_model_state_dict(sharded(), on_rank_0(odd), options=FULL))
+        )
+        if len(set(errors)) > 1 or "ModelMismatch" not in errors[0] or text not in errors[0]:
+            said.append(f"ours: {errors}")
+    theirs = sharded().to_empty(device="cpu")
+    errors = everywhere(
+        raised(lambda: torch_state_dict.set_model_state_dict(theirs, on_rank_0(dict(stray)), options=FULL))
+    )
+    if "stray" not in errors[0] or any(errors[1:]):
+        said.append(f"the original tells all ranks by now: {errors}")
+    lenient = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    keys = our_torch.set_model_state_dict(sharded(), on_rank_0(short | {"stray": torch.zeros(1)}), options=lenient)
+    if (keys.missing_keys, keys.unexpected_keys) != (["up.bias"], ["stray"]):
+        said.append(str(keys))
+    error = raised(lambda: our_torch.set_model_state_dict(sharded(), on_rank_0(shape), options=lenient))
+    if "up.bias has shape [8]" not in error:  # torch, too, takes strict=False for keys only
+        said.append(f"another shape, not strict: {error}")
     return said
 
 
-def test_verl_and_skyrl_fsdp2_load_full_state_dict() -> None:
-    all_fine(ranks.run(4, _rl))
+def test_torch_keys_that_do_not_fit_are_told_to_all_ranks() -> None:
+    all_fine(ranks.run(4, _torch_keys))
 
 
-def _veomni(rank: int, folder: Path) -> list[str]:
-    """The form of its experts, too: 12 over an ep axis of 2, and FSDP over what one rank holds."""
-    on = mesh(("fsdp", 2), ("ep", 2))
-    model = meta(lambda: Fused(6))
-    fully_shard(model.experts, mesh=on["fsdp"])
-    fully_shard(model, mesh=mesh(("all", 4)))
-    path = folder if rank == 0 else folder / "not" / "here"
-    veomni.rank0_load_and_broadcast_weights(
-        model, str(path), init_device="cpu", outer_shards=[OuterShard("gate_up", on["ep"])]
-    )
-    file = load_file(folder / "model.safetensors")
-    expected = file["experts.gate_up"].chunk(2)[rank % 2].chunk(2)[rank // 2]
-    return [] if torch.equal(local_of(model.experts.gate_up), expected) else [f"{model.experts.gate_up}"]
+def both(make: Callable[[], Any], values: dict[str, Tensor]) -> tuple[Any, Any]:
+    """A model loaded by the original, and one by ours."""
+    models = (make(), make())
+    for function, model in zip(
+        (torch_state_dict.set_model_state_dict, our_torch.set_model_state_dict), models, strict=True
+    ):
+        function(model, on_rank_0({name: value.clone() for name, value in values.items()}), options=FULL)
+    return models
 
 
-def test_veomni_rank0_load_and_broadcast_weights(tmp_path: Path) -> None:
-    state = {"experts.gate_up": torch.arange(12 * 12 * 4.0).reshape(12, 12, 4), "norm": torch.arange(7.0)}
-    save_file(state, tmp_path / "model.safetensors")
-    all_fine(ranks.run(4, _veomni, tmp_path))
+def _torch_is_wrong(rank: int) -> list[str]:
+    """Where the original is wrong, for each thing that it gets wrong."""
+    said = []
+
+    values = full_values(meta(lambda: Mlp(7, 5, 3)))  # it adopts the checkpoint's dtype
+    theirs, ours = both(lambda: sharded(torch.bfloat16), values)
+    if theirs.up.weight.dtype != torch.float32 or ours.up.weight.dtype != torch.bfloat16:
+        said.append(f"dtypes: {theirs.up.weight.dtype} {ours.up.weight.dtype}")
+    said += wrong(ours, {name: value.bfloat16() for name, value in values.items()})
+
+    values = full_values(meta(Tied))  # it breaks ties
+    theirs, ours = both(lambda: fully_shard(meta(Tied), mesh=mesh(("all", 4))), values)
+    if theirs.head.weight is theirs.embed.weight or ours.head.weight is not ours.embed.weight:
+        said.append("ties")
+    said += wrong(ours, values)
+
+    values = full_values(meta(Rotary))  # it leaves buffers on meta that rank 0 has
+    theirs, ours = both(lambda: fully_shard(Rotary() if rank == 0 else meta(Rotary), mesh=mesh(("all", 4))), values)
+    if theirs.inv_freq.is_meta != (rank > 0) or not torch.equal(ours.inv_freq, Rotary().inv_freq):
+        said.append(f"buffers: {theirs.inv_freq}, {ours.inv_freq}")
+
+    def strided() -> nn.Module:  # rows of a _StridedShard that is not one of FSDP's over another
+        model = nn.Module()
+        model.inner = Block({"w": (16, 3)})
+        place(model.inner, mesh(("tp", 4)), [_StridedShard(0, split_factor=2)])
+        return model
+
+    w = torch.arange(48.0).reshape(16, 3)
+    theirs, ours = both(strided, {"inner.w": w})
+    rows = torch.cat([w[2 * rank : 2 * rank + 2], w[8 + 2 * rank : 10 + 2 * rank]])
+    if all(everywhere(torch.equal(local_of(theirs.inner.w), rows))) or not torch.equal(local_of(ours.inner.w), rows):
+        said.append(f"strided: {theirs.inner.w} {ours.inner.w}")
+
+    def partial_sum() -> nn.Module:  # a Partial comes out multiplied by the number of ranks; ours has no answer either
+        model = nn.Module()
+        local = torch.zeros(3)
+        model.w = nn.Parameter(DTensor.from_local(local, mesh(("all", 4)), [Partial()], run_check=False))
+        return model
+
+    model = partial_sum()
+    torch_state_dict.set_model_state_dict(model, on_rank_0({"w": torch.ones(3)}), options=FULL)
+    if model.w.full_tensor().tolist() != [4.0] * 3:
+        said.append(f"Partial: {model.w.full_tensor()}")
+    error = raised(lambda: our_torch.set_model_state_dict(partial_sum(), on_rank_0({"w": torch.ones(3)}), options=FULL))
+    if "w is placed as P(sum), which no load can fill" not in error:
+        said.append(error)
+    return said
+
+
+def test_where_torch_set_model_state_dict_is_wrong() -> None:
+    all_fine(ranks.run(4, _torch_is_wrong))
+
+
+def _wrapped(rank: int) -> list[str]:
+    """Names of compiled modules, and a buffer that nobody has: as the original takes them, and leaves it."""
+    make = partial(Stack, [{"w": (5, 3)}, {"w": (2, 3)}])
+    values = full_values(meta(make))
+
+    def compiled() -> Any:
+        model: Any = meta(make)
+        model.layers[1] = torch.compile(model.layers[1])
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh(("all", 4)))
+        return torch.compile(fully_shard(model, mesh=mesh(("all", 4))))
+
+    theirs, ours = both(compiled, values)
+    said = [f"compiled: {name}" for name in ours.state_dict() if ".w" not in name]
+    said += [f"compiled: {text}" for text in differences(theirs, ours)]
+    hollow: Any = meta(Rotary)
+    fully_shard(hollow, mesh=mesh(("all", 4)))
+    our_torch.set_model_state_dict(hollow, on_rank_0(full_values(meta(Rotary))), options=FULL)
+    if not hollow.inv_freq.is_meta or hollow.w.is_meta:
+        said.append(f"{hollow.inv_freq} {hollow.w}")
+    return said
+
+
+def test_torch_compiled_modules_and_buffers_that_nobody_has() -> None:
+    all_fine(ranks.run(4, _wrapped))
 
 
 # ---- patch ----
@@ -204,10 +225,37 @@ def test_patch_replaces_and_restores() -> None:
         1 / 0  # noqa: B018
     assert torch_state_dict.set_model_state_dict is before
     with (
-        pytest.raises(ValueError, match="expected frameworks among torch, accelerate, got 'nemo'"),
+        pytest.raises(ValueError, match="expected frameworks among torch, accelerate, verl, skyrl, veomni, got 'nemo'"),
         epload.patch("nemo"),
     ):
         pass
+
+
+def test_patch_where_a_function_was_imported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {
+        "verl.utils.fsdp_utils": verl.fsdp2_load_full_state_dict,
+        "skyrl_train.distributed.fsdp_utils": skyrl.fsdp2_load_full_state_dict,
+        "veomni.models.module_utils": veomni.rank0_load_and_broadcast_weights,
+    }
+    for defined, ours in places.items():
+        parts = defined.split(".")
+        for i in range(1, len(parts) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(parts[i - 1]))
+        user = ModuleType("user")
+        monkeypatch.setitem(sys.modules, "user", user)
+        name, original = ours.__name__, lambda: None
+        setattr(sys.modules[defined], name, original)
+        setattr(user, name, original)
+        with epload.patch(defined.split(".")[0].removesuffix("_train")):
+            assert getattr(sys.modules[defined], name) is ours
+            assert getattr(user, name) is ours
+        assert getattr(sys.modules[defined], name) is original
+        assert getattr(user, name) is original
+    monkeypatch.setitem(sys.modules, "verl.utils.fsdp_utils", None)  # as if not installed
+    before = torch_state_dict.set_model_state_dict
+    with pytest.raises(ImportError), epload.patch("torch", "verl"):
+        pass
+    assert torch_state_dict.set_model_state_dict is before
 
 
 def test_patch_of_accelerate() -> None:

@@ -376,7 +376,9 @@ def test_reports_of_all_ranks() -> None:
         assert (values["nbytes"], values["tensors"]) == (nbytes, len(state_for()) - 1)
         assert (values["readers"], values["algorithm"]) == ("one", "two_level")
         assert 0 < values["seconds"] < 60
-        assert set(values["phases"]) == {"plan", "materialise", "read", "inter_node", "intra_node", "unpack", "verify"}
+        assert set(values["phases"]) == {
+            "plan", "materialise", "read", "host_to_device", "inter_node", "intra_node", "unpack", "verify",
+        }  # fmt: skip
         assert "norm.bias" in text
         assert "stray" in text
         assert f"{values['tensors']} tensors" in text

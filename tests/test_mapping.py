@@ -342,11 +342,11 @@ def test_reverse_gives_the_file_back() -> None:
 
 def test_resolve() -> None:
     model = nn.Linear(2, 2)
-    assert resolve("auto", model) == Mapping.identity()
-    assert resolve(EXPERTS, model) is EXPERTS
+    assert resolve("auto", model, []) == Mapping.identity()
+    assert resolve(EXPERTS, model, []) is EXPERTS
     for wrong in ("nonsense", None, 3):
         with pytest.raises(ValueError, match=r"expected mapping to be 'auto' or an epload\.Mapping"):
-            resolve(wrong, model)  # type: ignore[arg-type]
+            resolve(wrong, model, [])  # type: ignore[arg-type]
 
 
 # ---- what transformers declares ----
@@ -377,15 +377,15 @@ def test_what_transformers_declares(name: str, tmp_path: Path) -> None:
     expected = type(model).from_pretrained(tmp_path, dtype=torch.float32).state_dict()
     with torch.device("meta"):
         meta = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
-    got = assemble(resolve("auto", meta), sources, shapes_of(expected))
+    got = assemble(resolve("auto", meta, shapes_of(expected)), sources, shapes_of(expected))
     assert sorted(set(expected) - set(got)) == []
     assert [key for key, value in expected.items() if not torch.equal(got[key], value)] == []
-    placed = place(resolve("auto", meta), shapes_of(sources), shapes_of(expected))
+    placed = place(resolve("auto", meta, shapes_of(expected)), shapes_of(sources), shapes_of(expected))
     assert [key for key, at in zip(sources, placed, strict=True) if not at] == []
-    assert equal(take_apart(resolve("auto", meta), expected, shapes_of(sources)), sources)
+    assert equal(take_apart(resolve("auto", meta, shapes_of(expected)), expected, shapes_of(sources)), sources)
 
 
 def test_a_plain_model_does_not_import_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
-    assert resolve("auto", nn.Linear(1, 1)) == Mapping.identity()
+    assert resolve("auto", nn.Linear(1, 1), []) == Mapping.identity()

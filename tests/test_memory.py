@@ -51,7 +51,9 @@ def load_and_watch(rank: int, path: str, readers: str) -> tuple[int, int]:
     return sum(p.to_local().nbytes for p in model.parameters()), max(peak, anonymous_and_shared()) - start
 
 
-def test_peak_memory_is_shards_and_two_buckets(tmp_path: Path) -> None:
+def test_transformers_43749_45649_ms_swift_9980_pytorch_149640_peak_memory_is_shards_and_two_buckets(
+    tmp_path: Path,
+) -> None:
     state = {f"{i}.weight": torch.full((WIDTH, WIDTH), float(i)) for i in range(LAYERS)}
     save_file(state, tmp_path / "model.safetensors")
     for readers in ("one", "per_node"):

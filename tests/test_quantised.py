@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import epload
 import ranks
 from epload import Concatenate, Convert, Manifest, Mapping, ModelMismatch, Reshape, Stack, Transpose
+from epload.placement import Layout, Sharded
 from epload.plan import make_plan
 from epload.targets import collect
 from test_layouts import as_bytes, local_of, mesh
@@ -137,7 +139,7 @@ def _sharded(dim: int) -> Any:
     return lambda parameter: Shard(dim if parameter.ndim > dim and parameter.shape[dim] % 4 == 0 else 0)
 
 
-def test_fp8_weights_are_kept_or_dequantised(tmp_path: Path) -> None:
+def test_pytorch_175884_fp8_weights_are_kept_or_dequantised(tmp_path: Path) -> None:
     store(tmp_path)
     all_fine(ranks.run(4, _load, tmp_path))
 
@@ -211,6 +213,21 @@ def test_dtypes_by_pattern() -> None:
         assert got[name].dtype == kinds.get(name, value.dtype)
     with pytest.raises(ValueError, match=r"the pattern 'nowhere' matches no tensor"):
         one_rank(source, target, dtype={"nowhere": BF16})
+
+
+def test_each_rank_keeps_the_scales_of_what_it_owns() -> None:
+    """Of 5 x 2 scales, those of rows 0-159, 160-319, 320-479, and 480-599."""
+    manifest = Manifest(("w", "w_scale_inv"), ((600, 200), (5, 2)), (FP8, torch.float32), "x")
+    targets = collect(Tree({"w": torch.empty(600, 200, dtype=BF16)}))
+    shapes = []
+    for rank in range(4):
+        mine = replace(targets, layouts=[Layout((600, 200), (4,), (Sharded(0),))], coordinates=[(rank,)])
+        plan = make_plan(manifest, mine, Mapping(), 1 << 20)
+        shapes.append((plan.scalings[0].first, plan.targets.layouts[plan.targets.layout[1]].shape))
+    assert shapes == [((0, 0), (2, 2)), ((1, 0), (2, 2)), ((2, 0), (2, 2)), ((3, 0), (2, 2))]
+    empty = replace(targets, layouts=[Layout((600, 200), (601,), (Sharded(0),))], coordinates=[(600,)])
+    plan = make_plan(manifest, empty, Mapping(), 1 << 20)
+    assert (plan.targets.layouts[plan.targets.layout[1]].shape, plan.unexpected, plan.missing) == ((0, 0), (), ())
 
 
 def test_plans_of_ordinary_checkpoints_have_no_scales() -> None:

@@ -169,7 +169,7 @@ def _meshes(rank: int) -> list[str]:
     return like_sharding_the_loaded_model(make, hsdp) + like_sharding_the_loaded_model(make, tp)
 
 
-def test_accelerate_3740_pytorch_134095_n_d_meshes() -> None:
+def test_accelerate_3740_pytorch_134095_136228_n_d_meshes_and_uneven_shards() -> None:
     all_fine(ranks.run(4, _meshes))
 
 

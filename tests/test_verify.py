@@ -205,7 +205,7 @@ def test_sampling_proves_one_piece_in_sixteen() -> None:
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     checkpoint = Checkpoint.open(state)
     targets = collect(model, None, None)
-    plan = make_plan(checkpoint.manifest, targets, resolve("auto", model), 512)
+    plan = make_plan(checkpoint.manifest, targets, resolve("auto", model, targets.index), 512)
     found = 0
     for name, value in state.items():
         value += 1

@@ -3,6 +3,7 @@
 // on this device, the regions are copied through ATen.
 #include "../region_copy.h"
 
+#include "../beside.h"
 #include "../strided.h"
 #include "api.h"
 #include "table.h"
@@ -11,18 +12,14 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Float8_e4m3fn.h>
-#include <dlfcn.h>
 
 #include <array>
 #include <atomic>
-#include <filesystem>
-#include <string>
 
 namespace epload {
 namespace {
 
 constexpr auto kDevice = c10::DeviceType::CUDA;
-constexpr const char* kLibrary = "libepload_cuda.so";
 
 struct Library {
   decltype(&epload_cuda_ready) ready = nullptr; // null in a build without it
@@ -31,34 +28,17 @@ struct Library {
 };
 
 Library open_library() {
-  Dl_info self{};
-  TORCH_CHECK(dladdr(reinterpret_cast<const void*>(&open_library), &self) != 0, "epload: cannot find its own library");
-  const auto path = std::filesystem::path(self.dli_fname).parent_path() / kLibrary;
-  if (!std::filesystem::exists(path)) {
-    return {};
-  }
-  const char* const rebuild = "; rebuild epload with EPLOAD_CUDA=1, or with EPLOAD_CUDA=0 to do without it";
-  void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  TORCH_CHECK(handle != nullptr, "epload: ", path.string(), " does not load: ", dlerror(), rebuild);
-  const auto find = [&]<typename Fn>(Fn& fn, const char* name) {
-    fn = reinterpret_cast<Fn>(dlsym(handle, name));
-    TORCH_CHECK(fn != nullptr, "epload: ", path.string(), " has no ", name, rebuild);
-  };
-  decltype(&epload_cuda_interface) interface = nullptr;
-  find(interface, "epload_cuda_interface");
-  TORCH_CHECK(
-      interface() == kEploadCudaInterface,
-      "epload: expected ",
-      path.string(),
-      " of interface ",
+  const Beside beside(
+      "libepload_cuda.so",
+      "epload_cuda_interface",
       kEploadCudaInterface,
-      ", got ",
-      interface(),
-      rebuild);
+      "; rebuild epload with EPLOAD_CUDA=1, or with EPLOAD_CUDA=0 to do without it");
   Library library;
-  find(library.ready, "epload_cuda_ready");
-  find(library.region_copy, "epload_cuda_region_copy");
-  find(library.error, "epload_cuda_error");
+  if (beside.present()) {
+    beside.find(library.ready, "epload_cuda_ready");
+    beside.find(library.region_copy, "epload_cuda_region_copy");
+    beside.find(library.error, "epload_cuda_error");
+  }
   return library;
 }
 

@@ -2,6 +2,7 @@ torch_version: str
 version: str
 compiler: str
 cuda_architectures: str
+torch_npu_version: str
 
 def plan_buckets(
     extents: list[tuple[int, int, int]], capacity: int, alignment: int, header: int

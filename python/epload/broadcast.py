@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from epload import ops
 from epload.control import Control
+from epload.devices import check_stream
 from epload.errors import ManifestMismatch
 from epload.topology import Topology
 
@@ -91,6 +92,7 @@ def _check_arguments(
             raise ValueError(f"tensor {i} is a lazy conjugate or negation; pass resolve_conj() / resolve_neg() of it")
         if tensor.numel() and tensor.untyped_storage().nbytes() < _reach(tensor):
             raise ValueError(f"tensor {i} of shape {list(tensor.shape)} lacks storage (was it freed by FSDP?)")
+    check_stream(stream)
     if stream is not None and tensors and stream.device != tensors[0].device:
         raise ValueError(f"expected a stream of {tensors[0].device}, where the tensors are, got one of {stream.device}")
     if stream is not None and tensors and tensors[0].device.type == "cpu":

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from epload.broadcast import coalesced_bcast
@@ -58,12 +59,20 @@ def check_lost(targets: Targets, holders: Iterable[str]) -> None:
         )
 
 
-def share(model: nn.Module, holders: dict[str, int], topology: Topology) -> int:
-    """Sends each buffer from its holder to all ranks. Returns the broadcasts that this rank took part in."""
+def share(model: nn.Module, holders: dict[str, int], topology: Topology, stream: torch.Stream | None) -> int:
+    """Sends each buffer from its holder to all ranks. Returns the broadcasts that this rank took part in.
+
+    ``stream``: for a model on a device, by way of which buffers on CPU go too, since they need not be there on every rank.
+    """
     steps = 0
     for holder in sorted(set(holders.values())):
-        tensors: list[Tensor] = [model.get_buffer(name) for name, rank in sorted(holders.items()) if rank == holder]
-        coalesced_bcast(tensors, holder, topology, bucket_bytes=max(1 << 20, *(t.nbytes for t in tensors)), check=False)
+        buffers = [model.get_buffer(name) for name, rank in sorted(holders.items()) if rank == holder]
+        sent = [buffer if stream is None else buffer.to(stream.device) for buffer in buffers]
+        largest = max(1 << 20, *(tensor.nbytes for tensor in sent))
+        coalesced_bcast(sent, holder, topology, bucket_bytes=largest, stream=stream, check=False)
+        for buffer, tensor in zip(buffers, sent, strict=True):
+            if buffer is not tensor:
+                buffer.copy_(tensor)
         route = topology.route(holder)
         steps += bool(route.inter_group) + bool(route.intra_group)
     return steps

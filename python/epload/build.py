@@ -45,9 +45,11 @@ def load_native_library() -> None:
 
 
 def build_info() -> dict[str, Any]:
-    """The version, the torch and compiler of this build, and whether it has CUDA kernels and for which architectures.
+    """The version, the torch and compiler of this build, whether it has CUDA kernels and for which architectures, and whether it
+    has the Ascend part and for which torch_npu.
 
-    Without them, regions on a CUDA device are copied through ATen: right, but one call a region.
+    Without the kernels, regions on a CUDA device are copied through ATen: right, but one call a region. Without the Ascend
+    part, groups of HCCL's are refused.
     """
     from epload import _C
 
@@ -57,5 +59,7 @@ def build_info() -> dict[str, Any]:
         "compiler": _C.compiler,
         "library": str(_LIBRARY),
         "cuda": bool(_C.cuda_architectures),
+        "npu": bool(_C.torch_npu_version),
+        "torch_npu_version": _C.torch_npu_version,
         "cuda_architectures": [arch for arch in _C.cuda_architectures.split(",") if arch],
     }

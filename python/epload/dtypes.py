@@ -51,6 +51,9 @@ _SCALAR_TYPE = {
 """c10::ScalarType (c10/core/ScalarType.h); its values are part of torch's serialised formats and do not change."""
 
 
+_BY_CODE = {number: dtype for dtype, number in _SCALAR_TYPE.items()}
+
+
 def name(dtype: torch.dtype) -> str:
     """``"bfloat16"`` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
@@ -69,6 +72,11 @@ def code(dtype: torch.dtype) -> int:
         return _SCALAR_TYPE[dtype]
     except KeyError:
         raise ValueError(f"epload has no code for {dtype}") from None
+
+
+def from_code(number: int) -> torch.dtype:
+    """The inverse of :func:`code`."""
+    return _BY_CODE[number]
 
 
 def converts(source: torch.dtype, target: torch.dtype) -> bool:

@@ -6,29 +6,33 @@ import gc
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import reduce
 from operator import or_
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from epload import log, ops, quantised
+from epload import log, quantised, sharing
 from epload import materialise as mat
 from epload.auto import Job, Measured, choose
 from epload.broadcast import DEFAULT_BUCKET_BYTES
 from epload.buffers import check_lost, find_holders, share
 from epload.checkpoint import Checkpoint
 from epload.control import DEFAULT_DEADLINE, HEADER_BYTES
+from epload.device_side import DeviceSide
+from epload.device_staging import DeviceStaging
+from epload.device_transfer import DeviceTransfer, staging_bytes
+from epload.devices import CPU, check_backend, check_stream, devices_of
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, text_of
 from epload.flow import ALGORITHMS, READERS, Flow, buckets_per_wave, wave_limit
+from epload.framing import Framing
 from epload.manifest import Manifest
-from epload.mapping import Mapping
+from epload.mapping import Mapping, spell_misfits
 from epload.mapping import resolve as resolve_mapping
 from epload.node_memory import Board, NodeMemory
 from epload.parts import LocalModules, OuterShard, Parts
@@ -39,9 +43,11 @@ from epload.snapshot import Snapshot
 from epload.targets import DTypes, Targets, collect
 from epload.topology import Route, Topology
 from epload.transfer import SLOWEST, Transfer, wave_bytes
+from epload.upload import upload_bytes
 from epload.watch import Watch
 
 T = TypeVar("T")
+Strict = bool | Literal["shapes"]
 
 
 def load(model: nn.Module, checkpoint: Any, **options: Any) -> LoadReport:
@@ -69,6 +75,8 @@ class _Work:
 
     targets: Targets
     device: torch.device
+    home: torch.device
+    """Of tensors on meta, see ``devices.Devices``."""
     checkpoint: Checkpoint | None
     local_modules: bool
     """Whether ranks may hold different modules."""
@@ -115,16 +123,21 @@ class HierarchicalLoader:
         Args:
             topology: discovered over the whole job if None.
             src: global rank that reads (``readers="one"``) and on whose rail the leaders are.
-            readers: ``"one"`` rank ``src`` reads; ``"per_node"`` each node's leader reads, and nothing crosses nodes.
-                ``"auto"`` is ``"one"``.
-            algorithm: ``"two_level"`` or ``"flat"`` (one group, for comparison). ``"auto"`` is ``"two_level"``.
-            bucket_bytes: size of a bucket; each rank has two.
+            readers: ``"one"`` rank ``src`` reads; ``"per_node"`` each node's leader reads, and nothing crosses nodes;
+                ``"partitioned"`` readers take turns, and each byte is read once; ``"every"`` each rank reads what it keeps.
+                ``"auto"`` chooses by what the first waves of the load show.
+            algorithm: ``"two_level"``, ``"striped"`` or ``"flat"`` (one group, for comparison). ``"auto"`` is ``"two_level"``;
+                for a model on a device, buckets that do not cross nodes then go through memory that a node's ranks share,
+                out of which each copies what it keeps.
+            bucket_bytes: size of a bucket; each rank has two, and for a model on a device two more in pinned host memory if
+                it reads.
             verify: ``"buckets"``: every bucket carries a checksum, which each node checks before it unpacks. ``"sample"`` and
                 ``"full"``: also, after the load, ranks prove a sixteenth or all of their shards against the checkpoint, which
                 is read once more, by all ranks that have it together.
             deadline: seconds (or timedelta) without progress after which a load has failed; 30 minutes if None. A step that
                 moves bytes has what they take at 10 MB/s on top.
-            stream: only None, for models on CPU, in this version.
+            stream: of the models' device: all device work but the copies from host memory is on it, between a wait for the
+                caller's current stream and one of that stream for it. None makes one, kept; for models on CPU only None.
             progress: a bar on rank ``src`` when standard error is a terminal.
 
         Raises:
@@ -136,13 +149,13 @@ class HierarchicalLoader:
         self.verify = _one_of("verify", verify, VERIFY)
         if self.readers == "per_node" and self.algorithm == "flat":
             raise ValueError("readers='per_node' has no step between nodes, so it does not go with algorithm='flat'")
-        if stream is not None:
-            raise ValueError("expected stream=None: this version loads models on CPU, which has no streams")
+        check_stream(stream)
         if bucket_bytes < HEADER_BYTES + 16:
             raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + 16}, got {bucket_bytes}")
         self.topology = topology if topology is not None else Topology.default()
         self.topology.check_source(src)
         self.src = src
+        self.stream = stream
         self.bucket_bytes = bucket_bytes
         self.progress = progress
         self._control = self.topology.control
@@ -151,6 +164,7 @@ class HierarchicalLoader:
             deadline = DEFAULT_DEADLINE
         self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
         self._memory: NodeMemory | None = None
+        self._device = DeviceSide(self.topology, algorithm, src, stream)
         self._snapshot: Snapshot | None = None
         self._manifest: Manifest | None = None
         """That of the load before."""
@@ -162,7 +176,7 @@ class HierarchicalLoader:
         checkpoint: Any,
         *,
         mapping: Mapping | str = "auto",
-        strict: bool = True,
+        strict: Strict = True,
         dtype: DTypes = None,
         init_missing: mat.InitMissing | None = None,
         outer_shards: Sequence[OuterShard] = (),
@@ -170,12 +184,16 @@ class HierarchicalLoader:
     ) -> LoadReport:
         """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
 
+        For a model on a device, returns when the work is queued; what the caller queues next on its current stream comes
+        after it.
+
         Args:
             model: any mix of DTensors and plain tensors; on meta, materialised or already used.
             checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere.
             mapping: how checkpoint names become regions of the model's tensors. ``"auto"``: what a transformers model
                 declares, else names as they are.
-            strict: missing or unexpected keys are an error; else they are listed in the report.
+            strict: keys that are missing, unexpected or of another shape are an error. With False they are listed in the
+                report and left alone; with ``"shapes"`` only another shape is an error, as in torch's own loading.
             dtype: for floating-point parameters that are on meta, or a dict from regular expressions to dtypes; by default
                 the model's.
             init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that the
@@ -200,6 +218,7 @@ class HierarchicalLoader:
                 failure = self._control.conclude(error)
                 if failure is None or not failure.clean:
                     self._memory = None
+                    self._device.forget()
                     self.topology.retire()
                 if failure is None or not isinstance(error, Exception):
                     raise
@@ -213,7 +232,7 @@ class HierarchicalLoader:
         model: nn.Module,
         checkpoint: Any,
         mapping: Mapping | str,
-        strict: bool,
+        strict: Strict,
         dtype: DTypes,
         init_missing: mat.InitMissing | None,
         outer_shards: Sequence[OuterShard],
@@ -230,13 +249,14 @@ class HierarchicalLoader:
             route, manifest = self._connect(work, report)
             agreed = self._agree_on_plan(model, checkpoint, work, route, manifest, mapping, strict, computed)
             plan = agreed.plan
-            missing = self._missing_anywhere(work, plan)
+            unfilled = self._unfilled_anywhere(work, plan)
         try:
             self._transfer(model, work, agreed, init_missing, report)
         finally:
             if work.checkpoint is not None and work.checkpoint is not checkpoint:
                 work.checkpoint.close()
-        report.missing_keys, report.unexpected_keys = missing, list(plan.unexpected)
+        report.missing_keys, report.mismatched_keys = unfilled
+        report.unexpected_keys = list(plan.unexpected)
         report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, len(set(plan.slots.tensor))
         report.nbytes = sum(plan.slots.nbytes)
         report.buckets = len(plan.buckets)
@@ -245,34 +265,41 @@ class HierarchicalLoader:
 
     # ---- before data moves: every step ends in a round where all ranks hear of a failure ----
 
-    @property
-    def _reads(self) -> bool:
+    def _reads(self, device: torch.device) -> bool:
         """Whether this rank may be asked to read. With "auto" whoever can."""
         readers = "every" if self.readers == "auto" else self.readers
-        return self.topology.rank in self._flow(True, readers).turns
+        return self.topology.rank in self._flow(device, True, readers).turns
 
-    def _flow(self, shared: bool, readers: str) -> Flow:
+    def _flow(self, device: torch.device, shared: bool, readers: str) -> Flow:
+        """``shared``: whether a node's ranks share their staging buffers in host memory."""
+        if device != CPU:
+            return self._device.flow(readers, shared)
         algorithm = self.algorithm
-        if algorithm == "striped" and self._why_not_striped(shared, readers):
+        if algorithm == "striped" and self._why_not_striped(device, shared, readers):
             algorithm = "two_level"
         return Flow(self.topology.nodes, self.topology.rank, self.src, readers, algorithm, shared)
 
-    def _why_not_striped(self, shared: bool, readers: str) -> str:
+    def _why_not_striped(self, device: torch.device, shared: bool, readers: str) -> str:
         """Empty if nothing speaks against it. Where no bucket moves between ranks, nothing does."""
+        if device != CPU:
+            return self._device.why_not_striped(readers)
         if readers == "every" or len(self.topology.ranks) == 1:
             return ""
         if not self.topology.even:
             return "node sizes differ"
         return "" if shared else "the ranks of a node share no memory"
 
-    def _route(self) -> Route:
+    def _route(self, device: torch.device) -> Route:
         """That of the manifest, and of the data unless it is striped."""
+        if device != CPU:
+            return self._device.route(self._device.flow("one"), self.src)
         topology = self.topology
         return topology.flat_route(self.src) if self.algorithm == "flat" else topology.route(self.src)
 
     def _open(self, model: nn.Module, checkpoint: Any, dtype: DTypes, parts: Parts | None) -> _Work:
         work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, parts))
-        options = f"{self._options()} local_modules={parts is not None and bool(parts.local_modules)}"
+        said = self._options(work.device if work is not None else CPU)
+        options = f"{said} local_modules={parts is not None and bool(parts.local_modules)}"
         view = [options, work is not None and bool(work.targets.lost), self._manifest and self._manifest.identity]
         if work is not None and self.topology.rank == self.src and len(self.topology.ranks) > 1:
             assert work.checkpoint is not None
@@ -296,36 +323,39 @@ class HierarchicalLoader:
             work.holders.update(find_holders(self._control, model, work.targets))
         return work
 
-    def _options(self) -> str:
+    def _options(self, device: torch.device) -> str:
         """What ranks must agree on before they can so much as share the manifest."""
+        by_node = " by node" if device != CPU and self._share_buffers(device) else ""
         return (
-            f"readers={self.readers} algorithm={self.algorithm} src={self.src} bucket_bytes={self.bucket_bytes} "
-            f"verify={self.verify}"
+            f"readers={self.readers} algorithm={self.algorithm}{by_node} src={self.src} bucket_bytes={self.bucket_bytes} "
+            f"device={device.type} verify={self.verify}"
         )
 
     def _inspect(self, model: nn.Module, checkpoint: Any, dtype: DTypes, parts: Parts | None) -> _Work:
-        source = None
-        path = isinstance(checkpoint, str | os.PathLike)
-        if self.topology.rank == self.src or (self._reads and not path and self.readers != "auto"):
-            source = Checkpoint.open(checkpoint, self._manifest)
-            if source.once and self._proves:
-                raise ValueError(
-                    f"verify={self.verify!r} reads the checkpoint again after the load, but this one can be read only once: "
-                    "leave out consume=True, or pass verify='buckets'"
-                )
         asked = (dtype, parts)
         targets = self._snapshot.read(model, asked) if self._snapshot is not None else None
         if targets is None:
             targets = collect(model, dtype, parts)
             if self._last is not None:  # one load pays for nothing that only the next one gains from
                 self._snapshot = Snapshot(model, targets, asked)
-        return _Work(targets, _device_of(targets), source, parts is not None and bool(parts.local_modules))
+        device, home = devices_of(targets, mat.offloaded(model), self.stream)
+        check_backend(self.topology.group, device)
+        source = None
+        path = isinstance(checkpoint, str | os.PathLike)
+        if self.topology.rank == self.src or (self._reads(device) and not path and self.readers != "auto"):
+            source = Checkpoint.open(checkpoint, self._manifest)
+            if source.once and self._proves:
+                raise ValueError(
+                    f"verify={self.verify!r} reads the checkpoint again after the load, but this one can be read only once: "
+                    "leave out consume=True, or pass verify='buckets'"
+                )
+        return _Work(targets, device, home, source, parts is not None and bool(parts.local_modules))
 
     def _connect(self, work: _Work, report: LoadReport) -> tuple[Route, Manifest]:
         """The route of the data, and over it the manifest."""
         self._control.doing = "sharing the manifest"
         try:
-            route = self._route()
+            route = self._route(work.device)
             return route, self._share_manifest(work, route, report)
         except LoadError:
             raise
@@ -336,7 +366,7 @@ class HierarchicalLoader:
         """Opens the checkpoint on the other ranks that read, by the source's manifest."""
         if self.readers == "auto" and manifest.places is None:
             return manifest
-        if self._reads and work.checkpoint is None:
+        if self._reads(work.device) and work.checkpoint is None:
             try:
                 work.checkpoint = Checkpoint.join(checkpoint, manifest)
             except (CheckpointError, TypeError):
@@ -356,20 +386,15 @@ class HierarchicalLoader:
             known = self._manifest.seen_as(about)
         if nbytes == 0:
             return known
-        flat = torch.frombuffer(bytearray(known.compact) if reads else bytearray(nbytes), dtype=torch.uint8)
-        if self.algorithm == "flat":
-            ops.coalesced_bcast([flat], self.src, route.inter_group, "", nbytes, "flat")
-            report.transport_steps += 1
-        else:
-            flow = Flow(self.topology.nodes, self.topology.rank, self.src, "one", "two_level", shared=False)
-            steps = torch.tensor(flow.steps([(0, 0, nbytes)]), dtype=torch.int64)
-            board = Board.alone()
-            limit = self._control.deadline.total_seconds() + nbytes / SLOWEST
+        compact, flow = known.compact if reads else bytes(nbytes), self._flow(work.device, False, "one")
+        if work.device == CPU:
+            board, limit = Board.alone(), self._control.deadline.total_seconds() + nbytes / SLOWEST
             with self._watch.guards(board):
-                report.transport_steps += ops.relay(
-                    flat, steps, route.inter_group, route.intra_group, flow.chunk_bytes(nbytes), board.words, limit
-                )
-        return known if reads else Manifest.from_compact(bytes(flat.tolist()), about)
+                received, steps = sharing.through_host(compact, flow, route, board, limit)
+        else:
+            received, steps = sharing.on_stream(compact, flow, route, self._device.stream(work.device))
+        report.transport_steps += steps
+        return known if reads else Manifest.from_compact(received, about)
 
     def _agree_on_plan(
         self,
@@ -379,7 +404,7 @@ class HierarchicalLoader:
         route: Route,
         known: Manifest,
         mapping: Mapping | str,
-        strict: bool,
+        strict: Strict,
         computed: bool,
     ) -> _Agreed:
         """``computed``: whether somebody computes the buffers that no checkpoint holds."""
@@ -388,7 +413,9 @@ class HierarchicalLoader:
             manifest = self._join(work, checkpoint, known)
             if not computed:
                 check_lost(work.targets, work.holders)
-            return manifest, resolve_mapping(mapping, model)
+            if strict not in (True, False, "shapes"):
+                raise ValueError(f"expected strict to be True, False or 'shapes', got {strict!r}")
+            return manifest, resolve_mapping(mapping, model, work.targets.index)
 
         prepared, unprepared = _attempt(prepare)
         plan, failure, options = None, None, ""
@@ -397,19 +424,19 @@ class HierarchicalLoader:
             manifest, rules = prepared
             self._manifest = manifest
             wave = wave_limit(manifest.nbytes, self.bucket_bytes)
-            per_wave = buckets_per_wave(self.topology.nodes, self.readers, wave)
-            options = f"{self._options()} strict={strict} mapping={rules}"
+            per_wave = self._per_wave(work.device, wave)
+            options = f"{self._options(work.device)} strict={strict} mapping={rules}"
 
             def make(wanted: frozenset[int] = frozenset()) -> LoadPlan:
-                size = wave if per_wave == 1 else wave // per_wave
+                size = wave // per_wave if self._share_buffers(work.device) else wave
                 return self._plan(manifest, work.targets, rules, size, options, wanted)
 
             wanted = self._wanted_by_any(manifest, make) if work.local_modules else frozenset()
 
             def check() -> LoadPlan:
                 plan = make(wanted)
-                if strict and (plan.missing or plan.unexpected):
-                    raise ModelMismatch(_spell_keys(manifest, plan))
+                if (strict and plan.mismatched) or (strict is True and (plan.missing or plan.unexpected)):
+                    raise ModelMismatch(_spell_keys(manifest, plan, strict))
                 return plan
 
             plan, failure = _attempt(check)
@@ -431,11 +458,22 @@ class HierarchicalLoader:
         assert plan is not None
         return _Agreed(manifest, plan, route, per_wave, all_read, owned)
 
+    def _share_buffers(self, device: torch.device) -> bool:
+        """Whether several buckets may be in one staging buffer."""
+        return device == CPU or self._device.needs_memory(self.readers)
+
+    def _per_wave(self, device: torch.device, wave: int) -> int:
+        """Buckets that make a wave: those that share a staging buffer, or on a device one for each leader that reads."""
+        if self._share_buffers(device):
+            return buckets_per_wave(self.topology.nodes, self.readers, wave)
+        return len(self.topology.nodes) if self.readers in ("partitioned", "auto") else 1
+
     def _wanted_by_any(self, manifest: Manifest, make: Callable[[], LoadPlan]) -> frozenset[int]:
         """Checkpoint tensors that some rank has a place for, by number. A rank that cannot plan ends the load here; one that
         could not even prepare has its say in this same round."""
         plan, failure = _attempt(make)
         left = {*plan.unexpected, *plan.tied} if plan is not None else set()
+        # What has another shape here is sent too: harmless, and it may fit elsewhere.
         view = f"{sum(1 << i for i, name in enumerate(manifest.names) if name not in left):x}"
 
         def either(views: dict[int, str]) -> str:
@@ -444,17 +482,19 @@ class HierarchicalLoader:
         bits = int(self._control.settle("planning", failure, view, either, patience=2), 16)
         return frozenset(i for i in range(len(manifest.names)) if bits >> i & 1)
 
-    def _missing_anywhere(self, work: _Work, plan: LoadPlan) -> list[str]:
-        """Names of the model that nothing fills, on whichever rank."""
+    def _unfilled_anywhere(self, work: _Work, plan: LoadPlan) -> list[list[str]]:
+        """Missing and mismatched names of the model, on whichever rank."""
+        kinds = [list(plan.missing), list(plan.mismatched)]
         if not work.local_modules:
-            return list(plan.missing)
+            return kinds
         known = {work.targets.names[i]: name for name, i in reversed(work.targets.index.items())}
 
-        def all_of(views: dict[int, list[str]]) -> list[str]:
-            return list(dict.fromkeys(name for names in views.values() for name in names))
+        def all_of(views: dict[int, list[list[str]]]) -> list[list[str]]:
+            return [list(dict.fromkeys(name for view in views.values() for name in view[kind])) for kind in (0, 1)]
 
-        missing: list[str] = self._control.settle("the report", None, [known[name] for name in plan.missing], all_of)
-        return missing
+        mine = [[known[name] for name in names] for names in kinds]
+        unfilled: list[list[str]] = self._control.settle("the report", None, mine, all_of)
+        return unfilled
 
     def _disagree(self, view: list[str]) -> None:
         """Raises ManifestMismatch on every rank if what the ranks want to load into what differs."""
@@ -495,45 +535,62 @@ class HierarchicalLoader:
         report: LoadReport,
     ) -> None:
         plan = agreed.plan
-        memory = self._reserve(wave_bytes(plan, agreed.per_wave))
+        memory = self._reserve(wave_bytes(plan, agreed.per_wave)) if self._share_buffers(work.device) else None
+        shared = memory is not None and memory.shared
 
         def prepare() -> list[Tensor]:
             with report.timed("materialise"):
-                mat.materialise(model, work.targets, work.device)
-                memory.board.clear()
-                return work.targets.local() + quantised.side_tensors(plan.targets, len(work.targets.names))
+                mat.materialise(model, work.targets, work.home)
+                if memory is not None:
+                    memory.board.clear()
+                    report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
+                if work.device != CPU:
+                    staging = self._reserve_on(work.device, agreed, shared)
+                    report.peak_staging += staging.footprint
+                    report.stream = self._device.spelled(work.device)
+                return work.targets.local() + quantised.side_tensors(plan.targets, len(work.targets.names), work.device)
 
         local, failure = _attempt(prepare)
         self._control.settle("materialising the model", failure)
         assert local is not None
         if work.holders:
             self._control.doing = "sharing buffers"
-            report.transport_steps += share(model, work.holders, self.topology)
-        report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
+            stream = self._device.stream(work.device) if work.device != CPU else None
+            report.transport_steps += share(model, work.holders, self.topology, stream)
+        framing = Framing(plan, self.topology.rank, agreed.manifest, self._control, self.verify != "off")
         waves = 0
+
+        def transfer_of(flow: Flow, buckets: range) -> Transfer | DeviceTransfer:
+            nonlocal waves
+            route = agreed.route
+            source = work.checkpoint if flow.reads else None
+            if memory is None or (work.device != CPU and not flow.shared):
+                return self._device.transfer(plan, buckets, flow, local, source, report, self._control, framing)
+            uploader = self._device.uploader(report) if work.device != CPU else None
+            if flow.algorithm == "striped" and flow.crosses:
+                route = self.topology.striped_route(self.src)
+            transfer = Transfer(
+                plan, buckets, agreed.per_wave, flow, route, memory, local, source, report, self._control, framing, waves,
+                uploader,
+            )  # fmt: skip
+            waves += transfer.waves
+            return transfer
 
         def move(readers: str, buckets: range, finish: Callable[[], None] | None = None) -> list[Measured]:
             """Moves some buckets, and ends in a round where all ranks hear of a failure; gives what each rank saw.
 
             ``finish`` comes after the last of the load.
             """
-            nonlocal waves
-            flow, route = self._flow(memory.shared, readers), agreed.route
+            flow = self._flow(work.device, shared, readers)
             report.readers, report.algorithm = flow.readers, flow.algorithm
-            if flow.algorithm == "striped" and flow.crosses:
-                route = self.topology.striped_route(self.src)
-            transfer = Transfer(
-                plan, buckets, agreed.per_wave, flow, route, memory, local, work.checkpoint if flow.reads else None,
-                agreed.manifest, report, self._control, self.verify != "off", waves,
-            )  # fmt: skip
-            waves += transfer.waves
+            transfer = transfer_of(flow, buckets)
             before = replace(report.phases["read"]), replace(report.phases["inter_node"])
             try:
-                with self._watch.guards(memory.board):
+                with self._watch.guards(memory.board) if memory is not None else nullcontext():
                     transfer.run(bar)
             except BaseException:
-                if flow.algorithm == "flat":
-                    memory.abandon()  # to a broadcast that was given up; the relay's messages let go of it
+                if transfer.broken:
+                    transfer.abandon()
                 raise
             if finish is not None:
                 if self._proves:
@@ -552,12 +609,13 @@ class HierarchicalLoader:
 
         shown = self.progress and self.topology.rank == self.src
         with progress_bar(plan.nbytes, shown) as bar:
-            readers, begin = self._choose_readers(agreed, memory.shared, report, move)
+            readers, begin = self._choose_readers(agreed, work.device, shared, report, move)
             rest = range(begin, len(plan.buckets))
 
             def finish() -> None:
                 self._control.doing = "initialises what the checkpoint lacks"
-                quantised.multiply(plan.scalings, plan.targets, local)
+                with self._device.work(work.device) if plan.scalings else nullcontext():
+                    quantised.multiply(plan.scalings, plan.targets, local)
                 self._initialise(model, work, plan, init_missing, report)
 
             move(readers, rest, finish)
@@ -586,6 +644,7 @@ class HierarchicalLoader:
     def _choose_readers(
         self,
         agreed: _Agreed,
+        device: torch.device,
         shared: bool,
         report: LoadReport,
         move: Callable[[str, range], list[Measured]],
@@ -620,10 +679,18 @@ class HierarchicalLoader:
                 trial,
             )
             said.append(why)
-        if self.algorithm == "striped" and (why := self._why_not_striped(shared, readers)):
+        if self.algorithm == "striped" and (why := self._why_not_striped(device, shared, readers)):
             said.append(f"two_level in place of striped, as {why}")
         report.chosen = "; ".join(said)
         return readers, begin
+
+    def _reserve_on(self, device: torch.device, agreed: _Agreed, shared: bool) -> DeviceStaging:
+        """Staging for a device, kept for the next load. ``shared``: whether there is memory that a node's ranks share."""
+        readers = self.readers if self.readers != "auto" else "every" if agreed.all_read else "one"
+        by_node = self._flow(device, shared, readers).shared
+        nbytes = upload_bytes(agreed.plan) if by_node else staging_bytes(agreed.plan, readers)
+        reads = by_node or self._flow(device, shared, readers).reads
+        return self._device.reserve(device, nbytes, reads)
 
     def _reserve(self, nbytes: int) -> NodeMemory:
         """Staging buffers of at least ``nbytes``, kept for the next load. Collective when there are none yet."""
@@ -640,7 +707,7 @@ class HierarchicalLoader:
         self, model: nn.Module, work: _Work, plan: LoadPlan, init_missing: mat.InitMissing | None, report: LoadReport
     ) -> None:
         lost = work.targets.lost - set(work.holders)
-        names = lost if init_missing is None else {*lost, *plan.missing}
+        names = lost if init_missing is None else {*lost, *plan.missing, *plan.mismatched}
         hook = init_missing if init_missing is not None else mat.default_init(model)
         for module, path, leaves in ((u.module, u.path, u.names) for u in mat.unfilled(model, names)):
             assert hook is not None
@@ -673,18 +740,6 @@ def _attempt(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
-def _device_of(targets: Targets) -> torch.device:
-    """Where the load's data must end up. Raises ValueError for what this version cannot fill."""
-
-    kinds = {device.type for device in {tensor.device for tensor in targets.tensors}}
-    if "meta" in kinds:
-        kinds |= {t.device_mesh.device_type for t in targets.tensors if t.is_meta and isinstance(t, DTensor)}
-        kinds.remove("meta")
-    if kinds - {"cpu"}:
-        raise ValueError(f"this version loads models on cpu, this one is on {', '.join(sorted(kinds))}")
-    return torch.device("cpu")
-
-
 def _distinct(views: dict[int, str]) -> dict[str, int]:
     """Each distinct view with the first rank that has it."""
     return {view: rank for rank, view in reversed(views.items())}
@@ -699,9 +754,11 @@ def _all_equal(options: dict[int, str]) -> None:
         raise ManifestMismatch(f"the ranks' loaders have different options, nothing was moved: {said}")
 
 
-def _spell_keys(manifest: Manifest, plan: LoadPlan) -> str:
+def _spell_keys(manifest: Manifest, plan: LoadPlan, strict: Strict) -> str:
     said = [f"{manifest.source} does not fit the model"]
     for title, keys in (("missing from it", plan.missing), ("unexpected in it", plan.unexpected)):
-        if keys:
+        if keys and strict is True:
             said.append(f"{len(keys)} {title}: {', '.join(keys[:10])}{', ...' if len(keys) > 10 else ''}")
+    if plan.mismatched:
+        said.append(f"{len(plan.mismatched)} of another shape: {spell_misfits(list(plan.mismatched.values()))}")
     return "; ".join(said) + ". Pass mapping= if names or layouts differ, strict=False to load what fits"

@@ -6,14 +6,14 @@ say which: renaming changes the target, converting puts the target together from
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as MappingType
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from epload.errors import ModelMismatch
-from epload.placing import Place, Placing
+from epload.placing import Misfit, Place, Placing
 from epload.rules import Convert, Rename
 from epload.views import Shape
 
@@ -53,16 +53,34 @@ class Mapping:
         return declared(model)
 
     def place(
-        self, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
+        self,
+        names: Sequence[str],
+        shapes: Sequence[Shape],
+        targets: MappingType[str, Shape],
+        misfits: list[Misfit] | None = None,
     ) -> list[tuple[Place, ...]]:
         """For each checkpoint tensor the places that it fills; none if the model has no place for it.
 
+        Args:
+            misfits: where given, targets that the checkpoint has in another shape are added to it, and left out.
+
         Raises:
-            ModelMismatch: a shape that does not fit, two sources for one region, an incomplete set, rules that match
-                nothing; names the keys.
+            ModelMismatch: a shape that does not fit (without ``misfits``), two sources for one region, an incomplete set,
+                rules that match nothing; names the keys.
         """
+        placed, found = self._placed(names, shapes, targets)
+        if misfits is not None:
+            misfits += found
+        elif found:
+            raise ModelMismatch(spell_misfits([misfit.text for misfit in found]))
+        return placed
+
+    def _placed(
+        self, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
+    ) -> tuple[list[tuple[Place, ...]], list[Misfit]]:
         if not self.aliases:
-            return Placing(self, names, shapes, targets).run()
+            placing = Placing(self, names, shapes, targets)
+            return placing.run(), placing.misfits
         called = list(targets)
         for alias in self.aliases:
             called = alias.apply(called)
@@ -70,8 +88,9 @@ class Mapping:
         for name, target in zip(called, targets, strict=True):
             if (other := wrapped.setdefault(name, target)) != target:
                 raise ModelMismatch(f"the model's {other} and {target} would both be called {name}")
-        placed = Placing(self, names, shapes, {name: targets[target] for name, target in wrapped.items()}).run()
-        return [tuple((wrapped[target], view) for target, view in places) for places in placed]
+        placing = Placing(self, names, shapes, {name: targets[target] for name, target in wrapped.items()})
+        placed = [tuple((wrapped[target], view) for target, view in places) for places in placing.run()]
+        return placed, [misfit._replace(target=wrapped[misfit.target]) for misfit in placing.misfits]
 
     def reverse(
         self, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
@@ -93,8 +112,14 @@ class Mapping:
         return found
 
 
-def resolve(mapping: Mapping | str, model: Any) -> Mapping:
+def spell_misfits(texts: Sequence[str]) -> str:
+    more = f"; {len(texts) - 10} more" if len(texts) > 10 else ""
+    return "; ".join(texts[:10]) + more
+
+
+def resolve(mapping: Mapping | str, model: Any, names: Iterable[str]) -> Mapping:
     """What ``mapping=`` means for this model: ``"auto"`` is what a transformers model declares, else names as they are.
+    ``names`` are those of the model's tensors.
 
     Raises:
         ValueError: neither a Mapping nor ``"auto"``.
@@ -103,11 +128,10 @@ def resolve(mapping: Mapping | str, model: Any) -> Mapping:
         return mapping
     if mapping != "auto":
         raise ValueError(f"expected mapping to be 'auto' or an epload.Mapping, got {mapping!r}")
-    inner, aliases = model, []
+    inner, aliases = model, [*compiled(names)]
     while True:
         if hasattr(inner, "_orig_mod"):
             inner = inner._orig_mod
-            aliases.append(Rename(r"^_orig_mod\.", ""))
         elif _comes_from(inner, "peft"):
             inner = inner.get_base_model()
             # What an adapter wraps is one module deeper, and the whole model two.
@@ -116,6 +140,14 @@ def resolve(mapping: Mapping | str, model: Any) -> Mapping:
             break
     made = Mapping.from_transformers(inner) if _comes_from(inner, "transformers") else Mapping.identity()
     return replace(made, aliases=tuple(aliases))
+
+
+def compiled(names: Iterable[str]) -> tuple[Rename, ...]:
+    """Aliases for the tensors of a model that torch.compile has wrapped, or modules of it: its name for what is within is left
+    out."""
+    # One rename takes one name out, and wrappers may lie within one another.
+    depth = max((name.count("_orig_mod.") for name in names), default=0)
+    return (Rename(r"(^|\.)_orig_mod\.", r"\1"),) * depth
 
 
 def _comes_from(model: Any, package: str) -> bool:

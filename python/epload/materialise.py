@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor
 from epload.dtensor import private_path_available
 from epload.targets import Targets
 
+Home = Callable[[Tensor], torch.device]
+"""Where a meta tensor gets its storage."""
+
 
 @dataclass(frozen=True)
 class Unfilled:
@@ -30,8 +33,10 @@ class Unfilled:
 
 
 def materialise(model: nn.Module, targets: Targets, device: torch.device, private: bool | None = None) -> None:
-    """Replaces meta tensors by uninitialised ones on ``device``; leaves others alone. Ties are kept, and the identity of
-    DTensor parameters; plain tensors become new objects, as with ``to_empty``.
+    """Replaces meta tensors by uninitialised ones; leaves others alone. Ties are kept, and the identity of DTensor
+    parameters; plain tensors become new objects, as with ``to_empty``.
+
+    All are made on ``device``, but for parameters that FSDP keeps on CPU and DTensors on a mesh of CPUs.
 
     Args:
         targets: of this model; their dtypes are what is allocated. Refreshed where an object had to be replaced.
@@ -42,11 +47,29 @@ def materialise(model: nn.Module, targets: Targets, device: torch.device, privat
     dtype_of = {id(tensor): dtype for tensor, dtype in zip(targets.tensors, targets.dtypes, strict=True)}
     if private is None:
         private = private_path_available() and all(map(_is_simple, targets.tensors))
-    (_materialise_private if private else _materialise_public)(model, dtype_of, device)
+    apart = offloaded(model)
+
+    def home(tensor: Tensor) -> torch.device:
+        on_cpu = id(tensor) in apart or (isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cpu")
+        return torch.device("cpu") if on_cpu else device
+
+    (_materialise_private if private else _materialise_public)(model, dtype_of, home)
     # Plain parameters and buffers are replaced, not refilled: find the new objects under the names of the old.
     if any(t.is_meta for t in targets.tensors):
         state = model.state_dict(keep_vars=True)
         targets.tensors[:] = [state[name] for name in targets.names]
+
+
+def offloaded(model: nn.Module) -> set[int]:
+    """The ids of parameters that FSDP keeps on CPU (CPUOffloadPolicy)."""
+    return {
+        id(sharded.sharded_param)
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+        for sharded in group.fsdp_params
+        if sharded.offload_to_cpu
+    }
 
 
 def _is_simple(tensor: Tensor) -> bool:
@@ -55,14 +78,16 @@ def _is_simple(tensor: Tensor) -> bool:
     return type(local) in (Tensor, nn.Parameter) and type(tensor) in (Tensor, nn.Parameter, DTensor)
 
 
-def _materialise_public(model: nn.Module, dtype_of: dict[int, torch.dtype], device: torch.device) -> None:
+def _materialise_public(model: nn.Module, dtype_of: dict[int, torch.dtype], home: Home) -> None:
     made: dict[int, Tensor] = {}
 
     def fill(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
         if id(tensor) not in made:
-            made[id(tensor)] = torch.empty_like(tensor, device=device, dtype=dtype_of.get(id(tensor), tensor.dtype))
+            made[id(tensor)] = torch.empty_like(
+                tensor, device=home(tensor), dtype=dtype_of.get(id(tensor), tensor.dtype)
+            )
         return made[id(tensor)]
 
     ties = _tied_places(model)
@@ -83,7 +108,7 @@ def _tied_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     return [found for found in places.values() if len(found) > 1]
 
 
-def _materialise_private(model: nn.Module, dtype_of: dict[int, torch.dtype], device: torch.device) -> None:
+def _materialise_private(model: nn.Module, dtype_of: dict[int, torch.dtype], home: Home) -> None:
     plain: dict[int, nn.Parameter] = {}
     buffers: dict[int, Tensor] = {}
     kept: list[Tensor] = []  # so that no id is given to another buffer
@@ -94,7 +119,7 @@ def _materialise_private(model: nn.Module, dtype_of: dict[int, torch.dtype], dev
             if id(parameter) in plain:
                 module._parameters[name] = plain[id(parameter)]
             elif parameter.is_meta:
-                dtype = dtype_of.get(id(parameter), parameter.dtype)
+                dtype, device = dtype_of.get(id(parameter), parameter.dtype), home(parameter)
                 if isinstance(parameter, DTensor):
                     torch.utils.swap_tensors(parameter, _like_parameter(parameter, dtype, device))  # type: ignore[no-untyped-call]
                 else:
@@ -103,6 +128,7 @@ def _materialise_private(model: nn.Module, dtype_of: dict[int, torch.dtype], dev
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 if id(buffer) not in buffers:
+                    device = home(buffer)
                     if isinstance(buffer, DTensor):
                         buffers[id(buffer)] = _like(buffer, buffer.dtype, device, False)
                     else:

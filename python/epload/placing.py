@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as MappingType
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from epload.errors import ModelMismatch
 from epload.operations import Concatenate, Stack, Wanted
@@ -22,6 +22,16 @@ Place = tuple[str, View]
 """The name of a target, and the box of it that a region of the checkpoint tensor fills. Equal views of one rule are one
 object."""
 _INDEX = "(?P<index>"
+
+
+class Misfit(NamedTuple):
+    """A target that the checkpoint has in another shape, so that nothing of it is placed there."""
+
+    target: str
+    sources: tuple[int, ...]
+    """The checkpoint tensors that were meant for it, by number."""
+    text: str
+    """Names and shapes, for an error."""
 
 
 @dataclass
@@ -50,6 +60,7 @@ class Placing:
         self.placed: list[tuple[Place, ...]] = [()] * len(names)
         self.filled: dict[str, int] = {}
         """Target to one of the checkpoint tensors that fill it."""
+        self.misfits: list[Misfit] = []
         self.whole = {shape: Assembly.of(0, shape) for shape in dict.fromkeys(shapes)}
         self.made: dict[Any, list[list[Assembly]]] = {}
         """What groups alike but for their names become."""
@@ -68,9 +79,10 @@ class Placing:
         return self.placed
 
     def _check_used(self, renamed: list[str], groups: list[_Group]) -> None:
-        if groups or renamed != list(self.names) or all(self.placed):
+        known = {source for misfit in self.misfits for source in misfit.sources}
+        lost = [name for i, name in enumerate(self.names) if not self.placed[i] and i not in known]
+        if groups or renamed != list(self.names) or not lost:
             return
-        lost = [name for name, places in zip(self.names, self.placed, strict=True) if not places]
         rules = [rename.source for rename in self.mapping.renames]
         rules += [source for convert in self.mapping.converts for source in convert.sources]
         raise ModelMismatch(
@@ -110,7 +122,6 @@ class Placing:
     def _place_whole(self, sources: Iterable[int], renamed: Sequence[str]) -> None:
         """Tensors that become one target each as they are."""
         names, shapes, targets, filled, placed = self.names, self.shapes, self.targets, self.filled, self.placed
-        misfits: list[str] = []
         views = {shape: assembly.parts[0][1] for shape, assembly in self.whole.items()}
         for source in sources:
             name, shape = names[source], shapes[source]
@@ -121,15 +132,12 @@ class Placing:
                 continue
             if shape != targets[target]:
                 wanted = list(targets[target])
-                misfits.append(
-                    f"{name} has shape {list(shape)} in the checkpoint but the model's {target} has {wanted}"
-                )
+                text = f"{name} has shape {list(shape)} in the checkpoint but the model's {target} has {wanted}"
+                self.misfits.append(Misfit(target, (source,), text))
+                continue
             if filled.setdefault(target, source) != source:
                 raise self._taken(target, source)
             placed[source] = ((target, views[shape]),)
-        if misfits:
-            more = f"; {len(misfits) - 10} more" if len(misfits) > 10 else ""
-            raise ModelMismatch("; ".join(misfits[:10]) + more)
 
     def _find(self, name: str) -> str | None:
         """The model's name for it, with or without the base module's; None if it has none."""
@@ -184,7 +192,9 @@ class Placing:
                 if name not in self.targets:
                     continue
                 if assembly.shape != self.targets[name]:
-                    raise self._refuse(group, name, f"they make {list(assembly.shape)}")
+                    text = str(self._refuse(group, name, f"they make {list(assembly.shape)}"))
+                    self.misfits.append(Misfit(name, tuple(group.sources), text))
+                    continue
                 if self.filled.setdefault(name, group.sources[0]) != group.sources[0]:
                     raise self._taken(name, group.sources[0])
                 for source, view in assembly.parts:

@@ -21,7 +21,7 @@ from epload.errors import ManifestMismatch, ModelMismatch
 from epload.manifest import Manifest
 from epload.mapping import Mapping
 from epload.placement import OwnedRegion, intersect, owned_regions
-from epload.placing import Place
+from epload.placing import Misfit, Place
 from epload.quantised import Scaling, with_scales
 from epload.targets import Targets
 from epload.views import View
@@ -73,6 +73,8 @@ class LoadPlan:
     """Names of the model that nothing fills; of tied names the first."""
     unexpected: tuple[str, ...]
     """Names of the checkpoint that the model has no place for."""
+    mismatched: dict[str, str]
+    """Names of the model that the checkpoint has in another shape, and what to say of each; nothing fills them."""
     tied: tuple[str, ...]
     """Names of the checkpoint left out because another name of the same parameter is in it."""
     casts: int
@@ -116,12 +118,15 @@ def make_plan(
         wanted: checkpoint tensors, by number, that are sent even if they have no place here, since some rank wants them.
 
     Raises:
-        ModelMismatch: a shape or dtype of the checkpoint does not fit the model.
+        ModelMismatch: the checkpoint does not fit the model, by other than missing, unexpected or mismatched keys.
         ValueError: ``bucket_bytes`` is too small for the elements.
     """
     if bucket_bytes < HEADER_BYTES + ALIGNMENT:
         raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + ALIGNMENT}, got {bucket_bytes}")
-    placed = mapping.place(manifest.names, manifest.shapes, targets.shapes)
+    misfits: list[Misfit] = []
+    placed = mapping.place(manifest.names, manifest.shapes, targets.shapes, misfits)
+    mismatched = {targets.names[targets.index[misfit.target]]: misfit.text for misfit in misfits}
+    out_of_shape = {source for misfit in misfits for source in misfit.sources}
     targets, scalings = with_scales(manifest, targets, placed)
     chosen, tied = _choose(manifest, targets, placed, wanted)
     casts = _check_dtypes(manifest, targets, chosen, {scaling.target for scaling in scalings})
@@ -142,12 +147,17 @@ def make_plan(
         buckets=tuple(buckets),
         slots=Slots([chosen.tensor[i] for i in columns[0]], columns[1], columns[3], columns[4]),
         fingerprint=digest.digest(),
-        missing=tuple(name for i, name in enumerate(targets.names) if i not in filled and _numel(targets, i)),
+        missing=tuple(
+            name
+            for i, name in enumerate(targets.names)
+            if i not in filled and _numel(targets, i) and name not in mismatched
+        ),
         unexpected=tuple(
             name
             for i, (name, places) in enumerate(zip(manifest.names, placed, strict=True))
-            if not places and i not in wanted
+            if not places and i not in wanted and i not in out_of_shape
         ),
+        mismatched=mismatched,
         tied=tied,
         casts=casts,
         targets=replace(targets, tensors=[]),

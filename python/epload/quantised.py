@@ -1,13 +1,13 @@
 """Weights stored in fp8 with scales, loaded into wider parameters: ``(weight.float() * scale).to(dtype)``.
 
-The scale of a block travels like any tensor, into a side tensor that lives as long as the load. Unpacking widens fp8 exactly;
-once all data is there, each rank multiplies what it owns. A model that keeps fp8 has the scales among its own tensors, and
-nothing here applies.
+Scales travel like any tensor; each rank keeps those of the blocks that it owns, in side tensors that live as long as the load.
+Unpacking widens fp8 exactly; once all data is there, each rank multiplies what it owns. A model that keeps fp8 has the scales
+among its own tensors, and nothing here applies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -18,10 +18,10 @@ from torch import Tensor
 from epload import dtypes
 from epload.errors import ModelMismatch
 from epload.manifest import Manifest
-from epload.placement import Layout, OwnedRegion, intersect, owned_regions, row_major_strides
+from epload.placement import Box, Layout, OwnedRegion, intersect, owned_regions, row_major_strides
 from epload.placing import Place
 from epload.targets import Targets
-from epload.views import Assembly, Shape, View
+from epload.views import Shape, View
 
 SUFFIXES = ("_scale_inv", "_scale")
 """What the name of a scale has after that of its weight. Both multiply; the first is DeepSeek's, the second llm-compressor's."""
@@ -40,7 +40,9 @@ class Scaling:
     shape: Shape
     """Of that weight."""
     scale: int
-    """Position of the scale's side tensor among the targets."""
+    """Position of the scale's side tensor among the targets: the box of the scales that this rank needs."""
+    first: Shape
+    """Where in the scales that box starts, one entry a dim of the weight."""
     blocks: Shape
     """Elements of the weight that share a scale, one entry a dim."""
 
@@ -64,6 +66,7 @@ def with_scales(
         coordinates=[*targets.coordinates], index={**targets.index}, own={*targets.own},
     )  # fmt: skip
     scalings: list[Scaling] = []
+    needs = _Needs(targets)
     for i, (name, dtype) in enumerate(zip(manifest.names, manifest.dtypes, strict=True)):
         if dtype not in _NARROW:
             continue
@@ -78,8 +81,6 @@ def with_scales(
                 f"but its scale {name}{SUFFIXES[0]} is not in the checkpoint"
             )
         blocks = _blocks(manifest, i, scale)
-        side = _add(targets, manifest, scale)
-        placed[scale] = ((targets.names[side], Assembly.of(0, manifest.shapes[scale]).parts[0][1]),)
         for target, view in wide:
             if not dtypes.is_wide(targets.dtypes[target]):
                 raise ModelMismatch(
@@ -89,7 +90,12 @@ def with_scales(
                 raise ModelMismatch(
                     f"{name} is viewed across its rows on its way into {targets.names[target]}, which its scales cannot be"
                 )
-            scalings.append(Scaling(target, view, manifest.shapes[i], side, blocks))
+        start, size = needs.box(wide, manifest.shapes[i], blocks)
+        side = _add(targets, manifest, scale, size)
+        grid = row_major_strides(_grid(manifest.shapes[i], blocks))
+        offset = sum(map(int.__mul__, start, grid))
+        placed[scale] = ((targets.names[side], View((0,) * len(size), size, offset, grid)),)
+        scalings += [Scaling(target, view, manifest.shapes[i], side, start, blocks) for target, view in wide]
     return targets, tuple(scalings)
 
 
@@ -100,8 +106,59 @@ def _check_scales(manifest: Manifest, targets: Targets, number: dict[str, int]) 
             raise ModelMismatch(f"{name} is a scale without its weight: {weight} is not in the checkpoint")
 
 
-def _add(targets: Targets, manifest: Manifest, scale: int) -> int:
-    """A side target for a scale, whole on every rank."""
+class _Needs:
+    """Which scales this rank needs: those of the blocks that share elements with what it owns."""
+
+    def __init__(self, targets: Targets) -> None:
+        self.layouts = targets.layout
+        self.owned = [owned_regions(*of) for of in zip(targets.layouts, targets.coordinates, strict=True)]
+        self.known: dict[tuple[object, ...], Box | None] = {}
+
+    def box(self, places: Sequence[tuple[int, View]], shape: Shape, blocks: Shape) -> Box:
+        """The smallest box of the scales that has all for these places of a weight; an empty one if there are none."""
+        boxes = []
+        for target, view in places:
+            key = (self.layouts[target], view, shape, blocks)
+            if key not in self.known:
+                self.known[key] = self._of_view(view, self.owned[key[0]], shape, blocks)
+            if (box := self.known[key]) is not None:
+                boxes.append(box)
+        return _around(boxes) or ((0,) * len(shape), (0,) * len(shape))
+
+    def _of_view(self, view: View, owned: Sequence[OwnedRegion], shape: Shape, blocks: Shape) -> Box | None:
+        boxes = []
+        for region in owned:
+            if (shared := intersect((view.start, view.size), (region.start, region.size))) is None:
+                continue
+            if prod(_grid(shape, blocks)) == 1:
+                return (0,) * len(shape), (1,) * len(shape)
+            low, size = shared
+            ends = [
+                (first, first + sum((n - 1) * step for _, n, step in runs))
+                for first, runs in _runs(view, shape, tuple(map(int.__sub__, low, view.start)), size)
+            ]
+            first = tuple(low // block for (low, _), block in zip(ends, blocks, strict=True))
+            boxes.append(
+                (first, tuple(h // block + 1 - f for (_, h), block, f in zip(ends, blocks, first, strict=True)))
+            )
+        return _around(boxes)
+
+
+def _around(boxes: Sequence[Box]) -> Box | None:
+    if len(boxes) < 2:
+        return boxes[0] if boxes else None
+    low = tuple(map(min, zip(*(start for start, _ in boxes), strict=True)))
+    high = map(max, zip(*(map(int.__add__, start, size) for start, size in boxes), strict=True))
+    return low, tuple(map(int.__sub__, high, low))
+
+
+def _grid(shape: Shape, blocks: Shape) -> Shape:
+    """How many scales there are along each dim of a weight."""
+    return tuple(-(-n // block) for n, block in zip(shape, blocks, strict=True))
+
+
+def _add(targets: Targets, manifest: Manifest, scale: int, shape: Shape) -> int:
+    """A side target of this shape for a scale."""
     name = f"scale {manifest.names[scale]}"
     if name not in targets.index:
         targets.index[name] = len(targets.names)
@@ -109,7 +166,7 @@ def _add(targets: Targets, manifest: Manifest, scale: int) -> int:
         targets.names.append(name)
         targets.dtypes.append(manifest.dtypes[scale])
         targets.layout.append(len(targets.layouts))
-        targets.layouts.append(Layout(manifest.shapes[scale], (), ()))
+        targets.layouts.append(Layout(shape, (), ()))
         targets.coordinates.append(())
     return targets.index[name]
 
@@ -133,10 +190,10 @@ def _blocks(manifest: Manifest, weight: int, scale: int) -> Shape:
     return tuple(blocks)
 
 
-def side_tensors(targets: Targets, count: int) -> list[Tensor]:
+def side_tensors(targets: Targets, count: int, device: torch.device) -> list[Tensor]:
     """Storage for the targets from number ``count`` on."""
     return [
-        torch.empty(targets.layouts[layout].shape, dtype=dtype)
+        torch.empty(targets.layouts[layout].shape, dtype=dtype, device=device)
         for layout, dtype in zip(targets.layout[count:], targets.dtypes[count:], strict=True)
     ]
 
@@ -156,33 +213,44 @@ def multiply(scalings: Sequence[Scaling], targets: Targets, local: Sequence[Tens
             at = [here + a - b for here, a, b in zip(region.local_start, low, region.start, strict=True)]
             part = local[scaling.target][tuple(slice(a, a + n) for a, n in zip(at, size, strict=True))]
             within = tuple(map(int.__sub__, low, scaling.view.start))
-            part.copy_(part.float() * _expanded(scaling, local[scaling.scale], within, size))
+            part.copy_(part.float() * _expanded(scaling, local[scaling.scale].to(part.device), within, size))
 
 
 def _expanded(scaling: Scaling, scale: Tensor, begin: Shape, size: Shape) -> Tensor:
     """The scale of each element of the box of this size that begins ``begin`` into the view."""
     if scale.numel() == 1:
         return scale.float().reshape(())
-    scale = scale.float().reshape(tuple(-(-n // block) for n, block in zip(scaling.shape, scaling.blocks, strict=True)))
-    indices = _indices(scaling.view, scaling.shape, begin, size)
-    return scale[tuple(i // block for i, block in zip(indices, scaling.blocks, strict=True))].expand(size)
+    indices = [index.to(scale.device) for index in _indices(scaling.view, scaling.shape, begin, size)]
+    at = zip(indices, scaling.blocks, scaling.first, strict=True)
+    return scale.float()[tuple(i // block - first for i, block, first in at)].expand(size)
 
 
 def _indices(view: View, shape: Shape, begin: Shape, size: Shape) -> list[Tensor]:
     """For each dim of a weight of this shape, where along it lie the elements of the box that begins ``begin`` into the view.
     They broadcast to its size."""
-    left = view.offset + sum(map(int.__mul__, begin, view.strides))
     indices = []
-    for dim_of_weight, stride in enumerate(row_major_strides(shape)):
-        first, left = divmod(left, stride)
+    for first, runs in _runs(view, shape, begin, size):
         index = torch.full((1,) * len(size), first)
-        for dim, (n, step) in enumerate(zip(size, view.strides, strict=True)):
-            if n > 1 and _runs_along(shape, step) == dim_of_weight:
-                index = index + (torch.arange(n) * (step // stride)).reshape(
-                    [-1 if d == dim else 1 for d in range(len(size))]
-                )
+        for dim, n, step in runs:
+            index = index + (torch.arange(n) * step).reshape([-1 if d == dim else 1 for d in range(len(size))])
         indices.append(index)
     return indices
+
+
+def _runs(view: View, shape: Shape, begin: Shape, size: Shape) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
+    """For each dim of a weight of this shape: the index at which the box that begins ``begin`` into the view starts, and the
+    dims of the box that run along it, each with its length and its step in indices."""
+    left = view.offset + sum(map(int.__mul__, begin, view.strides))
+    for dim_of_weight, stride in enumerate(row_major_strides(shape)):
+        first, left = divmod(left, stride)
+        yield (
+            first,
+            [
+                (dim, n, step // stride)
+                for dim, (n, step) in enumerate(zip(size, view.strides, strict=True))
+                if n > 1 and _runs_along(shape, step) == dim_of_weight
+            ],
+        )
 
 
 def _runs_along(shape: Shape, step: int) -> int:

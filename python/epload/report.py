@@ -10,12 +10,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-PHASES = ("plan", "materialise", "read", "inter_node", "intra_node", "unpack", "verify")
+PHASES = ("plan", "materialise", "read", "host_to_device", "inter_node", "intra_node", "unpack", "verify")
 
 
 @dataclass
 class Phase:
-    """Seconds this rank spent in a phase and the bytes it handled there. Phases of different buckets overlap."""
+    """Seconds this rank spent in a phase and the bytes it handled there. Phases of different buckets overlap.
+
+    Of work on a device, seconds are the host's: queueing it, and waiting for it where that cannot be avoided.
+    """
 
     seconds: float = 0.0
     nbytes: int = 0
@@ -29,6 +32,8 @@ class LoadReport:
     """Names of the model that the checkpoint does not fill."""
     unexpected_keys: list[str] = field(default_factory=list)
     """Names of the checkpoint that the model has no place for."""
+    mismatched_keys: list[str] = field(default_factory=list)
+    """Names of the model that the checkpoint has in another shape, and that were not filled."""
     tied_keys: list[str] = field(default_factory=list)
     """Names of the checkpoint that were left out because another name of the same parameter was loaded."""
     initialised: list[str] = field(default_factory=list)
@@ -46,13 +51,15 @@ class LoadReport:
     casts: int = 0
     """Checkpoint tensors whose dtype was converted."""
     peak_staging: int = 0
-    """Bytes of bucket buffers on this rank."""
+    """Bytes of bucket buffers on this rank, on the host and on the device."""
     readers: str = ""
     chosen: str = ""
     """Why these readers and this algorithm, where they were left to the loader or could not be had."""
     algorithm: str = ""
     verify: str = "off"
     topology: str = ""
+    stream: str = ""
+    """The stream that all device work but the copies to the device was on; ``""`` for a model on CPU."""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -83,6 +90,7 @@ class LoadReport:
         for title, keys in (
             ("missing", self.missing_keys),
             ("unexpected", self.unexpected_keys),
+            ("mismatched", self.mismatched_keys),
             ("tied", self.tied_keys),
             ("initialised", self.initialised),
         ):

@@ -22,6 +22,11 @@ class Rename:
     shift: int = 0
     """Added to the number that the first group of ``source`` matches."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError if ``source`` or ``when`` is no regular expression, or ``target`` names a group that it lacks."""
+        _check(self, (self.source,), (self.target,))
+        _check(self, (self.when,), ())
+
     def apply(self, names: list[str]) -> list[str]:
         """All names, those that match renamed."""
         search = re.compile(self.source).search
@@ -60,6 +65,24 @@ class Convert:
     operations: tuple[Operation, ...] = ()
     scopes: tuple[str, ...] = ()
     """If given, the rule is for names that start with one of these; the first that fits is set aside before the search."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if there are no sources or targets, a source is no regular expression, or a target names a group
+        that a source lacks."""
+        if not self.sources or not self.targets:
+            raise ValueError(f"expected {self} to have at least one source and one target")
+        _check(self, self.sources, self.targets)
+
+
+def _check(rule: Rename | Convert, sources: tuple[str, ...], targets: tuple[str, ...]) -> None:
+    for source in sources:
+        for target in ("", *targets):
+            try:
+                re.compile(source).sub(target, "")  # which parses the target even where nothing matches
+            except (re.error, IndexError) as error:
+                raise ValueError(
+                    f"expected regular expressions, and in targets groups they have, got {rule}: {error}"
+                ) from error
 
 
 def expanded(match: re.Match[str], target: str) -> str:

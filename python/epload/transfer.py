@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
@@ -16,14 +16,16 @@ from tqdm import tqdm
 
 from epload import ops, pipeline
 from epload.checkpoint import Checkpoint
-from epload.control import HEADER_BYTES, STATUS_ABORT, STATUS_OK, BucketHeader, Control
+from epload.control import HEADER_BYTES, Control
 from epload.errors import LoadError, Overdue, Told, text_of
 from epload.flow import Flow, Step
-from epload.manifest import Manifest
+from epload.framing import Framing, spell
 from epload.node_memory import BUFFERS, NodeMemory
 from epload.plan import Bucket, LoadPlan
+from epload.regions import Regions
 from epload.report import LoadReport
 from epload.topology import Route
+from epload.upload import Uploader
 
 _ALIGNMENT = 64
 """Bytes; where a bucket may start in its wave."""
@@ -87,11 +89,11 @@ class Transfer:
         memory: NodeMemory,
         local: list[Tensor],
         checkpoint: Checkpoint | None,
-        manifest: Manifest,
         report: LoadReport,
         control: Control,
-        checked: bool = False,
+        framing: Framing,
         waves_before: int = 0,
+        uploader: Uploader | None = None,
     ) -> None:
         """
         Args:
@@ -100,10 +102,10 @@ class Transfer:
             memory: buffers of at least ``wave_bytes(plan, per_wave)``.
             local: the targets' local tensors.
             checkpoint: None on a rank that does not read.
-            manifest: names what is in a bucket, for messages.
             control: where failures are told; its deadline is how long a rank waits for another.
-            checked: whether buckets carry a checksum, which each node checks before it unpacks. Equal on all ranks.
+            framing: writes and checks the buckets' headers; with checksums, each node checks them before it unpacks.
             waves_before: that other transfers of this load have moved through the same memory; all ranks are done with them.
+            uploader: for local tensors on a device.
         """
         self._plan = plan
         self._buckets = buckets
@@ -116,16 +118,17 @@ class Transfer:
         self._checkpoint = checkpoint
         self._report = report
         self._control = control
-        self._manifest = manifest
-        self._checked = checked
+        self._uploader = uploader
         largest = max((bucket.nbytes for bucket in plan.buckets), default=0)
         self._message_limit = control.deadline + timedelta(seconds=per_wave * largest / SLOWEST)
         self._limit = 1.25 * self._message_limit + timedelta(seconds=2)  # the network's passes first, and says more
         self._stages_at: dict[str, str] = {}
-        self._fingerprint = plan.fingerprint[:16]
+        self._framing = framing
         self._chunk = flow.chunk_bytes(plan.nbytes)
         self._failure: LoadError | None = None
         """What went wrong on this rank, or what a reader said in the bucket that ended the transfer."""
+        self.broken = False
+        """Whether a step failed, so that the buffers may still be in use."""
         self._over = threading.Event()
         """Set when this rank has met a bucket that ends the transfer."""
 
@@ -135,9 +138,21 @@ class Transfer:
         if self._flow.readers == "every":
             self._read_own()
         elif self._waves:
-            pipeline.run(self._stages(), self._stop)
+            try:
+                with self._uploader.staging.entered() if self._uploader is not None else nullcontext():
+                    pipeline.run(self._stages(), self._stop)
+            except BaseException:
+                self.broken = True
+                raise
         if self._failure is not None:
             raise self._failure
+
+    def abandon(self) -> None:
+        """Keeps buffers that may still be in use until the process ends."""
+        if self._flow.algorithm == "flat":  # to a broadcast that was given up; the relay's messages let go of theirs
+            self._memory.abandon()
+        if self._uploader is not None:
+            self._uploader.staging.abandon()
 
     def _stop(self, error: BaseException) -> None:
         """This rank cannot go on: the others hear why first, then those who wait for it are woken."""
@@ -149,18 +164,13 @@ class Transfer:
         self._stages_at[stage] = doing
         self._control.doing = ", ".join(list(self._stages_at.values()))
 
-    def _told(self) -> Told | None:
-        """What another rank said of a failure, if one did."""
-        failure = self._control.known()
-        return Told(failure.text) if failure is not None else None
-
     def _read_own(self) -> None:
         """Every rank for itself: no bucket moves."""
         assert self._checkpoint is not None
         for wave in self._waves:
-            if told := self._told():
+            if told := self._framing.told():
                 raise told
-            self._at("read", f"reads {_spell('bucket', wave.numbers)}")
+            self._at("read", f"reads {spell('bucket', wave.numbers)}")
             buckets = [self._plan.buckets[number] for number in wave.numbers]
             targets = [self._local[t] for bucket in buckets for t in bucket.targets]
             try:
@@ -169,7 +179,7 @@ class Transfer:
                     if nbytes is None:
                         nbytes = sum(self._read_whole(bucket) for bucket in buckets)
             except Exception as error:
-                raise self._could_not("read", wave.numbers, error) from error
+                raise self._framing.could_not("read", wave.numbers, error) from error
             self._report.phases["read"].nbytes += nbytes
             self._control.progress += nbytes
             self._bar.update(sum(bucket.nbytes for bucket in buckets))
@@ -199,7 +209,7 @@ class Transfer:
     def _wait(self, stage: str, waves: int, ranks: list[int] | tuple[int, ...]) -> None:
         if ranks:
             me = threading.current_thread().name
-            self._at(me, f"waits until {_spell('rank', ranks)} has {stage} wave {waves - 1}")
+            self._at(me, f"waits until {spell('rank', ranks)} has {stage} wave {waves - 1}")
             self._memory.board.wait(stage, self._before + waves, ranks, self._limit)
             self._stages_at.pop(me, None)
 
@@ -246,30 +256,16 @@ class Transfer:
                 break
 
     def _fill(self, number: int, bucket: Bucket, buffer: Tensor) -> bool:
-        """Fills a bucket, or makes it one that tells everybody why there will be no more."""
+        """Fills a bucket. True if that failed, and the bucket says so."""
         assert self._checkpoint is not None
-        status, nbytes = STATUS_OK, bucket.nbytes - HEADER_BYTES
         self._at("read", f"reads bucket {number}")
-        failure: LoadError | None = self._told()
-        try:
-            if failure is None:
-                self._checkpoint.fill(buffer, self._plan.pieces(bucket))
-        except Exception as error:
-            failure = self._could_not("read", [number], error)
-            failure.__cause__ = error
-            self._control.fail(failure, hard=False)
+        failure = self._framing.fill(number, buffer, self._checkpoint)
         if failure is not None:
-            text = str(failure).encode(errors="backslashreplace")[:nbytes]
-            buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            status, nbytes = STATUS_ABORT, len(text)
             self._failure = self._failure or failure
-        checksum = ops.checksum(buffer[HEADER_BYTES:]) if self._checked else 0
-        header = BucketHeader(number, status, nbytes, checksum, self._fingerprint).pack()
-        buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self._report.phases["read"].nbytes += nbytes
-        self._control.progress += nbytes
+        self._report.phases["read"].nbytes += bucket.nbytes - HEADER_BYTES
+        self._control.progress += bucket.nbytes
         self._stages_at.pop("read", None)
-        return status == STATUS_ABORT
+        return failure is not None
 
     # ---- relay ----
 
@@ -331,20 +327,9 @@ class Transfer:
             return Told(text)
         late = "Timed out" in text or "timeout" in text
         kind = Overdue if late else LoadError
-        return kind(f"rank {self._flow.rank} could not pass on bucket {number} ({self._names([number])}): {text}")
-
-    def _could_not(self, what: str, numbers: Sequence[int], error: Exception) -> LoadError:
-        buckets = _spell("bucket", numbers)
-        return LoadError(
-            f"rank {self._flow.rank} could not {what} {buckets} ({self._names(numbers)}): {text_of(error)}"
+        return kind(
+            f"rank {self._flow.rank} could not pass on bucket {number} ({self._framing.names([number])}): {text}"
         )
-
-    def _names(self, numbers: Sequence[int]) -> str:
-        """The tensors in some consecutive buckets, and where they are from."""
-        of = self._plan.slots.tensor
-        first, last = (self._plan.buckets[number].slots for number in (numbers[0], numbers[-1]))
-        ends = dict.fromkeys(self._manifest.names[of[slot]] for slot in (first[0], last[-1]))
-        return f"{' to '.join(ends)} of {self._manifest.source}"
 
     # ---- unpack ----
 
@@ -357,7 +342,7 @@ class Transfer:
                 self._post("unpacked", _ENDED)
                 break
             buffer = self._buffer(index)
-            if self._checked:
+            if self._framing.checked:
                 self._verify(index, wave)
             with self._timed("unpack"):
                 for number, begin in zip(wave.numbers, wave.begins, strict=True):
@@ -373,13 +358,7 @@ class Transfer:
                 if sharers[number % len(sharers)] != self._flow.rank:
                     continue
                 bucket = self._buffer(index)[begin : begin + self._plan.buckets[number].nbytes]
-                sent = _header(bucket).checksum
-                if ops.checksum(bucket[HEADER_BYTES:]) != sent:
-                    raise LoadError(
-                        f"rank {self._flow.rank} found that bucket {number} ({self._names([number])}) is not as rank "
-                        f"{self._flow.reader(number)} read it: its checksum is not {sent:#018x}; the network or the memory of a "
-                        "machine changes bits"
-                    )
+                self._framing.verify(number, self._flow.reader(number), bucket)
                 self._report.phases["verify"].nbytes += bucket.nbytes - HEADER_BYTES
         self._post("verified", index + 1)
         self._wait("verified", index + 1, sharers)
@@ -387,11 +366,13 @@ class Transfer:
     def _take(self, number: int, bucket: Bucket, buffer: Tensor) -> None:
         if self._failure is None and bucket.targets:
             try:
-                ops.unpack(buffer, [self._local[t] for t in bucket.targets], bucket.copies)
+                targets = [self._local[t] for t in bucket.targets]
+                if self._uploader is not None:
+                    self._uploader.take(buffer, Regions(targets, bucket.copies, bucket.origins))
+                else:
+                    ops.unpack(buffer, targets, bucket.copies)
             except Exception as error:  # keep receiving until a reader, who hears of it, ends the transfer for all
-                self._failure = self._could_not("unpack", [number], error)
-                self._failure.__cause__ = error
-                self._control.fail(self._failure, hard=False)
+                self._failure = self._framing.tell("unpack", [number], error)
         self._report.phases["unpack"].nbytes += bucket.nbytes - HEADER_BYTES
         self._control.progress += bucket.nbytes
         self._bar.update(bucket.nbytes)
@@ -401,29 +382,12 @@ class Transfer:
         buffer = self._buffer(index)
         gave_up = False
         for number, begin in zip(wave.numbers, wave.begins, strict=True):
-            header = _header(buffer[begin:])
-            if (header.index, header.fingerprint) != (number, self._fingerprint):
-                raise LoadError(
-                    f"rank {self._flow.rank} expected bucket {number} of plan {self._fingerprint.hex()}, "
-                    f"got bucket {header.index} of plan {header.fingerprint.hex()}: the ranks are out of step"
-                )
-            if header.status == STATUS_ABORT:
-                text = buffer[begin + HEADER_BYTES : begin + HEADER_BYTES + header.nbytes]
-                said = bytes(text.tolist()).decode(errors="replace")
-                self._failure = self._failure or Told(said)
+            header, body = buffer[begin:].tensor_split([HEADER_BYTES])
+            told = self._framing.check(number, header, body)
+            if told is not None:
+                self._failure = self._failure or told
                 gave_up = True
         return gave_up
-
-
-def _header(bucket: Tensor) -> BucketHeader:
-    """Raises LoadError when a bucket does not start with one."""
-    return BucketHeader.unpack(bytes(bucket[:HEADER_BYTES].tolist()))
-
-
-def _spell(what: str, numbers: Sequence[int]) -> str:
-    if len(numbers) == 1:
-        return f"{what} {numbers[0]}"
-    return f"{what}s {', '.join(map(str, numbers))}"
 
 
 def _neighbours(steps: list[Step]) -> str:

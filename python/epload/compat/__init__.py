@@ -7,30 +7,36 @@ anything moves; parameters keep the dtype of the model and their ties; nothing g
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
 
-from epload.compat import accelerate, torch
+from epload.compat import accelerate, skyrl, torch, veomni, verl
 
-_PLACES = {
-    "torch": ("torch.distributed.checkpoint.state_dict", "set_model_state_dict", torch.set_model_state_dict),
-    "accelerate": (
-        "accelerate.utils.fsdp_utils",
-        "fsdp2_load_full_state_dict",
-        accelerate.fsdp2_load_full_state_dict,
+_PLACES: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
+    "torch": (("torch.distributed.checkpoint.state_dict",), torch.set_model_state_dict),
+    "accelerate": (("accelerate.utils.fsdp_utils",), accelerate.fsdp2_load_full_state_dict),
+    "verl": (("verl.utils.fsdp_utils",), verl.fsdp2_load_full_state_dict),
+    "skyrl": (
+        ("skyrl.backends.skyrl_train.distributed.fsdp_utils", "skyrl_train.distributed.fsdp_utils"),
+        skyrl.fsdp2_load_full_state_dict,
     ),
+    "veomni": (("veomni.models.module_utils",), veomni.rank0_load_and_broadcast_weights),
 }
-"""Module, name of the original, and what stands in for it."""
+"""Where the original is defined (the first module that there is), and what stands in for it under the same name."""
 
 
 @contextmanager
 def patch(*frameworks: str) -> Iterator[None]:
     """Within it, calls of the frameworks' own loading functions come here; for a framework that offers no hook.
 
-    A function that was imported by name before (``from module import function``) stays the original where it was imported to.
+    The function is replaced where it is defined and in every module that has imported it by name.
 
     Args:
-        frameworks: ``"torch"``, ``"accelerate"``; all of these that are installed if none is given.
+        frameworks: among ``"torch"``, ``"accelerate"``, ``"verl"``, ``"skyrl"``, ``"veomni"``; all of these that are
+            installed if none is given.
 
     Raises:
         ValueError: another name.
@@ -39,20 +45,30 @@ def patch(*frameworks: str) -> Iterator[None]:
     for name in frameworks:
         if name not in _PLACES:
             raise ValueError(f"expected frameworks among {', '.join(_PLACES)}, got {name!r}")
-    replaced = []
-    for name in frameworks or _PLACES:
-        module_name, function, ours = _PLACES[name]
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError:
-            if frameworks:
-                raise
-            continue
-        replaced.append((module, function, getattr(module, function), ours))
-    for module, function, _, ours in replaced:
-        setattr(module, function, ours)
+    replaced: list[tuple[ModuleType, str, object]] = []
     try:
+        for name in frameworks or _PLACES:
+            modules, ours = _PLACES[name]
+            try:
+                original = getattr(_first(modules), ours.__name__)
+            except ImportError:
+                if frameworks:
+                    raise
+                continue
+            for module in list(sys.modules.values()):
+                if getattr(module, "__dict__", {}).get(ours.__name__) is original:
+                    replaced.append((module, ours.__name__, original))
+                    setattr(module, ours.__name__, ours)
         yield
     finally:
-        for module, function, original, _ in replaced:
+        for module, function, original in reversed(replaced):
             setattr(module, function, original)
+
+
+def _first(names: tuple[str, ...]) -> ModuleType:
+    for name in names[:-1]:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    return importlib.import_module(names[-1])

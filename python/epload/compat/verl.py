@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from epload.compat.full_state import load_full
+from epload.compat.full_state import load_full, share_buffers
 
 
 def fsdp2_load_full_state_dict(
@@ -16,7 +15,11 @@ def fsdp2_load_full_state_dict(
 ) -> None:
     """As verl's: loads rank 0's ``full_state`` into a model that is on meta on the other ranks.
 
-    Buffers that no state dict holds come from rank 0. The model knows its meshes and where its parameters lie, so the last
-    two arguments change nothing.
+    Buffers that no state dict holds are rank 0's on all ranks, whether the others had them or not. The model knows its
+    meshes and where its parameters lie, so the last two arguments change nothing.
+
+    Raises:
+        ModelMismatch: a key is missing, unexpected or of another shape; on every rank, nothing has moved.
     """
-    load_full(model, full_state, dist.get_rank() == 0)
+    load_full(model, full_state, keep_meta=False)
+    share_buffers(model)

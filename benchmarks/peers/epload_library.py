@@ -1,0 +1,25 @@
+"""epload into a transformers model, from nothing to a sharded model."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import epload
+from peers import Job
+
+TITLE = "epload into a transformers model,"
+CASES = ("library",)
+MODES = {readers: {"readers": readers} for readers in ("one", "auto")}
+
+
+def load(job: Job, readers: str) -> nn.Module:
+    with job.phase("model"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.folder), dtype=torch.bfloat16)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    job.keep["loader"] = loader = epload.HierarchicalLoader(job.topology, readers=readers, progress=False)
+    job.keep["report"] = loader.load(model, job.folder)
+    return model

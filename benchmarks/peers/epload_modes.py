@@ -1,0 +1,37 @@
+"""epload in every mode."""
+
+from typing import Any
+
+from safetensors.torch import load_file
+
+import epload
+from peers import Job
+
+TITLE = "epload"
+MODES = {
+    f"{readers}/{algorithm}": {"readers": readers, "algorithm": algorithm}
+    for readers, algorithms in {
+        "one": ("flat", "two_level", "striped"),
+        "partitioned": ("two_level", "striped"),
+        "per_node": ("auto",),
+        "every": ("auto",),
+        "auto": ("auto",),
+    }.items()
+    for algorithm in algorithms
+} | {"auto, a dict on rank 0": {"readers": "auto", "algorithm": "auto", "as_dict": True}}
+
+# From meta they differ in nothing but the transfer, which a reload shows.
+MODE_CASES = dict.fromkeys(("one/flat", "one/striped", "partitioned/striped"), ("reload",))
+
+
+def load(job: Job, readers: str, algorithm: str, as_dict: bool = False, verify: str = "off") -> None:
+    """A loader keeps its buffers between reloads; a load from meta makes a new one."""
+    checkpoint: Any = job.folder
+    if as_dict:
+        with job.phase("read"):
+            checkpoint = load_file(job.file) if job.rank == 0 else None
+    if job.case != "reload" or "loader" not in job.keep:
+        job.keep["loader"] = epload.HierarchicalLoader(
+            job.topology, readers=readers, algorithm=algorithm, verify=verify, progress=False
+        )
+    job.keep["report"] = job.keep["loader"].load(job.model, checkpoint)

@@ -1,0 +1,128 @@
+"""Plots of what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib import ticker
+
+from summary import Row, by_case
+
+OURS, OTHERS = "tab:blue", "tab:grey"
+
+
+def load(results: Row, target: Path) -> None:
+    """A bar for each loader and case, on a logarithmic scale."""
+    heads = {"reload": "reload", "meta": "from meta", "library": "transformers model, from nothing"}
+    found = {case: [row for row in by_case(results["rows"], case) if "median" in row] for case in heads}
+    found = {case: rows for case, rows in found.items() if rows}
+    if not found:
+        return
+    ratios = [len(rows) + 1 for rows in found.values()]
+    figure, axes = plt.subplots(
+        len(found), 1, figsize=(9, 0.27 * sum(ratios) + 1.2), layout="constrained", height_ratios=ratios, sharex=True,
+        squeeze=False,
+    )  # fmt: skip
+    for axis, (case, rows) in zip(axes[:, 0], found.items(), strict=True):
+        rows = rows[::-1]
+        at = range(len(rows))
+        medians = [row["median"] for row in rows]
+        spread = [[row["median"] - row["min"] for row in rows], [row["max"] - row["median"] for row in rows]]
+        colors = [OURS if row["ours"] else OTHERS for row in rows]
+        axis.barh(at, medians, xerr=spread, color=colors, error_kw={"linewidth": 0.8})
+        axis.set_yticks(at, [row["title"] for row in rows], fontsize=7)
+        axis.set_xscale("log")
+        axis.set_title(heads[case], fontsize=9)
+        for i, value in enumerate(medians):
+            axis.text(rows[i]["max"], i, f" {value:.2f}", va="center", fontsize=6)
+    axes[-1, 0].set_xlabel("seconds: median, least and most")
+    figure.suptitle(
+        f"{results['tensors']:,} tensors, {results['nbytes'] / 1e6:.0f} MB, {results['nodes']} nodes x {results['ranks']} "
+        f"gloo ranks on one machine, {results['date']}",
+        fontsize=9,
+    )
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
+def net(results: Row, target: Path) -> None:
+    """Seconds of each way over the number of nodes, for the largest checkpoint; and what goes over the busiest link."""
+    largest = max(run["nbytes"] for run in results["runs"])
+    runs = sorted((run for run in results["runs"] if run["nbytes"] == largest), key=lambda run: run["nodes"])
+    ways = list(dict.fromkeys(row["title"] for run in runs for row in by_case(run["rows"], "reload") if row["ours"]))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for way in sorted(ways):
+        seen = [(run["nodes"], row) for run in runs for row in run["rows"] if row["title"] == way and "median" in row]
+        nodes = [count for count, _ in seen]
+        left.plot(nodes, [row["median"] for _, row in seen], marker="o", label=way)
+        right.plot(nodes, [max(row["in"], row["out"]) for _, row in seen], marker="o", label=way)
+    left.axhline(runs[0]["bound"], color="grey", linestyle="--", label="S/B")
+    left.set(xlabel="nodes", ylabel="seconds, median", title="reload", ylim=(0, None))
+    right.set(xlabel="nodes", ylabel="bytes / S", title="most over one node's link, either way", ylim=(0, None))
+    for axis in (left, right):
+        axis.set_xticks([run["nodes"] for run in runs], [run["shape"] for run in runs])
+    left.legend(fontsize=7)
+    figure.suptitle(
+        f"{largest / 1e6:.0f} MB over links of {results['mbit']} Mbit/s, one namespace a node, one machine, "
+        f"{results['date']}",
+        fontsize=9,
+    )
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
+def check(checked: list[Row], target: Path) -> None:
+    """Simulated over measured seconds, a point for each way and shape, with a band of 20 %."""
+    figure, axis = plt.subplots(figsize=(5.5, 5), layout="constrained")
+    for shape in dict.fromkeys(row["shape"] for row in checked):
+        rows = [row for row in checked if row["shape"] == shape]
+        axis.scatter([row["measured"] for row in rows], [row["predicted"] for row in rows], label=shape, s=22)
+    values = [value for row in checked for value in (row["measured"], row["predicted"])] or [0.1, 1.0]
+    ends = [min(values) / 1.5, max(values) * 1.5]
+    axis.plot(ends, ends, color="grey", linewidth=0.8)
+    axis.fill_between(ends, [0.8 * e for e in ends], [1.2 * e for e in ends], color="grey", alpha=0.2, label="20 %")
+    axis.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="simulated, s", xlim=ends, ylim=ends)
+    axis.legend(fontsize=8)
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
+def scale(results: list[Row], node: str, target: Path) -> None:
+    """Simulated seconds over the number of accelerators: a column a model, a row for each storage and number of cards."""
+    mine = [row for row in results if row["node"] == node]
+    models = list(dict.fromkeys(row["model"] for row in mine))
+    cases = list(dict.fromkeys((row["storage"], row["cards"]) for row in mine))
+    ways = list(mine[0]["seconds"])
+    figure, axes = plt.subplots(len(cases), len(models), figsize=(15, 17), layout="constrained", sharex=True)
+    for line, (storage, cards) in enumerate(cases):
+        for column, model in enumerate(models):
+            axis = axes[line][column]
+            rows = [r for r in mine if (r["model"], r["storage"], r["cards"]) == (model, storage, cards)]
+            for number, way in enumerate(ways):
+                if way not in rows[0]["seconds"]:
+                    continue
+                style = "--" if way.startswith("flat ring") else "-"
+                values = [row["seconds"][way] for row in rows]
+                axis.plot(
+                    [r["accelerators"] for r in rows], values, style, color=f"C{number}", label=way, linewidth=1.3
+                )
+            axis.set(xscale="log", yscale="log")
+            axis.set_xticks([8, 64, 512, 4096, 16384], ["8", "64", "512", "4k", "16k"])
+            axis.grid(alpha=0.3)
+            where = storage if storage.endswith("memory") else f"{storage} storage"
+            axis.set_title(f"{model}, {where}, {cards} card{'s' * (cards > 1)} a node", fontsize=8)
+            for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+                which(ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+    for axis in axes[-1]:
+        axis.set_xlabel("accelerators")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("seconds, simulated")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
+    figure.suptitle(f"SIMULATED, not measured: {node} nodes of 8 accelerators")
+    figure.savefig(target, dpi=80)
+    plt.close(figure)

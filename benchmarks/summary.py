@@ -1,0 +1,83 @@
+"""From runs to rows: medians, rates and what failed; and on what machine, when and by which command."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import peers
+from launch import Outcome
+
+Row = dict[str, Any]
+
+
+def facts(nbytes: int, tensors: int) -> Row:
+    """What a reader needs to judge a number."""
+    cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return {
+        "command": " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": f"{len(os.sched_getaffinity(0))} cores of {cpu[1] if cpu else platform.machine()}, {memory:.0f} GB",
+        "software": f"torch {torch.__version__}, Python {platform.python_version()}",
+        "nbytes": nbytes,
+        "tensors": tensors,
+    }
+
+
+def titles() -> dict[str, str]:
+    """How tables call the peers."""
+    known = {}
+    for name in peers.names():
+        try:
+            known.update({peer.name: peer.title for peer in peers.find(name)})
+        except Exception:
+            known[name] = name  # what cannot be imported has no title
+    return known
+
+
+def rows(outcome: Outcome, nbytes: int) -> list[Row]:
+    """One for each case and entry, in the order of the first run; what failed comes last, with its error."""
+    grouped: dict[tuple[str, str], list[Row]] = {}
+    for sample in outcome.samples:
+        grouped.setdefault((sample["case"], sample["entry"]), []).append(sample)
+    named = titles()
+    made = []
+    for (case, entry), samples in grouped.items():
+        seconds = [sample["seconds"] for sample in samples]
+        links = [sample["links"] for sample in samples]
+        made.append({
+            "case": case, "entry": entry, "title": named.get(entry, entry), "ours": entry.startswith("epload"),
+            "runs": len(seconds), "min": min(seconds), "median": statistics.median(seconds), "max": max(seconds),
+            "phases": {
+                name: statistics.median(sample["phases"].get(name, 0.0) for sample in samples)
+                for name in dict.fromkeys(name for sample in samples for name in sample["phases"])
+            },
+            "peak": max((s["peak"] for s in samples if s["peak"] is not None), default=None),
+            "in": max(link[0] for run in links for link in run) / nbytes,
+            "out": max(link[1] for run in links for link in run) / nbytes,
+            "links": links[-1],
+            "note": samples[-1]["note"],
+        })  # fmt: skip
+    failed = {(row["case"], row["entry"]): row for row in outcome.failures}
+    made = [row for row in made if (row["case"], row["entry"]) not in failed]
+    return made + [{**row, "title": named.get(row["entry"], row["entry"]), "ours": False} for row in failed.values()]
+
+
+def by_case(found: list[Row], case: str) -> list[Row]:
+    """Rows of one case, the fastest first, those without a time last."""
+    return sorted((row for row in found if row["case"] == case), key=lambda row: row.get("median", float("inf")))
+
+
+def median(found: list[Row], case: str, entry: str) -> float | None:
+    return next(
+        (row["median"] for row in found if (row["case"], row["entry"]) == (case, entry) and "median" in row), None
+    )

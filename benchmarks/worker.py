@@ -1,0 +1,119 @@
+"""One rank of a benchmark: times the entries of a plan in rounds, one of each in turn, and checks every result.
+
+Started by launch.py. Rank 0 appends a line of JSON to the log for each run, and one before it, so that whoever started the ranks
+knows what was under way when they died. A rank that fails writes why and leaves; the others are ended by whoever started them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import epload
+from cases import CASES, Bench
+from measure import PeakMemory, TransferClock, link_bytes
+from workload import Size
+
+
+class Worker:
+    def __init__(self, folder: Path) -> None:
+        """``folder`` holds plan.json (see launch.Plan), and takes the log and errors."""
+        self.folder = folder
+        self.plan = json.loads((folder / "plan.json").read_text())
+        dist.init_process_group("gloo", timeout=timedelta(seconds=self.plan["limit"]))
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        each = self.world // self.plan["nodes"]
+        nodes = [list(range(first, first + each)) for first in range(0, self.world, each)]
+        self.bench = Bench(
+            self.rank, self.world, epload.Topology.from_nodes(nodes), Size(**self.plan["size"]),
+            [Path(folder) for folder in self.plan["checkpoints"]],
+        )  # fmt: skip
+        self.each = each
+        self.clock = TransferClock()
+        self.interface = self.plan["interface"]
+
+    def run(self) -> None:
+        for case, entries in self.plan["entries"].items():
+            done: dict[str, list[float]] = {entry: list(seconds) for entry, seconds in entries.items()}
+            instance = CASES[case](self.bench, case, list(done))
+            warm = set(done) if case in ("meta", "materialise") else set()
+            while waiting := [entry for entry in done if len(done[entry]) < self._wanted(done[entry])]:
+                for entry in waiting:
+                    self.log({"began": [case, entry]})
+                    sample = self.measure(instance, case, entry)
+                    if entry in warm or sample["seconds"] > self.plan["slow"]:
+                        done[entry].append(sample["seconds"])
+                        self.log(sample)
+                    warm.add(entry)  # a first run warms buffers and groups, and counts only if it is a slow one
+            del instance
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def _wanted(self, seconds: list[float]) -> int:
+        slow = bool(seconds) and max(seconds) > self.plan["slow"]
+        return int(self.plan["slow_repeat"] if slow else self.plan["repeat"])
+
+    def log(self, line: dict[str, Any]) -> None:
+        if self.rank == 0:
+            with open(self.folder / "log", "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def measure(self, instance: Any, case: str, entry: str) -> dict[str, Any]:
+        work = instance.prepare(entry)
+        dist.barrier()
+        before = link_bytes(self.interface)
+        watch = PeakMemory() if case in ("meta", "library") else None
+        if watch:
+            watch.__enter__()
+        dist.barrier()
+        self.clock.seconds = 0.0
+        began = perf_counter()
+        work()
+        seconds = perf_counter() - began
+        transfer = self.clock.seconds
+        if watch:
+            watch.__exit__()
+        dist.barrier()  # nobody reads the counters while bytes are on their way
+        after = link_bytes(self.interface)
+        if wrong := instance.wrong():
+            raise RuntimeError(f"wrong result: {len(wrong)} differ from the checkpoint, the first {wrong[0]}")
+        mine = {
+            "seconds": seconds, "moved": [after[0] - before[0], after[1] - before[1]],
+            "phases": instance.phases(transfer) if hasattr(instance, "phases") else {},
+            "peak": max(0, watch.above - instance.shard_bytes()) if watch else None,
+        }  # fmt: skip
+        everyones: list[Any] = [None] * self.world
+        dist.all_gather_object(everyones, mine)
+        names = list(dict.fromkeys(name for one in everyones for name in one["phases"]))
+        return {
+            "case": case, "entry": entry, "seconds": max(one["seconds"] for one in everyones),
+            "phases": {name: max(one["phases"].get(name, 0.0) for one in everyones) for name in names},
+            "peak": max(one["peak"] for one in everyones) if watch else None,
+            "links": [one["moved"] for one in everyones[:: self.each]],
+            "note": instance.notes() if hasattr(instance, "notes") else "",
+        }  # fmt: skip
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(os.environ["EPLOAD_BENCH"])
+    try:
+        Worker(folder).run()
+    except BaseException as error:
+        (folder / f"error-{os.environ['RANK']}").write_text(f"{type(error).__name__}: {error}")
+        traceback.print_exc(file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)  # without waiting for a group whose other ranks may be stuck
+
+
+if __name__ == "__main__":
+    main()

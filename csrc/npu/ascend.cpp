@@ -1,0 +1,69 @@
+// libepload_npu: HCCL's broadcast and CANN's copies, literally on the current stream. Linked against torch_npu, which
+// brings CANN.
+#include "api.h"
+
+#include <torch_npu/csrc/core/NPUStorageImpl.h>
+#include <torch_npu/csrc/core/npu/NPUStream.h>
+#include <torch_npu/csrc/distributed/ProcessGroupHCCL.hpp>
+
+#include <algorithm>
+#include <numeric>
+
+#define EPLOAD_EXPORT __attribute__((visibility("default")))
+
+EPLOAD_EXPORT uint32_t epload_npu_interface() {
+  return kEploadNpuInterface;
+}
+
+EPLOAD_EXPORT int epload_npu_broadcast(c10d::Backend* backend, void* data, uint64_t nbytes, uint32_t root) {
+  auto* const group = dynamic_cast<c10d_npu::ProcessGroupHCCL*>(backend);
+  if (group == nullptr) {
+    return kEploadNpuNotYet;
+  }
+  const auto stream = c10_npu::getCurrentNPUStream();
+  const auto communicator = group->tryGetHcclComm(stream.device_index());
+  if (communicator == nullptr) {
+    return kEploadNpuNotYet;
+  }
+  // stream() first hands over what torch_npu's task queue still holds for the device, so that the order is the
+  // program's.
+  return HcclBroadcast(data, nbytes, HCCL_DATA_TYPE_UINT8, root, communicator->getHcclComm(), stream.stream());
+}
+
+EPLOAD_EXPORT bool epload_npu_ranks(c10d::Backend* backend, uint32_t* ranks, uint32_t size) {
+  const auto* const group = dynamic_cast<c10d_npu::ProcessGroupHCCL*>(backend);
+  if (group == nullptr) {
+    return false;
+  }
+  const auto& known = group->groupRanks();
+  if (known.empty()) { // the default group
+    std::iota(ranks, ranks + size, 0U);
+    return true;
+  }
+  std::copy_n(known.begin(), std::min<size_t>(known.size(), size), ranks);
+  return known.size() == size;
+}
+
+EPLOAD_EXPORT bool epload_npu_plain(const c10::StorageImpl* storage) {
+  switch (static_cast<const torch_npu::NPUStorageImpl*>(storage)->npu_desc_.npu_format_) {
+    case ACL_FORMAT_ND:
+    case ACL_FORMAT_NCHW:
+    case ACL_FORMAT_NHWC:
+    case ACL_FORMAT_NCDHW:
+      return true;
+    default:
+      return false;
+  }
+}
+
+EPLOAD_EXPORT int epload_npu_copy(const EploadNpuCopy* copies, uint64_t count) {
+  const auto stream = c10_npu::getCurrentNPUStream().stream(); // what the task queue holds comes first, as above
+  for (const auto* copy = copies; copy != copies + count; ++copy) {
+    const auto error =
+        aclrtMemcpyAsync(copy->to, copy->nbytes, copy->from, copy->nbytes, ACL_MEMCPY_DEVICE_TO_DEVICE, stream);
+    if (error != ACL_SUCCESS) {
+      return error;
+    }
+  }
+  return ACL_SUCCESS;
+}

@@ -1,0 +1,45 @@
+// The region copy on Ascend: regions that are contiguous on both sides are handed to CANN in one go, at the cost of a
+// call each; the others are copied by torch_npu's kernels, since CANN's 2-D copy is documented between host and device
+// only (CANN 8.0). In a build without libepload_npu all are, and so they are on any other private device.
+#include "../region_copy.h"
+
+#include "../strided.h"
+#include "library.h"
+
+#include <c10/core/DeviceGuard.h>
+
+namespace epload {
+namespace {
+
+void region_copy_npu(
+    const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction) {
+  const c10::DeviceGuard on_device(bucket.device());
+  const auto& library = npu::library();
+  if (library.copy == nullptr) {
+    region_copy_aten(bucket, tensors, copies, direction);
+    return;
+  }
+  std::vector<EploadNpuCopy> runs;
+  char* const base = static_cast<char*>(bucket.data_ptr());
+  for (const auto& copy : copies) {
+    const auto& tensor = tensors[copy.tensor];
+    const auto s = collapse(base, tensor, copy);
+    const bool as_it_is =
+        tensor.scalar_type() == copy.dtype && s.size.empty() && library.plain(tensor.storage().unsafeGetStorageImpl());
+    if (!as_it_is) {
+      copy_one_aten(bucket, tensor, copy, direction);
+    } else if (const auto nbytes = static_cast<uint64_t>(s.run * tensor.element_size()); nbytes > 0) {
+      const bool unpack = direction == Direction::kUnpack;
+      runs.push_back({unpack ? s.tensor : s.bucket, unpack ? s.bucket : s.tensor, nbytes});
+    }
+  }
+  if (!runs.empty()) {
+    const int error = library.copy(runs.data(), runs.size());
+    TORCH_CHECK(error == 0, "epload: aclrtMemcpyAsync on ", bucket.device(), " failed with ", error);
+  }
+}
+
+const RegisterRegionCopy registered(c10::DeviceType::PrivateUse1, region_copy_npu);
+
+} // namespace
+} // namespace epload

@@ -1,0 +1,52 @@
+"""One process: unpacks contiguous regions from odd offsets and packs them again, on a stream. Prints what was wrong, and
+the stream."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import torch
+import torch_npu  # noqa: F401  (brings the device)
+
+from epload import dtypes, ops
+
+OFFSETS = (2, 407, 1033)
+"""Bytes; no view of float32 could begin there, so that torch's own copy would need a kernel."""
+
+
+def main() -> None:
+    torch.npu.set_device(0)
+    values = [torch.arange(100.0), torch.arange(1000.0, 1064.0).view(8, 8), torch.arange(60.0) + 7]
+    regions = [([0], [100]), ([2, 0], [4, 8]), ([10], [50])]  # of the second tensor four whole rows
+    bucket = torch.zeros(2000, dtype=torch.uint8)
+    rows = []
+    for i, (at, (start, size)) in enumerate(zip(OFFSETS, regions, strict=True)):
+        part = values[i][tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))].reshape(-1)
+        bucket[at : at + part.nbytes] = part.view(torch.uint8)
+        pad = [0] * (2 - len(start))
+        stride = [8, 1] if len(start) == 2 else [1]
+        rows.append([i, at, dtypes.code(torch.float32), len(start), *start, *pad, *size, *pad, *stride, *pad])
+    table = torch.tensor(rows)
+    there = bucket.to("npu:0")
+    tensors = [torch.zeros_like(value).to("npu:0") for value in values]
+    again = torch.zeros(2000, dtype=torch.uint8).to("npu:0")
+    torch.npu.synchronize()
+    stream = torch.npu.Stream()
+    with torch.npu.stream(stream):
+        ops.unpack(there, tensors, table)
+        ops.pack(again, tensors, table)
+    torch.npu.synchronize()
+    wrong = [] if torch.equal(again.cpu(), bucket) else ["the bucket"]
+    for i, (start, size) in enumerate(regions):
+        box = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+        expected = torch.zeros_like(values[i])
+        expected[box] = values[i][box]
+        if not torch.equal(tensors[i].cpu(), expected):
+            wrong.append(f"tensor {i}")
+    print(json.dumps({"wrong": wrong, "stream": hex(stream.npu_stream)}), flush=True)
+    os._exit(0)  # torch_npu's end asks for more of CANN than there is here
+
+
+if __name__ == "__main__":
+    main()

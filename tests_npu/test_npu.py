@@ -1,0 +1,77 @@
+"""The op and the loader on ``npu:0`` tensors, with the real torch_npu and its ProcessGroupHCCL, over a fake CANN. It has no
+kernels, so that only contiguous copies of one dtype work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fakecann
+import pytest
+
+HERE = Path(__file__).parent
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def cann(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fakecann.make(tmp_path_factory.mktemp("cann"))
+
+
+def environment(cann: Path, trace: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(cann),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "FAKECANN_TRACE": str(trace),
+    }
+
+
+def test_contiguous_regions_are_copied_by_cann_on_the_stream(cann: Path, tmp_path: Path) -> None:
+    words = [sys.executable, str(HERE / "copies.py")]
+    env = environment(cann, tmp_path / "trace")
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["wrong"] == []
+    copies = [line.split() for line in (tmp_path / "trace").read_text().splitlines()]
+    inside = [(int(line[1]), line[2]) for line in copies if line[0] == "device-to-device"]
+    assert inside == [(nbytes, answer["stream"]) for nbytes in (400, 128, 200)] * 2
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["op two_level", "op flat", "one two_level", "one striped", "one flat", "per_node two_level", "partitioned two_level",
+     "partitioned striped", "every two_level"],
+)  # fmt: skip
+def test_on_one_stream_with_two_communicators(case: str, cann: Path, tmp_path: Path) -> None:
+    processes = []
+    for rank in range(RANKS):
+        env = environment(cann, tmp_path / f"trace-{rank}")
+        words = [sys.executable, str(HERE / "rank.py"), str(rank), str(RANKS), str(tmp_path), *case.split()]
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True))
+    try:
+        said = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, (process, (_, errors)) in enumerate(zip(processes, said, strict=True)):
+        assert process.returncode == 0, f"rank {rank}:\n{errors}"
+    for rank, (output, _) in enumerate(said):
+        answer = json.loads(output.splitlines()[-1])
+        assert answer["wrong"] == []
+        lines = [line.split() for line in (tmp_path / f"trace-{rank}").read_text().splitlines()]
+        flat = case.endswith("flat")
+        leads = rank in (0, 2) or case.endswith("striped")
+        assert sum(line[0] == "communicator" for line in lines) == (1 if flat or not leads else 2)
+        second = lines[answer["begin"] :]  # the groups have their communicators
+        ours = answer["stream"]
+        where = {what: {line[2] for line in second if line[0] == what} for what in ("broadcast", "device-to-device")}
+        assert where == {"broadcast": {ours}, "device-to-device": {ours}}
+        to_device = {line[2] for line in second if line[0] == "host-to-device" and int(line[1]) >= 2000}
+        assert len(to_device - {ours}) == answer["reads"]
+        assert ours not in to_device
