@@ -264,7 +264,7 @@ def aborted_into(model: nn.Module) -> list[str]:
 def test_failures_in_the_middle(readers: str, algorithm: str, semantics: str) -> None:
     reader = 0 if readers == "one" else 2
     # The fourth that it reads: of its own turns, or of those that it needs something of.
-    bucket = {"partitioned": "7: ", "every": ""}.get(readers, "3: ")
+    bucket = {"partitioned": "7 (", "every": ""}.get(readers, "3 (")
     read = ("LoadError", [f"rank {reader} could not read bucket {bucket}", "OSError", "the disk is on fire"])
     unpack = ("LoadError", ["rank 3 could not unpack bucket", "RuntimeError: no room to unpack"])
     expected = {"read, meta": read, "read, loaded": read, "unpack, meta": unpack, "unpack, loaded": unpack}
