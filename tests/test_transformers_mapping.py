@@ -222,4 +222,4 @@ def test_a_layer_by_itself_declares_nothing() -> None:
     config = Qwen3MoeConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_experts=2, vocab_size=8)
     with torch.device("meta"):
         layer = AutoModelForCausalLM.from_config(config).model.layers[0]
-    assert resolve("auto", layer) == Mapping.identity()
+    assert resolve("auto", layer, []) == Mapping.identity()
