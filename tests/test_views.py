@@ -105,6 +105,12 @@ def test_the_ranges_of_a_source_fill_what_the_whole_fills(
     assert torch.equal(fill(Assembly(symbol.shape, tuple(pieces)), sources), tensor)
 
 
+def test_a_part_without_elements_is_none_of_a_scalar() -> None:
+    one = views.concatenate([Assembly.of(1, (0,)), Assembly.of(0, (1,))], 0)
+    assert views.reshape(one, ()) == Assembly.of(0, ())
+    assert views.unstack(one, 0) == [Assembly.of(0, ())]
+
+
 def test_what_does_not_go_together_is_refused() -> None:
     a, b = Assembly.of(0, (2, 3)), Assembly.of(1, (2, 4))
     for attempt in (

@@ -71,7 +71,8 @@ def test_on_one_stream_with_two_communicators(case: str, cann: Path, tmp_path: P
         second = lines[answer["begin"] :]  # the groups have their communicators
         ours = answer["stream"]
         where = {what: {line[2] for line in second if line[0] == what} for what in ("broadcast", "device-to-device")}
-        assert where == {"broadcast": {ours}, "device-to-device": {ours}}
+        moves = not case.startswith("every")  # and the manifest is known from the first load
+        assert where == {"broadcast": {ours} if moves else set(), "device-to-device": {ours}}
         to_device = {line[2] for line in second if line[0] == "host-to-device" and int(line[1]) >= 2000}
         assert len(to_device - {ours}) == answer["reads"]
         assert ours not in to_device

@@ -204,7 +204,8 @@ def _unsqueeze(assembly: Assembly) -> Assembly:
 
 
 def _squeezed(parts: tuple[tuple[int, View], ...]) -> tuple[tuple[int, View], ...]:
-    return tuple((source, View((), (), view.offset, ())) for source, view in parts)
+    """Without those that have no elements, as every 0-d view has one."""
+    return tuple((source, View((), (), view.offset, ())) for source, view in parts if 0 not in view.size)
 
 
 def _merge_dims(assembly: Assembly, dim: int) -> Assembly:
