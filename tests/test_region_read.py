@@ -293,7 +293,7 @@ def test_wrong_arguments_read_nothing(files: Files) -> None:
     refused("row 1", [(1, -4)])
     refused("row 1", [(2, 9999)])
     refused("row 1", [(3, 1)])
-    refused("negative stride", [(8, -10)])
+    refused("row 1 has a negative size or stride in dim 0", [(8, -10)])
     refused("row 1", [(8, 2**62)])
     refused("row 1 names file 1", [], 1)
     refused("row 1 names file -1", [], -1)

@@ -189,7 +189,11 @@ class Control:
                 on every rank that is alive.
         """
         if self._store is None:
-            return decide({self.rank: view})
+            try:
+                return decide({self.rank: view})
+            except Exception as error:
+                self._failure = self._refusal(error)
+                raise
         self._round += 1
         self.doing = what
         prefix = f"{self._prefix}{self._round}/"
@@ -230,9 +234,13 @@ class Control:
         try:
             verdict = "o" + decide(views)
         except Exception as error:
-            self.desk.tell(Failure(kind_of(error), text_of(error), self.rank, clean=True), hard=False)
+            self.desk.tell(self._refusal(error), hard=False)
             return "x"
         return verdict if not last or self.desk.end() else "x"
+
+    def _refusal(self, error: Exception) -> Failure:
+        """Of what all ranks wanted, in a round: they stop at the same step."""
+        return Failure(kind_of(error), text_of(error), self.rank, clean=True)
 
     def _hear(self, prefix: str, what: str, view: str, limit: timedelta) -> str:
         assert self._store is not None

@@ -8,10 +8,8 @@ must not reach the model, and no rank may begin a broadcast that its reader will
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from queue import SimpleQueue
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -116,12 +114,6 @@ class DeviceTransfer:
             self._turn.notify_all()
         self._copied.put(None)
 
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        began = perf_counter()
-        yield
-        self._report.phases[phase].seconds += perf_counter() - began
-
     def _is_mine(self, number: int) -> bool:
         return self._flow.readers == "every" or self._flow.reader(number) == self._flow.rank
 
@@ -136,12 +128,12 @@ class DeviceTransfer:
         mine = [(index, number) for index, number in enumerate(self._buckets) if self._is_mine(number)]
         for turn, (index, number) in enumerate(mine):
             pinned = turn % BUFFERS
-            with self._timed("host_to_device"):
+            with self._report.timed("host_to_device"):
                 self._staging.wait_until_copied(pinned)
             regions, nbytes = self._fill(number, self._staging.pinned[pinned])
             if not self._wait_for_turn(index):
                 break
-            with self._timed("host_to_device"):
+            with self._report.timed("host_to_device"):
                 if nbytes:
                     self._staging.copy(pinned, index % BUFFERS, nbytes)
             self._report.phases["host_to_device"].nbytes += nbytes
@@ -159,7 +151,7 @@ class DeviceTransfer:
         """Reads a bucket; returns what to unpack of it, or what went wrong, and the bytes to copy to the device."""
         assert self._checkpoint is not None
         bucket = self._plan.buckets[number]
-        with self._timed("read"):
+        with self._report.timed("read"):
             if self._flow.readers == "every":
                 return self._fill_own(number, bucket, buffer)
             failure = self._framing.fill(number, buffer[: bucket.nbytes], self._checkpoint)
@@ -226,25 +218,25 @@ class DeviceTransfer:
 
     def _broadcast(self, number: int, bucket: Tensor) -> None:
         route = self._routes[self._flow.reader(number)]
-        with self._timed(self._phase):
+        with self._report.timed(self._phase):
             broadcast(bucket, route, self._flow.algorithm, self._staging.stream)
         self._report.phases[self._phase].nbytes += bucket.nbytes
         self._report.transport_steps += steps_of(route, self._flow, bucket.nbytes)
 
     def _receive(self, number: int, buffer: int) -> Regions | Told:
         """Waits for a bucket from another rank, as far as its header."""
-        with self._timed(self._phase):
+        with self._report.timed(self._phase):
             header = self._staging.fetch_header(buffer)
             bucket = self._staging.buckets[buffer][: self._plan.buckets[number].nbytes]
             told = self._framing.check(number, header, bucket[HEADER_BYTES:])
         if told is None and self._framing.checked:
-            with self._timed("verify"):
+            with self._report.timed("verify"):
                 self._framing.verify(number, self._flow.reader(number), bucket.cpu())
             self._report.phases["verify"].nbytes += bucket.nbytes - HEADER_BYTES
         return told if told is not None else self._regions(number)
 
     def _take(self, number: int, regions: Regions, bucket: Tensor) -> None:
-        with self._timed("unpack"):
+        with self._report.timed("unpack"):
             if self._failure is None and regions.targets:
                 try:
                     on_cpu, on_device = regions.by_device()

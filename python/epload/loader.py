@@ -300,20 +300,24 @@ class HierarchicalLoader:
         work, failure = _attempt(lambda: self._inspect(model, checkpoint, dtype, parts))
         said = self._options(work.device if work is not None else CPU)
         options = f"{said} local_modules={parts is not None and bool(parts.local_modules)}"
-        view = [options, work is not None and bool(work.targets.lost), self._manifest and self._manifest.identity]
+        view: dict[str, Any] = {
+            "options": options,
+            "lost": work is not None and bool(work.targets.lost),
+            "known": self._manifest and self._manifest.identity,
+        }
         if work is not None and self.topology.rank == self.src and len(self.topology.ranks) > 1:
             assert work.checkpoint is not None
             ours = work.checkpoint.manifest
-            view.append([len(ours.compact), ours.identity, ours.about])
+            view["manifest"] = len(ours.compact), ours.identity, ours.about
 
-        def decide(views: dict[int, list[Any]]) -> list[Any]:
-            _all_equal({rank: str(view[0]) for rank, view in views.items()})
+        def decide(views: dict[int, dict[str, Any]]) -> list[Any]:
+            _all_equal({rank: view["options"] for rank, view in views.items()})
             announced = None
             if len(views) > 1:
-                announced = _Announced(*views[self.src][3])
-                if all(view[2] == announced.identity for rank, view in views.items() if rank != self.src):
+                announced = _Announced(*views[self.src]["manifest"])
+                if all(view["known"] == announced.identity for rank, view in views.items() if rank != self.src):
                     announced = announced._replace(nbytes=0)
-            return [announced, len({view[1] for view in views.values()}) > 1]
+            return [announced, len({view["lost"] for view in views.values()}) > 1]
 
         announced, uneven = self._control.settle("opening the checkpoint", failure, view, decide)
         assert work is not None

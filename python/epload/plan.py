@@ -28,7 +28,8 @@ from epload.views import View
 
 ALIGNMENT = 16
 """Bytes; where a slot may start. The widest access of a device, and so that a tensor's dtype can be viewed in place."""
-_FIXED_COLUMNS = 4
+FIXED_COLUMNS = 4
+"""Of the native copy table, before those of the dims (see ``ops.unpack``)."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +298,7 @@ def _buckets(
         _rows(chosen.views[view], owned[layout], dtype, offset, size, dims)
         for layout, view, dtype, offset, size in classes
     ]
-    columns = _FIXED_COLUMNS + 3 * dims
+    columns = FIXED_COLUMNS + 3 * dims
     table = torch.tensor([row for rows in rows_of for row in rows], dtype=torch.int64).reshape(-1, columns)
     count = torch.tensor([len(rows) for rows in rows_of], dtype=torch.int64)
     first = count.cumsum(0) - count
@@ -340,9 +341,9 @@ def _copied_bytes(tables: list[Tensor], manifest: Manifest) -> int:
     if not tables:
         return 0
     rows = torch.cat(tables)
-    dims = (rows.shape[1] - _FIXED_COLUMNS) // 3
+    dims = (rows.shape[1] - FIXED_COLUMNS) // 3
     used = torch.arange(dims) < rows[:, 3:4]
-    sizes = rows[:, _FIXED_COLUMNS + dims : _FIXED_COLUMNS + 2 * dims].where(used, 1)
+    sizes = rows[:, FIXED_COLUMNS + dims : FIXED_COLUMNS + 2 * dims].where(used, 1)
     width = torch.ones(max(map(dtypes.code, manifest.dtypes), default=0) + 1, dtype=torch.int64)
     for dtype in set(manifest.dtypes):
         width[dtypes.code(dtype)] = dtype.itemsize

@@ -18,13 +18,11 @@ from epload import dtypes, ops
 from epload.checkpoint import Checkpoint
 from epload.errors import LoadError
 from epload.manifest import Manifest
-from epload.plan import Bucket, LoadPlan
+from epload.plan import FIXED_COLUMNS, Bucket, LoadPlan
 
 VERIFY = ("off", "buckets", "sample", "full")
 SAMPLED = 16
 """With "sample", one in so many pieces of tensors is proven; which ones follows from the plan."""
-_FIXED = 4
-"""Columns of a copy table before start, size and stride."""
 _SHOWN = 10
 
 
@@ -49,9 +47,8 @@ class Proof:
             targets = [local[bucket.targets[t]] for t in wanted.tolist()]
             digests = ops.digest_tensors([target if target.is_cpu else target.cpu() for target in targets], table)
             table[:, 0] = torch.tensor([dtypes.code(target.dtype) for target in targets])[table[:, 0]]
-            table[:, _FIXED : _FIXED + (table.shape[1] - _FIXED) // 3] = (
-                0  # where in the tensor, which says nothing there
-            )
+            dims = (table.shape[1] - FIXED_COLUMNS) // 3
+            table[:, FIXED_COLUMNS : FIXED_COLUMNS + dims] = 0  # where in the tensor, which says nothing there
             head = torch.tensor([number, *table.shape])
             # Column by column, as a column is mostly one value over and over.
             parts[self._verifier(number)] += [head, table.T.reshape(-1), digests]

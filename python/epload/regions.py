@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from epload import dtypes
-from epload.plan import ALIGNMENT
-
-_FIXED_COLUMNS = 4
+from epload.plan import ALIGNMENT, FIXED_COLUMNS
 
 
 class Regions(NamedTuple):
@@ -47,7 +45,7 @@ class Regions(NamedTuple):
         copies = self.copies.clone()
         dims = _dims(copies)
         copies[:, 0] = torch.arange(len(copies))
-        copies[:, _FIXED_COLUMNS : _FIXED_COLUMNS + dims] = 0
+        copies[:, FIXED_COLUMNS : FIXED_COLUMNS + dims] = 0
         views = []
         for _, at, code, ndim, *box in table.tolist():
             dtype, size = dtypes.from_code(code), box[dims : dims + ndim]
@@ -60,9 +58,9 @@ def packed(copies: Tensor) -> tuple[Tensor, int]:
     dims = _dims(copies)
     made = copies.clone()
     beyond = torch.arange(dims) >= copies[:, 3:4]
-    size = copies[:, _FIXED_COLUMNS + dims : _FIXED_COLUMNS + 2 * dims].masked_fill(beyond, 1)
+    size = copies[:, FIXED_COLUMNS + dims : FIXED_COLUMNS + 2 * dims].masked_fill(beyond, 1)
     inner = size.flip(1).cumprod(1).flip(1)  # elements of one index of the dim before
-    made[:, _FIXED_COLUMNS + 2 * dims : -1] = inner[:, 1:]
+    made[:, FIXED_COLUMNS + 2 * dims : -1] = inner[:, 1:]
     made[:, -1] = 1
     itemsize = torch.zeros(len(copies), dtype=torch.int64)
     for code in torch.unique(copies[:, 2]).tolist():
@@ -74,4 +72,4 @@ def packed(copies: Tensor) -> tuple[Tensor, int]:
 
 
 def _dims(copies: Tensor) -> int:
-    return (copies.shape[1] - _FIXED_COLUMNS) // 3
+    return (copies.shape[1] - FIXED_COLUMNS) // 3

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -174,7 +172,7 @@ class Transfer:
             buckets = [self._plan.buckets[number] for number in wave.numbers]
             targets = [self._local[t] for bucket in buckets for t in bucket.targets]
             try:
-                with self._timed("read"):
+                with self._report.timed("read"):
                     nbytes = self._checkpoint.read_regions(targets, *_joined(buckets)) if targets else 0
                     if nbytes is None:
                         nbytes = sum(self._read_whole(bucket) for bucket in buckets)
@@ -226,12 +224,6 @@ class Transfer:
             self._wait("unpacked", index + 1 - BUFFERS, self._flow.sharers)
             self._wait("checked", index + 1 - BUFFERS, self._flow.relays)
 
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        began = perf_counter()
-        yield
-        self._report.phases[phase].seconds += perf_counter() - began
-
     def _buffer(self, index: int) -> Tensor:
         return self._memory.buffers[index % BUFFERS]
 
@@ -246,7 +238,7 @@ class Transfer:
             if self._over.is_set():
                 break
             gave_up = False
-            with self._timed("read"):
+            with self._report.timed("read"):
                 for i in mine:
                     bucket = self._plan.buckets[wave.numbers[i]]
                     at = wave.begins[i]
@@ -297,7 +289,7 @@ class Transfer:
         table = torch.tensor(steps, dtype=torch.int64)
         self._at("relay", f"passes on buckets {buckets[0][0]} to {buckets[-1][0]}, {_neighbours(steps)}")
         try:
-            with self._timed(phase):
+            with self._report.timed(phase):
                 messages = ops.relay(
                     buffer, table, self._route.inter_group, self._route.intra_group, self._chunk,
                     self._memory.board.words, self._message_limit.total_seconds(),
@@ -309,7 +301,7 @@ class Transfer:
         self._report.phases[phase].nbytes += sum(end - begin for begin, end, *_ in steps)
 
     def _broadcast(self, buckets: list[tuple[int, int, int]], buffer: Tensor) -> None:
-        with self._timed("inter_node"):
+        with self._report.timed("inter_node"):
             for number, begin, end in buckets:
                 reader, group = self._flow.reader(number), self._route.inter_group
                 self._at("relay", f"broadcasts bucket {number} from rank {reader}")
@@ -344,7 +336,7 @@ class Transfer:
             buffer = self._buffer(index)
             if self._framing.checked:
                 self._verify(index, wave)
-            with self._timed("unpack"):
+            with self._report.timed("unpack"):
                 for number, begin in zip(wave.numbers, wave.begins, strict=True):
                     bucket = self._plan.buckets[number]
                     self._take(number, bucket, buffer[begin : begin + bucket.nbytes])
@@ -353,7 +345,7 @@ class Transfer:
     def _verify(self, index: int, wave: _Wave) -> None:
         """Checks the payload of a wave's buckets, dealt out among the ranks that share them."""
         sharers = self._flow.sharers
-        with self._timed("verify"):
+        with self._report.timed("verify"):
             for number, begin in zip(wave.numbers, wave.begins, strict=True):
                 if sharers[number % len(sharers)] != self._flow.rank:
                     continue
