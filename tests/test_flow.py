@@ -221,6 +221,18 @@ def test_chunk_bytes(flow: Flow, a: int, b: int) -> None:
         assert flow.chunk_bytes(more) * (hops - 1) <= more / 128
 
 
+@pytest.mark.parametrize("nodes", [2, 16, 17, 64])
+def test_chunks_of_waves_with_fewer_buckets_than_nodes(nodes: int) -> None:
+    """The next wave's readers wait while a chunk goes over as many nodes as a wave has buckets: for an eighth of a wave."""
+    flow = Flow(tuple((rank,) for rank in range(nodes)), 0, 0, "partitioned", "two_level", True)
+    total, bucket, per_wave = 1 << 40, 4 << 20, 16
+    chunk = flow.chunk_bytes(total, bucket, per_wave)
+    if nodes > per_wave:
+        assert per_wave * chunk <= per_wave * bucket / 8
+    else:
+        assert chunk == flow.chunk_bytes(total)
+
+
 @given(st.integers(0, 1 << 45), st.integers(1, 1 << 35))
 def test_wave_limit(total: int, most: int) -> None:
     limit = limit_of(total, most)

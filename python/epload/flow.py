@@ -21,6 +21,7 @@ MIN_PART_BYTES = 4 << 20
 """A reader's share of a wave is no smaller, so that its reads stay long."""
 STRIPE_ALIGNMENT = 64
 _MAX_FILL = 1 / 128
+_MAX_WAVE_FILL = 1 / 8
 _CHUNK_BYTES = (512 << 10, 16 << 20)
 
 Step = tuple[int, int, int, int, int, int]
@@ -134,12 +135,18 @@ class Flow:
             return self.leaders[node]
         return sorted(self.nodes[node])[sorted(self.nodes[self.node]).index(self.rank)]
 
-    def chunk_bytes(self, total: int) -> int:
-        """Bytes of a message: large, but so that filling the longest chain takes little of the time of ``total`` bytes."""
+    def chunk_bytes(self, total: int, bucket: int = 0, per_wave: int = 1) -> int:
+        """Bytes of a message: large, but so that filling the longest chain takes little of the time of ``total`` bytes.
+
+        With fewer buckets in a wave than nodes, the readers of the next wave stand ``per_wave`` nodes further along the ring
+        and wait for the last chunk to come there: it is then a small part of a bucket, which has ``bucket`` bytes.
+        """
         hops = len(self.nodes) - 1 if self.crosses else 0
         if not self.shared:
             hops += max(map(len, self.nodes)) - 1
         low, high = _CHUNK_BYTES
+        if self.readers == "partitioned" and self.crosses and len(self.nodes) > per_wave:
+            high = max(low, int(bucket * _MAX_WAVE_FILL))
         return max(low, min(high, int(total * _MAX_FILL / max(hops - 1, 1)) >> 16 << 16))
 
 

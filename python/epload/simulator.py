@@ -135,7 +135,7 @@ def _moving(way: str, total: int, tensors: int, cluster: Cluster) -> float:
     rates = Rates([all_read] * c.world, c.link * cards if c.nodes > 1 else INFINITE, c.place, c.intra, c.hop, c.message)
     wave, per_wave = waves(total, nodes, readers if readers in ("partitioned", "auto") else "one")
     flow = Flow(tuple(map(tuple, nodes)), 0, 0, "partitioned" if readers == "partitioned" else "one", "two_level", True)
-    chunk = min(flow.chunk_bytes(total), wave // per_wave)
+    chunk = min(flow.chunk_bytes(total, wave // per_wave, per_wave), wave // per_wave)
     buckets = -(-total * per_wave // wave)
     if way in ("ring", "tensor ring"):
         count = tensors if way == "tensor ring" else buckets
@@ -149,8 +149,7 @@ def _moving(way: str, total: int, tensors: int, cluster: Cluster) -> float:
         return costs.one(total, owned, c.nodes, rates, one_reads, wave, chunk) + overhead
     if readers == "partitioned":
         more = costs.partitioned_waves(total, c.nodes, wave, per_wave, chunk, rates) if c.nodes > 1 else 0.0
-        first = wave / sum(rates.read)  # read before anything moves; auto's estimate has a wave's crossing in its place
-        return costs.partitioned(total, owned, c.nodes, 0, rates) + first + more + overhead
+        return costs.partitioned(total, owned, c.nodes, wave, rates) + more + overhead
     if readers == "per_node":
         reading = min(c.reader, c.storage, c.storage_all / c.nodes)
         return costs.per_node(total, owned, [reading], rates) + overhead

@@ -122,7 +122,7 @@ class Transfer:
         self._limit = 1.25 * self._message_limit + timedelta(seconds=2)  # the network's passes first, and says more
         self._stages_at: dict[str, str] = {}
         self._framing = framing
-        self._chunk = flow.chunk_bytes(plan.nbytes)
+        self._chunk = flow.chunk_bytes(plan.nbytes, plan.largest, per_wave)
         self._failure: LoadError | None = None
         """What went wrong on this rank, or what a reader said in the bucket that ended the transfer."""
         self.broken = False
