@@ -227,7 +227,7 @@ def check(world: int, kind: str, folder: Path, loaders: Iterator[epload.Hierarch
             model = way.parallelise(model)
             loader = next(loaders)
             report = loader.load(model, folder / layout)
-            what = f"{layout}, {name} on {world}, readers={loader.readers}"
+            what = f"{layout}, {name} on {world}, readers={loader.options.readers}"
             if report.missing_keys or report.unexpected_keys:
                 yield f"{what}: missing {report.missing_keys}, unexpected {report.unexpected_keys}"
             yield from (f"{what}: {wrong}" for wrong in differences(expected, model))

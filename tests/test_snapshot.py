@@ -250,7 +250,7 @@ def after_loads(rank: int) -> list[str]:
 
     for what in ("meta", "a load", "two loads", "three"):
         load(what)
-    if loader._snapshot is None or loader._snapshot.read(model, (None, None)) is None:
+    if loader._preparation.snapshot is None or loader._preparation.snapshot.read(model, (None, None)) is None:
         said.append("no snapshot is in use")
     model(torch.arange(13)).sum().backward()
     load("a step")

@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from epload.broadcast import coalesced_bcast
-from epload.loader import Strict, load
+from epload.loader import load
 from epload.mapping import Mapping, compiled
 from epload.materialise import default_init
+from epload.preparation import Strict
 from epload.report import LoadReport
 
 

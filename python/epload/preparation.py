@@ -1,0 +1,397 @@
+"""What comes before data moves: opening, sharing the manifest, planning. Every step ends in a round where all ranks hear of a
+failure, so that they go on together or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from epload import materialise as mat
+from epload import sharing
+from epload.buffers import check_lost, find_holders
+from epload.checkpoint import Checkpoint
+from epload.device_side import DeviceSide
+from epload.devices import CPU, check_backend, devices_of
+from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, text_of
+from epload.flow import wave_limit
+from epload.manifest import Manifest
+from epload.mapping import Mapping, spell_misfits
+from epload.mapping import resolve as resolve_mapping
+from epload.node_memory import Board
+from epload.parts import Parts
+from epload.plan import LoadPlan, describe, explain_difference, make_plan
+from epload.report import LoadReport
+from epload.snapshot import Snapshot
+from epload.targets import DTypes, Targets, collect
+from epload.topology import Route, Topology
+from epload.transfer import SLOWEST
+from epload.watch import Watch
+from epload.ways import Options, Ways
+
+T = TypeVar("T")
+Strict = bool | Literal["shapes"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be loaded into what, as one rank's caller says it. See ``HierarchicalLoader.load``."""
+
+    model: nn.Module
+    checkpoint: Any
+    mapping: Mapping | str
+    strict: Strict
+    dtype: DTypes
+    parts: Parts | None
+    init_missing: mat.InitMissing | None
+
+    @property
+    def hook(self) -> mat.InitMissing | None:
+        """What fills tensors that the checkpoint does not."""
+        return self.init_missing if self.init_missing is not None else mat.default_init(self.model)
+
+
+class _Announced(NamedTuple):
+    """What the source rank says of its manifest before it sends it."""
+
+    nbytes: int
+    """Of its compact form; 0 if every rank has it, from the load before."""
+    identity: str
+    about: list[Any]
+
+
+@dataclass
+class _Opened:
+    """One rank's side of one load."""
+
+    targets: Targets
+    device: torch.device
+    home: torch.device
+    checkpoint: Checkpoint | None
+    local_modules: bool
+    """Whether ranks may hold different modules."""
+    manifest: _Announced = field(default_factory=lambda: _Announced(0, "", []))
+    holders: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One load, as all ranks have agreed on it. Equal on all but for ``targets``, ``checkpoint`` and the plan's copies."""
+
+    targets: Targets
+    device: torch.device
+    home: torch.device
+    """Of tensors on meta, see ``devices.Devices``."""
+    checkpoint: Checkpoint | None
+    """None on a rank that has not opened it."""
+    holders: dict[str, int]
+    """Buffers that no checkpoint holds and some rank lacks, each with a rank that has it."""
+    manifest: Manifest
+    plan: LoadPlan
+    route: Route
+    """Of the manifest, and of buckets that are not striped."""
+    per_wave: int
+    all_read: bool
+    """Whether every rank has opened the checkpoint."""
+    owned: list[int]
+    """Bytes that each rank copies into its shards, in the order of the ranks."""
+    missing: list[str]
+    mismatched: list[str]
+    """Names of the model, on whichever rank."""
+
+
+class Preparation:
+    """Of the loads of one loader; keeps what the next one need not find out again."""
+
+    def __init__(self, topology: Topology, options: Options, ways: Ways, device: DeviceSide, watch: Watch) -> None:
+        self._topology = topology
+        self._control = topology.control
+        self._watch = watch
+        self._options = options
+        self._ways = ways
+        self._device = device
+        self.snapshot: Snapshot | None = None
+        self.manifest: Manifest | None = None
+        """That of the load before."""
+        self._last: tuple[tuple[bytes, Mapping, str, frozenset[int]], Targets, LoadPlan] | None = None
+
+    def run(self, request: Request, stream: torch.Stream | None, report: LoadReport) -> Prepared:
+        """Collective. ``stream``: that of the models' device, if the caller gave one.
+
+        Raises:
+            LoadError, ValueError, TypeError: the same on every rank; nothing has been changed.
+        """
+        opened = self._open(request, stream)
+        computed = request.hook is not None
+        route, manifest = self._connect(opened, report)
+        return self._agree_on_plan(request, opened, route, manifest, computed)
+
+    # ---- opening ----
+
+    def _open(self, request: Request, stream: torch.Stream | None) -> _Opened:
+        opened, failure = attempt(lambda: self._inspect(request, stream))
+        parts = request.parts
+        said = self._spelled(opened.device if opened is not None else CPU)
+        options = f"{said} local_modules={parts is not None and bool(parts.local_modules)}"
+        src = self._options.src
+        view: dict[str, Any] = {
+            "options": options,
+            "lost": opened is not None and bool(opened.targets.lost),
+            "known": self.manifest and self.manifest.identity,
+        }
+        if opened is not None and self._topology.rank == src and len(self._topology.ranks) > 1:
+            assert opened.checkpoint is not None
+            ours = opened.checkpoint.manifest
+            view["manifest"] = len(ours.compact), ours.identity, ours.about
+
+        def decide(views: dict[int, dict[str, Any]]) -> list[Any]:
+            _all_equal({rank: view["options"] for rank, view in views.items()})
+            announced = None
+            if len(views) > 1:
+                announced = _Announced(*views[src]["manifest"])
+                if all(view["known"] == announced.identity for rank, view in views.items() if rank != src):
+                    announced = announced._replace(nbytes=0)
+            return [announced, len({view["lost"] for view in views.values()}) > 1]
+
+        announced, uneven = self._control.settle("opening the checkpoint", failure, view, decide)
+        assert opened is not None
+        if announced is not None:
+            opened.manifest = _Announced(*announced)
+        if uneven:  # some ranks have buffers that others lack
+            opened.holders.update(find_holders(self._control, request.model, opened.targets))
+        return opened
+
+    def _spelled(self, device: torch.device) -> str:
+        """What ranks must agree on before they can so much as share the manifest."""
+        by_node = " by node" if device != CPU and self._ways.share_buffers(device) else ""
+        o = self._options
+        return (
+            f"readers={o.readers} algorithm={o.algorithm}{by_node} src={o.src} bucket_bytes={o.bucket_bytes} "
+            f"device={device.type} verify={o.verify}"
+        )
+
+    def _inspect(self, request: Request, stream: torch.Stream | None) -> _Opened:
+        asked = (request.dtype, request.parts)
+        model, checkpoint = request.model, request.checkpoint
+        targets = self.snapshot.read(model, asked) if self.snapshot is not None else None
+        if targets is None:
+            targets = collect(model, request.dtype, request.parts)
+            if self._last is not None:  # one load pays for nothing that only the next one gains from
+                self.snapshot = Snapshot(model, targets, asked)
+        device, home = devices_of(targets, mat.offloaded(model), stream)
+        check_backend(self._topology.group, device)
+        source = None
+        options, path = self._options, isinstance(checkpoint, str | os.PathLike)
+        joins = self._ways.may_read(device) and not path and options.readers != "auto"
+        if self._topology.rank == options.src or joins:
+            source = Checkpoint.open(checkpoint, self.manifest)
+            if source.once and options.proves:
+                raise ValueError(
+                    f"verify={options.verify!r} reads the checkpoint again after the load, but this one can be read only once: "
+                    "leave out consume=True, or pass verify='buckets'"
+                )
+        return _Opened(targets, device, home, source, request.parts is not None and bool(request.parts.local_modules))
+
+    # ---- the manifest ----
+
+    def _connect(self, opened: _Opened, report: LoadReport) -> tuple[Route, Manifest]:
+        """The route of the data, and over it the manifest."""
+        self._control.doing = "sharing the manifest"
+        try:
+            route = self._ways.route(opened.device)
+            return route, self._share_manifest(opened, route, report)
+        except LoadError:
+            raise
+        except RuntimeError as error:
+            raise LoadError(f"sharing the manifest: {text_of(error)}") from error
+
+    def _share_manifest(self, opened: _Opened, route: Route, report: LoadReport) -> Manifest:
+        """The source's manifest, on every rank."""
+        nbytes, _, about = opened.manifest
+        reads = self._topology.rank == self._options.src
+        if reads:
+            assert opened.checkpoint is not None
+            known = opened.checkpoint.manifest
+        elif nbytes == 0:
+            assert self.manifest is not None
+            known = self.manifest.seen_as(about)
+        if nbytes == 0:
+            return known
+        compact, flow = known.compact if reads else bytes(nbytes), self._ways.flow(opened.device, False, "one")
+        if opened.device == CPU:
+            board, limit = Board.alone(), self._control.deadline.total_seconds() + nbytes / SLOWEST
+            with self._watch.guards(board):
+                received, steps = sharing.through_host(compact, flow, route, board, limit)
+        else:
+            received, steps = sharing.on_stream(compact, flow, route, self._device.stream(opened.device))
+        report.transport_steps += steps
+        return known if reads else Manifest.from_compact(received, about)
+
+    def _join(self, opened: _Opened, checkpoint: Any, manifest: Manifest) -> Manifest:
+        """Opens the checkpoint on the other ranks that read, by the source's manifest."""
+        auto = self._options.readers == "auto"
+        if auto and manifest.places is None:
+            return manifest
+        if self._ways.may_read(opened.device) and opened.checkpoint is None:
+            try:
+                opened.checkpoint = Checkpoint.join(checkpoint, manifest)
+            except (CheckpointError, TypeError):
+                if not auto:
+                    raise
+        return opened.checkpoint.manifest if opened.checkpoint is not None else manifest
+
+    # ---- the plan ----
+
+    def _agree_on_plan(
+        self, request: Request, opened: _Opened, route: Route, known: Manifest, computed: bool
+    ) -> Prepared:
+        """``computed``: whether somebody computes the buffers that no checkpoint holds."""
+        strict, targets = request.strict, opened.targets
+
+        def prepare() -> tuple[Manifest, Mapping]:
+            manifest = self._join(opened, request.checkpoint, known)
+            if not computed:
+                check_lost(targets, opened.holders)
+            if strict not in (True, False, "shapes"):
+                raise ValueError(f"expected strict to be True, False or 'shapes', got {strict!r}")
+            return manifest, resolve_mapping(request.mapping, request.model, targets.index)
+
+        prepared, unprepared = attempt(prepare)
+        plan, failure, options = None, None, ""
+        per_wave = 0
+        if prepared is not None:
+            manifest, rules = prepared
+            self.manifest = manifest
+            wave = wave_limit(manifest.nbytes, self._options.bucket_bytes)
+            per_wave = self._ways.per_wave(opened.device, wave)
+            options = f"{self._spelled(opened.device)} strict={strict} mapping={rules}"
+
+            def make(wanted: frozenset[int] = frozenset()) -> LoadPlan:
+                size = wave // per_wave if self._ways.share_buffers(opened.device) else wave
+                return self._plan(manifest, targets, rules, size, options, wanted)
+
+            wanted = self._wanted_by_any(manifest, make) if opened.local_modules else frozenset()
+
+            def check() -> LoadPlan:
+                plan = make(wanted)
+                if (strict and plan.mismatched) or (strict is True and (plan.missing or plan.unexpected)):
+                    raise ModelMismatch(_spell_keys(manifest, plan, strict))
+                return plan
+
+            plan, failure = attempt(check)
+        view = [plan.fingerprint.hex() if plan else "", opened.checkpoint is not None, plan.owned if plan else 0]
+
+        def decide(views: dict[int, list[Any]]) -> list[Any]:
+            ordered = [views[rank] for rank in self._topology.ranks]
+            return [
+                _distinct({rank: v[0] for rank, v in views.items()}),
+                all(v[1] for v in ordered),
+                [v[2] for v in ordered],
+            ]
+
+        fingerprints, all_read, owned = self._control.settle("planning", unprepared, view, decide, patience=2)
+        if "" in fingerprints or len(fingerprints) > 1:
+            self._disagree(describe(manifest, targets, self._options.bucket_bytes, options))
+            self._control.settle("planning", failure)
+            raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
+        assert plan is not None
+        missing, mismatched = self._unfilled_anywhere(opened, plan)
+        return Prepared(
+            targets, opened.device, opened.home, opened.checkpoint, opened.holders, manifest, plan, route, per_wave,
+            all_read, owned, missing, mismatched,
+        )  # fmt: skip
+
+    def _wanted_by_any(self, manifest: Manifest, make: Callable[[], LoadPlan]) -> frozenset[int]:
+        """Checkpoint tensors that some rank has a place for, by number. A rank that cannot plan ends the load here; one that
+        could not even prepare has its say in this same round."""
+        plan, failure = attempt(make)
+        left = {*plan.unexpected, *plan.tied} if plan is not None else set()
+        # What has another shape here is sent too: harmless, and it may fit elsewhere.
+        view = f"{sum(1 << i for i, name in enumerate(manifest.names) if name not in left):x}"
+
+        def either(views: dict[int, str]) -> str:
+            return f"{reduce(or_, (int(text, 16) for text in views.values())):x}"
+
+        bits = int(self._control.settle("planning", failure, view, either, patience=2), 16)
+        return frozenset(i for i in range(len(manifest.names)) if bits >> i & 1)
+
+    def _unfilled_anywhere(self, opened: _Opened, plan: LoadPlan) -> list[list[str]]:
+        """Missing and mismatched names of the model, on whichever rank."""
+        kinds = [list(plan.missing), list(plan.mismatched)]
+        if not opened.local_modules:
+            return kinds
+        known = {opened.targets.names[i]: name for name, i in reversed(opened.targets.index.items())}
+
+        def all_of(views: dict[int, list[list[str]]]) -> list[list[str]]:
+            return [list(dict.fromkeys(name for view in views.values() for name in view[kind])) for kind in (0, 1)]
+
+        mine = [[known[name] for name in names] for names in kinds]
+        unfilled: list[list[str]] = self._control.settle("the report", None, mine, all_of)
+        return unfilled
+
+    def _disagree(self, view: list[str]) -> None:
+        """Raises ManifestMismatch on every rank if what the ranks want to load into what differs."""
+        digest = hashlib.blake2b("\n".join(view).encode(errors="backslashreplace"), digest_size=16).hexdigest()
+        speakers = list(self._control.settle("planning", None, digest, _distinct).values())
+        if len(speakers) == 1:
+            return
+
+        def differ(views: dict[int, list[str] | None]) -> None:
+            raise explain_difference({r: v for r, v in sorted(views.items()) if v is not None}, min(speakers))
+
+        self._control.settle("planning", None, view if self._topology.rank in speakers else None, differ)
+
+    def _plan(
+        self,
+        manifest: Manifest,
+        targets: Targets,
+        mapping: Mapping,
+        bucket_bytes: int,
+        options: str,
+        wanted: frozenset[int],
+    ) -> LoadPlan:
+        """A plan depends on nothing but its inputs, so that of the last load is kept for a load of the same kind."""
+        inputs = (manifest.digest, mapping, f"{bucket_bytes} {options}", wanted)
+        if self._last is None or self._last[0] != inputs or not targets.same_as(self._last[1]):
+            plan = make_plan(manifest, targets, mapping, bucket_bytes, options, wanted)
+            self._last = (inputs, replace(targets, tensors=[]), plan)
+        return self._last[2]
+
+
+def attempt(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """What a step gives, or how it failed, for the round that ends it."""
+    try:
+        return step(), None
+    except Exception as error:
+        return None, error
+
+
+def _distinct(views: dict[int, str]) -> dict[str, int]:
+    """Each distinct view with the first rank that has it."""
+    return {view: rank for rank, view in reversed(views.items())}
+
+
+def _all_equal(options: dict[int, str]) -> None:
+    by_text: dict[str, list[int]] = {}
+    for rank, text in options.items():
+        by_text.setdefault(text, []).append(rank)
+    if len(by_text) > 1:
+        said = "; ".join(f"ranks {ranks} have {text}" for text, ranks in by_text.items())
+        raise ManifestMismatch(f"the ranks' loaders have different options, nothing was moved: {said}")
+
+
+def _spell_keys(manifest: Manifest, plan: LoadPlan, strict: Strict) -> str:
+    said = [f"{manifest.source} does not fit the model"]
+    for title, keys in (("missing from it", plan.missing), ("unexpected in it", plan.unexpected)):
+        if keys and strict is True:
+            said.append(f"{len(keys)} {title}: {', '.join(keys[:10])}{', ...' if len(keys) > 10 else ''}")
+    if plan.mismatched:
+        said.append(f"{len(plan.mismatched)} of another shape: {spell_misfits(list(plan.mismatched.values()))}")
+    return "; ".join(said) + ". Pass mapping= if names or layouts differ, strict=False to load what fits"
