@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -126,6 +127,7 @@ def _main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     with open(os.path.join(folder, f"stack-{rank}"), "w") as stacks:
         faulthandler.dump_traceback_later(limit, file=stacks, exit=True)
         try:

@@ -46,7 +46,8 @@ def order_between_streams() -> None:
                 late = x.clone()
             assert not second.query()
             assert not done.query()
-        done.synchronize()
+        second.synchronize()
+        assert done.query()
         assert early.tolist() == [0] * 3
         assert late.tolist() == [5] * 3
 
