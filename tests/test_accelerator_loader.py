@@ -24,12 +24,13 @@ from torch.distributed.tensor import DTensor
 
 import fakedev
 import ranks
+import test_loader
 from epload import Checkpoint, HierarchicalLoader, Manifest, Topology, devices
 from epload.checkpoint import Piece
 from epload.device_staging import DeviceStaging
 from epload.devices import check_stream
 from fakedev import build
-from test_loader import BUCKET, Net, State, all_fine, local_of, sharded, state_for
+from test_loader import BUCKET, Net, State, all_fine, sharded, state_for
 from test_loader_errors import Failing, Outcome, check, outcome, unpack_breaks_once
 
 DEVICE = f"{fakedev.NAME}:0"
@@ -54,29 +55,8 @@ def _built() -> None:
     build.device()
 
 
-def meta_net(dtype: torch.dtype = torch.float32, kind: str = fakedev.NAME, **options: Any) -> nn.Module:
-    mesh = init_device_mesh(kind, (dist.get_world_size(),))
-    with torch.device("meta"):
-        return sharded(Net(dtype), mesh=mesh, **options)
-
-
-def wrong(
-    model: nn.Module,
-    state: State,
-    on_cpu: Sequence[str] = (),
-    dtype: torch.dtype | None = None,
-    where: str = DEVICE,
-) -> list[str]:
-    """Names whose local values or devices are not those expected."""
-    said = []
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        full = state[name].to(dtype) if dtype is not None and isinstance(tensor, nn.Parameter) else state[name]
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-        expected = local_of(full, tensor)
-        device = "cpu" if name in on_cpu else where
-        if str(local.device) != device or local.dtype != expected.dtype or not torch.equal(local.cpu(), expected):
-            said.append(f"{name}: {local.device} {local.dtype} {local.flatten()[:3]} not {expected.flatten()[:3]}")
-    return said
+meta_net = partial(test_loader.meta_net, where=DEVICE)
+wrong = partial(test_loader.wrong, where=DEVICE)
 
 
 def for_readers(state: State, readers: str) -> State | None:
@@ -192,13 +172,13 @@ def _kinds(rank: int) -> list[str]:
             report = loader.load(model, for_readers(state_for(number), readers))
             on_device = [name for name, _ in model.named_buffers()]
             on_cpu = [name for name in one if name not in on_device]
-            said += [f"{readers}, offloaded: {text}" for text in wrong(model, state_for(number), on_cpu)]
+            said += [f"{readers}, offloaded: {text}" for text in wrong(model, state_for(number), on_cpu=on_cpu)]
 
         with torch.device("meta"):
             bare = sharded(Bare(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
         state = {name: value for name, value in odd_state(1).items() if name.startswith("layers")}
         report = loader.load(bare, for_readers(state, readers), init_missing=fill)
-        said += [f"{readers}, all offloaded: {text}" for text in wrong(bare, state, list(state))]
+        said += [f"{readers}, all offloaded: {text}" for text in wrong(bare, state, on_cpu=list(state))]
         if report.stream or str(bare.angles.device) != DEVICE or bare.angles.tolist() != [-1.0] * 4:
             said.append(f"{readers}: {report.stream!r}, {bare.angles}")
 
