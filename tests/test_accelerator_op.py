@@ -144,6 +144,24 @@ def test_wrong_use_is_refused_before_anything_moves(semantics: str) -> None:
     contract.agree(ranks.run(3, wrong_use, setup=partial(fakedev.setup, semantics)))
 
 
+def host_job() -> str:
+    fakedev.setup()
+    return "cpu:gloo"
+
+
+def in_a_group_of_its_own(rank: int) -> list[str]:
+    """The job has no backend for the device, the topology's group has."""
+    topo = Topology.from_nodes([[0, 1], [2]], dist.new_group(backend=fakedev.BACKENDS))
+    wrong = []
+    for src, algorithm in ((0, "two_level"), (2, "flat")):
+        wrong += contract.exchange(rank, src, topo, contract.SHAPES, src, DEVICE, algorithm=algorithm)
+    return wrong
+
+
+def test_the_backends_are_those_of_the_topologys_group() -> None:
+    assert ranks.run(3, in_a_group_of_its_own, setup=host_job) == [[]] * 3
+
+
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(problems(), st.booleans())
 def without_kernels(problem: Problem, unpack: bool) -> None:
