@@ -36,7 +36,7 @@ def _built() -> None:
 def test_every_way_from_every_source(world: int, tmp_path: Path) -> None:
     for number in (1, 2):
         contract.save(tmp_path / str(number), number)
-    all_fine(ranks.run(world, contract.matrix, world, tmp_path, DEVICE, WAYS, setup=fakedev.setup))
+    all_fine(ranks.run(world, contract.matrix, world, tmp_path, DEVICE, WAYS, False, setup=fakedev.setup))
 
 
 @pytest.mark.parametrize(("nodes", "algorithm"), [(NODES, "striped"), ([[0, 1, 2], [3]], "two_level"), (NODES, "flat")])

@@ -447,16 +447,14 @@ def ways(world: int) -> list[Way]:
     return found
 
 
-def ways_of_case(number: int, world: int) -> list[Way]:
+def ways_of_case(number: int, world: int, count: int) -> list[Way]:
     found = ways(world)
-    return (
-        [found[(number + turn * len(found) // WAYS_PER_CASE) % len(found)] for turn in range(WAYS_PER_CASE)]
-        if number
-        else found
-    )
+    return [found[(number + turn * len(found) // count) % len(found)] for turn in range(count)] if number else found
 
 
-def check_cases(rank: int, world: int, folder: str, device: str = "cpu") -> list[str]:
+def check_cases(
+    rank: int, world: int, folder: str, device: str = "cpu", ways_per_case: int = WAYS_PER_CASE
+) -> list[str]:
     """What is wrong, a line a tensor."""
     global where
     where = torch.device(device)
@@ -467,7 +465,7 @@ def check_cases(rank: int, world: int, folder: str, device: str = "cpu") -> list
         what = case.name
         try:
             expected = oracle(case)
-            for way in ways_of_case(number, world):
+            for way in ways_of_case(number, world, ways_per_case):
                 what = f"{case.name}, {way}"
                 loaded = load(case, way, topologies[str(way.nodes)], rank, checkpoint_path(folder, number))
                 failures += [f"rank {rank}: {what}: {wrong}" for wrong in differences(expected, loaded)]

@@ -78,14 +78,18 @@ def source_of(kind: str, folder: Path, number: int, rank: int, src: int, readers
 # ---- everything everywhere ----
 
 
-def matrix(rank: int, world: int, folder: Path, device: str = "cpu", ways: Sequence[Way] = WAYS) -> list[str]:
+def matrix(
+    rank: int, world: int, folder: Path, device: str = "cpu", ways: Sequence[Way] = WAYS, every_src: bool = True
+) -> list[str]:
+    """``every_src``: each way from the first, the middle and the last rank, else from one of them in turn."""
     small_waves()
     said = []
     turn = 0
     for nodes in SHAPES[world]:
         topology = Topology.from_nodes(nodes)
         for readers, algorithm in ways:
-            for src in sorted({0, world // 2, world - 1}):
+            sources = sorted({0, world // 2, world - 1})
+            for src in sources if every_src else [sources[turn // 2 % len(sources)]]:
                 loader = HierarchicalLoader(
                     topology, src=src, readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, deadline=60
                 )
