@@ -1,9 +1,8 @@
 """Who reads, for models on a fake asynchronous accelerator: the contract of test_readers, from every source, over uneven nodes,
-with files that differ between ranks and with readers that fail."""
+with files that differ between ranks and with readers that fail. As NCCL's: who reads does not depend on how groups behave."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import fakedev
 import ranks
 import test_readers as contract
 from fakedev import build
-from test_accelerator_loader import DEVICE, SEMANTICS
+from test_accelerator_loader import DEVICE
 from test_loader import NODES, all_fine
 
 WAYS = [
@@ -61,10 +60,8 @@ def test_a_file_that_is_another_on_one_rank(readers: str, tmp_path: Path) -> Non
     contract.differences_are_told(outcomes, folder, readers, 2)
 
 
-@SEMANTICS
 @contract.IN_THE_MIDDLE
-def test_a_reader_that_fails_in_the_middle(readers: str, algorithm: str, nodes: contract.Nodes, semantics: str) -> None:
+def test_a_reader_that_fails_in_the_middle(readers: str, algorithm: str, nodes: contract.Nodes) -> None:
     reading = range(4) if readers == "every" else [node[0] for node in nodes]
-    setup = partial(fakedev.setup, semantics)
-    outcomes = ranks.run(4, contract.in_the_middle, readers, algorithm, nodes, reading, DEVICE, setup=setup)
+    outcomes = ranks.run(4, contract.in_the_middle, readers, algorithm, nodes, reading, DEVICE, setup=fakedev.setup)
     contract.first_failure_is_told(outcomes, 26 if readers == "every" else 7)
