@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,16 +19,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import fakedev
 import ranks
-from epload import Checkpoint, HierarchicalLoader, Manifest, Topology, devices
+import test_loader
+from epload import Checkpoint, HierarchicalLoader, Manifest, Topology
 from epload.checkpoint import Piece
 from epload.device_staging import DeviceStaging
-from epload.devices import check_stream
 from fakedev import build
-from test_loader import BUCKET, Net, State, all_fine, local_of, sharded, state_for
+from test_accelerator_op import ExternalStream
+from test_loader import BUCKET, Net, State, all_fine, sharded, state_for
 from test_loader_errors import Failing, Outcome, check, outcome, unpack_breaks_once
 
 DEVICE = f"{fakedev.NAME}:0"
@@ -54,29 +54,8 @@ def _built() -> None:
     build.device()
 
 
-def meta_net(dtype: torch.dtype = torch.float32, kind: str = fakedev.NAME, **options: Any) -> nn.Module:
-    mesh = init_device_mesh(kind, (dist.get_world_size(),))
-    with torch.device("meta"):
-        return sharded(Net(dtype), mesh=mesh, **options)
-
-
-def wrong(
-    model: nn.Module,
-    state: State,
-    on_cpu: Sequence[str] = (),
-    dtype: torch.dtype | None = None,
-    where: str = DEVICE,
-) -> list[str]:
-    """Names whose local values or devices are not those expected."""
-    said = []
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        full = state[name].to(dtype) if dtype is not None and isinstance(tensor, nn.Parameter) else state[name]
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-        expected = local_of(full, tensor)
-        device = "cpu" if name in on_cpu else where
-        if str(local.device) != device or local.dtype != expected.dtype or not torch.equal(local.cpu(), expected):
-            said.append(f"{name}: {local.device} {local.dtype} {local.flatten()[:3]} not {expected.flatten()[:3]}")
-    return said
+meta_net = partial(test_loader.meta_net, where=DEVICE)
+wrong = partial(test_loader.wrong, where=DEVICE)
 
 
 def for_readers(state: State, readers: str) -> State | None:
@@ -192,13 +171,13 @@ def _kinds(rank: int) -> list[str]:
             report = loader.load(model, for_readers(state_for(number), readers))
             on_device = [name for name, _ in model.named_buffers()]
             on_cpu = [name for name in one if name not in on_device]
-            said += [f"{readers}, offloaded: {text}" for text in wrong(model, state_for(number), on_cpu)]
+            said += [f"{readers}, offloaded: {text}" for text in wrong(model, state_for(number), on_cpu=on_cpu)]
 
         with torch.device("meta"):
             bare = sharded(Bare(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
         state = {name: value for name, value in odd_state(1).items() if name.startswith("layers")}
         report = loader.load(bare, for_readers(state, readers), init_missing=fill)
-        said += [f"{readers}, all offloaded: {text}" for text in wrong(bare, state, list(state))]
+        said += [f"{readers}, all offloaded: {text}" for text in wrong(bare, state, on_cpu=list(state))]
         if report.stream or str(bare.angles.device) != DEVICE or bare.angles.tolist() != [-1.0] * 4:
             said.append(f"{readers}: {report.stream!r}, {bare.angles}")
 
@@ -279,8 +258,7 @@ def _refused(rank: int, folder: Path) -> Outcome:
 
     def refused(case: str, model: nn.Module, source: Any, topo: Topology = topology, **options: Any) -> None:
         before = {n: t if t.is_meta else t.detach().cpu() for n, t in model.state_dict().items()}
-        loader = HierarchicalLoader(topo, bucket_bytes=BUCKET, stream=options.pop("stream", None))
-        failures[case] = outcome(lambda: loader.load(model, source, **options))
+        failures[case] = outcome(lambda: HierarchicalLoader(topo, bucket_bytes=BUCKET, **options).load(model, source))
         for name, tensor in model.state_dict().items():
             if tensor.is_meta != before[name].is_meta or not (
                 tensor.is_meta or bool((tensor.cpu() == before[name]).all())
@@ -297,6 +275,15 @@ def _refused(rank: int, folder: Path) -> Outcome:
     refused("stream for a model on cpu", Net(), one, stream=torch.Stream(DEVICE))
     host_only = Topology.from_nodes(NODES[4], dist.new_group(backend="gloo"))
     refused("no backend", meta_net(), one, topo=host_only)
+    ascend = Topology.from_nodes(NODES[4], dist.new_group(backend=fakedev.AS_ASCEND))
+    refused("no part for Ascend", meta_net(), one, topo=ascend)
+    refused("external stream", meta_net(), one, stream=ExternalStream())
+    refused("external stream, on the device", Net().to(DEVICE), one, stream=ExternalStream())
+    on_side, elsewhere = torch.Stream(DEVICE), torch.Stream(OTHER)
+    refused("rank 2's stream", Net().to(DEVICE), one, stream=elsewhere if rank == 2 else on_side)
+    weight = torch.empty(3, device="meta")
+    lacking = DTensor.from_local(weight, init_device_mesh("cuda", (4,)), [Replicate()], run_check=False)
+    refused("no such device", nn.ParameterDict({"scale": nn.Parameter(lacking)}), one)
     on_cpu = Net() if rank == 3 else Net().to(DEVICE)
     refused("one rank on cpu", on_cpu, one)
     refused("missing file", meta_net(), folder / "absent")
@@ -314,29 +301,17 @@ def test_wrong_use_is_refused_before_anything_moves(tmp_path: Path) -> None:
         "stream of another device": ("ValueError", [f"a stream of {DEVICE}", f"got a stream of {OTHER}"]),
         "stream for a model on cpu": ("ValueError", ["stream=None for a model on cpu", DEVICE]),
         "no backend": ("ValueError", [f"a backend for {fakedev.NAME} tensors", "init_process_group"]),
+        "no part for Ascend": ("ValueError", ["HCCL", "EPLOAD_NPU=1"]),
+        "external stream": ("ValueError", ["ExternalStream", "torch.npu.Stream"]),
+        "external stream, on the device": ("ValueError", ["ExternalStream", "torch.npu.Stream"]),
+        "rank 2's stream": ("ValueError", [f"a stream of {DEVICE}", f"got a stream of {OTHER}", "rank 2"]),
+        "no such device": ("ValueError", ["mesh of cuda devices", f"this torch has {fakedev.NAME}"]),
         "one rank on cpu": ("ManifestMismatch", ["device=cpu", f"device={fakedev.NAME}", "[3]"]),
         "missing file": ("CheckpointError", ["absent"]),
         "keys": ("ModelMismatch", ["1 missing from it: scale"]),
         "shape": ("ModelMismatch", ["scale has shape [2]"]),
     }
     check(ranks.run(4, _refused, tmp_path, setup=fakedev.setup), expected)
-
-
-def test_what_ascend_needs_is_refused_without_it() -> None:
-    class ExternalStream:
-        device = SimpleNamespace(type="npu")
-
-    with pytest.raises(ValueError, match=r"ExternalStream.*torch.npu.Stream"):
-        check_stream(ExternalStream())  # type: ignore[arg-type]
-    npu, group = SimpleNamespace(type="npu"), object()
-    with mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,npu:hccl"):
-        with (
-            mock.patch.object(devices, "build_info", return_value={"npu": False}),
-            pytest.raises(ValueError, match=r"HCCL.*EPLOAD_NPU=1"),
-        ):
-            devices.check_backend(group, npu)  # type: ignore[arg-type]
-        with mock.patch.object(devices, "build_info", return_value={"npu": True}):
-            devices.check_backend(group, npu)  # type: ignore[arg-type]
 
 
 def _without_cpu_backend(rank: int) -> list[str]:

@@ -104,7 +104,8 @@ def _kinds(rank: int) -> list[str]:
         model = meta_net(offload_policy=CPUOffloadPolicy(pin_memory=False))
         loader.load(model, for_readers(one, readers))
         on_device = [name for name, _ in model.named_buffers()]
-        said += [f"{readers}, offloaded: {text}" for text in wrong(model, one, [n for n in one if n not in on_device])]
+        on_cpu = [name for name in one if name not in on_device]
+        said += [f"{readers}, offloaded: {text}" for text in wrong(model, one, on_cpu=on_cpu)]
     return said
 
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,6 +108,12 @@ def test_the_host_does_not_wait(semantics: str) -> None:
     assert ranks.run(2, without_waiting, setup=partial(fakedev.setup, semantics), limit=40) == [[]] * 2
 
 
+class ExternalStream:
+    """As torch_npu's class of that name: a stream that it did not make."""
+
+    device = SimpleNamespace(type="npu")
+
+
 def wrong_use(rank: int) -> tuple[list[str], dict[str, str]]:
     see = contract.Refusals(rank, [[0, 1], [2]], DEVICE)
     one = torch.full((4,), float(rank), device=DEVICE)
@@ -115,6 +122,23 @@ def wrong_use(rank: int) -> tuple[list[str], dict[str, str]]:
     see.check("device and cpu", "ValueError", ["tensor 1", "cpu", "one device"], [one, one.cpu()])
     see.check("stream", "ValueError", [DEVICE, f"{fakedev.NAME}:1"], [one], stream=torch.Stream(other.device))
     see.check("stream on cpu", "ValueError", ["stream", "cpu"], [one.cpu()], stream=torch.Stream(DEVICE))
+    external, of_npu = ["ExternalStream", "torch.npu.Stream"], ExternalStream()
+    see.check("external stream", "ValueError", external, [one], stream=of_npu)
+    host_only = Topology.from_nodes([[0, 1], [2]], dist.new_group(backend="gloo"))
+    see.check("no backend", "ValueError", ["cpu:gloo", f"a backend for {fakedev.NAME}"], [one], topology=host_only)
+    ascend = Topology.from_nodes([[0, 1], [2]], dist.new_group(backend=fakedev.AS_ASCEND))
+    see.check("hccl", "ValueError", ["HCCL", "EPLOAD_NPU=1"], [one], topology=ascend)
+    odd, two = rank == 2, torch.full((5,), float(rank), device=DEVICE)
+    on = torch.Stream(DEVICE)
+    see.check(
+        "rank 2's stream",
+        "ValueError",
+        [f"{fakedev.NAME}:1", "rank 2"],
+        [one, two],
+        stream=torch.Stream(other.device) if odd else on,
+    )
+    see.check("rank 2's external", "ValueError", [*external, "rank 2"], [one, two, one], stream=of_npu if odd else on)
+    see.check("rank 2's devices", "ValueError", ["one device", "rank 2"], [two, other if odd else one])
     wrong, texts = see.answer()
 
     def refused(what: str, parts: list[str], call: Callable[[list[Tensor]], object]) -> None:
@@ -123,25 +147,44 @@ def wrong_use(rank: int) -> tuple[list[str], dict[str, str]]:
             wrong.append(f"{what}: {kind}: {text}, {one}")
 
     everyone = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-    host_only = str(dist.new_group(backend="gloo").group_name)
+    host_group = str(host_only.group.group_name)  # type: ignore[union-attr]
+    ascend_group = str(ascend.group.group_name)  # type: ignore[union-attr]
     two = [f"{fakedev.NAME}:1", DEVICE]
     elsewhere = torch.Stream(other.device)
     refused("op, devices", two, lambda t: ops.coalesced_bcast([*t, other], 0, everyone, "", 100, "flat"))
     refused("op, stream", two, lambda t: ops.coalesced_bcast(t, 0, everyone, "", 100, "flat", elsewhere))
     refused("one rank, devices", two, lambda t: ops.coalesced_bcast([*t, other], 0, "", "", 100, "flat"))
     refused("one rank, stream", two, lambda t: ops.coalesced_bcast(t, 0, "", "", 100, "flat", elsewhere))
-    refused("no backend", [host_only, fakedev.NAME], lambda t: ops.coalesced_bcast(t, 0, host_only, "", 100, "flat"))
-    refused(
-        "no backend in the node",
-        [host_only, fakedev.NAME],
-        lambda t: ops.coalesced_bcast(t, 0, "", host_only, 100, "two_level"),
-    )
+    for what, group, parts in (
+        ("no backend", host_group, [host_group, fakedev.NAME]),
+        ("hccl", ascend_group, ["HCCL", "EPLOAD_NPU=1"]),
+    ):
+        refused(what, parts, lambda t: ops.coalesced_bcast(t, 0, group, "", 100, "flat"))  # noqa: B023
+        refused(f"{what}, node", parts, lambda t: ops.coalesced_bcast(t, 0, "", group, 100, "two_level"))  # noqa: B023
     return wrong, texts
 
 
 @SEMANTICS
 def test_wrong_use_is_refused_before_anything_moves(semantics: str) -> None:
     contract.agree(ranks.run(3, wrong_use, setup=partial(fakedev.setup, semantics)))
+
+
+def host_job() -> str:
+    fakedev.setup()
+    return "cpu:gloo"
+
+
+def in_a_group_of_its_own(rank: int) -> list[str]:
+    """The job has no backend for the device, the topology's group has."""
+    topo = Topology.from_nodes([[0, 1], [2]], dist.new_group(backend=fakedev.BACKENDS))
+    wrong = []
+    for src, algorithm in ((0, "two_level"), (2, "flat")):
+        wrong += contract.exchange(rank, src, topo, contract.SHAPES, src, DEVICE, algorithm=algorithm)
+    return wrong
+
+
+def test_the_backends_are_those_of_the_topologys_group() -> None:
+    assert ranks.run(3, in_a_group_of_its_own, setup=host_job) == [[]] * 3
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)

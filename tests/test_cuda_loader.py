@@ -35,7 +35,7 @@ def contract(rank: int, folder: Path) -> list[str]:
             bucket_bytes=BUCKET,
             stream=streams[number % 3],
         )
-        model = meta_net(kind="cuda")
+        model = meta_net(where=DEVICE)
         loader.load(model, folder / "one.safetensors")
         said += [f"{readers} {algorithm}, from meta: {text}" for text in wrong(model, state_for(1), where=DEVICE)]
         loader.load(model, for_readers(state_for(2), readers))

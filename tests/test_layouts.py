@@ -128,9 +128,13 @@ class Experts(nn.Module):
 # ---- parallelisations ----
 
 
+where = torch.device("cpu")
+"""The models' device, in this rank's process."""
+
+
 @cache
 def mesh(*axes: tuple[str, int]) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(n for _, n in axes), mesh_dim_names=tuple(name for name, _ in axes))
+    return init_device_mesh(where.type, tuple(n for _, n in axes), mesh_dim_names=tuple(name for name, _ in axes))
 
 
 def fsdp(model: nn.Module, axes: Sequence[tuple[str, int]]) -> None:
@@ -223,7 +227,7 @@ def partly_materialised(model: nn.Module) -> None:
     """One tensor of a model on meta has storage already."""
     a = model.get_parameter("a")
     if a.is_meta:
-        model.register_parameter("a", nn.Parameter(torch.full_like(a, -1.0, device="cpu")))
+        model.register_parameter("a", nn.Parameter(torch.full_like(a, -1.0, device=where)))
 
 
 # ---- cases ----
@@ -408,7 +412,7 @@ def stored_values(case: Case, salt: int = 0) -> dict[str, Tensor]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -443,17 +447,17 @@ def ways(world: int) -> list[Way]:
     return found
 
 
-def ways_of_case(number: int, world: int) -> list[Way]:
+def ways_of_case(number: int, world: int, count: int) -> list[Way]:
     found = ways(world)
-    return (
-        [found[(number + turn * len(found) // WAYS_PER_CASE) % len(found)] for turn in range(WAYS_PER_CASE)]
-        if number
-        else found
-    )
+    return [found[(number + turn * len(found) // count) % len(found)] for turn in range(count)] if number else found
 
 
-def check_cases(rank: int, world: int, folder: str) -> list[str]:
+def check_cases(
+    rank: int, world: int, folder: str, device: str = "cpu", ways_per_case: int = WAYS_PER_CASE
+) -> list[str]:
     """What is wrong, a line a tensor."""
+    global where
+    where = torch.device(device)
     flow.MIN_PART_BYTES = 100  # in this rank's process, so that readers share waves of small buckets too
     failures: list[str] = []
     topologies = {str(nodes): epload.Topology.from_nodes(nodes) for nodes in NODES[world]}
@@ -461,7 +465,7 @@ def check_cases(rank: int, world: int, folder: str) -> list[str]:
         what = case.name
         try:
             expected = oracle(case)
-            for way in ways_of_case(number, world):
+            for way in ways_of_case(number, world, ways_per_case):
                 what = f"{case.name}, {way}"
                 loaded = load(case, way, topologies[str(way.nodes)], rank, checkpoint_path(folder, number))
                 failures += [f"rank {rank}: {what}: {wrong}" for wrong in differences(expected, loaded)]
@@ -471,7 +475,7 @@ def check_cases(rank: int, world: int, folder: str) -> list[str]:
 
 
 def oracle(case: Case) -> nn.Module:
-    with torch.device("cpu"):
+    with where:
         model = case.model()
     values = full_values(model)
     with torch.no_grad():
@@ -479,6 +483,12 @@ def oracle(case: Case) -> nn.Module:
             tensor.copy_(values[name])
     case.parallelise(model)
     return model
+
+
+@cache
+def stream() -> torch.Stream | None:
+    """On a device it also says where plain tensors on meta go."""
+    return None if where.type == "cpu" else torch.Stream(where)
 
 
 def load(case: Case, way: Way, topology: epload.Topology, rank: int, path: Path) -> nn.Module:
@@ -491,6 +501,7 @@ def load(case: Case, way: Way, topology: epload.Topology, rank: int, path: Path)
         algorithm=way.algorithm,
         bucket_bytes=way.bucket_bytes,
         deadline=60,
+        stream=stream(),
         progress=False,
     )
     all_read = way.readers in ("partitioned", "every")
@@ -545,9 +556,18 @@ def checkpoint_path(folder: str, number: int) -> Path:
 
 @pytest.mark.parametrize("world", list(NODES))
 def test_a_load_equals_sharding_the_loaded_model(world: int, tmp_path: Path) -> None:
+    none_fails(ranks.run(world, check_cases, world, stored(tmp_path, world)))
+
+
+def stored(folder: Path, world: int) -> str:
+    """The folder, with a file for each case."""
     found = cases(world)
     assert len({case.name for case in found}) == len(found)
     for number, case in enumerate(found):
-        save_file(stored_values(case), checkpoint_path(str(tmp_path), number))
-    failures = [line for lines in ranks.run(world, check_cases, world, str(tmp_path)) for line in lines]
+        save_file(stored_values(case), checkpoint_path(str(folder), number))
+    return str(folder)
+
+
+def none_fails(of_ranks: Sequence[Sequence[str]]) -> None:
+    failures = [line for lines in of_ranks for line in lines]
     assert not failures, f"{len(failures)} failures:\n" + "\n".join(failures[:40])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -68,9 +69,10 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def meta_net(dtype: torch.dtype = torch.float32) -> nn.Module:
+def meta_net(dtype: torch.dtype = torch.float32, where: str = "cpu", **options: Any) -> nn.Module:
+    mesh = init_device_mesh(torch.device(where).type, (dist.get_world_size(),))
     with torch.device("meta"):
-        return sharded(Net(dtype))
+        return sharded(Net(dtype), mesh=mesh, **options)
 
 
 def state_for(number: int = 0, dtype: torch.dtype = torch.float32) -> State:
@@ -95,17 +97,25 @@ def local_of(full: Tensor, like: Tensor) -> Tensor:
     return full
 
 
-def wrong(model: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> list[str]:
-    """Names whose local values are not those of the full tensors in ``state``, cast to ``dtype`` if floating."""
+def wrong(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+    where: str = "cpu",
+    on_cpu: Collection[str] = (),
+) -> list[str]:
+    """Names whose local values are not those of the full tensors in ``state``, cast to ``dtype`` if floating; or which lie on
+    another device than ``where``, or for names in ``on_cpu`` than the CPU."""
     said = []
     for name, tensor in model.state_dict(keep_vars=True).items():
         full = state[name]
         if dtype is not None and isinstance(tensor, nn.Parameter):
             full = full.to(dtype)
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         expected = local_of(full, tensor)
-        if (local.dtype, local.device.type) != (expected.dtype, "cpu") or not torch.equal(local.detach(), expected):
-            said.append(f"{name}: {local.dtype} {local.flatten()[:3]} instead of {expected.flatten()[:3]}")
+        device = "cpu" if name in on_cpu else where
+        if (local.dtype, str(local.device)) != (expected.dtype, device) or not torch.equal(local.cpu(), expected):
+            said.append(f"{name}: {local.device} {local.dtype} {local.flatten()[:3]} not {expected.flatten()[:3]}")
     return said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ranks
@@ -30,7 +32,9 @@ SHAPES: dict[int, list[Nodes]] = {
     4: [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1], [2], [3]], [[0, 1, 2], [3]], [[2, 0], [1, 3]]],
     7: [[[0, 1, 2], [3, 4], [5, 6]]],
 }
-WAYS = [
+Way = tuple[str, str]
+"""Readers and algorithm."""
+WAYS: list[Way] = [
     ("partitioned", "two_level"),
     ("partitioned", "striped"),
     ("partitioned", "flat"),
@@ -74,24 +78,28 @@ def source_of(kind: str, folder: Path, number: int, rank: int, src: int, readers
 # ---- everything everywhere ----
 
 
-def matrix(rank: int, world: int, folder: Path) -> list[str]:
+def matrix(
+    rank: int, world: int, folder: Path, device: str = "cpu", ways: Sequence[Way] = WAYS, every_src: bool = True
+) -> list[str]:
+    """``every_src``: each way from the first, the middle and the last rank, else from one of them in turn."""
     small_waves()
     said = []
     turn = 0
     for nodes in SHAPES[world]:
         topology = Topology.from_nodes(nodes)
-        for readers, algorithm in WAYS:
-            for src in sorted({0, world // 2, world - 1}):
+        for readers, algorithm in ways:
+            sources = sorted({0, world // 2, world - 1})
+            for src in sources if every_src else [sources[turn // 2 % len(sources)]]:
                 loader = HierarchicalLoader(
                     topology, src=src, readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, deadline=60
                 )
-                model = meta_net()
+                model = meta_net(where=device)
                 for number in (1, 2):
                     kind = SOURCES[turn % len(SOURCES)]
                     turn += 1
                     case = f"{nodes} from {src}, {readers} {algorithm}, {kind}"
                     report = loader.load(model, source_of(kind, folder, number, rank, src, readers))
-                    said += [f"{case}: {text}" for text in wrong(model, state_for(number))]
+                    said += [f"{case}: {text}" for text in wrong(model, state_for(number), where=device)]
                     said += [f"{case}: {text}" for text in misreported(report, nodes, readers, algorithm, kind, src)]
     return said
 
@@ -189,7 +197,9 @@ def test_auto_does_not_choose_what_flat_cannot_do(tmp_path: Path) -> None:
 # ---- who reads what ----
 
 
-def pieces_read(rank: int, folder: Path, nodes: Nodes, algorithm: str) -> list[tuple[int, int, int]]:
+def pieces_read(
+    rank: int, folder: Path, nodes: Nodes, algorithm: str, device: str = "cpu"
+) -> list[tuple[int, int, int]]:
     """Tensor, offset and bytes of what this rank read with partitioned readers."""
     small_waves()
     read: list[tuple[int, int, int]] = []
@@ -202,10 +212,10 @@ def pieces_read(rank: int, folder: Path, nodes: Nodes, algorithm: str) -> list[t
     loader = HierarchicalLoader(
         Topology.from_nodes(nodes), readers="partitioned", algorithm=algorithm, bucket_bytes=BUCKET, deadline=60
     )
-    model = meta_net()
+    model = meta_net(where=device)
     with mock.patch.object(SafetensorsCheckpoint, "fill", noted):
         report = loader.load(model, folder / "1" / "one.safetensors")
-    assert wrong(model, state_for(1)) == []
+    assert wrong(model, state_for(1), where=device) == []
     padding = report.phases["read"].nbytes - sum(nbytes for _, _, nbytes in read)
     assert 0 <= padding <= 16 * (len(read) + 1), "the report counts what was read"
     return read
@@ -214,37 +224,49 @@ def pieces_read(rank: int, folder: Path, nodes: Nodes, algorithm: str) -> list[t
 @pytest.mark.parametrize(("nodes", "algorithm"), [(NODES, "striped"), ([[0, 1, 2], [3]], "two_level"), (NODES, "flat")])
 def test_partitioned_reads_each_byte_once_in_the_whole_job(nodes: Nodes, algorithm: str, tmp_path: Path) -> None:
     per_rank = ranks.run(4, pieces_read, saved(tmp_path), nodes, algorithm)
+    each_byte_once(per_rank, readers=2 if algorithm == "flat" else 4)
+
+
+def each_byte_once(per_rank: list[list[tuple[int, int, int]]], readers: int) -> None:
+    """What the ranks say that they read is the checkpoint, once, shared by so many of them."""
     ends: dict[int, int] = {}
     for tensor, offset, nbytes in sorted(piece for pieces in per_rank for piece in pieces):
         assert offset == ends.get(tensor, 0), f"tensor {tensor} is read twice or not at all at {offset}"
         ends[tensor] = offset + nbytes
     assert sorted(ends.values()) == sorted(value.nbytes for value in state_for(1).values() if value.nbytes)
     shares = [sum(nbytes for _, _, nbytes in pieces) for pieces in per_rank]
-    readers = [share for share in shares if share]
-    assert len(readers) == (2 if algorithm == "flat" else 4)
-    assert max(readers) <= 2 * min(readers), f"balanced by bytes: {shares}"
+    some = [share for share in shares if share]
+    assert len(some) == readers
+    assert max(some) <= 2 * min(some), f"balanced by bytes: {shares}"
 
 
-def own_bytes(rank: int, path: Path) -> tuple[int, int, int]:
+def own_bytes(rank: int, path: Path, device: str = "cpu") -> tuple[int, int, int]:
     """Bytes that this rank read and owns, and messages, with readers="every"."""
     with torch.device("meta"):
         model = nn.ParameterDict({f"w{i}": nn.Parameter(torch.empty(9, 4096)) for i in range(6)})
-    fully_shard(model)
+    fully_shard(model, mesh=init_device_mesh(torch.device(device).type, (4,)))
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="every", bucket_bytes=1 << 18)
     report = loader.load(model, path)
     local = [parameter.to_local() for parameter in model.parameters()]
     for i, shard in enumerate(local):
-        assert torch.equal(shard.flatten(), torch.arange(shard.numel()) + 3.0 * rank * 4096 + 1e6 * i)
+        assert torch.equal(shard.flatten().cpu(), torch.arange(shard.numel()) + 3.0 * rank * 4096 + 1e6 * i)
     return report.phases["read"].nbytes, sum(shard.nbytes for shard in local), report.transport_steps
 
 
 def test_every_reads_what_it_owns_and_moves_nothing(tmp_path: Path) -> None:
-    """All messages are the manifest's."""
+    own_and_no_more(ranks.run(4, own_bytes, six_tensors(tmp_path)))
+
+
+def six_tensors(folder: Path) -> Path:
     state = {f"w{i}": torch.arange(9 * 4096).reshape(9, 4096).float() + 1e6 * i for i in range(6)}
-    save_file(state, tmp_path / "w.safetensors")
-    seen = ranks.run(4, own_bytes, tmp_path / "w.safetensors")
+    save_file(state, folder / "w.safetensors")
+    return folder / "w.safetensors"
+
+
+def own_and_no_more(seen: list[tuple[int, int, int]]) -> None:
+    """All messages are the manifest's."""
     assert [read for read, _, _ in seen] == [owned for _, owned, _ in seen]
-    assert sum(read for read, _, _ in seen) == sum(value.nbytes for value in state.values())
+    assert sum(read for read, _, _ in seen) == 6 * 9 * 4096 * 4
     assert [messages for _, _, messages in seen] == [2, 1, 2, 1]
 
 
@@ -277,16 +299,17 @@ DIFFERENCES = {
 }
 
 
-def one_differs(rank: int, folder: Path, readers: str) -> Outcome:
+def one_differs(rank: int, folder: Path, readers: str, odd: int = 3, device: str = "cpu") -> Outcome:
+    """``odd``: the rank that has other files; one that reads."""
     failures: dict[str, Failure] = {}
     said = []
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, deadline=60)
     for what in DIFFERENCES:
-        path = folder / what / "model.safetensors" if rank == 3 else folder / "1" / "one.safetensors"
-        model = meta_net()
+        path = folder / what / "model.safetensors" if rank == odd else folder / "1" / "one.safetensors"
+        model = meta_net(where=device)
         if readers == "auto":
             report = loader.load(model, path)
-            said += [f"{what}: {text}" for text in wrong(model, state_for(1))]
+            said += [f"{what}: {text}" for text in wrong(model, state_for(1), where=device)]
             if report.readers != "one" or "chose one: only rank 0" not in report.chosen:
                 said.append(f"{what}: {report.readers}, {report.chosen}")
             continue
@@ -294,19 +317,26 @@ def one_differs(rank: int, folder: Path, readers: str) -> Outcome:
         if not all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             said.append(f"{what}: the model left meta")
         loader.load(model, folder / "2" / "one.safetensors")
-        said += [f"after {what}: {text}" for text in wrong(model, state_for(2))]
+        said += [f"after {what}: {text}" for text in wrong(model, state_for(2), where=device)]
     return failures, said
 
 
 @pytest.mark.parametrize("readers", ["every", "partitioned", "auto"])
 def test_a_file_that_is_another_on_one_rank(readers: str, tmp_path: Path) -> None:
-    saved(tmp_path)
+    differences_are_told(ranks.run(4, one_differs, with_others(tmp_path), readers), tmp_path, readers)
+
+
+def with_others(folder: Path) -> Path:
+    """Beside the files of :func:`save`, those that one rank has."""
     for what in DIFFERENCES:
-        (tmp_path / what).mkdir()
-        differing(tmp_path / what / "model.safetensors", what)
-    outcomes = ranks.run(4, one_differs, tmp_path, readers)
+        (folder / what).mkdir()
+        differing(folder / what / "model.safetensors", what)
+    return saved(folder)
+
+
+def differences_are_told(outcomes: Sequence[Outcome], folder: Path, readers: str, odd: int = 3) -> None:
     expected = {
-        what: ("CheckpointError", [*texts, str(tmp_path / what), "[rank 3]"]) for what, texts in DIFFERENCES.items()
+        what: ("CheckpointError", [*texts, str(folder / what), f"[rank {odd}]"]) for what, texts in DIFFERENCES.items()
     }
     if readers == "auto":
         all_fine([said for _, said in outcomes])
@@ -341,7 +371,10 @@ class FailingRegions(Failing):
         return None
 
 
-def in_the_middle(rank: int, readers: str, algorithm: str, nodes: Nodes) -> Outcome:
+def in_the_middle(
+    rank: int, readers: str, algorithm: str, nodes: Nodes, reading: Sequence[int] = range(4), device: str = "cpu"
+) -> Outcome:
+    """``reading``: the ranks that read. Each of them fails at one time or another; some at once; all at once."""
     small_waves()
     loader = HierarchicalLoader(
         Topology.from_nodes(nodes), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, deadline=60
@@ -351,24 +384,20 @@ def in_the_middle(rank: int, readers: str, algorithm: str, nodes: Nodes) -> Outc
     kinds: dict[str, Callable[..., Failing]] = {"fill": Failing}
     if readers == "every":
         kinds["regions"] = FailingRegions
-    for (kind, made), culprit, at in product(kinds.items(), range(4), (0, 1, 2)):
-        case = f"{kind} {culprit} {at}"
-        model = meta_net()
+    some, everyone = tuple(reading)[1:3], tuple(reading)
+    cases = [*product(kinds, zip(reading, strict=True), (0, 1, 2)), ("fill", some, 1), ("fill", everyone, 1)]
+    for kind, culprits, at in cases:
+        case = f"{kind} {culprits} {at}"
+        model = meta_net(where=device)
         error = OSError(5, "the disk is on fire")
-        source = made(state_for(1), error, at) if rank == culprit else state_for(1)
+        source = kinds[kind](state_for(1), error, at) if rank in culprits else state_for(1)
         failures[case] = outcome(lambda: loader.load(model, source))  # noqa: B023
         loader.load(model, state_for(2))
-        said += [f"after {case}: {text}" for text in wrong(model, state_for(2))]
-    for case, culprits in (("two", (1, 2)), ("all", (0, 1, 2, 3))):
-        model = meta_net()
-        source = Failing(state_for(1), OSError(5, "the disk is on fire"), 1) if rank in culprits else state_for(1)
-        failures[case] = outcome(lambda: loader.load(model, source))  # noqa: B023
-        loader.load(model, state_for(2))
-        said += [f"after {case}: {text}" for text in wrong(model, state_for(2))]
+        said += [f"after {case}: {text}" for text in wrong(model, state_for(2), where=device)]
     return failures, said
 
 
-@pytest.mark.parametrize(
+IN_THE_MIDDLE = pytest.mark.parametrize(
     ("readers", "algorithm", "nodes"),
     [
         ("partitioned", "two_level", NODES),
@@ -377,13 +406,21 @@ def in_the_middle(rank: int, readers: str, algorithm: str, nodes: Nodes) -> Outc
         ("every", "two_level", NODES),
     ],
 )
+
+
+@IN_THE_MIDDLE
 def test_a_reader_that_fails_in_the_middle(readers: str, algorithm: str, nodes: Nodes) -> None:
     outcomes = ranks.run(4, in_the_middle, readers, algorithm, nodes)
+    first_failure_is_told(outcomes, 26 if readers == "every" else 14)
+
+
+def first_failure_is_told(outcomes: Sequence[Outcome], cases: int) -> None:
+    """On every rank, and no other."""
     expected: dict[str, tuple[str, list[str]]] = {}
     for case, failure in outcomes[0][0].items():
-        culprits = {"two": "12", "all": "0123"}.get(case) or case.split()[1]
+        culprits = re.findall(r"\d", case.partition(")")[0])
         named = [rank for rank in culprits if failure and f"rank {rank} could not read bucket" in failure[1]]
         assert len(named) == 1, (case, failure, "the first failure is told, and no other")
         expected[case] = ("LoadError", ["OSError", "the disk is on fire"])
-    assert len(expected) == (26 if readers == "every" else 14)
+    assert len(expected) == cases
     check(outcomes, expected)

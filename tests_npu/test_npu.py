@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import fakecann
 import pytest
@@ -42,18 +43,14 @@ def test_contiguous_regions_are_copied_by_cann_on_the_stream(cann: Path, tmp_pat
     assert inside == [(nbytes, answer["stream"]) for nbytes in (400, 128, 200)] * 2
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["op two_level", "op flat", "one two_level", "one striped", "one flat", "per_node two_level", "partitioned two_level",
-     "partitioned striped", "every two_level"],
-)  # fmt: skip
-def test_on_one_stream_with_two_communicators(case: str, cann: Path, tmp_path: Path) -> None:
+def run_ranks(script: str, cann: Path, folder: Path, *words: str) -> list[tuple[dict[str, Any], list[list[str]]]]:
+    """What each rank printed, and its trace in words."""
     processes = []
     for rank in range(RANKS):
-        env = environment(cann, tmp_path / f"trace-{rank}")
-        words = [sys.executable, str(HERE / "rank.py"), str(rank), str(RANKS), str(tmp_path), *case.split()]
+        env = environment(cann, folder / f"trace-{rank}")
+        command = [sys.executable, str(HERE / script), str(rank), str(RANKS), str(folder), *words]
         pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True))
+        processes.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
     try:
         said = [process.communicate(timeout=100) for process in processes]
     finally:
@@ -61,10 +58,21 @@ def test_on_one_stream_with_two_communicators(case: str, cann: Path, tmp_path: P
             process.kill()
     for rank, (process, (_, errors)) in enumerate(zip(processes, said, strict=True)):
         assert process.returncode == 0, f"rank {rank}:\n{errors}"
-    for rank, (output, _) in enumerate(said):
-        answer = json.loads(output.splitlines()[-1])
+    traces = [(folder / f"trace-{rank}").read_text().splitlines() for rank in range(RANKS)]
+    return [
+        (json.loads(output.splitlines()[-1]), [line.split() for line in trace])
+        for (output, _), trace in zip(said, traces, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["op two_level", "op flat", "one two_level", "one striped", "one flat", "per_node two_level", "partitioned two_level",
+     "partitioned striped", "every two_level"],
+)  # fmt: skip
+def test_on_one_stream_with_two_communicators(case: str, cann: Path, tmp_path: Path) -> None:
+    for rank, (answer, lines) in enumerate(run_ranks("rank.py", cann, tmp_path, *case.split())):
         assert answer["wrong"] == []
-        lines = [line.split() for line in (tmp_path / f"trace-{rank}").read_text().splitlines()]
         flat = case.endswith("flat")
         leads = rank in (0, 2) or case.endswith("striped")
         assert sum(line[0] == "communicator" for line in lines) == (1 if flat or not leads else 2)
@@ -76,3 +84,22 @@ def test_on_one_stream_with_two_communicators(case: str, cann: Path, tmp_path: P
         to_device = {line[2] for line in second if line[0] == "host-to-device" and int(line[1]) >= 2000}
         assert len(to_device - {ours}) == answer["reads"]
         assert ours not in to_device
+
+
+def test_a_stream_that_torch_npu_did_not_make_is_refused(cann: Path, tmp_path: Path) -> None:
+    """On every rank alike, before a communicator is made; the native op by torch_npu, where it would wait for the caller."""
+    answers = run_ranks("refusals.py", cann, tmp_path)
+    for answer, lines in answers:
+        assert answer["wrong"] == []
+        assert [line for line in lines[: answer["trace"]] if line[0] in ("communicator", "broadcast")] == []
+        assert [line for line in lines if line[0] == "broadcast"] != []
+    said = answers[0][0]["said"]
+    assert [answer["said"] for answer, _ in answers] == [said] * RANKS
+    for what, (kind, parts) in {
+        "op": ("ValueError", ["ExternalStream", "torch.npu.Stream", "[ranks 0, 1, 2, 3]"]),
+        "op, rank 2": ("ValueError", ["ExternalStream", "torch.npu.Stream", "[rank 2]"]),
+        "native op": ("RuntimeError", ["External NPU stream is not supported"]),
+        "loader": ("ValueError", ["ExternalStream", "torch.npu.Stream"]),
+    }.items():
+        assert said[what][0] == kind, said
+        assert [part for part in parts if part not in said[what][1]] == [], said

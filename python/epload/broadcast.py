@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from epload import ops
 from epload.control import Control
-from epload.devices import check_stream
+from epload.devices import check_backend, check_stream
 from epload.errors import ManifestMismatch
 from epload.topology import Topology
 
@@ -102,6 +102,8 @@ def _check_arguments(
     if not 16 <= bucket_bytes <= 1 << 60:
         raise ValueError(f"expected bucket_bytes from 16 to 2**60, got {bucket_bytes}")
     topology.check_source(src)
+    if tensors:
+        check_backend(topology.group, tensors[0].device)
 
 
 def _reach(tensor: Tensor) -> int:

@@ -80,7 +80,7 @@ def check_backend(group: dist.ProcessGroup | None, device: torch.device) -> None
     kinds = dict(part.partition(":")[::2] for part in config.split(","))
     if device.type not in kinds:
         raise ValueError(
-            f"expected a process group with a backend for {device.type} tensors, where the model is, got {config!r}; "
+            f"expected a process group with a backend for {device.type} tensors, got {config!r}; "
             "make it with one, e.g. init_process_group('cpu:gloo,cuda:nccl')"
         )
     if kinds[device.type] == "hccl" and not build_info()["npu"]:

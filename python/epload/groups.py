@@ -30,7 +30,9 @@ def level(to: int) -> None:
             )
 
 
-def make(ranks: Sequence[int], timeout: timedelta) -> str:
-    """Name of a new group. All of ``ranks`` call this at one level."""
-    made = dist.new_group(sorted(ranks), timeout=timeout, use_local_synchronization=True)
+def make(ranks: Sequence[int], timeout: timedelta, like: dist.ProcessGroup) -> str:
+    """Name of a new group, with the backends of ``like``. All of ``ranks`` call this at one level."""
+    backends = dist.get_backend_config(like)
+    other = backends if backends != dist.get_backend_config() else None  # None: the job's
+    made = dist.new_group(sorted(ranks), timeout=timeout, backend=other, use_local_synchronization=True)
     return str(made.group_name)

@@ -179,7 +179,7 @@ class Topology:
             groups.level(level)
             mine = next((ranks for ranks in family if self.rank in ranks and len(ranks) > 1), None)
             if mine is not None:
-                self._names[mine] = groups.make(mine, self.control.deadline)
+                self._names[mine] = groups.make(mine, self.control.deadline, self.group)
             self._made.append(family)
             level += 1
 

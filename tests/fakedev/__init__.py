@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import util
 from typing import Any
 
@@ -23,6 +24,8 @@ from fakedev import build
 
 NAME = "fakedev"
 BACKENDS = f"cpu:gloo,{NAME}:fakeccl"
+AS_ASCEND = f"cpu:gloo,{NAME}:hccl"
+"""Backends of a group whose one for the device has the name of Ascend's."""
 SEMANTICS = ("nccl", "hccl")
 
 _semantics = "nccl"
@@ -115,13 +118,14 @@ def _native() -> Any:
     sys.modules["_fakedev"] = native
     torch._register_device_module(NAME, _Module(f"torch.{NAME}"))
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
-    dist.Backend.register_backend("fakeccl", _make_backend, extended_api=True, devices=[NAME])
+    for name in ("fakeccl", "hccl"):
+        dist.Backend.register_backend(name, partial(_make_backend, name), extended_api=True, devices=[NAME])
     atexit.register(native.drain, 5.0)  # threads that still work when the interpreter goes would crash it
     return native
 
 
-def _make_backend(options: Any, _: Any = None) -> Any:
+def _make_backend(name: str, options: Any, _: Any = None) -> Any:
     gloo = dist.ProcessGroupGloo(
         dist.PrefixStore("fakeccl/", options.store), options.group_rank, options.group_size, timeout=options.timeout
     )
-    return _native().make_backend(gloo, list(options.global_ranks_in_group), _semantics == "hccl")
+    return _native().make_backend(gloo, name, list(options.global_ranks_in_group), _semantics == "hccl")

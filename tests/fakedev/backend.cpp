@@ -56,16 +56,17 @@ class StreamWork final : public c10d::Work {
 // the group. HCCL: all run on a stream of the group, between two event hops, and return a work.
 class StreamBackend final : public c10d::Backend {
  public:
-  StreamBackend(c10::intrusive_ptr<c10d::Backend> gloo, std::vector<uint64_t> ranks, bool own_stream)
+  StreamBackend(c10::intrusive_ptr<c10d::Backend> gloo, std::string name, std::vector<uint64_t> ranks, bool own_stream)
       : Backend(gloo->getRank(), gloo->getSize()),
         gloo_(std::move(gloo)),
-        options_(c10::make_intrusive<Options>("fakeccl")),
+        name_(std::move(name)),
+        options_(c10::make_intrusive<Options>(name_)),
         own_stream_(own_stream) {
     options_->global_ranks_in_group = std::move(ranks);
   }
 
   const std::string getBackendName() const override {
-    return "fakeccl";
+    return name_;
   }
   c10::intrusive_ptr<Options> getBackendOptions() override {
     return options_;
@@ -181,6 +182,7 @@ class StreamBackend final : public c10d::Backend {
   }
 
   const c10::intrusive_ptr<c10d::Backend> gloo_;
+  const std::string name_;
   const c10::intrusive_ptr<Options> options_;
   const bool own_stream_;
   std::mutex mutex_;
@@ -192,10 +194,9 @@ class StreamBackend final : public c10d::Backend {
 PYBIND11_MODULE(_fakedev, m) {
   m.def(
       "make_backend",
-      [](c10::intrusive_ptr<c10d::Backend> gloo,
-         std::vector<uint64_t> ranks,
-         bool own_stream) -> c10::intrusive_ptr<c10d::Backend> {
-        return c10::make_intrusive<StreamBackend>(std::move(gloo), std::move(ranks), own_stream);
+      [](c10::intrusive_ptr<c10d::Backend> gloo, std::string name, std::vector<uint64_t> ranks, bool own_stream)
+          -> c10::intrusive_ptr<c10d::Backend> {
+        return c10::make_intrusive<StreamBackend>(std::move(gloo), std::move(name), std::move(ranks), own_stream);
       });
   m.def("hold", [](int device, int64_t stream) { queue(device, stream).hold(); });
   m.def("release", [](int device, int64_t stream) { queue(device, stream).release(); });
