@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import ranks
 from epload import HierarchicalLoader, Topology, dtensor
+from epload.devices import devices_of
 from epload.snapshot import Snapshot
 from epload.targets import Targets, collect
 from test_loader import BUCKET, Net, all_fine, meta_net, sharded, state_for, wrong
@@ -48,7 +49,8 @@ def same(read: Targets | None, collected: Targets) -> bool:
 
 
 def snapshot_of(model: nn.Module) -> Snapshot:
-    return Snapshot(model, collect(model), None)
+    targets = collect(model)
+    return Snapshot(model, targets, devices_of(targets, set(), None), None)
 
 
 def test_an_unchanged_model_is_read_as_collected() -> None:

@@ -9,10 +9,10 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from epload import dtypes, ops
 from epload.errors import CheckpointError
 from epload.manifest import Manifest, Places
 from epload.placement import Box, box_of_range, row_major_strides
-from epload.safetensors_file import RangedReader, file_facts, read_header
+from epload.safetensors_file import RangedReader, file_facts, joined, read_header
 
 
 class Piece(NamedTuple):
@@ -32,6 +32,34 @@ class Piece(NamedTuple):
     tensor_offset: int
     bucket_offset: int
     nbytes: int
+
+
+class Pieces(Sequence[Piece]):
+    """Many pieces, in columns: those of a bucket number in the thousands."""
+
+    def __init__(self, columns: Tensor) -> None:
+        """``columns``: int64 [n, 4], the fields of Piece."""
+        self.columns = columns
+
+    @staticmethod
+    def of(pieces: Sequence[Piece]) -> Pieces:
+        if isinstance(pieces, Pieces):
+            return pieces
+        return Pieces(torch.tensor(pieces, dtype=torch.int64).reshape(-1, len(Piece._fields)))
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return map(Piece._make, self.columns.tolist())
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+    @overload
+    def __getitem__(self, index: slice) -> Pieces: ...
+    def __getitem__(self, index: int | slice) -> Piece | Pieces:
+        part = self.columns[index]
+        return Pieces(part) if isinstance(index, slice) else Piece(*part.tolist())
 
 
 class Checkpoint(ABC):
@@ -196,8 +224,6 @@ class SafetensorsCheckpoint(Checkpoint):
         assert manifest.places is not None
         self._manifest = manifest
         self._places = manifest.places
-        self._file: list[int] = self._places.file.tolist()
-        self._offset: list[int] = self._places.offset.tolist()
         self._reader = RangedReader([str(file) for file in files])
 
     @classmethod
@@ -254,10 +280,9 @@ class SafetensorsCheckpoint(Checkpoint):
         return self._manifest
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
-        self._reader.read(
-            bucket, [(self._file[p.tensor], self._offset[p.tensor] + p.tensor_offset, p.bucket_offset, p.nbytes)
-                     for p in pieces]
-        )  # fmt: skip
+        tensor, tensor_offset, bucket_offset, nbytes = Pieces.of(pieces).columns.unbind(1)
+        offset = self._places.offset[tensor] + tensor_offset
+        self._reader.read(bucket, joined(self._places.file[tensor], offset, bucket_offset, nbytes))
 
     def read_regions(self, targets: Sequence[Tensor], copies: Tensor, origins: Tensor) -> int | None:
         table = copies.clone()

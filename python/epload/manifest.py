@@ -17,7 +17,7 @@ from torch import Tensor
 from epload import dtypes
 from epload.safetensors_file import FileFacts
 
-_EXPENSIVE = ("compact", "digest", "identity")
+_EXPENSIVE = ("compact", "digest", "identity", "nbytes")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from epload.dtensor import private_path_available
-from epload.targets import Targets
+from epload.targets import Targets, walk
 
 Home = Callable[[Tensor], torch.device]
 """Where a meta tensor gets its storage."""
@@ -64,7 +64,7 @@ def offloaded(model: nn.Module) -> set[int]:
     """The ids of parameters that FSDP keeps on CPU (CPUOffloadPolicy)."""
     return {
         id(sharded.sharded_param)
-        for module in model.modules()
+        for _, module in walk(model)
         if isinstance(module, FSDPModule)
         for group in module._get_fsdp_state()._fsdp_param_groups
         for sharded in group.fsdp_params

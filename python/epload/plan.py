@@ -10,12 +10,13 @@ import hashlib
 from array import array
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from epload import _C, dtypes
-from epload.checkpoint import Piece
+from epload.checkpoint import Pieces
 from epload.control import HEADER_BYTES
 from epload.errors import ManifestMismatch, ModelMismatch
 from epload.manifest import Manifest
@@ -61,6 +62,12 @@ class Slots:
     """Bytes."""
     nbytes: Sequence[int]
 
+    @cached_property
+    def pieces(self) -> Pieces:
+        """All of them, as a checkpoint is asked for them."""
+        columns = (self.tensor, self.tensor_offset, self.bucket_offset, self.nbytes)
+        return Pieces(torch.tensor(columns, dtype=torch.int64).T.contiguous())
+
 
 @dataclass(frozen=True)
 class LoadPlan:
@@ -87,11 +94,9 @@ class LoadPlan:
     owned: int
     """Bytes of the checkpoint that this rank copies into its shards."""
 
-    def pieces(self, bucket: Bucket) -> list[Piece]:
+    def pieces(self, bucket: Bucket) -> Pieces:
         """What a reader has to fill a bucket with."""
-        part = slice(bucket.slots.start, bucket.slots.stop)
-        columns = (self.slots.tensor, self.slots.tensor_offset, self.slots.bucket_offset, self.slots.nbytes)
-        return [Piece(*piece) for piece in zip(*(column[part] for column in columns), strict=True)]
+        return self.slots.pieces[bucket.slots.start : bucket.slots.stop]
 
     @property
     def nbytes(self) -> int:

@@ -183,9 +183,12 @@ class Preparation:
         targets = self.snapshot.read(model, asked) if self.snapshot is not None else None
         if targets is None:
             targets = collect(model, request.dtype, request.parts)
+            device, home = devices = devices_of(targets, mat.offloaded(model), stream)
             if self._last is not None:  # one load pays for nothing that only the next one gains from
-                self.snapshot = Snapshot(model, targets, asked)
-        device, home = devices_of(targets, mat.offloaded(model), stream)
+                self.snapshot = Snapshot(model, targets, devices, asked)
+        else:
+            assert self.snapshot is not None
+            device, home = self.snapshot.devices
         check_backend(self._topology.group, device)
         source = None
         options, path = self._options, isinstance(checkpoint, str | os.PathLike)

@@ -10,12 +10,17 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from queue import SimpleQueue
+from threading import Lock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from epload import dtypes, ops
-from epload.checkpoint import Checkpoint
+from epload.checkpoint import Checkpoint, Pieces
 from epload.errors import LoadError
 from epload.manifest import Manifest
 from epload.plan import FIXED_COLUMNS, Bucket, LoadPlan
@@ -23,7 +28,42 @@ from epload.plan import FIXED_COLUMNS, Bucket, LoadPlan
 VERIFY = ("off", "buckets", "sample", "full")
 SAMPLED = 16
 """With "sample", one in so many pieces of tensors is proven; which ones follows from the plan."""
+BLOCK_BYTES = 8 << 20
+"""Read at a time, so that what was read is digested out of the processor's cache; a longer piece of a tensor is not cut."""
+_THREADS = 2
+"""One reads while the other digests."""
 _SHOWN = 10
+
+
+class _Claim(NamedTuple):
+    """What one rank says of the regions that it holds of some bytes."""
+
+    holder: int
+    table: Tensor
+    digests: Tensor
+
+
+class _Block(NamedTuple):
+    """Some pieces of tensors of one bucket that are read at a time."""
+
+    pieces: Pieces
+    nbytes: int
+    claims: list[_Claim]
+
+    def differing(self, data: Tensor) -> list[tuple[int, int]]:
+        """The tensors, by number, that are not as some rank claims, each with that rank."""
+        known: dict[bytes, Tensor] = {}  # ranks that hold the same regions ask the same
+        found = []
+        for holder, table, digests in self.claims:
+            key = ctypes.string_at(table.data_ptr(), table.nbytes)
+            if key not in known:
+                known[key] = ops.digest_bucket(data, table)
+            bad = table[:, 1][known[key] != digests]
+            if len(bad):
+                tensor, _, begin, _ = self.pieces.columns.T.contiguous()
+                at = torch.searchsorted(begin, bad, right=True) - 1
+                found += [(number, holder) for number in tensor[at].tolist()]
+        return found
 
 
 class Proof:
@@ -62,27 +102,35 @@ class Proof:
         Raises:
             LoadError: some differ; it names the tensors and the ranks that hold them.
         """
-        of_bucket: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+        of_bucket: dict[int, list[_Claim]] = {}
         for holder, data in claims.items():
             for number, table, digests in _from_bytes(data):
-                of_bucket.setdefault(number, {})[holder] = table, digests
-        scratch = torch.empty(self._plan.largest if of_bucket else 0, dtype=torch.uint8)
+                of_bucket.setdefault(number, []).append(_Claim(holder, table, digests))
+        blocks = [block for number in sorted(of_bucket) for block in self._blocks(number, of_bucket[number])]
+        largest = max((block.nbytes for block in blocks), default=0)
+        free = SimpleQueue[Tensor]()  # memory that has been touched: fresh pages cost as much as reading
+        for _ in range(_THREADS):
+            free.put(torch.empty(largest, dtype=torch.uint8))
+        reading = Lock()
+
+        def differing(block: _Block) -> list[tuple[int, int]]:
+            scratch = free.get()
+            try:
+                with reading:
+                    checkpoint.fill(scratch[: block.nbytes], block.pieces)
+                return block.differing(scratch)
+            finally:
+                free.put(scratch)
+
         wrong: dict[str, set[int]] = {}
-        for number in sorted(of_bucket):
-            bucket = self._plan.buckets[number]
-            buffer = scratch[: bucket.nbytes]
-            pieces = self._plan.pieces(bucket)
-            begins = torch.tensor([piece.bucket_offset for piece in pieces])
-            checkpoint.fill(buffer, [pieces[i] for i in self._chosen(bucket, begins).tolist()])
-            known: dict[bytes, Tensor] = {}  # ranks that hold the same regions ask the same
-            for holder, (table, digests) in of_bucket[number].items():
-                key = ctypes.string_at(table.data_ptr(), table.nbytes)
-                if key not in known:
-                    known[key] = ops.digest_bucket(buffer, table)
-                bad = table[:, 1][known[key] != digests]
-                for slot in (torch.searchsorted(begins, bad, right=True) - 1).tolist():
-                    wrong.setdefault(manifest.names[pieces[slot].tensor], set()).add(holder)
-            yield bucket.nbytes
+        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="epload-verify")
+        try:
+            for block, found in zip(blocks, pool.map(differing, blocks), strict=True):
+                for tensor, holder in found:
+                    wrong.setdefault(manifest.names[tensor], set()).add(holder)
+                yield block.nbytes
+        finally:
+            pool.shutdown(cancel_futures=True)
         if wrong:
             said = [f"{name} on {_ranks(holders)}" for name, holders in wrong.items()]
             more = f" and {len(said) - _SHOWN} more tensors" if len(said) > _SHOWN else ""
@@ -92,13 +140,37 @@ class Proof:
                 "wrote to the model during the load"
             )
 
+    def _blocks(self, number: int, claims: list[_Claim]) -> Iterator[_Block]:
+        """What is claimed of one bucket, in the order of the bucket."""
+        bucket = self._plan.buckets[number]
+        pieces = self._plan.pieces(bucket)
+        columns = pieces.columns[self._chosen(bucket, pieces.columns[:, 2])]
+        begin, end = columns[:, 2], columns[:, 2] + columns[:, 3]
+        cell = begin // BLOCK_BYTES
+        first = torch.cat([torch.zeros(1, dtype=torch.int64), (cell[1:] != cell[:-1]).nonzero().view(-1) + 1])
+        base = begin[first]
+        parts = []
+        for holder, table, digests in claims:
+            offset, order = table[:, 1].sort()
+            table, digests = table[order], digests[order]
+            table[:, 1] -= base[torch.searchsorted(base, offset, right=True) - 1]
+            cuts = [*torch.searchsorted(offset, base).tolist(), len(table)]
+            parts.append([_Claim(holder, table[a:b], digests[a:b]) for a, b in pairwise(cuts)])
+        columns = columns.clone()
+        columns[:, 2] -= base.repeat_interleave(torch.diff(first, append=torch.tensor([len(columns)])))
+        for (low, high), here in zip(pairwise([*first.tolist(), len(columns)]), zip(*parts, strict=True), strict=True):
+            nbytes = int(end[high - 1] - begin[low])
+            yield _Block(Pieces(columns[low:high]), nbytes, list(here))
+
     def _verifier(self, number: int) -> int:
         return self._verifiers[number % len(self._verifiers)]
 
     def _chosen(self, bucket: Bucket, offsets: Tensor) -> Tensor:
         """Which of some offsets in a bucket lie in pieces that are proven."""
-        slots = self._plan.slots.bucket_offset[bucket.slots.start : bucket.slots.stop]
-        slot = torch.searchsorted(torch.tensor(slots), offsets.contiguous(), right=True) - 1 + bucket.slots.start
+        if self._every == 1:
+            return torch.arange(len(offsets))
+        begins = self._plan.pieces(bucket).columns[:, 2].contiguous()
+        slot = torch.searchsorted(begins, offsets.contiguous(), right=True) - 1 + bucket.slots.start
         return ((slot + self._phase) % self._every == 0).nonzero().view(-1)
 
 

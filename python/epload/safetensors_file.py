@@ -243,6 +243,15 @@ class RangedReader:
         self.close()
 
 
+def joined(file: Tensor, offset: Tensor, at: Tensor, nbytes: Tensor) -> list[Range]:
+    """Ranges from their columns, int64 [n] each; those that follow one another in the file and in the buffer are one."""
+    apart = (file[1:] != file[:-1]) | (offset[1:] != (offset + nbytes)[:-1]) | (at[1:] != (at + nbytes)[:-1])
+    first = torch.cat([torch.ones_like(file[:1], dtype=torch.bool), apart])
+    run = first.cumsum(0) - 1
+    total = torch.zeros(int(first.sum()), dtype=torch.int64).index_add_(0, run, nbytes)
+    return list(zip(*(column.tolist() for column in (file[first], offset[first], at[first], total)), strict=True))
+
+
 def _requests(ranges: Sequence[Range]) -> list[list[Range]]:
     """Groups ranges that follow one another in a file, cut at READ_BYTES so that threads have something to share."""
     requests: list[list[Range]] = []

@@ -18,14 +18,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from epload import dtensor
+from epload.devices import Devices
 from epload.targets import Targets, customises_state, walk
 
 
 class Snapshot:
     """The targets found in a model, and what has to be unchanged for them to be found again."""
 
-    def __init__(self, model: nn.Module, targets: Targets, asked: object) -> None:
-        """``asked``: whatever else the targets depend on, compared when they are read again."""
+    def __init__(self, model: nn.Module, targets: Targets, devices: Devices, asked: object) -> None:
+        """``devices``: those of the targets. ``asked``: whatever else the targets depend on, compared at every reading."""
+        self.devices = devices
+        """As long as the targets are the same."""
         modules = [module for _, module in walk(model)]
         self._usable = not targets.lost and not any(map(customises_state, modules))
         if not self._usable:
@@ -33,7 +36,7 @@ class Snapshot:
         self._asked = asked
         self._targets = replace(targets, tensors=[])
         self._seen = dtensor.specs(targets.tensors)
-        self._devices = [tensor.device for tensor in targets.tensors]
+        self._on = [tensor.device for tensor in targets.tensors]
         self._model = weakref.ref(model)
         self._sharded = [weakref.ref(module) for module in modules if isinstance(module, FSDPModule)]
         self._parents = [weakref.ref(module) for module in modules if module._modules]
@@ -90,7 +93,7 @@ class Snapshot:
         if list(map(id, owned)) != self._owned_ids:
             return None
         tensors: list[Tensor] = [owned[at] for at in self._positions]
-        if dtensor.specs(tensors) != self._seen or [tensor.device for tensor in tensors] != self._devices:
+        if dtensor.specs(tensors) != self._seen or [tensor.device for tensor in tensors] != self._on:
             return None
         return replace(self._targets, tensors=tensors)
 
