@@ -11,12 +11,16 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import ranks
-from epload import Checkpoint, HierarchicalLoader, LoadError, Topology, ops
+from epload import Checkpoint, HierarchicalLoader, LoadError, Topology, ops, proof
 from epload.checkpoint import SafetensorsCheckpoint
 from epload.control import HEADER_BYTES
+from epload.mapping import resolve
+from epload.plan import LoadPlan, make_plan
+from epload.proof import SAMPLED, Proof
+from epload.targets import Targets, collect
 from test_loader import BUCKET, NODES, State, all_fine, meta_net, only_readers, state_for, wrong
 
 WAYS = (
@@ -174,7 +178,7 @@ def test_a_bit_that_flips_on_the_way_is_found_before_unpacking(tmp_path: Path) -
     for told in zip(*ranks.run(4, flipped_on_the_way, tmp_path / "model.safetensors"), strict=True):
         assert len({text for _, text in told}) == 1, told
         assert "is not as rank" in told[0][1], told
-        assert "bucket 0 (scale" in told[0][1] or "bucket" in told[0][1], told
+        assert "rank 2 found that bucket" in told[0][1], told
 
 
 def flipped_while_read(rank: int, path: Path) -> list[str]:
@@ -196,16 +200,9 @@ def test_a_bit_that_flips_while_it_is_read_is_found(tmp_path: Path) -> None:
 
 
 def test_sampling_proves_one_piece_in_sixteen() -> None:
-    from epload.mapping import resolve
-    from epload.plan import make_plan
-    from epload.proof import SAMPLED, Proof
-    from epload.targets import collect
-
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((4,), float(i))) for i in range(160)])
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    checkpoint = Checkpoint.open(state)
-    targets = collect(model, None, None)
-    plan = make_plan(checkpoint.manifest, targets, resolve("auto", model, targets.index), 512)
+    checkpoint, targets, plan = planned(model, state)
     found = 0
     for name, value in state.items():
         value += 1
@@ -219,6 +216,34 @@ def test_sampling_proves_one_piece_in_sixteen() -> None:
         full = Proof(plan, [0], sampled=False)
         list(full.check(0, full.claims(targets.local()), checkpoint, checkpoint.manifest))
     assert found == len(state) // SAMPLED
+
+
+@pytest.mark.parametrize("block", [1, 100, 300, 1 << 20])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_pieces_are_proven_in_blocks(block: int, sampled: bool) -> None:
+    """Wherever the blocks end, in a bucket or in a tensor that is longer than one: what differs is found, and nothing else."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((1 + i * 7 % 90,), float(i))) for i in range(60)])
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    checkpoint, targets, plan = planned(model, state)
+    with mock.patch.object(proof, "BLOCK_BYTES", block):
+        one = Proof(plan, [0], sampled)
+        claims = one.claims(targets.local())
+        # A second rank with the same shards, and one that has an element wrong at the end of every tenth tensor.
+        for value in list(model.parameters())[::10]:
+            value.data[-1] += 1
+        wrong_too = one.claims(targets.local())[0]
+        list(one.check(0, {0: claims[0], 7: claims[0]}, checkpoint, checkpoint.manifest))
+        told = outcome(lambda: list(one.check(0, {0: claims[0], 3: wrong_too}, checkpoint, checkpoint.manifest)))
+    named = {name for name in state if f" {name} on rank 3" in told}
+    assert "rank 0;" not in told
+    assert named <= {f"{i}" for i in range(0, 60, 10)}
+    assert sampled or len(named) == 6, told
+
+
+def planned(model: nn.Module, state: State) -> tuple[Checkpoint, Targets, LoadPlan]:
+    checkpoint = Checkpoint.open(state)
+    targets = collect(model, None, None)
+    return checkpoint, targets, make_plan(checkpoint.manifest, targets, resolve("auto", model, targets.index), 512)
 
 
 def consumed(rank: int) -> list[str]:
