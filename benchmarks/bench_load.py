@@ -84,7 +84,7 @@ def main() -> None:
         table.show()
     plots.load(results, options.out / "load.png")
     if options.docs:
-        write_docs(results, shown)
+        (write_few if options.few else write_docs)(results, shown)
 
 
 def tables(results: Row) -> list[Table]:
@@ -149,12 +149,16 @@ def _targets(found: list[Row], floor: float | None) -> Table:
         return over / under if over and under else None
 
     one, every = "epload_modes:one/two_level", "epload_modes:every/auto"
+    checked = "epload_verified:one/two_level, verify="
     rows = (
         ("reload, one reader, over the floor", "<= 2.2, then 1.5", ratio("reload", one, None)),
         ("reload, every rank reads, over the floor", "<= 0.9", ratio("reload", every, None)),
         ("reload, safe_open over every rank reads", ">= 10", ratio("reload", "safe_open_slices", every)),
         ("from meta, one broadcast a parameter over one reader", ">= 10, then 14", ratio("meta", "per_parameter", one)),
         ("from meta, torch over one reader", ">= 6, then 9", ratio("meta", "set_model_state_dict", one)),
+        ("reload, one reader, checksums over none", "<= 1.15", ratio("reload", f"{checked}buckets", one)),
+        ("reload, one reader, every byte proven over none", "<= 1.4", ratio("reload", f"{checked}full", one)),
+        ("from meta, one reader, every byte proven over none", "<= 1.4", ratio("meta", f"{checked}full", one)),
         ("materialise over to_empty", "<= 0.5, then 0.33", ratio("materialise", "epload", "to_empty")),
     )
     return Table("Targets", ("ratio of medians", "wanted", "measured"), [[*row[:2], times(row[2])] for row in rows])
@@ -173,6 +177,20 @@ def write_docs(results: Row, shown: list[Table]) -> None:
     (ROOT / "docs" / "load.json").write_text(json.dumps({k: v for k, v in results.items() if k != "samples"}, indent=1))
     write(page, "load", [provenance(results), *(table.markdown() for table in shown)])
     write(ROOT / "README.md", "measured", [provenance(results), _summary(results["rows"]).markdown()])
+
+
+def write_few(results: Row, shown: list[Table]) -> None:
+    """Few tensors, beside the many of the last run that was written to docs/."""
+    many = json.loads((ROOT / "docs" / "load.json").read_text())
+    lines = []
+    for row in by_case(results["rows"], "reload"):
+        before = median(many["rows"], "reload", row["entry"])
+        if "median" in row and before:
+            per_byte = before / many["nbytes"] * results["nbytes"]
+            lines.append([row["title"], seconds(row["median"]), seconds(per_byte), times(per_byte / row["median"])])
+    columns = ("loader", f"{results['tensors']} tensors, s", f"{many['tensors']} tensors, s", "ratio")
+    table = Table("Reload: as many bytes in few tensors and in many", columns, lines)
+    write(ROOT / "docs" / "performance.md", "few", [provenance(results), *(t.markdown() for t in (shown[0], table))])
 
 
 def _summary(found: list[Row]) -> Table:

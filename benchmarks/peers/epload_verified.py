@@ -11,4 +11,4 @@ MODES = {
     for mode in ("one/two_level", "auto/auto")
     for verify in ("buckets", "sample", "full")
 }
-MODE_CASES = dict.fromkeys(MODES, ("reload",))
+MODE_CASES = dict.fromkeys(MODES, ("reload",)) | {"one/two_level, verify=full": ("reload", "meta")}
