@@ -20,8 +20,9 @@ def test_every_is_as_slow_as_its_slowest_rank() -> None:
 
 
 def test_partitioned_on_one_node_is_reading_together() -> None:
-    assert costs.partitioned(4000, [OWNED], 1, 100, Rates([100.0, 300.0], INFINITE)) == 4000 / 400 + UNPACK
-    assert costs.partitioned(4000, [OWNED], 1, 100, Rates([100.0, 300.0], 1e12)) == 4000 / 400 + UNPACK
+    assert costs.partitioned(4000, [OWNED], 1, 100, Rates([200.0, 200.0], INFINITE)) == 4000 / 400 + UNPACK
+    assert costs.partitioned(4000, [OWNED], 1, 100, Rates([200.0, 200.0], 1e12)) == 4000 / 400 + UNPACK
+    assert costs.partitioned(4000, [OWNED], 1, 100, Rates([100.0, 300.0], 1e12)) == 2000 / 100 + UNPACK, "equal shares"
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_partitioned_on_one_node_is_reading_together() -> None:
     ],
 )
 def test_partitioned_is_bound_by_reading_or_by_the_links(nodes: int, link: float, expected: float) -> None:
-    seconds = costs.partitioned(4000, [OWNED, 1], nodes, 200, Rates([100.0, 300.0], link))
+    seconds = costs.partitioned(4000, [OWNED, 1], nodes, 200, Rates([200.0, 300.0], link))
     assert seconds == pytest.approx(expected + 200 / 400 + UNPACK), "the first wave is read before anything moves"
 
 

@@ -42,12 +42,13 @@ def every(owned: Sequence[int], rates: Rates) -> float:
 def partitioned(total: int, owned: Sequence[int], nodes: int, wave: int, rates: Rates) -> float:
     """All read a share of every wave; each node's link carries the shares of the others, both ways at once.
 
-    The first wave is read before anything moves.
+    Their shares are equal, so that the slowest reader decides. The first wave is read before anything moves.
     """
-    reading = total / sum(rates.read)
+    together = len(rates.read) * min(rates.read)
+    reading = total / together
     crossing = total * (nodes - 1) / nodes / rates.link
     spreading = total / rates.intra
-    fill = (wave / sum(rates.read) + (nodes - 1) * rates.hop) * (nodes > 1)
+    fill = (wave / together + (nodes - 1) * rates.hop) * (nodes > 1)
     return max(reading, crossing, spreading) + fill + max(owned, default=0) / rates.unpack
 
 

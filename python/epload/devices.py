@@ -22,6 +22,8 @@ class Devices(NamedTuple):
     """The accelerator that some of the targets are on, or will be; else the CPU."""
     home: torch.device
     """Of tensors on meta that do not say: that of the others."""
+    meta: bool
+    """Whether any target is on meta now."""
 
 
 def devices_of(targets: Targets, offloaded: AbstractSet[int], stream: torch.Stream | None) -> Devices:
@@ -37,9 +39,10 @@ def devices_of(targets: Targets, offloaded: AbstractSet[int], stream: torch.Stre
     """
     first: dict[torch.device, str] = {}
     homes: dict[torch.device, str] = {}
-    floating = None
+    floating, meta = None, False
     for name, tensor in zip(targets.names, targets.tensors, strict=True):
         device = tensor.device
+        meta |= tensor.is_meta
         if isinstance(tensor, DTensor) and (tensor.is_meta or id(tensor) in offloaded):
             home = _current(name, tensor.device_mesh.device_type)
             homes.setdefault(home, name)
@@ -59,7 +62,7 @@ def devices_of(targets: Targets, offloaded: AbstractSet[int], stream: torch.Stre
     if stream is not None and stream.device != device:
         what = "stream=None for a model on cpu" if device == CPU else f"a stream of {device}, where the model is"
         raise ValueError(f"expected {what}, got a stream of {stream.device}")
-    return Devices(device, home)
+    return Devices(device, home, meta)
 
 
 def _current(name: str, kind: str) -> torch.device:

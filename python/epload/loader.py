@@ -198,7 +198,8 @@ class HierarchicalLoader:
 
         def prepare() -> list[Tensor]:
             with report.timed("materialise"):
-                mat.materialise(model, work.targets, work.home)
+                if work.devices.meta or work.targets.lost:
+                    mat.materialise(model, work.targets, work.devices.home)
                 if memory is not None:
                     memory.board.clear()
                     report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)

@@ -19,7 +19,7 @@ from epload import sharing
 from epload.buffers import check_lost, find_holders
 from epload.checkpoint import Checkpoint
 from epload.device_side import DeviceSide
-from epload.devices import CPU, check_backend, devices_of
+from epload.devices import CPU, Devices, check_backend, devices_of
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, text_of
 from epload.flow import wave_limit
 from epload.manifest import Manifest
@@ -72,13 +72,16 @@ class _Opened:
     """One rank's side of one load."""
 
     targets: Targets
-    device: torch.device
-    home: torch.device
+    devices: Devices
     checkpoint: Checkpoint | None
     local_modules: bool
     """Whether ranks may hold different modules."""
     manifest: _Announced = field(default_factory=lambda: _Announced(0, "", []))
     holders: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.devices.load
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,7 @@ class Prepared:
     """One load, as all ranks have agreed on it. Equal on all but for ``targets``, ``checkpoint`` and the plan's copies."""
 
     targets: Targets
-    device: torch.device
-    home: torch.device
-    """Of tensors on meta, see ``devices.Devices``."""
+    devices: Devices
     checkpoint: Checkpoint | None
     """None on a rank that has not opened it."""
     holders: dict[str, int]
@@ -105,6 +106,11 @@ class Prepared:
     missing: list[str]
     mismatched: list[str]
     """Names of the model, on whichever rank."""
+
+    @property
+    def device(self) -> torch.device:
+        """That the load works on."""
+        return self.devices.load
 
 
 class Preparation:
@@ -183,16 +189,16 @@ class Preparation:
         targets = self.snapshot.read(model, asked) if self.snapshot is not None else None
         if targets is None:
             targets = collect(model, request.dtype, request.parts)
-            device, home = devices = devices_of(targets, mat.offloaded(model), stream)
+            devices = devices_of(targets, mat.offloaded(model), stream)
             if self._last is not None:  # one load pays for nothing that only the next one gains from
                 self.snapshot = Snapshot(model, targets, devices, asked)
         else:
             assert self.snapshot is not None
-            device, home = self.snapshot.devices
-        check_backend(self._topology.group, device)
+            devices = self.snapshot.devices
+        check_backend(self._topology.group, devices.load)
         source = None
         options, path = self._options, isinstance(checkpoint, str | os.PathLike)
-        joins = self._ways.may_read(device) and not path and options.readers != "auto"
+        joins = self._ways.may_read(devices.load) and not path and options.readers != "auto"
         if self._topology.rank == options.src or joins:
             source = Checkpoint.open(checkpoint, self.manifest)
             if source.once and options.proves:
@@ -200,7 +206,7 @@ class Preparation:
                     f"verify={options.verify!r} reads the checkpoint again after the load, but this one can be read only once: "
                     "leave out consume=True, or pass verify='buckets'"
                 )
-        return _Opened(targets, device, home, source, request.parts is not None and bool(request.parts.local_modules))
+        return _Opened(targets, devices, source, request.parts is not None and bool(request.parts.local_modules))
 
     # ---- the manifest ----
 
@@ -307,7 +313,7 @@ class Preparation:
         assert plan is not None
         missing, mismatched = self._unfilled_anywhere(opened, plan)
         return Prepared(
-            targets, opened.device, opened.home, opened.checkpoint, opened.holders, manifest, plan, route, per_wave,
+            targets, opened.devices, opened.checkpoint, opened.holders, manifest, plan, route, per_wave,
             all_read, owned, missing, mismatched,
         )  # fmt: skip
 

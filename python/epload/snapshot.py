@@ -8,16 +8,15 @@ is let go of when the model is.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import replace
 from itertools import chain
-from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from epload import dtensor
+from epload import _C, dtensor
 from epload.devices import Devices
 from epload.targets import Targets, customises_state, walk
 
@@ -44,21 +43,19 @@ class Snapshot:
         places: list[dict[str, Any]] = [module._parameters for module in modules]
         places += [module._buffers for module in modules]
         self._owning = [place for place in places if place]
-        self._empty: list[Collection[object]] = [place for place in places if not place]
+        self._empty: list[Sized] = [place for place in places if not place]
         self._empty += [module._modules for module in modules if not module._modules]
         self._empty += [module._state_dict_hooks for module in modules]
         self._not_saved = [module._non_persistent_buffers_set for module in modules if module._buffers]
 
-        self._children = _content(module._modules for module in modules if module._modules)
-        self._child_refs = [
-            _nothing if child is None else weakref.ref(child)
-            for child in _values(module._modules for module in modules if module._modules)
-        ]
-        self._owned = _content(self._owning)
-        # By address, as torch refuses to swap tensors that have weak references. A new tensor at the address of an old one
-        # does no harm: tensors are taken from their places at every load, and their layouts compared.
-        self._owned_ids = list(map(id, _values(self._owning)))
-        first = {address: at for at, address in reversed(list(enumerate(self._owned_ids)))}
+        # All by address. That of a module is its own as long as it lives; a new tensor at the address of an old one does no
+        # harm: tensors are taken from their places at every load, and their layouts compared.
+        children = [module._modules for module in modules if module._modules]
+        self._children = _C.contents(children)
+        self._child_refs = [weakref.ref(child) for child in _values(children) if child is not None]
+        self._owned = _C.contents(self._owning)
+        self._names = list(chain.from_iterable((*children, *self._owning)))  # held, so that no other takes their addresses
+        first = {id(tensor): at for at, tensor in reversed(list(enumerate(_values(self._owning))))}
         self._positions = [first[id(tensor)] for tensor in targets.tensors]
         self._not_saved_names = list(map(frozenset, self._not_saved))
         weakref.finalize(model, self._forget)
@@ -77,36 +74,22 @@ class Snapshot:
             if isinstance(module, FSDPModule):
                 module.reshard()
         parents = [ref() for ref in self._parents]
-        if None in parents or any(map(len, self._empty)):
+        if None in parents or any(ref() is None for ref in self._child_refs):
             return None
         children = [module._modules for module in parents]  # type: ignore[union-attr]
-        kept = [ref() for ref in self._child_refs]
         if not (
-            _content(children) == self._children
-            and kept.count(None) == self._child_refs.count(_nothing)  # none that was dropped counts as an empty place
-            and all(map(is_, kept, _values(children)))
-            and _content(self._owning) == self._owned
+            _C.contents(children) == self._children
+            and _C.contents(self._owning) == self._owned
+            and _C.all_empty(self._empty)
             and self._not_saved == self._not_saved_names
         ):
             return None
         owned = _values(self._owning)
-        if list(map(id, owned)) != self._owned_ids:
-            return None
         tensors: list[Tensor] = [owned[at] for at in self._positions]
         if dtensor.specs(tensors) != self._seen or [tensor.device for tensor in tensors] != self._on:
             return None
         return replace(self._targets, tensors=tensors)
 
 
-def _content(places: Iterable[dict[str, Any]]) -> tuple[list[int], list[str]]:
-    """How much is in each place, and all names."""
-    places = list(places)
-    return list(map(len, places)), list(chain.from_iterable(places))
-
-
 def _values(places: Iterable[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, places)))
-
-
-def _nothing() -> None:
-    return None
