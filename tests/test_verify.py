@@ -206,14 +206,14 @@ def test_sampling_proves_one_piece_in_sixteen() -> None:
     found = 0
     for name, value in state.items():
         value += 1
-        sampled = Proof(plan, [0], sampled=True)
+        sampled = Proof(plan, [0], sampled=True, on_cpu=True)
         try:
             list(sampled.check(0, {0: sampled.claims(targets.local())[0]}, checkpoint, checkpoint.manifest))
         except LoadError as error:
             assert f" {name} on rank 0;" in str(error)  # noqa: PT017
             found += 1
         value -= 1
-        full = Proof(plan, [0], sampled=False)
+        full = Proof(plan, [0], sampled=False, on_cpu=True)
         list(full.check(0, full.claims(targets.local()), checkpoint, checkpoint.manifest))
     assert found == len(state) // SAMPLED
 
@@ -226,7 +226,7 @@ def test_pieces_are_proven_in_blocks(block: int, sampled: bool) -> None:
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     checkpoint, targets, plan = planned(model, state)
     with mock.patch.object(proof, "BLOCK_BYTES", block):
-        one = Proof(plan, [0], sampled)
+        one = Proof(plan, [0], sampled, on_cpu=True)
         claims = one.claims(targets.local())
         # A second rank with the same shards, and one that has an element wrong at the end of every tenth tensor.
         for value in list(model.parameters())[::10]:

@@ -81,9 +81,9 @@ class HierarchicalLoader:
                 out of which each copies what it keeps.
             bucket_bytes: size of a bucket; each rank has two, and for a model on a device two more in pinned host memory if
                 it reads.
-            verify: ``"buckets"``: every bucket carries a checksum, which each node checks before it unpacks. ``"sample"`` and
-                ``"full"``: also, after the load, ranks prove a sixteenth or all of their shards against the checkpoint, which
-                is read once more, by all ranks that have it together.
+            verify: ``"buckets"``: every bucket carries a checksum, which each node checks before it unpacks. ``"full"``: after
+                the load, ranks prove their shards against the checkpoint, which is read once more, by all ranks that have it
+                together; nothing is left for checksums to find. ``"sample"``: checksums, and a sixteenth is proven.
             deadline: seconds (or timedelta) without progress after which a load has failed; 30 minutes if None. A step that
                 moves bytes has what they take at 10 MB/s on top.
             stream: of the models' device: all device work but the copies from host memory is on it, between a wait for the
@@ -216,7 +216,7 @@ class HierarchicalLoader:
             self._control.doing = "sharing buffers"
             stream = self._device.stream(work.device) if work.device != CPU else None
             report.transport_steps += share(model, work.holders, self.topology, stream)
-        framing = Framing(plan, self.topology.rank, work.manifest, self._control, self.options.verify != "off")
+        framing = Framing(plan, self.topology.rank, work.manifest, self._control, self.options.checksums)
         waves = 0
 
         def transfer_of(flow: Flow, buckets: range) -> Transfer | DeviceTransfer:
@@ -281,7 +281,7 @@ class HierarchicalLoader:
         """Before the tensors are scaled or initialised, as the checkpoint knows nothing of that."""
         with report.timed("verify"):
             verifiers = self.topology.ranks if work.all_read else flow.turns
-            proof = Proof(work.plan, verifiers, self.options.verify == "sample")
+            proof = Proof(work.plan, verifiers, self.options.verify == "sample", work.device == CPU)
             letters = self._control.deal("the digests", proof.claims(local))
 
             def check() -> None:

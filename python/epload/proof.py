@@ -69,8 +69,13 @@ class _Block(NamedTuple):
 class Proof:
     """Of one load. The same on all ranks but for the shards."""
 
-    def __init__(self, plan: LoadPlan, verifiers: Sequence[int], sampled: bool) -> None:
-        """``verifiers``: ranks that have the checkpoint, which take buckets in turn."""
+    def __init__(self, plan: LoadPlan, verifiers: Sequence[int], sampled: bool, on_cpu: bool) -> None:
+        """
+        Args:
+            verifiers: ranks that have the checkpoint, which take buckets in turn.
+            on_cpu: whether all shards of this rank are.
+        """
+        self._on_cpu = on_cpu
         self._plan = plan
         self._verifiers = tuple(verifiers)
         self._every = SAMPLED if sampled else 1
@@ -85,8 +90,12 @@ class Proof:
                 continue
             wanted, table[:, 0] = torch.unique(table[:, 0], return_inverse=True)
             targets = [local[bucket.targets[t]] for t in wanted.tolist()]
-            digests = ops.digest_tensors([target if target.is_cpu else target.cpu() for target in targets], table)
-            table[:, 0] = torch.tensor([dtypes.code(target.dtype) for target in targets])[table[:, 0]]
+            on_cpu = targets if self._on_cpu else [target.cpu() for target in targets]
+            digests = ops.digest_tensors(on_cpu, table)
+            if self._plan.casts:
+                table[:, 0] = torch.tensor([dtypes.code(target.dtype) for target in targets])[table[:, 0]]
+            else:
+                table[:, 0] = table[:, 2]
             dims = (table.shape[1] - FIXED_COLUMNS) // 3
             table[:, FIXED_COLUMNS : FIXED_COLUMNS + dims] = 0  # where in the tensor, which says nothing there
             head = torch.tensor([number, *table.shape])

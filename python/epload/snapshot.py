@@ -54,7 +54,8 @@ class Snapshot:
         self._children = _C.contents(children)
         self._child_refs = [weakref.ref(child) for child in _values(children) if child is not None]
         self._owned = _C.contents(self._owning)
-        self._names = list(chain.from_iterable((*children, *self._owning)))  # held, so that no other takes their addresses
+        # Held, so that no other name takes the address of one.
+        self._names = list(chain.from_iterable((*children, *self._owning)))
         first = {id(tensor): at for at, tensor in reversed(list(enumerate(_values(self._owning))))}
         self._positions = [first[id(tensor)] for tensor in targets.tensors]
         self._not_saved_names = list(map(frozenset, self._not_saved))

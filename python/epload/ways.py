@@ -36,6 +36,11 @@ class Options:
             raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + 16}, got {self.bucket_bytes}")
 
     @property
+    def checksums(self) -> bool:
+        """Whether buckets carry them. Where every byte is proven after the load there is nothing left for them to find."""
+        return self.verify in ("buckets", "sample")
+
+    @property
     def proves(self) -> bool:
         """Whether shards are compared with the checkpoint after the load."""
         return self.verify in ("sample", "full")
