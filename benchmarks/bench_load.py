@@ -126,6 +126,7 @@ def tables(results: Row) -> list[Table]:
             [_times(row) for row in by_case(found, "materialise")],
         )
     )
+    made.append(_processors(found))
     made.append(_targets(found, floor))
     return [table for table in made if table.rows]
 
@@ -138,6 +139,37 @@ def _collectives(found: list[Row]) -> Table:
         lines.append([*_times(row), faster] if "median" in row else _times(row))
     columns = ("one list of tensors to all ranks", "runs", "min s", "median s", "max s", "x faster than one by one")
     return Table("Coalescing alone: no model, no file", columns, lines)
+
+
+def _processors(found: list[Row]) -> Table:
+    """Of all ranks together: what the stages take, what the kernel does in all of them, and what is left for gloo's threads."""
+    lines = []
+    for row in by_case(found, "reload"):
+        if "median" in row and row["ours"]:
+            cpu = row["cpu"]
+            stages = [
+                cpu["plan"] + cpu["materialise"],
+                cpu["read"],
+                cpu["inter_node"] + cpu["intra_node"],
+                cpu["unpack"],
+                cpu["verify"],
+            ]
+            total = cpu["user"] + cpu["system"]
+            rest = max(0.0, total - sum(stages))
+            lines.append([row["title"], *map(seconds, (row["median"], total, cpu["system"], *stages, rest))])
+    columns = (
+        "mode",
+        "median s",
+        "processor s",
+        "in the kernel",
+        "plan",
+        "read",
+        "relay",
+        "unpack",
+        "verify",
+        "other threads",
+    )
+    return Table("Reload: seconds on a processor, of all ranks together", columns, lines)
 
 
 def _targets(found: list[Row], floor: float | None) -> Table:

@@ -89,6 +89,11 @@ class Loads:
             "transfer": of["inter_node"] + of["intra_node"], "slice": of["unpack"],
         }  # fmt: skip
 
+    def processors(self) -> dict[str, float]:
+        """Seconds on a processor by phase on this rank, of epload."""
+        report = self.job.keep.get("report")
+        return {name: phase.cpu_seconds for name, phase in report.phases.items()} if report is not None else {}
+
     def notes(self) -> str:
         report = self.job.keep.get("report")
         return report.chosen if report is not None else ""

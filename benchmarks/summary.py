@@ -57,10 +57,8 @@ def rows(outcome: Outcome, nbytes: int) -> list[Row]:
         made.append({
             "case": case, "entry": entry, "title": named.get(entry, entry), "ours": entry.startswith("epload"),
             "runs": len(seconds), "min": min(seconds), "median": statistics.median(seconds), "max": max(seconds),
-            "phases": {
-                name: statistics.median(sample["phases"].get(name, 0.0) for sample in samples)
-                for name in dict.fromkeys(name for sample in samples for name in sample["phases"])
-            },
+            "phases": _medians([sample["phases"] for sample in samples]),
+            "cpu": _medians([sample["cpu"] for sample in samples]),
             "peak": max((s["peak"] for s in samples if s["peak"] is not None), default=None),
             "in": max(link[0] for run in links for link in run) / nbytes,
             "out": max(link[1] for run in links for link in run) / nbytes,
@@ -70,6 +68,11 @@ def rows(outcome: Outcome, nbytes: int) -> list[Row]:
     failed = {(row["case"], row["entry"]): row for row in outcome.failures}
     made = [row for row in made if (row["case"], row["entry"]) not in failed]
     return made + [{**row, "title": named.get(row["entry"], row["entry"]), "ours": False} for row in failed.values()]
+
+
+def _medians(dicts: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for one in dicts for name in one)
+    return {name: statistics.median(one.get(name, 0.0) for one in dicts) for name in names}
 
 
 def by_case(found: list[Row], case: str) -> list[Row]:

@@ -76,9 +76,9 @@ class Worker:
             watch.__enter__()
         dist.barrier()
         self.clock.seconds = 0.0
-        began = perf_counter()
+        began, busy = perf_counter(), os.times()
         work()
-        seconds = perf_counter() - began
+        seconds, now = perf_counter() - began, os.times()
         transfer = self.clock.seconds
         if watch:
             watch.__exit__()
@@ -90,6 +90,10 @@ class Worker:
             "seconds": seconds, "moved": [after[0] - before[0], after[1] - before[1]],
             "phases": instance.phases(transfer) if hasattr(instance, "phases") else {},
             "peak": max(0, watch.above - instance.shard_bytes()) if watch else None,
+            "cpu": {
+                "user": now.user - busy.user, "system": now.system - busy.system,
+                **(instance.processors() if hasattr(instance, "processors") else {}),
+            },
         }  # fmt: skip
         everyones: list[Any] = [None] * self.world
         dist.all_gather_object(everyones, mine)
@@ -98,6 +102,7 @@ class Worker:
             "case": case, "entry": entry, "seconds": max(one["seconds"] for one in everyones),
             "phases": {name: max(one["phases"].get(name, 0.0) for one in everyones) for name in names},
             "peak": max(one["peak"] for one in everyones) if watch else None,
+            "cpu": {name: sum(one["cpu"].get(name, 0.0) for one in everyones) for name in everyones[0]["cpu"]},
             "links": [one["moved"] for one in everyones[:: self.each]],
             "note": instance.notes() if hasattr(instance, "notes") else "",
         }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 from tqdm import tqdm
@@ -22,6 +22,8 @@ class Phase:
 
     seconds: float = 0.0
     nbytes: int = 0
+    cpu_seconds: float = 0.0
+    """On a processor, of the threads of epload alone: not those of gloo, nor those that read for a reader."""
 
 
 @dataclass
@@ -63,11 +65,12 @@ class LoadReport:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        began = perf_counter()
+        began, began_cpu = perf_counter(), thread_time()
         try:
             yield
         finally:
             self.phases[phase].seconds += perf_counter() - began
+            self.phases[phase].cpu_seconds += thread_time() - began_cpu
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
