@@ -155,7 +155,7 @@ class Proof:
         pieces = self._plan.pieces(bucket)
         columns = pieces.columns[self._chosen(bucket, pieces.columns[:, 2])]
         begin, end = columns[:, 2], columns[:, 2] + columns[:, 3]
-        cell = begin // BLOCK_BYTES
+        cell = begin // (BLOCK_BYTES * self._every)  # about as much to read, however much lies between
         first = torch.cat([torch.zeros(1, dtype=torch.int64), (cell[1:] != cell[:-1]).nonzero().view(-1) + 1])
         base = begin[first]
         parts = []

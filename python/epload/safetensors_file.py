@@ -173,6 +173,10 @@ def _show(value: object) -> str:
         return "a number out of all bounds"
 
 
+_Job = tuple[str, int, int, list[memoryview]]
+"""Path, descriptor, offset and where the bytes go."""
+
+
 class RangedReader:
     """Reads ranges of files into a buffer with a few threads. Files are opened at the first read and kept until close."""
 
@@ -188,13 +192,21 @@ class RangedReader:
             CheckpointError: a file is gone, cannot be read or ends too early.
         """
         memory = memoryview((ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())).cast("B")
-        jobs = [self._job(memory, request) for request in _requests(ranges)]
-        if len(jobs) == 1:
-            _read_job(*jobs[0])
+        batches: list[list[_Job]] = []
+        room = 0
+        for request in _requests(ranges):
+            nbytes = sum(range_[3] for range_ in request)
+            if not batches or nbytes > room:
+                batches.append([])
+                room = READ_BYTES
+            batches[-1].append(self._job(memory, request))
+            room -= nbytes
+        if len(batches) == 1:
+            _read_jobs(batches[0])
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="epload-read")
-        reads = [self._pool.submit(_read_job, *job) for job in jobs]
+        reads = [self._pool.submit(_read_jobs, batch) for batch in batches]
         wait(reads)  # all of them, also when one fails: they write to the caller's buffer
         for read in reads:
             read.result()
@@ -220,7 +232,7 @@ class RangedReader:
                 raise CheckpointError(f"cannot read {self._paths[number]}: {error.strerror}") from error
         return self._fds[number]
 
-    def _job(self, memory: memoryview, request: list[Range]) -> tuple[str, int, int, list[memoryview]]:
+    def _job(self, memory: memoryview, request: list[Range]) -> _Job:
         number, offset, _, _ = request[0]
         fd = self._open(number)
         views: list[tuple[int, int]] = []
@@ -268,6 +280,11 @@ def _requests(ranges: Sequence[Range]) -> list[list[Range]]:
             number, end, room, buffer_end = file, offset + take, room - take, at + take
             offset, at, left = offset + take, at + take, left - take
     return requests
+
+
+def _read_jobs(jobs: list[_Job]) -> None:
+    for job in jobs:
+        _read_job(*job)
 
 
 def _read_job(path: str, fd: int, offset: int, views: list[memoryview]) -> None:
