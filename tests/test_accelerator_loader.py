@@ -425,6 +425,14 @@ class Scene:
         staging = self.loader._device.staging
         assert staging is not None
         self.staging = staging
+        self.unpacked = 0
+        """Buckets of this load whose unpacking has been queued."""
+
+    def _note(self, staging: DeviceStaging, bucket: int) -> None:
+        self._unpacked(staging, bucket)
+        self.unpacked += 1
+
+    _unpacked = staticmethod(DeviceStaging.unpacked)
 
     def load(self, held: torch.Stream, salt: int, harm: Callable[[Counting], bool]) -> bool:
         """Releases the stream once the harm a missing wait does is done, or the load is where it has to wait."""
@@ -438,10 +446,12 @@ class Scene:
             fakedev.release(held)
 
         broken = self.broken
+        self.unpacked = 0
         fakedev.hold(held)
         releasing = threading.Thread(target=release)
         releasing.start()
-        self.loader.load(self.model, source)
+        with mock.patch.object(DeviceStaging, "unpacked", lambda staging, bucket: self._note(staging, bucket)):
+            self.loader.load(self.model, source)
         releasing.join()
         torch.accelerator.synchronize()
         return all(torch.equal(p.detach().cpu(), source.state[f"rows.{i}"]) for i, p in enumerate(self.model.rows))
@@ -460,7 +470,7 @@ class Scene:
 
     def wait_for_copy(self, salt: int) -> bool:
         """A device buffer is unpacked while the copy into it has not begun."""
-        return self.load(self.staging.copies, salt, lambda source: source.read >= 2 and self.given.query())
+        return self.load(self.staging.copies, salt, lambda source: self.unpacked >= 1 and self.given.query())
 
     def enter(self, salt: int) -> bool:
         """The caller has yet to write to the tensors when the load is called."""
@@ -470,7 +480,7 @@ class Scene:
             with torch.no_grad():
                 for p in self.model.rows:
                     p.fill_(-1.0)
-            return self.load(caller, salt, lambda source: source.read == BUCKETS_OF_ROWS and self.given.query())
+            return self.load(caller, salt, lambda source: self.unpacked == BUCKETS_OF_ROWS and self.given.query())
 
     def leave(self, salt: int) -> bool:
         """The caller reads the tensors as soon as the load has returned, and overwrites them. Two buckets, so that the host does
