@@ -63,10 +63,12 @@ class Pieces(Sequence[Piece]):
 
 
 class Checkpoint(ABC):
-    """A source of tensors. Used by one thread at a time."""
+    """A source of tensors. Used by one thread at a time, unless it says otherwise."""
 
     once: bool = False
     """Whether it can be read only once."""
+    concurrent: bool = False
+    """Whether several threads may fill buckets at once."""
 
     @property
     @abstractmethod
@@ -218,6 +220,8 @@ def _open_index(path: Path, known: Manifest | None) -> Checkpoint:
 
 class SafetensorsCheckpoint(Checkpoint):
     """One or several safetensors files. Tensors that are adjacent in a file are read with one request."""
+
+    concurrent = True
 
     def __init__(self, files: Sequence[Path], manifest: Manifest) -> None:
         """``manifest`` has places."""

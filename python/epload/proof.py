@@ -11,6 +11,7 @@ import ctypes
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import pairwise
 from queue import SimpleQueue
 from threading import Lock
@@ -31,7 +32,7 @@ SAMPLED = 16
 BLOCK_BYTES = 8 << 20
 """Read at a time, so that what was read is digested out of the processor's cache; a longer piece of a tensor is not cut."""
 _THREADS = 2
-"""One reads while the other digests."""
+"""Each reads and digests; where only one may read, the other digests meanwhile."""
 _SHOWN = 10
 
 
@@ -120,7 +121,7 @@ class Proof:
         free = SimpleQueue[Tensor]()  # memory that has been touched: fresh pages cost as much as reading
         for _ in range(_THREADS):
             free.put(torch.empty(largest, dtype=torch.uint8))
-        reading = Lock()
+        reading = nullcontext() if checkpoint.concurrent else Lock()
 
         def differing(block: _Block) -> list[tuple[int, int]]:
             scratch = free.get()

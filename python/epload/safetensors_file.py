@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -178,12 +179,17 @@ _Job = tuple[str, int, int, list[memoryview]]
 
 
 class RangedReader:
-    """Reads ranges of files into a buffer with a few threads. Files are opened at the first read and kept until close."""
+    """Reads ranges of files into a buffer with a few threads. Files are opened at the first read and kept until close.
+
+    Several threads may read at once.
+    """
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
         self._fds: dict[int, int] = {}
         self._pool: ThreadPoolExecutor | None = None
+        self._making = Lock()
+        """Of descriptors and of the pool."""
 
     def read(self, buffer: Tensor, ranges: Sequence[Range]) -> None:
         """``buffer`` is contiguous uint8 on CPU; ranges that are adjacent in a file are read with one request.
@@ -204,9 +210,9 @@ class RangedReader:
         if len(batches) == 1:
             _read_jobs(batches[0])
             return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="epload-read")
-        reads = [self._pool.submit(_read_jobs, batch) for batch in batches]
+        with self._making:
+            pool = self._pool = self._pool or ThreadPoolExecutor(READ_THREADS, thread_name_prefix="epload-read")
+        reads = [pool.submit(_read_jobs, batch) for batch in batches]
         wait(reads)  # all of them, also when one fails: they write to the caller's buffer
         for read in reads:
             read.result()
@@ -225,12 +231,13 @@ class RangedReader:
         return nbytes
 
     def _open(self, number: int) -> int:
-        if number not in self._fds:
-            try:
-                self._fds[number] = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {self._paths[number]}: {error.strerror}") from error
-        return self._fds[number]
+        with self._making:
+            if number not in self._fds:
+                try:
+                    self._fds[number] = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise CheckpointError(f"cannot read {self._paths[number]}: {error.strerror}") from error
+            return self._fds[number]
 
     def _job(self, memory: memoryview, request: list[Range]) -> _Job:
         number, offset, _, _ = request[0]
