@@ -107,6 +107,7 @@ class HierarchicalLoader:
             deadline = DEFAULT_DEADLINE
         self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
         self._memory: NodeMemory | None = None
+        self._proof: Proof | None = None
         self._device = DeviceSide(self.topology, algorithm, src, stream)
         self._ways = Ways(self.topology, self.options, self._device)
         self._preparation = Preparation(self.topology, self.options, self._ways, self._device, self._watch)
@@ -281,7 +282,10 @@ class HierarchicalLoader:
         """Before the tensors are scaled or initialised, as the checkpoint knows nothing of that."""
         with report.timed("verify"):
             verifiers = self.topology.ranks if work.all_read else flow.turns
-            proof = Proof(work.plan, verifiers, self.options.verify == "sample", work.device == CPU)
+            on_cpu = work.device == CPU
+            if self._proof is None or not self._proof.fits(work.plan, verifiers, on_cpu):
+                self._proof = Proof(work.plan, verifiers, self.options.verify == "sample", on_cpu)
+            proof = self._proof
             letters = self._control.deal("the digests", proof.claims(local))
 
             def check() -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import cached_property
 from itertools import pairwise
 from queue import SimpleQueue
 from threading import Lock
@@ -36,12 +37,22 @@ _THREADS = 2
 _SHOWN = 10
 
 
+class _Held(NamedTuple):
+    """What one rank holds of one bucket."""
+
+    bucket: int
+    targets: list[int]
+    table: Tensor
+    """A copy table; its tensors are the targets, in this order."""
+
+
 class _Claim(NamedTuple):
-    """What one rank says of the regions that it holds of some bytes."""
+    """Some of a rank's digests, and what they are of: rows of a block's table."""
 
     holder: int
-    table: Tensor
     digests: Tensor
+    """Which ones, by number."""
+    rows: slice
 
 
 class _Block(NamedTuple):
@@ -49,17 +60,15 @@ class _Block(NamedTuple):
 
     pieces: Pieces
     nbytes: int
+    table: Tensor
     claims: list[_Claim]
 
-    def differing(self, data: Tensor) -> list[tuple[int, int]]:
+    def differing(self, data: Tensor, digests: Mapping[int, Tensor]) -> list[tuple[int, int]]:
         """The tensors, by number, that are not as some rank claims, each with that rank."""
-        known: dict[bytes, Tensor] = {}  # ranks that hold the same regions ask the same
+        known = ops.digest_bucket(data, self.table)
         found = []
-        for holder, table, digests in self.claims:
-            key = ctypes.string_at(table.data_ptr(), table.nbytes)
-            if key not in known:
-                known[key] = ops.digest_bucket(data, table)
-            bad = table[:, 1][known[key] != digests]
+        for holder, which, rows in self.claims:
+            bad = self.table[rows, 1][known[rows] != digests[holder][which]]
             if len(bad):
                 tensor, _, begin, _ = self.pieces.columns.T.contiguous()
                 at = torch.searchsorted(begin, bad, right=True) - 1
@@ -68,7 +77,7 @@ class _Block(NamedTuple):
 
 
 class Proof:
-    """Of one load. The same on all ranks but for the shards."""
+    """Of the loads of one plan. The same on all ranks but for the shards; what follows from the plan is found out once."""
 
     def __init__(self, plan: LoadPlan, verifiers: Sequence[int], sampled: bool, on_cpu: bool) -> None:
         """
@@ -81,28 +90,49 @@ class Proof:
         self._verifiers = tuple(verifiers)
         self._every = SAMPLED if sampled else 1
         self._phase = int.from_bytes(plan.fingerprint[:4], "little") % self._every
+        self._said: dict[int, bytes] = {}
+        self._heard: tuple[dict[int, bytes], list[_Block]] = {}, []
+
+    def fits(self, plan: LoadPlan, verifiers: Sequence[int], on_cpu: bool) -> bool:
+        """Whether a load like this can be proven by what is known already."""
+        return plan is self._plan and tuple(verifiers) == self._verifiers and on_cpu == self._on_cpu
 
     def claims(self, local: Sequence[Tensor]) -> dict[int, bytes]:
         """What this rank holds, for each verifier. ``local``: the targets' local tensors."""
+        if not self._said:
+            self._said = self._tables(local)
         parts: dict[int, list[Tensor]] = {rank: [] for rank in self._verifiers}
+        for held in self._held:
+            targets = [local[t] for t in held.targets]
+            on_cpu = targets if self._on_cpu else [target.cpu() for target in targets]
+            parts[self._verifier(held.bucket)].append(ops.digest_tensors(on_cpu, held.table))
+        return {rank: _letter(self._said[rank], part) for rank, part in parts.items()}
+
+    @cached_property
+    def _held(self) -> list[_Held]:
+        """By this rank."""
+        found = []
         for number, bucket in enumerate(self._plan.buckets):
             table = bucket.copies[self._chosen(bucket, bucket.copies[:, 1])]
-            if not len(table):
-                continue
-            wanted, table[:, 0] = torch.unique(table[:, 0], return_inverse=True)
-            targets = [local[bucket.targets[t]] for t in wanted.tolist()]
-            on_cpu = targets if self._on_cpu else [target.cpu() for target in targets]
-            digests = ops.digest_tensors(on_cpu, table)
+            if len(table):
+                wanted, table[:, 0] = torch.unique(table[:, 0], return_inverse=True)
+                found.append(_Held(number, [bucket.targets[t] for t in wanted.tolist()], table))
+        return found
+
+    def _tables(self, local: Sequence[Tensor]) -> dict[int, bytes]:
+        """For each verifier, of what it gets digests."""
+        parts: dict[int, list[Tensor]] = {rank: [] for rank in self._verifiers}
+        for held in self._held:
+            table = held.table.clone()
             if self._plan.casts:
-                table[:, 0] = torch.tensor([dtypes.code(target.dtype) for target in targets])[table[:, 0]]
+                table[:, 0] = torch.tensor([dtypes.code(local[t].dtype) for t in held.targets])[table[:, 0]]
             else:
                 table[:, 0] = table[:, 2]
             dims = (table.shape[1] - FIXED_COLUMNS) // 3
             table[:, FIXED_COLUMNS : FIXED_COLUMNS + dims] = 0  # where in the tensor, which says nothing there
-            head = torch.tensor([number, *table.shape])
             # Column by column, as a column is mostly one value over and over.
-            parts[self._verifier(number)] += [head, table.T.reshape(-1), digests]
-        return {rank: _to_bytes(torch.cat(part)) if part else b"" for rank, part in parts.items()}
+            parts[self._verifier(held.bucket)] += [torch.tensor([held.bucket, *table.shape]), table.T.reshape(-1)]
+        return {rank: zlib.compress(_raw(torch.cat(part)), level=1) if part else b"" for rank, part in parts.items()}
 
     def check(
         self, rank: int, claims: Mapping[int, bytes], checkpoint: Checkpoint, manifest: Manifest
@@ -112,11 +142,13 @@ class Proof:
         Raises:
             LoadError: some differ; it names the tensors and the ranks that hold them.
         """
-        of_bucket: dict[int, list[_Claim]] = {}
-        for holder, data in claims.items():
-            for number, table, digests in _from_bytes(data):
-                of_bucket.setdefault(number, []).append(_Claim(holder, table, digests))
-        blocks = [block for number in sorted(of_bucket) for block in self._blocks(number, of_bucket[number])]
+        tables, digests = {}, {}
+        for holder, letter in claims.items():
+            if letter:
+                tables[holder], digests[holder] = _opened(letter)
+        if self._heard[0] != tables:
+            self._heard = tables, list(self._blocks(tables))
+        blocks = self._heard[1]
         largest = max((block.nbytes for block in blocks), default=0)
         free = SimpleQueue[Tensor]()  # memory that has been touched: fresh pages cost as much as reading
         for _ in range(_THREADS):
@@ -128,7 +160,7 @@ class Proof:
             try:
                 with reading:
                     checkpoint.fill(scratch[: block.nbytes], block.pieces)
-                return block.differing(scratch)
+                return block.differing(scratch, digests)
             finally:
                 free.put(scratch)
 
@@ -150,9 +182,19 @@ class Proof:
                 "wrote to the model during the load"
             )
 
-    def _blocks(self, number: int, claims: list[_Claim]) -> Iterator[_Block]:
-        """What is claimed of one bucket, in the order of the bucket."""
-        bucket = self._plan.buckets[number]
+    def _blocks(self, tables: Mapping[int, bytes]) -> Iterator[_Block]:
+        """What is claimed, bucket by bucket. ``tables``: what was said by each holder."""
+        of_bucket: dict[int, list[tuple[int, Tensor, int]]] = {}
+        for holder, data in tables.items():
+            first = 0
+            for number, table in _parsed(data):
+                of_bucket.setdefault(number, []).append((holder, table, first))
+                first += len(table)
+        for number in sorted(of_bucket):
+            yield from self._blocks_of(self._plan.buckets[number], of_bucket[number])
+
+    def _blocks_of(self, bucket: Bucket, claimed: list[tuple[int, Tensor, int]]) -> Iterator[_Block]:
+        """What is claimed of one bucket, in its order. ``claimed``: holder, table and the number of the first digest."""
         pieces = self._plan.pieces(bucket)
         columns = pieces.columns[self._chosen(bucket, pieces.columns[:, 2])]
         begin, end = columns[:, 2], columns[:, 2] + columns[:, 3]
@@ -160,17 +202,17 @@ class Proof:
         first = torch.cat([torch.zeros(1, dtype=torch.int64), (cell[1:] != cell[:-1]).nonzero().view(-1) + 1])
         base = begin[first]
         parts = []
-        for holder, table, digests in claims:
+        for holder, table, before in claimed:
             offset, order = table[:, 1].sort()
-            table, digests = table[order], digests[order]
+            table = table[order]
             table[:, 1] -= base[torch.searchsorted(base, offset, right=True) - 1]
             cuts = [*torch.searchsorted(offset, base).tolist(), len(table)]
-            parts.append([_Claim(holder, table[a:b], digests[a:b]) for a, b in pairwise(cuts)])
+            parts.append([(holder, table[a:b], before + order[a:b]) for a, b in pairwise(cuts)])
         columns = columns.clone()
         columns[:, 2] -= base.repeat_interleave(torch.diff(first, append=torch.tensor([len(columns)])))
         for (low, high), here in zip(pairwise([*first.tolist(), len(columns)]), zip(*parts, strict=True), strict=True):
             nbytes = int(end[high - 1] - begin[low])
-            yield _Block(Pieces(columns[low:high]), nbytes, list(here))
+            yield _Block(Pieces(columns[low:high]), nbytes, *_merged(here))
 
     def _verifier(self, number: int) -> int:
         return self._verifiers[number % len(self._verifiers)]
@@ -184,24 +226,46 @@ class Proof:
         return ((slot + self._phase) % self._every == 0).nonzero().view(-1)
 
 
-def _to_bytes(words: Tensor) -> bytes:
-    return zlib.compress(ctypes.string_at(words.data_ptr(), words.nbytes), level=1)
+def _merged(claimed: Iterable[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, list[_Claim]]:
+    """One table of all regions; ranks that hold the same ask for the same rows of it."""
+    known: dict[bytes, slice] = {}
+    tables: list[Tensor] = []
+    claims = []
+    length = 0
+    for holder, table, digests in claimed:
+        raw = _raw(table)
+        if raw not in known:
+            known[raw] = slice(length, length + len(table))
+            tables.append(table)
+            length += len(table)
+        claims.append(_Claim(holder, digests, known[raw]))
+    return torch.cat(tables), claims
 
 
-def _from_bytes(data: bytes) -> list[tuple[int, Tensor, Tensor]]:
-    """Number of a bucket, copy table and digests."""
-    if not data:
-        return []
-    words = torch.frombuffer(bytearray(zlib.decompress(data)), dtype=torch.int64)
-    found, at = [], 0
+def _raw(words: Tensor) -> bytes:
+    """``words`` is contiguous."""
+    return ctypes.string_at(words.data_ptr(), words.nbytes)
+
+
+def _letter(tables: bytes, digests: Sequence[Tensor]) -> bytes:
+    return len(tables).to_bytes(8, "little") + tables + _raw(torch.cat(list(digests))) if digests else b""
+
+
+def _opened(letter: bytes) -> tuple[bytes, Tensor]:
+    """Tables and digests."""
+    begin = 8 + int.from_bytes(letter[:8], "little")
+    return letter[8:begin], torch.frombuffer(bytearray(letter[begin:]), dtype=torch.int64)
+
+
+def _parsed(tables: bytes) -> Iterator[tuple[int, Tensor]]:
+    """Number of a bucket and copy table."""
+    words = torch.frombuffer(bytearray(zlib.decompress(tables)), dtype=torch.int64)
+    at = 0
     while at < len(words):
         number, rows, columns = words[at : at + 3].tolist()
         at += 3
-        table = words[at : at + rows * columns].view(columns, rows).T.contiguous()
+        yield number, words[at : at + rows * columns].view(columns, rows).T.contiguous()
         at += rows * columns
-        found.append((number, table, words[at : at + rows]))
-        at += rows
-    return found
 
 
 def _ranks(ranks: set[int]) -> str:
