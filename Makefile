@@ -12,6 +12,7 @@ FAULTS ?= 300
 SEED ?= 0
 CHAOS_SECONDS ?= inf
 FUZZ_SECONDS ?= 600
+LINKS ?=
 
 TORCH_NPU ?= torch-npu==2.13.0
 
@@ -62,8 +63,8 @@ format: $(VENV)/ready ## rewrite the sources as lint wants them
 demo: build ## load a Mixture-of-Experts checkpoint over two emulated nodes
 	$(RUN)/python examples/demo.py
 
-chaos: build ## FAULTS=300 seeded faults from SEED=0 on, on 4 ranks, each judged
-	$(RUN)/python tests/chaos --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS)
+chaos: build ## FAULTS=300 seeded faults from SEED=0 on, on 4 ranks, each judged; LINKS=1: over shaped links, as root
+	$(RUN)/python tests/chaos --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS) $(if $(LINKS),--links)
 
 fuzz: build ## hostile input for FUZZ_SECONDS=600: hypothesis, and AFL++ where it is installed
 	$(RUN)/python tests/fuzz.py --seconds $(FUZZ_SECONDS)

@@ -10,6 +10,7 @@ that made it, and removed when the block ends, however it ends; what a killed pr
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -23,6 +24,9 @@ from types import FrameType, TracebackType
 PREFIX = "epl"
 PORT = 29600
 INTERFACE = "eth0"
+HOST = "10.88.0.254"
+"""By which nodes reach what runs on the machine itself."""
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
 def available() -> str:
@@ -73,6 +77,7 @@ class NetBed:
     def _make(self) -> None:
         bridge = f"{self._name}b"
         _do(f"ip link add {bridge} type bridge")
+        _do(f"ip addr add {HOST}/24 dev {bridge}")
         _do(f"ip link set {bridge} up")
         for i in range(self.nodes):
             inside, outside = f"{self._name}n{i}", f"{self._name}h{i}"
@@ -82,22 +87,47 @@ class NetBed:
             _do(f"ip -n {inside} addr add 10.88.0.{i + 1}/24 dev {INTERFACE}")
             _do(f"ip -n {inside} link set lo up")
             _do(f"ip -n {inside} link set {INTERFACE} up")
-            # 2 ms of burst, and more than the 64 KiB that the kernel may hand down at once.
-            burst = max(131072, self.mbit * 1000 // 8 * 2)
-            shape = f"root tbf rate {self.mbit}mbit burst {burst} limit 8mb"
-            _do(f"tc -n {inside} qdisc add dev {INTERFACE} {shape}")
-            _do(f"tc qdisc add dev {outside} {shape}")
+            _do(f"tc -n {inside} qdisc add dev {INTERFACE} {_shape(self.mbit)}")
+            _do(f"tc qdisc add dev {outside} {_shape(self.mbit)}")
 
     def place(self, node: int) -> tuple[list[str], dict[str, str]]:
         """The words before a command that is to run on a node, and its environment."""
         environment = {"MASTER_ADDR": "10.88.0.1", "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
         return ["ip", "netns", "exec", f"{self._name}n{node}"], environment
 
+    def namespace(self, node: int) -> str:
+        """For :func:`enter`."""
+        return f"/run/netns/{self._name}n{node}"
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _remove(self._name)
         self._signals.__exit__(None, None, None)
+
+
+def enter(namespace: str) -> None:
+    """Moves the calling thread, and the threads that it starts, to a node. In Python 3.12 this is ``os.setns``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(namespace) as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), namespace)
+
+
+@contextmanager
+def slow_link(kbit: int, mbit: int) -> Iterator[None]:
+    """On a node: meanwhile what leaves it does so at ``kbit`` instead of ``mbit``, and without a burst."""
+    _do(f"tc qdisc change dev {INTERFACE} root tbf rate {kbit}kbit burst 4kb limit 8mb")
+    try:
+        yield
+    finally:
+        _do(f"tc qdisc change dev {INTERFACE} {_shape(mbit)}")
+
+
+def _shape(mbit: int) -> str:
+    # 2 ms of burst, and more than the 64 KiB that the kernel may hand down at once.
+    return f"root tbf rate {mbit}mbit burst {max(131072, mbit * 1000 // 8 * 2)} limit 8mb"
 
 
 def sweep() -> None:

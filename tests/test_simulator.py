@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,8 @@ import pytest
 import launch
 from epload import costs
 from epload.simulator import Cluster, Traffic, predict, traffic, waves
-from netbed import INTERFACE, NetBed, available
+from netbed import INTERFACE, NetBed
+from test_netbed import require
 from workload import Size, plan_buckets
 
 SHAPES = ((2, 2), (4, 2), (3, 1), (8, 1))
@@ -146,10 +146,7 @@ def test_no_such_way() -> None:
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=["2x2", "4x1"])
 def test_bytes_are_those_that_the_links_count(shape: tuple[int, int], tmp_path: Path) -> None:
     """Within 6 %: headers of TCP and IP, the manifest, agreement."""
-    if why := available():
-        if os.environ.get("EPLOAD_FAIL_WITHOUT_NETBED") == "1":
-            pytest.fail(f"EPLOAD_FAIL_WITHOUT_NETBED=1, and there can be no test-bed: {why}")
-        pytest.skip(f"NOT CHECKED: the simulator's bytes against link counters; {why}")
+    require("the simulator's bytes against link counters")
     size = Size(layers=3)
     folders = launch.checkpoints(tmp_path, size)
     outcome = launch.Outcome()

@@ -1,6 +1,10 @@
 """A campaign of seeded faults, each judged: the right result, or one same error on every live rank, in time; and nothing left.
 
-python tests/chaos --faults 300 --seed 0
+    python tests/chaos --faults 300 --seed 0
+    python tests/chaos --faults 300 --seed 0 --links     # each node in a network namespace; needs root
+
+With --links the two nodes are joined by links of a given rate, and a slow link is one of 200 kbit/s; without, it is a relay that
+is held up.
 """
 
 from __future__ import annotations
@@ -13,38 +17,45 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import nullcontext
 from multiprocessing.connection import wait
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import torch.distributed as dist
 from safetensors.torch import save_file
 
 from chaos.faults import HARMLESS, KINDS, WORLD, Fault
-from chaos.job import DEADLINE, Outcome, main
-from test_loader import state_for
+from chaos.job import DEADLINE, Outcome, Place, main
+from netbed import HOST, NetBed, available
+from test_loader import NODES, state_for
 
 _context = multiprocessing.get_context("forkserver")
 HANG = 90.0
 """Seconds after which a rank that has not answered hangs."""
 IN_TIME = 4 * DEADLINE + 15
 """Seconds that a failing load may take: waits of a deadline may follow one another, and this machine may be busy."""
+MBIT = 1000
+"""Of a node's link in the test-bed."""
 
 
 class Job:
     """Four ranks, and a store that outlives them, as a launcher's does."""
 
-    def __init__(self) -> None:
+    def __init__(self, bed: NetBed | None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="epload-chaos-")
         save_file(state_for(1), Path(self._folder.name) / "model.safetensors")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._links, self._processes = [], []
         for rank in range(WORLD):
+            place = Place("127.0.0.1", self._store.port)
+            if bed is not None:
+                node = next(i for i, ranks in enumerate(NODES) if rank in ranks)
+                place = Place(HOST, self._store.port, bed.namespace(node), bed.mbit)
             ours, theirs = _context.Pipe()
-            process = _context.Process(
-                target=main, args=(rank, self._folder.name, self._store.port, theirs), daemon=True
-            )
+            process = _context.Process(target=main, args=(rank, self._folder.name, place, theirs), daemon=True)
             process.start()
             theirs.close()
             self._links.append(ours)
@@ -159,12 +170,12 @@ def _shared_files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
-def campaign(seeds: range, until: float, verbose: bool) -> int:
+def campaign(seeds: range, until: float, verbose: bool, bed: NetBed | None) -> int:
     """Runs the faults of ``seeds`` until the time is over; prints what came of them. The exit status."""
     _context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "epload"])
     shared = _shared_files()
     happened, reached, bad = Counter[str](), Counter[str](), []
-    job, began = Job(), time.monotonic()
+    job, began = Job(bed), time.monotonic()
     for seed in seeds:
         if time.monotonic() > until:
             break
@@ -182,7 +193,7 @@ def campaign(seeds: range, until: float, verbose: bool) -> int:
             print(bad[-1], flush=True)
         if not goes_on:
             job.close()
-            job = Job()
+            job = Job(bed)
     job.close()
     if left := _shared_files() - shared:
         bad.append(f"LEAK: /dev/shm has {sorted(left)}")
@@ -209,9 +220,10 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0, help="of the first fault")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--verbose", action="store_true", help="a line for each fault")
+    parser.add_argument("--links", action="store_true", help="over links of the test-bed; needs root")
     options = parser.parse_args()
-    sys.exit(
-        campaign(
-            range(options.seed, options.seed + options.faults), time.monotonic() + options.seconds, options.verbose
-        )
-    )
+    if options.links and (why := available()):
+        raise SystemExit(f"--links needs a test-bed: {why}")
+    with NetBed(len(NODES), MBIT) if options.links else nullcontext() as links:
+        seeds = range(options.seed, options.seed + options.faults)
+        sys.exit(campaign(seeds, time.monotonic() + options.seconds, options.verbose, links))

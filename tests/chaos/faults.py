@@ -20,8 +20,11 @@ from torch import Tensor
 from epload import HierarchicalLoader, node_memory, ops
 from epload.checkpoint import SafetensorsCheckpoint
 from epload.control import Control
+from netbed import slow_link
 
 WORLD = 4
+SLOW_KBIT = 200
+"""Of a slow link; a load of some 10 KB then takes seconds."""
 HARMLESS = ("none", "slow reader", "slow link", "full disk")
 KINDS = (
     *HARMLESS, "unreadable", "truncated", "unpack", "out of memory", "hook", "interrupt", "kill", "stop", "mismatch",
@@ -149,13 +152,19 @@ def _raise(kind: type[Exception], *args: Any) -> Callable[..., None]:
 
 
 @contextmanager
-def broken(fault: Fault, path: Path, calls: int, deadline: float) -> Iterator[Moments]:
-    """Meanwhile the fault happens on this rank, which made ``calls`` calls in a load without it."""
+def broken(fault: Fault, path: Path, calls: int, deadline: float, mbit: int) -> Iterator[Moments]:
+    """Meanwhile the fault happens on this rank, which made ``calls`` calls in a load without it.
+
+    ``mbit``: of the link of this rank's node in the test-bed; 0 without one.
+    """
     at = int(fault.moment * calls)
     names = moments_of(fault)
 
     def slow(*_: Any) -> None:
         time.sleep(0.3 * deadline)
+
+    def throttle(*_: Any) -> None:
+        stack.enter_context(slow_link(SLOW_KBIT, mbit))
 
     def truncate(*_: Any) -> None:
         os.truncate(path, int(path.stat().st_size * (0.1 + 0.8 * fault.moment)))
@@ -170,7 +179,8 @@ def broken(fault: Fault, path: Path, calls: int, deadline: float) -> Iterator[Mo
         signal.raise_signal(signal.SIGINT)
 
     before: dict[str, Callable[..., None]] = {
-        "slow reader": slow, "slow link": slow, "truncated": truncate, "stop": stop_here, "kill": kill, "interrupt": interrupt,
+        "slow reader": slow, "slow link": throttle if mbit else slow, "truncated": truncate, "stop": stop_here,
+        "kill": kill, "interrupt": interrupt,
         "unreadable": _raise(OSError, errno.EIO, "the disk is on fire"), "unpack": _raise(RuntimeError, "cannot unpack"),
         "out of memory": _raise(MemoryError, "no room"),
     }  # fmt: skip

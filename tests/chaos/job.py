@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from chaos.faults import WORLD, Fault, Moments, broken, moments_of
 from epload import HierarchicalLoader, Topology
+from netbed import INTERFACE, enter
 from test_loader import NODES, meta_net, state_for, wrong
 
 DEADLINE = 4.0
@@ -62,8 +63,9 @@ def memories() -> int:
 
 
 class Rank:
-    def __init__(self, rank: int, folder: Path) -> None:
+    def __init__(self, rank: int, folder: Path, mbit: int) -> None:
         self._rank = rank
+        self._mbit = mbit
         self._path = folder / "model.safetensors"
         self._good = self._path.read_bytes()
         self._folder = folder
@@ -82,7 +84,7 @@ class Rank:
             outcomes.append(self._load(loader, torch.float64 if fault.moment < 0.5 else torch.bfloat16))
             outcomes[-1].fired = True
         elif self._rank == fault.victim:
-            with broken(fault, self._path, counter.count, DEADLINE) as moments:
+            with broken(fault, self._path, counter.count, DEADLINE, self._mbit) as moments:
                 outcomes.append(self._load(loader))
             outcomes[-1].fired = moments.fired
         else:
@@ -118,13 +120,28 @@ class Rank:
         return outcome
 
 
-def main(rank: int, folder: str, port: int, link: Connection) -> None:
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs, and where it finds the store."""
+
+    host: str
+    port: int
+    namespace: str = ""
+    """Of its node in the test-bed."""
+    mbit: int = 0
+    """Rate of that node's link."""
+
+
+def main(rank: int, folder: str, place: Place, link: Connection) -> None:
     """Does as it is told over ``link`` until that closes."""
+    if place.namespace:
+        enter(place.namespace)
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore(place.host, place.port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
-    worker: Any = Rank(rank, Path(folder))
+    worker: Any = Rank(rank, Path(folder), place.mbit)
     link.send(os.getpid())
     while True:
         try:
