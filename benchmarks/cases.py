@@ -53,6 +53,7 @@ class Loads:
 
     def prepare(self, entry: str) -> Callable[[], None]:
         bench, peer = self.bench, self.peers[entry]
+        self.loaded = self.job = None  # two models of this size are one too many
         model: nn.Module = nn.Module()
         if self.case == "meta":
             model = sharded_model(bench.size)

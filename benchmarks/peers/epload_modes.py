@@ -21,7 +21,8 @@ MODES = {
 } | {"auto, a dict on rank 0": {"readers": "auto", "algorithm": "auto", "as_dict": True}}
 
 # From meta they differ in nothing but the transfer, which a reload shows.
-MODE_CASES = dict.fromkeys(("one/flat", "one/striped", "partitioned/striped"), ("reload",))
+_ONLY_RELOAD = ("one/flat", "one/striped", "partitioned/two_level", "partitioned/striped", "per_node/auto")
+MODE_CASES = dict.fromkeys(_ONLY_RELOAD, ("reload",))
 
 
 def load(job: Job, readers: str, algorithm: str, as_dict: bool = False, verify: str = "off") -> None:
