@@ -25,7 +25,7 @@ PREFIX = "epl"
 PORT = 29600
 INTERFACE = "eth0"
 HOST = "10.88.0.254"
-"""By which nodes reach what runs on the machine itself."""
+"""By which nodes reach what runs on the machine itself, if they can."""
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
@@ -55,9 +55,14 @@ def ended_by_signals() -> Iterator[None]:
 class NetBed:
     """Nodes 10.88.0.1, 10.88.0.2, ... on one bridge."""
 
-    def __init__(self, nodes: int, mbit: int) -> None:
-        """``mbit``: of each node's link, each way."""
+    def __init__(self, nodes: int, mbit: int, host: bool = False) -> None:
+        """
+        Args:
+            mbit: of each node's link, each way.
+            host: whether nodes can reach this machine, at ``HOST``; only one test-bed at a time can have that.
+        """
         self.nodes = nodes
+        self.host = host
         self.mbit = mbit
         self._name = f"{PREFIX}{os.getpid()}"
 
@@ -77,7 +82,8 @@ class NetBed:
     def _make(self) -> None:
         bridge = f"{self._name}b"
         _do(f"ip link add {bridge} type bridge")
-        _do(f"ip addr add {HOST}/24 dev {bridge}")
+        if self.host:
+            _do(f"ip addr add {HOST}/24 dev {bridge}")
         _do(f"ip link set {bridge} up")
         for i in range(self.nodes):
             inside, outside = f"{self._name}n{i}", f"{self._name}h{i}"

@@ -224,6 +224,6 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.links and (why := available()):
         raise SystemExit(f"--links needs a test-bed: {why}")
-    with NetBed(len(NODES), MBIT) if options.links else nullcontext() as links:
+    with NetBed(len(NODES), MBIT, host=True) if options.links else nullcontext() as links:
         seeds = range(options.seed, options.seed + options.faults)
         sys.exit(campaign(seeds, time.monotonic() + options.seconds, options.verbose, links))
