@@ -83,6 +83,8 @@ class NetBed:
         bridge = f"{self._name}b"
         _do(f"ip link add {bridge} type bridge")
         if self.host:
+            if HOST in subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True).stdout:
+                raise SystemExit(f"no test-bed: another one has {HOST}; wait until it has ended")
             _do(f"ip addr add {HOST}/24 dev {bridge}")
         _do(f"ip link set {bridge} up")
         for i in range(self.nodes):
@@ -111,6 +113,11 @@ class NetBed:
         _remove(self._name)
         self._signals.__exit__(None, None, None)
 
+    def restore(self) -> None:
+        """Gives every link its rate again, which whoever was killed in :func:`slow_link` could not."""
+        for i in range(self.nodes):
+            _do(f"tc -n {self._name}n{i} qdisc change dev {INTERFACE} {_shape(self.mbit)}")
+
 
 def enter(namespace: str) -> None:
     """Moves the calling thread, and the threads that it starts, to a node. In Python 3.12 this is ``os.setns``."""
@@ -123,12 +130,13 @@ def enter(namespace: str) -> None:
 
 @contextmanager
 def slow_link(kbit: int, mbit: int) -> Iterator[None]:
-    """On a node: meanwhile what leaves it does so at ``kbit`` instead of ``mbit``, and without a burst."""
-    _do(f"tc qdisc change dev {INTERFACE} root tbf rate {kbit}kbit burst 4kb limit 8mb")
+    """On a node: meanwhile what leaves it does so at ``kbit`` instead of ``mbit``, in bursts of one packet."""
+    change = ["tc", "qdisc", "change", "dev", INTERFACE]
+    subprocess.run([*change, *f"root tbf rate {kbit}kbit burst 2kb limit 8mb".split()], check=True)
     try:
         yield
     finally:
-        _do(f"tc qdisc change dev {INTERFACE} {_shape(mbit)}")
+        subprocess.run([*change, *_shape(mbit).split()], check=True)
 
 
 def _shape(mbit: int) -> str:

@@ -112,7 +112,7 @@ def meta_model(size: Size) -> nn.Module:
 def sharded_model(size: Size) -> nn.Module:
     """On meta, FSDP2 over the whole job, one group a layer."""
     gc.collect()
-    gc.disable()  # it would walk all that has been made, over and over
+    gc.disable()  # it would walk all that has been made, over and over; nobody else has disabled it
     try:
         model = meta_model(size)
         for layer in model.model.layers:

@@ -1,8 +1,9 @@
-"""The test-bed: its links have the rates that they are said to have, and nothing of it is left."""
+"""The test-bed: a link's rate can be changed and comes back, and nothing of the bed is left."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,9 +38,9 @@ def require(what: str) -> None:
 
 
 def made_by_this_process() -> str:
-    names = f"{PREFIX}{os.getpid()}"
+    names = re.compile(rf"\b{PREFIX}{os.getpid()}[bhn]")
     shown = [subprocess.run(["ip", *of], capture_output=True, text=True).stdout for of in (["-o", "link"], ["netns"])]
-    return "\n".join(line for text in shown for line in text.splitlines() if names in line)
+    return "\n".join(line for text in shown for line in text.splitlines() if names.search(line))
 
 
 @pytest.mark.netbed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ranks
-from epload import Checkpoint, HierarchicalLoader, LoadError, Topology, ops, proof
+from epload import Checkpoint, HierarchicalLoader, LoadError, LocalModules, Topology, ops, proof
 from epload.checkpoint import SafetensorsCheckpoint
 from epload.control import HEADER_BYTES
 from epload.mapping import resolve
@@ -161,6 +162,27 @@ def flipped_in_shard(rank: int, path: Path, state: State) -> list[str]:
 def test_a_bit_that_flips_in_a_shard_is_found_and_named(tmp_path: Path) -> None:
     save_file(state_for(1), tmp_path / "model.safetensors")
     all_fine(ranks.run(4, flipped_in_shard, tmp_path / "model.safetensors", state_for(1)))
+
+
+def stages_of_other_dims(rank: int, path: Path, state: State) -> list[str]:
+    """Two ranks have five dims, two have one, all in one bucket; the third load is proven by what the first two have kept."""
+    mine = ("patch", "bias") if rank < 2 else ("bias", "scale")
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros_like(state[name])) for name in mine})
+    loader = loader_for(("one", "two_level"), "full")
+    said = []
+    for _ in range(2):
+        loader.load(model, path, local_modules=[LocalModules("")])
+        said += [name for name in mine if not torch.equal(model[name].detach(), state[name])]
+    with flips_in_shard(rank == 3, lambda target: target.shape == state["scale"].shape):
+        text = outcome(lambda: loader.load(model, path, local_modules=[LocalModules("")]))
+    return said if "differ" in text and " scale on rank 3;" in text else [*said, text]
+
+
+def test_ranks_with_other_dims_are_proven(tmp_path: Path) -> None:
+    shapes = {"patch": (3, 2, 2, 2, 2), "bias": (7,), "scale": (5,)}
+    state = {name: torch.arange(1.0, 1 + prod(shape)).view(shape) for name, shape in shapes.items()}
+    save_file(state, tmp_path / "model.safetensors")
+    all_fine(ranks.run(4, stages_of_other_dims, tmp_path / "model.safetensors", state))
 
 
 def flipped_on_the_way(rank: int, path: Path) -> list[tuple[str, str]]:

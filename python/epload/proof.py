@@ -34,6 +34,8 @@ BLOCK_BYTES = 8 << 20
 """Read at a time, so that what was read is digested out of the processor's cache; a longer piece of a tensor is not cut."""
 _THREADS = 2
 """Each reads and digests; where only one may read, the other digests meanwhile."""
+_KEPT_ROWS = 1 << 20
+"""What was said of no more regions is kept for the next proof, at some 90 bytes each."""
 _SHOWN = 10
 
 
@@ -50,8 +52,8 @@ class _Claim(NamedTuple):
     """Some of a rank's digests, and what they are of: rows of a block's table."""
 
     holder: int
-    digests: Tensor
-    """Which ones, by number."""
+    which: Tensor
+    """Of its digests, by number."""
     rows: slice
 
 
@@ -146,9 +148,11 @@ class Proof:
         for holder, letter in claims.items():
             if letter:
                 tables[holder], digests[holder] = _opened(letter)
-        if self._heard[0] != tables:
-            self._heard = tables, list(self._blocks(tables))
         blocks = self._heard[1]
+        if self._heard[0] != tables:
+            blocks = list(self._blocks(tables))
+            if sum(map(len, digests.values())) <= _KEPT_ROWS:
+                self._heard = tables, blocks
         largest = max((block.nbytes for block in blocks), default=0)
         free = SimpleQueue[Tensor]()  # memory that has been touched: fresh pages cost as much as reading
         for _ in range(_THREADS):
@@ -184,11 +188,14 @@ class Proof:
 
     def _blocks(self, tables: Mapping[int, bytes]) -> Iterator[_Block]:
         """What is claimed, bucket by bucket. ``tables``: what was said by each holder."""
+        parsed = {holder: list(_parsed(data)) for holder, data in tables.items()}
+        # A rank's rows are as wide as its own targets need.
+        widest = max((table.shape[1] for said in parsed.values() for _, table in said), default=0)
         of_bucket: dict[int, list[tuple[int, Tensor, int]]] = {}
-        for holder, data in tables.items():
+        for holder, said in parsed.items():
             first = 0
-            for number, table in _parsed(data):
-                of_bucket.setdefault(number, []).append((holder, table, first))
+            for number, table in said:
+                of_bucket.setdefault(number, []).append((holder, _widened(table, widest), first))
                 first += len(table)
         for number in sorted(of_bucket):
             yield from self._blocks_of(self._plan.buckets[number], of_bucket[number])
@@ -232,14 +239,25 @@ def _merged(claimed: Iterable[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, list
     tables: list[Tensor] = []
     claims = []
     length = 0
-    for holder, table, digests in claimed:
+    for holder, table, which in claimed:
         raw = _raw(table)
         if raw not in known:
             known[raw] = slice(length, length + len(table))
             tables.append(table)
             length += len(table)
-        claims.append(_Claim(holder, digests, known[raw]))
+        claims.append(_Claim(holder, which, known[raw]))
     return torch.cat(tables), claims
+
+
+def _widened(table: Tensor, columns: int) -> Tensor:
+    """A copy table with room for more dims."""
+    if table.shape[1] == columns:
+        return table
+    have, wanted = (table.shape[1] - FIXED_COLUMNS) // 3, (columns - FIXED_COLUMNS) // 3
+    wide = table.new_zeros(len(table), columns)
+    wide[:, :FIXED_COLUMNS] = table[:, :FIXED_COLUMNS]
+    wide[:, FIXED_COLUMNS:].view(-1, 3, wanted)[:, :, :have] = table[:, FIXED_COLUMNS:].reshape(-1, 3, have)
+    return wide
 
 
 def _raw(words: Tensor) -> bytes:

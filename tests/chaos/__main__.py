@@ -3,7 +3,7 @@
     python tests/chaos --faults 300 --seed 0
     python tests/chaos --faults 300 --seed 0 --links     # each node in a network namespace; needs root
 
-With --links the two nodes are joined by links of a given rate, and a slow link is one of 200 kbit/s; without, it is a relay that
+With --links the two nodes are joined by links of a given rate, and a slow link is one of 64 kbit/s; without, it is a relay that
 is held up.
 """
 
@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 
 from chaos.faults import HARMLESS, KINDS, WORLD, Fault
 from chaos.job import DEADLINE, Outcome, Place, main
-from netbed import HOST, NetBed, available
+from netbed import HOST, NetBed
 from test_loader import NODES, state_for
 
 _context = multiprocessing.get_context("forkserver")
@@ -49,6 +49,8 @@ class Job:
         save_file(state_for(1), Path(self._folder.name) / "model.safetensors")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._links, self._processes = [], []
+        if bed is not None:
+            bed.restore()
         for rank in range(WORLD):
             place = Place("127.0.0.1", self._store.port)
             if bed is not None:
@@ -61,6 +63,9 @@ class Job:
             self._links.append(ours)
             self._processes.append(process)
         self.pids = self.collect(set(range(WORLD)))
+        if absent := sorted(rank for rank in range(WORLD) if self.pids.get(rank) is None):
+            self.close()
+            raise SystemExit(f"ranks {absent} did not start")
 
     def tell(self, step: str, seed: int) -> None:
         for link in self._links:
@@ -222,8 +227,6 @@ if __name__ == "__main__":
     parser.add_argument("--verbose", action="store_true", help="a line for each fault")
     parser.add_argument("--links", action="store_true", help="over links of the test-bed; needs root")
     options = parser.parse_args()
-    if options.links and (why := available()):
-        raise SystemExit(f"--links needs a test-bed: {why}")
     with NetBed(len(NODES), MBIT, host=True) if options.links else nullcontext() as links:
         seeds = range(options.seed, options.seed + options.faults)
         sys.exit(campaign(seeds, time.monotonic() + options.seconds, options.verbose, links))

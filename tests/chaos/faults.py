@@ -23,8 +23,8 @@ from epload.control import Control
 from netbed import slow_link
 
 WORLD = 4
-SLOW_KBIT = 200
-"""Of a slow link; a load of some 10 KB then takes seconds."""
+SLOW_KBIT = 64
+"""Of a slow link. A load here is some 2 KB, and about as much again to agree on it."""
 HARMLESS = ("none", "slow reader", "slow link", "full disk")
 KINDS = (
     *HARMLESS, "unreadable", "truncated", "unpack", "out of memory", "hook", "interrupt", "kill", "stop", "mismatch",
