@@ -31,7 +31,7 @@ from tables import Table, provenance, seconds, times, write
 from workload import Size, meta_model, plan_buckets
 
 ROOT = Path(__file__).parents[1]
-RATES = ("link", "tree", "read", "store")
+RATES = ("link", "read", "store")
 
 
 def main() -> None:

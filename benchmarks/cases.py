@@ -177,7 +177,7 @@ class Rates:
         self.target = torch.ones(PIECE, dtype=torch.uint8)
 
     def prepare(self, entry: str) -> Callable[[], None]:
-        return {"link": self._link, "tree": self._tree, "read": self._read, "store": self._store}[entry]
+        return {"link": self._link, "read": self._read, "store": self._store}[entry]
 
     def _link(self) -> None:
         """The leader of every second node sends to the next one's."""
@@ -188,10 +188,6 @@ class Rates:
                 dist.send(self.buffer, leaders[at + 1])
             else:
                 dist.recv(self.target, leaders[at - 1])
-
-    def _tree(self) -> None:
-        """gloo's flat broadcast, which does not fill its links."""
-        dist.broadcast(self.buffer, 0)
 
     def _read(self) -> None:
         """Each rank another part of the file, into a buffer that it has used before."""
