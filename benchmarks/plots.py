@@ -50,29 +50,39 @@ def load(results: Row, target: Path) -> None:
 
 
 def net(results: Row, target: Path) -> None:
-    """Seconds of each way over the number of nodes, for the largest checkpoint; and what goes over the busiest link."""
-    largest = max(run["nbytes"] for run in results["runs"])
-    runs = sorted((run for run in results["runs"] if run["nbytes"] == largest), key=lambda run: run["nodes"])
-    ways = list(dict.fromkeys(row["title"] for run in runs for row in by_case(run["rows"], "reload") if row["ours"]))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for way in sorted(ways):
-        seen = [(run["nodes"], row) for run in runs for row in run["rows"] if row["title"] == way and "median" in row]
-        nodes = [count for count, _ in seen]
-        left.plot(nodes, [row["median"] for _, row in seen], marker="o", label=way)
-        right.plot(nodes, [max(row["in"], row["out"]) for _, row in seen], marker="o", label=way)
+    """Seconds of each way over the number of nodes and over bytes; and what goes over the busiest link."""
+    sizes = sorted({run["nbytes"] for run in results["runs"]})
+    runs = sorted((run for run in results["runs"] if run["nbytes"] == sizes[-1]), key=lambda run: run["nodes"])
+    shape = runs[len(runs) // 2]["shape"]
+    of_shape = sorted((run for run in results["runs"] if run["shape"] == shape), key=lambda run: run["nbytes"])
+    own = [row for run in runs for row in by_case(run["rows"], "reload") if row["entry"].startswith("epload_modes")]
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
+    for way in sorted({row["title"] for row in own}):
+        nodes, seen = _found(runs, way, "nodes")
+        left.plot(nodes, [row["median"] for row in seen], marker="o", label=way)
+        right.plot(nodes, [max(row["in"], row["out"]) for row in seen], marker="o")
+        nbytes, seen = _found(of_shape, way, "nbytes")
+        middle.plot([n / 1e6 for n in nbytes], [row["median"] for row in seen], marker="o")
     left.axhline(runs[0]["bound"], color="grey", linestyle="--", label="S/B")
-    left.set(xlabel="nodes", ylabel="seconds, median", title="reload", ylim=(0, None))
+    bounds = [(0.0, 0.0), *((run["nbytes"] / 1e6, run["bound"]) for run in of_shape)]
+    middle.plot(*zip(*bounds, strict=True), color="grey", linestyle="--")
+    left.set(xlabel="nodes", ylabel="seconds, median", title=f"reload of {sizes[-1] / 1e6:.0f} MB", ylim=(0, None))
+    middle.set(xlabel="MB", ylabel="seconds, median", title=f"reload, {shape}", xlim=(0, None), ylim=(0, None))
     right.set(xlabel="nodes", ylabel="bytes / S", title="most over one node's link, either way", ylim=(0, None))
     for axis in (left, right):
         axis.set_xticks([run["nodes"] for run in runs], [run["shape"] for run in runs])
-    left.legend(fontsize=7)
+    figure.legend(loc="outside right center", fontsize=8)
     figure.suptitle(
-        f"{largest / 1e6:.0f} MB over links of {results['mbit']} Mbit/s, one namespace a node, one machine, "
-        f"{results['date']}",
-        fontsize=9,
+        f"links of {results['mbit']} Mbit/s, one namespace a node, one machine, {results['date']}", fontsize=9
     )
     figure.savefig(target, dpi=110)
     plt.close(figure)
+
+
+def _found(runs: list[Row], way: str, along: str) -> tuple[list[int], list[Row]]:
+    """Of each run in which a way was measured, what is plotted ``along`` and the row."""
+    seen = [(run[along], row) for run in runs for row in run["rows"] if row["title"] == way and "median" in row]
+    return [at for at, _ in seen], [row for _, row in seen]
 
 
 def check(checked: list[Row], target: Path) -> None:
