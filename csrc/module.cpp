@@ -1,6 +1,7 @@
 // The Python module epload._C: what an op cannot take. Links no torch, so it can be imported to learn which torch the
 // native library was built for before that library is loaded.
 #include "bucket_plan.h"
+#include "containers.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -41,36 +42,6 @@ std::tuple<int64_t, int64_t, int64_t> extent_of(const std::vector<int64_t>& shap
   return {e.nbytes, e.granule, e.slab};
 }
 
-// What is in each of some dicts, so that two answers are equal if all have the same keys and values: their addresses.
-py::bytes contents(const py::list& dicts) {
-  std::vector<const void*> found;
-  for (const auto& dict : dicts) {
-    if (!PyDict_Check(dict.ptr())) {
-      throw py::type_error("contents: expected dicts");
-    }
-    found.push_back(nullptr); // where the next one begins
-    PyObject *key = nullptr, *value = nullptr;
-    for (Py_ssize_t at = 0; PyDict_Next(dict.ptr(), &at, &key, &value) != 0;) {
-      found.push_back(key);
-      found.push_back(value);
-    }
-  }
-  return {reinterpret_cast<const char*>(found.data()), found.size() * sizeof(found[0])};
-}
-
-bool all_empty(const py::list& containers) {
-  for (const auto& container : containers) {
-    const auto size = PyObject_Size(container.ptr());
-    if (size < 0) {
-      throw py::error_already_set();
-    }
-    if (size > 0) {
-      return false;
-    }
-  }
-  return true;
-}
-
 } // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -81,7 +52,8 @@ PYBIND11_MODULE(_C, m) {
   m.attr("torch_npu_version") = EPLOAD_TORCH_NPU_VERSION;   // empty in a build without the Ascend part
   m.def(
       "plan_buckets", &plan_buckets, py::arg("extents"), py::arg("capacity"), py::arg("alignment"), py::arg("header"));
-  m.def("contents", &contents, py::arg("dicts"));
-  m.def("all_empty", &all_empty, py::arg("containers"));
+  m.def("contents", &epload::contents, py::arg("dicts"));
+  m.def("held", &epload::held, py::arg("objects"), py::arg("slot"));
+  m.def("all_empty", &epload::all_empty, py::arg("containers"));
   m.def("extent_of", &extent_of, py::arg("shape"), py::arg("itemsize"), py::arg("room"));
 }

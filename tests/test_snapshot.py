@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import ranks
-from epload import HierarchicalLoader, Topology, dtensor
+from epload import _C, HierarchicalLoader, Topology, dtensor
 from epload.devices import devices_of
 from epload.snapshot import Snapshot
 from epload.targets import Targets, collect
@@ -179,6 +181,59 @@ def test_a_model_is_not_kept_alive() -> None:
     assert snapshot._empty == []
 
 
+def test_a_model_does_not_keep_the_snapshots_before() -> None:
+    model = Small()
+    snapshots = [weakref.ref(snapshot_of(model)) for _ in range(3)]
+    gc.collect()
+    assert [snapshot() for snapshot in snapshots] == [None] * 3
+
+
+def test_a_child_that_has_died_is_missed_wherever_the_next_one_lies() -> None:
+    model = Small()
+    snapshot = snapshot_of(model)
+    places = model._modules
+    for _ in range(50):  # sooner or later at the address of the one before
+        places["relu"] = None
+        places["relu"] = nn.ReLU()
+        assert snapshot.read(model, None) is None
+
+
+def test_what_slots_hold_is_told_by_address() -> None:
+    class Slotted:
+        __slots__ = ("one", "other")
+
+    class Derived(Slotted):
+        pass
+
+    filled, derived, empty = Slotted(), Derived(), Slotted()
+    filled.one, filled.other, derived.one = object(), object(), filled
+    slot = Slotted.one  # type: ignore[attr-defined]
+    held = np.frombuffer(_C.held([filled, derived, empty, 3, filled], slot), np.int64)
+    assert held.tolist() == [id(filled.one), id(filled), 0, 0, id(filled.one)]
+    assert _C.held([], slot) == b""
+    for other in (object(), Slotted.__init__, type.__flags__, len):  # type: ignore[attr-defined]
+        with pytest.raises(TypeError, match="expected the descriptor of a slot"):
+            _C.held([filled], other)
+
+
+def test_the_contents_of_dicts_are_told_by_address_and_in_order() -> None:
+    a, b, name = object(), object(), "name"
+    many: list[dict[str, Any]] = [{f"key{i}": i for i in range(i % 7)} for i in range(100)]
+    assert _C.contents(many) == _C.contents([dict(each) for each in many])
+    assert _C.contents(many)[1] == [value for each in many for value in each.values()]
+    assert _C.contents([{name: a}, {}])[0] != _C.contents([{}, {name: a}])[0]
+    assert _C.contents([{name: a}])[0] != _C.contents([{name: b}])[0]
+    assert _C.contents([{"x": a, "y": b}])[0] != _C.contents([{"y": b, "x": a}])[0]
+    assert _C.contents([]) == (b"", [])
+    with pytest.raises(TypeError, match="expected dicts"):
+        _C.contents([*many, []])  # type: ignore[list-item]
+    assert _C.all_empty([{}, [], OrderedDict(), set()] * 30)
+    assert not _C.all_empty([*[{}] * 50, {1: 2}])
+    assert not _C.all_empty([*[{}] * 50, [0]])
+    with pytest.raises(TypeError):
+        _C.all_empty([3])  # type: ignore[list-item]
+
+
 def test_a_model_in_the_place_of_a_dead_one_is_read_anew() -> None:
     model = Small()
     snapshot = snapshot_of(model)
@@ -215,18 +270,25 @@ def reparallelised(rank: int) -> list[str]:
     mlp = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     check("parallelize_module", mlp, lambda: parallelize_module(mlp, mesh, {"0": ColwiseParallel()}))
 
-    def other_placement() -> None:
-        weight = distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)])
-        mlp[0].weight = nn.Parameter(weight)
+    weight = distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)])
+    check("another placement", mlp, lambda: setattr(mlp[0], "weight", nn.Parameter(weight)))
 
-    check("another placement", mlp, other_placement)
+    kept: list[object] = []  # so that a change is seen for itself, and not by what it lets go of
 
-    def swapped_placement() -> None:
-        """The same object with another layout."""
-        other = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [Replicate()]))
-        torch.utils.swap_tensors(mlp[0].weight, other)
+    def swap_in(tensor: Tensor) -> None:
+        kept.append(nn.Parameter(tensor))
+        torch.utils.swap_tensors(mlp[0].weight, kept[-1])
 
-    check("another placement, swapped in", mlp, swapped_placement)
+    replicated = distribute_tensor(torch.zeros(6, 4), mesh, [Replicate()])
+    check("another placement, swapped in", mlp, lambda: swap_in(replicated))
+    check("another device, swapped in", mlp, lambda: swap_in(replicated.to("meta")))
+
+    def exchange(what: str, value: object) -> None:
+        kept.append(getattr(mlp[0].weight, what))
+        setattr(mlp[0].weight, what, value)
+
+    check("another local tensor, within", mlp, lambda: exchange("_local_tensor", torch.empty(6, 4)))
+    check("another layout, within", mlp, lambda: exchange("_spec", weight._spec))
     offloaded = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False))
     check("offloaded", offloaded, lambda: None, noticed=False)
     return said
@@ -300,17 +362,20 @@ def both_ways(rank: int) -> list[str]:
         if not one.is_meta and one.data_ptr() != other.data_ptr():
             said.append("not the same memory")
     for private in (True, False):
-        specs = dtensor.specs(tensors, private)
-        if specs != dtensor.specs(tensors, private) or len(specs) != len(tensors):
+        held = dtensor.holds(tensors, private)  # so that no address is taken twice
+        seen = dtensor.seen(tensors, private)
+        if seen != dtensor.seen([*tensors], private):
             said.append(f"private={private}: not equal to itself")
         for i, tensor in enumerate(tensors):
-            if isinstance(tensor, DTensor) and tensor.dtype == torch.float32:
-                changed = [*tensors[:i], tensor.to(torch.float64), *tensors[i + 1 :]]
-                if dtensor.specs(changed, private)[i] == specs[i]:
-                    said.append(f"private={private}: tensor {i} in another dtype is unnoticed")
-        layouts = [dtensor.specs([t], private)[0] for t in tensors[-9::3]]
+            for what, other in ("dtype", tensor.to(torch.float64)), ("device", tensor.to("meta")):
+                if (tensor.dtype, tensor.device) == (other.dtype, other.device):
+                    continue
+                if dtensor.seen([*tensors[:i], other, *tensors[i + 1 :]], private) == seen:
+                    said.append(f"private={private}: another {what} of tensor {i} is unnoticed")
+        layouts = [dtensor.seen([t], private) for t in tensors[-9::3]]
         if any(layouts[i] == layouts[j] for i in range(3) for j in range(i)):
             said.append(f"private={private}: placements are not told apart")
+        del held
     return said
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from epload import _C
+
 _PRIVATE_TRIED = {(2, 13), (2, 14)}
 
 
@@ -33,14 +35,24 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def specs(tensors: Sequence[Tensor], private: bool | None = None) -> list[object]:
-    """For each tensor something that is the same object, or equal, as long as its shape, dtype and layout are unchanged."""
+def seen(tensors: list[Tensor], private: bool | None = None) -> object:
+    """Something that is equal for the same tensors as long as shapes, dtypes, layouts and devices are unchanged, and none of
+    what :func:`holds` gives has died."""
     private = private_path_available() if private is None else private
-    if private:
-        return [t._spec if type(t) is DTensor else (t.shape, t.dtype, t.device) for t in tensors]
-    return [
-        (t.shape, t.dtype, t.device, t.placements, t.device_mesh)
-        if isinstance(t, DTensor)
-        else (t.shape, t.dtype, t.device)
-        for t in tensors
-    ]
+    if not private:
+        return [_facts(t) for t in tensors]
+    others = [_facts(t) for t in tensors if type(t) is not DTensor]
+    return _C.held(tensors, DTensor._spec), _C.held(tensors, DTensor._local_tensor), others
+
+
+def holds(tensors: Sequence[Tensor], private: bool | None = None) -> tuple[list[object], list[Tensor]]:
+    """What DTensors hold that :func:`seen` knows by its address: layouts, of which none refers to a tensor, and local tensors."""
+    private = private_path_available() if private is None else private
+    made = [t for t in tensors if type(t) is DTensor] if private else []
+    return [t._spec for t in made], [t._local_tensor for t in made]
+
+
+def _facts(t: Tensor) -> tuple[object, ...]:
+    if isinstance(t, DTensor):
+        return t.shape, t.dtype, t.device, t.placements, t.device_mesh
+    return t.shape, t.dtype, t.device

@@ -6,7 +6,7 @@ say which: renaming changes the target, converting puts the target together from
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from collections.abc import Mapping as MappingType
 from dataclasses import dataclass, replace
 from math import prod
@@ -117,7 +117,7 @@ def spell_misfits(texts: Sequence[str]) -> str:
     return "; ".join(texts[:10]) + more
 
 
-def resolve(mapping: Mapping | str, model: Any, names: Iterable[str]) -> Mapping:
+def resolve(mapping: Mapping | str, model: Any, names: Collection[str]) -> Mapping:
     """What ``mapping=`` means for this model: ``"auto"`` is what a transformers model declares, else names as they are.
     ``names`` are those of the model's tensors.
 
@@ -142,11 +142,13 @@ def resolve(mapping: Mapping | str, model: Any, names: Iterable[str]) -> Mapping
     return replace(made, aliases=tuple(aliases))
 
 
-def compiled(names: Iterable[str]) -> tuple[Rename, ...]:
+def compiled(names: Collection[str]) -> tuple[Rename, ...]:
     """Aliases for the tensors of a model that torch.compile has wrapped, or modules of it: its name for what is within is left
     out."""
     # One rename takes one name out, and wrappers may lie within one another.
-    depth = max((name.count("_orig_mod.") for name in names), default=0)
+    depth = 0
+    if "_orig_mod." in "\n".join(names):
+        depth = max(name.count("_orig_mod.") for name in names)
     return (Rename(r"(^|\.)_orig_mod\.", r"\1"),) * depth
 
 

@@ -126,7 +126,7 @@ class Preparation:
         self.snapshot: Snapshot | None = None
         self.manifest: Manifest | None = None
         """That of the load before."""
-        self._last: tuple[tuple[bytes, Mapping, str, frozenset[int]], Targets, LoadPlan] | None = None
+        self._plans: dict[frozenset[int], tuple[tuple[bytes, Mapping, str], Targets, LoadPlan]] = {}
 
     def run(self, request: Request, stream: torch.Stream | None, report: LoadReport) -> Prepared:
         """Collective. ``stream``: that of the models' device, if the caller gave one.
@@ -190,7 +190,7 @@ class Preparation:
         if targets is None:
             targets = collect(model, request.dtype, request.parts)
             devices = devices_of(targets, mat.offloaded(model), stream)
-            if self._last is not None:  # one load pays for nothing that only the next one gains from
+            if self._plans:  # one load pays for nothing that only the next one gains from
                 self.snapshot = Snapshot(model, targets, devices, asked)
         else:
             assert self.snapshot is not None
@@ -366,12 +366,21 @@ class Preparation:
         options: str,
         wanted: frozenset[int],
     ) -> LoadPlan:
-        """A plan depends on nothing but its inputs, so that of the last load is kept for a load of the same kind."""
-        inputs = (manifest.digest, mapping, f"{bucket_bytes} {options}", wanted)
-        if self._last is None or self._last[0] != inputs or not targets.same_as(self._last[1]):
+        """A plan depends on nothing but its inputs, so that those of the last load are kept for a load of the same kind: one,
+        and one more if some ranks want tensors that others do not."""
+        inputs = (manifest.digest, mapping, f"{bucket_bytes} {options}")
+        known = self._plans.get(wanted)
+        if known is not None and known[0] == inputs and targets.same_as(known[1]):
+            plan = known[2]
+        else:
             plan = make_plan(manifest, targets, mapping, bucket_bytes, options, wanted)
-            self._last = (inputs, replace(targets, tensors=[]), plan)
-        return self._last[2]
+            self._plans = {key: kept for key, kept in self._plans.items() if wanted and not key}
+        self._plans[wanted] = (
+            inputs,
+            replace(targets, tensors=[]),
+            plan,
+        )  # the next targets may share columns with these
+        return plan
 
 
 def attempt(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:

@@ -1,14 +1,15 @@
-"""Remembers how a model was read. Reading it again is then a check that nothing has changed, a sixth of the work.
+"""Remembers how a model was read. Reading it again is then a check that nothing has changed, a tenth of the work.
 
 The check runs no Python code for each of 25,000 modules. It looks at the containers in which modules keep what they own, so these
 are held; what would keep the model alive (modules, and through FSDP's state any of them keeps all) is held weakly, and everything
-is let go of when the model is.
+is let go of when the model is. Things are compared by address, which is sound as long as none of those compared has died:
+whatever is held weakly says so when it does.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Sized
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -34,9 +35,6 @@ class Snapshot:
             return
         self._asked = asked
         self._targets = replace(targets, tensors=[])
-        self._seen = dtensor.specs(targets.tensors)
-        self._on = [tensor.device for tensor in targets.tensors]
-        self._model = weakref.ref(model)
         self._sharded = [weakref.ref(module) for module in modules if isinstance(module, FSDPModule)]
         self._parents = [weakref.ref(module) for module in modules if module._modules]
         # Parameters and buffers refer to no module, so that holding these keeps none alive; nor do empty places.
@@ -47,24 +45,22 @@ class Snapshot:
         self._empty += [module._modules for module in modules if not module._modules]
         self._empty += [module._state_dict_hooks for module in modules]
         self._not_saved = [module._non_persistent_buffers_set for module in modules if module._buffers]
+        self._not_saved_names = list(map(frozenset, self._not_saved))
 
-        # All by address. That of a module is its own as long as it lives; a new tensor at the address of an old one does no
-        # harm: tensors are taken from their places at every load, and their layouts compared.
         children = [module._modules for module in modules if module._modules]
-        self._children = _C.contents(children)
-        self._child_refs = [weakref.ref(child) for child in _values(children) if child is not None]
-        self._owned = _C.contents(self._owning)
+        self._children, _ = _C.contents(children)
+        # A new parameter at the address of an old one does no harm: tensors are taken from their places at every load, and
+        # their layouts and devices compared.
+        self._owned, owned = _C.contents(self._owning)
+        first = {id(tensor): at for at, tensor in reversed(list(enumerate(owned)))}
+        self._positions = [first[id(tensor)] for tensor in targets.tensors]
+        self._seen = dtensor.seen(targets.tensors)
+        self._layouts, shards = dtensor.holds(targets.tensors)
         # Held, so that no other name takes the address of one.
         self._names = list(chain.from_iterable((*children, *self._owning)))
-        first = {id(tensor): at for at, tensor in reversed(list(enumerate(_values(self._owning))))}
-        self._positions = [first[id(tensor)] for tensor in targets.tensors]
-        self._not_saved_names = list(map(frozenset, self._not_saved))
-        weakref.finalize(model, self._forget)
-
-    def _forget(self) -> None:
-        self._usable = False
-        self._owning.clear()
-        self._empty.clear()
+        self._ended: list[object] = []
+        self._weak = [weakref.ref(it, self._ended.append) for it in chain(modules, shards)]
+        self._model = weakref.ref(model, _emptying(self._owning, self._empty))
 
     def read(self, model: nn.Module, asked: object) -> Targets | None:
         """What collecting the model's targets would give; None if that has to be done."""
@@ -74,23 +70,24 @@ class Snapshot:
             module = ref()
             if isinstance(module, FSDPModule):
                 module.reshard()
-        parents = [ref() for ref in self._parents]
-        if None in parents or any(ref() is None for ref in self._child_refs):
+        if self._ended:
             return None
-        children = [module._modules for module in parents]  # type: ignore[union-attr]
+        children, _ = _C.contents([parent()._modules for parent in self._parents])  # type: ignore[union-attr]
+        found, owned = _C.contents(self._owning)
         if not (
-            _C.contents(children) == self._children
-            and _C.contents(self._owning) == self._owned
+            children == self._children
+            and found == self._owned
             and _C.all_empty(self._empty)
             and self._not_saved == self._not_saved_names
         ):
             return None
-        owned = _values(self._owning)
         tensors: list[Tensor] = [owned[at] for at in self._positions]
-        if dtensor.specs(tensors) != self._seen or [tensor.device for tensor in tensors] != self._on:
-            return None
-        return replace(self._targets, tensors=tensors)
+        return replace(self._targets, tensors=tensors) if dtensor.seen(tensors) == self._seen else None
 
 
-def _values(places: Iterable[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, places)))
+def _emptying(*held: list[Any]) -> Callable[[object], None]:
+    def empty(_: object) -> None:
+        for each in held:
+            each.clear()
+
+    return empty

@@ -55,10 +55,9 @@ class Targets:
 
     def same_as(self, other: Targets) -> bool:
         """Whether a plan made for ``other`` is one for these: all but the tensors themselves are equal."""
-        return all(
-            getattr(self, column) == getattr(other, column)
-            for column in ("names", "layout", "dtypes", "layouts", "coordinates", "index", "own")
-        )
+        columns = ("names", "layout", "dtypes", "layouts", "coordinates", "index", "own")
+        pairs = [(getattr(self, column), getattr(other, column)) for column in columns]
+        return all(ours is theirs or ours == theirs for ours, theirs in pairs)
 
     def describe(self) -> list[str]:
         """A line a target that ranks share, equal on all ranks that want the same."""

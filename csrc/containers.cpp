@@ -1,0 +1,99 @@
+#include "containers.h"
+
+#include <structmember.h>
+
+#include <cstddef>
+#include <cstring>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace epload {
+
+namespace {
+
+// Of the list's items, so far that memory answers in time.
+constexpr std::size_t AHEAD = 16;
+
+PyDictObject* as_dict(PyObject* object) {
+  if (!PyDict_Check(object)) {
+    throw py::type_error("contents: expected dicts");
+  }
+  return reinterpret_cast<PyDictObject*>(object);
+}
+
+} // namespace
+
+std::pair<py::bytes, py::list> contents(const py::list& dicts) {
+  const auto count = dicts.size();
+  PyObject* const* const items = PySequence_Fast_ITEMS(dicts.ptr());
+  std::vector<const void*> found;
+  std::vector<PyObject*> values;
+  found.reserve(3 * count);
+  values.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + 2 * AHEAD < count) {
+      __builtin_prefetch(items[i + 2 * AHEAD]);
+    }
+    if (i + AHEAD < count) { // by now it is here, and says where its keys are
+      const auto* const keys = reinterpret_cast<const char*>(as_dict(items[i + AHEAD])->ma_keys);
+      __builtin_prefetch(keys);
+      __builtin_prefetch(keys + 64);
+    }
+    found.push_back(nullptr); // where the next one begins
+    PyObject *key = nullptr, *value = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(reinterpret_cast<PyObject*>(as_dict(items[i])), &at, &key, &value) != 0;) {
+      found.push_back(key);
+      found.push_back(value);
+      values.push_back(value);
+      __builtin_prefetch(value, 1);
+    }
+  }
+  py::list listed(values.size());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    Py_INCREF(values[i]);
+    PyList_SET_ITEM(listed.ptr(), static_cast<Py_ssize_t>(i), values[i]);
+  }
+  return {py::bytes(reinterpret_cast<const char*>(found.data()), found.size() * sizeof(found[0])), std::move(listed)};
+}
+
+py::bytes held(const py::list& objects, const py::object& slot) {
+  const auto* const descriptor = reinterpret_cast<PyMemberDescrObject*>(slot.ptr());
+  if (!Py_IS_TYPE(slot.ptr(), &PyMemberDescr_Type) || descriptor->d_member->type != T_OBJECT_EX) {
+    throw py::type_error("held: expected the descriptor of a slot");
+  }
+  const auto count = objects.size();
+  PyObject* const* const items = PySequence_Fast_ITEMS(objects.ptr());
+  const auto offset = descriptor->d_member->offset;
+  std::vector<const void*> found(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + AHEAD < count) {
+      __builtin_prefetch(items[i + AHEAD]);
+      __builtin_prefetch(reinterpret_cast<const char*>(items[i + AHEAD]) + offset);
+    }
+    if (PyObject_TypeCheck(items[i], PyDescr_TYPE(descriptor)) != 0) {
+      std::memcpy(&found[i], reinterpret_cast<const char*>(items[i]) + offset, sizeof(void*));
+    }
+  }
+  return {reinterpret_cast<const char*>(found.data()), count * sizeof(found[0])};
+}
+
+bool all_empty(const py::list& containers) {
+  const auto count = containers.size();
+  PyObject* const* const items = PySequence_Fast_ITEMS(containers.ptr());
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + AHEAD < count) {
+      __builtin_prefetch(items[i + AHEAD]);
+    }
+    const auto size = PyDict_Check(items[i]) ? PyDict_GET_SIZE(items[i]) : PyObject_Size(items[i]);
+    if (size < 0) {
+      throw py::error_already_set();
+    }
+    if (size > 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+} // namespace epload

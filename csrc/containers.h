@@ -1,0 +1,23 @@
+// What is in many small Python objects, read faster than Python can: they lie all over memory, so that a walk through
+// those of 25,000 modules waits for memory unless what comes next is fetched beforehand. The caller holds the
+// interpreter's lock.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <utility>
+
+namespace epload {
+
+// Of a list of dicts: a string that is equal to an earlier one if all have the same keys and values, by address, in the
+// same order; and the values.
+std::pair<pybind11::bytes, pybind11::list> contents(const pybind11::list& dicts);
+
+// The address of what each of some objects has in a slot of its class; of objects of other classes 0. `slot` is the
+// descriptor that a class with __slots__ has for it.
+pybind11::bytes held(const pybind11::list& objects, const pybind11::object& slot);
+
+// Whether nothing is in any of these containers.
+bool all_empty(const pybind11::list& containers);
+
+} // namespace epload
