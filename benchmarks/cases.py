@@ -19,7 +19,7 @@ from epload.targets import collect
 from workload import FILE, Size, meta_model, reference, sharded_model, wrong_shards
 
 PIECE = 16 << 20
-"""Bytes that a rank reads or sends to measure a rate."""
+"""Bytes that a rank sends to measure a link, and reads at a time to measure reading."""
 STORE_KEYS = 1000
 
 
@@ -190,11 +190,10 @@ class Rates:
                 dist.recv(self.target, leaders[at - 1])
 
     def _read(self) -> None:
-        """Each rank another part of the file, into a buffer that it has used before."""
+        """Each rank the whole checkpoint, into a buffer that it has used before."""
         with open(self.bench.folders[0] / FILE, "rb", buffering=0) as file:
-            length = (self.bench.folders[0] / FILE).stat().st_size
-            file.seek(min(self.bench.rank * PIECE, max(0, length - PIECE)))
-            file.readinto(self.buffer.numpy())
+            while file.readinto(self.buffer.numpy()):
+                pass
 
     def _store(self) -> None:
         """What one rank more costs a round of agreement: a key set and a key deleted, STORE_KEYS times."""

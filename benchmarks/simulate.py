@@ -90,10 +90,10 @@ def _way(row: Row) -> str:
 
 
 def testbed(smaller: Row, run: Row) -> Cluster:
-    """The test-bed in numbers: one link and one rank reading while all do, each measured alone; planning, as these loads report
-    it; and from the smaller load the rate from regions to shards, and what a load takes besides its phases."""
+    """The test-bed in numbers: one link, and one rank reading the checkpoint while all do, each measured alone; planning, as
+    these loads report it; and from the smaller load the rate from regions to shards, and what a load takes besides its phases."""
     world = run["nodes"] * run["ranks"]
-    rate = PIECE / _measured(run, "read")
+    rate = run["nbytes"] / _measured(run, "read")
     own = next(row for row in smaller["rows"] if _way(row) == "every/two_level")
     phases = own["phases"]
     rest = own["median"] - phases["plan"] - phases["materialise"] - phases["read"]

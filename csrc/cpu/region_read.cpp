@@ -207,9 +207,12 @@ ReadOutcome region_read(
         descriptors.size());
     add_wants(wants, files[i], targets[copies[i].tensor], copies[i]);
   }
-  std::stable_sort(wants.begin(), wants.end(), [](const Want& a, const Want& b) {
+  const auto before = [](const Want& a, const Want& b) {
     return std::tie(a.file, a.offset) < std::tie(b.file, b.offset);
-  });
+  };
+  if (!std::is_sorted(wants.begin(), wants.end(), before)) { // mostly they are, and sorting moves them all
+    std::stable_sort(wants.begin(), wants.end(), before);
+  }
   const auto requests = requests_of(wants);
 
   ReadOutcome outcome;

@@ -81,7 +81,7 @@ class Snapshot:
             and self._not_saved == self._not_saved_names
         ):
             return None
-        tensors: list[Tensor] = [owned[at] for at in self._positions]
+        tensors: list[Tensor] = list(map(owned.__getitem__, self._positions))
         return replace(self._targets, tensors=tensors) if dtensor.seen(tensors) == self._seen else None
 
 
