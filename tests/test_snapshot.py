@@ -181,6 +181,13 @@ def test_a_model_is_not_kept_alive() -> None:
     assert snapshot._empty == []
 
 
+def test_scripted_modules_are_read_as_collected_or_anew() -> None:
+    """Their containers are no dicts."""
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.BatchNorm1d(2)))
+    snapshot = snapshot_of(model)
+    assert snapshot.read(model, None) is None or same(snapshot.read(model, None), collect(model))
+
+
 def test_a_model_does_not_keep_the_snapshots_before() -> None:
     model = Small()
     snapshots = [weakref.ref(snapshot_of(model)) for _ in range(3)]

@@ -30,7 +30,7 @@ class Snapshot:
         self.devices = devices
         """As long as the targets are the same."""
         modules = [module for _, module in walk(model)]
-        self._usable = not targets.lost and not any(map(customises_state, modules))
+        self._usable = not targets.lost and not any(map(_has_a_say, modules))
         if not self._usable:
             return
         self._asked = asked
@@ -83,6 +83,12 @@ class Snapshot:
             return None
         tensors: list[Tensor] = list(map(owned.__getitem__, self._positions))
         return replace(self._targets, tensors=tensors) if dtensor.seen(tensors) == self._seen else None
+
+
+def _has_a_say(module: nn.Module) -> bool:
+    """Whether what a module owns cannot be told from dicts: it says itself what its state is, or is scripted."""
+    owns = (module._modules, module._parameters, module._buffers)
+    return customises_state(module) or not all(isinstance(place, dict) for place in owns)
 
 
 def _emptying(*held: list[Any]) -> Callable[[object], None]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from unittest import mock
 
@@ -103,13 +104,15 @@ class Moments:
         self._names, self._at, self._action, self._after = names, at, action, after
         self.count = 0
         self.fired = False
+        self._lock = Lock()
 
     def _wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            mine = self.count > self._at >= 0 and not self.fired and self._action is not None
+            with self._lock:  # some calls come from several threads
+                self.count += 1
+                mine = self.count > self._at >= 0 and not self.fired and self._action is not None
+                self.fired |= mine
             if mine and not self._after:
-                self.fired = True
                 self._action(*args)
             result = inner(*args, **kwargs)
             if mine and self._after:
