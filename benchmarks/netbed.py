@@ -24,8 +24,10 @@ from types import FrameType, TracebackType
 PREFIX = "epl"
 PORT = 29600
 INTERFACE = "eth0"
-HOST = "198.18.88.254"
-"""By which nodes reach what runs on the machine itself, if they can; of the addresses that RFC 2544 sets aside for benchmarks."""
+NETWORK = "198.18.88"
+"""Of the addresses that RFC 2544 sets aside for benchmarks."""
+HOST = f"{NETWORK}.254"
+"""By which nodes reach what runs on the machine itself, if they can."""
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
@@ -53,7 +55,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 class NetBed:
-    """Nodes 198.18.88.1, 198.18.88.2, ... on one bridge."""
+    """Nodes with the addresses 1, 2, ... of ``NETWORK``, on one bridge."""
 
     def __init__(self, nodes: int, mbit: int, host: bool = False) -> None:
         """
@@ -92,7 +94,7 @@ class NetBed:
             _do(f"ip netns add {inside}")
             _do(f"ip link add {outside} type veth peer name {INTERFACE} netns {inside}")
             _do(f"ip link set {outside} master {bridge} up")
-            _do(f"ip -n {inside} addr add 198.18.88.{i + 1}/24 dev {INTERFACE}")
+            _do(f"ip -n {inside} addr add {NETWORK}.{i + 1}/24 dev {INTERFACE}")
             _do(f"ip -n {inside} link set lo up")
             _do(f"ip -n {inside} link set {INTERFACE} up")
             _do(f"tc -n {inside} qdisc add dev {INTERFACE} {_shape(self.mbit)}")
@@ -100,7 +102,7 @@ class NetBed:
 
     def place(self, node: int) -> tuple[list[str], dict[str, str]]:
         """The words before a command that is to run on a node, and its environment."""
-        environment = {"MASTER_ADDR": "198.18.88.1", "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
+        environment = {"MASTER_ADDR": f"{NETWORK}.1", "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
         return ["ip", "netns", "exec", f"{self._name}n{node}"], environment
 
     def namespace(self, node: int) -> str:

@@ -93,11 +93,13 @@ class FileFacts(NamedTuple):
 
 def file_facts(path: Path) -> FileFacts:
     """Raises OSError if the file cannot be read."""
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        length = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)
+        prefix = file.read(8)
+        length = min(int.from_bytes(prefix, "little"), MAX_HEADER_BYTES)
         # Processors have instructions for SHA-256, and a header can be megabytes that every reader hashes at every load.
-        header = hashlib.sha256(os.pread(file.fileno(), 8 + length, 0))
+        header = hashlib.sha256(prefix)
+        header.update(file.read(length))  # all of it, also where one system call gives less, as over FUSE
         samples = hashlib.sha256()
         data = max(size - 8 - length, 0)  # of a malformed file there may be none
         for i in range(_SAMPLES):

@@ -1,4 +1,4 @@
-"""Remembers how a model was read. Reading it again is then a check that nothing has changed, a tenth of the work.
+"""Remembers how a model was read. Reading it again is then a check that nothing has changed, a twentieth of the work.
 
 The check runs no Python code for each of 25,000 modules. It looks at the containers in which modules keep what they own, so these
 are held; what would keep the model alive (modules, and through FSDP's state any of them keeps all) is held weakly, and everything
