@@ -17,6 +17,7 @@ import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import launch
@@ -52,6 +53,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.layers, options.repeat, options.slow_repeat = 4, 3, 3
+    began = monotonic()
     size = Size(layers=15, experts=1, hidden=1536, intermediate=4400) if options.few else Size(layers=options.layers)
     state = meta_model(size).state_dict()
     nbytes = sum(t.nbytes for t in state.values())
@@ -75,7 +77,7 @@ def main() -> None:
     found = summary.rows(outcome, nbytes)
     results: Row = {
         **summary.facts(nbytes, len(state)), "nodes": options.nodes, "ranks": options.ranks, "rows": found,
-        "samples": outcome.samples,
+        "samples": outcome.samples, "minutes": (monotonic() - began) / 60,
     }  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "load.json").write_text(json.dumps(results, indent=1))

@@ -18,6 +18,7 @@ import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import launch
@@ -49,6 +50,7 @@ def main() -> None:
         raise SystemExit(f"bench_net.py needs a test-bed: {why}")
     if options.quick:
         options.shapes, options.layers, options.repeat = "2x2,4x2", "4", 3
+    began = monotonic()
     layers = sorted(map(int, options.layers.split(",")))
     runs: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="epload-net-") as temporary:
@@ -59,7 +61,7 @@ def main() -> None:
                 others = count == layers[0] and nodes >= 4 and not compared
                 compared = compared or others
                 runs.append(measure(options, shape, count, others, Path(temporary)))
-    results: Row = {**summary.facts(0, 0), "mbit": options.mbit, "runs": runs}
+    results: Row = {**summary.facts(0, 0), "mbit": options.mbit, "minutes": (monotonic() - began) / 60, "runs": runs}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "net.json").write_text(json.dumps(results, indent=1))
     shown = [table for run in runs for table in tables(run)]

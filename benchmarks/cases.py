@@ -16,7 +16,7 @@ import epload
 import peers
 from epload.materialise import materialise
 from epload.targets import collect
-from workload import FILE, Size, meta_model, reference, sharded_model, wrong_shards
+from workload import FILE, MetaModel, Size, meta_model, reference, sharded_model, wrong_shards
 
 PIECE = 16 << 20
 """Bytes that a rank sends to measure a link, and reads at a time to measure reading."""
@@ -50,13 +50,15 @@ class Loads:
         self.keep: dict[str, dict[str, Any]] = {entry: {} for entry in entries}
         self.models: dict[bool, nn.Module] = {}
         """For reloads: one for epload, which remembers it, and one for the others, which may change it."""
+        self.on_meta = MetaModel(bench.size) if case == "meta" else None
 
     def prepare(self, entry: str) -> Callable[[], None]:
         bench, peer = self.bench, self.peers[entry]
         self.loaded = self.job = None  # two models of this size are one too many
         model: nn.Module = nn.Module()
-        if self.case == "meta":
-            model = sharded_model(bench.size)
+        if self.on_meta is not None:
+            self.on_meta.rewind()
+            model = self.on_meta.model
         elif self.case == "reload":
             if peer.ours not in self.models:
                 self.models[peer.ours] = sharded_model(bench.size).to_empty(device="cpu")
@@ -155,10 +157,11 @@ class Materialise:
     """epload's materialise and Module.to_empty: storage for a model on meta."""
 
     def __init__(self, bench: Bench, case: str, entries: list[str]) -> None:
-        self.bench = bench
+        self.on_meta = MetaModel(bench.size)
+        self.model = self.on_meta.model
 
     def prepare(self, entry: str) -> Callable[[], None]:
-        self.model = sharded_model(self.bench.size)
+        self.on_meta.rewind()
         if entry == "to_empty":
             return lambda: void(self.model.to_empty(device="cpu"))
         targets = collect(self.model)

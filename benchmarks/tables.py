@@ -45,8 +45,9 @@ def write(page: Path, mark: str, texts: Sequence[str]) -> None:
 
 def provenance(facts: dict[str, object]) -> str:
     """The line under which numbers stand."""
+    took = f", in {facts['minutes']:.0f} minutes" if "minutes" in facts else ""
     return (
-        f"`{facts['command']}`, {facts['date']}, {facts['hardware']}, {facts['software']}. "
+        f"`{facts['command']}`, {facts['date']}, {facts['hardware']}, {facts['software']}{took}. "
         "Made by this command, not by hand.\n"
     )
 

@@ -6,6 +6,7 @@ knows what was under way when they died. A rank that fails writes why and leaves
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 import epload
 from cases import CASES, Bench
+from epload import collector
 from measure import PeakMemory, TransferClock, link_bytes
 from workload import Size
 
@@ -68,7 +70,9 @@ class Worker:
                 file.write(json.dumps(line) + "\n")
 
     def measure(self, instance: Any, case: str, entry: str) -> dict[str, Any]:
-        work = instance.prepare(entry)
+        with collector.paused():
+            work = instance.prepare(entry)
+        gc.collect(1)  # so that what preparing made is not walked in the timed part
         dist.barrier()
         before = link_bytes(self.interface)
         watch = PeakMemory() if case in ("meta", "library") else None
@@ -84,7 +88,9 @@ class Worker:
             watch.__exit__()
         dist.barrier()  # nobody reads the counters while bytes are on their way
         after = link_bytes(self.interface)
-        if wrong := instance.wrong():
+        with collector.paused():
+            wrong = instance.wrong()
+        if wrong:
             raise RuntimeError(f"wrong result: {len(wrong)} differ from the checkpoint, the first {wrong[0]}")
         mine = {
             "seconds": seconds, "moved": [after[0] - before[0], after[1] - before[1]],

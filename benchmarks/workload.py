@@ -6,7 +6,6 @@ projection, as the checkpoint; that of the transformers library fuses a layer's 
 
 from __future__ import annotations
 
-import gc
 import json
 import struct
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from epload import collector
 from epload.checkpoint import Checkpoint
 from epload.mapping import Mapping
 from epload.plan import make_plan
@@ -111,15 +111,24 @@ def meta_model(size: Size) -> nn.Module:
 
 def sharded_model(size: Size) -> nn.Module:
     """On meta, FSDP2 over the whole job, one group a layer."""
-    gc.collect()
-    gc.disable()  # it would walk all that has been made, over and over; nobody else has disabled it
-    try:
+    with collector.paused():
         model = meta_model(size)
         for layer in model.model.layers:
             fully_shard(layer)
         return fully_shard(model)
-    finally:
-        gc.enable()
+
+
+class MetaModel:
+    """A sharded model on meta that is put back there after a load, in a quarter of the time that making another takes."""
+
+    def __init__(self, size: Size) -> None:
+        self.model = sharded_model(size)
+        self._meta = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
+
+    def rewind(self) -> None:
+        """Gives the model new parameters on meta. FSDP hears of it, as it does when a state dict is assigned."""
+        with collector.paused():
+            self.model.load_state_dict(self._meta, assign=True)
 
 
 def write_checkpoint(folder: Path, size: Size, seed: int) -> None:
@@ -168,11 +177,12 @@ def reference(folder: Path) -> dict[str, Tensor]:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
     flat = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    del header["__metadata__"]
+    values = flat[8 + length :].view(torch.bfloat16)
     full = {}
     for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            full[name] = flat[begin:end].view(torch.bfloat16).view(entry["shape"])
+        begin, end = (offset // values.itemsize for offset in entry["data_offsets"])
+        full[name] = values[begin:end].view(entry["shape"])
     return full
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from time import perf_counter
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epload import log, quantised
+from epload import collector, log, quantised
 from epload import materialise as mat
 from epload.auto import Job, Measured, choose
 from epload.broadcast import DEFAULT_BUCKET_BYTES
@@ -176,7 +175,7 @@ class HierarchicalLoader:
             readers=asked.readers, algorithm=asked.algorithm, verify=asked.verify, topology=repr(self.topology)
         )
         began = perf_counter()
-        with report.timed("plan"), _collector_paused():
+        with report.timed("plan"), collector.paused():
             work = self._preparation.run(request, self.stream, report)
         try:
             self._transfer(request, work, report)
@@ -368,15 +367,3 @@ class HierarchicalLoader:
             assert hook is not None
             hook(module, path, leaves)
             report.initialised += [f"{path}.{leaf}" if path else leaf for leaf in leaves]
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Planning makes many small objects; collecting in the middle walks all of the model's modules, several times."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
