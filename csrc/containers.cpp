@@ -22,6 +22,28 @@ PyDictObject* as_dict(PyObject* object) {
   return reinterpret_cast<PyDictObject*>(object);
 }
 
+// What each object has in the slot, borrowed; null for objects of other classes, also of derived ones.
+std::vector<PyObject*> in_slot(const py::list& objects, const py::object& slot) {
+  const auto* const descriptor = reinterpret_cast<PyMemberDescrObject*>(slot.ptr());
+  if (!Py_IS_TYPE(slot.ptr(), &PyMemberDescr_Type) || descriptor->d_member->type != T_OBJECT_EX) {
+    throw py::type_error("held: expected the descriptor of a slot");
+  }
+  const auto count = objects.size();
+  PyObject* const* const items = PySequence_Fast_ITEMS(objects.ptr());
+  const auto offset = descriptor->d_member->offset;
+  std::vector<PyObject*> found(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + AHEAD < count) {
+      __builtin_prefetch(items[i + AHEAD]);
+      __builtin_prefetch(reinterpret_cast<const char*>(items[i + AHEAD]) + offset);
+    }
+    if (Py_IS_TYPE(items[i], PyDescr_TYPE(descriptor)) != 0) {
+      std::memcpy(&found[i], reinterpret_cast<const char*>(items[i]) + offset, sizeof(found[i]));
+    }
+  }
+  return found;
+}
+
 } // namespace
 
 std::pair<py::bytes, py::list> contents(const py::list& dicts) {
@@ -58,24 +80,26 @@ std::pair<py::bytes, py::list> contents(const py::list& dicts) {
 }
 
 py::bytes held(const py::list& objects, const py::object& slot) {
-  const auto* const descriptor = reinterpret_cast<PyMemberDescrObject*>(slot.ptr());
-  if (!Py_IS_TYPE(slot.ptr(), &PyMemberDescr_Type) || descriptor->d_member->type != T_OBJECT_EX) {
-    throw py::type_error("held: expected the descriptor of a slot");
-  }
-  const auto count = objects.size();
-  PyObject* const* const items = PySequence_Fast_ITEMS(objects.ptr());
-  const auto offset = descriptor->d_member->offset;
-  std::vector<const void*> found(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    if (i + AHEAD < count) {
-      __builtin_prefetch(items[i + AHEAD]);
-      __builtin_prefetch(reinterpret_cast<const char*>(items[i + AHEAD]) + offset);
+  const auto found = in_slot(objects, slot);
+  return {reinterpret_cast<const char*>(found.data()), found.size() * sizeof(found[0])};
+}
+
+std::pair<py::list, std::vector<std::size_t>> values(const py::list& objects, const py::object& slot) {
+  const auto found = in_slot(objects, slot);
+  py::list listed(found.size());
+  std::vector<std::size_t> others;
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    if (i + AHEAD < found.size()) {
+      __builtin_prefetch(found[i + AHEAD], 1);
     }
-    if (PyObject_TypeCheck(items[i], PyDescr_TYPE(descriptor)) != 0) {
-      std::memcpy(&found[i], reinterpret_cast<const char*>(items[i]) + offset, sizeof(void*));
+    if (found[i] == nullptr) {
+      others.push_back(i);
     }
+    PyObject* const value = found[i] == nullptr ? Py_None : found[i];
+    Py_INCREF(value);
+    PyList_SET_ITEM(listed.ptr(), static_cast<Py_ssize_t>(i), value);
   }
-  return {reinterpret_cast<const char*>(found.data()), count * sizeof(found[0])};
+  return {std::move(listed), std::move(others)};
 }
 
 bool all_empty(const py::list& containers) {

@@ -5,7 +5,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
 #include <utility>
+#include <vector>
 
 namespace epload {
 
@@ -14,8 +16,11 @@ namespace epload {
 std::pair<pybind11::bytes, pybind11::list> contents(const pybind11::list& dicts);
 
 // The address of what each of some objects has in a slot of its class; of objects of other classes 0. `slot` is the
-// descriptor that a class with __slots__ has for it.
+// descriptor that a class with __slots__ has for it; a class derived from that one is another.
 pybind11::bytes held(const pybind11::list& objects, const pybind11::object& slot);
+
+// What each of some objects has in a slot of its class, None for objects of other classes; and the positions of those.
+std::pair<pybind11::list, std::vector<std::size_t>> values(const pybind11::list& objects, const pybind11::object& slot);
 
 // Whether nothing is in any of these containers.
 bool all_empty(const pybind11::list& containers);

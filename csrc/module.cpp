@@ -54,6 +54,7 @@ PYBIND11_MODULE(_C, m) {
       "plan_buckets", &plan_buckets, py::arg("extents"), py::arg("capacity"), py::arg("alignment"), py::arg("header"));
   m.def("contents", &epload::contents, py::arg("dicts"));
   m.def("held", &epload::held, py::arg("objects"), py::arg("slot"));
+  m.def("values", &epload::values, py::arg("objects"), py::arg("slot"));
   m.def("all_empty", &epload::all_empty, py::arg("containers"));
   m.def("extent_of", &extent_of, py::arg("shape"), py::arg("itemsize"), py::arg("room"));
 }

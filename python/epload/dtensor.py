@@ -22,13 +22,16 @@ def private_path_available() -> bool:
     return minor in _PRIVATE_TRIED
 
 
-def local_tensors(tensors: Sequence[Tensor], private: bool | None = None) -> list[Tensor]:
+def local_tensors(tensors: list[Tensor], private: bool | None = None) -> list[Tensor]:
     """What ``to_local()`` gives without a gradient; plain tensors detached. They alias the model's storage."""
     private = private_path_available() if private is None else private
     with torch.no_grad():
-        if private:
-            return [t._local_tensor if type(t) is DTensor else _local(t) for t in tensors]
-        return [_local(t) for t in tensors]
+        if not private:
+            return [_local(t) for t in tensors]
+        found, others = _C.values(tensors, DTensor._local_tensor)
+        for i in others:
+            found[i] = _local(tensors[i])
+        return found
 
 
 def _local(tensor: Tensor) -> Tensor:

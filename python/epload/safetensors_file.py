@@ -221,12 +221,12 @@ class RangedReader:
 
     def read_regions(self, targets: Sequence[Tensor], copies: Tensor, files: Tensor) -> int:
         """Reads regions straight into ``targets``; see ``ops.read_regions``, but files by their number. Returns bytes read."""
-        numbers, positions = torch.unique(files, return_inverse=True)
-        opened = numbers.tolist()
-        descriptors = [self._open(number) for number in opened]
-        nbytes, bad, offset, error = ops.read_regions(descriptors, positions, targets, copies, READ_THREADS)
+        descriptors = [-1] * len(self._paths)
+        for number in torch.unique(files).tolist():
+            descriptors[number] = self._open(number)
+        nbytes, bad, offset, error = ops.read_regions(descriptors, files, targets, copies, READ_THREADS)
         if bad >= 0:
-            path = self._paths[opened[bad]]
+            path = self._paths[bad]
             if error:
                 raise CheckpointError(f"cannot read {path} at byte {offset}: {os.strerror(error)}")
             raise CheckpointError(f"{path} ends at byte {offset}, but its header describes more")

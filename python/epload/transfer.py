@@ -65,6 +65,8 @@ def _waves(plan: LoadPlan, per_wave: int, buckets: range) -> list[_Wave]:
 
 def _joined(buckets: list[Bucket]) -> tuple[Tensor, Tensor]:
     """The copies of several buckets as one table that counts in all their targets, and the origins."""
+    if len(buckets) == 1:
+        return buckets[0].copies, buckets[0].origins
     tables, before = [], 0
     for bucket in buckets:
         table = bucket.copies.clone()
@@ -170,7 +172,7 @@ class Transfer:
                 raise told
             self._at("read", f"reads {spell('bucket', wave.numbers)}")
             buckets = [self._plan.buckets[number] for number in wave.numbers]
-            targets = [self._local[t] for bucket in buckets for t in bucket.targets]
+            targets = [target for bucket in buckets for target in map(self._local.__getitem__, bucket.targets)]
             try:
                 with self._report.timed("read"):
                     nbytes = self._checkpoint.read_regions(targets, *_joined(buckets)) if targets else 0
