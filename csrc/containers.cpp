@@ -26,7 +26,7 @@ PyDictObject* as_dict(PyObject* object) {
 std::vector<PyObject*> in_slot(const py::list& objects, const py::object& slot) {
   const auto* const descriptor = reinterpret_cast<PyMemberDescrObject*>(slot.ptr());
   if (!Py_IS_TYPE(slot.ptr(), &PyMemberDescr_Type) || descriptor->d_member->type != T_OBJECT_EX) {
-    throw py::type_error("held: expected the descriptor of a slot");
+    throw py::type_error("expected the descriptor of a slot");
   }
   const auto count = objects.size();
   PyObject* const* const items = PySequence_Fast_ITEMS(objects.ptr());

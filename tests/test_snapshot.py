@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -205,7 +206,7 @@ def test_a_child_that_has_died_is_missed_wherever_the_next_one_lies() -> None:
         assert snapshot.read(model, None) is None
 
 
-def test_what_slots_hold_is_told_by_address() -> None:
+def test_what_slots_hold_is_found_and_told_by_address() -> None:
     class Slotted:
         __slots__ = ("one", "other")
 
@@ -215,12 +216,22 @@ def test_what_slots_hold_is_told_by_address() -> None:
     filled, derived, empty = Slotted(), Derived(), Slotted()
     filled.one, filled.other, derived.one = object(), object(), filled
     slot = Slotted.one  # type: ignore[attr-defined]
-    held = np.frombuffer(_C.held([filled, derived, empty, 3, filled], slot), np.int64)
-    assert held.tolist() == [id(filled.one), id(filled), 0, 0, id(filled.one)]
+    objects = [filled, derived, empty, 3, filled]
+    held = np.frombuffer(_C.held(objects, slot), np.int64)
+    assert held.tolist() == [id(filled.one), 0, 0, 0, id(filled.one)]
     assert _C.held([], slot) == b""
+    before = sys.getrefcount(filled.one)
+    values, others = _C.values(objects, slot)
+    assert values == [filled.one, None, None, None, filled.one]
+    assert others == [1, 2, 3]
+    counted = sys.getrefcount(filled.one) - before
+    assert counted == 2, "what a list holds is counted"
+    assert _C.values([], slot) == ([], [])
     for other in (object(), Slotted.__init__, type.__flags__, len):  # type: ignore[attr-defined]
         with pytest.raises(TypeError, match="expected the descriptor of a slot"):
             _C.held([filled], other)
+        with pytest.raises(TypeError, match="expected the descriptor of a slot"):
+            _C.values([filled], other)
 
 
 def test_the_contents_of_dicts_are_told_by_address_and_in_order() -> None:
