@@ -31,6 +31,8 @@ from workload import Size, meta_model
 
 FLOORS = ("flat 16 MiB", "two-level 16 MiB", "flat 64 MiB", "two-level 64 MiB")
 CASES = ("floor", "collective", "reload", "meta", "library", "materialise")
+FEW = Size(layers=15, experts=1, hidden=1536, intermediate=4400)
+"""About as many bytes as 48 layers of 128 experts."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -40,7 +42,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="ranks a node")
     parser.add_argument("--layers", type=int, default=48, help="of 128 experts; 48 gives 18,867 tensors")
     parser.add_argument(
-        "--few", action="store_true", help="about as many bytes in 183 tensors: 15 layers of one expert"
+        "--few",
+        action="store_true",
+        help="also about as many bytes in 183 tensors, 15 layers of one expert, and compare",
     )
     parser.add_argument("--repeat", type=int, default=5, help="runs of what takes up to 20 s")
     parser.add_argument("--slow-repeat", type=int, default=3, help="runs of what takes longer")
@@ -54,39 +58,46 @@ def main() -> None:
     if options.quick:
         options.layers, options.repeat, options.slow_repeat = 4, 3, 3
     began = monotonic()
-    size = Size(layers=15, experts=1, hidden=1536, intermediate=4400) if options.few else Size(layers=options.layers)
+    sizes = [Size(layers=options.layers), *([FEW] if options.few else [])]
+    with tempfile.TemporaryDirectory(prefix="epload-bench-") as temporary:
+        data = options.data or Path(temporary) / "data"
+        runs = [measure(options, size, data, Path(temporary) / f"run-{i}") for i, size in enumerate(sizes)]
+    for run in runs:
+        run["minutes"] = (monotonic() - began) / 60
+    shown = compared(*runs) if options.few else tables(runs[0])
+    for table in shown:
+        table.show()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.few:
+        (options.out / "few.json").write_text(json.dumps(runs, indent=1))
+    else:
+        (options.out / "load.json").write_text(json.dumps(runs[0], indent=1))
+        plots.load(runs[0], options.out / "load.png")
+    if options.docs:
+        (write_compared if options.few else write_docs)(runs[0], shown)
+
+
+def measure(options: argparse.Namespace, size: Size, data: Path, work: Path) -> Row:
+    """All that is asked for, with one model and its checkpoints."""
     state = meta_model(size).state_dict()
     nbytes = sum(t.nbytes for t in state.values())
     outcome = Outcome()
-    wanted = options.cases.split(",")
-    with tempfile.TemporaryDirectory(prefix="epload-bench-") as temporary:
-        data = options.data or Path(temporary) / "data"
-        work = Path(temporary) / "run"
-        work.mkdir()
-        entries: dict[str, Any] = {
-            "floor": {name: [] for name in FLOORS},
-            "collective": {name: [] for name in COLLECTIVES},
-            **launch.loaders(("reload", "meta", "library"), outcome, options.peers),
-            "materialise": {"epload": [], "to_empty": []},
-        }
-        plan = Plan(
-            options.nodes, options.ranks, asdict(size), launch.checkpoints(data, size),
-            {case: entries[case] for case in wanted if entries[case]}, options.repeat, options.slow_repeat,
-        )  # fmt: skip
-        launch.run(plan, work, outcome)
-    found = summary.rows(outcome, nbytes)
-    results: Row = {
-        **summary.facts(nbytes, len(state)), "nodes": options.nodes, "ranks": options.ranks, "rows": found,
-        "samples": outcome.samples, "minutes": (monotonic() - began) / 60,
+    work.mkdir()
+    entries: dict[str, Any] = {
+        "floor": {name: [] for name in FLOORS},
+        "collective": {name: [] for name in COLLECTIVES},
+        **launch.loaders(("reload", "meta", "library"), outcome, options.peers),
+        "materialise": {"epload": [], "to_empty": []},
+    }
+    plan = Plan(
+        options.nodes, options.ranks, asdict(size), launch.checkpoints(data, size),
+        {case: entries[case] for case in options.cases.split(",") if entries[case]}, options.repeat, options.slow_repeat,
+    )  # fmt: skip
+    launch.run(plan, work, outcome)
+    return {
+        **summary.facts(nbytes, len(state)), "nodes": options.nodes, "ranks": options.ranks,
+        "rows": summary.rows(outcome, nbytes), "samples": outcome.samples,
     }  # fmt: skip
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "load.json").write_text(json.dumps(results, indent=1))
-    shown = tables(results)
-    for table in shown:
-        table.show()
-    plots.load(results, options.out / "load.png")
-    if options.docs:
-        (write_few if options.few else write_docs)(results, shown)
 
 
 def tables(results: Row) -> list[Table]:
@@ -205,32 +216,37 @@ def _times(row: Row) -> list[str]:
     return [name, str(row["runs"]), *(seconds(row[key]) for key in ("min", "median", "max"))]
 
 
+def compared(many: Row, few: Row) -> list[Table]:
+    """The same bytes in many tensors and in few: seconds, and seconds of all processors in the kernel."""
+    lines = []
+    for row in by_case(few["rows"], "reload"):
+        other = next(other for other in by_case(many["rows"], "reload") if other["entry"] == row["entry"])
+        line = [row["title"]]
+        if "median" in row and "median" in other:
+            for one, more in ((row["median"], other["median"]), (row["cpu"]["system"], other["cpu"]["system"])):
+                as_many_bytes = more / many["nbytes"] * few["nbytes"]
+                line += [seconds(one), seconds(as_many_bytes), times(as_many_bytes / one)]
+        lines.append(line)
+    few_of, many_of = f"{few['tensors']} tensors", f"{many['tensors']} tensors"
+    columns = ("loader", f"{few_of}, s", f"{many_of}, s", "ratio", f"in the kernel, {few_of}", many_of, "ratio")
+    table = Table("Reload: as many bytes in few tensors and in many", columns, lines)
+    return [*(floor for run in (many, few) for floor in tables(run) if floor.title.startswith("Floor")), table]
+
+
 def write_docs(results: Row, shown: list[Table]) -> None:
-    page = ROOT / "docs" / "performance.md"
     plots.load(results, ROOT / "docs" / "load.png")
     (ROOT / "docs" / "load.json").write_text(json.dumps({k: v for k, v in results.items() if k != "samples"}, indent=1))
-    write(page, "load", [provenance(results), *(table.markdown() for table in shown)])
+    _write("load", results, shown)
     write(ROOT / "README.md", "measured", [provenance(results), _summary(results["rows"]).markdown()])
 
 
-def write_few(results: Row, shown: list[Table]) -> None:
-    """Few tensors, beside the many of the last run that was written to docs/."""
-    many = json.loads((ROOT / "docs" / "load.json").read_text())
-    lines = []
-    for row in by_case(results["rows"], "reload"):
-        before = next(
-            (r for r in by_case(many["rows"], "reload") if r["entry"] == row["entry"] and "median" in r), None
-        )
-        if "median" in row and before:
-            line = [row["title"]]
-            for few, more in ((row["median"], before["median"]), (row["cpu"]["system"], before["cpu"]["system"])):
-                per_byte = more / many["nbytes"] * results["nbytes"]
-                line += [seconds(few), seconds(per_byte), times(per_byte / few)]
-            lines.append(line)
-    few_of, many_of = f"{results['tensors']} tensors", f"{many['tensors']} tensors"
-    columns = ("loader", f"{few_of}, s", f"{many_of}, s", "ratio", f"in the kernel, {few_of}", many_of, "ratio")
-    table = Table("Reload: as many bytes in few tensors and in many", columns, lines)
-    write(ROOT / "docs" / "performance.md", "few", [provenance(results), *(t.markdown() for t in (shown[0], table))])
+def write_compared(results: Row, shown: list[Table]) -> None:
+    _write("few", results, shown)
+
+
+def _write(mark: str, results: Row, shown: list[Table]) -> None:
+    page = ROOT / "docs" / "performance.md"
+    write(page, mark, [provenance(results), *(table.markdown() for table in shown)])
 
 
 def _summary(found: list[Row]) -> Table:

@@ -6,7 +6,6 @@ knows what was under way when they died. A rank that fails writes why and leaves
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -72,7 +71,6 @@ class Worker:
     def measure(self, instance: Any, case: str, entry: str) -> dict[str, Any]:
         with collector.paused():
             work = instance.prepare(entry)
-        gc.collect(1)  # so that what preparing made is not walked in the timed part
         dist.barrier()
         before = link_bytes(self.interface)
         watch = PeakMemory() if case in ("meta", "library") else None

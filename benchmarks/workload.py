@@ -6,6 +6,7 @@ projection, as the checkpoint; that of the transformers library fuses a layer's 
 
 from __future__ import annotations
 
+import gc
 import json
 import struct
 from collections.abc import Sequence
@@ -115,7 +116,9 @@ def sharded_model(size: Size) -> nn.Module:
         model = meta_model(size)
         for layer in model.model.layers:
             fully_shard(layer)
-        return fully_shard(model)
+        fully_shard(model)
+    gc.collect()  # so that what was made is not walked once more while something is timed
+    return model
 
 
 class MetaModel:
@@ -129,6 +132,7 @@ class MetaModel:
         """Gives the model new parameters on meta. FSDP hears of it, as it does when a state dict is assigned."""
         with collector.paused():
             self.model.load_state_dict(self._meta, assign=True)
+        gc.collect()
 
 
 def write_checkpoint(folder: Path, size: Size, seed: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
@@ -416,6 +418,16 @@ def test_without_a_process_group(tmp_path: Path) -> None:
     assert wrong(model, state_for(2)) == []
     assert epload.load(model, {}, strict=False).missing_keys == list(state_for())
     assert epload.load(nn.Module(), {}).tensors == 0
+
+
+def test_a_load_does_not_settle_how_multiprocessing_starts_processes() -> None:
+    script = """
+import multiprocessing, torch, epload
+model = torch.nn.Linear(2, 3)
+epload.load(model, model.state_dict())
+multiprocessing.set_start_method("spawn")
+"""
+    subprocess.run([sys.executable, "-c", script], timeout=240, check=True)
 
 
 def test_tensors_that_are_empty_0d_or_larger_than_a_bucket() -> None:

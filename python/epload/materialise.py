@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from epload import collector
 from epload.dtensor import private_path_available
 from epload.targets import Targets, walk
 
@@ -32,6 +33,7 @@ class Unfilled:
     """Names within the module."""
 
 
+@collector.paused()
 def materialise(model: nn.Module, targets: Targets, device: torch.device, private: bool | None = None) -> None:
     """Replaces meta tensors by uninitialised ones; leaves others alone. Ties are kept, and the identity of DTensor
     parameters; plain tensors become new objects, as with ``to_empty``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import RLock
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -102,6 +103,13 @@ class LoadReport:
         return "\n".join(lines)
 
 
+class _Bar(tqdm):  # type: ignore[type-arg]
+    """With a lock of its own. tqdm's is for several processes, and making it would settle how ``multiprocessing`` starts them:
+    a caller that chooses afterwards would fail."""
+
+    _lock = RLock()
+
+
 def progress_bar(total: int, shown: bool) -> tqdm[Any]:
     """A bar over bytes; silent unless ``shown`` and standard error is a terminal."""
-    return tqdm(total=total, unit="B", unit_scale=True, desc="epload", disable=None if shown else True, leave=False)
+    return _Bar(total=total, unit="B", unit_scale=True, desc="epload", disable=None if shown else True, leave=False)
