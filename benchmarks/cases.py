@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import epload
 import peers
 from epload.materialise import materialise
 from epload.targets import collect
-from workload import FILE, MetaModel, Size, meta_model, reference, sharded_model, wrong_shards
+from workload import FILE, MetaModel, Reference, Size, meta_model, sharded_model, wrong_shards
 
 PIECE = 16 << 20
 """Bytes that a rank sends to measure a link, and reads at a time to measure reading."""
@@ -34,6 +34,12 @@ class Bench:
     folders: list[Path]
     """Of two checkpoints. Successive loads alternate, so that one that does nothing is found out."""
     loads: int = 0
+    references: dict[Path, Reference] = field(default_factory=dict)
+
+    def reference(self, folder: Path) -> Reference:
+        if folder not in self.references:
+            self.references[folder] = Reference(folder, self.rank, self.world)
+        return self.references[folder]
 
     def next_folder(self) -> Path:
         self.loads += 1
@@ -64,7 +70,7 @@ class Loads:
                 self.models[peer.ours] = sharded_model(bench.size).to_empty(device="cpu")
             model = self.models[peer.ours]
             with torch.no_grad():
-                torch._foreach_zero_([p.to_local() for p in model.parameters() if p.to_local().numel()])
+                torch._foreach_zero_([local for p in model.parameters() if (local := p.to_local()).numel()])
         self.keep[entry].pop("report", None)
         self.job = peers.Job(model, self.case, bench.next_folder(), bench.rank, bench.topology, self.keep[entry])
         self.loaded = model
@@ -75,7 +81,7 @@ class Loads:
         return work
 
     def wrong(self) -> list[str]:
-        return wrong_shards(self.loaded, reference(self.job.folder), self.bench.rank, self.bench.world)
+        return wrong_shards(self.loaded, self.bench.reference(self.job.folder))
 
     def shard_bytes(self) -> int:
         """That came into being in the load."""
@@ -107,7 +113,7 @@ class Collectives:
 
     def __init__(self, bench: Bench, case: str, entries: list[str]) -> None:
         self.bench = bench
-        self.full = {folder: list(reference(folder).values()) for folder in bench.folders}
+        self.full = {folder: list(bench.reference(folder).full.values()) for folder in bench.folders}
         self.tensors = [torch.zeros_like(t) for t in self.full[bench.folders[0]]]
         self.made: dict[str, collectives.Collective] = {}
 

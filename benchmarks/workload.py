@@ -210,19 +210,40 @@ def _fused(full: dict[str, Tensor], name: str) -> Tensor:
     )
 
 
-def wrong_shards(model: nn.Module, full: dict[str, Tensor], rank: int, world: int) -> list[str]:
-    """Names whose local shard is not, bit for bit, this rank's torch.chunk of the checkpoint's tensor along the sharded dim."""
+class Reference:
+    """What one rank's shards of a checkpoint have to be."""
+
+    def __init__(self, folder: Path, rank: int, world: int) -> None:
+        self.full = reference(folder)
+        self._rank, self._world = rank, world
+        self._shards: dict[tuple[str, int], Tensor] = {}
+
+    def shard(self, name: str, dim: int) -> Tensor:
+        """The rank's torch.chunk of a tensor along the sharded dim; made once, of tensors that the checkpoint has as they are."""
+        kept = self._shards.get((name, dim))
+        if kept is None:
+            whole = self.whole(name)
+            chunks = torch.chunk(whole, self._world, dim)
+            kept = chunks[self._rank] if self._rank < len(chunks) else whole.narrow(dim, 0, 0)
+            if name in self.full:
+                self._shards[name, dim] = kept
+        return kept
+
+    def whole(self, name: str) -> Tensor:
+        return _fused(self.full, name)
+
+
+def wrong_shards(model: nn.Module, reference: Reference) -> list[str]:
+    """Names whose local shard is not, bit for bit, the checkpoint's."""
     wrong = []
     with torch.no_grad():
         for name, parameter in model.state_dict(keep_vars=True).items():
-            want = _fused(full, name)
-            local = parameter
             if isinstance(parameter, DTensor):
                 (placement,) = parameter.placements
                 assert isinstance(placement, Shard), f"{name} is {placement}"
-                chunks = torch.chunk(want, world, placement.dim)
-                want = chunks[rank] if rank < len(chunks) else want.narrow(placement.dim, 0, 0)
-                local = parameter.to_local()
+                want, local = reference.shard(name, placement.dim), parameter.to_local()
+            else:
+                want, local = reference.whole(name), parameter
             if local.shape != want.shape or not torch.equal(
                 local.view(torch.int16), want.contiguous().view(torch.int16)
             ):
