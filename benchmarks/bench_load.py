@@ -64,17 +64,18 @@ def main() -> None:
         runs = [measure(options, size, data, Path(temporary) / f"run-{i}") for i, size in enumerate(sizes)]
     for run in runs:
         run["minutes"] = (monotonic() - began) / 60
+    options.out.mkdir(parents=True, exist_ok=True)
+    kept = runs if options.few else runs[0]
+    (options.out / ("few.json" if options.few else "load.json")).write_text(json.dumps(kept, indent=1))
     shown = compared(*runs) if options.few else tables(runs[0])
     for table in shown:
         table.show()
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.few:
-        (options.out / "few.json").write_text(json.dumps(runs, indent=1))
-    else:
-        (options.out / "load.json").write_text(json.dumps(runs[0], indent=1))
+    if not options.few:
         plots.load(runs[0], options.out / "load.png")
-    if options.docs:
-        (write_compared if options.few else write_docs)(runs[0], shown)
+    if options.docs and options.few:
+        _write("few", runs[0], shown)
+    elif options.docs:
+        write_docs(runs[0], shown)
 
 
 def measure(options: argparse.Namespace, size: Size, data: Path, work: Path) -> Row:
@@ -221,16 +222,19 @@ def compared(many: Row, few: Row) -> list[Table]:
     lines = []
     for row in by_case(few["rows"], "reload"):
         other = next(other for other in by_case(many["rows"], "reload") if other["entry"] == row["entry"])
+        if "median" not in row or "median" not in other:
+            lines.append(_times(other if "median" in row else row))
+            continue
         line = [row["title"]]
-        if "median" in row and "median" in other:
-            for one, more in ((row["median"], other["median"]), (row["cpu"]["system"], other["cpu"]["system"])):
-                as_many_bytes = more / many["nbytes"] * few["nbytes"]
-                line += [seconds(one), seconds(as_many_bytes), times(as_many_bytes / one)]
+        for one, more in ((row["median"], other["median"]), (row["cpu"]["system"], other["cpu"]["system"])):
+            as_many_bytes = more / many["nbytes"] * few["nbytes"]
+            line += [seconds(one), seconds(as_many_bytes), times(as_many_bytes / one if one else None)]
         lines.append(line)
     few_of, many_of = f"{few['tensors']} tensors", f"{many['tensors']} tensors"
     columns = ("loader", f"{few_of}, s", f"{many_of}, s", "ratio", f"in the kernel, {few_of}", many_of, "ratio")
     table = Table("Reload: as many bytes in few tensors and in many", columns, lines)
-    return [*(floor for run in (many, few) for floor in tables(run) if floor.title.startswith("Floor")), table]
+    floors = [floor for run in (many, few) for floor in tables(run) if floor.title.startswith("Floor")]
+    return [made for made in (*floors, table) if made.rows]
 
 
 def write_docs(results: Row, shown: list[Table]) -> None:
@@ -238,10 +242,6 @@ def write_docs(results: Row, shown: list[Table]) -> None:
     (ROOT / "docs" / "load.json").write_text(json.dumps({k: v for k, v in results.items() if k != "samples"}, indent=1))
     _write("load", results, shown)
     write(ROOT / "README.md", "measured", [provenance(results), _summary(results["rows"]).markdown()])
-
-
-def write_compared(results: Row, shown: list[Table]) -> None:
-    _write("few", results, shown)
 
 
 def _write(mark: str, results: Row, shown: list[Table]) -> None:

@@ -12,10 +12,11 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from epload import collector
@@ -129,10 +130,18 @@ class MetaModel:
         self._meta = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
 
     def rewind(self) -> None:
-        """Gives the model new parameters on meta. FSDP hears of it, as it does when a state dict is assigned."""
+        """Gives the model new parameters on meta, and lets go of all that it had."""
         with collector.paused():
             self.model.load_state_dict(self._meta, assign=True)
+            groups = [g for m in self.model.modules() if isinstance(m, FSDPModule) for g in _groups(m)]
+            for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+                # FSDP hears of the new parameters, but for meta keeps the storage of the old ones.
+                parameter._sharded_param_data = parameter.sharded_param.to_local().view(-1)
         gc.collect()
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
 def write_checkpoint(folder: Path, size: Size, seed: int) -> None:

@@ -26,7 +26,7 @@ PyDictObject* as_dict(PyObject* object) {
 std::vector<PyObject*> in_slot(const py::list& objects, const py::object& slot) {
   const auto* const descriptor = reinterpret_cast<PyMemberDescrObject*>(slot.ptr());
   if (!Py_IS_TYPE(slot.ptr(), &PyMemberDescr_Type) || descriptor->d_member->type != T_OBJECT_EX) {
-    throw py::type_error("expected the descriptor of a slot");
+    throw py::type_error("in_slot: expected the descriptor of a slot");
   }
   const auto count = objects.size();
   PyObject* const* const items = PySequence_Fast_ITEMS(objects.ptr());
@@ -47,6 +47,7 @@ std::vector<PyObject*> in_slot(const py::list& objects, const py::object& slot) 
 } // namespace
 
 std::pair<py::bytes, py::list> contents(const py::list& dicts) {
+  py::list listed; // made first: making one can run the collector, and with it code that changes what is borrowed here
   const auto count = dicts.size();
   PyObject* const* const items = PySequence_Fast_ITEMS(dicts.ptr());
   std::vector<const void*> found;
@@ -71,10 +72,10 @@ std::pair<py::bytes, py::list> contents(const py::list& dicts) {
       __builtin_prefetch(value, 1);
     }
   }
-  py::list listed(values.size());
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    Py_INCREF(values[i]);
-    PyList_SET_ITEM(listed.ptr(), static_cast<Py_ssize_t>(i), values[i]);
+  for (PyObject* const value : values) {
+    if (PyList_Append(listed.ptr(), value) != 0) {
+      throw py::error_already_set();
+    }
   }
   return {py::bytes(reinterpret_cast<const char*>(found.data()), found.size() * sizeof(found[0])), std::move(listed)};
 }
@@ -85,8 +86,8 @@ py::bytes held(const py::list& objects, const py::object& slot) {
 }
 
 std::pair<py::list, std::vector<std::size_t>> values(const py::list& objects, const py::object& slot) {
+  py::list listed(objects.size()); // made first, as in contents
   const auto found = in_slot(objects, slot);
-  py::list listed(found.size());
   std::vector<std::size_t> others;
   for (std::size_t i = 0; i < found.size(); ++i) {
     if (i + AHEAD < found.size()) {

@@ -84,8 +84,9 @@ class Checkpoint(ABC):
 
         Args:
             targets: on CPU.
-            copies: a native copy table (see ``ops.unpack``), of which the offsets are ignored.
-            origins: int64 [n, 2]: for each row the tensor's number and the offset in it, in bytes.
+            copies: a native copy table (see ``ops.unpack``), of which the offsets are ignored. The plan's own: not to be
+                changed.
+            origins: int64 [n, 2]: for each row the tensor's number and the offset in it, in bytes. The plan's own too.
 
         Raises:
             CheckpointError: a file is gone, cannot be read or ends too early.

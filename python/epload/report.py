@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import RLock
 from time import perf_counter, thread_time
 from typing import Any
 
 from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock  # type: ignore[attr-defined]
 
 PHASES = ("plan", "materialise", "read", "host_to_device", "inter_node", "intra_node", "unpack", "verify")
 
@@ -104,10 +104,10 @@ class LoadReport:
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
-    """With a lock of its own. tqdm's is for several processes, and making it would settle how ``multiprocessing`` starts them:
-    a caller that chooses afterwards would fail."""
+    """With a lock for threads, which other bars take too. tqdm's own is also for processes, and making it would settle how
+    ``multiprocessing`` starts them: a caller that chooses afterwards would fail."""
 
-    _lock = RLock()
+    _lock = TqdmDefaultWriteLock.th_lock
 
 
 def progress_bar(total: int, shown: bool) -> tqdm[Any]:
