@@ -12,16 +12,16 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from epload import collector
 from epload.checkpoint import Checkpoint
 from epload.mapping import Mapping
+from epload.materialise import fsdp_parameters
 from epload.plan import make_plan
 from epload.simulator import waves
 from epload.targets import collect
@@ -133,15 +133,10 @@ class MetaModel:
         """Gives the model new parameters on meta, and lets go of all that it had."""
         with collector.paused():
             self.model.load_state_dict(self._meta, assign=True)
-            groups = [g for m in self.model.modules() if isinstance(m, FSDPModule) for g in _groups(m)]
-            for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+            for parameter in fsdp_parameters(self.model):
                 # FSDP hears of the new parameters, but for meta keeps the storage of the old ones.
                 parameter._sharded_param_data = parameter.sharded_param.to_local().view(-1)
         gc.collect()
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
 def write_checkpoint(folder: Path, size: Size, seed: int) -> None:
@@ -183,7 +178,7 @@ def library_config(size: Size) -> dict[str, object]:
     }  # fmt: skip
 
 
-def reference(folder: Path) -> dict[str, Tensor]:
+def full_tensors(folder: Path) -> dict[str, Tensor]:
     """The checkpoint's full tensors, memory-mapped; read without epload."""
     path = folder / FILE
     with open(path, "rb") as file:
@@ -223,7 +218,7 @@ class Reference:
     """What one rank's shards of a checkpoint have to be."""
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
-        self.full = reference(folder)
+        self.full = full_tensors(folder)
         self._rank, self._world = rank, world
         self._shards: dict[tuple[str, int], Tensor] = {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,14 +65,18 @@ def materialise(model: nn.Module, targets: Targets, device: torch.device, privat
 
 def offloaded(model: nn.Module) -> set[int]:
     """The ids of parameters that FSDP keeps on CPU (CPUOffloadPolicy)."""
-    return {
-        id(sharded.sharded_param)
+    return {id(sharded.sharded_param) for sharded in fsdp_parameters(model) if sharded.offload_to_cpu}
+
+
+def fsdp_parameters(model: nn.Module) -> list[Any]:
+    """What FSDP keeps for each parameter that it shards."""
+    return [
+        sharded
         for _, module in walk(model)
         if isinstance(module, FSDPModule)
         for group in module._get_fsdp_state()._fsdp_param_groups
         for sharded in group.fsdp_params
-        if sharded.offload_to_cpu
-    }
+    ]
 
 
 def _is_simple(tensor: Tensor) -> bool:
