@@ -85,7 +85,7 @@ $(BENCH_VENV)/built: benchmarks/requirements.txt $(NATIVE) CMakeLists.txt setup.
 
 bench: $(BENCH_VENV)/built ## every loader, over loopback; tables and plots into docs/
 	$(BENCH)/python benchmarks/bench_load.py --docs
-	$(BENCH)/python benchmarks/bench_load.py --few --peers epload_modes --cases floor,reload --docs
+	$(BENCH)/python benchmarks/bench_few.py --docs
 
 bench-quick: $(BENCH_VENV)/built ## the same on a twelfth of the tensors, into benchmarks/results/; under 10 minutes
 	$(BENCH)/python benchmarks/bench_load.py --quick

@@ -31,8 +31,6 @@ from workload import Size, meta_model
 
 FLOORS = ("flat 16 MiB", "two-level 16 MiB", "flat 64 MiB", "two-level 64 MiB")
 CASES = ("floor", "collective", "reload", "meta", "library", "materialise")
-FEW = Size(layers=15, experts=1, hidden=1536, intermediate=4400)
-"""About as many bytes as 48 layers of 128 experts."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -41,11 +39,6 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2, help="emulated nodes")
     parser.add_argument("--ranks", type=int, default=2, help="ranks a node")
     parser.add_argument("--layers", type=int, default=48, help="of 128 experts; 48 gives 18,867 tensors")
-    parser.add_argument(
-        "--few",
-        action="store_true",
-        help="also about as many bytes in 183 tensors, 15 layers of one expert, and compare",
-    )
     parser.add_argument("--repeat", type=int, default=5, help="runs of what takes up to 20 s")
     parser.add_argument("--slow-repeat", type=int, default=3, help="runs of what takes longer")
     parser.add_argument("--quick", action="store_true", help="4 layers, three runs")
@@ -58,24 +51,18 @@ def main() -> None:
     if options.quick:
         options.layers, options.repeat, options.slow_repeat = 4, 3, 3
     began = monotonic()
-    sizes = [Size(layers=options.layers), *([FEW] if options.few else [])]
     with tempfile.TemporaryDirectory(prefix="epload-bench-") as temporary:
         data = options.data or Path(temporary) / "data"
-        runs = [measure(options, size, data, Path(temporary) / f"run-{i}") for i, size in enumerate(sizes)]
-    for run in runs:
-        run["minutes"] = (monotonic() - began) / 60
+        results = measure(options, Size(layers=options.layers), data, Path(temporary) / "run")
+    results["minutes"] = (monotonic() - began) / 60
     options.out.mkdir(parents=True, exist_ok=True)
-    kept = runs if options.few else runs[0]
-    (options.out / ("few.json" if options.few else "load.json")).write_text(json.dumps(kept, indent=1))
-    shown = compared(*runs) if options.few else tables(runs[0])
+    (options.out / "load.json").write_text(json.dumps(results, indent=1))
+    shown = tables(results)
     for table in shown:
         table.show()
-    if not options.few:
-        plots.load(runs[0], options.out / "load.png")
-    if options.docs and options.few:
-        _write("few", runs[0], shown)
-    elif options.docs:
-        write_docs(runs[0], shown)
+    plots.load(results, options.out / "load.png")
+    if options.docs:
+        write_docs(results, shown)
 
 
 def measure(options: argparse.Namespace, size: Size, data: Path, work: Path) -> Row:
@@ -104,14 +91,7 @@ def measure(options: argparse.Namespace, size: Size, data: Path, work: Path) -> 
 def tables(results: Row) -> list[Table]:
     found = results["rows"]
     floor = min((row["median"] for row in by_case(found, "floor") if "median" in row), default=None)
-    made = [
-        Table(
-            f"Floor: the same {results['nbytes'] / 1e6:.0f} MB as raw buckets over gloo",
-            ("what", "runs", "min s", "median s", "max s"),
-            [_times(row) for row in by_case(found, "floor")],
-        ),
-        _collectives(found),
-    ]
+    made = [floors(results), _collectives(found)]
     heads = {
         "reload": "Reload: the model has storage",
         "meta": "From meta: materialise and load",
@@ -124,7 +104,7 @@ def tables(results: Row) -> list[Table]:
         columns += ["read s", "transfer s", "slice s", "sent / S"]
         lines = []
         for row in by_case(found, case):
-            line = _times(row)
+            line = times_of(row)
             if "median" in row:
                 phases = row["phases"]
                 line += [times(best and row["median"] / best)]
@@ -137,7 +117,7 @@ def tables(results: Row) -> list[Table]:
         Table(
             "Materialise only",
             ("what", "runs", "min s", "median s", "max s"),
-            [_times(row) for row in by_case(found, "materialise")],
+            [times_of(row) for row in by_case(found, "materialise")],
         )
     )
     made.append(_processors(found))
@@ -145,12 +125,18 @@ def tables(results: Row) -> list[Table]:
     return [table for table in made if table.rows]
 
 
+def floors(results: Row) -> Table:
+    title = f"Floor: the same {results['nbytes'] / 1e6:.0f} MB as raw buckets over gloo"
+    columns = ("what", "runs", "min s", "median s", "max s")
+    return Table(title, columns, [times_of(row) for row in by_case(results["rows"], "floor")])
+
+
 def _collectives(found: list[Row]) -> Table:
     each = median(found, "collective", "a broadcast a tensor")
     lines = []
     for row in by_case(found, "collective"):
         faster = "" if "median" not in row or each is None else times(each / row["median"])
-        lines.append([*_times(row), faster] if "median" in row else _times(row))
+        lines.append([*times_of(row), faster] if "median" in row else times_of(row))
     columns = ("one list of tensors to all ranks", "runs", "min s", "median s", "max s", "x faster than one by one")
     return Table("Coalescing alone: no model, no file", columns, lines)
 
@@ -210,43 +196,19 @@ def _targets(found: list[Row], floor: float | None) -> Table:
     return Table("Targets", ("ratio of medians", "wanted", "measured"), [[*row[:2], times(row[2])] for row in rows])
 
 
-def _times(row: Row) -> list[str]:
+def times_of(row: Row) -> list[str]:
     name = f"**{row['title']}**" if row["ours"] else row["title"]
     if "median" not in row:
         return [name, f"FAILED: {row['error']}"[:160]]
     return [name, str(row["runs"]), *(seconds(row[key]) for key in ("min", "median", "max"))]
 
 
-def compared(many: Row, few: Row) -> list[Table]:
-    """The same bytes in many tensors and in few: seconds, and seconds of all processors in the kernel."""
-    lines = []
-    for row in by_case(few["rows"], "reload"):
-        other = next(other for other in by_case(many["rows"], "reload") if other["entry"] == row["entry"])
-        if "median" not in row or "median" not in other:
-            lines.append(_times(other if "median" in row else row))
-            continue
-        line = [row["title"]]
-        for one, more in ((row["median"], other["median"]), (row["cpu"]["system"], other["cpu"]["system"])):
-            as_many_bytes = more / many["nbytes"] * few["nbytes"]
-            line += [seconds(one), seconds(as_many_bytes), times(as_many_bytes / one if one else None)]
-        lines.append(line)
-    few_of, many_of = f"{few['tensors']} tensors", f"{many['tensors']} tensors"
-    columns = ("loader", f"{few_of}, s", f"{many_of}, s", "ratio", f"in the kernel, {few_of}", many_of, "ratio")
-    table = Table("Reload: as many bytes in few tensors and in many", columns, lines)
-    floors = [floor for run in (many, few) for floor in tables(run) if floor.title.startswith("Floor")]
-    return [made for made in (*floors, table) if made.rows]
-
-
 def write_docs(results: Row, shown: list[Table]) -> None:
     plots.load(results, ROOT / "docs" / "load.png")
     (ROOT / "docs" / "load.json").write_text(json.dumps({k: v for k, v in results.items() if k != "samples"}, indent=1))
-    _write("load", results, shown)
-    write(ROOT / "README.md", "measured", [provenance(results), _summary(results["rows"]).markdown()])
-
-
-def _write(mark: str, results: Row, shown: list[Table]) -> None:
     page = ROOT / "docs" / "performance.md"
-    write(page, mark, [provenance(results), *(table.markdown() for table in shown)])
+    write(page, "load", [provenance(results), *(table.markdown() for table in shown)])
+    write(ROOT / "README.md", "measured", [provenance(results), _summary(results["rows"]).markdown()])
 
 
 def _summary(found: list[Row]) -> Table:
