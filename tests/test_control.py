@@ -146,27 +146,31 @@ def test_absent_coordinator_is_named_on_all_others() -> None:
     assert "seen by rank 1" in text or "seen by rank 2" in text
 
 
-def counted_keys(rank: int, failing: bool) -> list[int]:
-    """How many keys the store has after ever more rounds."""
+def counted_keys(rank: int, failing: bool) -> list[tuple[int, int]]:
+    """How many keys the store has after ever more rounds, and how many texts a control keeps."""
     assert dist.group.WORLD is not None
     store = dist.group.WORLD.get_group_store()
     control = make_control(rank, (0, 1, 2))
     counts = []
     for _ in range(4):
         for turn in range(10):
+            if turn % 5 == 0:
+                control.begin(timedelta(minutes=1))
             control.settle("turn", None, turn)
         if failing:
             raised(lambda: control.settle("fail", ValueError("no") if rank == 1 else None))
             control.settle("turn", None)
         dist.barrier()  # rank 0, which deletes keys, is behind its last round
-        counts.append(store.num_keys())
+        kept = sum(len(value) for value in vars(control).values() if isinstance(value, list))
+        counts.append((store.num_keys(), kept))
         dist.barrier()
     return counts
 
 
-def test_keys_do_not_grow_with_the_number_of_rounds() -> None:
+@pytest.mark.parametrize("failing", [False, True])
+def test_keys_do_not_grow_with_the_number_of_rounds(failing: bool) -> None:
     """Those of the last round may be there; the first barriers leave keys too."""
-    for counts in ranks.run(3, counted_keys, False):
+    for counts in ranks.run(3, counted_keys, failing):
         assert len(set(counts[1:])) == 1, counts
 
 

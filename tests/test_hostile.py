@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import epload
+from checkpoints import entry, header
 from epload import Checkpoint, CheckpointError, LoadError
 from epload.safetensors_file import read_header
-from test_checkpoint import FILES, entry, header
+from test_malformed import FILES
 
 
 def model() -> nn.Module:

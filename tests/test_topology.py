@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -145,6 +146,13 @@ def routes(rank: int, nodes: Nodes) -> list[str]:
         flat = topo.flat_route(src)
         if flat.intra_group or not flat.inter_group:
             wrong.append(f"flat {src}: {flat}")
+    first, usual = topo.route(0), topo.control.deadline
+    topo.control.deadline = timedelta(seconds=77)
+    if {first.inter_group, first.intra_group} & {topo.route(0).inter_group, topo.route(0).intra_group} - {""}:
+        wrong.append("a group of another timeout was taken")
+    topo.control.deadline = usual
+    if topo.route(0) != first:
+        wrong.append("loads whose deadlines alternate make groups again and again")
     names = set(topo._names.values())
     topo.retire()
     if names & {topo.route(0).inter_group, topo.route(0).intra_group} - {""}:

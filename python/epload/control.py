@@ -96,8 +96,11 @@ class Control:
         self._failure: Failure | None = None
         self._letters: list[str] = []
         """Keys of what this rank has sent to others."""
-        self._old: list[str] = []
-        """Keys of loads before, deleted as soon as all ranks have come to a later one."""
+        self._posted: list[str] = []
+        """Keys that this rank has set in rounds, and on the coordinator those of desks before this one. Each rank deletes its
+        own, so that a round costs it the same however many ranks there are."""
+        self._passed: list[str] = []
+        """Those of them that nobody waits for any more."""
         if store is not None:
             _made[ranks] += 1
             who = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
@@ -125,11 +128,8 @@ class Control:
 
     def _turn(self, load: int, failures: int) -> None:
         self._failure = None
-        if self.desk is not None:
-            # One round more than was run: a rank that fails says so in the next one.
-            members = ("verdict", *self.ranks)
-            rounds = (self._round, self._round + 1)
-            self._old += [*self.desk.keys, *(f"{self._prefix}{n}/{member}" for n in rounds for member in members)]
+        if self.desk is not None and self.rank == self.coordinator:
+            self._posted += self.desk.keys
         self._load, self._failures, self._round = load, failures, 0
         if self._store is not None:
             self.desk = Desk(self._store, self._prefix)
@@ -165,7 +165,7 @@ class Control:
         if self._store is not None and failure is not None:
             mine = "verdict" if self.rank == self.coordinator else self.rank
             with suppress(RuntimeError):  # only so that nobody has to look for the failure
-                self._store.set(f"{self._prefix}{self._round + 1}/{mine}", "x")
+                self._post(f"{self._prefix}{self._round + 1}/{mine}", "x")
         if failure is not None:
             self._turn(self._load, self._failures + 1)
             self._failure = failure
@@ -201,7 +201,7 @@ class Control:
         try:
             if self.rank == self.coordinator:
                 verdict = self._judge(prefix, what, view, decide, limit, last)
-                self._store.set(f"{prefix}verdict", verdict)
+                self._post(f"{prefix}verdict", verdict)
             else:
                 verdict = self._hear(prefix, what, view, limit)
         except DistNetworkError as error:
@@ -228,7 +228,7 @@ class Control:
         posted = self._store.multi_get([f"{prefix}{rank}" for rank in others]) if others else []
         heard = dict(zip(others, (text.decode() for text in posted), strict=True))
         views = {rank: view if rank == self.rank else heard[rank] for rank in self.ranks}
-        self._forget()
+        self._delete(self._posted)  # all ranks have come to this round, and need nothing from before
         if "x" in views.values():
             return "x"
         try:
@@ -244,7 +244,8 @@ class Control:
 
     def _hear(self, prefix: str, what: str, view: str, limit: timedelta) -> str:
         assert self._store is not None
-        self._store.set(f"{prefix}{self.rank}", view)
+        self._post(f"{prefix}{self.rank}", view)
+        self._delete(self._passed)
         # Longer than the coordinator waits, so that its text is the one raised.
         limit = 1.25 * limit + timedelta(seconds=2)
         if self._await(prefix, ["verdict"], limit):
@@ -254,7 +255,10 @@ class Control:
                     f"{limit.total_seconds():.0f} s (seen by rank {self.rank})"
                 )
             )
-        return self._store.get(f"{prefix}verdict").decode()
+        verdict = self._store.get(f"{prefix}verdict").decode()
+        # Deleted in the next round: after the last one the store may be gone.
+        self._passed, self._posted = self._posted, []
+        return verdict
 
     def _await(self, prefix: str, keys: Sequence[int | str], limit: timedelta) -> list[int]:
         """Returns when all keys are there, or, after ``limit`` without progress, the ranks that it waits for in vain."""
@@ -299,14 +303,17 @@ class Control:
         self._failure = failure
         return raised
 
-    def _forget(self) -> None:
-        """Deletes keys of rounds and loads before: every rank has passed them, since all have posted to this one."""
+    def _post(self, key: str, text: str) -> None:
         assert self._store is not None
-        for key in ("verdict", *self.ranks):
-            if key != self.coordinator:
-                self._store.delete_key(f"{self._prefix}{self._round - 1}/{key}")
-        while self._old:
-            self._store.delete_key(self._old.pop())
+        self._store.set(key, text)
+        self._posted.append(key)
+
+    def _delete(self, keys: list[str]) -> None:
+        """Deletes keys, and empties the list of them."""
+        assert self._store is not None
+        for key in keys:
+            self._store.delete_key(key)
+        keys.clear()
 
     def deal(self, what: str, letters: Mapping[int, bytes]) -> dict[int, bytes]:
         """A round in which every rank may send bytes to any other; returns what was sent to this one, by sender.
@@ -338,8 +345,8 @@ class Control:
         return letter
 
     def forget_letters(self) -> None:
-        while self._letters and self._store is not None:
-            self._store.delete_key(self._letters.pop())
+        if self._letters:
+            self._delete(self._letters)
 
     def settle(
         self,

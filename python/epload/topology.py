@@ -7,6 +7,7 @@ import platform
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,10 @@ class Topology:
         self.ranks = tuple(sorted(listed))
         self.node = next(node for node in self.nodes if rank in node)
         self.control = Control(group.get_group_store() if group is not None else None, self.ranks, rank)
-        self._names: dict[tuple[int, ...], str] = {}
-        """Name of each group that this rank is in."""
-        self._deadline = self.control.deadline
-        self._made: list[Sequence[tuple[int, ...]]] = []
-        """What all ranks of the topology have made, in one order."""
+        self._names: dict[tuple[timedelta, tuple[int, ...]], str] = {}
+        """Name of each group that this rank is in, by its timeout, which is given when it is made, and its ranks."""
+        self._made: set[tuple[timedelta, tuple[tuple[int, ...], ...]]] = set()
+        """Timeouts and families of groups that all ranks of the topology have made."""
 
     @classmethod
     def discover(cls, group: dist.ProcessGroup | None = None) -> Topology:
@@ -126,9 +126,9 @@ class Topology:
     def route(self, src: int) -> Route:
         """Collective: makes the groups for a two-level broadcast from ``src`` if they are not there yet."""
         leaders = self.leaders(src)
-        self._make_groups("route", [leaders], self.nodes)
+        self._make_groups("route", (leaders,), self.nodes)
         leader = leaders[self.nodes.index(self.node)]
-        return Route(src, leader, self._names.get(leaders, ""), self._names.get(self.node, ""))
+        return Route(src, leader, self._name(leaders), self._name(self.node))
 
     def striped_route(self, src: int) -> Route:
         """Collective: makes a group for every rail, and returns this rank's. ``leader`` is its rank on the source's node.
@@ -143,25 +143,27 @@ class Topology:
         self._make_groups("striped route", rails, self.nodes)
         mine = next(rail for rail in rails if self.rank in rail)
         source = next(i for i, node in enumerate(self.nodes) if src in node)
-        return Route(src, mine[source], self._names.get(mine, ""), self._names.get(self.node, ""))
+        return Route(src, mine[source], self._name(mine), self._name(self.node))
 
     def flat_route(self, src: int) -> Route:
         """Collective: the same for a broadcast in one group of all ranks."""
         self.check_source(src)
-        self._make_groups("flat route", [self.ranks])
-        return Route(src, src, self._names.get(self.ranks, ""), "")
+        self._make_groups("flat route", (self.ranks,))
+        return Route(src, src, self._name(self.ranks), "")
 
     def retire(self) -> None:
         """Forgets all groups, as after a failed transfer: the next route makes new ones. On all ranks alike."""
         self._names.clear()
         self._made.clear()
 
-    def _make_groups(self, what: str, *families: Sequence[tuple[int, ...]]) -> None:
+    def _name(self, ranks: tuple[int, ...]) -> str:
+        """Of their group; ``""`` if this rank is not in it, or they are one."""
+        return self._names.get((self.control.deadline, ranks), "")
+
+    def _make_groups(self, what: str, *families: tuple[tuple[int, ...], ...]) -> None:
         """Makes the groups of each family in turn. The groups of one family share no rank."""
-        if self._deadline != self.control.deadline:
-            self.retire()  # a group's timeout is given when it is made
-            self._deadline = self.control.deadline
-        families = tuple(family for family in families if family not in self._made)
+        timeout = self.control.deadline
+        families = tuple(family for family in families if (timeout, family) not in self._made)
         if self.group is None or not families:
             return
 
@@ -179,8 +181,8 @@ class Topology:
             groups.level(level)
             mine = next((ranks for ranks in family if self.rank in ranks and len(ranks) > 1), None)
             if mine is not None:
-                self._names[mine] = groups.make(mine, self.control.deadline, self.group)
-            self._made.append(family)
+                self._names[timeout, mine] = groups.make(mine, timeout, self.group)
+            self._made.add((timeout, family))
             level += 1
 
 

@@ -1,0 +1,79 @@
+"""A job that reloads at every step for weeks: loads leave nothing behind, neither those that fill a model nor those refused."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+import ranks
+from epload import HierarchicalLoader, LoadError, Topology
+from test_loader import BUCKET, NODES, all_fine, meta_net, state_for, wrong
+
+WARM, LOADS = 10, 40
+WAYS: dict[str, list[dict[str, Any]]] = {
+    "auto": [{}],
+    "one, proven": [{"readers": "one", "verify": "full"}],
+    "partitioned, striped, checked": [{"readers": "partitioned", "algorithm": "striped", "verify": "buckets"}],
+    "flat": [{"readers": "one", "algorithm": "flat"}],
+    "two deadlines": [{"deadline": 60}, {"deadline": 90}],
+}
+
+
+def held() -> dict[str, int]:
+    """What this process holds."""
+    assert dist.group.WORLD is not None
+    gc.collect()
+    sys._clear_type_cache()  # it keeps names of attributes, more and more until it is full
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "groups": len(dist.distributed_c10d._world.pg_names),
+        "keys of the store": dist.group.WORLD.get_group_store().num_keys(),
+        "blocks of Python's memory": sys.getallocatedblocks(),
+        "mappings": Path("/proc/self/maps").read_text().count("\n"),
+    }
+
+
+def repeated(rank: int, way: str, folder: Path, refused: bool) -> list[str]:
+    topology = Topology.from_nodes(NODES)
+    loaders = [HierarchicalLoader(topology, bucket_bytes=BUCKET, **options) for options in WAYS[way]]
+    model = meta_net()
+    loaders[0].load(model, folder / "0.safetensors")
+
+    def loads(count: int) -> dict[str, int]:
+        for turn in range(count):
+            for loader in loaders:
+                loader.load(model, folder / f"{turn % 2}.safetensors")
+                if refused:
+                    with pytest.raises(LoadError, match="missing"):
+                        loader.load(model, folder / "short.safetensors")
+        dist.barrier()  # keys are counted while nobody writes
+        found = held()
+        dist.barrier()
+        return found
+
+    before, after = loads(WARM), loads(LOADS)
+    # The last two vary: allocators and interpreters keep some of what was freed.
+    said = [
+        f"{what}: {after[what] - number} more, of {number}, after {LOADS} loads"
+        for what, number in before.items()
+        if after[what] - number >= (LOADS if what in ("blocks of Python's memory", "mappings") else 1)
+    ]
+    return said + wrong(model, state_for(1))
+
+
+@pytest.mark.parametrize(("way", "refused"), [*((way, False) for way in WAYS), ("auto", True), ("two deadlines", True)])
+def test_loads_leave_nothing_behind(way: str, refused: bool, tmp_path: Path) -> None:
+    for number in (0, 1):
+        save_file(state_for(number), tmp_path / f"{number}.safetensors")
+    short = state_for(0)
+    short.popitem()
+    save_file(short, tmp_path / "short.safetensors")
+    all_fine(ranks.run(4, repeated, way, tmp_path, refused))
