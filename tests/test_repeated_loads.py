@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+import fakedev
 import ranks
 from epload import HierarchicalLoader, LoadError, Topology
+from fakedev import build
 from test_loader import BUCKET, NODES, all_fine, meta_net, state_for, wrong
 
 WARM, LOADS = 10, 40
@@ -41,15 +44,21 @@ def held() -> dict[str, int]:
     }
 
 
-def repeated(rank: int, way: str, folder: Path, refused: bool) -> list[str]:
+def repeated(
+    rank: int, way: str, folder: Path, refused: bool = False, anew: bool = False, where: str = "cpu"
+) -> list[str]:
     topology = Topology.from_nodes(NODES)
-    loaders = [HierarchicalLoader(topology, bucket_bytes=BUCKET, **options) for options in WAYS[way]]
-    model = meta_net()
+    model = meta_net(where=where)
+
+    def made() -> list[HierarchicalLoader]:
+        return [HierarchicalLoader(topology, bucket_bytes=BUCKET, **options) for options in WAYS[way]]
+
+    loaders = made()
     loaders[0].load(model, folder / "0.safetensors")
 
     def loads(count: int) -> dict[str, int]:
         for turn in range(count):
-            for loader in loaders:
+            for loader in made() if anew else loaders:
                 loader.load(model, folder / f"{turn % 2}.safetensors")
                 if refused:
                     with pytest.raises(LoadError, match="missing"):
@@ -66,14 +75,37 @@ def repeated(rank: int, way: str, folder: Path, refused: bool) -> list[str]:
         for what, number in before.items()
         if after[what] - number >= (LOADS if what in ("blocks of Python's memory", "mappings") else 1)
     ]
-    return said + wrong(model, state_for(1))
+    return said + wrong(model, state_for(1), where=where)
 
 
-@pytest.mark.parametrize(("way", "refused"), [*((way, False) for way in WAYS), ("auto", True), ("two deadlines", True)])
-def test_loads_leave_nothing_behind(way: str, refused: bool, tmp_path: Path) -> None:
+def write(folder: Path) -> None:
     for number in (0, 1):
-        save_file(state_for(number), tmp_path / f"{number}.safetensors")
+        save_file(state_for(number), folder / f"{number}.safetensors")
     short = state_for(0)
     short.popitem()
-    save_file(short, tmp_path / "short.safetensors")
-    all_fine(ranks.run(4, repeated, way, tmp_path, refused))
+    save_file(short, folder / "short.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("way", "refused", "anew"),
+    [
+        *((way, False, False) for way in WAYS),
+        ("auto", True, False),
+        ("two deadlines", True, False),
+        ("one, proven", False, True),
+        ("auto", False, True),
+    ],
+)
+def test_loads_leave_nothing_behind(way: str, refused: bool, anew: bool, tmp_path: Path) -> None:
+    """``refused``: each load is followed by one that is refused. ``anew``: each is of a new loader, as ``epload.load``'s are."""
+    write(tmp_path)
+    all_fine(ranks.run(4, repeated, way, tmp_path, refused, anew))
+
+
+@pytest.mark.parametrize("semantics", fakedev.SEMANTICS)
+@pytest.mark.parametrize("way", ["auto", "partitioned, striped, checked", "two deadlines"])
+def test_loads_into_a_model_on_a_device_leave_nothing_behind(way: str, semantics: str, tmp_path: Path) -> None:
+    build.device()
+    write(tmp_path)
+    setup = partial(fakedev.setup, semantics)
+    all_fine(ranks.run(4, repeated, way, tmp_path, False, False, f"{fakedev.NAME}:0", setup=setup))
