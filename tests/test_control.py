@@ -160,7 +160,7 @@ def counted_keys(rank: int, failing: bool) -> list[tuple[int, int]]:
         if failing:
             raised(lambda: control.settle("fail", ValueError("no") if rank == 1 else None))
             control.settle("turn", None)
-        dist.barrier()  # rank 0, which deletes keys, is behind its last round
+        dist.barrier()  # keys are counted while nobody writes
         kept = sum(len(value) for value in vars(control).values() if isinstance(value, list))
         counts.append((store.num_keys(), kept))
         dist.barrier()
@@ -187,3 +187,27 @@ def controls_do_not_meet(rank: int) -> list[int]:
 
 def test_controls_share_a_store() -> None:
     assert ranks.run(3, controls_do_not_meet) == [[30, 200, 3], [30, 3], [30, 200, 3]]
+
+
+def early_retry(rank: int) -> list[str]:
+    """Rank 1 gives up a load while rank 2 has yet to read what it sent, and begins another."""
+    assert dist.group.WORLD is not None
+    control = make_control(rank, (0, 1, 2))
+    control.begin(timedelta(minutes=1))
+    read = control._read_letter
+    if rank == 2:
+        control._read_letter = lambda prefix: (dist.barrier(), read(prefix))[1]  # type: ignore[method-assign]
+    if rank != 2:
+        letters = control.deal("letters", {2: bytes([rank])})
+        if rank == 1:
+            control.begin(timedelta(minutes=1))
+        for _ in range(3):
+            dist.barrier()
+    else:
+        letters = control.deal("letters", {2: b"2"})
+    control.begin(timedelta(minutes=1))
+    return [f"{sender}: {letter!r}" for sender, letter in sorted(letters.items())]
+
+
+def test_letters_outlive_a_load_that_was_given_up() -> None:
+    assert ranks.run(3, early_retry)[2] == ["0: b'\\x00'", "1: b'\\x01'", "2: b'2'"]

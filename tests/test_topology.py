@@ -148,8 +148,11 @@ def routes(rank: int, nodes: Nodes) -> list[str]:
             wrong.append(f"flat {src}: {flat}")
     first, usual = topo.route(0), topo.control.deadline
     topo.control.deadline = timedelta(seconds=77)
-    if {first.inter_group, first.intra_group} & {topo.route(0).inter_group, topo.route(0).intra_group} - {""}:
-        wrong.append("a group of another timeout was taken")
+    other = topo.route(0)
+    for name in {other.inter_group, other.intra_group} - {""}:
+        timeout = dist.distributed_c10d._resolve_process_group(name)._get_backend(torch.device("cpu")).options._timeout
+        if timeout != timedelta(seconds=77):
+            wrong.append(f"a group with a timeout of {timeout}")
     topo.control.deadline = usual
     if topo.route(0) != first:
         wrong.append("loads whose deadlines alternate make groups again and again")

@@ -123,7 +123,8 @@ class Control:
         self.deadline = deadline
         self.gone = {}
         self.doing, self.progress = "", 0
-        self.forget_letters()
+        self._posted += self._letters  # of a load that failed: another rank may be reading them still
+        self._letters = []
         self._turn(self._load + 1, 0)
 
     def _turn(self, load: int, failures: int) -> None:

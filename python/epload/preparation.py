@@ -145,7 +145,8 @@ class Preparation:
         opened, failure = attempt(lambda: self._inspect(request, stream))
         parts = request.parts
         said = self._spelled(opened.device if opened is not None else CPU)
-        options = f"{said} local_modules={parts is not None and bool(parts.local_modules)}"
+        deadline = self._control.deadline.total_seconds()
+        options = f"{said} deadline={deadline:g} local_modules={parts is not None and bool(parts.local_modules)}"
         src = self._options.src
         view: dict[str, Any] = {
             "options": options,
