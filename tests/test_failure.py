@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -159,6 +159,48 @@ def test_an_interrupt_reaches_the_others(culprit: int, action: Callable[[], None
         )
         assert here[culprit][0][0] == kind, way
         assert [bad for _, bad in here] == [[]] * 4, way
+
+
+def late_interrupt(rank: int, culprit: int, way: tuple[str, str]) -> tuple[Told, list[str]]:
+    """``culprit`` is interrupted when the load has ended well: as the coordinator before it said so, else after it heard."""
+    readers, algorithm = way
+    loader = HierarchicalLoader(
+        Topology.from_nodes(NODES), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, deadline=60.0
+    )
+    model = meta_net()
+    control = loader._control
+    agree, post = control.agree, control._post
+
+    def interrupted_post(key: str, text: str) -> None:
+        if control._last is not None:
+            control._post = post  # type: ignore[method-assign]  # once
+            interrupt()
+        post(key, text)
+
+    def interrupted_agree(*args: Any) -> str:
+        verdict = agree(*args)
+        if args[-1]:
+            interrupt()
+        return verdict
+
+    late = ("_post", interrupted_post) if culprit == 0 else ("agree", interrupted_agree)
+    with mock.patch.object(control, *late) if rank == culprit else nullcontext():
+        first = told(lambda: loader.load(model, only_readers(state_for(1), readers)))
+    bad = wrong(model, state_for(1))
+    loader.load(model, only_readers(state_for(2), readers))
+    return first, bad + wrong(model, state_for(2))
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[2]], ids="-".join)
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_an_interrupt_after_the_load_is_that_ranks_alone(culprit: int, way: tuple[str, str]) -> None:
+    """The others have loaded, and all can load again, with the groups and memory that they have."""
+    said = ranks.run(4, late_interrupt, culprit, way)
+    assert [kind for (kind, *_), _ in said] == ["KeyboardInterrupt" if rank == culprit else "" for rank in range(4)], (
+        said
+    )
+    assert max(took for (*_, took), _ in said) < 30, said
+    assert [bad for _, bad in said] == [[]] * 4
 
 
 def test_out_of_memory_in_unpack_reaches_all() -> None:

@@ -101,6 +101,8 @@ class Control:
         own, so that a round costs it the same however many ranks there are."""
         self._passed: list[str] = []
         """Those of them that nobody waits for any more."""
+        self._last: tuple[str, str] | None = None
+        """On the coordinator: key and text of the verdict that ends the load."""
         if store is not None:
             _made[ranks] += 1
             who = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
@@ -128,7 +130,7 @@ class Control:
         self._turn(self._load + 1, 0)
 
     def _turn(self, load: int, failures: int) -> None:
-        self._failure = None
+        self._failure = self._last = None
         if self.desk is not None and self.rank == self.coordinator:
             self._posted += self.desk.keys
         self._load, self._failures, self._round = load, failures, 0
@@ -163,9 +165,11 @@ class Control:
         if self._failure is not None:
             return self._failure
         failure = self.fail(error)
-        if self._store is not None and failure is not None:
-            mine = "verdict" if self.rank == self.coordinator else self.rank
-            with suppress(RuntimeError):  # only so that nobody has to look for the failure
+        with suppress(RuntimeError):
+            if failure is None and self._last is not None:
+                self._post(*self._last)  # interrupted after it had ended the load, perhaps before the others heard
+            elif failure is not None and self._store is not None:  # only so that nobody has to look for the failure
+                mine = "verdict" if self.rank == self.coordinator else self.rank
                 self._post(f"{self._prefix}{self._round + 1}/{mine}", "x")
         if failure is not None:
             self._turn(self._load, self._failures + 1)
@@ -237,7 +241,10 @@ class Control:
         except Exception as error:
             self.desk.tell(self._refusal(error), hard=False)
             return "x"
-        return verdict if not last or self.desk.end() else "x"
+        if not last:
+            return verdict
+        self._last = f"{prefix}verdict", verdict
+        return verdict if self.desk.end() else "x"
 
     def _refusal(self, error: Exception) -> Failure:
         """Of what all ranks wanted, in a round: they stop at the same step."""

@@ -82,7 +82,7 @@ class Desk:
             first = self.first(_TO_BE_WRITTEN) if not self.ended() else None
             if first is None and not self.ended():
                 first = failure  # whoever was first has died before it could say why
-        if hard:
+        if hard and first is not None:
             self._store.set(self._stop, "1")
         return first
 

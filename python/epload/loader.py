@@ -158,10 +158,11 @@ class HierarchicalLoader:
                 return self._load(Request(model, checkpoint, mapping, strict, dtype, parts, init_missing))
             except BaseException as error:
                 failure = self._control.conclude(error)
-                if failure is None or not failure.clean:
+                if failure is not None and not failure.clean:
                     self._memory = None
                     self._device.forget()
                     self.topology.retire()
+                # None: the load has ended well on all ranks, this one too but for its return, and the others keep all.
                 if failure is None or not isinstance(error, Exception):
                     raise
                 raised = failure.error()
