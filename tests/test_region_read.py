@@ -153,6 +153,19 @@ def test_gaps(files: Files, gap: int) -> None:
     assert nbytes == 40_000 + 39 * gap if gap <= 4096 else nbytes == 40_000
 
 
+@pytest.mark.parametrize("around", [0, 64, 4096, 64 << 10, 256 << 10, 4 << 20])
+def test_lengths_and_places_of_no_alignment(files: Files, around: int) -> None:
+    """Bytes before and after each row stay as they were."""
+    number = files.add(5 * (2 * around + 20_000))
+    rows = []
+    offset, place = 3, 5
+    for length in (max(around - 1, 1), around + 1, around + 65, around + 1027):
+        rows.append(Row(number, offset, (length,), torch.uint8, (0,), (length,), 0, (place,)))
+        offset += length + 5001
+        place += length + 7
+    files.check(rows, [filled((place + 100,), torch.uint8)])
+
+
 @pytest.mark.parametrize(
     ("shape", "start", "size"),
     [

@@ -1,6 +1,7 @@
 // The region copy on CPU: memcpy of contiguous runs, spread over threads by bytes.
 #include "../region_copy.h"
 #include "../strided.h"
+#include "stream_copy.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
@@ -19,6 +20,8 @@ namespace {
 
 constexpr int64_t kTaskBytes = 1 << 20;      // one thread's bite
 constexpr int64_t kBytesPerThread = 8 << 20; // below this a thread costs more than it saves
+constexpr int64_t kStreamTotal = 4 << 20;    // what is unpacked at once goes past the caches if it would fill them,
+constexpr int64_t kStreamRun = 1 << 10;      // in runs that are not mostly ends
 
 template <int64_t kItem>
 void copy_items(char* to, const char* from, int64_t count, int64_t to_stride, int64_t from_stride) {
@@ -27,10 +30,20 @@ void copy_items(char* to, const char* from, int64_t count, int64_t to_stride, in
   }
 }
 
-void copy_strided(const Strided& s, size_t dim, char* tensor, char* bucket, Direction direction) {
+void copy_run(char* tensor, char* bucket, int64_t nbytes, Direction direction, bool stream) {
+  if (stream && nbytes >= kStreamRun) {
+    stream_copy(tensor, bucket, nbytes);
+  } else if (direction == Direction::kUnpack) {
+    std::memcpy(tensor, bucket, nbytes);
+  } else {
+    std::memcpy(bucket, tensor, nbytes);
+  }
+}
+
+void copy_strided(const Strided& s, size_t dim, char* tensor, char* bucket, Direction direction, bool stream) {
   const bool unpack = direction == Direction::kUnpack;
   if (dim == s.size.size()) {
-    std::memcpy(unpack ? tensor : bucket, unpack ? bucket : tensor, s.run);
+    copy_run(tensor, bucket, s.run, direction, stream);
     return;
   }
   if (dim + 1 == s.size.size() && s.run <= 8) {
@@ -52,7 +65,7 @@ void copy_strided(const Strided& s, size_t dim, char* tensor, char* bucket, Dire
     }
   }
   for (int64_t i = 0; i < s.size[dim]; ++i) {
-    copy_strided(s, dim + 1, tensor + i * s.tensor_stride[dim], bucket + i * s.bucket_stride[dim], direction);
+    copy_strided(s, dim + 1, tensor + i * s.tensor_stride[dim], bucket + i * s.bucket_stride[dim], direction, stream);
   }
 }
 
@@ -95,6 +108,7 @@ void region_copy_cpu(
     total += rows * row_bytes;
   }
 
+  const bool stream = direction == Direction::kUnpack && total >= kStreamTotal;
   const auto run_task = [&](const Task& task) {
     if (task.begin < 0) {
       const auto& copy = copies[task.copy];
@@ -103,16 +117,18 @@ void region_copy_cpu(
     }
     const auto& s = regions[task.copy];
     if (s.size.empty()) {
-      char* const tensor = s.tensor + task.begin;
-      char* const other = s.bucket + task.begin;
-      const bool unpack = direction == Direction::kUnpack;
-      std::memcpy(unpack ? tensor : other, unpack ? other : tensor, task.end - task.begin);
+      copy_run(s.tensor + task.begin, s.bucket + task.begin, task.end - task.begin, direction, stream);
       return;
     }
     Strided part = s;
     part.size[0] = task.end - task.begin;
     copy_strided(
-        part, 0, s.tensor + task.begin * s.tensor_stride[0], s.bucket + task.begin * s.bucket_stride[0], direction);
+        part,
+        0,
+        s.tensor + task.begin * s.tensor_stride[0],
+        s.bucket + task.begin * s.bucket_stride[0],
+        direction,
+        stream);
   };
 
   const int64_t threads = std::clamp<int64_t>(total / kBytesPerThread, 1, at::get_num_threads());
@@ -120,6 +136,7 @@ void region_copy_cpu(
     for (const auto& task : tasks) {
       run_task(task);
     }
+    stream_fence();
     return;
   }
   std::atomic<size_t> next{0};
@@ -131,6 +148,7 @@ void region_copy_cpu(
       for (size_t t = next++; t < tasks.size(); t = next++) {
         run_task(tasks[t]);
       }
+      stream_fence();
     } catch (...) {
       const std::lock_guard<std::mutex> hold(failure_lock);
       failure = std::current_exception();

@@ -1,5 +1,6 @@
 #include "../region_read.h"
 #include "../strided.h"
+#include "stream_copy.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -22,10 +23,12 @@ namespace {
 constexpr int64_t kRequestBytes = 16 << 20;
 constexpr size_t kVectors = 512;
 constexpr int64_t kScratchBytes = 4 << 20;
-constexpr int64_t kGapBytes = 4096;        // a gap that is cheaper to read than to skip
-constexpr int64_t kSparse = 4;             // a span with less than one useful byte in so many is read in parts,
-constexpr int64_t kSparseBytes = 64 << 10; // if it is longer than this
-constexpr size_t kBite = 32;               // requests that a thread takes at once
+constexpr int64_t kStreamBytes = 256 << 10; // what is no longer is read into the cache and streamed from there: the
+                                            // kernel copies slowly to memory that is in no cache
+constexpr int64_t kGapBytes = 4096;         // a gap that is cheaper to read than to skip
+constexpr int64_t kSparse = 4;              // a span with less than one useful byte in so many is read in parts,
+constexpr int64_t kSparseBytes = 64 << 10;  // if it is longer than this
+constexpr size_t kBite = 32;                // requests that a thread takes at once
 
 // Bytes of one file that are wanted: in one run at `to`, or, if `to` is null, through a scratch buffer.
 struct Want {
@@ -122,6 +125,8 @@ class Reader {
     vectors_.clear();
     if (first.to == nullptr) {
       vectors_.push_back({scratch_.data_ptr(), static_cast<size_t>(first.nbytes)});
+    } else if (request.nbytes <= kStreamBytes) {
+      return stream(request, outcome);
     } else {
       int64_t at = first.offset;
       for (size_t i = request.begin; i < request.end; ++i) {
@@ -145,6 +150,21 @@ class Reader {
   }
 
  private:
+  bool stream(const Request& request, ReadOutcome& outcome) {
+    const auto& first = wants_[request.begin];
+    // As far into a line as in the file, where the kernel copies fastest.
+    char* const read = static_cast<char*>(scratch_.data_ptr()) + first.offset % 64;
+    vectors_.push_back({read, static_cast<size_t>(request.nbytes)});
+    if (!fill(first.file, first.offset, outcome)) {
+      return false;
+    }
+    for (size_t i = request.begin; i < request.end; ++i) {
+      const auto& want = wants_[i];
+      stream_copy(want.to, read + (want.offset - first.offset), want.nbytes);
+    }
+    return true;
+  }
+
   bool fill(int64_t file, int64_t offset, ReadOutcome& outcome) {
     auto* vector = vectors_.data();
     auto count = vectors_.size();
@@ -237,6 +257,7 @@ ReadOutcome region_read(
           }
         }
       }
+      stream_fence();
     } catch (...) {
       const std::lock_guard<std::mutex> hold(lock);
       failure = std::current_exception();

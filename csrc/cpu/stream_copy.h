@@ -1,0 +1,42 @@
+// Copies that go past the caches: for what is written once and not read again soon, as are a model's shards.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace epload {
+
+// memcpy that neither fetches the lines that it overwrites nor displaces others. Other threads see what it wrote after
+// a stream_fence() of this one.
+inline void stream_copy(char* to, const char* from, size_t nbytes) {
+#if defined(__SSE2__)
+  constexpr size_t kLine = 64;
+  const size_t head = std::min(nbytes, (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine);
+  std::memcpy(to, from, head);
+  to += head;
+  from += head;
+  nbytes -= head;
+  for (; nbytes >= kLine; nbytes -= kLine, to += kLine, from += kLine) {
+    __m128i line[4];
+    std::memcpy(line, from, kLine);
+    for (size_t i = 0; i < 4; ++i) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, line[i]);
+    }
+  }
+#endif
+  std::memcpy(to, from, nbytes);
+}
+
+inline void stream_fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+} // namespace epload
