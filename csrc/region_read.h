@@ -19,8 +19,9 @@ struct ReadOutcome {
 };
 
 // Fills regions of `targets` (on CPU) from open files. Copy i reads from file `files[i]` of `descriptors`, with its
-// bucket_offset counted from the start of the file. What is contiguous in the file and in the tensor goes there with
-// no copy in between, neighbours in one request; what is not goes through a small buffer of each thread.
+// bucket_offset counted from the start of the file. What is contiguous in the file and in the tensor goes there in one
+// request with its neighbours, what is not through a small buffer of each thread; so do short requests on x86, as it is
+// faster than the kernel's own copy.
 ReadOutcome region_read(
     c10::IntArrayRef descriptors,
     c10::IntArrayRef files,

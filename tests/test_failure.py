@@ -19,6 +19,7 @@ import torch.distributed as dist
 import ranks
 from epload import HierarchicalLoader, Topology, ops
 from epload.checkpoint import Checkpoint, Piece
+from epload.failure import Desk
 from epload.node_memory import Board
 from epload.watch import Beats
 from test_loader import BUCKET, NODES, meta_net, only_readers, state_for, wrong
@@ -161,15 +162,25 @@ def test_an_interrupt_reaches_the_others(culprit: int, action: Callable[[], None
         assert [bad for _, bad in here] == [[]] * 4, way
 
 
-def late_interrupt(rank: int, culprit: int, way: tuple[str, str]) -> tuple[Told, list[str]]:
-    """``culprit`` is interrupted when the load has ended well: as the coordinator before it said so, else after it heard."""
+def interrupted_after(call: Callable[..., Any], when: Callable[..., bool] = lambda **_: True) -> Callable[..., Any]:
+    def wrapped(*args: Any, **options: Any) -> Any:
+        result = call(*args, **options)
+        if when(**options):
+            interrupt()
+        return result
+
+    return wrapped
+
+
+def late_interrupt(rank: int, culprit: int, place: str, way: tuple[str, str]) -> tuple[Told, list[str]]:
+    """``culprit`` is interrupted when the load has ended well: as coordinator before it has said so, else when it has heard."""
     readers, algorithm = way
     loader = HierarchicalLoader(
         Topology.from_nodes(NODES), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, deadline=60.0
     )
     model = meta_net()
     control = loader._control
-    agree, post = control.agree, control._post
+    post = control._post
 
     def interrupted_post(key: str, text: str) -> None:
         if control._last is not None:
@@ -177,28 +188,25 @@ def late_interrupt(rank: int, culprit: int, way: tuple[str, str]) -> tuple[Told,
             interrupt()
         post(key, text)
 
-    def interrupted_agree(*args: Any) -> str:
-        verdict = agree(*args)
-        if args[-1]:
-            interrupt()
-        return verdict
-
-    late = ("_post", interrupted_post) if culprit == 0 else ("agree", interrupted_agree)
-    with mock.patch.object(control, *late) if rank == culprit else nullcontext():
+    patches = {
+        "ended": mock.patch.object(Desk, "end", interrupted_after(Desk.end)),
+        "unsaid": mock.patch.object(control, "_post", interrupted_post),
+        "heard": mock.patch.object(control, "settle", interrupted_after(control.settle, lambda last=False, **_: last)),
+    }
+    with patches[place] if rank == culprit else nullcontext():
         first = told(lambda: loader.load(model, only_readers(state_for(1), readers)))
     bad = wrong(model, state_for(1))
     loader.load(model, only_readers(state_for(2), readers))
     return first, bad + wrong(model, state_for(2))
 
 
-@pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[2]], ids="-".join)
-@pytest.mark.parametrize("culprit", [0, 3])
-def test_an_interrupt_after_the_load_is_that_ranks_alone(culprit: int, way: tuple[str, str]) -> None:
+@pytest.mark.parametrize("way", WAYS[:3], ids="-".join)
+@pytest.mark.parametrize(("culprit", "place"), [(0, "ended"), (0, "unsaid"), (3, "heard")])
+def test_an_interrupt_after_the_load_is_that_ranks_alone(culprit: int, place: str, way: tuple[str, str]) -> None:
     """The others have loaded, and all can load again, with the groups and memory that they have."""
-    said = ranks.run(4, late_interrupt, culprit, way)
-    assert [kind for (kind, *_), _ in said] == ["KeyboardInterrupt" if rank == culprit else "" for rank in range(4)], (
-        said
-    )
+    said = ranks.run(4, late_interrupt, culprit, place, way)
+    kinds = [kind for (kind, *_), _ in said]
+    assert kinds == ["KeyboardInterrupt" if rank == culprit else "" for rank in range(4)], said
     assert max(took for (*_, took), _ in said) < 30, said
     assert [bad for _, bad in said] == [[]] * 4
 

@@ -330,23 +330,27 @@ def test_two_threads_equal_one(two_threads: None) -> None:
         assert torch.equal(results[1][1][index], want)
 
 
+MEGABYTES = 9 << 20
+"""Of each of two regions: enough for two threads."""
+
+
 @pytest.mark.parametrize("run", [1, 100, 1023, 1024, 1025, 1087, 1088, 5003])
 @pytest.mark.parametrize("shift", [0, 1, 33])
 def test_megabytes_of_no_alignment(two_threads: None, run: int, shift: int) -> None:
     """A run a row on both sides, and one long run; the bytes between them stay as they were."""
-    rows_of = (5 << 20) // run
+    rows_of = MEGABYTES // run
     whole = torch.arange(shift + rows_of * (run + 3), dtype=torch.int32).to(torch.uint8)
-    bucket = torch.arange(rows_of * (run + 5) + (5 << 20), dtype=torch.int32).mul_(7).to(torch.uint8)
+    bucket = torch.arange(rows_of * (run + 5) + MEGABYTES, dtype=torch.int32).mul_(7).to(torch.uint8)
     target = whole[shift:].view(rows_of, run + 3)[:, 1 : 1 + run]
-    long = torch.zeros(shift + (5 << 20), dtype=torch.uint8)
+    long = torch.zeros(shift + MEGABYTES, dtype=torch.uint8)
     rows = [
         Row(0, 2, torch.uint8, [0, 0], [rows_of, run], [run + 5, 1]),
-        Row(1, rows_of * (run + 5) + 3, torch.uint8, [0], [(5 << 20) - 9], [1]),
+        Row(1, rows_of * (run + 5) + 3, torch.uint8, [0], [MEGABYTES - 9], [1]),
     ]
     expected, expected_long = whole.clone(), long.clone()
     rows_in_bucket = bucket[: rows_of * (run + 5)].view(rows_of, run + 5)
     expected[shift:].view(rows_of, run + 3)[:, 1 : 1 + run] = rows_in_bucket[:, 2 : 2 + run]
-    expected_long[shift : shift + (5 << 20) - 9] = bucket[rows_of * (run + 5) + 3 :][: (5 << 20) - 9]
+    expected_long[shift : shift + MEGABYTES - 9] = bucket[rows_of * (run + 5) + 3 :][: MEGABYTES - 9]
     ops.unpack(bucket, [target, long[shift:]], table_of(rows, 2))
     assert torch.equal(whole, expected)
     assert torch.equal(long, expected_long)

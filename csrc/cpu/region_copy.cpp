@@ -30,8 +30,9 @@ void copy_items(char* to, const char* from, int64_t count, int64_t to_stride, in
   }
 }
 
+// `stream`: past the caches, when unpacking.
 void copy_run(char* tensor, char* bucket, int64_t nbytes, Direction direction, bool stream) {
-  if (stream && nbytes >= kStreamRun) {
+  if (stream && direction == Direction::kUnpack && nbytes >= kStreamRun) {
     stream_copy(tensor, bucket, nbytes);
   } else if (direction == Direction::kUnpack) {
     std::memcpy(tensor, bucket, nbytes);
@@ -108,7 +109,7 @@ void region_copy_cpu(
     total += rows * row_bytes;
   }
 
-  const bool stream = direction == Direction::kUnpack && total >= kStreamTotal;
+  const bool stream = total >= kStreamTotal;
   const auto run_task = [&](const Task& task) {
     if (task.begin < 0) {
       const auto& copy = copies[task.copy];
@@ -133,22 +134,22 @@ void region_copy_cpu(
 
   const int64_t threads = std::clamp<int64_t>(total / kBytesPerThread, 1, at::get_num_threads());
   if (threads == 1) {
+    const StreamFence fence;
     for (const auto& task : tasks) {
       run_task(task);
     }
-    stream_fence();
     return;
   }
   std::atomic<size_t> next{0};
   std::exception_ptr failure;
   std::mutex failure_lock;
   const auto work = [&] {
+    const StreamFence fence;
     try {
       // Bites are handed out as threads come free, so that one huge region cannot hold up the rest.
       for (size_t t = next++; t < tasks.size(); t = next++) {
         run_task(tasks[t]);
       }
-      stream_fence();
     } catch (...) {
       const std::lock_guard<std::mutex> hold(failure_lock);
       failure = std::current_exception();

@@ -125,7 +125,7 @@ class Reader {
     vectors_.clear();
     if (first.to == nullptr) {
       vectors_.push_back({scratch_.data_ptr(), static_cast<size_t>(first.nbytes)});
-    } else if (request.nbytes <= kStreamBytes) {
+    } else if (kStreams && request.nbytes <= kStreamBytes) {
       return stream(request, outcome);
     } else {
       int64_t at = first.offset;
@@ -243,6 +243,7 @@ ReadOutcome region_read(
   std::exception_ptr failure;
   std::mutex lock;
   const auto work = [&] {
+    const StreamFence fence;
     try {
       Reader reader(descriptors, targets, wants);
       for (size_t begin = next.fetch_add(kBite); begin < requests.size(); begin = next.fetch_add(kBite)) {
@@ -257,7 +258,6 @@ ReadOutcome region_read(
           }
         }
       }
-      stream_fence();
     } catch (...) {
       const std::lock_guard<std::mutex> hold(lock);
       failure = std::current_exception();

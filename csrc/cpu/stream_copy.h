@@ -12,8 +12,14 @@
 
 namespace epload {
 
-// memcpy that neither fetches the lines that it overwrites nor displaces others. Other threads see what it wrote after
-// a stream_fence() of this one.
+#if defined(__SSE2__)
+constexpr bool kStreams = true;
+#else
+constexpr bool kStreams = false; // stream_copy is memcpy
+#endif
+
+// memcpy that neither fetches the lines that it overwrites nor displaces others. Other threads see what it wrote when a
+// StreamFence of this thread has ended.
 inline void stream_copy(char* to, const char* from, size_t nbytes) {
 #if defined(__SSE2__)
   constexpr size_t kLine = 64;
@@ -33,10 +39,16 @@ inline void stream_copy(char* to, const char* from, size_t nbytes) {
   std::memcpy(to, from, nbytes);
 }
 
-inline void stream_fence() {
+class StreamFence {
+ public:
+  StreamFence() = default;
+  StreamFence(const StreamFence&) = delete;
+  StreamFence& operator=(const StreamFence&) = delete;
+  ~StreamFence() {
 #if defined(__SSE2__)
-  _mm_sfence();
+    _mm_sfence();
 #endif
-}
+  }
+};
 
 } // namespace epload

@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import Store
 
 from epload.errors import Ended, LoadError, Overdue, kind_of, make_error, text_of
 
-_TO_BE_WRITTEN = timedelta(seconds=5)
-"""Between taking the first number and writing the text there is one step on another rank, unless that has died there."""
+_ENDED = "ended"
+"""The outcome of a load that has ended well; of any other it is the first failure."""
 
 
 @dataclass(frozen=True)
@@ -63,53 +63,47 @@ def stack_of(error: BaseException) -> str:
 
 
 class Desk:
-    """The place in a store where the failures of one load are told. Methods may be called by any thread."""
+    """The place in a store where the outcome of one load is told, once. Methods may be called by any thread."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
-        self._outcome, self._first, self._stop = (f"{prefix}{key}" for key in ("outcome", "first", "stop"))
+        self._outcome, self._stop = f"{prefix}outcome", f"{prefix}stop"
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return self._outcome, self._first, self._stop
+        return self._outcome, self._stop
 
     def tell(self, failure: Failure, hard: bool = True) -> Failure | None:
         """Returns what all ranks raise: this failure, or one that was told before; None if the load has ended well."""
-        if self._store.add(self._outcome, 1) == 1:
-            self._store.set(self._first, json.dumps(asdict(failure)))
-            first: Failure | None = failure
-        else:
-            first = self.first(_TO_BE_WRITTEN) if not self.ended() else None
-            if first is None and not self.ended():
-                first = failure  # whoever was first has died before it could say why
+        first = self._settle(json.dumps(asdict(failure)))
         if hard and first is not None:
             self._store.set(self._stop, "1")
         return first
 
     def end(self) -> bool:
         """The load has ended well, unless a failure was told before: then False."""
-        if self._store.add(self._outcome, 1) != 1:
-            return False
-        self._store.set(self._first, "")
-        return True
-
-    def ended(self) -> bool:
-        """Whether the load has ended well."""
-        return self._read() == ""
+        return self._settle(_ENDED) is None
 
     def first(self, patience: timedelta | None = None) -> Failure | None:
         """The first failure told, if any; waits ``patience`` for one."""
-        if patience is not None and not self._store.check([self._first]):
+        if not self._store.check([self._outcome]):
+            if patience is None:
+                return None
             try:
-                self._store.wait([self._first], patience)
+                self._store.wait([self._outcome], patience)
             except RuntimeError:
                 return None
-        text = self._read()
-        return Failure(**json.loads(text)) if text else None
+        return _parse(self._store.get(self._outcome))
+
+    def _settle(self, text: str) -> Failure | None:
+        """One step of the store, so that no rank can be interrupted, or die, in the middle of it."""
+        return _parse(self._store.compare_set(self._outcome, "", text))
 
     def stopped(self) -> bool:
         """Whether a failure was told after which some rank cannot go on."""
         return bool(self._store.check([self._stop]))
 
-    def _read(self) -> str | None:
-        return self._store.get(self._first).decode() if self._store.check([self._first]) else None
+
+def _parse(outcome: bytes) -> Failure | None:
+    text = outcome.decode()
+    return None if text == _ENDED else Failure(**json.loads(text))
