@@ -53,7 +53,9 @@ def main() -> None:
     began = monotonic()
     with tempfile.TemporaryDirectory(prefix="epload-bench-") as temporary:
         data = options.data or Path(temporary) / "data"
-        results = measure(options, Size(layers=options.layers), data, Path(temporary) / "run")
+        measurement = Measurement(options, Size(layers=options.layers), data, Path(temporary) / "run")
+        measurement.run(options.repeat, options.slow_repeat)
+    results = measurement.results()
     results["minutes"] = (monotonic() - began) / 60
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "load.json").write_text(json.dumps(results, indent=1))
@@ -65,27 +67,38 @@ def main() -> None:
         write_docs(results, shown)
 
 
-def measure(options: argparse.Namespace, size: Size, data: Path, work: Path) -> Row:
+class Measurement:
     """All that is asked for, with one model and its checkpoints."""
-    state = meta_model(size).state_dict()
-    nbytes = sum(t.nbytes for t in state.values())
-    outcome = Outcome()
-    work.mkdir()
-    entries: dict[str, Any] = {
-        "floor": {name: [] for name in FLOORS},
-        "collective": {name: [] for name in COLLECTIVES},
-        **launch.loaders(("reload", "meta", "library"), outcome, options.peers),
-        "materialise": {"epload": [], "to_empty": []},
-    }
-    plan = Plan(
-        options.nodes, options.ranks, asdict(size), launch.checkpoints(data, size),
-        {case: entries[case] for case in options.cases.split(",") if entries[case]}, options.repeat, options.slow_repeat,
-    )  # fmt: skip
-    launch.run(plan, work, outcome)
-    return {
-        **summary.facts(nbytes, len(state)), "nodes": options.nodes, "ranks": options.ranks,
-        "rows": summary.rows(outcome, nbytes), "samples": outcome.samples,
-    }  # fmt: skip
+
+    def __init__(self, options: argparse.Namespace, size: Size, data: Path, work: Path) -> None:
+        """``work`` is a folder of this measurement's own, which is made."""
+        state = meta_model(size).state_dict()
+        self._nbytes = sum(t.nbytes for t in state.values())
+        self._outcome = Outcome()
+        self._work = work
+        self._about = {
+            **summary.facts(self._nbytes, len(state)), "nodes": options.nodes, "ranks": options.ranks
+        }  # fmt: skip
+        entries: dict[str, Any] = {
+            "floor": {name: [] for name in FLOORS},
+            "collective": {name: [] for name in COLLECTIVES},
+            **launch.loaders(("reload", "meta", "library"), self._outcome, options.peers),
+            "materialise": {"epload": [], "to_empty": []},
+        }
+        self._plan = Plan(
+            options.nodes, options.ranks, asdict(size), launch.checkpoints(data, size),
+            {case: entries[case] for case in options.cases.split(",") if entries[case]},
+        )  # fmt: skip
+        work.mkdir()
+
+    def run(self, repeat: int, slow_repeat: int) -> None:
+        """Until there are so many runs of each loader, with those of earlier calls."""
+        self._plan.repeat, self._plan.slow_repeat = repeat, slow_repeat
+        launch.run(self._plan, self._work, self._outcome)
+
+    def results(self) -> Row:
+        rows = summary.rows(self._outcome, self._nbytes)
+        return {**self._about, "rows": rows, "samples": self._outcome.samples}
 
 
 def tables(results: Row) -> list[Table]:

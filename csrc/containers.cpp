@@ -44,16 +44,17 @@ std::vector<PyObject*> in_slot(const py::list& objects, const py::object& slot) 
   return found;
 }
 
-} // namespace
+template <typename Address>
+py::bytes as_bytes(const std::vector<Address>& found) {
+  return {reinterpret_cast<const char*>(found.data()), found.size() * sizeof(found[0])};
+}
 
-std::pair<py::bytes, py::list> contents(const py::list& dicts) {
-  py::list listed; // made first: making one can run the collector, and with it code that changes what is borrowed here
+// Adds the addresses of all keys and values, null before those of each dict, and passes every value to `each`.
+template <typename Each>
+void walk(const py::list& dicts, std::vector<const void*>& found, const Each& each) {
   const auto count = dicts.size();
   PyObject* const* const items = PySequence_Fast_ITEMS(dicts.ptr());
-  std::vector<const void*> found;
-  std::vector<PyObject*> values;
   found.reserve(3 * count);
-  values.reserve(count);
   for (std::size_t i = 0; i < count; ++i) {
     if (i + 2 * AHEAD < count) {
       __builtin_prefetch(items[i + 2 * AHEAD]);
@@ -63,26 +64,47 @@ std::pair<py::bytes, py::list> contents(const py::list& dicts) {
       __builtin_prefetch(keys);
       __builtin_prefetch(keys + 64);
     }
-    found.push_back(nullptr); // where the next one begins
+    found.push_back(nullptr);
     PyObject *key = nullptr, *value = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(reinterpret_cast<PyObject*>(as_dict(items[i])), &at, &key, &value) != 0;) {
       found.push_back(key);
       found.push_back(value);
-      values.push_back(value);
-      __builtin_prefetch(value, 1);
+      each(value);
     }
   }
-  for (PyObject* const value : values) {
-    if (PyList_Append(listed.ptr(), value) != 0) {
-      throw py::error_already_set();
-    }
+}
+
+} // namespace
+
+py::bytes addresses(const py::list& dicts) {
+  std::vector<const void*> found;
+  walk(dicts, found, [](PyObject*) {});
+  return as_bytes(found);
+}
+
+std::pair<py::bytes, py::list> contents(const py::list& dicts) {
+  std::vector<const void*> found;
+  std::vector<PyObject*> borrowed;
+  borrowed.reserve(dicts.size());
+  walk(dicts, found, [&borrowed](PyObject* value) {
+    __builtin_prefetch(value, 1);
+    borrowed.push_back(value);
+  });
+  // Making a list can run the collector, and with it code that changes the dicts.
+  std::vector<py::object> values;
+  values.reserve(borrowed.size());
+  for (PyObject* const value : borrowed) {
+    values.push_back(py::reinterpret_borrow<py::object>(value));
   }
-  return {py::bytes(reinterpret_cast<const char*>(found.data()), found.size() * sizeof(found[0])), std::move(listed)};
+  py::list listed(values.size());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    PyList_SET_ITEM(listed.ptr(), static_cast<Py_ssize_t>(i), values[i].release().ptr());
+  }
+  return {as_bytes(found), std::move(listed)};
 }
 
 py::bytes held(const py::list& objects, const py::object& slot) {
-  const auto found = in_slot(objects, slot);
-  return {reinterpret_cast<const char*>(found.data()), found.size() * sizeof(found[0])};
+  return as_bytes(in_slot(objects, slot));
 }
 
 std::pair<py::list, std::vector<std::size_t>> values(const py::list& objects, const py::object& slot) {

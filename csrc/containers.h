@@ -12,7 +12,10 @@
 namespace epload {
 
 // Of a list of dicts: a string that is equal to an earlier one if all have the same keys and values, by address, in the
-// same order; and the values.
+// same order.
+pybind11::bytes addresses(const pybind11::list& dicts);
+
+// The same, and the values.
 std::pair<pybind11::bytes, pybind11::list> contents(const pybind11::list& dicts);
 
 // The address of what each of some objects has in a slot of its class; of objects of other classes 0. `slot` is the

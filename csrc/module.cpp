@@ -52,6 +52,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("torch_npu_version") = EPLOAD_TORCH_NPU_VERSION;   // empty in a build without the Ascend part
   m.def(
       "plan_buckets", &plan_buckets, py::arg("extents"), py::arg("capacity"), py::arg("alignment"), py::arg("header"));
+  m.def("addresses", &epload::addresses, py::arg("dicts"));
   m.def("contents", &epload::contents, py::arg("dicts"));
   m.def("held", &epload::held, py::arg("objects"), py::arg("slot"));
   m.def("values", &epload::values, py::arg("objects"), py::arg("slot"));

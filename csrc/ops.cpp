@@ -47,26 +47,73 @@ void unpack(const at::Tensor& bucket, at::TensorList targets, const at::Tensor& 
   written(targets);
 }
 
+// Where tensors of a checkpoint lie: entry i of a column is tensor i's.
+at::IntArrayRef column(const char* name, const at::Tensor& values) {
+  TORCH_CHECK_VALUE(
+      values.is_cpu() && values.scalar_type() == at::kLong && values.dim() == 1 && values.is_contiguous(),
+      "read_regions: expected ",
+      name,
+      " as a contiguous 1-D int64 CPU tensor, got ",
+      values.scalar_type(),
+      " of shape ",
+      values.sizes());
+  return {values.const_data_ptr<int64_t>(), static_cast<size_t>(values.numel())};
+}
+
 std::tuple<int64_t, int64_t, int64_t, int64_t> read_regions(
     at::IntArrayRef descriptors,
     const at::Tensor& files,
+    const at::Tensor& offsets,
+    const at::Tensor& origins,
     at::TensorList targets,
     const at::Tensor& copies,
     int64_t threads) {
+  const auto file_of = column("files", files);
+  const auto offset_of = column("offsets", offsets);
   TORCH_CHECK_VALUE(
-      files.is_cpu() && files.scalar_type() == at::kLong && files.dim() == 1 && files.is_contiguous(),
-      "read_regions: expected files as a contiguous 1-D int64 CPU tensor, got ",
-      files.scalar_type(),
+      origins.is_cpu() && origins.scalar_type() == at::kLong && origins.dim() == 2 && origins.is_contiguous() &&
+          origins.size(1) == 2 && copies.dim() == 2 && origins.size(0) == copies.size(0) &&
+          file_of.size() == offset_of.size(),
+      "read_regions: expected origins as a contiguous int64 CPU tensor [n, 2] for n rows, and as many files as "
+      "offsets, got ",
+      origins.scalar_type(),
       " of shape ",
-      files.sizes());
+      origins.sizes(),
+      " for rows of shape ",
+      copies.sizes(),
+      ", ",
+      file_of.size(),
+      " files and ",
+      offset_of.size(),
+      " offsets");
   for (size_t i = 0; i < targets.size(); ++i) {
     TORCH_CHECK_VALUE(
         targets[i].is_cpu(), "read_regions: expected targets on cpu, tensor ", i, " is on ", targets[i].device());
   }
+  std::vector<int64_t> row_files, row_offsets;
+  row_files.reserve(origins.size(0));
+  row_offsets.reserve(origins.size(0));
+  const auto* origin = origins.const_data_ptr<int64_t>();
+  for (int64_t r = 0; r < origins.size(0); ++r, origin += 2) {
+    const auto tensor = origin[0];
+    int64_t offset = -1;
+    TORCH_CHECK_VALUE(
+        tensor >= 0 && tensor < static_cast<int64_t>(offset_of.size()) &&
+            !__builtin_add_overflow(offset_of[tensor], origin[1], &offset),
+        "read_regions: row ",
+        r,
+        " starts at byte ",
+        origin[1],
+        " of tensor ",
+        tensor,
+        " of ",
+        offset_of.size());
+    row_files.push_back(file_of[tensor]);
+    row_offsets.push_back(offset);
+  }
   const at::NoGradGuard no_grad;
-  const auto rows = epload::decode_copies(std::numeric_limits<int64_t>::max(), targets, copies);
-  const auto outcome = epload::region_read(
-      descriptors, {files.const_data_ptr<int64_t>(), static_cast<size_t>(files.numel())}, targets, rows, threads);
+  const auto rows = epload::decode_copies(std::numeric_limits<int64_t>::max(), targets, copies, row_offsets);
+  const auto outcome = epload::region_read(descriptors, row_files, targets, rows, threads);
   written(targets);
   return {outcome.nbytes, outcome.file, outcome.offset, outcome.error};
 }
@@ -154,8 +201,8 @@ TORCH_LIBRARY(epload, m) {
   m.def("pack(Tensor(a!) bucket, Tensor[] sources, Tensor copies) -> ()");
   m.def("unpack(Tensor bucket, Tensor(a!)[] targets, Tensor copies) -> ()");
   m.def(
-      "read_regions(int[] descriptors, Tensor files, Tensor(a!)[] targets, Tensor copies, int threads) "
-      "-> (int, int, int, int)");
+      "read_regions(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor(a!)[] targets, "
+      "Tensor copies, int threads) -> (int, int, int, int)");
   m.def(
       "relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes, Tensor? board=None, "
       "float seconds=0) -> int");

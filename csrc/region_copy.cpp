@@ -103,6 +103,21 @@ void check_bucket_side(int64_t row, const RegionCopy& copy, int64_t bucket_nbyte
   TORCH_CHECK_VALUE(inside, "region_copy: row ", row, " reaches outside the bucket of ", bucket_nbytes, " bytes");
 }
 
+// Thousands of tensors lie all over memory: what is known of those that come next is on its way by the time it is asked
+// for.
+void fetch_ahead(at::TensorList tensors, size_t i) {
+  constexpr size_t kImpl = 16, kStorage = 8;
+  if (i + kImpl < tensors.size()) {
+    const auto* const impl = reinterpret_cast<const char*>(tensors[i + kImpl].unsafeGetTensorImpl());
+    for (size_t at = 0; at < sizeof(c10::TensorImpl); at += 64) {
+      __builtin_prefetch(impl + at);
+    }
+  }
+  if (i + kStorage < tensors.size() && tensors[i + kStorage].has_storage()) {
+    __builtin_prefetch(tensors[i + kStorage].unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  }
+}
+
 } // namespace
 
 void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
@@ -159,7 +174,7 @@ std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList t
   return decode_copies(bucket.numel(), tensors, table);
 }
 
-std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table) {
+std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table, c10::IntArrayRef offsets) {
   TORCH_CHECK_VALUE(
       table.is_cpu() && table.scalar_type() == at::kLong && table.dim() == 2 && table.is_contiguous() &&
           table.size(1) >= kFixedColumns && (table.size(1) - kFixedColumns) % 3 == 0,
@@ -195,7 +210,7 @@ std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table) {
     const auto* stride = size + max_dims;
     copies.push_back(
         {row[0],
-         row[1],
+         offsets.empty() ? row[1] : offsets[r],
          static_cast<at::ScalarType>(row[2]),
          Dims(start, start + ndim),
          Dims(size, size + ndim),
@@ -205,11 +220,13 @@ std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table) {
   return copies;
 }
 
-std::vector<RegionCopy> decode_copies(int64_t nbytes, at::TensorList tensors, const at::Tensor& table) {
+std::vector<RegionCopy> decode_copies(
+    int64_t nbytes, at::TensorList tensors, const at::Tensor& table, c10::IntArrayRef offsets) {
   for (size_t i = 0; i < tensors.size(); ++i) {
+    fetch_ahead(tensors, i);
     check_memory("region_copy", tensors[i], i);
   }
-  auto copies = decode_copies(nbytes, table);
+  auto copies = decode_copies(nbytes, table, offsets);
   for (size_t r = 0; r < copies.size(); ++r) {
     const auto& copy = copies[r];
     TORCH_CHECK_VALUE(

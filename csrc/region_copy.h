@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
@@ -28,11 +29,13 @@ enum class Direction { kPack, kUnpack }; // tensors -> bucket, bucket -> tensors
 // bucket and its tensor: a table that reaches outside them throws ValueError naming the row, before anything is copied.
 std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList tensors, const at::Tensor& table);
 
-// The same for a table whose offsets count from the start of something else of `nbytes`, e.g. a file.
-std::vector<RegionCopy> decode_copies(int64_t nbytes, at::TensorList tensors, const at::Tensor& table);
+// The same for a table whose offsets count from the start of something else of `nbytes`, e.g. a file. `offsets`, one a
+// row, are in place of the table's if there are any.
+std::vector<RegionCopy> decode_copies(
+    int64_t nbytes, at::TensorList tensors, const at::Tensor& table, c10::IntArrayRef offsets = {});
 
 // The same without tensors to check against.
-std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table);
+std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table, c10::IntArrayRef offsets = {});
 
 // Runs the copies on the current stream of the bucket's device. Where dtypes differ, the value is converted as
 // Tensor.copy_ does. Regions of one call must not overlap in the destination. `bucket` is contiguous uint8.

@@ -44,17 +44,18 @@ def row_major(shape: Shape) -> list[int]:
     return strides[::-1]
 
 
-def table_of(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """The files' column and the copy table."""
+def table_of(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The files and offsets of as many tensors as rows, where in them rows start, and the copy table."""
     dims = max(len(row.shape) for row in rows) or 1
-    table = []
-    for row in rows:
+    table, origins = [], []
+    for i, row in enumerate(rows):
         strides = row_major(row.shape)
-        offset = row.offset + row.dtype.itemsize * sum(a * b for a, b in zip(row.start, strides, strict=True))
+        origins.append([i, row.dtype.itemsize * sum(a * b for a, b in zip(row.start, strides, strict=True))])
         fill = [0] * (dims - len(row.shape))
-        head = [row.target, offset, dtypes.code(row.dtype), len(row.shape)]
+        head = [row.target, -1, dtypes.code(row.dtype), len(row.shape)]
         table.append([*head, *row.at, *fill, *row.size, *fill, *strides, *fill])
-    return torch.tensor([row.file for row in rows]), torch.tensor(table)
+    files, offsets = torch.tensor([row.file for row in rows]), torch.tensor([row.offset for row in rows])
+    return files, offsets, torch.tensor(origins), torch.tensor(table)
 
 
 def box(tensor: Tensor, start: Shape, size: Shape) -> Tensor:
@@ -94,8 +95,8 @@ class Files:
         for row in rows:
             place = box(before[row.target], row.at, row.size)
             place.copy_(box(self.tensor(row), row.start, row.size))
-        files, table = table_of(rows)
-        nbytes, bad, offset, error = ops.read_regions(self.descriptors, files, targets, table, threads)
+        *where, table = table_of(rows)
+        nbytes, bad, offset, error = ops.read_regions(self.descriptors, *where, targets, table, threads)
         assert (bad, offset, error) == (-1, 0, 0)
         for i, (target, expected) in enumerate(zip(targets, before, strict=True)):
             assert torch.equal(storage_of(target), storage_of(expected)), f"target {i}"
@@ -233,7 +234,8 @@ def test_nothing_to_read(files: Files) -> None:
         Row(number, 1 << 50, (3, 0), F32, (0, 0), (3, 0), 1, (0, 0)),
     ]
     assert files.check(rows, [filled((5,)), filled((3, 2))]) == 0
-    nothing = torch.zeros(0, dtype=torch.int64), [], torch.zeros(0, 7, dtype=torch.int64)
+    empty = torch.zeros(0, dtype=torch.int64)
+    nothing = empty, empty, empty.view(0, 2), [], empty.view(0, 7)
     assert ops.read_regions([], *nothing, 2) == (0, -1, 0, 0)
 
 
@@ -253,15 +255,15 @@ def test_a_file_that_is_too_short(files: Files, threads: int, strided: bool) -> 
     number = files.add(100_000)
     os.truncate(files.paths[number], 50_001)
     size = (25, 500) if strided else (25, 1000)
-    files_of, table = table_of([Row(file, 0, (25, 1000), F32, (0, 0), size, file, (0, 0)) for file in (0, number)])
+    *where, table = table_of([Row(file, 0, (25, 1000), F32, (0, 0), size, file, (0, 0)) for file in (0, number)])
     targets = [filled(size), filled(size)]
-    _, bad, offset, error = ops.read_regions(files.descriptors, files_of, targets, table, threads)
+    _, bad, offset, error = ops.read_regions(files.descriptors, *where, targets, table, threads)
     assert (bad, offset, error) == (number, 50_001, 0)
 
 
 def test_descriptors_that_cannot_be_read(files: Files, tmp_path: Path) -> None:
     files.add(1000)
-    files_of, table = table_of([Row(i, 0, (10,), F32, (0,), (10,), i, (0,)) for i in range(2)])
+    *where, table = table_of([Row(i, 0, (10,), F32, (0,), (10,), i, (0,)) for i in range(2)])
     write_only = os.open(tmp_path / "w", os.O_WRONLY | os.O_CREAT)
     folder = os.open(tmp_path, os.O_RDONLY)
     read_end, write_end = os.pipe()
@@ -274,7 +276,7 @@ def test_descriptors_that_cannot_be_read(files: Files, tmp_path: Path) -> None:
         ):
             targets = [filled((10,)), filled((10,))]
             descriptors = [files.descriptors[0], descriptor]
-            _, bad, offset, error = ops.read_regions(descriptors, files_of, targets, table, 2)
+            _, bad, offset, error = ops.read_regions(descriptors, *where, targets, table, 2)
             assert (bad, offset, error) == (1, 0, expected)
     finally:
         for descriptor in (write_only, folder, read_end, write_end):
@@ -287,13 +289,23 @@ def test_wrong_arguments_read_nothing(files: Files) -> None:
     targets = [filled((10, 10)), filled((10, 10))]
     before = [target.clone().view(torch.uint8) for target in targets]
 
-    def refused(text: str, change: list[tuple[int, int]], file: int = number, **others: object) -> None:
-        """With some entries of the second row changed."""
-        files_of, table = table_of([good, Row(**{**vars(good), "target": 1})])
+    def refused(
+        text: str,
+        change: list[tuple[int, int]],
+        file: int = number,
+        offset: int = 0,
+        origin: tuple[int, int] = (1, 0),
+        **others: object,
+    ) -> None:
+        """With some entries of the second row changed, and of the tensor that it is of."""
+        files_of, offsets, origins, table = table_of([good, Row(**{**vars(good), "target": 1})])
         for column, value in change:
             table[1, column] = value
-        files_of[1] = file
-        arguments = {"descriptors": files.descriptors, "files": files_of, "targets": targets, "copies": table, **others}
+        files_of[1], offsets[1], origins[1] = file, offset, torch.tensor(origin)
+        arguments = {
+            "descriptors": files.descriptors, "files": files_of, "offsets": offsets, "origins": origins,
+            "targets": targets, "copies": table, **others,
+        }  # fmt: skip
         with pytest.raises(ValueError, match=text):
             ops.read_regions(*arguments.values(), 2)  # type: ignore[arg-type]
         assert all(torch.equal(t.view(torch.uint8), b) for t, b in zip(targets, before, strict=True)), (
@@ -305,16 +317,26 @@ def test_wrong_arguments_read_nothing(files: Files) -> None:
     refused("outside tensor 1", [(4, -1)])
     refused("row 1", [(0, 2)])
     refused("row 1", [(0, -1)])
-    refused("row 1", [(1, -4)])
+    refused("row 1", [], offset=-4)
+    refused("row 1", [], offset=2**63 - 1)
+    refused("row 1", [], origin=(1, -1))
+    refused("row 1 starts at byte 8 of tensor 2 of 2", [], origin=(2, 8))
+    refused("row 1 starts at byte 8 of tensor -1 of 2", [], origin=(-1, 8))
+    refused("row 1 starts at byte 9223372036854775807 of tensor 1", [], offset=1, origin=(1, 2**63 - 1))
     refused("row 1", [(2, 9999)])
     refused("row 1", [(3, 1)])
     refused("row 1 has a negative size or stride in dim 0", [(8, -10)])
     refused("row 1", [(8, 2**62)])
     refused("row 1 names file 1", [], 1)
     refused("row 1 names file -1", [], -1)
-    refused("a file for each of 2 rows, got 1", [], files=torch.zeros(1, dtype=torch.int64))
-    refused("int64", [], files=torch.zeros(2))
-    refused("int64", [], files=torch.zeros(2, 1, dtype=torch.int64))
+    refused("1 files and 2 offsets", [], files=torch.zeros(1, dtype=torch.int64))
+    refused("origins .* got Long of shape .1, 2.", [], origins=torch.zeros(1, 2, dtype=torch.int64))
+    refused("origins .* got Long of shape .2, 3.", [], origins=torch.zeros(2, 3, dtype=torch.int64))
+    refused("origins .* got Float", [], origins=torch.zeros(2, 2))
+    refused("origins .* for rows of shape .14.", [], copies=torch.zeros(14, dtype=torch.int64))
+    for name in ("files", "offsets"):
+        refused(f"expected {name} as a contiguous 1-D int64", [], **{name: torch.zeros(2)})
+        refused(f"expected {name} as a contiguous 1-D int64", [], **{name: torch.zeros(2, 1, dtype=torch.int64)})
     refused("meta", [], targets=[targets[0], targets[1].to("meta")])
 
 

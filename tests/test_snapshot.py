@@ -243,8 +243,16 @@ def test_the_contents_of_dicts_are_told_by_address_and_in_order() -> None:
     assert _C.contents([{name: a}])[0] != _C.contents([{name: b}])[0]
     assert _C.contents([{"x": a, "y": b}])[0] != _C.contents([{"y": b, "x": a}])[0]
     assert _C.contents([]) == (b"", [])
-    with pytest.raises(TypeError, match="expected dicts"):
-        _C.contents([*many, []])  # type: ignore[list-item]
+    before = sys.getrefcount(a)
+    listed = _C.contents([{name: a}, {name: b, "other": a}])[1]
+    assert sys.getrefcount(a) - before == 2, "what a list holds is counted"
+    del listed
+    assert sys.getrefcount(a) == before
+    for told in (_C.contents, _C.addresses):
+        with pytest.raises(TypeError, match="expected dicts"):
+            told([*many, []])  # type: ignore[list-item]
+    for dicts in (many, [{name: a}, {}], []):
+        assert _C.addresses(dicts) == _C.contents(dicts)[0]
     assert _C.all_empty([{}, [], OrderedDict(), set()] * 30)
     assert not _C.all_empty([*[{}] * 50, {1: 2}])
     assert not _C.all_empty([*[{}] * 50, [0]])

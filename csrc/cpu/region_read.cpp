@@ -28,13 +28,19 @@ constexpr int64_t kStreamBytes = 256 << 10; // what is no longer is read into th
 constexpr int64_t kGapBytes = 4096;         // a gap that is cheaper to read than to skip
 constexpr int64_t kSparse = 4;              // a span with less than one useful byte in so many is read in parts,
 constexpr int64_t kSparseBytes = 64 << 10;  // if it is longer than this
-constexpr size_t kBite = 32;                // requests that a thread takes at once
+constexpr size_t kBite = 32;                // requests that a thread takes at once,
+constexpr int64_t kBiteBytes = 1 << 20;     // or as many as have so many bytes
 
-// Bytes of one file that are wanted: in one run at `to`, or, if `to` is null, through a scratch buffer.
+// Bytes of one file that are wanted: in one run at `to`, or, if `to` is null, through a scratch buffer, as copy `copy`.
 struct Want {
   int64_t file, offset, nbytes;
   char* to;
-  RegionCopy copy;
+  size_t copy;
+};
+
+struct Wants {
+  std::vector<Want> all;
+  std::vector<RegionCopy> copies; // of those that go through a scratch buffer
 };
 
 int64_t span_of(const RegionCopy& copy) {
@@ -46,7 +52,7 @@ int64_t span_of(const RegionCopy& copy) {
 }
 
 // Adds what a region wants, in halves along its outermost dims while its span is too large or mostly gaps.
-void add_wants(std::vector<Want>& wants, int64_t file, const at::Tensor& target, const RegionCopy& copy) {
+void add_wants(Wants& wants, int64_t file, const at::Tensor& target, const RegionCopy& copy) {
   const auto item = static_cast<int64_t>(c10::elementSize(copy.dtype));
   int64_t elements = 1;
   for (const auto size : copy.size) {
@@ -59,7 +65,7 @@ void add_wants(std::vector<Want>& wants, int64_t file, const at::Tensor& target,
   if (copy.dtype == target.scalar_type()) {
     const auto strided = collapse(nullptr, target, copy);
     if (strided.size.empty()) {
-      wants.push_back({file, copy.bucket_offset, span, strided.tensor, {}});
+      wants.all.push_back({file, copy.bucket_offset, span, strided.tensor, 0});
       return;
     }
   }
@@ -82,7 +88,8 @@ void add_wants(std::vector<Want>& wants, int64_t file, const at::Tensor& target,
       return;
     }
   }
-  wants.push_back({file, copy.bucket_offset, span, nullptr, copy});
+  wants.all.push_back({file, copy.bucket_offset, span, nullptr, wants.copies.size()});
+  wants.copies.push_back(copy);
 }
 
 struct Request {
@@ -110,12 +117,29 @@ std::vector<Request> requests_of(const std::vector<Want>& wants) {
   return requests;
 }
 
+// Where the bites end that threads take, as numbers of requests.
+std::vector<size_t> bites_of(const std::vector<Request>& requests) {
+  std::vector<size_t> ends;
+  size_t begin = 0;
+  int64_t nbytes = 0;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    nbytes += requests[i].nbytes;
+    if (i + 1 - begin == kBite || nbytes >= kBiteBytes || i + 1 == requests.size()) {
+      ends.push_back(i + 1);
+      begin = i + 1;
+      nbytes = 0;
+    }
+  }
+  return ends;
+}
+
 class Reader {
  public:
-  Reader(c10::IntArrayRef descriptors, at::TensorList targets, const std::vector<Want>& wants)
+  Reader(c10::IntArrayRef descriptors, at::TensorList targets, const Wants& wants)
       : descriptors_(descriptors),
         targets_(targets),
-        wants_(wants),
+        wants_(wants.all),
+        copies_(wants.copies),
         scratch_(at::empty({kScratchBytes}, at::TensorOptions().dtype(at::kByte))) {
   }
 
@@ -142,7 +166,7 @@ class Reader {
       return false;
     }
     if (first.to == nullptr) {
-      auto copy = first.copy;
+      auto copy = copies_[first.copy];
       copy.bucket_offset = 0;
       region_copy(scratch_.narrow(0, 0, first.nbytes), targets_, {copy}, Direction::kUnpack);
     }
@@ -169,7 +193,9 @@ class Reader {
     auto* vector = vectors_.data();
     auto count = vectors_.size();
     while (count > 0) {
-      ssize_t got = preadv(static_cast<int>(descriptors_[file]), vector, static_cast<int>(count), offset);
+      const auto descriptor = static_cast<int>(descriptors_[file]);
+      ssize_t got = count == 1 ? pread(descriptor, vector->iov_base, vector->iov_len, offset)
+                               : preadv(descriptor, vector, static_cast<int>(count), offset);
       if (got < 0 && errno == EINTR) {
         continue;
       }
@@ -196,6 +222,7 @@ class Reader {
   c10::IntArrayRef descriptors_;
   at::TensorList targets_;
   const std::vector<Want>& wants_;
+  const std::vector<RegionCopy>& copies_;
   at::Tensor scratch_;
   std::vector<iovec> vectors_;
 };
@@ -214,8 +241,8 @@ ReadOutcome region_read(
       copies.size(),
       " rows, got ",
       files.size());
-  std::vector<Want> wants;
-  wants.reserve(copies.size());
+  Wants wants;
+  wants.all.reserve(copies.size());
   for (size_t i = 0; i < copies.size(); ++i) {
     TORCH_CHECK_VALUE(
         files[i] >= 0 && files[i] < static_cast<int64_t>(descriptors.size()),
@@ -230,10 +257,11 @@ ReadOutcome region_read(
   const auto before = [](const Want& a, const Want& b) {
     return std::tie(a.file, a.offset) < std::tie(b.file, b.offset);
   };
-  if (!std::is_sorted(wants.begin(), wants.end(), before)) { // mostly they are, and sorting moves them all
-    std::stable_sort(wants.begin(), wants.end(), before);
+  if (!std::is_sorted(wants.all.begin(), wants.all.end(), before)) { // mostly they are, and sorting moves them all
+    std::stable_sort(wants.all.begin(), wants.all.end(), before);
   }
-  const auto requests = requests_of(wants);
+  const auto requests = requests_of(wants.all);
+  const auto bites = bites_of(requests);
 
   ReadOutcome outcome;
   for (const auto& request : requests) {
@@ -246,14 +274,14 @@ ReadOutcome region_read(
     const StreamFence fence;
     try {
       Reader reader(descriptors, targets, wants);
-      for (size_t begin = next.fetch_add(kBite); begin < requests.size(); begin = next.fetch_add(kBite)) {
-        for (size_t i = begin; i < std::min(begin + kBite, requests.size()); ++i) {
+      for (size_t bite = next++; bite < bites.size(); bite = next++) {
+        for (size_t i = bite == 0 ? 0 : bites[bite - 1]; i < bites[bite]; ++i) {
           ReadOutcome bad;
           if (!reader.run(requests[i], bad)) {
             const std::lock_guard<std::mutex> hold(lock);
             bad.nbytes = outcome.nbytes;
             outcome = bad;
-            next = requests.size();
+            next = bites.size();
             return;
           }
         }
@@ -261,13 +289,13 @@ ReadOutcome region_read(
     } catch (...) {
       const std::lock_guard<std::mutex> hold(lock);
       failure = std::current_exception();
-      next = requests.size();
+      next = bites.size();
     }
   };
   const bool inference = c10::InferenceMode::is_enabled();
   std::vector<std::thread> helpers;
   try {
-    for (int64_t i = 1; i < threads && static_cast<size_t>(i) * kBite < requests.size(); ++i) {
+    for (int64_t i = 1; i < threads && static_cast<size_t>(i) < bites.size(); ++i) {
       helpers.emplace_back([&] {
         const c10::InferenceMode same_mode(inference);
         const at::NoGradGuard no_grad;

@@ -290,10 +290,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._reader.read(bucket, joined(self._places.file[tensor], offset, bucket_offset, nbytes))
 
     def read_regions(self, targets: Sequence[Tensor], copies: Tensor, origins: Tensor) -> int | None:
-        tensors, begins = origins.unbind(1)
-        table = copies.clone()
-        torch.add(self._places.offset[tensors], begins, out=table[:, 1])
-        return self._reader.read_regions(targets, table, self._places.file[tensors])
+        return self._reader.read_regions(self._places.file, self._places.offset, origins, targets, copies)
 
     def close(self) -> None:
         self._reader.close()

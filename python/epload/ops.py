@@ -77,23 +77,32 @@ def unpack(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
 
 
 def read_regions(
-    descriptors: Sequence[int], files: Tensor, targets: Sequence[Tensor], copies: Tensor, threads: int
+    descriptors: Sequence[int],
+    files: Tensor,
+    offsets: Tensor,
+    origins: Tensor,
+    targets: Sequence[Tensor],
+    copies: Tensor,
+    threads: int,
 ) -> tuple[int, int, int, int]:
-    """Copies regions of open files into ``targets``: :func:`unpack` with files in place of the bucket.
+    """Copies regions of tensors in open files into ``targets``: :func:`unpack` with files in place of the bucket.
 
     Args:
         descriptors: open file descriptors.
-        files: int64 CPU tensor [n], for each row of ``copies`` an index into ``descriptors``.
+        files: int64 CPU tensor [t], for each tensor in a file an index into ``descriptors``.
+        offsets: int64 CPU tensor [t], where each starts in its file (bytes).
+        origins: int64 CPU tensor [n, 2], for each row of ``copies`` the tensor that it is of and where in it it starts (bytes).
         targets: on CPU, any dtypes, any strides.
-        copies: as for :func:`unpack`, with offsets in the file (bytes).
+        copies: as for :func:`unpack`, but the offsets are ignored; strides are those of the tensor in the file.
 
     Returns:
         bytes read; the index of a file that could not be read, or -1; where, in bytes; the errno, 0 if it ended there.
 
     Raises:
-        ValueError: a row reaches outside its target or names no file; nothing has been read.
+        ValueError: a row reaches outside its target or names no tensor or file; nothing has been read.
     """
-    return tuple(map(int, _read_regions(descriptors, files, targets, copies, threads)))  # type: ignore[return-value]
+    outcome = _read_regions(descriptors, files, offsets, origins, targets, copies, threads)
+    return tuple(map(int, outcome))  # type: ignore[return-value]
 
 
 def relay(
@@ -190,7 +199,13 @@ def _coalesced_bcast_fake(
 
 @torch.library.register_fake("epload::read_regions")  # type: ignore[untyped-decorator]
 def _read_regions_fake(
-    descriptors: Sequence[int], files: Tensor, targets: Sequence[Tensor], copies: Tensor, threads: int
+    descriptors: Sequence[int],
+    files: Tensor,
+    offsets: Tensor,
+    origins: Tensor,
+    targets: Sequence[Tensor],
+    copies: Tensor,
+    threads: int,
 ) -> tuple[int, int, int, int]:
     raise ValueError("read_regions: expected targets on cpu with data, got fake or meta tensors")
 

@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +50,14 @@ class Bucket:
     origins: Tensor
     """int64 [n, 2]: where each row of ``copies`` starts in the checkpoint, as index into the manifest and offset in that tensor
     in bytes."""
+
+
+class Taken(NamedTuple):
+    """What this rank copies out of some buckets; see :class:`Bucket`."""
+
+    targets: tuple[int, ...]
+    copies: Tensor
+    origins: Tensor
 
 
 @dataclass(frozen=True)
@@ -93,10 +103,29 @@ class LoadPlan:
     """What is multiplied once all data is there."""
     owned: int
     """Bytes of the checkpoint that this rank copies into its shards."""
+    _taken: dict[range, Taken] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def pieces(self, bucket: Bucket) -> Pieces:
         """What a reader has to fill a bucket with."""
         return self.slots.pieces[bucket.slots.start : bucket.slots.stop]
+
+    def taken(self, numbers: range) -> Taken:
+        """Of several buckets as of one: ``copies`` counts in the targets of all. Kept, for loads by the same plan."""
+        known = self._taken.get(numbers)
+        if known is None:
+            buckets = self.buckets[numbers.start : numbers.stop]
+            tables, before = [], 0
+            for bucket in buckets:
+                table = bucket.copies.clone()
+                table[:, 0] += before
+                before += len(bucket.targets)
+                tables.append(table)
+            known = self._taken[numbers] = Taken(
+                tuple(chain.from_iterable(bucket.targets for bucket in buckets)),
+                torch.cat(tables),
+                torch.cat([bucket.origins for bucket in buckets]),
+            )
+        return known
 
     @property
     def nbytes(self) -> int:
@@ -315,7 +344,7 @@ def _buckets(
     within = torch.arange(len(pair)) - (count[class_of].cumsum(0) - count[class_of])[pair]
     copies = table[first[class_of[pair]] + within]
     numbers_and_offsets = torch.tensor([[chosen.tensor[i] for i in tensor], tensor_offset], dtype=torch.int64)
-    origins = numbers_and_offsets.T[slot]
+    origins = numbers_and_offsets.T.contiguous()[slot]
     origins[:, 1] += copies[:, 1]
     copies[:, 1] += torch.tensor(bucket_offset, dtype=torch.int64)[slot]
     target_of_row = torch.tensor(target_of, dtype=torch.int64)[pair]

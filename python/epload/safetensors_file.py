@@ -219,12 +219,16 @@ class RangedReader:
         for read in reads:
             read.result()
 
-    def read_regions(self, targets: Sequence[Tensor], copies: Tensor, files: Tensor) -> int:
+    def read_regions(
+        self, files: Tensor, offsets: Tensor, origins: Tensor, targets: Sequence[Tensor], copies: Tensor
+    ) -> int:
         """Reads regions straight into ``targets``; see ``ops.read_regions``, but files by their number. Returns bytes read."""
         descriptors = [-1] * len(self._paths)
-        for number in torch.unique(files).tolist():
+        for number in torch.unique(files[origins[:, 0]]).tolist() if len(self._paths) > 1 else [0]:
             descriptors[number] = self._open(number)
-        nbytes, bad, offset, error = ops.read_regions(descriptors, files, targets, copies, READ_THREADS)
+        nbytes, bad, offset, error = ops.read_regions(
+            descriptors, files, offsets, origins, targets, copies, READ_THREADS
+        )
         if bad >= 0:
             path = self._paths[bad]
             if error:

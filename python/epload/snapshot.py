@@ -48,7 +48,7 @@ class Snapshot:
         self._not_saved_names = list(map(frozenset, self._not_saved))
 
         children = [module._modules for module in modules if module._modules]
-        self._children, _ = _C.contents(children)
+        self._children = _C.addresses(children)
         # A new parameter at the address of an old one does no harm: tensors are taken from their places at every load, and
         # their layouts and devices compared.
         self._owned, owned = _C.contents(self._owning)
@@ -72,7 +72,7 @@ class Snapshot:
                 module.reshard()
         if self._ended:
             return None
-        children, _ = _C.contents([parent()._modules for parent in self._parents])  # type: ignore[union-attr]
+        children = _C.addresses([parent()._modules for parent in self._parents])  # type: ignore[union-attr]
         found, owned = _C.contents(self._owning)
         if not (
             children == self._children

@@ -63,19 +63,6 @@ def _waves(plan: LoadPlan, per_wave: int, buckets: range) -> list[_Wave]:
     return waves
 
 
-def _joined(buckets: list[Bucket]) -> tuple[Tensor, Tensor]:
-    """The copies of several buckets as one table that counts in all their targets, and the origins."""
-    if len(buckets) == 1:
-        return buckets[0].copies, buckets[0].origins
-    tables, before = [], 0
-    for bucket in buckets:
-        table = bucket.copies.clone()
-        table[:, 0] += before
-        before += len(bucket.targets)
-        tables.append(table)
-    return torch.cat(tables), torch.cat([bucket.origins for bucket in buckets])
-
-
 class Transfer:
     """Of some of a plan's buckets. One use: make it, run it."""
 
@@ -172,10 +159,9 @@ class Transfer:
                 raise told
             self._at("read", f"reads {spell('bucket', wave.numbers)}")
             buckets = [self._plan.buckets[number] for number in wave.numbers]
-            targets = [target for bucket in buckets for target in map(self._local.__getitem__, bucket.targets)]
             try:
                 with self._report.timed("read"):
-                    nbytes = self._checkpoint.read_regions(targets, *_joined(buckets)) if targets else 0
+                    nbytes = self._read_regions(wave.numbers)
                     if nbytes is None:
                         nbytes = sum(self._read_whole(bucket) for bucket in buckets)
             except Exception as error:
@@ -183,6 +169,12 @@ class Transfer:
             self._report.phases["read"].nbytes += nbytes
             self._control.progress += nbytes
             self._bar.update(sum(bucket.nbytes for bucket in buckets))
+
+    def _read_regions(self, numbers: range) -> int | None:
+        assert self._checkpoint is not None
+        numbers_of, copies, origins = self._plan.taken(numbers)
+        targets = list(map(self._local.__getitem__, numbers_of))
+        return self._checkpoint.read_regions(targets, copies, origins) if targets else 0
 
     def _read_whole(self, bucket: Bucket) -> int:
         """By way of a staging buffer, from a source that has no regions to read."""
