@@ -72,10 +72,11 @@ struct Route {
 
   // Makes the source's bytes everybody's.
   void broadcast(const at::Tensor& flat) const {
-    if (algorithm == Algorithm::kStriped) {
+    if (algorithm != Algorithm::kFlat && (inter.present() ? inter : intra).relays()) {
+      const auto steps = algorithm == Algorithm::kStriped ? striped_steps(flat.numel()) : leader_steps(flat.numel());
+      relay(flat, steps, inter, intra, kRelayChunk);
+    } else if (algorithm == Algorithm::kStriped) {
       broadcast_striped(flat);
-    } else if (algorithm == Algorithm::kTwoLevel && (inter.present() ? inter : intra).relays()) {
-      relay(flat, {relay_step(flat.numel())}, inter, intra, kRelayChunk);
     } else {
       inter.broadcast(flat, src); // leaders first: a node's step would otherwise spread what its leader lacks
       intra.broadcast(flat, leader);
@@ -142,11 +143,74 @@ struct Route {
   }
 
   // The whole of a bucket as one step of a chain: through the leaders, and from each leader through its node.
-  RelayStep relay_step(int64_t nbytes) const {
+  std::vector<RelayStep> leader_steps(int64_t nbytes) const {
     RelayStep step{0, nbytes, -1, -1, -1, -1};
     std::tie(step.from_inter, step.to_inter) = neighbours(inter, src);
     std::tie(step.from_intra, step.to_intra) = neighbours(intra, leader);
-    return step;
+    return {step};
+  }
+
+  // On the source's node every stripe goes along a chain from the source, and its rank passes it on over its rail; on
+  // the others it goes from that rank around the node. A chunk of each stripe in turn, so that all rails and the node
+  // are busy at once.
+  std::vector<RelayStep> striped_steps(int64_t nbytes) const {
+    const Stripes stripes = stripes_of(nbytes);
+    const bool source_node = on_source_node();
+    const auto [from_inter, to_inter] = neighbours(inter, leader);
+    const auto [before, after] = source_node ? neighbours(intra, src) : around();
+    std::vector<RelayStep> steps;
+    for (int64_t at = 0; at < stripes.each; at += kRelayChunk) {
+      for (int64_t i = 0; i < stripes.count; ++i) {
+        const int64_t k = source_node ? i : (stripes.mine - i + stripes.count) % stripes.count;
+        const auto [low, high] = stripes.range(k);
+        RelayStep step{low + at, std::min(high, low + at + kRelayChunk), -1, -1, -1, -1};
+        if (step.begin >= step.end) {
+          continue;
+        }
+        if (source_node) {
+          step.from_intra = before;
+          step.to_intra = after;
+          step.to_inter = k == stripes.mine ? to_inter : -1;
+        } else {
+          (i == 0 ? step.from_inter : step.from_intra) = i == 0 ? from_inter : before;
+          step.to_inter = i == 0 ? to_inter : -1;
+          step.to_intra = i + 1 < stripes.count ? after : -1;
+        }
+        steps.push_back(step);
+      }
+    }
+    return steps;
+  }
+
+  // Equal parts of a bucket, one for each rank of a node; the last may be short or empty.
+  struct Stripes {
+    int64_t nbytes, each, count, mine;
+
+    std::pair<int64_t, int64_t> range(int64_t k) const {
+      const int64_t begin = std::min(nbytes, k * each);
+      return {begin, std::min(nbytes, begin + each)};
+    }
+  };
+
+  Stripes stripes_of(int64_t nbytes) const {
+    const auto& node = intra.ranks();
+    if (!intra.present()) {
+      return {nbytes, nbytes, 1, 0};
+    }
+    const auto count = static_cast<int64_t>(node.size());
+    const int64_t each = (nbytes / count + kAlignment) / kAlignment * kAlignment;
+    return {nbytes, each, count, std::find(node.begin(), node.end(), self) - node.begin()};
+  }
+
+  // The ranks before and after this one in a ring of its node; -1 for none.
+  std::pair<int64_t, int64_t> around() const {
+    const auto& node = intra.ranks();
+    if (!intra.present()) {
+      return {-1, -1};
+    }
+    const auto count = node.size();
+    const size_t at = std::find(node.begin(), node.end(), self) - node.begin();
+    return {node[(at + count - 1) % count], node[(at + 1) % count]};
   }
 
   // The ranks before and after this one in a chain through the group that starts at `first`; -1 for none.
@@ -164,24 +228,21 @@ struct Route {
   // then put their stripes together. The source's node needs all bytes anyway, so a scatter and gather there would save
   // nothing over one broadcast.
   void broadcast_striped(const at::Tensor& flat) const {
-    const auto& node = intra.ranks();
-    const auto stripes = std::max<int64_t>(1, static_cast<int64_t>(node.size()));
-    const int64_t each = (flat.numel() / stripes + kAlignment) / kAlignment * kAlignment;
+    const Stripes stripes = stripes_of(flat.numel());
     const auto stripe = [&](int64_t k) {
-      const int64_t begin = std::min(flat.numel(), k * each);
-      return flat.narrow(0, begin, std::min(flat.numel(), begin + each) - begin);
+      const auto [begin, end] = stripes.range(k);
+      return flat.narrow(0, begin, end - begin);
     };
     if (on_source_node()) {
       intra.broadcast(flat, src);
     }
-    const int64_t mine = std::find(node.begin(), node.end(), self) - node.begin();
-    if (inter.present() && stripe(intra.present() ? mine : 0).numel() > 0) {
-      inter.broadcast(stripe(intra.present() ? mine : 0), leader);
+    if (inter.present() && stripe(stripes.mine).numel() > 0) {
+      inter.broadcast(stripe(stripes.mine), leader);
     }
     if (!on_source_node()) {
-      for (int64_t k = 0; k < stripes && intra.present(); ++k) {
+      for (int64_t k = 0; k < stripes.count && intra.present(); ++k) {
         if (stripe(k).numel() > 0) {
-          intra.broadcast(stripe(k), node[k]);
+          intra.broadcast(stripe(k), intra.ranks()[k]);
         }
       }
     }

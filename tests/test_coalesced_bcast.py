@@ -140,6 +140,23 @@ def test_every_byte_arrives(world: int) -> None:
     assert ranks.run(world, matrix, MATRIX[world]) == [[]] * world
 
 
+def large_buckets(rank: int, shapes_of_nodes: list[Nodes]) -> list[str]:
+    """Buckets of several chunks of a relay, the last of each stripe short, on all ways from all sources."""
+    wrong: list[str] = []
+    shapes = [(917_501,), (3, 5), (400_003,)]
+    for salt, nodes in enumerate(shapes_of_nodes):
+        topo = Topology.from_nodes(nodes)
+        for src, algorithm, bucket_bytes in product(topo.ranks, ("two_level", "striped"), (16 << 20, (5 << 20) + 13)):
+            options = {"bucket_bytes": bucket_bytes, "algorithm": algorithm}
+            wrong += exchange(rank, src, topo, shapes, salt, **options)
+    return wrong
+
+
+def test_buckets_of_many_chunks() -> None:
+    nodes: list[Nodes] = [[[0, 1, 2], [3, 4, 5]], [[1, 0], [3, 2], [4, 5]], [[0], [1], [2], [3], [4], [5]]]
+    assert ranks.run(6, large_buckets, nodes) == [[]] * 6
+
+
 def single_tensors(rank: int, device: str = "cpu") -> list[str]:
     """What is sent in place: one contiguous tensor, smaller or larger than a bucket; and receivers that are not."""
     wrong = []
