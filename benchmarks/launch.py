@@ -80,7 +80,7 @@ def loaders(cases: tuple[str, ...], outcome: Outcome, only: str = "") -> dict[st
 def run(plan: Plan, folder: Path, outcome: Outcome, bed: NetBed | None = None) -> None:
     """Measures all entries. One that fails is noted, and the ranks are started again for the others.
 
-    ``folder`` is an empty one of this run's own. Raises SystemExit if the ranks do not get as far as the first entry.
+    ``folder`` is the plan's own, empty when it is first run. Raises SystemExit if the ranks do not get as far as the first entry.
     """
     log = folder / "log"
     with ended_by_signals():

@@ -126,11 +126,13 @@ struct Route {
 
   void check_striped(int64_t leader_rank) {
     if (!inter.present()) {
+      TORCH_CHECK_VALUE(
+          intra.contains(src), "coalesced_bcast: src ", src, " is not in the only group, of ranks ", intra.ranks());
       return; // one node
     }
     leader = inter.contains(src) ? src : leader_rank;
     TORCH_CHECK_VALUE(
-        inter.contains(leader) && (!on_source_node() || leader == self),
+        inter.contains(leader) && (leader == self) == on_source_node(),
         "coalesced_bcast: algorithm 'striped' takes as leader the rank of the source's node that is on this rank's "
         "rail ",
         inter.ranks(),
@@ -182,7 +184,7 @@ struct Route {
     return steps;
   }
 
-  // Equal parts of a bucket, one for each rank of a node; the last may be short or empty.
+  // Equal parts of a bucket, one for each rank of a node; the last ones may be short or empty.
   struct Stripes {
     int64_t nbytes, each, count, mine;
 

@@ -15,7 +15,9 @@ namespace epload {
 // order. `src` is a global rank. `inter_group` holds one leader a node, `src` among them, and is empty on a rank that
 // leads no node; `intra_group` holds this node's ranks and is empty where a node has one. `leader` is the global rank
 // of this node's leader; -1 derives it: `src` on its own node, elsewhere the node's lowest rank. With algorithm "flat",
-// `inter_group` is the one group of all ranks. Throws ValueError before anything has moved.
+// `inter_group` is the one group of all ranks. With "striped", it is this rank's rail, on which is the rank of every
+// node that comes at the same place in its `intra_group`, and `leader` the one of the source's node. Throws ValueError
+// before anything has moved.
 void coalesced_bcast(
     at::TensorList tensors,
     int64_t src,

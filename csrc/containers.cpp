@@ -17,7 +17,7 @@ constexpr std::size_t AHEAD = 16;
 
 PyDictObject* as_dict(PyObject* object) {
   if (!PyDict_Check(object)) {
-    throw py::type_error("contents: expected dicts");
+    throw py::type_error("expected dicts");
   }
   return reinterpret_cast<PyDictObject*>(object);
 }
@@ -108,7 +108,9 @@ py::bytes held(const py::list& objects, const py::object& slot) {
 }
 
 std::pair<py::list, std::vector<std::size_t>> values(const py::list& objects, const py::object& slot) {
-  py::list listed(objects.size()); // made first, as in contents
+  py::list listed(
+      objects
+          .size()); // made first: making one can run the collector, and with it code that changes what is borrowed here
   const auto found = in_slot(objects, slot);
   std::vector<std::size_t> others;
   for (std::size_t i = 0; i < found.size(); ++i) {

@@ -87,6 +87,7 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> read_regions(
       offset_of.size(),
       " offsets");
   for (size_t i = 0; i < targets.size(); ++i) {
+    epload::fetch_ahead(targets, i);
     TORCH_CHECK_VALUE(
         targets[i].is_cpu(), "read_regions: expected targets on cpu, tensor ", i, " is on ", targets[i].device());
   }

@@ -103,8 +103,8 @@ void check_bucket_side(int64_t row, const RegionCopy& copy, int64_t bucket_nbyte
   TORCH_CHECK_VALUE(inside, "region_copy: row ", row, " reaches outside the bucket of ", bucket_nbytes, " bytes");
 }
 
-// Thousands of tensors lie all over memory: what is known of those that come next is on its way by the time it is asked
-// for.
+} // namespace
+
 void fetch_ahead(at::TensorList tensors, size_t i) {
   constexpr size_t kImpl = 16, kStorage = 8;
   if (i + kImpl < tensors.size()) {
@@ -117,8 +117,6 @@ void fetch_ahead(at::TensorList tensors, size_t i) {
     __builtin_prefetch(tensors[i + kStorage].unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   }
 }
-
-} // namespace
 
 void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
   TORCH_CHECK_VALUE(
@@ -162,6 +160,7 @@ std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList t
       bucket.sizes());
   check_memory("region_copy's bucket", bucket, 0);
   for (size_t i = 0; i < tensors.size(); ++i) {
+    fetch_ahead(tensors, i);
     TORCH_CHECK_VALUE(
         tensors[i].device() == bucket.device(),
         "region_copy: the bucket is on ",
@@ -223,7 +222,6 @@ std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table, c
 std::vector<RegionCopy> decode_copies(
     int64_t nbytes, at::TensorList tensors, const at::Tensor& table, c10::IntArrayRef offsets) {
   for (size_t i = 0; i < tensors.size(); ++i) {
-    fetch_ahead(tensors, i);
     check_memory("region_copy", tensors[i], i);
   }
   auto copies = decode_copies(nbytes, table, offsets);

@@ -42,6 +42,10 @@ std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table, c
 void region_copy(
     const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction);
 
+// For walks through thousands of tensors, which lie all over memory: at tensor i, has what is known of those that come
+// next fetched, so that it is there by the time it is asked for.
+void fetch_ahead(at::TensorList tensors, size_t i);
+
 // Throws ValueError, naming `op` and the tensor's number, unless the tensor is dense, strided, not a lazy conjugate or
 // negation, and its storage holds every element (FSDP frees storage behind a tensor's back).
 void check_memory(const char* op, const at::Tensor& tensor, size_t index);

@@ -15,11 +15,15 @@
 namespace epload {
 namespace {
 
-constexpr size_t kAhead = 4; // receives posted before they are needed, so that a sender never waits for the next one
+constexpr size_t kAhead = 4; // receives posted in each group before they are needed, so that no sender waits for one
 
 struct Chunk {
   const RelayStep* step;
   int64_t begin, nbytes;
+
+  at::Tensor of(const at::Tensor& bucket) const {
+    return bucket.narrow(0, begin, nbytes);
+  }
 };
 
 void check(
@@ -143,6 +147,43 @@ struct Sending {
   int64_t peer;
 };
 
+// The receives of chunks that come over one of the two groups, in order. Each group has its own, so that the many
+// messages inside a node do not keep those between nodes from being awaited.
+class Inbox {
+ public:
+  Inbox(const Group& group, int64_t RelayStep::* from) : group_(group), from_(from) {
+  }
+
+  // The rank that a chunk comes from; -1 if not over this group.
+  int64_t sender(const Chunk& chunk) const {
+    return chunk.step->*from_;
+  }
+
+  // Posts receives until enough wait; returns how many.
+  int64_t post_ahead(const at::Tensor& bucket, const std::vector<Chunk>& chunks) {
+    int64_t posted = 0;
+    for (; at_ < chunks.size() && waiting_.size() < kAhead; ++at_) {
+      if (sender(chunks[at_]) >= 0) {
+        waiting_.push_back(group_.receive(chunks[at_].of(bucket), sender(chunks[at_])));
+        ++posted;
+      }
+    }
+    return posted;
+  }
+
+  Work next() {
+    auto work = std::move(waiting_.front());
+    waiting_.pop_front();
+    return work;
+  }
+
+ private:
+  const Group& group_;
+  int64_t RelayStep::* from_;
+  std::deque<Work> waiting_;
+  size_t at_ = 0; // chunks before this have their receive posted
+};
+
 } // namespace
 
 int64_t relay(
@@ -161,40 +202,25 @@ int64_t relay(
       chunks.push_back({&step, begin, std::min(chunk_bytes, step.end - begin)});
     }
   }
-  const auto bytes_of = [&](const Chunk& chunk) { return bucket.narrow(0, chunk.begin, chunk.nbytes); };
-  const auto arrives = [](const Chunk& chunk) { return chunk.step->from_inter >= 0 || chunk.step->from_intra >= 0; };
-
   int64_t messages = 0;
   Waiter waiter(board, seconds);
   std::vector<Sending> sends;
-  std::deque<Work> receives; // of the chunks from the current one on that arrive
-  size_t posted = 0;         // chunks before this have their receive posted, if they arrive
-  const auto post_until_ahead = [&] {
-    for (; posted < chunks.size() && receives.size() < kAhead; ++posted) {
-      const auto& chunk = chunks[posted];
-      if (arrives(chunk)) {
-        const auto& step = *chunk.step;
-        receives.push_back(
-            step.from_inter >= 0 ? inter.receive(bytes_of(chunk), step.from_inter)
-                                 : intra.receive(bytes_of(chunk), step.from_intra));
-        ++messages;
-      }
-    }
-  };
+  Inbox from_inter(inter, &RelayStep::from_inter), from_intra(intra, &RelayStep::from_intra);
   for (const auto& chunk : chunks) {
-    post_until_ahead();
-    if (arrives(chunk)) {
-      const auto& step = *chunk.step;
-      waiter.wait(receives.front(), "from", step.from_inter >= 0 ? step.from_inter : step.from_intra);
-      receives.pop_front();
-      post_until_ahead(); // before sending on, so that the link behind us is never idle
+    for (auto* const inbox : {&from_inter, &from_intra}) {
+      messages += inbox->post_ahead(bucket, chunks);
+    }
+    auto& inbox = chunk.step->from_inter >= 0 ? from_inter : from_intra;
+    if (inbox.sender(chunk) >= 0) {
+      waiter.wait(inbox.next(), "from", inbox.sender(chunk));
+      messages += inbox.post_ahead(bucket, chunks); // before sending on, so that the link behind us is never idle
     }
     if (chunk.step->to_inter >= 0) {
-      sends.push_back({inter.send(bytes_of(chunk), chunk.step->to_inter), chunk.step->to_inter});
+      sends.push_back({inter.send(chunk.of(bucket), chunk.step->to_inter), chunk.step->to_inter});
       ++messages;
     }
     if (chunk.step->to_intra >= 0) {
-      sends.push_back({intra.send(bytes_of(chunk), chunk.step->to_intra), chunk.step->to_intra});
+      sends.push_back({intra.send(chunk.of(bucket), chunk.step->to_intra), chunk.step->to_intra});
       ++messages;
     }
   }

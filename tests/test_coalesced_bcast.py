@@ -140,13 +140,13 @@ def test_every_byte_arrives(world: int) -> None:
     assert ranks.run(world, matrix, MATRIX[world]) == [[]] * world
 
 
-def large_buckets(rank: int, shapes_of_nodes: list[Nodes]) -> list[str]:
-    """Buckets of several chunks of a relay, the last of each stripe short, on all ways from all sources."""
+def large_buckets(rank: int, shapes_of_nodes: list[Nodes], sources: tuple[int, ...]) -> list[str]:
+    """Buckets of several chunks of a relay, the last of each stripe short."""
     wrong: list[str] = []
     shapes = [(917_501,), (3, 5), (400_003,)]
     for salt, nodes in enumerate(shapes_of_nodes):
         topo = Topology.from_nodes(nodes)
-        for src, algorithm, bucket_bytes in product(topo.ranks, ("two_level", "striped"), (16 << 20, (5 << 20) + 13)):
+        for src, algorithm, bucket_bytes in product(sources, ("two_level", "striped"), (16 << 20, (5 << 20) + 13)):
             options = {"bucket_bytes": bucket_bytes, "algorithm": algorithm}
             wrong += exchange(rank, src, topo, shapes, salt, **options)
     return wrong
@@ -154,7 +154,11 @@ def large_buckets(rank: int, shapes_of_nodes: list[Nodes]) -> list[str]:
 
 def test_buckets_of_many_chunks() -> None:
     nodes: list[Nodes] = [[[0, 1, 2], [3, 4, 5]], [[1, 0], [3, 2], [4, 5]], [[0], [1], [2], [3], [4], [5]]]
-    assert ranks.run(6, large_buckets, nodes) == [[]] * 6
+    assert ranks.run(6, large_buckets, nodes, tuple(range(6))) == [[]] * 6
+
+
+def test_more_ranks_in_a_node_than_receives_are_posted() -> None:
+    assert ranks.run(12, large_buckets, [[[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]], (8,)) == [[]] * 12
 
 
 def single_tensors(rank: int, device: str = "cpu") -> list[str]:
@@ -242,6 +246,11 @@ def raw_op(rank: int, device: str = "cpu") -> list[str]:
     check("one node", 2, lambda t: op(t, 2, "", name(0, 1, 2, 3), 1000, "two_level"))
     check("no node", 3, lambda t: op(t, 3, name(0, 1, 2, 3), "", 1000, "two_level"))
 
+    rail, first = name(0, 2) or name(1, 3), rank % 2
+    check("striped", 0, lambda t: op(t, 0, rail, node, 1000, "striped", leader=first))
+    check("striped, second node", 3, lambda t: op(t, 3, rail, node, 100, "striped", leader=2 + first))
+    check("striped, one node", 2, lambda t: op(t, 2, "", name(0, 1, 2, 3), 100, "striped"))
+
     def refused(what: str, text: str, *args: Any, **options: Any) -> None:
         tensors = [torch.full((3,), float(rank), device=device)]
         kind, said = raised(lambda: op(tensors, *args, **options))
@@ -256,6 +265,11 @@ def raw_op(rank: int, device: str = "cpu") -> list[str]:
     refused("bucket", "got -1", 0, name(0, 2), node, -1, "two_level")
     refused("huge bucket", "bucket", 0, name(0, 2), node, 2**63 - 1, "two_level")
     refused("src", "src 9", 9, name(0, 1, 2, 3), "", 100, "flat")
+    refused("src of one node", "src 9", 9, "", name(0, 1, 2, 3), 100, "striped")
+    if rank == 1:
+        refused("leader of the source's own rail", "takes as leader", 0, rail, node, 100, "striped", leader=3)
+    if rank == 3:
+        refused("leader on another node than the source", "takes as leader", 0, rail, node, 100, "striped", leader=3)
     if rank == 0:
         refused("leader of the source's node", "leads it", 0, name(0, 2), node, 100, "two_level", leader=1)
         refused("leader elsewhere", "leader 2", 0, name(0, 2), node, 100, "two_level", leader=2)
@@ -435,24 +449,51 @@ def count_steps(rank: int) -> list[str]:
             extents = [_C.extent_of(list(t.shape), 4, bucket_bytes) for t in tensors]
             buckets = len(_C.plan_buckets(extents, bucket_bytes, 16, 0)[1])
             messages = _messages(topo, rank, algorithm)
-            with (
-                CommDebugMode() as comm,
-                torch.profiler.profile(
-                    activities=[torch.profiler.ProfilerActivity.CPU],
-                    experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
-                ) as profile,
-            ):
-                coalesced_bcast(tensors, **options)
-            seen = [event.name for event in profile.events() if event.name.startswith("c10d::")]
-            if Counter(seen) != Counter(messages * buckets):
-                wrong.append(f"{nodes} {algorithm} {bucket_bytes}: {buckets} buckets x {messages}, saw {seen}")
-            if comm.get_total_counts():
-                wrong.append(f"CommDebugMode saw {comm.get_comm_counts()}")
+            text = _unexpected(messages * buckets, tensors, **options)
+            wrong += [f"{nodes} {algorithm} {bucket_bytes}, {buckets} buckets: {text}"] if text else []
     return wrong
+
+
+def _unexpected(messages: list[str], tensors: list[Tensor], **options: Any) -> str:
+    """What a profiler sees of a call if it is not these calls of c10d and no collective."""
+    with (
+        CommDebugMode() as comm,
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
+        ) as profile,
+    ):
+        coalesced_bcast(tensors, **options)
+    seen = Counter(event.name for event in profile.events() if event.name.startswith("c10d::"))
+    if comm.get_total_counts():
+        return f"CommDebugMode saw {comm.get_comm_counts()}"
+    return "" if seen == Counter(messages) else f"expected {Counter(messages)}, saw {seen}"
 
 
 def test_profiler_sees_the_steps_of_the_plan_and_no_more() -> None:
     assert ranks.run(3, count_steps) == [[]] * 3
+
+
+def count_striped_steps(rank: int) -> list[str]:
+    """One bucket from rank 0. It gives each half to rank 1, and both pass one on; those of the other node swap theirs."""
+    counts = {
+        ((0, 1), (2, 3)): [(3, 0), (1, 2), (1, 2), (1, 2)],
+        ((0,), (1,), (2,), (3,)): [(1, 0), (1, 1), (1, 1), (0, 1)],
+    }
+    wrong = []
+    for nodes, of_rank in counts.items():
+        topo = Topology.from_nodes([list(node) for node in nodes])
+        tensors = [torch.ones(90), torch.ones(3, 17)]
+        options: dict[str, Any] = {"topology": topo, "bucket_bytes": 1 << 20, "algorithm": "striped"}
+        coalesced_bcast(tensors, **options)
+        sent, received = of_rank[rank]
+        text = _unexpected(["c10d::send"] * sent + ["c10d::recv_"] * received, tensors, **options)
+        wrong += [f"{nodes}: {text}"] if text else []
+    return wrong
+
+
+def test_profiler_sees_each_stripe_cross_once() -> None:
+    assert ranks.run(4, count_striped_steps) == [[]] * 4
 
 
 def uneven_groups(rank: int) -> list[str]:

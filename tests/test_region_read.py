@@ -333,6 +333,7 @@ def test_wrong_arguments_read_nothing(files: Files) -> None:
     refused("origins .* got Long of shape .1, 2.", [], origins=torch.zeros(1, 2, dtype=torch.int64))
     refused("origins .* got Long of shape .2, 3.", [], origins=torch.zeros(2, 3, dtype=torch.int64))
     refused("origins .* got Float", [], origins=torch.zeros(2, 2))
+    refused("origins .* contiguous", [], origins=torch.zeros(2, 2, dtype=torch.int64).T)
     refused("origins .* for rows of shape .14.", [], copies=torch.zeros(14, dtype=torch.int64))
     for name in ("files", "offsets"):
         refused(f"expected {name} as a contiguous 1-D int64", [], **{name: torch.zeros(2)})

@@ -64,7 +64,7 @@ def flips_in_shard(active: bool, name_of_victim: Callable[[Sequence[Tensor]], bo
 
     with (
         mock.patch.object(ops, "unpack", then_flip(ops.unpack, 1)),
-        mock.patch.object(ops, "read_regions", then_flip(ops.read_regions, 2)),
+        mock.patch.object(ops, "read_regions", then_flip(ops.read_regions, 4)),
     ):
         yield
     assert done or not active, "nothing was flipped"

@@ -114,6 +114,8 @@ class LoadPlan:
         known = self._taken.get(numbers)
         if known is None:
             buckets = self.buckets[numbers.start : numbers.stop]
+            if len(buckets) == 1:
+                return Taken(buckets[0].targets, buckets[0].copies, buckets[0].origins)
             tables, before = [], 0
             for bucket in buckets:
                 table = bucket.copies.clone()

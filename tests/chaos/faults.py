@@ -131,8 +131,10 @@ class Moments:
             yield
 
 
-def _flip_in(tensors: list[Tensor]) -> bool:
-    for tensor in tensors:
+def _flip_in(*args: Any) -> bool:
+    """``args``: of an op, among them a list of tensors that it has written to."""
+    written = next(arg for arg in args if isinstance(arg, list) and isinstance(arg[0], Tensor))
+    for tensor in written:
         if tensor.numel() and tensor.is_contiguous():
             tensor.detach().view(-1).view(torch.uint8)[0] ^= 1
             return True
@@ -188,7 +190,7 @@ def broken(fault: Fault, path: Path, calls: int, deadline: float, mbit: int) -> 
         "out of memory": _raise(MemoryError, "no room"),
     }  # fmt: skip
     after: dict[str, Callable[..., Any]] = {
-        "bit in shard": lambda *args: _flip_in(args[2 if len(args) == 5 else 1]), "bit in bucket": _flip_payload,
+        "bit in shard": _flip_in, "bit in bucket": _flip_payload,
     }  # fmt: skip
     action = before.get(fault.kind) or after.get(fault.kind)
     moments = Moments(names, at if action else -1, action, after=fault.kind in after)
