@@ -108,9 +108,8 @@ py::bytes held(const py::list& objects, const py::object& slot) {
 }
 
 std::pair<py::list, std::vector<std::size_t>> values(const py::list& objects, const py::object& slot) {
-  py::list listed(
-      objects
-          .size()); // made first: making one can run the collector, and with it code that changes what is borrowed here
+  // Made first: making one can run the collector, and with it code that changes what is borrowed here.
+  py::list listed(objects.size());
   const auto found = in_slot(objects, slot);
   std::vector<std::size_t> others;
   for (std::size_t i = 0; i < found.size(); ++i) {
