@@ -20,9 +20,9 @@ struct RelayStep {
 
 // Runs the steps in order on `bucket` (contiguous bytes on CPU). Every piece is cut into chunks of `chunk_bytes`, so
 // that a rank passes on what it has while the rest is under way: along a chain of N ranks the last byte arrives after
-// bytes / rate + (N - 2) * chunk / rate. Two ranks that are joined by a step must have their common steps in one order.
-// Returns the number of messages sent and received. The bucket holds the result when this returns, and all sends from
-// it are complete.
+// bytes / rate + (N - 2) * chunk / rate. Two ranks that are joined by steps over one group must have these in one
+// order. The groups are two, as messages of each are received without regard to the other's. Returns the number of
+// messages sent and received. The bucket holds the result when this returns, and all sends from it are complete.
 //
 // With a `board`, the relay is given up as soon as a failure is posted on it, also while it waits for a message. With
 // `seconds` above 0, a message may take no longer; else no longer than its group's timeout. When this throws, no

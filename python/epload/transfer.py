@@ -172,8 +172,8 @@ class Transfer:
 
     def _read_regions(self, numbers: range) -> int | None:
         assert self._checkpoint is not None
-        numbers_of, copies, origins = self._plan.taken(numbers)
-        targets = list(map(self._local.__getitem__, numbers_of))
+        wanted, copies, origins = self._plan.taken(numbers)
+        targets = list(map(self._local.__getitem__, wanted))
         return self._checkpoint.read_regions(targets, copies, origins) if targets else 0
 
     def _read_whole(self, bucket: Bucket) -> int:
