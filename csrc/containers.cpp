@@ -44,6 +44,16 @@ std::vector<PyObject*> in_slot(const py::list& objects, const py::object& slot) 
   return found;
 }
 
+std::vector<std::size_t> empty_places(const std::vector<PyObject*>& found) {
+  std::vector<std::size_t> places;
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    if (found[i] == nullptr) {
+      places.push_back(i);
+    }
+  }
+  return places;
+}
+
 template <typename Address>
 py::bytes as_bytes(const std::vector<Address>& found) {
   return {reinterpret_cast<const char*>(found.data()), found.size() * sizeof(found[0])};
@@ -103,27 +113,73 @@ std::pair<py::bytes, py::list> contents(const py::list& dicts) {
   return {as_bytes(found), std::move(listed)};
 }
 
-py::bytes held(const py::list& objects, const py::object& slot) {
-  return as_bytes(in_slot(objects, slot));
+py::list attributes(const py::list& references, const py::str& name) {
+  py::list found(references.size());
+  for (std::size_t i = 0; i < references.size(); ++i) { // a descriptor may be the caller's code, and change the list
+    PyObject* const* const items = PySequence_Fast_ITEMS(references.ptr());
+    if (i + 2 * AHEAD < references.size()) {
+      __builtin_prefetch(items[i + 2 * AHEAD]);
+    }
+    if (i + AHEAD < references.size() && PyWeakref_Check(items[i + AHEAD])) {
+      __builtin_prefetch(PyWeakref_GET_OBJECT(items[i + AHEAD]), 1);
+    }
+    if (!PyWeakref_Check(items[i])) {
+      throw py::type_error("attributes: expected weak references");
+    }
+    const auto object = py::reinterpret_borrow<py::object>(PyWeakref_GET_OBJECT(items[i]));
+    PyObject* const value = PyObject_GenericGetAttr(object.ptr(), name.ptr());
+    if (value == nullptr) {
+      throw py::error_already_set();
+    }
+    PyList_SET_ITEM(found.ptr(), static_cast<Py_ssize_t>(i), value);
+  }
+  return found;
+}
+
+std::pair<py::bytes, std::vector<std::size_t>> held(const py::list& objects, const py::object& slot) {
+  const auto found = in_slot(objects, slot);
+  return {as_bytes(found), empty_places(found)};
 }
 
 std::pair<py::list, std::vector<std::size_t>> values(const py::list& objects, const py::object& slot) {
   // Made first: making one can run the collector, and with it code that changes what is borrowed here.
   py::list listed(objects.size());
   const auto found = in_slot(objects, slot);
-  std::vector<std::size_t> others;
   for (std::size_t i = 0; i < found.size(); ++i) {
     if (i + AHEAD < found.size()) {
       __builtin_prefetch(found[i + AHEAD], 1);
-    }
-    if (found[i] == nullptr) {
-      others.push_back(i);
     }
     PyObject* const value = found[i] == nullptr ? Py_None : found[i];
     Py_INCREF(value);
     PyList_SET_ITEM(listed.ptr(), static_cast<Py_ssize_t>(i), value);
   }
-  return {std::move(listed), std::move(others)};
+  return {std::move(listed), empty_places(found)};
+}
+
+py::bytes gotten(const py::list& objects, const py::object& getter) {
+  if (!Py_IS_TYPE(getter.ptr(), &PyGetSetDescr_Type)) {
+    throw py::type_error("gotten: expected the descriptor of a getter");
+  }
+  const auto* const get = reinterpret_cast<PyGetSetDescrObject*>(getter.ptr())->d_getset;
+  auto* const type = PyDescr_TYPE(getter.ptr());
+  std::vector<const void*> found;
+  found.reserve(objects.size());
+  for (std::size_t i = 0; i < objects.size(); ++i) { // the getter may be the caller's code, and change the list
+    PyObject* const* const items = PySequence_Fast_ITEMS(objects.ptr());
+    if (i + AHEAD < objects.size()) {
+      __builtin_prefetch(items[i + AHEAD]);
+    }
+    const auto object = py::reinterpret_borrow<py::object>(items[i]);
+    if (PyObject_TypeCheck(object.ptr(), type) == 0) {
+      throw py::type_error("gotten: expected objects that have the getter");
+    }
+    const auto address = py::reinterpret_steal<py::object>(get->get(object.ptr(), get->closure));
+    found.push_back(address ? PyLong_AsVoidPtr(address.ptr()) : nullptr);
+    if (PyErr_Occurred() != nullptr) {
+      throw py::error_already_set();
+    }
+  }
+  return as_bytes(found);
 }
 
 bool all_empty(const py::list& containers) {

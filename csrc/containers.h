@@ -18,12 +18,19 @@ pybind11::bytes addresses(const pybind11::list& dicts);
 // The same, and the values.
 std::pair<pybind11::bytes, pybind11::list> contents(const pybind11::list& dicts);
 
-// The address of what each of some objects has in a slot of its class; of objects of other classes 0. `slot` is the
-// descriptor that a class with __slots__ has for it; a class derived from that one is another.
-pybind11::bytes held(const pybind11::list& objects, const pybind11::object& slot);
+// An attribute of what each of some weak references refers to (of None if that has gone), as `object` looks it up: what
+// classes say of their attributes is not asked.
+pybind11::list attributes(const pybind11::list& references, const pybind11::str& name);
+
+// The address of what each of some objects has in a slot of its class, of objects of other classes 0; and the positions
+// of those. `slot` is the descriptor that a class with __slots__ has for it; a class derived from that one is another.
+std::pair<pybind11::bytes, std::vector<std::size_t>> held(const pybind11::list& objects, const pybind11::object& slot);
 
 // What each of some objects has in a slot of its class, None for objects of other classes; and the positions of those.
 std::pair<pybind11::list, std::vector<std::size_t>> values(const pybind11::list& objects, const pybind11::object& slot);
+
+// The address that each object's getter says, of one written in C (its descriptor), e.g. torch.Tensor._cdata.
+pybind11::bytes gotten(const pybind11::list& objects, const pybind11::object& getter);
 
 // Whether nothing is in any of these containers.
 bool all_empty(const pybind11::list& containers);

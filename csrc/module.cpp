@@ -54,8 +54,10 @@ PYBIND11_MODULE(_C, m) {
       "plan_buckets", &plan_buckets, py::arg("extents"), py::arg("capacity"), py::arg("alignment"), py::arg("header"));
   m.def("addresses", &epload::addresses, py::arg("dicts"));
   m.def("contents", &epload::contents, py::arg("dicts"));
+  m.def("attributes", &epload::attributes, py::arg("references"), py::arg("name"));
   m.def("held", &epload::held, py::arg("objects"), py::arg("slot"));
   m.def("values", &epload::values, py::arg("objects"), py::arg("slot"));
+  m.def("gotten", &epload::gotten, py::arg("objects"), py::arg("getter"));
   m.def("all_empty", &epload::all_empty, py::arg("containers"));
   m.def("extent_of", &extent_of, py::arg("shape"), py::arg("itemsize"), py::arg("room"));
 }

@@ -2,13 +2,15 @@
 #include "board.h"
 #include "checksum.h"
 #include "coalesced_bcast.h"
+#include "cpu/bound.h"
+#include "cpu/reads.h"
 #include "digest.h"
 #include "region_copy.h"
-#include "region_read.h"
 #include "relay.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <torch/custom_class.h>
 #include <torch/library.h>
 
 namespace {
@@ -60,7 +62,60 @@ at::IntArrayRef column(const char* name, const at::Tensor& values) {
   return {values.const_data_ptr<int64_t>(), static_cast<size_t>(values.numel())};
 }
 
-std::tuple<int64_t, int64_t, int64_t, int64_t> read_regions(
+// Where rows of a copy table start that are of tensors of a checkpoint.
+struct Origins {
+  std::vector<int64_t> files, offsets;
+
+  Origins(
+      const at::Tensor& files_of, const at::Tensor& offsets_of, const at::Tensor& origins, const at::Tensor& copies) {
+    const auto file_of = column("files", files_of);
+    const auto offset_of = column("offsets", offsets_of);
+    TORCH_CHECK_VALUE(
+        origins.is_cpu() && origins.scalar_type() == at::kLong && origins.dim() == 2 && origins.is_contiguous() &&
+            origins.size(1) == 2 && copies.dim() == 2 && origins.size(0) == copies.size(0) &&
+            file_of.size() == offset_of.size(),
+        "read_regions: expected origins as a contiguous int64 CPU tensor [n, 2] for n rows, and as many files as "
+        "offsets, got ",
+        origins.scalar_type(),
+        " of shape ",
+        origins.sizes(),
+        " for rows of shape ",
+        copies.sizes(),
+        ", ",
+        file_of.size(),
+        " files and ",
+        offset_of.size(),
+        " offsets");
+    files.reserve(origins.size(0));
+    offsets.reserve(origins.size(0));
+    const auto* origin = origins.const_data_ptr<int64_t>();
+    for (int64_t r = 0; r < origins.size(0); ++r, origin += 2) {
+      const auto tensor = origin[0];
+      int64_t offset = -1;
+      TORCH_CHECK_VALUE(
+          tensor >= 0 && tensor < static_cast<int64_t>(offset_of.size()) &&
+              !__builtin_add_overflow(offset_of[tensor], origin[1], &offset),
+          "read_regions: row ",
+          r,
+          " starts at byte ",
+          origin[1],
+          " of tensor ",
+          tensor,
+          " of ",
+          offset_of.size());
+      files.push_back(file_of[tensor]);
+      offsets.push_back(offset);
+    }
+  }
+};
+
+using Outcome = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+
+Outcome as_tuple(const epload::ReadOutcome& outcome) {
+  return {outcome.nbytes, outcome.file, outcome.offset, outcome.error};
+}
+
+Outcome read_regions(
     at::IntArrayRef descriptors,
     const at::Tensor& files,
     const at::Tensor& offsets,
@@ -68,55 +123,56 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> read_regions(
     at::TensorList targets,
     const at::Tensor& copies,
     int64_t threads) {
-  const auto file_of = column("files", files);
-  const auto offset_of = column("offsets", offsets);
-  TORCH_CHECK_VALUE(
-      origins.is_cpu() && origins.scalar_type() == at::kLong && origins.dim() == 2 && origins.is_contiguous() &&
-          origins.size(1) == 2 && copies.dim() == 2 && origins.size(0) == copies.size(0) &&
-          file_of.size() == offset_of.size(),
-      "read_regions: expected origins as a contiguous int64 CPU tensor [n, 2] for n rows, and as many files as "
-      "offsets, got ",
-      origins.scalar_type(),
-      " of shape ",
-      origins.sizes(),
-      " for rows of shape ",
-      copies.sizes(),
-      ", ",
-      file_of.size(),
-      " files and ",
-      offset_of.size(),
-      " offsets");
+  const Origins from(files, offsets, origins, copies);
   for (size_t i = 0; i < targets.size(); ++i) {
     epload::fetch_ahead(targets, i);
     TORCH_CHECK_VALUE(
         targets[i].is_cpu(), "read_regions: expected targets on cpu, tensor ", i, " is on ", targets[i].device());
   }
-  std::vector<int64_t> row_files, row_offsets;
-  row_files.reserve(origins.size(0));
-  row_offsets.reserve(origins.size(0));
-  const auto* origin = origins.const_data_ptr<int64_t>();
-  for (int64_t r = 0; r < origins.size(0); ++r, origin += 2) {
-    const auto tensor = origin[0];
-    int64_t offset = -1;
-    TORCH_CHECK_VALUE(
-        tensor >= 0 && tensor < static_cast<int64_t>(offset_of.size()) &&
-            !__builtin_add_overflow(offset_of[tensor], origin[1], &offset),
-        "read_regions: row ",
-        r,
-        " starts at byte ",
-        origin[1],
-        " of tensor ",
-        tensor,
-        " of ",
-        offset_of.size());
-    row_files.push_back(file_of[tensor]);
-    row_offsets.push_back(offset);
-  }
   const at::NoGradGuard no_grad;
-  const auto rows = epload::decode_copies(std::numeric_limits<int64_t>::max(), targets, copies, row_offsets);
-  const auto outcome = epload::region_read(descriptors, row_files, targets, rows, threads);
+  const auto rows = epload::decode_copies(std::numeric_limits<int64_t>::max(), targets, copies, from.offsets);
+  const epload::Reads reads(from.files, static_cast<int64_t>(descriptors.size()), targets, rows);
+  const auto outcome = reads.run(descriptors, epload::memory_of(targets), threads);
   written(targets);
-  return {outcome.nbytes, outcome.file, outcome.offset, outcome.error};
+  return as_tuple(outcome);
+}
+
+using Bound = c10::intrusive_ptr<epload::BoundTensors>;
+
+Bound bind_tensors(at::TensorList tensors) {
+  return c10::make_intrusive<epload::BoundTensors>(tensors);
+}
+
+std::tuple<bool, int64_t, std::string> refresh(const Bound& tensors) {
+  auto state = tensors->refresh();
+  return {state.same, state.bad, std::move(state.why)};
+}
+
+c10::intrusive_ptr<epload::BoundCopies> bind_copies(
+    const Bound& tensors, at::IntArrayRef which, const at::Tensor& copies, int64_t nbytes) {
+  return c10::make_intrusive<epload::BoundCopies>(tensors, which, copies, nbytes);
+}
+
+void unpack_bound(const at::Tensor& bucket, const c10::intrusive_ptr<epload::BoundCopies>& copies) {
+  const at::NoGradGuard no_grad;
+  copies->unpack(bucket);
+}
+
+c10::intrusive_ptr<epload::BoundReads> bind_reads(
+    const Bound& tensors,
+    at::IntArrayRef which,
+    const at::Tensor& copies,
+    const at::Tensor& files,
+    const at::Tensor& offsets,
+    const at::Tensor& origins,
+    int64_t file_count) {
+  const Origins from(files, offsets, origins, copies);
+  return c10::make_intrusive<epload::BoundReads>(tensors, which, copies, from.files, from.offsets, file_count);
+}
+
+Outcome read_bound(at::IntArrayRef descriptors, const c10::intrusive_ptr<epload::BoundReads>& reads, int64_t threads) {
+  const at::NoGradGuard no_grad;
+  return as_tuple(reads->run(descriptors, threads));
 }
 
 int64_t relay(
@@ -196,6 +252,9 @@ at::Tensor digest_bucket(const at::Tensor& bucket, const at::Tensor& copies) {
 } // namespace
 
 TORCH_LIBRARY(epload, m) {
+  m.class_<epload::BoundTensors>("BoundTensors");
+  m.class_<epload::BoundCopies>("BoundCopies");
+  m.class_<epload::BoundReads>("BoundReads");
   m.def(
       "coalesced_bcast(Tensor(a!)[] tensors, int src, str inter_group, str intra_group, int bucket_bytes, "
       "str algorithm, Stream? stream=None, *, int leader=-1) -> ()");
@@ -204,6 +263,18 @@ TORCH_LIBRARY(epload, m) {
   m.def(
       "read_regions(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor(a!)[] targets, "
       "Tensor copies, int threads) -> (int, int, int, int)");
+  m.def("bind_tensors(Tensor[] tensors) -> __torch__.torch.classes.epload.BoundTensors");
+  m.def("refresh(__torch__.torch.classes.epload.BoundTensors tensors) -> (bool, int, str)");
+  m.def(
+      "bind_copies(__torch__.torch.classes.epload.BoundTensors tensors, int[] which, Tensor copies, int nbytes) -> "
+      "__torch__.torch.classes.epload.BoundCopies");
+  m.def("unpack_bound(Tensor bucket, __torch__.torch.classes.epload.BoundCopies copies) -> ()");
+  m.def(
+      "bind_reads(__torch__.torch.classes.epload.BoundTensors tensors, int[] which, Tensor copies, Tensor files, "
+      "Tensor offsets, Tensor origins, int file_count) -> __torch__.torch.classes.epload.BoundReads");
+  m.def(
+      "read_bound(int[] descriptors, __torch__.torch.classes.epload.BoundReads reads, int threads) -> "
+      "(int, int, int, int)");
   m.def(
       "relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes, Tensor? board=None, "
       "float seconds=0) -> int");
@@ -219,6 +290,12 @@ TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
   m.impl("pack", TORCH_FN(pack));
   m.impl("unpack", TORCH_FN(unpack));
   m.impl("read_regions", TORCH_FN(read_regions));
+  m.impl("bind_tensors", TORCH_FN(bind_tensors));
+  m.impl("refresh", TORCH_FN(refresh));
+  m.impl("bind_copies", TORCH_FN(bind_copies));
+  m.impl("unpack_bound", TORCH_FN(unpack_bound));
+  m.impl("bind_reads", TORCH_FN(bind_reads));
+  m.impl("read_bound", TORCH_FN(read_bound));
   m.impl("relay", TORCH_FN(relay));
   m.impl("checksum", TORCH_FN(checksum));
   m.impl("digest_tensors", TORCH_FN(digest_tensors));

@@ -105,19 +105,6 @@ void check_bucket_side(int64_t row, const RegionCopy& copy, int64_t bucket_nbyte
 
 } // namespace
 
-void fetch_ahead(at::TensorList tensors, size_t i) {
-  constexpr size_t kImpl = 16, kStorage = 8;
-  if (i + kImpl < tensors.size()) {
-    const auto* const impl = reinterpret_cast<const char*>(tensors[i + kImpl].unsafeGetTensorImpl());
-    for (size_t at = 0; at < sizeof(c10::TensorImpl); at += 64) {
-      __builtin_prefetch(impl + at);
-    }
-  }
-  if (i + kStorage < tensors.size() && tensors[i + kStorage].has_storage()) {
-    __builtin_prefetch(tensors[i + kStorage].unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
-  }
-}
-
 void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
   TORCH_CHECK_VALUE(
       tensor.layout() == at::kStrided && !tensor.is_quantized(),

@@ -4,10 +4,10 @@
 
 namespace epload {
 
-Strided collapse(char* bucket, const at::Tensor& tensor, const RegionCopy& copy) {
+Strided collapse(const at::Tensor& tensor, const RegionCopy& copy) {
   const auto ours = static_cast<int64_t>(tensor.element_size());
   const auto theirs = static_cast<int64_t>(c10::elementSize(copy.dtype));
-  Strided s{static_cast<char*>(tensor.data_ptr()), bucket + copy.bucket_offset, 1, {}, {}, {}};
+  Strided s{0, copy.bucket_offset, 1, {}, {}, {}};
   bool empty = false;
   for (int64_t d = tensor.dim() - 1; d >= 0; --d) {
     const int64_t size = copy.size[d];

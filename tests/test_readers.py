@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import ranks
 from epload import HierarchicalLoader, LoadReport, Topology, auto, costs, flow
 from epload.checkpoint import SafetensorsCheckpoint
+from epload.safetensors_file import Readable
 from test_loader import BUCKET, NODES, all_fine, meta_net, state_for, wrong
 from test_loader_errors import Failing, Failure, Outcome, check, outcome
 
@@ -364,7 +365,7 @@ def test_auto_needs_the_checkpoint_on_the_source_alone(what: str, tmp_path: Path
 class FailingRegions(Failing):
     """A source that can read regions, and fails at one."""
 
-    def read_regions(self, targets: Sequence[Tensor], copies: Tensor, origins: Tensor) -> int | None:
+    def read_regions(self, regions: Readable) -> int | None:
         self.calls += 1
         if self.calls == self._bucket + 1:
             raise self._error

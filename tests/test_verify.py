@@ -18,6 +18,7 @@ import ranks
 from epload import Checkpoint, HierarchicalLoader, LoadError, LocalModules, Topology, ops, proof
 from epload.checkpoint import SafetensorsCheckpoint
 from epload.control import HEADER_BYTES
+from epload.local import Local
 from epload.mapping import resolve
 from epload.plan import LoadPlan, make_plan
 from epload.proof import SAMPLED, Proof
@@ -50,21 +51,22 @@ def flips_in_shard(active: bool, name_of_victim: Callable[[Sequence[Tensor]], bo
     """After one unpack or read, the lowest bit of a shard changes."""
     done = not active
 
-    def then_flip(inner: Callable[..., Any], targets_at: int) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+    def then_flip(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(local: Local, of: int | range, *args: Any) -> Any:
             nonlocal done
-            result = inner(*args)
-            for target in args[targets_at]:
-                if not done and target.numel() and target.is_contiguous() and name_of_victim(target):
-                    flip(target.detach())
-                    done = True
+            result = inner(local, of, *args)
+            for number in [of] if isinstance(of, int) else of:
+                for target in local.regions(number).targets:
+                    if not done and target.numel() and target.is_contiguous() and name_of_victim(target):
+                        flip(target.detach())
+                        done = True
             return result
 
         return call
 
     with (
-        mock.patch.object(ops, "unpack", then_flip(ops.unpack, 1)),
-        mock.patch.object(ops, "read_regions", then_flip(ops.read_regions, 4)),
+        mock.patch.object(Local, "unpack", then_flip(Local.unpack)),
+        mock.patch.object(Local, "read", then_flip(Local.read)),
     ):
         yield
     assert done or not active, "nothing was flipped"

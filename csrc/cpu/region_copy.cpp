@@ -1,24 +1,18 @@
 // The region copy on CPU: memcpy of contiguous runs, spread over threads by bytes.
 #include "../region_copy.h"
-#include "../strided.h"
+#include "regions.h"
 #include "stream_copy.h"
+#include "threads.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/core/grad_mode.h>
-#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <exception>
-#include <mutex>
-#include <system_error>
-#include <thread>
 
 namespace epload {
 namespace {
 
-constexpr int64_t kTaskBytes = 1 << 20;      // one thread's bite
+constexpr int64_t kPieceBytes = 1 << 20;     // one thread's bite
 constexpr int64_t kBytesPerThread = 8 << 20; // below this a thread costs more than it saves
 constexpr int64_t kStreamTotal = 4 << 20;    // what is unpacked at once goes past the caches if it would fill them,
 constexpr int64_t kStreamRun = 1 << 10;      // in runs that are not mostly ends
@@ -41,12 +35,10 @@ void copy_run(char* tensor, char* bucket, int64_t nbytes, Direction direction, b
   }
 }
 
-void copy_strided(const Strided& s, size_t dim, char* tensor, char* bucket, Direction direction, bool stream) {
+// `count` rows of dim `dim`.
+void copy_rows(
+    const Strided& s, size_t dim, int64_t count, char* tensor, char* bucket, Direction direction, bool stream) {
   const bool unpack = direction == Direction::kUnpack;
-  if (dim == s.size.size()) {
-    copy_run(tensor, bucket, s.run, direction, stream);
-    return;
-  }
   if (dim + 1 == s.size.size() && s.run <= 8) {
     char* const to = unpack ? tensor : bucket;
     const char* const from = unpack ? bucket : tensor;
@@ -54,129 +46,135 @@ void copy_strided(const Strided& s, size_t dim, char* tensor, char* bucket, Dire
     const int64_t from_stride = unpack ? s.bucket_stride[dim] : s.tensor_stride[dim];
     switch (s.run) {
       case 1:
-        return copy_items<1>(to, from, s.size[dim], to_stride, from_stride);
+        return copy_items<1>(to, from, count, to_stride, from_stride);
       case 2:
-        return copy_items<2>(to, from, s.size[dim], to_stride, from_stride);
+        return copy_items<2>(to, from, count, to_stride, from_stride);
       case 4:
-        return copy_items<4>(to, from, s.size[dim], to_stride, from_stride);
+        return copy_items<4>(to, from, count, to_stride, from_stride);
       case 8:
-        return copy_items<8>(to, from, s.size[dim], to_stride, from_stride);
+        return copy_items<8>(to, from, count, to_stride, from_stride);
       default:
         break;
     }
   }
-  for (int64_t i = 0; i < s.size[dim]; ++i) {
-    copy_strided(s, dim + 1, tensor + i * s.tensor_stride[dim], bucket + i * s.bucket_stride[dim], direction, stream);
+  for (int64_t i = 0; i < count; ++i, tensor += s.tensor_stride[dim], bucket += s.bucket_stride[dim]) {
+    if (dim + 1 == s.size.size()) {
+      copy_run(tensor, bucket, s.run, direction, stream);
+    } else {
+      copy_rows(s, dim + 1, s.size[dim + 1], tensor, bucket, direction, stream);
+    }
   }
 }
 
-// A piece of a region of about kTaskBytes: rows [begin, end) of its outermost dim, or bytes [begin, end) of its one
-// run.
-struct Task {
-  size_t copy;
-  int64_t begin, end;
-};
+// What Region::copy_part counts: rows of the outermost dim, or bytes.
+int64_t parts_of(const Strided& s) {
+  return s.run == 0 ? 0 : s.size.empty() ? s.run : s.size[0];
+}
+
+int64_t bytes_of_part(const Strided& s) {
+  if (s.size.empty()) {
+    return 1;
+  }
+  int64_t nbytes = s.run;
+  for (size_t d = 1; d < s.size.size(); ++d) {
+    nbytes *= s.size[d];
+  }
+  return nbytes;
+}
+
+} // namespace
+
+Memory memory_of(at::TensorList tensors) {
+  std::vector<char*> data;
+  data.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    fetch_ahead(tensors, i);
+    data.push_back(static_cast<char*>(tensors[i].data_ptr()));
+  }
+  return {std::move(data), [tensors](int64_t i) { return tensors[i]; }};
+}
+
+Region::Region(const at::Tensor& tensor, const RegionCopy& copy) : tensor_(copy.tensor) {
+  if (tensor.scalar_type() != copy.dtype) {
+    converting_ = std::make_unique<const RegionCopy>(copy);
+    return;
+  }
+  strided_ = collapse(tensor, copy);
+  strided_.run *= static_cast<int64_t>(tensor.element_size());
+}
+
+void Region::copy(
+    const at::Tensor& bucket, int64_t skipped, const Memory& memory, Direction direction, bool stream) const {
+  if (converts()) {
+    auto moved = *converting_;
+    moved.bucket_offset -= skipped;
+    copy_one_aten(bucket, memory.tensor(tensor_), moved, direction);
+    return;
+  }
+  auto* const begin = static_cast<char*>(bucket.data_ptr()) + (strided_.bucket - skipped);
+  copy_part(begin, memory.data[tensor_] + strided_.tensor, 0, parts_of(strided_), direction, stream);
+}
+
+void Region::copy_part(char* bucket, char* tensor, int64_t begin, int64_t end, Direction direction, bool stream) const {
+  const auto& s = strided_;
+  if (s.run == 0) {
+    return;
+  }
+  if (s.size.empty()) {
+    copy_run(tensor + begin, bucket + begin, end - begin, direction, stream);
+    return;
+  }
+  tensor += begin * s.tensor_stride[0];
+  bucket += begin * s.bucket_stride[0];
+  copy_rows(s, 0, end - begin, tensor, bucket, direction, stream);
+}
+
+Regions::Regions(at::TensorList tensors, const std::vector<RegionCopy>& copies) {
+  regions_.reserve(copies.size());
+  pieces_.reserve(copies.size());
+  for (const auto& copy : copies) {
+    const auto& tensor = tensors[copy.tensor];
+    const auto& region = regions_.emplace_back(tensor, copy);
+    if (region.converts()) {
+      pieces_.push_back({regions_.size() - 1, -1, -1});
+      nbytes_ += static_cast<int64_t>(tensor.nbytes());
+      continue;
+    }
+    const int64_t parts = parts_of(region.strided());
+    const int64_t nbytes = bytes_of_part(region.strided());
+    const int64_t step = std::max<int64_t>(1, kPieceBytes / std::max<int64_t>(1, nbytes));
+    for (int64_t begin = 0; begin < parts; begin += step) {
+      pieces_.push_back({regions_.size() - 1, begin, std::min(parts, begin + step)});
+    }
+    nbytes_ += parts * nbytes;
+  }
+}
+
+void Regions::copy(const at::Tensor& bucket, const Memory& memory, Direction direction) const {
+  const bool stream = nbytes_ >= kStreamTotal;
+  auto* const base = static_cast<char*>(bucket.data_ptr());
+  Tasks tasks(pieces_.size());
+  const int64_t threads = std::clamp<int64_t>(nbytes_ / kBytesPerThread, 1, at::get_num_threads());
+  on_threads(threads, tasks, [&] {
+    for (size_t t = tasks.take(); t < pieces_.size(); t = tasks.take()) {
+      const auto& piece = pieces_[t];
+      const auto& region = regions_[piece.region];
+      if (piece.begin < 0) {
+        region.copy(bucket, 0, memory, direction, stream);
+      } else {
+        char* const tensor = memory.data[region.tensor()] + region.strided().tensor;
+        char* const there = base + region.strided().bucket;
+        region.copy_part(there, tensor, piece.begin, piece.end, direction, stream);
+      }
+    }
+  });
+}
+
+namespace {
 
 void region_copy_cpu(
     const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction) {
-  char* const base = static_cast<char*>(bucket.data_ptr());
-  std::vector<Strided> regions(copies.size());
-  std::vector<Task> tasks;
-  tasks.reserve(copies.size());
-  int64_t total = 0;
-  for (size_t i = 0; i < copies.size(); ++i) {
-    const auto& tensor = tensors[copies[i].tensor];
-    if (tensor.scalar_type() != copies[i].dtype) {
-      tasks.push_back({i, -1, -1}); // converted through ATen
-      total += tensor.nbytes();
-      continue;
-    }
-    auto& s = regions[i] = collapse(base, tensor, copies[i]);
-    s.run *= static_cast<int64_t>(tensor.element_size()); // in bytes from here on
-    if (s.run == 0) {
-      continue;
-    }
-    int64_t inner = s.run;
-    for (size_t d = 1; d < s.size.size(); ++d) {
-      inner *= s.size[d];
-    }
-    const int64_t rows = s.size.empty() ? s.run : s.size[0];
-    const int64_t row_bytes = s.size.empty() ? 1 : inner;
-    const int64_t step = std::max<int64_t>(1, kTaskBytes / row_bytes);
-    for (int64_t begin = 0; begin < rows; begin += step) {
-      tasks.push_back({i, begin, std::min(rows, begin + step)});
-    }
-    total += rows * row_bytes;
-  }
-
-  const bool stream = total >= kStreamTotal;
-  const auto run_task = [&](const Task& task) {
-    if (task.begin < 0) {
-      const auto& copy = copies[task.copy];
-      copy_one_aten(bucket, tensors[copy.tensor], copy, direction);
-      return;
-    }
-    const auto& s = regions[task.copy];
-    if (s.size.empty()) {
-      copy_run(s.tensor + task.begin, s.bucket + task.begin, task.end - task.begin, direction, stream);
-      return;
-    }
-    Strided part = s;
-    part.size[0] = task.end - task.begin;
-    copy_strided(
-        part,
-        0,
-        s.tensor + task.begin * s.tensor_stride[0],
-        s.bucket + task.begin * s.bucket_stride[0],
-        direction,
-        stream);
-  };
-
-  const int64_t threads = std::clamp<int64_t>(total / kBytesPerThread, 1, at::get_num_threads());
-  if (threads == 1) {
-    const StreamFence fence;
-    for (const auto& task : tasks) {
-      run_task(task);
-    }
-    return;
-  }
-  std::atomic<size_t> next{0};
-  std::exception_ptr failure;
-  std::mutex failure_lock;
-  const auto work = [&] {
-    const StreamFence fence;
-    try {
-      // Bites are handed out as threads come free, so that one huge region cannot hold up the rest.
-      for (size_t t = next++; t < tasks.size(); t = next++) {
-        run_task(tasks[t]);
-      }
-    } catch (...) {
-      const std::lock_guard<std::mutex> hold(failure_lock);
-      failure = std::current_exception();
-      next = tasks.size();
-    }
-  };
-  const bool inference = c10::InferenceMode::is_enabled();
-  std::vector<std::thread> helpers;
-  helpers.reserve(threads);
-  try {
-    for (int64_t i = 1; i < threads; ++i) {
-      helpers.emplace_back([&] {
-        const c10::InferenceMode same_mode(inference);
-        const at::NoGradGuard no_grad;
-        work();
-      });
-    }
-  } catch (const std::system_error&) {
-    // The machine is out of threads: those that there are do the work.
-  }
-  work();
-  for (auto& helper : helpers) {
-    helper.join();
-  }
-  if (failure) {
-    std::rethrow_exception(failure);
-  }
+  Regions(tensors, copies).copy(bucket, memory_of(tensors), direction);
 }
 
 const RegisterRegionCopy registered(c10::DeviceType::CPU, region_copy_cpu);

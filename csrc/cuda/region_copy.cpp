@@ -85,9 +85,11 @@ bool add(cuda::Table& table, char* base, const at::Tensor& tensor, const RegionC
   if (convert && (ours == cuda::Number::kNone || theirs == cuda::Number::kNone)) {
     return false;
   }
-  const auto s = collapse(base, tensor, copy);
-  const cuda::Side there{s.tensor, s.tensor_stride.data(), ours, static_cast<int64_t>(tensor.element_size())};
-  const cuda::Side here{s.bucket, s.bucket_stride.data(), theirs, static_cast<int64_t>(c10::elementSize(copy.dtype))};
+  const auto s = collapse(tensor, copy);
+  char* const data = static_cast<char*>(tensor.data_ptr());
+  const cuda::Side there{data + s.tensor, s.tensor_stride.data(), ours, static_cast<int64_t>(tensor.element_size())};
+  const cuda::Side here{
+      base + s.bucket, s.bucket_stride.data(), theirs, static_cast<int64_t>(c10::elementSize(copy.dtype))};
   const bool unpack = direction == Direction::kUnpack;
   return table.add(
       unpack ? here : there, unpack ? there : here, s.run, s.size.data(), static_cast<int64_t>(s.size.size()));

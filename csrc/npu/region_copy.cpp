@@ -23,14 +23,15 @@ void region_copy_npu(
   char* const base = static_cast<char*>(bucket.data_ptr());
   for (const auto& copy : copies) {
     const auto& tensor = tensors[copy.tensor];
-    const auto s = collapse(base, tensor, copy);
+    const auto s = collapse(tensor, copy);
     const bool as_it_is =
         tensor.scalar_type() == copy.dtype && s.size.empty() && library.plain(tensor.storage().unsafeGetStorageImpl());
     if (!as_it_is) {
       copy_one_aten(bucket, tensor, copy, direction);
     } else if (const auto nbytes = static_cast<uint64_t>(s.run * tensor.element_size()); nbytes > 0) {
       const bool unpack = direction == Direction::kUnpack;
-      runs.push_back({unpack ? s.tensor : s.bucket, unpack ? s.bucket : s.tensor, nbytes});
+      char* const there = static_cast<char*>(tensor.data_ptr()) + s.tensor;
+      runs.push_back({unpack ? there : base + s.bucket, unpack ? base + s.bucket : there, nbytes});
     }
   }
   if (!runs.empty()) {

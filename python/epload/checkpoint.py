@@ -22,7 +22,7 @@ from epload import dtypes, ops
 from epload.errors import CheckpointError
 from epload.manifest import Manifest, Places
 from epload.placement import Box, box_of_range, row_major_strides
-from epload.safetensors_file import RangedReader, file_facts, joined, read_header
+from epload.safetensors_file import RangedReader, Readable, file_facts, joined, read_header
 
 
 class Piece(NamedTuple):
@@ -79,14 +79,8 @@ class Checkpoint(ABC):
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         """Reads pieces into a uint8 CPU tensor. Raises CheckpointError naming the file or the tensor."""
 
-    def read_regions(self, targets: Sequence[Tensor], copies: Tensor, origins: Tensor) -> int | None:
-        """Reads regions of tensors straight into ``targets``; returns the bytes read, None if this source cannot.
-
-        Args:
-            targets: on CPU.
-            copies: a native copy table (see ``ops.unpack``), of which the offsets are ignored. The plan's own: not to be
-                changed.
-            origins: int64 [n, 2]: for each row the tensor's number and the offset in it, in bytes. The plan's own too.
+    def read_regions(self, regions: Readable) -> int | None:
+        """Reads regions of tensors straight into those of a model; returns the bytes read, None if this source cannot.
 
         Raises:
             CheckpointError: a file is gone, cannot be read or ends too early.
@@ -289,8 +283,8 @@ class SafetensorsCheckpoint(Checkpoint):
         offset = self._places.offset[tensor] + tensor_offset
         self._reader.read(bucket, joined(self._places.file[tensor], offset, bucket_offset, nbytes))
 
-    def read_regions(self, targets: Sequence[Tensor], copies: Tensor, origins: Tensor) -> int | None:
-        return self._reader.read_regions(self._places.file, self._places.offset, origins, targets, copies)
+    def read_regions(self, regions: Readable) -> int | None:
+        return self._reader.read_regions(self._places.file, self._places.offset, regions)
 
     def close(self) -> None:
         self._reader.close()

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from epload.checkpoint import Checkpoint
 from epload.control import Control
@@ -16,6 +15,7 @@ from epload.device_transfer import DeviceTransfer
 from epload.devices import CPU
 from epload.flow import Flow
 from epload.framing import Framing
+from epload.local import Local
 from epload.plan import LoadPlan
 from epload.report import LoadReport
 from epload.topology import Route, Topology
@@ -97,7 +97,7 @@ class DeviceSide:
         plan: LoadPlan,
         buckets: range,
         flow: Flow,
-        local: list[Tensor],
+        local: Local,
         checkpoint: Checkpoint | None,
         report: LoadReport,
         control: Control,

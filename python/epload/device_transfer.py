@@ -23,6 +23,7 @@ from epload.device_staging import BUFFERS, DeviceStaging
 from epload.errors import LoadError, Told
 from epload.flow import Flow
 from epload.framing import Framing
+from epload.local import Local
 from epload.plan import Bucket, LoadPlan
 from epload.regions import Regions, packed
 from epload.report import LoadReport
@@ -46,7 +47,7 @@ class DeviceTransfer:
         flow: Flow,
         routes: Mapping[int, Route],
         staging: DeviceStaging,
-        local: list[Tensor],
+        local: Local,
         checkpoint: Checkpoint | None,
         report: LoadReport,
         control: Control,
@@ -117,11 +118,6 @@ class DeviceTransfer:
     def _is_mine(self, number: int) -> bool:
         return self._flow.readers == "every" or self._flow.reader(number) == self._flow.rank
 
-    def _regions(self, number: int) -> Regions:
-        """All that this rank takes out of a bucket."""
-        bucket = self._plan.buckets[number]
-        return Regions([self._local[t] for t in bucket.targets], bucket.copies, bucket.origins)
-
     # ---- the reading thread ----
 
     def _read(self) -> None:
@@ -156,19 +152,19 @@ class DeviceTransfer:
                 return self._fill_own(number, bucket, buffer)
             failure = self._framing.fill(number, buffer[: bucket.nbytes], self._checkpoint)
             self._report.phases["read"].nbytes += bucket.nbytes - HEADER_BYTES
-            return (self._regions(number) if failure is None else failure), bucket.nbytes
+            return (self._local.regions(number) if failure is None else failure), bucket.nbytes
 
     def _fill_own(self, number: int, bucket: Bucket, buffer: Tensor) -> tuple[Regions | LoadError, int]:
         """Reads this rank's regions of a bucket, those on CPU straight into the model, the others packed into ``buffer``."""
         assert self._checkpoint is not None
         if told := self._framing.told():
             return told, 0
-        on_cpu, on_device = self._regions(number).by_device()
+        on_cpu, on_device = self._local.regions(number).by_device()
         try:
             nbytes = 0
             moved, total = on_device.packed()
             for regions in (on_cpu, on_device.read_into(buffer)):
-                got = self._checkpoint.read_regions(*regions) if regions.targets else 0
+                got = self._checkpoint.read_regions(regions) if regions.targets else 0
                 if got is None:  # this source gives whole buckets only
                     self._checkpoint.fill(buffer[: bucket.nbytes], self._plan.pieces(bucket))
                     if on_cpu.targets:
@@ -233,7 +229,7 @@ class DeviceTransfer:
             with self._report.timed("verify"):
                 self._framing.verify(number, self._flow.reader(number), bucket.cpu())
             self._report.phases["verify"].nbytes += bucket.nbytes - HEADER_BYTES
-        return told if told is not None else self._regions(number)
+        return told if told is not None else self._local.regions(number)
 
     def _take(self, number: int, regions: Regions, bucket: Tensor) -> None:
         with self._report.timed("unpack"):

@@ -24,6 +24,7 @@ from epload.device_transfer import DeviceTransfer, staging_bytes
 from epload.devices import CPU, check_stream
 from epload.flow import READERS, Flow
 from epload.framing import Framing
+from epload.local import Bound, Local
 from epload.mapping import Mapping
 from epload.node_memory import NodeMemory
 from epload.parts import LocalModules, OuterShard, Parts
@@ -107,6 +108,7 @@ class HierarchicalLoader:
         self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
         self._memory: NodeMemory | None = None
         self._proof: Proof | None = None
+        self._bound: Bound | None = None
         self._device = DeviceSide(self.topology, algorithm, src, stream)
         self._ways = Ways(self.topology, self.options, self._device)
         self._preparation = Preparation(self.topology, self.options, self._ways, self._device, self._watch)
@@ -197,7 +199,7 @@ class HierarchicalLoader:
         memory = self._reserve(wave_bytes(plan, work.per_wave)) if self._ways.share_buffers(work.device) else None
         shared = memory is not None and memory.shared
 
-        def prepare() -> list[Tensor]:
+        def prepare() -> Local:
             with report.timed("materialise"):
                 if work.devices.meta or work.targets.lost:
                     mat.materialise(model, work.targets, work.devices.home)
@@ -208,7 +210,12 @@ class HierarchicalLoader:
                     staging = self._reserve_on(work, shared)
                     report.peak_staging += staging.footprint
                     report.stream = self._device.spelled(work.device)
-                return work.targets.local() + quantised.side_tensors(plan.targets, len(work.targets.names), work.device)
+                scales = quantised.side_tensors(plan.targets, len(work.targets.names), work.device)
+                if work.device != CPU:
+                    return Local(plan, work.targets.local() + scales)
+                tensors = work.targets.memory() + scales
+                self._bound = Bound.to(plan, tensors, self._bound)
+                return Local(plan, tensors, self._bound)
 
         local, failure = attempt(prepare)
         self._control.settle("materialising the model", failure)
@@ -252,7 +259,7 @@ class HierarchicalLoader:
                 raise
             if finish is not None:
                 if self.options.proves:
-                    self._prove(work, flow, local, report)
+                    self._prove(work, flow, local.tensors, report)
                 finish()
             reading, crossing = report.phases["read"], report.phases["inter_node"]
             seen = [
@@ -273,7 +280,7 @@ class HierarchicalLoader:
             def finish() -> None:
                 self._control.doing = "initialises what the checkpoint lacks"
                 with self._device.work(work.device) if plan.scalings else nullcontext():
-                    quantised.multiply(plan.scalings, plan.targets, local)
+                    quantised.multiply(plan.scalings, plan.targets, local.tensors)
                 self._initialise(request, work, report)
 
             move(readers, rest, finish)

@@ -15,6 +15,12 @@ _coalesced_bcast = torch.ops.epload.coalesced_bcast.default
 _pack = torch.ops.epload.pack.default
 _unpack = torch.ops.epload.unpack.default
 _read_regions = torch.ops.epload.read_regions.default
+_bind_tensors = torch.ops.epload.bind_tensors.default
+_refresh = torch.ops.epload.refresh.default
+_bind_copies = torch.ops.epload.bind_copies.default
+_unpack_bound = torch.ops.epload.unpack_bound.default
+_bind_reads = torch.ops.epload.bind_reads.default
+_read_bound = torch.ops.epload.read_bound.default
 _relay = torch.ops.epload.relay.default
 _checksum = torch.ops.epload.checksum.default
 _digest_tensors = torch.ops.epload.digest_tensors.default
@@ -102,6 +108,67 @@ def read_regions(
         ValueError: a row reaches outside its target or names no tensor or file; nothing has been read.
     """
     outcome = _read_regions(descriptors, files, offsets, origins, targets, copies, threads)
+    return tuple(map(int, outcome))  # type: ignore[return-value]
+
+
+def bind_tensors(tensors: Sequence[Tensor]) -> torch.ScriptObject:
+    """For :func:`bind_copies` and :func:`bind_reads`; does not keep the tensors alive. On CPU.
+
+    Raises:
+        ValueError: a tensor is elsewhere, or not dense.
+    """
+    bound: torch.ScriptObject = _bind_tensors(tensors)
+    return bound
+
+
+def refresh(tensors: torch.ScriptObject) -> tuple[bool, int, str]:
+    """Finds out where the data of bound tensors is now, which must be done before each use.
+
+    Returns:
+        whether they are all there with the dtypes, shapes and strides that they had when they were bound, so that what is
+        bound to them holds; the index of one whose memory cannot be used, or -1; why it cannot.
+    """
+    same, bad, why = _refresh(tensors)
+    return bool(same), int(bad), str(why)
+
+
+def bind_copies(tensors: torch.ScriptObject, which: Sequence[int], copies: Tensor, nbytes: int) -> torch.ScriptObject:
+    """What :func:`unpack_bound` does with a bucket of ``nbytes``: a copy table as for :func:`unpack`, that counts in ``which``
+    of the bound tensors.
+
+    Raises:
+        ValueError: as for :func:`unpack`.
+    """
+    bound: torch.ScriptObject = _bind_copies(tensors, which, copies, nbytes)
+    return bound
+
+
+def unpack_bound(bucket: Tensor, copies: torch.ScriptObject) -> None:
+    """:func:`unpack`, with what :func:`bind_copies` has worked out."""
+    _unpack_bound(bucket, copies)
+
+
+def bind_reads(
+    tensors: torch.ScriptObject,
+    which: Sequence[int],
+    copies: Tensor,
+    files: Tensor,
+    offsets: Tensor,
+    origins: Tensor,
+    file_count: int,
+) -> torch.ScriptObject:
+    """What :func:`read_bound` reads: as for :func:`read_regions`, with so many files, into ``which`` of the bound tensors.
+
+    Raises:
+        ValueError: as for :func:`read_regions`.
+    """
+    bound: torch.ScriptObject = _bind_reads(tensors, which, copies, files, offsets, origins, file_count)
+    return bound
+
+
+def read_bound(descriptors: Sequence[int], reads: torch.ScriptObject, threads: int) -> tuple[int, int, int, int]:
+    """:func:`read_regions`, with what :func:`bind_reads` has worked out."""
+    outcome = _read_bound(descriptors, reads, threads)
     return tuple(map(int, outcome))  # type: ignore[return-value]
 
 
@@ -200,6 +267,11 @@ def _coalesced_bcast_fake(
 @torch.library.register_fake("epload::read_regions")  # type: ignore[untyped-decorator]
 def _read_regions_fake(*_: object, **__: object) -> tuple[int, int, int, int]:
     raise ValueError("read_regions: expected targets on cpu with data, got fake or meta tensors")
+
+
+@torch.library.register_fake("epload::bind_tensors")  # type: ignore[untyped-decorator]
+def _bind_tensors_fake(*_: object, **__: object) -> None:
+    raise ValueError("bind_tensors: expected tensors on cpu with data, got fake or meta tensors")
 
 
 @torch.library.register_fake("epload::relay")  # type: ignore[untyped-decorator]

@@ -103,31 +103,27 @@ class LoadPlan:
     """What is multiplied once all data is there."""
     owned: int
     """Bytes of the checkpoint that this rank copies into its shards."""
-    _taken: dict[range, Taken] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def pieces(self, bucket: Bucket) -> Pieces:
         """What a reader has to fill a bucket with."""
         return self.slots.pieces[bucket.slots.start : bucket.slots.stop]
 
     def taken(self, numbers: range) -> Taken:
-        """Of several buckets as of one: ``copies`` counts in the targets of all. Kept, for loads by the same plan."""
-        known = self._taken.get(numbers)
-        if known is None:
-            buckets = self.buckets[numbers.start : numbers.stop]
-            if len(buckets) == 1:
-                return Taken(buckets[0].targets, buckets[0].copies, buckets[0].origins)
-            tables, before = [], 0
-            for bucket in buckets:
-                table = bucket.copies.clone()
-                table[:, 0] += before
-                before += len(bucket.targets)
-                tables.append(table)
-            known = self._taken[numbers] = Taken(
-                tuple(chain.from_iterable(bucket.targets for bucket in buckets)),
-                torch.cat(tables),
-                torch.cat([bucket.origins for bucket in buckets]),
-            )
-        return known
+        """Of several buckets as of one: ``copies`` counts in the targets of all."""
+        buckets = self.buckets[numbers.start : numbers.stop]
+        if len(buckets) == 1:
+            return Taken(buckets[0].targets, buckets[0].copies, buckets[0].origins)
+        tables, before = [], 0
+        for bucket in buckets:
+            table = bucket.copies.clone()
+            table[:, 0] += before
+            before += len(bucket.targets)
+            tables.append(table)
+        return Taken(
+            tuple(chain.from_iterable(bucket.targets for bucket in buckets)),
+            torch.cat(tables),
+            torch.cat([bucket.origins for bucket in buckets]),
+        )
 
     @property
     def nbytes(self) -> int:

@@ -151,9 +151,11 @@ class Preparation:
         view: dict[str, Any] = {
             "options": options,
             "lost": opened is not None and bool(opened.targets.lost),
-            "known": self.manifest and self.manifest.identity,
         }
-        if opened is not None and self._topology.rank == src and len(self._topology.ranks) > 1:
+        several = len(self._topology.ranks) > 1
+        if several and self.manifest is not None:
+            view["known"] = self.manifest.identity
+        if several and opened is not None and self._topology.rank == src:
             assert opened.checkpoint is not None
             ours = opened.checkpoint.manifest
             view["manifest"] = len(ours.compact), ours.identity, ours.about
@@ -163,7 +165,7 @@ class Preparation:
             announced = None
             if len(views) > 1:
                 announced = _Announced(*views[src]["manifest"])
-                if all(view["known"] == announced.identity for rank, view in views.items() if rank != src):
+                if all(view.get("known") == announced.identity for rank, view in views.items() if rank != src):
                     announced = announced._replace(nbytes=0)
             return [announced, len({view["lost"] for view in views.values()}) > 1]
 

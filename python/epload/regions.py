@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from epload import dtypes
+from epload import dtypes, ops
 from epload.plan import ALIGNMENT, FIXED_COLUMNS
 
 
@@ -20,6 +21,12 @@ class Regions(NamedTuple):
     """The native copy table; column 0 counts in ``targets``."""
     origins: Tensor
     """See ``plan.Bucket.origins``."""
+
+    def read(
+        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int
+    ) -> tuple[int, int, int, int]:
+        """Those on CPU, from files; see ``ops.read_regions``."""
+        return ops.read_regions(descriptors, files, offsets, self.origins, self.targets, self.copies, threads)
 
     def by_device(self) -> tuple[Regions, Regions]:
         """Those whose targets are on CPU, and the others."""

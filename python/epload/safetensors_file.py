@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from epload import ops
 from epload.dtypes import SAFETENSORS
 from epload.errors import CheckpointError
 
@@ -180,6 +179,19 @@ _Job = tuple[str, int, int, list[memoryview]]
 """Path, descriptor, offset and where the bytes go."""
 
 
+class Readable(Protocol):
+    """Regions of a model's tensors on CPU that can be read from files."""
+
+    @property
+    def origins(self) -> Tensor:
+        """int64 [n, 2], on CPU: of each region the number of the checkpoint's tensor and where in it it starts, bytes."""
+
+    def read(
+        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int
+    ) -> tuple[int, int, int, int]:
+        """See ``ops.read_regions``."""
+
+
 class RangedReader:
     """Reads ranges of files into a buffer with a few threads. Files are opened at the first read and kept until close.
 
@@ -219,16 +231,12 @@ class RangedReader:
         for read in reads:
             read.result()
 
-    def read_regions(
-        self, files: Tensor, offsets: Tensor, origins: Tensor, targets: Sequence[Tensor], copies: Tensor
-    ) -> int:
-        """Reads regions straight into ``targets``; see ``ops.read_regions``, but files by their number. Returns bytes read."""
+    def read_regions(self, files: Tensor, offsets: Tensor, regions: Readable) -> int:
+        """Reads regions of tensors that lie in these files, by number, at these offsets. Returns bytes read."""
         descriptors = [-1] * len(self._paths)
-        for number in torch.unique(files[origins[:, 0]]).tolist() if len(self._paths) > 1 else [0]:
+        for number in torch.unique(files[regions.origins[:, 0]]).tolist() if len(self._paths) > 1 else [0]:
             descriptors[number] = self._open(number)
-        nbytes, bad, offset, error = ops.read_regions(
-            descriptors, files, offsets, origins, targets, copies, READ_THREADS
-        )
+        nbytes, bad, offset, error = regions.read(descriptors, files, offsets, READ_THREADS)
         if bad >= 0:
             path = self._paths[bad]
             if error:

@@ -72,7 +72,7 @@ class Snapshot:
                 module.reshard()
         if self._ended:
             return None
-        children = _C.addresses([parent()._modules for parent in self._parents])  # type: ignore[union-attr]
+        children = _C.addresses(_C.attributes(self._parents, "_modules"))
         found, owned = _C.contents(self._owning)
         if not (
             children == self._children

@@ -18,9 +18,9 @@ from epload.control import HEADER_BYTES, Control
 from epload.errors import LoadError, Overdue, Told, text_of
 from epload.flow import Flow, Step
 from epload.framing import Framing, spell
+from epload.local import Local
 from epload.node_memory import BUFFERS, NodeMemory
 from epload.plan import Bucket, LoadPlan
-from epload.regions import Regions
 from epload.report import LoadReport
 from epload.topology import Route
 from epload.upload import Uploader
@@ -74,7 +74,7 @@ class Transfer:
         flow: Flow,
         route: Route,
         memory: NodeMemory,
-        local: list[Tensor],
+        local: Local,
         checkpoint: Checkpoint | None,
         report: LoadReport,
         control: Control,
@@ -87,7 +87,7 @@ class Transfer:
             buckets: those to move, by number.
             per_wave: how many share a staging buffer.
             memory: buffers of at least ``wave_bytes(plan, per_wave)``.
-            local: the targets' local tensors.
+            local: the targets' local tensors; bound if there is no uploader.
             checkpoint: None on a rank that does not read.
             control: where failures are told; its deadline is how long a rank waits for another.
             framing: writes and checks the buckets' headers; with checksums, each node checks them before it unpacks.
@@ -161,29 +161,24 @@ class Transfer:
             buckets = [self._plan.buckets[number] for number in wave.numbers]
             try:
                 with self._report.timed("read"):
-                    nbytes = self._read_regions(wave.numbers)
+                    nbytes = self._local.read(wave.numbers, self._checkpoint)
                     if nbytes is None:
-                        nbytes = sum(self._read_whole(bucket) for bucket in buckets)
+                        nbytes = sum(map(self._read_whole, wave.numbers))
             except Exception as error:
                 raise self._framing.could_not("read", wave.numbers, error) from error
             self._report.phases["read"].nbytes += nbytes
             self._control.progress += nbytes
             self._bar.update(sum(bucket.nbytes for bucket in buckets))
 
-    def _read_regions(self, numbers: range) -> int | None:
-        assert self._checkpoint is not None
-        wanted, copies, origins = self._plan.taken(numbers)
-        targets = list(map(self._local.__getitem__, wanted))
-        return self._checkpoint.read_regions(targets, copies, origins) if targets else 0
-
-    def _read_whole(self, bucket: Bucket) -> int:
+    def _read_whole(self, number: int) -> int:
         """By way of a staging buffer, from a source that has no regions to read."""
         assert self._checkpoint is not None
+        bucket = self._plan.buckets[number]
         if not bucket.targets:
             return 0
         buffer = self._memory.buffers[0][: bucket.nbytes]
         self._checkpoint.fill(buffer, self._plan.pieces(bucket))
-        ops.unpack(buffer, [self._local[t] for t in bucket.targets], bucket.copies)
+        self._local.unpack(number, buffer)
         return bucket.nbytes
 
     def _stages(self) -> list[pipeline.Stage]:
@@ -352,11 +347,10 @@ class Transfer:
     def _take(self, number: int, bucket: Bucket, buffer: Tensor) -> None:
         if self._failure is None and bucket.targets:
             try:
-                targets = [self._local[t] for t in bucket.targets]
                 if self._uploader is not None:
-                    self._uploader.take(buffer, Regions(targets, bucket.copies, bucket.origins))
+                    self._uploader.take(buffer, self._local.regions(number))
                 else:
-                    ops.unpack(buffer, targets, bucket.copies)
+                    self._local.unpack(number, buffer)
             except Exception as error:  # keep receiving until a reader, who hears of it, ends the transfer for all
                 self._failure = self._framing.tell("unpack", [number], error)
         self._report.phases["unpack"].nbytes += bucket.nbytes - HEADER_BYTES

@@ -16,11 +16,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from epload import HierarchicalLoader, node_memory, ops
 from epload.checkpoint import SafetensorsCheckpoint
 from epload.control import Control
+from epload.local import Local
 from netbed import slow_link
 
 WORLD = 4
@@ -44,7 +44,7 @@ WAYS = (
 )
 _READS = ("fill", "read_regions")
 _MOVES = ("relay", "coalesced_bcast")
-_WRITES = ("unpack", "read_regions")
+_WRITES = ("unpack", "read")
 _ALL = (*_READS, *_MOVES, "unpack", "agree")
 _AT = {
     "unreadable": _READS, "truncated": _READS, "slow reader": _READS, "slow link": _MOVES, "bit in bucket": _MOVES,
@@ -123,7 +123,7 @@ class Moments:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        owners = {"fill": SafetensorsCheckpoint, "agree": Control}
+        owners = dict.fromkeys(_READS, SafetensorsCheckpoint) | dict.fromkeys(_WRITES, Local) | {"agree": Control}
         with ExitStack() as stack:
             for name in self._names:
                 owner = owners.get(name, ops)
@@ -131,13 +131,13 @@ class Moments:
             yield
 
 
-def _flip_in(*args: Any) -> bool:
-    """``args``: of an op, among them a list of tensors that it has written to."""
-    written = next(arg for arg in args if isinstance(arg, list) and isinstance(arg[0], Tensor))
-    for tensor in written:
-        if tensor.numel() and tensor.is_contiguous():
-            tensor.detach().view(-1).view(torch.uint8)[0] ^= 1
-            return True
+def _flip_in(local: Local, of: int | range, *_: Any) -> bool:
+    """In what was taken out of a bucket, or some buckets."""
+    for number in [of] if isinstance(of, int) else of:
+        for tensor in local.regions(number).targets:
+            if tensor.numel() and tensor.is_contiguous():
+                tensor.detach().view(-1).view(torch.uint8)[0] ^= 1
+                return True
     return False
 
 

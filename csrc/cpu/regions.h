@@ -1,0 +1,76 @@
+// Regions of tensors on CPU in two steps: what follows from layouts, which can be kept, and the copies themselves.
+#pragma once
+
+#include "../region_copy.h"
+#include "../strided.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace epload {
+
+// Where tensors are: where the data of each begins, and the tensor itself, for regions that convert.
+struct Memory {
+  std::vector<char*> data;
+  std::function<at::Tensor(int64_t)> tensor;
+};
+
+// Of tensors that outlive it.
+Memory memory_of(at::TensorList tensors);
+
+// One region of a tensor. Of the tensor only its layout is looked at.
+class Region {
+ public:
+  Region(const at::Tensor& tensor, const RegionCopy& copy);
+
+  int64_t tensor() const {
+    return tensor_;
+  }
+
+  bool converts() const {
+    return converting_ != nullptr;
+  }
+
+  // Of a region that does not convert; its runs are in bytes.
+  const Strided& strided() const {
+    return strided_;
+  }
+
+  // All of it, on this thread. `bucket` begins `skipped` bytes into the bucket that the region is of.
+  void copy(const at::Tensor& bucket, int64_t skipped, const Memory& memory, Direction direction, bool stream) const;
+
+  // Rows [begin, end) of its outermost dim, or bytes [begin, end) of its one run, of a region that does not convert.
+  // `bucket` and `tensor` are where its first element lies.
+  void copy_part(char* bucket, char* tensor, int64_t begin, int64_t end, Direction direction, bool stream) const;
+
+ private:
+  int64_t tensor_;
+  Strided strided_;
+  std::unique_ptr<const RegionCopy> converting_;
+};
+
+// The regions of one bucket, in pieces that threads share.
+class Regions {
+ public:
+  Regions(at::TensorList tensors, const std::vector<RegionCopy>& copies);
+
+  void copy(const at::Tensor& bucket, const Memory& memory, Direction direction) const;
+
+ private:
+  // A piece of a region (see Region::copy_part); all of it if `begin` is negative.
+  struct Piece {
+    size_t region;
+    int64_t begin, end;
+  };
+
+  std::vector<Region> regions_;
+  std::vector<Piece> pieces_;
+  int64_t nbytes_ = 0;
+};
+
+} // namespace epload

@@ -1,0 +1,51 @@
+#include "threads.h"
+
+#include "stream_copy.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <exception>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace epload {
+
+void on_threads(int64_t threads, Tasks& tasks, const std::function<void()>& work) {
+  std::exception_ptr failure;
+  std::mutex lock;
+  const auto guarded = [&] {
+    const StreamFence fence;
+    try {
+      work();
+    } catch (...) {
+      const std::lock_guard<std::mutex> hold(lock);
+      failure = std::current_exception();
+      tasks.stop();
+    }
+  };
+  const bool inference = c10::InferenceMode::is_enabled();
+  std::vector<std::thread> helpers;
+  try {
+    for (int64_t i = 1; i < threads && static_cast<size_t>(i) < tasks.count(); ++i) {
+      helpers.emplace_back([&] {
+        const c10::InferenceMode same_mode(inference);
+        const at::NoGradGuard no_grad;
+        guarded();
+      });
+    }
+  } catch (const std::system_error&) {
+    // The machine is out of threads: those that there are do the work.
+  }
+  guarded();
+  for (auto& helper : helpers) {
+    helper.join();
+  }
+  if (failure) {
+    std::rethrow_exception(failure);
+  }
+}
+
+} // namespace epload
