@@ -156,7 +156,7 @@ std::pair<py::list, std::vector<std::size_t>> values(const py::list& objects, co
   return {std::move(listed), empty_places(found)};
 }
 
-py::bytes gotten(const py::list& objects, const py::object& getter) {
+py::bytearray gotten(const py::list& objects, const py::object& getter) {
   if (!Py_IS_TYPE(getter.ptr(), &PyGetSetDescr_Type)) {
     throw py::type_error("gotten: expected the descriptor of a getter");
   }
@@ -179,7 +179,7 @@ py::bytes gotten(const py::list& objects, const py::object& getter) {
       throw py::error_already_set();
     }
   }
-  return as_bytes(found);
+  return {reinterpret_cast<const char*>(found.data()), found.size() * sizeof(found[0])};
 }
 
 bool all_empty(const py::list& containers) {

@@ -29,8 +29,8 @@ std::pair<pybind11::bytes, std::vector<std::size_t>> held(const pybind11::list& 
 // What each of some objects has in a slot of its class, None for objects of other classes; and the positions of those.
 std::pair<pybind11::list, std::vector<std::size_t>> values(const pybind11::list& objects, const pybind11::object& slot);
 
-// The address that each object's getter says, of one written in C (its descriptor), e.g. torch.Tensor._cdata.
-pybind11::bytes gotten(const pybind11::list& objects, const pybind11::object& getter);
+// The addresses that the objects' getter says, one written in C (its descriptor), e.g. torch.Tensor._cdata.
+pybind11::bytearray gotten(const pybind11::list& objects, const pybind11::object& getter);
 
 // Whether nothing is in any of these containers.
 bool all_empty(const pybind11::list& containers);

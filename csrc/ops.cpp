@@ -49,11 +49,12 @@ void unpack(const at::Tensor& bucket, at::TensorList targets, const at::Tensor& 
   written(targets);
 }
 
-// Where tensors of a checkpoint lie: entry i of a column is tensor i's.
-at::IntArrayRef column(const char* name, const at::Tensor& values) {
+// Of a table: entry i of a column is tensor i's.
+at::IntArrayRef column(const char* op, const char* name, const at::Tensor& values) {
   TORCH_CHECK_VALUE(
       values.is_cpu() && values.scalar_type() == at::kLong && values.dim() == 1 && values.is_contiguous(),
-      "read_regions: expected ",
+      op,
+      ": expected ",
       name,
       " as a contiguous 1-D int64 CPU tensor, got ",
       values.scalar_type(),
@@ -68,8 +69,8 @@ struct Origins {
 
   Origins(
       const at::Tensor& files_of, const at::Tensor& offsets_of, const at::Tensor& origins, const at::Tensor& copies) {
-    const auto file_of = column("files", files_of);
-    const auto offset_of = column("offsets", offsets_of);
+    const auto file_of = column("read_regions", "files", files_of);
+    const auto offset_of = column("read_regions", "offsets", offsets_of);
     TORCH_CHECK_VALUE(
         origins.is_cpu() && origins.scalar_type() == at::kLong && origins.dim() == 2 && origins.is_contiguous() &&
             origins.size(1) == 2 && copies.dim() == 2 && origins.size(0) == copies.size(0) &&
@@ -137,29 +138,41 @@ Outcome read_regions(
   return as_tuple(outcome);
 }
 
-using Bound = c10::intrusive_ptr<epload::BoundTensors>;
+using Gathered = c10::intrusive_ptr<epload::Gathered>;
+using BoundCopies = c10::intrusive_ptr<epload::BoundCopies>;
+using BoundReads = c10::intrusive_ptr<epload::BoundReads>;
 
-Bound bind_tensors(at::TensorList tensors) {
-  return c10::make_intrusive<epload::BoundTensors>(tensors);
+template <typename Word>
+at::Tensor as_words(const std::vector<Word>& values) {
+  auto result = at::empty({static_cast<int64_t>(values.size())}, at::kLong);
+  std::copy(values.begin(), values.end(), result.template mutable_data_ptr<int64_t>());
+  return result;
 }
 
-std::tuple<bool, int64_t, std::string> refresh(const Bound& tensors) {
-  auto state = tensors->refresh();
-  return {state.same, state.bad, std::move(state.why)};
+std::tuple<Gathered, int64_t, std::string> gather(const at::Tensor& addresses, const std::optional<at::Tensor>& known) {
+  if (known.has_value()) {
+    column("gather", "known layouts", *known);
+  }
+  auto gathered =
+      c10::make_intrusive<epload::Gathered>(column("gather", "addresses", addresses), known.value_or(at::Tensor()));
+  return {gathered, gathered->bad(), gathered->why()};
 }
 
-c10::intrusive_ptr<epload::BoundCopies> bind_copies(
-    const Bound& tensors, at::IntArrayRef which, const at::Tensor& copies, int64_t nbytes) {
-  return c10::make_intrusive<epload::BoundCopies>(tensors, which, copies, nbytes);
+at::Tensor layouts(const Gathered& tensors) {
+  return tensors->layouts();
 }
 
-void unpack_bound(const at::Tensor& bucket, const c10::intrusive_ptr<epload::BoundCopies>& copies) {
+BoundCopies bind_copies(const Gathered& tensors, at::IntArrayRef which, const at::Tensor& copies, int64_t nbytes) {
+  return c10::make_intrusive<epload::BoundCopies>(*tensors, which, copies, nbytes);
+}
+
+void unpack_bound(const at::Tensor& bucket, const Gathered& tensors, const BoundCopies& copies) {
   const at::NoGradGuard no_grad;
-  copies->unpack(bucket);
+  copies->unpack(bucket, *tensors);
 }
 
-c10::intrusive_ptr<epload::BoundReads> bind_reads(
-    const Bound& tensors,
+BoundReads bind_reads(
+    const Gathered& tensors,
     at::IntArrayRef which,
     const at::Tensor& copies,
     const at::Tensor& files,
@@ -167,12 +180,12 @@ c10::intrusive_ptr<epload::BoundReads> bind_reads(
     const at::Tensor& origins,
     int64_t file_count) {
   const Origins from(files, offsets, origins, copies);
-  return c10::make_intrusive<epload::BoundReads>(tensors, which, copies, from.files, from.offsets, file_count);
+  return c10::make_intrusive<epload::BoundReads>(*tensors, which, copies, from.files, from.offsets, file_count);
 }
 
-Outcome read_bound(at::IntArrayRef descriptors, const c10::intrusive_ptr<epload::BoundReads>& reads, int64_t threads) {
+Outcome read_bound(at::IntArrayRef descriptors, const Gathered& tensors, const BoundReads& reads, int64_t threads) {
   const at::NoGradGuard no_grad;
-  return as_tuple(reads->run(descriptors, threads));
+  return as_tuple(reads->run(descriptors, *tensors, threads));
 }
 
 int64_t relay(
@@ -212,19 +225,13 @@ int64_t checksum(const at::Tensor& bytes) {
   return static_cast<int64_t>(sum.value());
 }
 
-at::Tensor as_tensor(const std::vector<uint64_t>& digests) {
-  auto result = at::empty({static_cast<int64_t>(digests.size())}, at::kLong);
-  std::copy(digests.begin(), digests.end(), result.mutable_data_ptr<int64_t>());
-  return result;
-}
-
 at::Tensor digest_tensors(at::TensorList tensors, const at::Tensor& copies) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     TORCH_CHECK_VALUE(
         tensors[i].is_cpu(), "digest_tensors: expected tensors on cpu, tensor ", i, " is on ", tensors[i].device());
   }
   const auto rows = epload::decode_copies(std::numeric_limits<int64_t>::max(), tensors, copies);
-  return as_tensor(epload::digest_tensors(tensors, rows));
+  return as_words(epload::digest_tensors(tensors, rows));
 }
 
 at::Tensor digest_bucket(const at::Tensor& bucket, const at::Tensor& copies) {
@@ -246,13 +253,13 @@ at::Tensor digest_bucket(const at::Tensor& bucket, const at::Tensor& copies) {
         row.tensor);
     dtypes.push_back(static_cast<at::ScalarType>(row.tensor));
   }
-  return as_tensor(epload::digest_bucket(bucket, rows, dtypes));
+  return as_words(epload::digest_bucket(bucket, rows, dtypes));
 }
 
 } // namespace
 
 TORCH_LIBRARY(epload, m) {
-  m.class_<epload::BoundTensors>("BoundTensors");
+  m.class_<epload::Gathered>("Gathered");
   m.class_<epload::BoundCopies>("BoundCopies");
   m.class_<epload::BoundReads>("BoundReads");
   m.def(
@@ -263,18 +270,20 @@ TORCH_LIBRARY(epload, m) {
   m.def(
       "read_regions(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor(a!)[] targets, "
       "Tensor copies, int threads) -> (int, int, int, int)");
-  m.def("bind_tensors(Tensor[] tensors) -> __torch__.torch.classes.epload.BoundTensors");
-  m.def("refresh(__torch__.torch.classes.epload.BoundTensors tensors) -> (bool, int, str)");
+  m.def("gather(Tensor addresses, Tensor? known=None) -> (__torch__.torch.classes.epload.Gathered, int, str)");
+  m.def("layouts(__torch__.torch.classes.epload.Gathered tensors) -> Tensor");
   m.def(
-      "bind_copies(__torch__.torch.classes.epload.BoundTensors tensors, int[] which, Tensor copies, int nbytes) -> "
+      "bind_copies(__torch__.torch.classes.epload.Gathered tensors, int[] which, Tensor copies, int nbytes) -> "
       "__torch__.torch.classes.epload.BoundCopies");
-  m.def("unpack_bound(Tensor bucket, __torch__.torch.classes.epload.BoundCopies copies) -> ()");
   m.def(
-      "bind_reads(__torch__.torch.classes.epload.BoundTensors tensors, int[] which, Tensor copies, Tensor files, "
+      "unpack_bound(Tensor bucket, __torch__.torch.classes.epload.Gathered tensors, "
+      "__torch__.torch.classes.epload.BoundCopies copies) -> ()");
+  m.def(
+      "bind_reads(__torch__.torch.classes.epload.Gathered tensors, int[] which, Tensor copies, Tensor files, "
       "Tensor offsets, Tensor origins, int file_count) -> __torch__.torch.classes.epload.BoundReads");
   m.def(
-      "read_bound(int[] descriptors, __torch__.torch.classes.epload.BoundReads reads, int threads) -> "
-      "(int, int, int, int)");
+      "read_bound(int[] descriptors, __torch__.torch.classes.epload.Gathered tensors, "
+      "__torch__.torch.classes.epload.BoundReads reads, int threads) -> (int, int, int, int)");
   m.def(
       "relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes, Tensor? board=None, "
       "float seconds=0) -> int");
@@ -290,8 +299,8 @@ TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
   m.impl("pack", TORCH_FN(pack));
   m.impl("unpack", TORCH_FN(unpack));
   m.impl("read_regions", TORCH_FN(read_regions));
-  m.impl("bind_tensors", TORCH_FN(bind_tensors));
-  m.impl("refresh", TORCH_FN(refresh));
+  m.impl("gather", TORCH_FN(gather));
+  m.impl("layouts", TORCH_FN(layouts));
   m.impl("bind_copies", TORCH_FN(bind_copies));
   m.impl("unpack_bound", TORCH_FN(unpack_bound));
   m.impl("bind_reads", TORCH_FN(bind_reads));

@@ -91,6 +91,7 @@ class Files:
 
     def check(self, rows: Sequence[Row], targets: Sequence[Tensor], threads: int = 2) -> int:
         """Reads, and compares the targets' whole storages with what slicing and ``copy_`` do; returns bytes read."""
+        unread = [storage_of(target).clone() for target in targets]
         before = [same_storage(target) for target in targets]
         for row in rows:
             place = box(before[row.target], row.at, row.size)
@@ -100,6 +101,18 @@ class Files:
         assert (bad, offset, error) == (-1, 0, 0)
         for i, (target, expected) in enumerate(zip(targets, before, strict=True)):
             assert torch.equal(storage_of(target), storage_of(expected)), f"target {i}"
+        reads, layouts = None, None
+        for _ in range(2):  # bound to some tensors, used for them and for others
+            others = [same_storage(target) for target in targets]
+            for other, blank in zip(others, unread, strict=True):
+                storage_of(other).copy_(blank)
+            gathered, _, _ = ops.gather(others, layouts)
+            layouts = ops.layouts(gathered)
+            if reads is None:
+                reads = ops.bind_reads(gathered, range(len(targets)), table, *where, len(self.descriptors))
+            assert ops.read_bound(self.descriptors, gathered, reads, threads) == (nbytes, -1, 0, 0)
+            for i, (other, expected) in enumerate(zip(others, before, strict=True)):
+                assert torch.equal(storage_of(other), storage_of(expected)), f"bound target {i}"
         return nbytes
 
     def close(self) -> None:

@@ -217,9 +217,10 @@ def test_what_slots_hold_is_found_and_told_by_address() -> None:
     filled.one, filled.other, derived.one = object(), object(), filled
     slot = Slotted.one  # type: ignore[attr-defined]
     objects = [filled, derived, empty, 3, filled]
-    held = np.frombuffer(_C.held(objects, slot), np.int64)
-    assert held.tolist() == [id(filled.one), 0, 0, 0, id(filled.one)]
-    assert _C.held([], slot) == b""
+    held, empty_places = _C.held(objects, slot)
+    assert np.frombuffer(held, np.int64).tolist() == [id(filled.one), 0, 0, 0, id(filled.one)]
+    assert empty_places == [1, 2, 3]
+    assert _C.held([], slot) == (b"", [])
     before = sys.getrefcount(filled.one)
     values, others = _C.values(objects, slot)
     assert values == [filled.one, None, None, None, filled.one]
@@ -232,6 +233,32 @@ def test_what_slots_hold_is_found_and_told_by_address() -> None:
             _C.held([filled], other)
         with pytest.raises(TypeError, match="expected the descriptor of a slot"):
             _C.values([filled], other)
+
+
+def test_what_weak_references_and_getters_give() -> None:
+    class Module:
+        def __init__(self, places: object) -> None:
+            self.places = places
+
+    modules = [Module([i]) for i in range(100)]
+    references: list[Any] = list(map(weakref.ref, modules))
+    before = sys.getrefcount(modules[0].places)
+    found = _C.attributes(references, "places")
+    counted = sys.getrefcount(modules[0].places) - before
+    assert counted == 1, "what a list holds is counted"
+    assert list(map(id, found)) == [id(module.places) for module in modules]
+    assert _C.attributes([], "places") == []
+    del modules[50]
+    for bad, error in ((references, AttributeError), ([Module([])], TypeError), ([*references[:3], 3], TypeError)):
+        with pytest.raises(error):
+            _C.attributes(bad, "places")
+    tensors: list[Any] = [nn.Parameter(torch.zeros(i)) for i in range(100)]
+    getter = torch._C.TensorBase._cdata
+    assert np.frombuffer(_C.gotten(tensors, getter), np.int64).tolist() == [tensor._cdata for tensor in tensors]
+    assert _C.gotten([], getter) == b""
+    for objects, other in (([*tensors, 3], getter), (tensors, torch.Tensor.add), (tensors, 3)):
+        with pytest.raises(TypeError, match="gotten: expected"):
+            _C.gotten(objects, other)
 
 
 def test_the_contents_of_dicts_are_told_by_address_and_in_order() -> None:

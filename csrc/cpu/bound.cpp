@@ -1,12 +1,14 @@
 #include "bound.h"
 
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
 #include <limits>
-#include <utility>
 
 namespace epload {
 namespace {
 
-// Adds what a region's place in a tensor follows from.
+// What a region's place in a tensor follows from.
 void add_layout(std::vector<int64_t>& layouts, const at::Tensor& tensor) {
   layouts.push_back(static_cast<int64_t>(tensor.scalar_type()));
   layouts.push_back(tensor.dim());
@@ -14,89 +16,87 @@ void add_layout(std::vector<int64_t>& layouts, const at::Tensor& tensor) {
   layouts.insert(layouts.end(), tensor.strides().begin(), tensor.strides().end());
 }
 
-// Whether a tensor has the layout at `at`, which then is where the next one's begins.
-bool has_layout(const std::vector<int64_t>& layouts, size_t& at, const at::Tensor& tensor) {
-  const auto dims = static_cast<size_t>(layouts[at + 1]);
-  const auto* const known = layouts.data() + at;
-  at += 2 + 2 * dims;
-  return known[0] == static_cast<int64_t>(tensor.scalar_type()) && static_cast<int64_t>(dims) == tensor.dim() &&
-         tensor.sizes() == c10::IntArrayRef(known + 2, dims) &&
-         tensor.strides() == c10::IntArrayRef(known + 2 + dims, dims);
-}
-
-std::vector<RegionCopy> decode(
-    const std::vector<at::Tensor>& tensors, const at::Tensor& copies, int64_t nbytes, c10::IntArrayRef offsets = {}) {
-  return decode_copies(nbytes, tensors, copies, offsets);
+// Whether that is how `layouts` begins, which then is what comes after it.
+bool takes_layout(c10::IntArrayRef& layouts, const at::Tensor& tensor) {
+  const auto dims = static_cast<size_t>(tensor.dim());
+  if (layouts.size() < 2 + 2 * dims || layouts[0] != static_cast<int64_t>(tensor.scalar_type()) ||
+      layouts[1] != tensor.dim() || layouts.slice(2, dims) != tensor.sizes() ||
+      layouts.slice(2 + dims, dims) != tensor.strides()) {
+    return false;
+  }
+  layouts = layouts.slice(2 + 2 * dims);
+  return true;
 }
 
 } // namespace
 
-BoundTensors::BoundTensors(at::TensorList tensors) {
-  tensors_.reserve(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    fetch_ahead(tensors, i);
-    const auto& tensor = tensors[i];
-    TORCH_CHECK_VALUE(
-        tensor.is_cpu() && tensor.layout() == at::kStrided,
-        "bind_tensors: expected dense tensors on cpu, tensor ",
-        i,
-        " is ",
-        tensor.layout(),
-        " on ",
-        tensor.device());
-    tensors_.emplace_back(tensor.getIntrusivePtr());
-    add_layout(layouts_, tensor);
+Gathered::Gathered(c10::IntArrayRef addresses, const at::Tensor& known) {
+  tensors_.reserve(addresses.size());
+  for (const auto address : addresses) {
+    TORCH_CHECK_VALUE(address != 0, "gather: expected addresses of tensors, got 0");
+    tensors_.push_back(reinterpret_cast<at::TensorImpl*>(address)); // NOLINT(performance-no-int-to-ptr)
   }
-}
-
-BoundTensors::State BoundTensors::refresh() {
-  State state{true, -1, {}};
   data_.assign(tensors_.size(), nullptr);
-  size_t at = 0;
-  const auto impl_of = [this](size_t i) { return tensors_[i]._unsafe_get_target(); };
+  c10::IntArrayRef left;
+  bool same = known.defined();
+  if (same) {
+    left = {known.const_data_ptr<int64_t>(), static_cast<size_t>(known.numel())};
+  }
+  const auto impl_of = [this](size_t i) { return tensors_[i]; };
   for (size_t i = 0; i < tensors_.size(); ++i) {
     fetch_ahead(tensors_.size(), i, impl_of);
-    auto impl = tensors_[i].lock();
-    if (!impl.defined()) {
-      state.same = false;
-      return state;
-    }
-    const at::Tensor tensor(std::move(impl));
-    if (!has_layout(layouts_, at, tensor)) {
-      state.same = false;
-      return state;
-    }
+    const auto it = tensor(static_cast<int64_t>(i));
+    TORCH_CHECK_VALUE(
+        it.is_cpu() && it.layout() == at::kStrided && !it.unsafeGetTensorImpl()->is_python_dispatch(),
+        "gather: expected dense tensors on cpu with memory of their own, tensor ",
+        i,
+        " is ",
+        it.toString());
+    same = same && takes_layout(left, it);
     try {
-      check_memory("load", tensor, i);
-      data_[i] = static_cast<char*>(tensor.data_ptr());
+      check_memory("gather", it, i);
+      data_[i] = static_cast<char*>(it.data_ptr());
     } catch (const c10::ValueError& error) {
-      state.bad = static_cast<int64_t>(i);
-      state.why = error.what_without_backtrace();
-      return state;
+      if (bad_ < 0) {
+        bad_ = static_cast<int64_t>(i);
+        why_ = error.what_without_backtrace();
+      }
     }
   }
-  return state;
+  if (same && left.empty()) {
+    layouts_ = known;
+    return;
+  }
+  std::vector<int64_t> layouts;
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    add_layout(layouts, tensor(static_cast<int64_t>(i)));
+  }
+  layouts_ = at::empty({static_cast<int64_t>(layouts.size())}, at::kLong);
+  std::copy(layouts.begin(), layouts.end(), layouts_.mutable_data_ptr<int64_t>());
 }
 
-at::Tensor BoundTensors::tensor(int64_t i) const {
-  TORCH_CHECK_VALUE(
-      i >= 0 && i < static_cast<int64_t>(tensors_.size()), "expected a tensor of ", tensors_.size(), ", got ", i);
-  auto impl = tensors_[i].lock();
-  TORCH_CHECK_VALUE(impl.defined(), "tensor ", i, " is gone");
-  return at::Tensor(std::move(impl));
+at::Tensor Gathered::tensor(int64_t i) const {
+  return at::Tensor(
+      c10::intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>::unsafe_reclaim_from_nonowning(tensors_[i]));
 }
 
-std::vector<at::Tensor> BoundTensors::tensors(c10::IntArrayRef which) const {
+std::vector<at::Tensor> Gathered::some(c10::IntArrayRef which) const {
   std::vector<at::Tensor> found;
   found.reserve(which.size());
   for (const auto i : which) {
+    TORCH_CHECK_VALUE(
+        i >= 0 && i < static_cast<int64_t>(tensors_.size()),
+        "expected the number of one of ",
+        tensors_.size(),
+        " tensors, got ",
+        i);
     found.push_back(tensor(i));
   }
   return found;
 }
 
-Memory BoundTensors::memory(c10::IntArrayRef which) const {
-  TORCH_CHECK_VALUE(data_.size() == tensors_.size(), "expected bound tensors to be refreshed before they are used");
+Memory Gathered::memory(c10::IntArrayRef which) const {
+  TORCH_CHECK_VALUE(bad_ < 0, why_);
   Memory memory;
   memory.data.reserve(which.size());
   for (const auto i : which) {
@@ -106,24 +106,32 @@ Memory BoundTensors::memory(c10::IntArrayRef which) const {
   return memory;
 }
 
-void BoundTensors::written(c10::IntArrayRef which) const {
+void Gathered::written(c10::IntArrayRef which) const {
   for (const auto i : which) {
-    auto* const impl = tensors_[i]._unsafe_get_target();
-    if (!impl->is_inference()) {
-      impl->bump_version();
+    if (!tensors_[i]->is_inference()) {
+      tensors_[i]->bump_version();
     }
   }
 }
 
-BoundCopies::BoundCopies(
-    c10::intrusive_ptr<BoundTensors> tensors, c10::IntArrayRef which, const at::Tensor& copies, int64_t nbytes)
-    : tensors_(std::move(tensors)), which_(which.vec()), nbytes_(nbytes), regions_([&] {
-        const auto bound = tensors_->tensors(which);
-        return Regions(bound, decode(bound, copies, nbytes));
+Which::Which(const Gathered& tensors, c10::IntArrayRef which) : which_(which.vec()), layouts_(tensors.layouts()) {
+}
+
+c10::IntArrayRef Which::of(const Gathered& tensors) const {
+  TORCH_CHECK_VALUE(
+      tensors.layouts().is_same(layouts_),
+      "expected tensors of the dtypes, shapes and strides that these regions were bound to");
+  return which_;
+}
+
+BoundCopies::BoundCopies(const Gathered& tensors, c10::IntArrayRef which, const at::Tensor& copies, int64_t nbytes)
+    : which_(tensors, which), nbytes_(nbytes), regions_([&] {
+        const auto some = tensors.some(which);
+        return Regions(some, decode_copies(nbytes, some, copies));
       }()) {
 }
 
-void BoundCopies::unpack(const at::Tensor& bucket) const {
+void BoundCopies::unpack(const at::Tensor& bucket, const Gathered& tensors) const {
   TORCH_CHECK_VALUE(
       bucket.is_cpu() && bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous() &&
           bucket.numel() == nbytes_,
@@ -135,26 +143,29 @@ void BoundCopies::unpack(const at::Tensor& bucket) const {
       bucket.sizes(),
       " on ",
       bucket.device());
-  regions_.copy(bucket, tensors_->memory(which_), Direction::kUnpack);
-  tensors_->written(which_);
+  const auto which = which_.of(tensors);
+  regions_.copy(bucket, tensors.memory(which), Direction::kUnpack);
+  tensors.written(which);
 }
 
 BoundReads::BoundReads(
-    c10::intrusive_ptr<BoundTensors> tensors,
+    const Gathered& tensors,
     c10::IntArrayRef which,
     const at::Tensor& copies,
     c10::IntArrayRef files,
     c10::IntArrayRef offsets,
     int64_t file_count)
-    : tensors_(std::move(tensors)), which_(which.vec()), reads_([&] {
-        const auto bound = tensors_->tensors(which);
-        return Reads(files, file_count, bound, decode(bound, copies, std::numeric_limits<int64_t>::max(), offsets));
+    : which_(tensors, which), reads_([&] {
+        const auto some = tensors.some(which);
+        return Reads(
+            files, file_count, some, decode_copies(std::numeric_limits<int64_t>::max(), some, copies, offsets));
       }()) {
 }
 
-ReadOutcome BoundReads::run(c10::IntArrayRef descriptors, int64_t threads) const {
-  const auto outcome = reads_.run(descriptors, tensors_->memory(which_), threads);
-  tensors_->written(which_);
+ReadOutcome BoundReads::run(c10::IntArrayRef descriptors, const Gathered& tensors, int64_t threads) const {
+  const auto which = which_.of(tensors);
+  const auto outcome = reads_.run(descriptors, tensors.memory(which), threads);
+  tensors.written(which);
   return outcome;
 }
 

@@ -1,5 +1,5 @@
-// For tensors on CPU that are written to again and again: regions of them, worked out once. A reload of 18,867 tensors
-// then hands over no tensor and looks at each once.
+// Regions of a model's tensors on CPU, worked out once for all its loads: what follows from layouts is kept, and each
+// load hands over its tensors once, not with every bucket.
 #pragma once
 
 #include "reads.h"
@@ -8,7 +8,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/util/ArrayRef.h>
-#include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
 #include <string>
@@ -16,71 +15,85 @@
 
 namespace epload {
 
-// Tensors that it does not keep alive. Layouts are as they were when it was made.
-class BoundTensors : public torch::CustomClassHolder {
+// The tensors of one load, which the caller keeps alive.
+class Gathered : public torch::CustomClassHolder {
  public:
-  explicit BoundTensors(at::TensorList tensors);
+  // By their TensorImpls' addresses: to hand over a list of 18,867 tensors takes as long as all else that is done here.
+  // `known`: layouts of an earlier load; undefined for none.
+  Gathered(c10::IntArrayRef addresses, const at::Tensor& known);
 
-  struct State {
-    bool same;       // whether all are there and have the dtypes, shapes and strides that they had
-    int64_t bad;     // the first whose memory cannot be used; -1 for none
-    std::string why; // that one cannot
-  };
+  // Of each tensor: dtype, dims, sizes, strides. Those that are known, if they are equal.
+  const at::Tensor& layouts() const {
+    return layouts_;
+  }
 
-  // Finds out where their data is now. What is bound to them can be used until they change, if they are the same.
-  State refresh();
+  // The first tensor whose memory cannot be used, and why; -1 for none.
+  int64_t bad() const {
+    return bad_;
+  }
 
-  // Throws if it is gone.
-  at::Tensor tensor(int64_t i) const;
-  std::vector<at::Tensor> tensors(c10::IntArrayRef which) const;
+  const std::string& why() const {
+    return why_;
+  }
 
-  // Of some of them, as of a list.
+  // Some of them, by number.
+  std::vector<at::Tensor> some(c10::IntArrayRef which) const;
   Memory memory(c10::IntArrayRef which) const;
 
   // Tells autograd that they were written in place.
   void written(c10::IntArrayRef which) const;
 
  private:
-  using Weak = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
+  at::Tensor tensor(int64_t i) const;
 
-  std::vector<Weak> tensors_;
-  std::vector<int64_t> layouts_; // of each: dtype, dims, sizes, strides
-  std::vector<char*> data_;      // null for one that is gone
+  std::vector<at::TensorImpl*> tensors_;
+  std::vector<char*> data_;
+  at::Tensor layouts_;
+  int64_t bad_ = -1;
+  std::string why_;
 };
 
-// A copy table (see decode_copies) that counts in some of the tensors, bound to them.
-class BoundCopies : public torch::CustomClassHolder {
+// Numbers of tensors, in this load and in others that were made with its layouts and found them equal.
+class Which {
  public:
-  // For buckets of so many bytes.
-  BoundCopies(
-      c10::intrusive_ptr<BoundTensors> tensors, c10::IntArrayRef which, const at::Tensor& copies, int64_t nbytes);
+  Which(const Gathered& tensors, c10::IntArrayRef which);
 
-  void unpack(const at::Tensor& bucket) const;
+  // Throws if the layouts are others.
+  c10::IntArrayRef of(const Gathered& tensors) const;
 
  private:
-  c10::intrusive_ptr<BoundTensors> tensors_;
   std::vector<int64_t> which_;
+  at::Tensor layouts_;
+};
+
+// A copy table (see decode_copies) that counts in some of the tensors, for buckets of so many bytes.
+class BoundCopies : public torch::CustomClassHolder {
+ public:
+  BoundCopies(const Gathered& tensors, c10::IntArrayRef which, const at::Tensor& copies, int64_t nbytes);
+
+  void unpack(const at::Tensor& bucket, const Gathered& tensors) const;
+
+ private:
+  Which which_;
   int64_t nbytes_;
   Regions regions_;
 };
 
-// The same for regions of files.
+// The same for regions of files: row i is read from byte `offsets[i]` of file `files[i]`, of so many.
 class BoundReads : public torch::CustomClassHolder {
  public:
-  // Row i is read from byte `offsets[i]` of file `files[i]`, of so many.
   BoundReads(
-      c10::intrusive_ptr<BoundTensors> tensors,
+      const Gathered& tensors,
       c10::IntArrayRef which,
       const at::Tensor& copies,
       c10::IntArrayRef files,
       c10::IntArrayRef offsets,
       int64_t file_count);
 
-  ReadOutcome run(c10::IntArrayRef descriptors, int64_t threads) const;
+  ReadOutcome run(c10::IntArrayRef descriptors, const Gathered& tensors, int64_t threads) const;
 
  private:
-  c10::intrusive_ptr<BoundTensors> tensors_;
-  std::vector<int64_t> which_;
+  Which which_;
   Reads reads_;
 };
 

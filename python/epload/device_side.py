@@ -109,10 +109,10 @@ class DeviceSide:
             plan, buckets, flow, self._routes(flow), self.staging, local, checkpoint, report, control, framing
         )
 
-    def uploader(self, report: LoadReport) -> Uploader:
+    def uploader(self, local: Local, report: LoadReport) -> Uploader:
         """For a transfer through a node's memory, with the staging of the last :meth:`reserve`."""
         assert self.staging is not None
-        return Uploader(self.staging, report)
+        return Uploader(self.staging, local, report)
 
     def _routes(self, flow: Flow) -> dict[int, Route]:
         """For each rank that reads for this one; none where nothing moves between ranks."""

@@ -34,22 +34,6 @@ def local_tensors(tensors: list[Tensor], private: bool | None = None) -> list[Te
         return found
 
 
-def memory(tensors: list[Tensor], private: bool | None = None) -> list[Tensor]:
-    """The tensors whose memory holds the data: the local ones of DTensors, plain ones themselves."""
-    private = private_path_available() if private is None else private
-    found, others = _C.values(tensors, DTensor._local_tensor) if private else ([*tensors], range(len(tensors)))
-    with torch.no_grad():
-        for i in others:
-            tensor = tensors[i]
-            found[i] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return found
-
-
-def identities(tensors: list[Tensor]) -> bytes:
-    """Equal for the same tensors, though not for the same Python objects: those of two can be exchanged (``swap_tensors``)."""
-    return _C.gotten(tensors, torch._C.TensorBase._cdata)
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 

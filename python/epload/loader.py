@@ -24,7 +24,7 @@ from epload.device_transfer import DeviceTransfer, staging_bytes
 from epload.devices import CPU, check_stream
 from epload.flow import READERS, Flow
 from epload.framing import Framing
-from epload.local import Bound, Local
+from epload.local import Bound, Local, LocalOnCPU
 from epload.mapping import Mapping
 from epload.node_memory import NodeMemory
 from epload.parts import LocalModules, OuterShard, Parts
@@ -211,11 +211,12 @@ class HierarchicalLoader:
                     report.peak_staging += staging.footprint
                     report.stream = self._device.spelled(work.device)
                 scales = quantised.side_tensors(plan.targets, len(work.targets.names), work.device)
+                tensors = work.targets.local() + scales
                 if work.device != CPU:
-                    return Local(plan, work.targets.local() + scales)
-                tensors = work.targets.memory() + scales
-                self._bound = Bound.to(plan, tensors, self._bound)
-                return Local(plan, tensors, self._bound)
+                    return Local(plan, tensors)
+                on_cpu = LocalOnCPU(plan, tensors, self._bound)
+                self._bound = on_cpu.bound
+                return on_cpu
 
         local, failure = attempt(prepare)
         self._control.settle("materialising the model", failure)
@@ -232,11 +233,10 @@ class HierarchicalLoader:
             source = work.checkpoint if flow.reads else None
             if memory is None or (work.device != CPU and not flow.shared):
                 return self._device.transfer(plan, buckets, flow, local, source, report, self._control, framing)
-            uploader = self._device.uploader(report) if work.device != CPU else None
+            target = local if isinstance(local, LocalOnCPU) else self._device.uploader(local, report)
             route = self._ways.route_of(flow, work.route)
             transfer = Transfer(
-                plan, buckets, work.per_wave, flow, route, memory, local, source, report, self._control, framing, waves,
-                uploader,
+                plan, buckets, work.per_wave, flow, route, memory, target, source, report, self._control, framing, waves,
             )  # fmt: skip
             waves += transfer.waves
             return transfer

@@ -1,4 +1,4 @@
-"""The local tensors that a load fills. On CPU, what follows from their layouts is bound to them natively and kept."""
+"""The local tensors that a load fills. On CPU, what follows from their layouts is worked out natively once, and kept."""
 
 from __future__ import annotations
 
@@ -7,110 +7,105 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from epload import dtensor, ops
+from epload import ops
 from epload.checkpoint import Checkpoint
 from epload.plan import LoadPlan, Taken
 from epload.regions import Regions
 
-Outcome = tuple[int, int, int, int]
-
 
 class Local:
-    """The local tensors of a plan's targets."""
+    """The local tensors of a plan's targets, for one load."""
 
-    def __init__(self, plan: LoadPlan, tensors: list[Tensor], bound: Bound | None = None) -> None:
-        """``bound``: these, if they are on CPU."""
+    def __init__(self, plan: LoadPlan, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self._plan = plan
-        self._bound = bound
 
     def regions(self, number: int) -> Regions:
         """All that this rank takes out of a bucket."""
         bucket = self._plan.buckets[number]
         return Regions([self.tensors[t] for t in bucket.targets], bucket.copies, bucket.origins)
 
-    def unpack(self, number: int, bucket: Tensor) -> None:
-        """Takes it out of the bucket. On CPU."""
-        assert self._bound is not None
-        self._bound.unpack(number, bucket)
+
+class Bound:
+    """What has been worked out of a plan for tensors on CPU of some layouts. Holds no tensor."""
+
+    def __init__(self, plan: LoadPlan, layouts: Tensor) -> None:
+        self.plan = plan
+        self.layouts = layouts
+        self.copies: dict[int, ops.BoundCopies] = {}
+        """Of each bucket."""
+        self.reads: dict[range, _BoundReads] = {}
+        """Of some buckets."""
+
+
+class LocalOnCPU(Local):
+    """Tensors that are all on CPU."""
+
+    def __init__(self, plan: LoadPlan, tensors: list[Tensor], known: Bound | None) -> None:
+        """``known``: that of the load before.
+
+        Raises:
+            ValueError: the memory of a tensor cannot be used; names it.
+        """
+        super().__init__(plan, tensors)
+        self._gathered, bad, why = ops.gather(tensors, known.layouts if known is not None else None)
+        if bad >= 0:
+            raise ValueError(f"{plan.targets.names[bad]} cannot be filled: {why}")
+        layouts = ops.layouts(self._gathered)
+        fits = known is not None and known.plan is plan and known.layouts is layouts
+        self.bound = known if known is not None and fits else Bound(plan, layouts)
+        """For the next load."""
+
+    def unpack(self, number: int, buffer: Tensor) -> None:
+        """Takes all that this rank takes out of a bucket."""
+        copies = self.bound.copies.get(number)
+        if copies is None:
+            bucket = self._plan.buckets[number]
+            copies = ops.bind_copies(self._gathered, bucket.targets, bucket.copies, bucket.nbytes)
+            self.bound.copies[number] = copies
+        ops.unpack_bound(buffer, self._gathered, copies)
 
     def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
-        """Reads it for some buckets, on CPU; returns the bytes read, None if the checkpoint cannot.
+        """Reads it for some buckets; returns the bytes read, None if the checkpoint cannot.
 
         Raises:
             CheckpointError: a file is gone, cannot be read or ends too early.
         """
-        assert self._bound is not None
-        regions = self._bound.regions(numbers)
-        return checkpoint.read_regions(regions) if regions.targets else 0
+        reads = self.bound.reads.get(numbers)
+        if reads is None:
+            reads = self.bound.reads[numbers] = _BoundReads(self._plan.taken(numbers))
+        return checkpoint.read_regions(_Readable(self._gathered, reads)) if reads.taken.targets else 0
 
 
-class Bound:
-    """Tensors on CPU, not kept alive, and what of a plan has been bound to them."""
+class _BoundReads:
+    """Regions as they are read from the files of a checkpoint, and from those of the next if its tensors lie as there."""
 
-    def __init__(self, plan: LoadPlan, tensors: list[Tensor]) -> None:
-        """
-        Raises:
-            ValueError: the memory of a tensor cannot be used.
-        """
-        self._plan = plan
-        self._identities = dtensor.identities(tensors)
-        self._tensors = ops.bind_tensors(tensors)
-        self._copies: dict[int, torch.ScriptObject] = {}
-        self._regions: dict[range, BoundRegions] = {}
-        self._refresh()
+    def __init__(self, taken: Taken) -> None:
+        self.taken = taken
+        self._places: tuple[Tensor, Tensor, int] | None = None
+        self._reads: ops.BoundReads | None = None
 
-    @staticmethod
-    def to(plan: LoadPlan, tensors: list[Tensor], known: Bound | None) -> Bound:
-        """The one of the load before, if it fits. Raises as the constructor does."""
-        # An identity is that of no other tensor as long as the native side refers to the one that had it.
-        fits = known is not None and known._plan is plan and known._identities == dtensor.identities(tensors)
-        return known if known is not None and fits and known._refresh() else Bound(plan, tensors)
-
-    def _refresh(self) -> bool:
-        """Whether what has been bound holds."""
-        same, bad, why = ops.refresh(self._tensors)
-        if bad >= 0:
-            raise ValueError(f"{self._plan.targets.names[bad]} cannot be filled: {why}")
-        return same
-
-    def unpack(self, number: int, buffer: Tensor) -> None:
-        """All that this rank takes out of a bucket."""
-        copies = self._copies.get(number)
-        if copies is None:
-            bucket = self._plan.buckets[number]
-            copies = ops.bind_copies(self._tensors, bucket.targets, bucket.copies, bucket.nbytes)
-            self._copies[number] = copies
-        ops.unpack_bound(buffer, copies)
-
-    def regions(self, numbers: range) -> BoundRegions:
-        """All that this rank takes out of some buckets."""
-        regions = self._regions.get(numbers)
-        if regions is None:
-            regions = self._regions[numbers] = BoundRegions(self._tensors, self._plan.taken(numbers))
-        return regions
+    def of(self, gathered: ops.Gathered, files: Tensor, offsets: Tensor, file_count: int) -> ops.BoundReads:
+        known = self._places
+        if known is None or not (torch.equal(known[0], files) and torch.equal(known[1], offsets)):
+            self._reads = None
+        if self._reads is None or known is None or known[2] != file_count:
+            targets, copies, origins = self.taken
+            self._reads = ops.bind_reads(gathered, targets, copies, files, offsets, origins, file_count)
+            self._places = files, offsets, file_count
+        return self._reads
 
 
-class BoundRegions:
-    """Regions of bound tensors, as they are read from files."""
+class _Readable:
+    """See ``safetensors_file.Readable``."""
 
-    def __init__(self, tensors: torch.ScriptObject, taken: Taken) -> None:
-        self.targets, self._copies, self.origins = taken
-        self._tensors = tensors
-        self._from: tuple[Tensor, Tensor, int] | None = None
-        self._reads: torch.ScriptObject | None = None
+    def __init__(self, gathered: ops.Gathered, reads: _BoundReads) -> None:
+        self.origins = reads.taken.origins
+        self._gathered = gathered
+        self._reads = reads
 
-    def read(self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int) -> Outcome:
-        """See ``ops.read_regions``. Kept are the reads of tensors that lie as they did the time before."""
-        known = self._from
-        if known is None or known[2] != len(descriptors) or not (_same(known[0], files) and _same(known[1], offsets)):
-            self._reads = ops.bind_reads(
-                self._tensors, self.targets, self._copies, files, offsets, self.origins, len(descriptors)
-            )
-            self._from = files, offsets, len(descriptors)
-        assert self._reads is not None
-        return ops.read_bound(descriptors, self._reads, threads)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a is b or torch.equal(a, b)
+    def read(
+        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int
+    ) -> tuple[int, int, int, int]:
+        reads = self._reads.of(self._gathered, files, offsets, len(descriptors))
+        return ops.read_bound(descriptors, self._gathered, reads, threads)

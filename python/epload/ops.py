@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from epload import _C
 from epload.build import load_native_library
 
 load_native_library()
@@ -15,8 +17,8 @@ _coalesced_bcast = torch.ops.epload.coalesced_bcast.default
 _pack = torch.ops.epload.pack.default
 _unpack = torch.ops.epload.unpack.default
 _read_regions = torch.ops.epload.read_regions.default
-_bind_tensors = torch.ops.epload.bind_tensors.default
-_refresh = torch.ops.epload.refresh.default
+_gather = torch.ops.epload.gather.default
+_layouts = torch.ops.epload.layouts.default
 _bind_copies = torch.ops.epload.bind_copies.default
 _unpack_bound = torch.ops.epload.unpack_bound.default
 _bind_reads = torch.ops.epload.bind_reads.default
@@ -28,6 +30,10 @@ _digest_bucket = torch.ops.epload.digest_bucket.default
 _board_post = torch.ops.epload.board_post.default
 _board_wait = torch.ops.epload.board_wait.default
 
+Gathered: TypeAlias = torch.ScriptObject
+BoundCopies: TypeAlias = torch.ScriptObject
+BoundReads: TypeAlias = torch.ScriptObject
+"""Of classes in csrc/cpu/bound.h, which Python only hands on."""
 BOARD_FIXED_WORDS, BOARD_REACHED, BOARD_FAILED = 2, -1, -2
 """As in csrc/board.h."""
 
@@ -111,64 +117,80 @@ def read_regions(
     return tuple(map(int, outcome))  # type: ignore[return-value]
 
 
-def bind_tensors(tensors: Sequence[Tensor]) -> torch.ScriptObject:
-    """For :func:`bind_copies` and :func:`bind_reads`; does not keep the tensors alive. On CPU.
+def gather(tensors: list[Tensor], known: Tensor | None = None) -> tuple[Gathered, int, str]:
+    """The tensors on CPU that a load writes to, handed over once. They must be kept alive as long as the result is used.
 
-    Raises:
-        ValueError: a tensor is elsewhere, or not dense.
-    """
-    bound: torch.ScriptObject = _bind_tensors(tensors)
-    return bound
-
-
-def refresh(tensors: torch.ScriptObject) -> tuple[bool, int, str]:
-    """Finds out where the data of bound tensors is now, which must be done before each use.
+    Args:
+        known: the :func:`layouts` of others; what was bound to those holds for these too, if theirs are equal.
 
     Returns:
-        whether they are all there with the dtypes, shapes and strides that they had when they were bound, so that what is
-        bound to them holds; the index of one whose memory cannot be used, or -1; why it cannot.
+        the tensors; the number of one whose memory cannot be used, or -1; why it cannot.
+
+    Raises:
+        ValueError: a tensor is elsewhere, not dense, or of a class that stands for others.
     """
-    same, bad, why = _refresh(tensors)
-    return bool(same), int(bad), str(why)
+    addresses = _C.gotten(tensors, torch._C.TensorBase._cdata)
+    found = torch.frombuffer(addresses, dtype=torch.int64) if tensors else torch.empty(0, dtype=torch.int64)
+    gathered, bad, why = _gather(found, known)
+    return gathered, int(bad), str(why)
 
 
-def bind_copies(tensors: torch.ScriptObject, which: Sequence[int], copies: Tensor, nbytes: int) -> torch.ScriptObject:
-    """What :func:`unpack_bound` does with a bucket of ``nbytes``: a copy table as for :func:`unpack`, that counts in ``which``
-    of the bound tensors.
+def layouts(tensors: Gathered) -> Tensor:
+    """Their dtypes, shapes and strides: the same object as what was known, if it was equal; int64."""
+    found: Tensor = _layouts(tensors)
+    return found
+
+
+def bind_copies(tensors: Gathered, which: Sequence[int], copies: Tensor, nbytes: int) -> BoundCopies:
+    """What :func:`unpack_bound` does with a bucket of ``nbytes``; holds no tensor.
+
+    Args:
+        which: numbers of tensors.
+        copies: as for :func:`unpack`; column 0 counts in ``which``.
 
     Raises:
         ValueError: as for :func:`unpack`.
     """
-    bound: torch.ScriptObject = _bind_copies(tensors, which, copies, nbytes)
+    bound: BoundCopies = _bind_copies(tensors, which, copies, nbytes)
     return bound
 
 
-def unpack_bound(bucket: Tensor, copies: torch.ScriptObject) -> None:
-    """:func:`unpack`, with what :func:`bind_copies` has worked out."""
-    _unpack_bound(bucket, copies)
+def unpack_bound(bucket: Tensor, tensors: Gathered, copies: BoundCopies) -> None:
+    """:func:`unpack`, with what :func:`bind_copies` has worked out.
+
+    Raises:
+        ValueError: the tensors' layouts are not those that the copies were bound to, or the memory of one cannot be used.
+    """
+    _unpack_bound(bucket, tensors, copies)
 
 
 def bind_reads(
-    tensors: torch.ScriptObject,
+    tensors: Gathered,
     which: Sequence[int],
     copies: Tensor,
     files: Tensor,
     offsets: Tensor,
     origins: Tensor,
     file_count: int,
-) -> torch.ScriptObject:
-    """What :func:`read_bound` reads: as for :func:`read_regions`, with so many files, into ``which`` of the bound tensors.
+) -> BoundReads:
+    """What :func:`read_bound` reads from so many files; holds no tensor.
+
+    Args:
+        which: numbers of tensors.
+        copies, files, offsets, origins: as for :func:`read_regions`; column 0 of ``copies`` counts in ``which``.
 
     Raises:
         ValueError: as for :func:`read_regions`.
     """
-    bound: torch.ScriptObject = _bind_reads(tensors, which, copies, files, offsets, origins, file_count)
+    bound: BoundReads = _bind_reads(tensors, which, copies, files, offsets, origins, file_count)
     return bound
 
 
-def read_bound(descriptors: Sequence[int], reads: torch.ScriptObject, threads: int) -> tuple[int, int, int, int]:
-    """:func:`read_regions`, with what :func:`bind_reads` has worked out."""
-    outcome = _read_bound(descriptors, reads, threads)
+def read_bound(
+    descriptors: Sequence[int], tensors: Gathered, reads: BoundReads, threads: int
+) -> tuple[int, int, int, int]:
+    """:func:`read_regions`, with what :func:`bind_reads` has worked out. Raises as :func:`unpack_bound` does."""
+    outcome = _read_bound(descriptors, tensors, reads, threads)
     return tuple(map(int, outcome))  # type: ignore[return-value]
 
 
@@ -267,11 +289,6 @@ def _coalesced_bcast_fake(
 @torch.library.register_fake("epload::read_regions")  # type: ignore[untyped-decorator]
 def _read_regions_fake(*_: object, **__: object) -> tuple[int, int, int, int]:
     raise ValueError("read_regions: expected targets on cpu with data, got fake or meta tensors")
-
-
-@torch.library.register_fake("epload::bind_tensors")  # type: ignore[untyped-decorator]
-def _bind_tensors_fake(*_: object, **__: object) -> None:
-    raise ValueError("bind_tensors: expected tensors on cpu with data, got fake or meta tensors")
 
 
 @torch.library.register_fake("epload::relay")  # type: ignore[untyped-decorator]

@@ -99,7 +99,6 @@ class Proof:
         """Whether a load like this can be proven by what is known already."""
         return plan is self._plan and tuple(verifiers) == self._verifiers and on_cpu == self._on_cpu
 
-    @torch.no_grad()
     def claims(self, local: Sequence[Tensor]) -> dict[int, bytes]:
         """What this rank holds, for each verifier. ``local``: the targets' local tensors."""
         if not self._said:

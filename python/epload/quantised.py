@@ -198,7 +198,6 @@ def side_tensors(targets: Targets, count: int, device: torch.device) -> list[Ten
     ]
 
 
-@torch.no_grad()
 def multiply(scalings: Sequence[Scaling], targets: Targets, local: Sequence[Tensor]) -> None:
     """Multiplies what this rank owns of each region, in place. ``local`` are the local tensors of ``targets``."""
     owned: dict[int, list[OwnedRegion]] = {}

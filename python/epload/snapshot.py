@@ -53,7 +53,9 @@ class Snapshot:
         # their layouts and devices compared.
         self._owned, owned = _C.contents(self._owning)
         first = {id(tensor): at for at, tensor in reversed(list(enumerate(owned)))}
-        self._positions = [first[id(tensor)] for tensor in targets.tensors]
+        positions = [first[id(tensor)] for tensor in targets.tensors]
+        self._positions = None if positions == list(range(len(owned))) else positions
+        """Of the targets among what is owned; None if all of it is, in this order."""
         self._seen = dtensor.seen(targets.tensors)
         self._layouts, shards = dtensor.holds(targets.tensors)
         # Held, so that no other name takes the address of one.
@@ -81,7 +83,7 @@ class Snapshot:
             and self._not_saved == self._not_saved_names
         ):
             return None
-        tensors: list[Tensor] = list(map(owned.__getitem__, self._positions))
+        tensors: list[Tensor] = owned if self._positions is None else list(map(owned.__getitem__, self._positions))
         return replace(self._targets, tensors=tensors) if dtensor.seen(tensors) == self._seen else None
 
 

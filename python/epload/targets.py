@@ -53,10 +53,6 @@ class Targets:
         """The local tensors, to be written in place. They alias the model's storage."""
         return dtensor.local_tensors(self.tensors)
 
-    def memory(self) -> list[Tensor]:
-        """Those that own the storage, plain ones not detached: the same objects as long as the model keeps them."""
-        return dtensor.memory(self.tensors)
-
     def same_as(self, other: Targets) -> bool:
         """Whether a plan made for ``other`` is one for these: all but the tensors themselves are equal."""
         columns = ("names", "layout", "dtypes", "layouts", "coordinates", "index", "own")

@@ -18,7 +18,7 @@ from epload.control import HEADER_BYTES, Control
 from epload.errors import LoadError, Overdue, Told, text_of
 from epload.flow import Flow, Step
 from epload.framing import Framing, spell
-from epload.local import Local
+from epload.local import LocalOnCPU
 from epload.node_memory import BUFFERS, NodeMemory
 from epload.plan import Bucket, LoadPlan
 from epload.report import LoadReport
@@ -74,25 +74,23 @@ class Transfer:
         flow: Flow,
         route: Route,
         memory: NodeMemory,
-        local: Local,
+        target: LocalOnCPU | Uploader,
         checkpoint: Checkpoint | None,
         report: LoadReport,
         control: Control,
         framing: Framing,
         waves_before: int = 0,
-        uploader: Uploader | None = None,
     ) -> None:
         """
         Args:
             buckets: those to move, by number.
             per_wave: how many share a staging buffer.
             memory: buffers of at least ``wave_bytes(plan, per_wave)``.
-            local: the targets' local tensors; bound if there is no uploader.
+            target: what buckets are unpacked into.
             checkpoint: None on a rank that does not read.
             control: where failures are told; its deadline is how long a rank waits for another.
             framing: writes and checks the buckets' headers; with checksums, each node checks them before it unpacks.
             waves_before: that other transfers of this load have moved through the same memory; all ranks are done with them.
-            uploader: for local tensors on a device.
         """
         self._plan = plan
         self._buckets = buckets
@@ -101,11 +99,11 @@ class Transfer:
         self._flow = flow
         self._route = route
         self._memory = memory
-        self._local = local
+        self._target = target
         self._checkpoint = checkpoint
         self._report = report
         self._control = control
-        self._uploader = uploader
+        self._uploader = target if isinstance(target, Uploader) else None
         largest = max((bucket.nbytes for bucket in plan.buckets), default=0)
         self._message_limit = control.deadline + timedelta(seconds=per_wave * largest / SLOWEST)
         self._limit = 1.25 * self._message_limit + timedelta(seconds=2)  # the network's passes first, and says more
@@ -154,6 +152,7 @@ class Transfer:
     def _read_own(self) -> None:
         """Every rank for itself: no bucket moves."""
         assert self._checkpoint is not None
+        assert isinstance(self._target, LocalOnCPU)
         for wave in self._waves:
             if told := self._framing.told():
                 raise told
@@ -161,7 +160,7 @@ class Transfer:
             buckets = [self._plan.buckets[number] for number in wave.numbers]
             try:
                 with self._report.timed("read"):
-                    nbytes = self._local.read(wave.numbers, self._checkpoint)
+                    nbytes = self._target.read(wave.numbers, self._checkpoint)
                     if nbytes is None:
                         nbytes = sum(map(self._read_whole, wave.numbers))
             except Exception as error:
@@ -178,7 +177,7 @@ class Transfer:
             return 0
         buffer = self._memory.buffers[0][: bucket.nbytes]
         self._checkpoint.fill(buffer, self._plan.pieces(bucket))
-        self._local.unpack(number, buffer)
+        self._target.unpack(number, buffer)
         return bucket.nbytes
 
     def _stages(self) -> list[pipeline.Stage]:
@@ -347,10 +346,7 @@ class Transfer:
     def _take(self, number: int, bucket: Bucket, buffer: Tensor) -> None:
         if self._failure is None and bucket.targets:
             try:
-                if self._uploader is not None:
-                    self._uploader.take(buffer, self._local.regions(number))
-                else:
-                    self._local.unpack(number, buffer)
+                self._target.unpack(number, buffer)
             except Exception as error:  # keep receiving until a reader, who hears of it, ends the transfer for all
                 self._failure = self._framing.tell("unpack", [number], error)
         self._report.phases["unpack"].nbytes += bucket.nbytes - HEADER_BYTES

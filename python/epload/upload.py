@@ -10,8 +10,9 @@ from torch import Tensor
 
 from epload import ops
 from epload.device_staging import BUFFERS, DeviceStaging
+from epload.local import Local
 from epload.plan import LoadPlan
-from epload.regions import Regions, packed
+from epload.regions import packed
 from epload.report import LoadReport
 
 
@@ -23,15 +24,16 @@ def upload_bytes(plan: LoadPlan) -> int:
 class Uploader:
     """Used by one thread, within ``staging.entered()``."""
 
-    def __init__(self, staging: DeviceStaging, report: LoadReport) -> None:
+    def __init__(self, staging: DeviceStaging, local: Local, report: LoadReport) -> None:
         """``staging``: with pinned buffers of at least ``upload_bytes(plan)``."""
         self.staging = staging
+        self._local = local
         self._report = report
         self._turn = 0
 
-    def take(self, bucket: Tensor, regions: Regions) -> None:
+    def unpack(self, number: int, bucket: Tensor) -> None:
         """Queues all that is to be done with a bucket; it is not needed any more when this returns. ``bucket``: uint8, on CPU."""
-        on_cpu, on_device = regions.by_device()
+        on_cpu, on_device = self._local.regions(number).by_device()
         if on_cpu.targets:
             ops.unpack(bucket, on_cpu.targets, on_cpu.copies)
         if not on_device.targets:
