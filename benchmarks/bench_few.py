@@ -2,8 +2,8 @@
 
     python benchmarks/bench_few.py
 
-Many is bench_load.py's model; few has 15 layers of one large expert. Many is measured between two halves of few, as machines are
-faster at one time than at another. The times of many are scaled to as many bytes.
+Many is bench_load.py's model; few has 15 layers of one large expert. Their loads alternate, as machines are faster at one time
+than at another. The times of many are scaled to as many bytes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import tempfile
 from pathlib import Path
 from time import monotonic
 
+import summary
 from bench_load import ROOT, Measurement, floors, times_of
 from summary import Row, by_case
 from tables import Table, provenance, seconds, times, write
-from workload import Size
+from workload import Size, meta_model
 
 MANY = Size()
 FEW = Size(layers=15, experts=1, hidden=1536, intermediate=4400)
@@ -27,51 +28,45 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2, help="emulated nodes")
     parser.add_argument("--ranks", type=int, default=2, help="ranks a node")
-    parser.add_argument("--repeat", type=int, default=5, help="runs of each way")
+    parser.add_argument("--repeat", type=int, default=9, help="runs of each way")
     parser.add_argument("--peers", default="epload_modes", help="files of peers/, comma-separated")
     parser.add_argument("--data", type=Path, help="folder for the checkpoints; a temporary one by default")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where JSON goes")
     parser.add_argument("--docs", action="store_true", help="put the tables into docs/")
     options = parser.parse_args()
-    options.cases = "floor,reload"
+    options.cases, options.slow_repeat = "floor,reload", options.repeat
     began = monotonic()
     with tempfile.TemporaryDirectory(prefix="epload-bench-") as temporary:
         data = options.data or Path(temporary) / "data"
-        many_of, few_of = (
-            Measurement(options, size, data, Path(temporary) / name) for name, size in (("many", MANY), ("few", FEW))
-        )
-        for measurement, repeat in (
-            (few_of, (options.repeat + 1) // 2),
-            (many_of, options.repeat),
-            (few_of, options.repeat),
-        ):
-            measurement.run(repeat, repeat)
-    many, few = many_of.results(), few_of.results()
-    many["minutes"] = few["minutes"] = (monotonic() - began) / 60
+        measurement = Measurement(options, MANY, data, Path(temporary) / "run", FEW)
+        measurement.run()
+    results = measurement.results()
+    few = summary.contents(meta_model(FEW))
+    results["minutes"] = (monotonic() - began) / 60
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "few.json").write_text(json.dumps({"many": many, "few": few}, indent=1))
-    shown = [floors(many), floors(few), compared(many, few)]
+    (options.out / "few.json").write_text(json.dumps(results, indent=1))
+    shown = [floors(results), compared(results, *few)]
     for table in shown:
         table.show()
     if options.docs:
         page = ROOT / "docs" / "performance.md"
-        write(page, "few", [provenance(many), *(table.markdown() for table in shown)])
+        write(page, "few", [provenance(results), *(table.markdown() for table in shown)])
 
 
-def compared(many: Row, few: Row) -> Table:
+def compared(results: Row, few_bytes: int, few_tensors: int) -> Table:
     """Seconds, and seconds of all processors in the kernel."""
     lines = []
-    for row in by_case(few["rows"], "reload"):
-        other = next(other for other in by_case(many["rows"], "reload") if other["entry"] == row["entry"])
+    for row in by_case(results["rows"], "few"):
+        other = next(other for other in by_case(results["rows"], "reload") if other["entry"] == row["entry"])
         if "median" not in row or "median" not in other:
             lines.append(times_of(other if "median" in row else row))
             continue
         line = [row["title"]]
         for one, more in ((row["median"], other["median"]), (row["cpu"]["system"], other["cpu"]["system"])):
-            as_many_bytes = more / many["nbytes"] * few["nbytes"]
+            as_many_bytes = more / results["nbytes"] * few_bytes
             line += [seconds(one), seconds(as_many_bytes), times(as_many_bytes / one if one else None)]
         lines.append(line)
-    few_of, many_of = f"{few['tensors']} tensors", f"{many['tensors']} tensors"
+    few_of, many_of = f"{few_tensors} tensors", f"{results['tensors']} tensors"
     columns = ("loader", f"{few_of}, s", f"{many_of}, s", "ratio", f"in the kernel, {few_of}", many_of, "ratio")
     return Table("Reload: as many bytes in few tensors and in many", columns, lines)
 

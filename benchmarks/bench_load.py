@@ -54,7 +54,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="epload-bench-") as temporary:
         data = options.data or Path(temporary) / "data"
         measurement = Measurement(options, Size(layers=options.layers), data, Path(temporary) / "run")
-        measurement.run(options.repeat, options.slow_repeat)
+        measurement.run()
     results = measurement.results()
     results["minutes"] = (monotonic() - began) / 60
     options.out.mkdir(parents=True, exist_ok=True)
@@ -70,14 +70,15 @@ def main() -> None:
 class Measurement:
     """All that is asked for, with one model and its checkpoints."""
 
-    def __init__(self, options: argparse.Namespace, size: Size, data: Path, work: Path) -> None:
-        """``work`` is a folder of this measurement's own, which is made."""
-        state = meta_model(size).state_dict()
-        self._nbytes = sum(t.nbytes for t in state.values())
+    def __init__(
+        self, options: argparse.Namespace, size: Size, data: Path, work: Path, few: Size | None = None
+    ) -> None:
+        """``work`` is a folder of this measurement's own, which is made. ``few``: of a model for the case "few"."""
+        self._nbytes, tensors = summary.contents(meta_model(size))
         self._outcome = Outcome()
         self._work = work
         self._about = {
-            **summary.facts(self._nbytes, len(state)), "nodes": options.nodes, "ranks": options.ranks
+            **summary.facts(self._nbytes, tensors), "nodes": options.nodes, "ranks": options.ranks
         }  # fmt: skip
         entries: dict[str, Any] = {
             "floor": {name: [] for name in FLOORS},
@@ -88,12 +89,14 @@ class Measurement:
         self._plan = Plan(
             options.nodes, options.ranks, asdict(size), launch.checkpoints(data, size),
             {case: entries[case] for case in options.cases.split(",") if entries[case]},
+            repeat=options.repeat, slow_repeat=options.slow_repeat,
         )  # fmt: skip
+        if few is not None:
+            self._plan.few = {"size": asdict(few), "checkpoints": launch.checkpoints(data, few)}
+            self._plan.entries["few"] = {entry: [] for entry in self._plan.entries["reload"]}
         work.mkdir()
 
-    def run(self, repeat: int, slow_repeat: int) -> None:
-        """Until there are so many runs of each loader, with those of earlier calls."""
-        self._plan.repeat, self._plan.slow_repeat = repeat, slow_repeat
+    def run(self) -> None:
         launch.run(self._plan, self._work, self._outcome)
 
     def results(self) -> Row:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ class Plan:
     """Folders of two checkpoints."""
     entries: dict[str, dict[str, list[float]]]
     """Case to entry to the seconds of the runs that are done."""
+    few: dict[str, Any] | None = None
+    """Size and checkpoints of a second model, whose reloads, the case "few", alternate with those of the first."""
     repeat: int = 5
     slow_repeat: int = 3
     """Runs of what takes longer than ``slow``."""
@@ -107,9 +109,23 @@ def _until_done(plan: Plan, folder: Path, log: Path, outcome: Outcome, bed: NetB
         print(f"{case} {entry}: FAILED, {error}", file=sys.stderr, flush=True)
         outcome.failures.append({"case": case, "entry": entry, "error": error})
         del plan.entries[case][entry]
-        for done in list(plan.entries)[: list(plan.entries).index(case)]:
-            plan.entries[done] = {}
+        for cases in together(plan.entries):
+            if case in cases:
+                break
+            for done in cases:
+                plan.entries[done] = {}
         plan.entries = {case: entries for case, entries in plan.entries.items() if entries}
+
+
+def together(cases: Iterable[str]) -> list[list[str]]:
+    """The cases that are measured in the same rounds."""
+    rounds: list[list[str]] = []
+    for case in cases:
+        if case == "few":
+            rounds[-1].append(case)
+        else:
+            rounds.append([case])
+    return rounds
 
 
 def _ranks(plan: Plan, folder: Path, bed: NetBed | None) -> str:

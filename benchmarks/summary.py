@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import peers
 from launch import Outcome
@@ -31,6 +32,12 @@ def facts(nbytes: int, tensors: int) -> Row:
         "nbytes": nbytes,
         "tensors": tensors,
     }
+
+
+def contents(model: nn.Module) -> tuple[int, int]:
+    """Bytes and tensors of a model's state."""
+    state = model.state_dict()
+    return sum(tensor.nbytes for tensor in state.values()), len(state)
 
 
 def titles() -> dict[str, str]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import epload
+import launch
 from cases import CASES, Bench
 from epload import collector
 from measure import PeakMemory, TransferClock, link_bytes
@@ -34,30 +35,46 @@ class Worker:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         each = self.world // self.plan["nodes"]
         nodes = [list(range(first, first + each)) for first in range(0, self.world, each)]
-        self.bench = Bench(
-            self.rank, self.world, epload.Topology.from_nodes(nodes), Size(**self.plan["size"]),
-            [Path(folder) for folder in self.plan["checkpoints"]],
+        topology = epload.Topology.from_nodes(nodes)
+        self.bench, self.few = (
+            model and Bench(
+                self.rank, self.world, topology, Size(**model["size"]), [Path(path) for path in model["checkpoints"]]
+            )
+            for model in (self.plan, self.plan["few"])
         )  # fmt: skip
         self.each = each
         self.clock = TransferClock()
         self.interface = self.plan["interface"]
 
     def run(self) -> None:
-        for case, entries in self.plan["entries"].items():
-            done: dict[str, list[float]] = {entry: list(seconds) for entry, seconds in entries.items()}
-            instance = CASES[case](self.bench, case, list(done))
-            warm = set(done) if case in ("meta", "materialise") else set()
-            while waiting := [entry for entry in done if len(done[entry]) < self._wanted(done[entry])]:
-                for entry in waiting:
-                    self.log({"began": [case, entry]})
-                    sample = self.measure(instance, case, entry)
-                    if entry in warm or sample["seconds"] > self.plan["slow"]:
-                        done[entry].append(sample["seconds"])
-                        self.log(sample)
-                    warm.add(entry)  # a first run warms buffers and groups, and counts only if it is a slow one
-            del instance
+        for cases in launch.together(self.plan["entries"]):
+            self.measure_all(cases)
         dist.barrier()
         dist.destroy_process_group()
+
+    def measure_all(self, cases: list[str]) -> None:
+        """In rounds: each entry of each case once, and again."""
+        done: dict[tuple[str, str], list[float]] = {}
+        instances, warm = {}, set()
+        for case in cases:
+            entries = self.plan["entries"][case]
+            if case == "few":
+                instances[case] = CASES["reload"](self.few, "reload", list(entries))
+            else:
+                instances[case] = CASES[case](self.bench, case, list(entries))
+            done.update({(case, entry): list(seconds) for entry, seconds in entries.items()})
+        if cases[0] in ("meta", "materialise"):
+            warm |= set(done)
+        order = list(dict.fromkeys(entry for _, entry in done))
+        in_turns = sorted(done, key=lambda at: order.index(at[1]))
+        while waiting := [at for at in in_turns if len(done[at]) < self._wanted(done[at])]:
+            for case, entry in waiting:
+                self.log({"began": [case, entry]})
+                sample = self.measure(instances[case], case, entry)
+                if (case, entry) in warm or sample["seconds"] > self.plan["slow"]:
+                    done[case, entry].append(sample["seconds"])
+                    self.log(sample)
+                warm.add((case, entry))  # a first run warms buffers and groups, and counts only if it is a slow one
 
     def _wanted(self, seconds: list[float]) -> int:
         slow = bool(seconds) and max(seconds) > self.plan["slow"]

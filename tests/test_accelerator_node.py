@@ -245,11 +245,11 @@ class Scene:
         if self.rank == 0:
             self.loader.load(self.model, self.state(salt))
             return True
-        take_really, settle_really = Uploader.take, self.loader._control.settle
+        unpack_really, settle_really = Uploader.unpack, self.loader._control.settle
         self.taken = 0
 
-        def take(uploader: Uploader, *args: Any) -> None:
-            take_really(uploader, *args)
+        def unpack(uploader: Uploader, *args: Any) -> None:
+            unpack_really(uploader, *args)
             self.taken += 1
 
         def release() -> None:
@@ -269,7 +269,7 @@ class Scene:
             return answer
 
         with (
-            mock.patch.object(Uploader, "take", take),
+            mock.patch.object(Uploader, "unpack", unpack),
             mock.patch.object(self.loader._control, "settle", settle),
         ):
             self.loader.load(self.model, None)
