@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import ranks
 from epload import Checkpoint, HierarchicalLoader, Topology, ops
-from epload.local import Bound, LocalOnCPU
+from epload.local import Bound, Local
 from epload.mapping import resolve
 from epload.plan import LoadPlan, make_plan
 from epload.targets import collect
@@ -39,8 +40,8 @@ def two() -> list[Tensor]:
 
 
 def gathered_of(tensors: list[Tensor], known: Tensor | None = None) -> ops.Gathered:
-    gathered, bad, why = ops.gather(tensors, known)
-    assert (bad, why) == (-1, "")
+    gathered, foreign, bad, why = ops.gather(tensors, known)
+    assert (foreign, bad, why) == (False, -1, "")
     return gathered
 
 
@@ -108,7 +109,7 @@ def test_and_for_no_others(other: str) -> None:
 def test_memory_that_was_freed_is_told() -> None:
     tensors = two()
     tensors[1].untyped_storage().resize_(0)
-    gathered, bad, why = ops.gather(tensors)
+    gathered, _, bad, why = ops.gather(tensors)
     assert bad == 1
     assert "has a storage of 0 bytes, too few" in why
     with pytest.raises(ValueError, match=r"tensor 1 of shape \[3\] has a storage of 0 bytes"):
@@ -145,15 +146,22 @@ def test_wrong_arguments_change_nothing() -> None:
 
 
 def test_what_cannot_be_gathered() -> None:
-    with FakeTensorMode():
-        fake = torch.zeros(2)
-    for tensor in (torch.zeros(2, device="meta"), torch.zeros(2).to_sparse(), fake):
-        with pytest.raises(ValueError, match="dense tensors on cpu with memory of their own, tensor 1 is"):
+    for tensor in (torch.zeros(2, device="meta"), torch.zeros(2).to_sparse()):
+        with pytest.raises(ValueError, match="expected dense tensors on cpu, tensor 1 is"):
             ops.gather([torch.zeros(2), tensor])
     with pytest.raises(TypeError):
         ops.gather([torch.zeros(2), 3])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="expected known layouts as a contiguous 1-D int64 CPU tensor"):
         ops.gather([torch.zeros(2)], torch.zeros(2))
+
+
+def test_nothing_is_bound_to_tensors_that_stand_for_others() -> None:
+    with FakeTensorMode():
+        fake = torch.zeros(4)
+    gathered, foreign, bad, _ = ops.gather([torch.zeros(3), fake])
+    assert (foreign, bad) == (True, -1)
+    with pytest.raises(ValueError, match="expected tensors with memory of their own"):
+        ops.bind_copies(gathered, [1, 0], TABLE, 88)
 
 
 def test_reads_are_checked_when_they_are_bound() -> None:
@@ -190,8 +198,8 @@ def test_what_is_bound_is_kept_for_the_same_plan_and_layouts() -> None:
     model = nn.Linear(3, 2)
     plan = planned(model)
 
-    def bound(known: Bound | None) -> Bound:
-        return LocalOnCPU(plan, collect(model).local(), known).bound
+    def bound(known: Bound | None) -> Bound | None:
+        return Local.on_cpu(plan, collect(model).local(), known).bound
 
     first = bound(None)
     assert bound(first) is first
@@ -209,6 +217,49 @@ def test_what_is_bound_is_kept_for_the_same_plan_and_layouts() -> None:
 
 
 # ---- loads ----
+
+
+class Wrapped(Tensor):
+    """Stands for another tensor, as a weight does that FSDP casts to float8 before it is gathered."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=inner.device
+        )
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        unwrapped, options = tree_map_only(cls, lambda it: it.inner, (args, kwargs or {}))
+        result = func(*unwrapped, **options)
+        return cls(result) if func is torch.ops.aten.detach.default else result
+
+
+def wrapped(rank: int, folder: Path, readers: str) -> list[str]:
+    model = plain_net()
+    linear = model[2]
+    assert isinstance(linear, nn.Linear)
+    linear.weight = nn.Parameter(Wrapped(torch.zeros(3, 4)))
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=256)
+    said = []
+    for turn in range(4):
+        loader.load(model, folder / f"{turn % 2}.safetensors")
+        for name, value in load_file(folder / f"{turn % 2}.safetensors").items():
+            found = model.state_dict()[name]
+            found = found.inner if isinstance(found, Wrapped) else found
+            if not torch.equal(found, value):
+                said.append(f"turn {turn}: {name}")
+    return said
+
+
+@pytest.mark.parametrize("readers", ["one", "every"])
+def test_wrapped_tensors_are_filled_by_way_of_their_class(readers: str, tmp_path: Path) -> None:
+    save_two(tmp_path)
+    all_fine(ranks.run(4, wrapped, tmp_path, readers))
 
 
 def plain_net() -> nn.Module:
@@ -274,14 +325,18 @@ def between_loads(rank: int, folder: Path, states: list[State], way: tuple[str, 
     return said
 
 
-@pytest.mark.parametrize("way", [("every", "two_level"), ("one", "two_level"), ("partitioned", "striped")])
-def test_models_change_between_loads(way: tuple[str, str], tmp_path: Path) -> None:
+def save_two(folder: Path) -> list[State]:
     states = []
     for number in range(2):
         torch.manual_seed(number)
         states.append({name: torch.rand_like(t.float()).to(t.dtype) for name, t in plain_net().state_dict().items()})
-        save_file(states[-1], tmp_path / f"{number}.safetensors")
-    all_fine(ranks.run(4, between_loads, tmp_path, states, way))
+        save_file(states[-1], folder / f"{number}.safetensors")
+    return states
+
+
+@pytest.mark.parametrize("way", [("every", "two_level"), ("one", "two_level"), ("partitioned", "striped")])
+def test_models_change_between_loads(way: tuple[str, str], tmp_path: Path) -> None:
+    all_fine(ranks.run(4, between_loads, tmp_path, save_two(tmp_path), way))
 
 
 def two_models(rank: int, folder: Path) -> list[str]:

@@ -215,12 +215,12 @@ def unpack_bound(bucket: Tensor, tensors: list[Tensor], copies: Tensor) -> None:
     others = [torch.empty(t.untyped_storage().nbytes() // t.itemsize, dtype=t.dtype) for t in tensors]
     others = [o.as_strided(t.shape, t.stride(), t.storage_offset()) for o, t in zip(others, tensors, strict=True)]
     more = torch.zeros(3)
-    gathered, _, _ = ops.gather([*others[::-1], more])
+    gathered, *_ = ops.gather([*others[::-1], more])
     regions = ops.bind_copies(gathered, range(len(tensors))[::-1], copies, bucket.numel())
     ops.unpack_bound(bucket, gathered, regions)
     backwards = [*tensors[::-1], more]
-    again, bad, why = ops.gather(backwards, ops.layouts(gathered))
-    assert (bad, why) == (-1, "")
+    again, *said = ops.gather(backwards, ops.layouts(gathered))
+    assert said == [False, -1, ""]
     ops.unpack_bound(bucket, again, regions)
 
 

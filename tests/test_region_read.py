@@ -106,7 +106,7 @@ class Files:
             others = [same_storage(target) for target in targets]
             for other, blank in zip(others, unread, strict=True):
                 storage_of(other).copy_(blank)
-            gathered, _, _ = ops.gather(others, layouts)
+            gathered, *_ = ops.gather(others, layouts)
             layouts = ops.layouts(gathered)
             if reads is None:
                 reads = ops.bind_reads(gathered, range(len(targets)), table, *where, len(self.descriptors))

@@ -18,7 +18,7 @@ import ranks
 from epload import Checkpoint, HierarchicalLoader, LoadError, LocalModules, Topology, ops, proof
 from epload.checkpoint import SafetensorsCheckpoint
 from epload.control import HEADER_BYTES
-from epload.local import LocalOnCPU
+from epload.local import _BoundLocal
 from epload.mapping import resolve
 from epload.plan import LoadPlan, make_plan
 from epload.proof import SAMPLED, Proof
@@ -52,7 +52,7 @@ def flips_in_shard(active: bool, name_of_victim: Callable[[Sequence[Tensor]], bo
     done = not active
 
     def then_flip(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(local: LocalOnCPU, of: int | range, *args: Any) -> Any:
+        def call(local: _BoundLocal, of: int | range, *args: Any) -> Any:
             nonlocal done
             result = inner(local, of, *args)
             for number in [of] if isinstance(of, int) else of:
@@ -65,8 +65,8 @@ def flips_in_shard(active: bool, name_of_victim: Callable[[Sequence[Tensor]], bo
         return call
 
     with (
-        mock.patch.object(LocalOnCPU, "unpack", then_flip(LocalOnCPU.unpack)),
-        mock.patch.object(LocalOnCPU, "read", then_flip(LocalOnCPU.read)),
+        mock.patch.object(_BoundLocal, "unpack", then_flip(_BoundLocal.unpack)),
+        mock.patch.object(_BoundLocal, "read", then_flip(_BoundLocal.read)),
     ):
         yield
     assert done or not active, "nothing was flipped"

@@ -46,9 +46,13 @@ Gathered::Gathered(c10::IntArrayRef addresses, const at::Tensor& known) {
   for (size_t i = 0; i < tensors_.size(); ++i) {
     fetch_ahead(tensors_.size(), i, impl_of);
     const auto it = tensor(static_cast<int64_t>(i));
+    if (tensors_[i]->is_python_dispatch()) {
+      foreign_ = true;
+      return;
+    }
     TORCH_CHECK_VALUE(
-        it.is_cpu() && it.layout() == at::kStrided && !it.unsafeGetTensorImpl()->is_python_dispatch(),
-        "gather: expected dense tensors on cpu with memory of their own, tensor ",
+        it.is_cpu() && it.layout() == at::kStrided,
+        "gather: expected dense tensors on cpu, tensor ",
         i,
         " is ",
         it.toString());
@@ -83,6 +87,7 @@ at::Tensor Gathered::tensor(int64_t i) const {
 std::vector<at::Tensor> Gathered::some(c10::IntArrayRef which) const {
   std::vector<at::Tensor> found;
   found.reserve(which.size());
+  TORCH_CHECK_VALUE(!foreign_, "expected tensors with memory of their own");
   for (const auto i : which) {
     TORCH_CHECK_VALUE(
         i >= 0 && i < static_cast<int64_t>(tensors_.size()),
@@ -96,7 +101,7 @@ std::vector<at::Tensor> Gathered::some(c10::IntArrayRef which) const {
 }
 
 Memory Gathered::memory(c10::IntArrayRef which) const {
-  TORCH_CHECK_VALUE(bad_ < 0, why_);
+  TORCH_CHECK_VALUE(!foreign_ && bad_ < 0, why_);
   Memory memory;
   memory.data.reserve(which.size());
   for (const auto i : which) {

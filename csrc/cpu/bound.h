@@ -27,6 +27,11 @@ class Gathered : public torch::CustomClassHolder {
     return layouts_;
   }
 
+  // Whether one is of a class that stands for other tensors: then nothing can be bound to them.
+  bool foreign() const {
+    return foreign_;
+  }
+
   // The first tensor whose memory cannot be used, and why; -1 for none.
   int64_t bad() const {
     return bad_;
@@ -49,6 +54,7 @@ class Gathered : public torch::CustomClassHolder {
   std::vector<at::TensorImpl*> tensors_;
   std::vector<char*> data_;
   at::Tensor layouts_;
+  bool foreign_ = false;
   int64_t bad_ = -1;
   std::string why_;
 };

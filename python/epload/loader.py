@@ -24,7 +24,7 @@ from epload.device_transfer import DeviceTransfer, staging_bytes
 from epload.devices import CPU, check_stream
 from epload.flow import READERS, Flow
 from epload.framing import Framing
-from epload.local import Bound, Local, LocalOnCPU
+from epload.local import Bound, Local
 from epload.mapping import Mapping
 from epload.node_memory import NodeMemory
 from epload.parts import LocalModules, OuterShard, Parts
@@ -214,7 +214,7 @@ class HierarchicalLoader:
                 tensors = work.targets.local() + scales
                 if work.device != CPU:
                     return Local(plan, tensors)
-                on_cpu = LocalOnCPU(plan, tensors, self._bound)
+                on_cpu = Local.on_cpu(plan, tensors, self._bound)
                 self._bound = on_cpu.bound
                 return on_cpu
 
@@ -233,7 +233,7 @@ class HierarchicalLoader:
             source = work.checkpoint if flow.reads else None
             if memory is None or (work.device != CPU and not flow.shared):
                 return self._device.transfer(plan, buckets, flow, local, source, report, self._control, framing)
-            target = local if isinstance(local, LocalOnCPU) else self._device.uploader(local, report)
+            target = local if work.device == CPU else self._device.uploader(local, report)
             route = self._ways.route_of(flow, work.route)
             transfer = Transfer(
                 plan, buckets, work.per_wave, flow, route, memory, target, source, report, self._control, framing, waves,

@@ -16,20 +16,60 @@ from epload.regions import Regions
 class Local:
     """The local tensors of a plan's targets, for one load."""
 
+    bound: Bound | None = None
+    """For the next load."""
+
     def __init__(self, plan: LoadPlan, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self._plan = plan
 
+    @staticmethod
+    def on_cpu(plan: LoadPlan, tensors: list[Tensor], known: Bound | None) -> Local:
+        """
+        Args:
+            tensors: all on CPU.
+            known: of the load before.
+
+        Raises:
+            ValueError: the memory of a tensor cannot be used; names it.
+        """
+        gathered, foreign, bad, why = ops.gather(tensors, known.layouts if known is not None else None)
+        if foreign:  # only their own class knows where their data is
+            return Local(plan, tensors)
+        if bad >= 0:
+            raise ValueError(f"{plan.targets.names[bad]} cannot be filled: {why}")
+        layouts = ops.layouts(gathered)
+        fits = known is not None and known.plan is plan and known.layouts is layouts
+        return _BoundLocal(plan, tensors, gathered, known if known is not None and fits else Bound(plan, layouts))
+
     def regions(self, number: int) -> Regions:
         """All that this rank takes out of a bucket."""
-        bucket = self._plan.buckets[number]
-        return Regions([self.tensors[t] for t in bucket.targets], bucket.copies, bucket.origins)
+        return self._regions(range(number, number + 1))
+
+    def _regions(self, numbers: range) -> Regions:
+        targets, copies, origins = self._plan.taken(numbers)
+        return Regions([self.tensors[t] for t in targets], copies, origins)
+
+    def unpack(self, number: int, bucket: Tensor) -> None:
+        """Takes it out of the bucket, which is on the tensors' device."""
+        targets, copies, _ = self.regions(number)
+        ops.unpack(bucket, targets, copies)
+
+    def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
+        """Reads it for some buckets, on CPU; returns the bytes read, None if the checkpoint cannot.
+
+        Raises:
+            CheckpointError: a file is gone, cannot be read or ends too early.
+        """
+        regions = self._regions(numbers)
+        return checkpoint.read_regions(regions) if regions.targets else 0
 
 
 class Bound:
     """What has been worked out of a plan for tensors on CPU of some layouts. Holds no tensor."""
 
     def __init__(self, plan: LoadPlan, layouts: Tensor) -> None:
+        """``layouts``: see ``ops.layouts``."""
         self.plan = plan
         self.layouts = layouts
         self.copies: dict[int, ops.BoundCopies] = {}
@@ -38,39 +78,25 @@ class Bound:
         """Of some buckets."""
 
 
-class LocalOnCPU(Local):
-    """Tensors that are all on CPU."""
+class _BoundLocal(Local):
+    """On CPU, and handed over once: nothing is handed over with every bucket."""
 
-    def __init__(self, plan: LoadPlan, tensors: list[Tensor], known: Bound | None) -> None:
-        """``known``: that of the load before.
+    bound: Bound
 
-        Raises:
-            ValueError: the memory of a tensor cannot be used; names it.
-        """
+    def __init__(self, plan: LoadPlan, tensors: list[Tensor], gathered: ops.Gathered, bound: Bound) -> None:
         super().__init__(plan, tensors)
-        self._gathered, bad, why = ops.gather(tensors, known.layouts if known is not None else None)
-        if bad >= 0:
-            raise ValueError(f"{plan.targets.names[bad]} cannot be filled: {why}")
-        layouts = ops.layouts(self._gathered)
-        fits = known is not None and known.plan is plan and known.layouts is layouts
-        self.bound = known if known is not None and fits else Bound(plan, layouts)
-        """For the next load."""
+        self._gathered = gathered
+        self.bound = bound
 
-    def unpack(self, number: int, buffer: Tensor) -> None:
-        """Takes all that this rank takes out of a bucket."""
+    def unpack(self, number: int, bucket: Tensor) -> None:
         copies = self.bound.copies.get(number)
         if copies is None:
-            bucket = self._plan.buckets[number]
-            copies = ops.bind_copies(self._gathered, bucket.targets, bucket.copies, bucket.nbytes)
+            planned = self._plan.buckets[number]
+            copies = ops.bind_copies(self._gathered, planned.targets, planned.copies, planned.nbytes)
             self.bound.copies[number] = copies
-        ops.unpack_bound(buffer, self._gathered, copies)
+        ops.unpack_bound(bucket, self._gathered, copies)
 
     def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
-        """Reads it for some buckets; returns the bytes read, None if the checkpoint cannot.
-
-        Raises:
-            CheckpointError: a file is gone, cannot be read or ends too early.
-        """
         reads = self.bound.reads.get(numbers)
         if reads is None:
             reads = self.bound.reads[numbers] = _BoundReads(self._plan.taken(numbers))

@@ -117,22 +117,23 @@ def read_regions(
     return tuple(map(int, outcome))  # type: ignore[return-value]
 
 
-def gather(tensors: list[Tensor], known: Tensor | None = None) -> tuple[Gathered, int, str]:
+def gather(tensors: list[Tensor], known: Tensor | None = None) -> tuple[Gathered, bool, int, str]:
     """The tensors on CPU that a load writes to, handed over once. They must be kept alive as long as the result is used.
 
     Args:
         known: the :func:`layouts` of others; what was bound to those holds for these too, if theirs are equal.
 
     Returns:
-        the tensors; the number of one whose memory cannot be used, or -1; why it cannot.
+        the tensors; whether one is of a class that stands for other tensors, so that nothing can be bound to them; the number
+        of one whose memory cannot be used, or -1; why it cannot.
 
     Raises:
-        ValueError: a tensor is elsewhere, not dense, or of a class that stands for others.
+        ValueError: a tensor is elsewhere, or not dense.
     """
     addresses = _C.gotten(tensors, torch._C.TensorBase._cdata)
     found = torch.frombuffer(addresses, dtype=torch.int64) if tensors else torch.empty(0, dtype=torch.int64)
-    gathered, bad, why = _gather(found, known)
-    return gathered, int(bad), str(why)
+    gathered, foreign, bad, why = _gather(found, known)
+    return gathered, bool(foreign), int(bad), str(why)
 
 
 def layouts(tensors: Gathered) -> Tensor:

@@ -18,7 +18,7 @@ from epload.control import HEADER_BYTES, Control
 from epload.errors import LoadError, Overdue, Told, text_of
 from epload.flow import Flow, Step
 from epload.framing import Framing, spell
-from epload.local import LocalOnCPU
+from epload.local import Local
 from epload.node_memory import BUFFERS, NodeMemory
 from epload.plan import Bucket, LoadPlan
 from epload.report import LoadReport
@@ -74,7 +74,7 @@ class Transfer:
         flow: Flow,
         route: Route,
         memory: NodeMemory,
-        target: LocalOnCPU | Uploader,
+        target: Local | Uploader,
         checkpoint: Checkpoint | None,
         report: LoadReport,
         control: Control,
@@ -152,7 +152,7 @@ class Transfer:
     def _read_own(self) -> None:
         """Every rank for itself: no bucket moves."""
         assert self._checkpoint is not None
-        assert isinstance(self._target, LocalOnCPU)
+        assert isinstance(self._target, Local)
         for wave in self._waves:
             if told := self._framing.told():
                 raise told

@@ -20,7 +20,7 @@ import torch
 from epload import HierarchicalLoader, node_memory, ops
 from epload.checkpoint import SafetensorsCheckpoint
 from epload.control import Control
-from epload.local import LocalOnCPU
+from epload.local import _BoundLocal
 from netbed import slow_link
 
 WORLD = 4
@@ -123,7 +123,7 @@ class Moments:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        owners = dict.fromkeys(_READS, SafetensorsCheckpoint) | dict.fromkeys(_WRITES, LocalOnCPU) | {"agree": Control}
+        owners = dict.fromkeys(_READS, SafetensorsCheckpoint) | dict.fromkeys(_WRITES, _BoundLocal) | {"agree": Control}
         with ExitStack() as stack:
             for name in self._names:
                 owner = owners.get(name, ops)
@@ -131,7 +131,7 @@ class Moments:
             yield
 
 
-def _flip_in(local: LocalOnCPU, of: int | range, *_: Any) -> bool:
+def _flip_in(local: _BoundLocal, of: int | range, *_: Any) -> bool:
     """In what was taken out of a bucket, or some buckets."""
     for number in [of] if isinstance(of, int) else of:
         for tensor in local.regions(number).targets:
