@@ -161,7 +161,7 @@ def _in_the_middle(rank: int) -> Outcome:
         source = Failing(one, OSError(5, "the disk is on fire")) if rank == 1 else one
         failures[f"read, {where}"] = outcome(partial(loader.load, model, source))
         said += [f"{name} was aborted into" for name in aborted_into(model)]
-        with unpack_breaks_once(1):
+        with unpack_breaks_once(1, "unpack"):
             failures[f"unpack, {where}"] = outcome(partial(loader.load, model, one))
         loader.load(model, two)
         said += [f"{where}: {text}" for text in wrong(model, two)]

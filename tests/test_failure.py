@@ -41,7 +41,7 @@ Told = tuple[str, str, float]
 def at_unpack(number: int, action: Callable[[], None]) -> Iterator[None]:
     """``action`` is called in place of the unpacking of one bucket."""
     calls = 0
-    unpack = ops.unpack
+    unpack = ops.unpack_bound
 
     def one(*args: Any) -> None:
         nonlocal calls
@@ -51,7 +51,7 @@ def at_unpack(number: int, action: Callable[[], None]) -> Iterator[None]:
         else:
             unpack(*args)
 
-    with mock.patch.object(ops, "unpack", side_effect=one):
+    with mock.patch.object(ops, "unpack_bound", side_effect=one):
         yield
 
 

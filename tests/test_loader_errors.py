@@ -275,13 +275,15 @@ class Failing(Checkpoint):
 
 
 @contextmanager
-def unpack_breaks_once(rank: int) -> Iterator[None]:
+def unpack_breaks_once(rank: int, op: str = "unpack_bound") -> Iterator[None]:
+    """``op``: the one that unpacks, on CPU."""
+
     def once(*args: Any) -> None:
-        broken.side_effect = ops_unpack
+        broken.side_effect = unpack
         raise RuntimeError("no room to unpack")
 
-    ops_unpack = ops.unpack
-    with mock.patch.object(ops, "unpack", side_effect=once if dist.get_rank() == rank else ops_unpack) as broken:
+    unpack = getattr(ops, op)
+    with mock.patch.object(ops, op, side_effect=once if dist.get_rank() == rank else unpack) as broken:
         yield
 
 
