@@ -89,7 +89,7 @@ def measure(options: argparse.Namespace, shape: str, layers: int, others: bool, 
         entries["collective"] = {name: [] for name in COLLECTIVES}
     work = Path(tempfile.mkdtemp(dir=temporary))
     folders = launch.checkpoints(temporary, size)
-    plan = Plan(nodes, ranks, asdict(size), folders, entries, options.repeat, interface=INTERFACE)
+    plan = Plan(nodes, ranks, asdict(size), folders, entries, repeat=options.repeat, interface=INTERFACE)
     where = [range(first, first + ranks) for first in range(0, nodes * ranks, ranks)]
     with NetBed(nodes, options.mbit) as bed:
         launch.run(plan, work, outcome, bed)

@@ -33,8 +33,6 @@ class Plan:
     """Folders of two checkpoints."""
     entries: dict[str, dict[str, list[float]]]
     """Case to entry to the seconds of the runs that are done."""
-    few: dict[str, Any] | None = None
-    """Size and checkpoints of a second model, whose reloads, the case "few", alternate with those of the first."""
     repeat: int = 5
     slow_repeat: int = 3
     """Runs of what takes longer than ``slow``."""
@@ -43,6 +41,8 @@ class Plan:
     """Seconds that one run may take, with what prepares and checks it."""
     interface: str = "lo"
     """Whose bytes are counted."""
+    few: dict[str, Any] | None = None
+    """Size and checkpoints of a second model, whose reloads, the case "few", alternate with those of the first."""
 
 
 @dataclass
@@ -121,7 +121,7 @@ def together(cases: Iterable[str]) -> list[list[str]]:
     """The cases that are measured in the same rounds."""
     rounds: list[list[str]] = []
     for case in cases:
-        if case == "few":
+        if case == "few" and rounds:
             rounds[-1].append(case)
         else:
             rounds.append([case])

@@ -59,6 +59,14 @@ py::bytes as_bytes(const std::vector<Address>& found) {
   return {reinterpret_cast<const char*>(found.data()), found.size() * sizeof(found[0])};
 }
 
+py::list as_list(std::vector<py::object> values) {
+  py::list listed(values.size());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    PyList_SET_ITEM(listed.ptr(), static_cast<Py_ssize_t>(i), values[i].release().ptr());
+  }
+  return listed;
+}
+
 // Adds the addresses of all keys and values, null before those of each dict, and passes every value to `each`.
 template <typename Each>
 void walk(const py::list& dicts, std::vector<const void*>& found, const Each& each) {
@@ -106,15 +114,12 @@ std::pair<py::bytes, py::list> contents(const py::list& dicts) {
   for (PyObject* const value : borrowed) {
     values.push_back(py::reinterpret_borrow<py::object>(value));
   }
-  py::list listed(values.size());
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    PyList_SET_ITEM(listed.ptr(), static_cast<Py_ssize_t>(i), values[i].release().ptr());
-  }
-  return {as_bytes(found), std::move(listed)};
+  return {as_bytes(found), as_list(std::move(values))};
 }
 
 py::list attributes(const py::list& references, const py::str& name) {
-  py::list found(references.size());
+  std::vector<py::object> found;
+  found.reserve(references.size());
   for (std::size_t i = 0; i < references.size(); ++i) { // a descriptor may be the caller's code, and change the list
     PyObject* const* const items = PySequence_Fast_ITEMS(references.ptr());
     if (i + 2 * AHEAD < references.size()) {
@@ -127,13 +132,12 @@ py::list attributes(const py::list& references, const py::str& name) {
       throw py::type_error("attributes: expected weak references");
     }
     const auto object = py::reinterpret_borrow<py::object>(PyWeakref_GET_OBJECT(items[i]));
-    PyObject* const value = PyObject_GenericGetAttr(object.ptr(), name.ptr());
-    if (value == nullptr) {
+    found.push_back(py::reinterpret_steal<py::object>(PyObject_GenericGetAttr(object.ptr(), name.ptr())));
+    if (!found.back()) {
       throw py::error_already_set();
     }
-    PyList_SET_ITEM(found.ptr(), static_cast<Py_ssize_t>(i), value);
   }
-  return found;
+  return as_list(std::move(found));
 }
 
 std::pair<py::bytes, std::vector<std::size_t>> held(const py::list& objects, const py::object& slot) {

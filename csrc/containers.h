@@ -18,8 +18,8 @@ pybind11::bytes addresses(const pybind11::list& dicts);
 // The same, and the values.
 std::pair<pybind11::bytes, pybind11::list> contents(const pybind11::list& dicts);
 
-// An attribute of what each of some weak references refers to (of None if that has gone), as `object` looks it up: what
-// classes say of their attributes is not asked.
+// An attribute of what each of some weak references refers to (of None if that has gone), as `object` looks it up: a
+// class' own __getattribute__ and __getattr__ are not asked.
 pybind11::list attributes(const pybind11::list& references, const pybind11::str& name);
 
 // The address of what each of some objects has in a slot of its class, of objects of other classes 0; and the positions

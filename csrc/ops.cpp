@@ -149,14 +149,13 @@ at::Tensor as_words(const std::vector<Word>& values) {
   return result;
 }
 
-std::tuple<Gathered, bool, int64_t, std::string> gather(
-    const at::Tensor& addresses, const std::optional<at::Tensor>& known) {
+std::tuple<Gathered, bool> gather(const at::Tensor& addresses, const std::optional<at::Tensor>& known) {
   if (known.has_value()) {
     column("gather", "known layouts", *known);
   }
   auto gathered =
       c10::make_intrusive<epload::Gathered>(column("gather", "addresses", addresses), known.value_or(at::Tensor()));
-  return {gathered, gathered->foreign(), gathered->bad(), gathered->why()};
+  return {gathered, gathered->foreign()};
 }
 
 at::Tensor layouts(const Gathered& tensors) {
@@ -271,7 +270,7 @@ TORCH_LIBRARY(epload, m) {
   m.def(
       "read_regions(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor(a!)[] targets, "
       "Tensor copies, int threads) -> (int, int, int, int)");
-  m.def("gather(Tensor addresses, Tensor? known=None) -> (__torch__.torch.classes.epload.Gathered, bool, int, str)");
+  m.def("gather(Tensor addresses, Tensor? known=None) -> (__torch__.torch.classes.epload.Gathered, bool)");
   m.def("layouts(__torch__.torch.classes.epload.Gathered tensors) -> Tensor");
   m.def(
       "bind_copies(__torch__.torch.classes.epload.Gathered tensors, int[] which, Tensor copies, int nbytes) -> "

@@ -103,7 +103,35 @@ void check_bucket_side(int64_t row, const RegionCopy& copy, int64_t bucket_nbyte
   TORCH_CHECK_VALUE(inside, "region_copy: row ", row, " reaches outside the bucket of ", bucket_nbytes, " bytes");
 }
 
+// Of a dense strided tensor, whether its storage holds every element.
+bool storage_holds(const at::Tensor& tensor) {
+  int64_t last = tensor.storage_offset();
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    last += (tensor.size(d) - 1) * tensor.stride(d);
+  }
+  return tensor.numel() == 0 ||
+         static_cast<int64_t>(tensor.storage().nbytes()) / static_cast<int64_t>(tensor.element_size()) > last;
+}
+
 } // namespace
+
+void fetch_ahead(at::TensorList tensors, size_t i) {
+  constexpr size_t kImpl = 16, kStorage = 8;
+  if (i + kImpl < tensors.size()) {
+    const auto* const impl = reinterpret_cast<const char*>(tensors[i + kImpl].unsafeGetTensorImpl());
+    for (size_t at = 0; at < sizeof(c10::TensorImpl); at += 64) {
+      __builtin_prefetch(impl + at);
+    }
+  }
+  if (i + kStorage < tensors.size() && tensors[i + kStorage].has_storage()) {
+    __builtin_prefetch(tensors[i + kStorage].unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  }
+}
+
+bool has_memory(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_meta() && !tensor.is_conj() &&
+         !tensor.is_neg() && storage_holds(tensor);
+}
 
 void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
   TORCH_CHECK_VALUE(
@@ -121,13 +149,8 @@ void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
       ": tensor ",
       index,
       " is a lazy conjugate or negation; pass resolve_conj() / resolve_neg() of it");
-  int64_t last = tensor.storage_offset();
-  for (int64_t d = 0; d < tensor.dim(); ++d) {
-    last += (tensor.size(d) - 1) * tensor.stride(d);
-  }
   TORCH_CHECK_VALUE(
-      tensor.numel() == 0 ||
-          static_cast<int64_t>(tensor.storage().nbytes()) / static_cast<int64_t>(tensor.element_size()) > last,
+      storage_holds(tensor),
       op,
       ": tensor ",
       index,

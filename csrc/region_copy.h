@@ -42,25 +42,12 @@ std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table, c
 void region_copy(
     const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction);
 
-// For walks through thousands of tensors, which lie all over memory: at tensor i of `count`, has what is known of those
-// that come next fetched, so that it is there by the time it is asked for. `impl_of` gives each one's TensorImpl.
-template <typename ImplOf>
-void fetch_ahead(size_t count, size_t i, const ImplOf& impl_of) {
-  constexpr size_t kImpl = 16, kStorage = 8;
-  if (i + kImpl < count) {
-    const auto* const impl = reinterpret_cast<const char*>(impl_of(i + kImpl));
-    for (size_t at = 0; at < sizeof(c10::TensorImpl); at += 64) {
-      __builtin_prefetch(impl + at);
-    }
-  }
-  if (i + kStorage < count && impl_of(i + kStorage)->has_storage()) {
-    __builtin_prefetch(impl_of(i + kStorage)->unsafe_storage().unsafeGetStorageImpl());
-  }
-}
+// For walks through thousands of tensors, which lie all over memory: at tensor i, has what is known of those that come
+// next fetched, so that it is there by the time it is asked for.
+void fetch_ahead(at::TensorList tensors, size_t i);
 
-inline void fetch_ahead(at::TensorList tensors, size_t i) {
-  fetch_ahead(tensors.size(), i, [&](size_t at) { return tensors[at].unsafeGetTensorImpl(); });
-}
+// Whether check_memory has nothing to say.
+bool has_memory(const at::Tensor& tensor);
 
 // Throws ValueError, naming `op` and the tensor's number, unless the tensor is dense, strided, not a lazy conjugate or
 // negation, and its storage holds every element (FSDP frees storage behind a tensor's back).

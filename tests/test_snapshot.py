@@ -252,6 +252,19 @@ def test_what_weak_references_and_getters_give() -> None:
     for bad, error in ((references, AttributeError), ([Module([])], TypeError), ([*references[:3], 3], TypeError)):
         with pytest.raises(error):
             _C.attributes(bad, "places")
+    growing: list[Any] = []
+
+    class Grows:
+        @property
+        def places(self) -> int:
+            if len(growing) < 2000:
+                growing.extend([growing[0]] * 1000)
+            return 1
+
+    owner = Grows()
+    growing.append(weakref.ref(owner))
+    found = _C.attributes(growing, "places")
+    assert found == [1] * len(growing)
     tensors: list[Any] = [nn.Parameter(torch.zeros(i)) for i in range(100)]
     getter = torch._C.TensorBase._cdata
     assert np.frombuffer(_C.gotten(tensors, getter), np.int64).tolist() == [tensor._cdata for tensor in tensors]

@@ -1,6 +1,7 @@
 #include "bound.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/COW.h>
 
 #include <algorithm>
 #include <limits>
@@ -8,9 +9,23 @@
 namespace epload {
 namespace {
 
+std::vector<at::TensorImpl*> impls_at(c10::IntArrayRef addresses) {
+  std::vector<at::TensorImpl*> impls;
+  impls.reserve(addresses.size());
+  for (const auto address : addresses) {
+    TORCH_CHECK_VALUE(address != 0, "gather: expected addresses of tensors, got 0");
+    impls.push_back(reinterpret_cast<at::TensorImpl*>(address)); // NOLINT(performance-no-int-to-ptr)
+  }
+  return impls;
+}
+
 // What a region's place in a tensor follows from.
 void add_layout(std::vector<int64_t>& layouts, const at::Tensor& tensor) {
   layouts.push_back(static_cast<int64_t>(tensor.scalar_type()));
+  if (tensor.layout() != at::kStrided) {
+    layouts.push_back(-1);
+    return;
+  }
   layouts.push_back(tensor.dim());
   layouts.insert(layouts.end(), tensor.sizes().begin(), tensor.sizes().end());
   layouts.insert(layouts.end(), tensor.strides().begin(), tensor.strides().end());
@@ -18,10 +33,13 @@ void add_layout(std::vector<int64_t>& layouts, const at::Tensor& tensor) {
 
 // Whether that is how `layouts` begins, which then is what comes after it.
 bool takes_layout(c10::IntArrayRef& layouts, const at::Tensor& tensor) {
-  const auto dims = static_cast<size_t>(tensor.dim());
+  const bool dense = tensor.layout() == at::kStrided;
+  const auto dims = dense ? static_cast<size_t>(tensor.dim()) : 0;
   if (layouts.size() < 2 + 2 * dims || layouts[0] != static_cast<int64_t>(tensor.scalar_type()) ||
-      layouts[1] != tensor.dim() || layouts.slice(2, dims) != tensor.sizes() ||
-      layouts.slice(2 + dims, dims) != tensor.strides()) {
+      layouts[1] != (dense ? tensor.dim() : -1)) {
+    return false;
+  }
+  if (dense && (layouts.slice(2, dims) != tensor.sizes() || layouts.slice(2 + dims, dims) != tensor.strides())) {
     return false;
   }
   layouts = layouts.slice(2 + 2 * dims);
@@ -30,41 +48,38 @@ bool takes_layout(c10::IntArrayRef& layouts, const at::Tensor& tensor) {
 
 } // namespace
 
-Gathered::Gathered(c10::IntArrayRef addresses, const at::Tensor& known) {
-  tensors_.reserve(addresses.size());
-  for (const auto address : addresses) {
-    TORCH_CHECK_VALUE(address != 0, "gather: expected addresses of tensors, got 0");
-    tensors_.push_back(reinterpret_cast<at::TensorImpl*>(address)); // NOLINT(performance-no-int-to-ptr)
+Borrowed::Borrowed(const std::vector<at::TensorImpl*>& tensors) {
+  tensors_.reserve(tensors.size());
+  for (auto* const tensor : tensors) {
+    tensors_.emplace_back(c10::intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>::reclaim(tensor));
   }
-  data_.assign(tensors_.size(), nullptr);
+}
+
+Borrowed::~Borrowed() {
+  for (auto& tensor : tensors_) {
+    (void)tensor.unsafeReleaseTensorImpl();
+  }
+}
+
+Gathered::Gathered(c10::IntArrayRef addresses, const at::Tensor& known) : tensors_(impls_at(addresses)) {
+  const auto& tensors = *tensors_;
+  data_.assign(tensors.size(), nullptr);
   c10::IntArrayRef left;
   bool same = known.defined();
   if (same) {
     left = {known.const_data_ptr<int64_t>(), static_cast<size_t>(known.numel())};
   }
-  const auto impl_of = [this](size_t i) { return tensors_[i]; };
-  for (size_t i = 0; i < tensors_.size(); ++i) {
-    fetch_ahead(tensors_.size(), i, impl_of);
-    const auto it = tensor(static_cast<int64_t>(i));
-    if (tensors_[i]->is_python_dispatch()) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    fetch_ahead(tensors, i);
+    const auto& it = tensors[i];
+    if (it.unsafeGetTensorImpl()->is_python_dispatch()) {
       foreign_ = true;
       return;
     }
-    TORCH_CHECK_VALUE(
-        it.is_cpu() && it.layout() == at::kStrided,
-        "gather: expected dense tensors on cpu, tensor ",
-        i,
-        " is ",
-        it.toString());
     same = same && takes_layout(left, it);
-    try {
-      check_memory("gather", it, i);
-      data_[i] = static_cast<char*>(it.data_ptr());
-    } catch (const c10::ValueError& error) {
-      if (bad_ < 0) {
-        bad_ = static_cast<int64_t>(i);
-        why_ = error.what_without_backtrace();
-      }
+    // A copy that is made only when it is written to is made for what is written to.
+    if (it.is_cpu() && has_memory(it) && !c10::impl::cow::is_cow_data_ptr(it.storage().data_ptr())) {
+      data_[i] = static_cast<char*>(const_cast<void*>(it.const_data_ptr()));
     }
   }
   if (same && left.empty()) {
@@ -72,49 +87,52 @@ Gathered::Gathered(c10::IntArrayRef addresses, const at::Tensor& known) {
     return;
   }
   std::vector<int64_t> layouts;
-  for (size_t i = 0; i < tensors_.size(); ++i) {
-    add_layout(layouts, tensor(static_cast<int64_t>(i)));
+  for (const auto& tensor : tensors) {
+    add_layout(layouts, tensor);
   }
   layouts_ = at::empty({static_cast<int64_t>(layouts.size())}, at::kLong);
   std::copy(layouts.begin(), layouts.end(), layouts_.mutable_data_ptr<int64_t>());
 }
 
-at::Tensor Gathered::tensor(int64_t i) const {
-  return at::Tensor(
-      c10::intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>::unsafe_reclaim_from_nonowning(tensors_[i]));
-}
-
-std::vector<at::Tensor> Gathered::some(c10::IntArrayRef which) const {
-  std::vector<at::Tensor> found;
+Borrowed Gathered::some(c10::IntArrayRef which) const {
+  TORCH_CHECK_VALUE(!foreign_, "load: expected tensors with memory of their own");
+  const auto& tensors = *tensors_;
+  std::vector<at::TensorImpl*> found;
   found.reserve(which.size());
-  TORCH_CHECK_VALUE(!foreign_, "expected tensors with memory of their own");
   for (const auto i : which) {
     TORCH_CHECK_VALUE(
-        i >= 0 && i < static_cast<int64_t>(tensors_.size()),
-        "expected the number of one of ",
-        tensors_.size(),
+        i >= 0 && i < static_cast<int64_t>(tensors.size()),
+        "load: expected the number of one of ",
+        tensors.size(),
         " tensors, got ",
         i);
-    found.push_back(tensor(i));
+    found.push_back(tensors[i].unsafeGetTensorImpl());
   }
-  return found;
+  return Borrowed(found);
 }
 
 Memory Gathered::memory(c10::IntArrayRef which) const {
-  TORCH_CHECK_VALUE(!foreign_ && bad_ < 0, why_);
   Memory memory;
   memory.data.reserve(which.size());
   for (const auto i : which) {
-    memory.data.push_back(data_[i]);
+    auto* data = data_[i];
+    if (data == nullptr) {
+      const auto& tensor = (*tensors_)[i];
+      check_memory("load", tensor, i);
+      TORCH_CHECK_VALUE(tensor.is_cpu(), "load: expected tensors on cpu, tensor ", i, " is on ", tensor.device());
+      data = static_cast<char*>(tensor.data_ptr());
+    }
+    memory.data.push_back(data);
   }
-  memory.tensor = [this, which](int64_t i) { return tensor(which[i]); };
+  memory.tensor = [this, which](int64_t i) -> const at::Tensor& { return (*tensors_)[which[i]]; };
   return memory;
 }
 
 void Gathered::written(c10::IntArrayRef which) const {
   for (const auto i : which) {
-    if (!tensors_[i]->is_inference()) {
-      tensors_[i]->bump_version();
+    auto* const impl = (*tensors_)[i].unsafeGetTensorImpl();
+    if (!impl->is_inference()) {
+      impl->bump_version();
     }
   }
 }
@@ -125,14 +143,14 @@ Which::Which(const Gathered& tensors, c10::IntArrayRef which) : which_(which.vec
 c10::IntArrayRef Which::of(const Gathered& tensors) const {
   TORCH_CHECK_VALUE(
       tensors.layouts().is_same(layouts_),
-      "expected tensors of the dtypes, shapes and strides that these regions were bound to");
+      "load: expected tensors of the dtypes, shapes and strides that these regions were bound to");
   return which_;
 }
 
 BoundCopies::BoundCopies(const Gathered& tensors, c10::IntArrayRef which, const at::Tensor& copies, int64_t nbytes)
     : which_(tensors, which), nbytes_(nbytes), regions_([&] {
         const auto some = tensors.some(which);
-        return Regions(some, decode_copies(nbytes, some, copies));
+        return Regions(*some, decode_copies(nbytes, *some, copies));
       }()) {
 }
 
@@ -163,7 +181,7 @@ BoundReads::BoundReads(
     : which_(tensors, which), reads_([&] {
         const auto some = tensors.some(which);
         return Reads(
-            files, file_count, some, decode_copies(std::numeric_limits<int64_t>::max(), some, copies, offsets));
+            files, file_count, *some, decode_copies(std::numeric_limits<int64_t>::max(), *some, copies, offsets));
       }()) {
 }
 

@@ -10,10 +10,26 @@
 #include <c10/util/ArrayRef.h>
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 namespace epload {
+
+// Tensors that somebody else keeps alive. To refer to one that Python knows takes the interpreter's lock, and with it,
+// while other threads run Python, milliseconds; here no reference is counted.
+class Borrowed {
+ public:
+  explicit Borrowed(const std::vector<at::TensorImpl*>& tensors);
+  ~Borrowed();
+  Borrowed(const Borrowed&) = delete;
+  Borrowed& operator=(const Borrowed&) = delete;
+
+  const std::vector<at::Tensor>& operator*() const {
+    return tensors_;
+  }
+
+ private:
+  std::vector<at::Tensor> tensors_;
+};
 
 // The tensors of one load, which the caller keeps alive.
 class Gathered : public torch::CustomClassHolder {
@@ -22,7 +38,7 @@ class Gathered : public torch::CustomClassHolder {
   // `known`: layouts of an earlier load; undefined for none.
   Gathered(c10::IntArrayRef addresses, const at::Tensor& known);
 
-  // Of each tensor: dtype, dims, sizes, strides. Those that are known, if they are equal.
+  // Of each tensor: dtype, dims (-1 if it is not dense), sizes, strides. Those that are known, if they are equal.
   const at::Tensor& layouts() const {
     return layouts_;
   }
@@ -32,31 +48,20 @@ class Gathered : public torch::CustomClassHolder {
     return foreign_;
   }
 
-  // The first tensor whose memory cannot be used, and why; -1 for none.
-  int64_t bad() const {
-    return bad_;
-  }
-
-  const std::string& why() const {
-    return why_;
-  }
-
   // Some of them, by number.
-  std::vector<at::Tensor> some(c10::IntArrayRef which) const;
+  Borrowed some(c10::IntArrayRef which) const;
+
+  // Throws ValueError if the memory of one cannot be used.
   Memory memory(c10::IntArrayRef which) const;
 
   // Tells autograd that they were written in place.
   void written(c10::IntArrayRef which) const;
 
  private:
-  at::Tensor tensor(int64_t i) const;
-
-  std::vector<at::TensorImpl*> tensors_;
-  std::vector<char*> data_;
+  Borrowed tensors_;
+  std::vector<char*> data_; // null where it has to be looked at again
   at::Tensor layouts_;
   bool foreign_ = false;
-  int64_t bad_ = -1;
-  std::string why_;
 };
 
 // Numbers of tensors, in this load and in others that were made with its layouts and found them equal.

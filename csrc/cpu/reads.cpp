@@ -82,14 +82,14 @@ Reads::Reads(c10::IntArrayRef files, int64_t file_count, at::TensorList targets,
     : file_count_(file_count) {
   TORCH_CHECK_VALUE(
       files.size() == copies.size(),
-      "region_read: expected a file for each of ",
+      "read_regions: expected a file for each of ",
       copies.size(),
       " rows, got ",
       files.size());
   wants_.reserve(copies.size());
   for (size_t i = 0; i < copies.size(); ++i) {
     TORCH_CHECK_VALUE(
-        files[i] >= 0 && files[i] < file_count, "region_read: row ", i, " names file ", files[i], " of ", file_count);
+        files[i] >= 0 && files[i] < file_count, "read_regions: row ", i, " names file ", files[i], " of ", file_count);
     want(files[i], targets[copies[i].tensor], copies[i]);
   }
   const auto before = [](const Want& a, const Want& b) {
@@ -235,7 +235,7 @@ class Reads::Reader {
 ReadOutcome Reads::run(c10::IntArrayRef descriptors, const Memory& memory, int64_t threads) const {
   TORCH_CHECK_VALUE(
       static_cast<int64_t>(descriptors.size()) == file_count_,
-      "region_read: expected ",
+      "read_regions: expected ",
       file_count_,
       " descriptors, got ",
       descriptors.size());

@@ -91,7 +91,7 @@ Memory memory_of(at::TensorList tensors) {
     fetch_ahead(tensors, i);
     data.push_back(static_cast<char*>(tensors[i].data_ptr()));
   }
-  return {std::move(data), [tensors](int64_t i) { return tensors[i]; }};
+  return {std::move(data), [tensors](int64_t i) -> const at::Tensor& { return tensors[i]; }};
 }
 
 Region::Region(const at::Tensor& tensor, const RegionCopy& copy) : tensor_(copy.tensor) {

@@ -17,7 +17,7 @@ namespace epload {
 // Where tensors are: where the data of each begins, and the tensor itself, for regions that convert.
 struct Memory {
   std::vector<char*> data;
-  std::function<at::Tensor(int64_t)> tensor;
+  std::function<const at::Tensor&(int64_t)> tensor;
 };
 
 // Of tensors that outlive it.

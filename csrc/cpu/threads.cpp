@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <exception>
 #include <mutex>
 #include <system_error>
@@ -28,6 +29,7 @@ void on_threads(int64_t threads, Tasks& tasks, const std::function<void()>& work
   };
   const bool inference = c10::InferenceMode::is_enabled();
   std::vector<std::thread> helpers;
+  helpers.reserve(std::max<int64_t>(threads, 0));
   try {
     for (int64_t i = 1; i < threads && static_cast<size_t>(i) < tasks.count(); ++i) {
       helpers.emplace_back([&] {

@@ -25,19 +25,10 @@ class Local:
 
     @staticmethod
     def on_cpu(plan: LoadPlan, tensors: list[Tensor], known: Bound | None) -> Local:
-        """
-        Args:
-            tensors: all on CPU.
-            known: of the load before.
-
-        Raises:
-            ValueError: the memory of a tensor cannot be used; names it.
-        """
-        gathered, foreign, bad, why = ops.gather(tensors, known.layouts if known is not None else None)
+        """``tensors``: all on CPU. ``known``: of the load before."""
+        gathered, foreign = ops.gather(tensors, known.layouts if known is not None else None)
         if foreign:  # only their own class knows where their data is
             return Local(plan, tensors)
-        if bad >= 0:
-            raise ValueError(f"{plan.targets.names[bad]} cannot be filled: {why}")
         layouts = ops.layouts(gathered)
         fits = known is not None and known.plan is plan and known.layouts is layouts
         return _BoundLocal(plan, tensors, gathered, known if known is not None and fits else Bound(plan, layouts))

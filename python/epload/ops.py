@@ -117,23 +117,20 @@ def read_regions(
     return tuple(map(int, outcome))  # type: ignore[return-value]
 
 
-def gather(tensors: list[Tensor], known: Tensor | None = None) -> tuple[Gathered, bool, int, str]:
+def gather(tensors: list[Tensor], known: Tensor | None = None) -> tuple[Gathered, bool]:
     """The tensors on CPU that a load writes to, handed over once. They must be kept alive as long as the result is used.
 
     Args:
         known: the :func:`layouts` of others; what was bound to those holds for these too, if theirs are equal.
 
     Returns:
-        the tensors; whether one is of a class that stands for other tensors, so that nothing can be bound to them; the number
-        of one whose memory cannot be used, or -1; why it cannot.
-
-    Raises:
-        ValueError: a tensor is elsewhere, or not dense.
+        the tensors; whether one is of a class that stands for other tensors, so that nothing can be bound to them.
     """
-    addresses = _C.gotten(tensors, torch._C.TensorBase._cdata)
+    with torch._C.DisableTorchFunction():  # or a class that unwraps its tensors says where a temporary one was
+        addresses = _C.gotten(tensors, torch._C.TensorBase._cdata)
     found = torch.frombuffer(addresses, dtype=torch.int64) if tensors else torch.empty(0, dtype=torch.int64)
-    gathered, foreign, bad, why = _gather(found, known)
-    return gathered, bool(foreign), int(bad), str(why)
+    gathered, foreign = _gather(found, known)
+    return gathered, bool(foreign)
 
 
 def layouts(tensors: Gathered) -> Tensor:
