@@ -51,8 +51,11 @@ def titles() -> dict[str, str]:
     return known
 
 
-def rows(outcome: Outcome, nbytes: int) -> list[Row]:
-    """One for each case and entry, in the order of the first run; what failed comes last, with its error."""
+def rows(outcome: Outcome, nbytes: int, few_bytes: int = 0) -> list[Row]:
+    """One for each case and entry, in the order of the first run; what failed comes last, with its error.
+
+    ``nbytes``: of the model; ``few_bytes``: of that of the case "few".
+    """
     grouped: dict[tuple[str, str], list[Row]] = {}
     for sample in outcome.samples:
         grouped.setdefault((sample["case"], sample["entry"]), []).append(sample)
@@ -61,14 +64,15 @@ def rows(outcome: Outcome, nbytes: int) -> list[Row]:
     for (case, entry), samples in grouped.items():
         seconds = [sample["seconds"] for sample in samples]
         links = [sample["links"] for sample in samples]
+        size = few_bytes if case == "few" else nbytes
         made.append({
             "case": case, "entry": entry, "title": named.get(entry, entry), "ours": entry.startswith("epload"),
             "runs": len(seconds), "min": min(seconds), "median": statistics.median(seconds), "max": max(seconds),
             "phases": _medians([sample["phases"] for sample in samples]),
             "cpu": _medians([sample["cpu"] for sample in samples]),
             "peak": max((s["peak"] for s in samples if s["peak"] is not None), default=None),
-            "in": max(link[0] for run in links for link in run) / nbytes,
-            "out": max(link[1] for run in links for link in run) / nbytes,
+            "in": max(link[0] for run in links for link in run) / size,
+            "out": max(link[1] for run in links for link in run) / size,
             "links": links[-1],
             "note": samples[-1]["note"],
         })  # fmt: skip

@@ -1,12 +1,16 @@
 #include "cases.h"
 
 #include "../../csrc/bucket_plan.h"
+#include "../../csrc/cpu/bound.h"
 #include "../../csrc/digest.h"
 #include "../../csrc/region_copy.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
+
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <array>
 #include <cstdio>
@@ -65,22 +69,61 @@ class Input {
   size_t left_;
 };
 
-// Memory of just so many bytes, so that a sanitizer sees whatever reaches past them.
-using Memory = std::unique_ptr<uint8_t, decltype(&std::free)>;
+// Block of just so many bytes, so that a sanitizer sees whatever reaches past them.
+using Block = std::unique_ptr<uint8_t, decltype(&std::free)>;
 
-Memory exactly(size_t nbytes) {
-  Memory memory(static_cast<uint8_t*>(std::malloc(nbytes + (nbytes == 0))), &std::free);
+Block exactly(size_t nbytes) {
+  Block memory(static_cast<uint8_t*>(std::malloc(nbytes + (nbytes == 0))), &std::free);
   std::memset(memory.get(), 0x11, nbytes);
   return memory;
 }
 
 constexpr std::array kDtypes = {at::kFloat, at::kByte, at::kShort, at::kBFloat16, at::kDouble};
 
+// What is bound to tensors fills them from the bucket, and from a file of the same bytes, as the copies did.
+void bound_case(
+    const at::Tensor& bucket,
+    const std::vector<at::Tensor>& tensors,
+    const at::Tensor& table,
+    const std::vector<epload::RegionCopy>& copies,
+    const std::vector<uint64_t>& held) {
+  std::vector<int64_t> addresses, which, offsets;
+  for (const auto& tensor : tensors) {
+    addresses.push_back(reinterpret_cast<int64_t>(tensor.unsafeGetTensorImpl()));
+    which.push_back(static_cast<int64_t>(which.size()));
+  }
+  for (const auto& copy : copies) {
+    offsets.push_back(copy.bucket_offset);
+  }
+  const auto clear = [&] {
+    for (const auto& tensor : tensors) {
+      if (tensor.nbytes() > 0) {
+        std::memset(tensor.data_ptr(), 0x11, tensor.nbytes());
+      }
+    }
+  };
+  const epload::Gathered gathered(addresses, {});
+  const epload::BoundCopies bound(gathered, which, table, bucket.numel());
+  const epload::BoundReads reads(gathered, which, table, std::vector<int64_t>(copies.size()), offsets, 1);
+  const epload::Gathered again(addresses, gathered.layouts());
+  clear();
+  bound.unpack(bucket, again);
+  require(epload::digest_tensors(tensors, copies) == held, "what is bound unpacks the same");
+  const int file = memfd_create("bucket", 0);
+  require(write(file, bucket.const_data_ptr(), bucket.nbytes()) == static_cast<ssize_t>(bucket.nbytes()), "a file");
+  clear();
+  const auto outcome = reads.run({file}, again, 1);
+  close(file);
+  require(outcome.file == -1, "all is read");
+  // Random rows may lie on one another, and are read in the order of the file.
+  require(copies.size() != 1 || epload::digest_tensors(tensors, copies) == held, "what is bound reads the same");
+}
+
 } // namespace
 
 void copy_table_case(const uint8_t* data, size_t size) {
   Input input(data, size);
-  std::vector<Memory> memories;
+  std::vector<Block> memories;
   std::vector<at::Tensor> tensors;
   for (int64_t i = 1 + input.below(3); i > 0; --i) {
     const auto dtype = kDtypes.at(input.below(kDtypes.size()));
@@ -112,6 +155,7 @@ void copy_table_case(const uint8_t* data, size_t size) {
     epload::region_copy(bucket, tensors, copies, epload::Direction::kUnpack);
     const auto held = epload::digest_tensors(tensors, copies);
     require(held.size() == copies.size(), "a digest for each row");
+    bound_case(bucket, tensors, table, copies, held);
     std::vector<at::ScalarType> dtypes;
     for (const auto& copy : copies) {
       dtypes.push_back(tensors[copy.tensor].scalar_type());
