@@ -14,11 +14,10 @@ import tempfile
 from pathlib import Path
 from time import monotonic
 
-import summary
 from bench_load import ROOT, Measurement, floors, times_of
 from summary import Row, by_case
 from tables import Table, provenance, seconds, times, write
-from workload import Size, meta_model
+from workload import Size
 
 MANY = Size()
 FEW = Size(layers=15, experts=1, hidden=1536, intermediate=4400)
@@ -28,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2, help="emulated nodes")
     parser.add_argument("--ranks", type=int, default=2, help="ranks a node")
-    parser.add_argument("--repeat", type=int, default=9, help="runs of each way")
+    parser.add_argument("--repeat", type=int, default=7, help="runs of each way")
     parser.add_argument("--peers", default="epload_modes", help="files of peers/, comma-separated")
     parser.add_argument("--data", type=Path, help="folder for the checkpoints; a temporary one by default")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where JSON goes")
@@ -41,11 +40,10 @@ def main() -> None:
         measurement = Measurement(options, MANY, data, Path(temporary) / "run", FEW)
         measurement.run()
     results = measurement.results()
-    few = summary.contents(meta_model(FEW))
     results["minutes"] = (monotonic() - began) / 60
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "few.json").write_text(json.dumps(results, indent=1))
-    shown = [floors(results), compared(results, *few)]
+    shown = [floors(results), compared(results)]
     for table in shown:
         table.show()
     if options.docs:
@@ -53,7 +51,7 @@ def main() -> None:
         write(page, "few", [provenance(results), *(table.markdown() for table in shown)])
 
 
-def compared(results: Row, few_bytes: int, few_tensors: int) -> Table:
+def compared(results: Row) -> Table:
     """Seconds, and seconds of all processors in the kernel."""
     lines = []
     for row in by_case(results["rows"], "few"):
@@ -63,10 +61,10 @@ def compared(results: Row, few_bytes: int, few_tensors: int) -> Table:
             continue
         line = [row["title"]]
         for one, more in ((row["median"], other["median"]), (row["cpu"]["system"], other["cpu"]["system"])):
-            as_many_bytes = more / results["nbytes"] * few_bytes
+            as_many_bytes = more / results["nbytes"] * results["few"]["nbytes"]
             line += [seconds(one), seconds(as_many_bytes), times(as_many_bytes / one if one else None)]
         lines.append(line)
-    few_of, many_of = f"{few_tensors} tensors", f"{results['tensors']} tensors"
+    few_of, many_of = f"{results['few']['tensors']} tensors", f"{results['tensors']} tensors"
     columns = ("loader", f"{few_of}, s", f"{many_of}, s", "ratio", f"in the kernel, {few_of}", many_of, "ratio")
     return Table("Reload: as many bytes in few tensors and in many", columns, lines)
 

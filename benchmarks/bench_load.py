@@ -91,9 +91,9 @@ class Measurement:
             {case: entries[case] for case in options.cases.split(",") if entries[case]},
             repeat=options.repeat, slow_repeat=options.slow_repeat,
         )  # fmt: skip
-        self._few_bytes = 0
         if few is not None:
-            self._few_bytes, _ = summary.contents(meta_model(few))
+            nbytes, tensors = summary.contents(meta_model(few))
+            self._about["few"] = {"nbytes": nbytes, "tensors": tensors}
             self._plan.few = {"size": asdict(few), "checkpoints": launch.checkpoints(data, few)}
             self._plan.entries["few"] = {entry: [] for entry in self._plan.entries["reload"]}
         work.mkdir()
@@ -102,7 +102,8 @@ class Measurement:
         launch.run(self._plan, self._work, self._outcome)
 
     def results(self) -> Row:
-        rows = summary.rows(self._outcome, self._nbytes, self._few_bytes)
+        few_bytes = self._about.get("few", {}).get("nbytes", 0)
+        rows = summary.rows(self._outcome, self._nbytes, few_bytes)
         return {**self._about, "rows": rows, "samples": self._outcome.samples}
 
 

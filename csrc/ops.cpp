@@ -133,7 +133,7 @@ Outcome read_regions(
   const at::NoGradGuard no_grad;
   const auto rows = epload::decode_copies(std::numeric_limits<int64_t>::max(), targets, copies, from.offsets);
   const epload::Reads reads(from.files, static_cast<int64_t>(descriptors.size()), targets, rows);
-  const auto outcome = reads.run(descriptors, epload::memory_of(targets), threads);
+  const auto outcome = reads.run(descriptors, epload::memory_of(targets, rows), threads);
   written(targets);
   return as_tuple(outcome);
 }

@@ -84,12 +84,10 @@ int64_t bytes_of_part(const Strided& s) {
 
 } // namespace
 
-Memory memory_of(at::TensorList tensors) {
-  std::vector<char*> data;
-  data.reserve(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    fetch_ahead(tensors, i);
-    data.push_back(static_cast<char*>(tensors[i].data_ptr()));
+Memory memory_of(at::TensorList tensors, const std::vector<RegionCopy>& copies) {
+  std::vector<char*> data(tensors.size());
+  for (const auto& copy : copies) {
+    data[copy.tensor] = static_cast<char*>(tensors[copy.tensor].data_ptr());
   }
   return {std::move(data), [tensors](int64_t i) -> const at::Tensor& { return tensors[i]; }};
 }
@@ -174,7 +172,7 @@ namespace {
 
 void region_copy_cpu(
     const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction) {
-  Regions(tensors, copies).copy(bucket, memory_of(tensors), direction);
+  Regions(tensors, copies).copy(bucket, memory_of(tensors, copies), direction);
 }
 
 const RegisterRegionCopy registered(c10::DeviceType::CPU, region_copy_cpu);

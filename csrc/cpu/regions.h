@@ -20,8 +20,8 @@ struct Memory {
   std::function<const at::Tensor&(int64_t)> tensor;
 };
 
-// Of tensors that outlive it.
-Memory memory_of(at::TensorList tensors);
+// Of those of some tensors, which outlive it, that the copies name.
+Memory memory_of(at::TensorList tensors, const std::vector<RegionCopy>& copies);
 
 // One region of a tensor. Of the tensor only its layout is looked at.
 class Region {
