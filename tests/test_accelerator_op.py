@@ -21,6 +21,7 @@ import ranks
 import test_coalesced_bcast as contract
 from epload import Topology, coalesced_bcast, ops
 from fakedev import build
+from test_bcast_refusals import Refusals, agree
 from test_region_copy import Problem, check_equal, problems
 
 DEVICE = f"{fakedev.NAME}:0"
@@ -115,7 +116,7 @@ class ExternalStream:
 
 
 def wrong_use(rank: int) -> tuple[list[str], dict[str, str]]:
-    see = contract.Refusals(rank, [[0, 1], [2]], DEVICE)
+    see = Refusals(rank, [[0, 1], [2]], DEVICE)
     one = torch.full((4,), float(rank), device=DEVICE)
     other = torch.full((4,), float(rank), device=f"{fakedev.NAME}:1")
     see.check("two devices", "ValueError", ["tensor 1", f"{fakedev.NAME}:1", "one device"], [one, other])
@@ -166,7 +167,7 @@ def wrong_use(rank: int) -> tuple[list[str], dict[str, str]]:
 
 @SEMANTICS
 def test_wrong_use_is_refused_before_anything_moves(semantics: str) -> None:
-    contract.agree(ranks.run(3, wrong_use, setup=partial(fakedev.setup, semantics)))
+    agree(ranks.run(3, wrong_use, setup=partial(fakedev.setup, semantics)))
 
 
 def host_job() -> str:

@@ -82,7 +82,7 @@ def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) 
     part of something larger.
 
     Raises:
-        ModelMismatch: a placement that a load cannot fill (Partial).
+        ModelMismatch: a placement that a load cannot fill (Partial); a tensor that is sparse or expanded.
         ValueError: ``dtype`` differs from that of a parameter that already has storage; a pattern of ``parts`` or ``dtype``
             is found in no name.
     """
@@ -184,7 +184,12 @@ def customises_state(module: nn.Module) -> bool:
 
 
 def _check_own_memory(name: str, tensor: Tensor) -> None:
-    """As Tensor.copy_ does, refuses to write to elements that share memory."""
+    """Refuses what has no elements of its own to write to; as Tensor.copy_ does, elements that share memory too."""
+    if tensor.layout != torch.strided:
+        raise ModelMismatch(
+            f"{name} is {tensor.layout}, and only dense tensors can be filled; "
+            "make it dense, or register it with persistent=False"
+        )
     if tensor.is_contiguous():
         return
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
