@@ -451,6 +451,7 @@ def test_a_buffer_without_elements_of_its_own_is_refused() -> None:
         "w is expanded": zeros[:1].expand(4, 3),
         "w is torch.sparse_coo": zeros.to_sparse(),
         "w is torch.sparse_csr": zeros.to_sparse_csr(),
+        "w is torch._mkldnn": zeros.to_mkldnn(),
     }
     for text, buffer in kept.items():
         model = nn.Module()
