@@ -4,8 +4,10 @@
         words, environment = bed.place(node=0)
         subprocess.run([*words, "ip", "addr"], env={**os.environ, **environment})
 
-Each node's link is a veth pair to a bridge, shaped by a token bucket in both directions. Everything is named after the process
-that made it, and removed when the block ends, however it ends; what a killed process left is removed by the next test-bed.
+Each node's link is a veth pair to a bridge, shaped by a token bucket in both directions. TCP between nodes is under CUBIC,
+Linux's default, whatever the machine's own setting: BBR draws back for 200 ms every ten seconds (Cardwell et al., 2016: ProbeRTT),
+in the middle of a load. Everything is named after the process that made it, and removed when the block ends, however it ends;
+what a killed process left is removed by the next test-bed.
 """
 
 from __future__ import annotations
@@ -97,6 +99,7 @@ class NetBed:
             _do(f"ip -n {inside} addr add {NETWORK}.{i + 1}/24 dev {INTERFACE}")
             _do(f"ip -n {inside} link set lo up")
             _do(f"ip -n {inside} link set {INTERFACE} up")
+            _do(f"ip -n {inside} route change {NETWORK}.0/24 dev {INTERFACE} src {NETWORK}.{i + 1} congctl cubic")
             _do(f"tc -n {inside} qdisc add dev {INTERFACE} {_shape(self.mbit)}")
             _do(f"tc qdisc add dev {outside} {_shape(self.mbit)}")
 

@@ -1,4 +1,4 @@
-"""The test-bed: a link's rate can be changed and comes back, and nothing of the bed is left."""
+"""The test-bed: a link's rate can be changed and comes back, TCP is under CUBIC at both ends, and nothing of the bed is left."""
 
 from __future__ import annotations
 
@@ -28,6 +28,32 @@ with slow_link(200, 1000):
 print(rate())
 """
 
+CONTROLS = """
+import socket, sys
+from threading import Semaphore, Thread
+from netbed import NETWORK, enter
+
+def control(end):
+    return end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).split(b"\\0")[0].decode()
+
+def accept():
+    enter(sys.argv[1])
+    with socket.create_server((f"{NETWORK}.1", 0)) as server:
+        ports.append(server.getsockname()[1])
+        listening.release()
+        accepted.append(control(server.accept()[0]))
+
+ports, accepted, listening = [], [], Semaphore(0)
+thread = Thread(target=accept)
+thread.start()
+listening.acquire()
+enter(sys.argv[2])
+with socket.create_connection((f"{NETWORK}.1", ports[0]), timeout=30) as made:
+    print(control(made))
+thread.join()
+print(accepted[0])
+"""
+
 
 def require(what: str) -> None:
     """Skips, or fails where that is asked for, if there can be no test-bed. ``what`` is then not checked."""
@@ -43,15 +69,28 @@ def made_by_this_process() -> str:
     return "\n".join(line for text in shown for line in text.splitlines() if names.search(line))
 
 
+def run_on(bed: NetBed, script: str, *nodes: int) -> list[str]:
+    """The words that a script prints, which is given the namespaces of some nodes."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(bed.namespace, nodes)], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
 @pytest.mark.netbed
 def test_a_link_is_slow_for_a_while() -> None:
     require("rates of the test-bed's links")
     with NetBed(nodes=2, mbit=1000) as bed:
-        done = subprocess.run(
-            [sys.executable, "-c", RATES, bed.namespace(1)], capture_output=True, text=True, timeout=60,
-            env={**os.environ, "PYTHONPATH": str(BENCHMARKS)},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        rates = run_on(bed, RATES, 1)
         assert made_by_this_process()
-    assert done.stdout.split() == ["1Gbit", "200Kbit", "1Gbit"]
+    assert rates == ["1Gbit", "200Kbit", "1Gbit"]
     assert not made_by_this_process()
+
+
+@pytest.mark.netbed
+def test_connections_do_not_depend_on_the_machines_congestion_control() -> None:
+    require("congestion control in the test-bed")
+    with NetBed(nodes=2, mbit=1000) as bed:
+        assert run_on(bed, CONTROLS, 0, 1) == ["cubic", "cubic"]
