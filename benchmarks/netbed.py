@@ -5,7 +5,7 @@
         subprocess.run([*words, "ip", "addr"], env={**os.environ, **environment})
 
 Each node's link is a veth pair to a bridge, shaped by a token bucket in both directions. TCP between nodes is under CUBIC,
-Linux's default, whatever the machine's own setting: BBR draws back for 200 ms every ten seconds (Cardwell et al., 2016: ProbeRTT),
+Linux's default, whatever the machine's own: BBR (Cardwell et al., 2016: ProbeRTT) draws back for 200 ms every ten seconds,
 in the middle of a load. Everything is named after the process that made it, and removed when the block ends, however it ends;
 what a killed process left is removed by the next test-bed.
 """
