@@ -12,7 +12,7 @@ from torch import Tensor
 import epload
 from epload import dtypes, ops
 
-BUCKET = 64 << 20
+BUCKET = 16 << 20
 CHUNK = 1 << 20
 Collective = Callable[[list[Tensor]], None]
 
@@ -46,7 +46,7 @@ def _per_parameter(topology: epload.Topology) -> Collective:
 
 
 def _op(algorithm: str, topology: epload.Topology) -> Collective:
-    return partial(epload.coalesced_bcast, topology=topology, bucket_bytes=BUCKET, algorithm=algorithm)
+    return partial(epload.coalesced_bcast, topology=topology, algorithm=algorithm)
 
 
 def _ring(topology: epload.Topology) -> Collective:

@@ -61,6 +61,18 @@ def test_profiler_sees_the_steps_of_the_plan_and_no_more() -> None:
     assert ranks.run(3, count_steps) == [[]] * 3
 
 
+def count_default_buckets(rank: int) -> list[str]:
+    tensors = [torch.zeros(5 << 20, dtype=torch.uint8) for _ in range(5)]
+    topo = Topology.from_nodes([[0, 1]])
+    coalesced_bcast(tensors, topology=topo, algorithm="flat")
+    text = _unexpected(["c10d::broadcast_"] * 2, tensors, topology=topo, algorithm="flat")
+    return [text] if text else []
+
+
+def test_buckets_on_cpu_have_16_mib_by_default() -> None:
+    assert ranks.run(2, count_default_buckets) == [[]] * 2
+
+
 def count_striped_steps(rank: int) -> list[str]:
     """One bucket from rank 0. It gives each half to rank 1, and both pass one on; those of the other node swap theirs."""
     counts = {

@@ -17,6 +17,8 @@ from epload.errors import ManifestMismatch
 from epload.topology import Topology
 
 DEFAULT_BUCKET_BYTES = 64 << 20
+DEFAULT_BUCKET_BYTES_ON_CPU = 16 << 20
+"""Less, as staging memory comes from malloc there: what is larger than glibc keeps (32 MiB) is mapped and zeroed at every call."""
 ALGORITHMS = ("two_level", "striped", "flat")
 
 
@@ -25,7 +27,7 @@ def coalesced_bcast(
     src: int = 0,
     topology: Topology | None = None,
     *,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     algorithm: str = "two_level",
     stream: torch.Stream | None = None,
     check: bool = True,
@@ -37,7 +39,7 @@ def coalesced_bcast(
             parameters too (no gradient is recorded), all on one device.
         src: global rank whose values are sent.
         topology: discovered over the whole job if None, which is itself a small exchange.
-        bucket_bytes: bytes a message holds at most; a larger tensor is split.
+        bucket_bytes: bytes a message holds at most; a larger tensor is split. By default 64 MiB, and 16 MiB on CPU.
         algorithm: ``"two_level"`` (between the leaders, then inside each node), ``"striped"`` (every rank of a node passes its
             part on to the same rank of the other nodes; two_level where node sizes differ) or ``"flat"`` (one group).
         stream: where all device work goes; the current stream if None. Not for CPU tensors.
@@ -52,13 +54,17 @@ def coalesced_bcast(
     """
     tensors = list(tensors)
     topology = topology if topology is not None else Topology.default()
+    asked = (src, bucket_bytes, algorithm)
+    if bucket_bytes is None:
+        on_cpu = bool(tensors) and isinstance(tensors[0], Tensor) and tensors[0].device.type == "cpu"
+        bucket_bytes = DEFAULT_BUCKET_BYTES_ON_CPU if on_cpu else DEFAULT_BUCKET_BYTES
     failure: Exception | None = None
     try:
         _check_arguments(tensors, src, topology, bucket_bytes, algorithm, stream)
     except (TypeError, ValueError) as error:
         failure = error
     if check:
-        _check_same_list(topology.control, tensors, (src, bucket_bytes, algorithm), failure)
+        _check_same_list(topology.control, tensors, asked, failure)
     elif failure is not None:
         raise failure
     if algorithm == "striped":
