@@ -18,7 +18,7 @@ from epload.topology import Topology
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 DEFAULT_BUCKET_BYTES_ON_CPU = 16 << 20
-"""Less, as staging memory comes from malloc there: what is larger than glibc keeps (32 MiB) is mapped and zeroed at every call."""
+"""Less, as staging memory there is malloc's: what is larger than glibc keeps (32 MiB) is mapped and zeroed at every call."""
 ALGORITHMS = ("two_level", "striped", "flat")
 
 
