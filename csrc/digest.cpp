@@ -3,92 +3,91 @@
 #include "checksum.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/util/Exception.h>
+
+#include <algorithm>
 
 namespace epload {
 namespace {
 
-// A box in memory: runs of `run` bytes, strides in bytes.
-void add(Checksum& sum, const char* at, const int64_t* size, const int64_t* stride, size_t dims, int64_t run) {
-  while (dims > 0 && stride[dims - 1] == run) {
-    run *= size[--dims];
-  }
-  if (dims == 0) {
-    sum.update(at, run);
+void add(Checksum& sum, const char* at, const MemoryBox& box, size_t dim) {
+  if (dim == box.size.size()) {
+    sum.update(at, box.run);
     return;
   }
-  if (dims == 1) {
-    for (int64_t i = 0; i < size[0]; ++i) {
-      sum.update(at + i * stride[0], run);
-    }
-    return;
-  }
-  for (int64_t i = 0; i < size[0]; ++i) {
-    add(sum, at + i * stride[0], size + 1, stride + 1, dims - 1, run);
+  for (int64_t i = 0; i < box.size[dim]; ++i) {
+    add(sum, at + i * box.stride[dim], box, dim + 1);
   }
 }
 
-uint64_t digest(const char* at, const Dims& size, const Dims& stride, int64_t itemsize) {
-  Checksum sum;
-  // Dims of one element need not fit into the strides of the others.
-  Dims sizes, strides;
-  for (size_t d = 0; d < size.size(); ++d) {
+// `stride` says how many bytes an index of a dim is.
+template <typename Stride>
+MemoryBox box_of(int64_t begin, const Dims& size, int64_t itemsize, const Stride& stride) {
+  MemoryBox box{begin, itemsize, {}, {}};
+  for (size_t d = size.size(); d-- > 0;) {
     if (size[d] == 0) {
-      return sum.value();
+      return {};
     }
-    if (size[d] != 1) {
-      sizes.push_back(size[d]);
-      strides.push_back(stride[d]);
+    if (size[d] == 1) { // its stride need not fit those of the others
+      continue;
     }
+    if (box.size.empty() && stride(d) == box.run) {
+      box.run *= size[d];
+      continue;
+    }
+    box.size.push_back(size[d]);
+    box.stride.push_back(stride(d));
   }
-  add(sum, at, sizes.data(), strides.data(), sizes.size(), itemsize);
-  return sum.value();
+  std::reverse(box.size.begin(), box.size.end());
+  std::reverse(box.stride.begin(), box.stride.end());
+  return box;
 }
 
 } // namespace
+
+MemoryBox box_in_tensor(const at::Tensor& tensor, const RegionCopy& copy) {
+  const auto itemsize = static_cast<int64_t>(tensor.element_size());
+  const auto strides = tensor.strides();
+  int64_t begin = 0;
+  for (size_t d = 0; d < copy.size.size(); ++d) {
+    begin += copy.start[d] * strides[d] * itemsize;
+  }
+  return box_of(begin, copy.size, itemsize, [&](size_t d) { return strides[d] * itemsize; });
+}
+
+MemoryBox box_in_bucket(const RegionCopy& copy) {
+  const auto itemsize = static_cast<int64_t>(c10::elementSize(copy.dtype));
+  return box_of(copy.bucket_offset, copy.size, itemsize, [&](size_t d) { return copy.bucket_stride[d] * itemsize; });
+}
+
+uint64_t digest(const char* data, const MemoryBox& box) {
+  Checksum sum;
+  if (box.run > 0) {
+    add(sum, data + box.begin, box, 0);
+  }
+  return sum.value();
+}
 
 std::vector<uint64_t> digest_tensors(at::TensorList tensors, const std::vector<RegionCopy>& copies) {
   std::vector<uint64_t> digests;
   digests.reserve(copies.size());
   for (const auto& copy : copies) {
     const auto& tensor = tensors[copy.tensor];
-    const auto itemsize = static_cast<int64_t>(tensor.element_size());
-    const char* at = static_cast<const char*>(tensor.const_data_ptr());
-    Dims stride;
-    for (size_t d = 0; d < copy.size.size(); ++d) {
-      stride.push_back(tensor.stride(static_cast<int64_t>(d)) * itemsize);
-      at += copy.start[d] * stride.back();
-    }
-    digests.push_back(digest(at, copy.size, stride, itemsize));
+    digests.push_back(digest(static_cast<const char*>(tensor.const_data_ptr()), box_in_tensor(tensor, copy)));
   }
   return digests;
 }
 
-std::vector<uint64_t> digest_bucket(
-    const at::Tensor& bucket, const std::vector<RegionCopy>& copies, const std::vector<at::ScalarType>& dtypes) {
-  const char* const base = static_cast<const char*>(bucket.const_data_ptr());
-  std::vector<uint64_t> digests;
-  digests.reserve(copies.size());
-  for (size_t i = 0; i < copies.size(); ++i) {
-    const auto& copy = copies[i];
-    if (copy.dtype == dtypes[i]) {
-      const auto itemsize = static_cast<int64_t>(c10::elementSize(copy.dtype));
-      Dims stride;
-      for (const auto step : copy.bucket_stride) {
-        stride.push_back(step * itemsize);
-      }
-      digests.push_back(digest(base + copy.bucket_offset, copy.size, stride, itemsize));
-      continue;
-    }
-    const auto converted = at::empty(copy.size, at::TensorOptions().dtype(dtypes[i]));
-    RegionCopy whole = copy;
-    whole.start.assign(copy.size.size(), 0);
-    copy_one_aten(bucket, converted, whole, Direction::kUnpack);
-    Checksum sum;
-    sum.update(converted.const_data_ptr(), converted.nbytes());
-    digests.push_back(sum.value());
+uint64_t digest_unpacked(const at::Tensor& bucket, const RegionCopy& copy, at::ScalarType dtype) {
+  if (copy.dtype == dtype) {
+    return digest(static_cast<const char*>(bucket.const_data_ptr()), box_in_bucket(copy));
   }
-  return digests;
+  const auto converted = at::empty(copy.size, at::TensorOptions().dtype(dtype));
+  RegionCopy whole = copy;
+  whole.start.assign(copy.size.size(), 0);
+  copy_one_aten(bucket, converted, whole, Direction::kUnpack);
+  Checksum sum;
+  sum.update(converted.const_data_ptr(), converted.nbytes());
+  return sum.value();
 }
 
 } // namespace epload

@@ -3,6 +3,7 @@
 #include "checksum.h"
 #include "coalesced_bcast.h"
 #include "cpu/bound.h"
+#include "cpu/file_digests.h"
 #include "cpu/reads.h"
 #include "digest.h"
 #include "region_copy.h"
@@ -68,14 +69,19 @@ struct Origins {
   std::vector<int64_t> files, offsets;
 
   Origins(
-      const at::Tensor& files_of, const at::Tensor& offsets_of, const at::Tensor& origins, const at::Tensor& copies) {
-    const auto file_of = column("read_regions", "files", files_of);
-    const auto offset_of = column("read_regions", "offsets", offsets_of);
+      const char* op,
+      const at::Tensor& files_of,
+      const at::Tensor& offsets_of,
+      const at::Tensor& origins,
+      const at::Tensor& copies) {
+    const auto file_of = column(op, "files", files_of);
+    const auto offset_of = column(op, "offsets", offsets_of);
     TORCH_CHECK_VALUE(
         origins.is_cpu() && origins.scalar_type() == at::kLong && origins.dim() == 2 && origins.is_contiguous() &&
             origins.size(1) == 2 && copies.dim() == 2 && origins.size(0) == copies.size(0) &&
             file_of.size() == offset_of.size(),
-        "read_regions: expected origins as a contiguous int64 CPU tensor [n, 2] for n rows, and as many files as "
+        op,
+        ": expected origins as a contiguous int64 CPU tensor [n, 2] for n rows, and as many files as "
         "offsets, got ",
         origins.scalar_type(),
         " of shape ",
@@ -96,7 +102,8 @@ struct Origins {
       TORCH_CHECK_VALUE(
           tensor >= 0 && tensor < static_cast<int64_t>(offset_of.size()) &&
               !__builtin_add_overflow(offset_of[tensor], origin[1], &offset),
-          "read_regions: row ",
+          op,
+          ": row ",
           r,
           " starts at byte ",
           origin[1],
@@ -124,7 +131,7 @@ Outcome read_regions(
     at::TensorList targets,
     const at::Tensor& copies,
     int64_t threads) {
-  const Origins from(files, offsets, origins, copies);
+  const Origins from("read_regions", files, offsets, origins, copies);
   for (size_t i = 0; i < targets.size(); ++i) {
     epload::fetch_ahead(targets, i);
     TORCH_CHECK_VALUE(
@@ -179,13 +186,23 @@ BoundReads bind_reads(
     const at::Tensor& offsets,
     const at::Tensor& origins,
     int64_t file_count) {
-  const Origins from(files, offsets, origins, copies);
+  const Origins from("read_regions", files, offsets, origins, copies);
   return c10::make_intrusive<epload::BoundReads>(*tensors, which, copies, from.files, from.offsets, file_count);
 }
 
 Outcome read_bound(at::IntArrayRef descriptors, const Gathered& tensors, const BoundReads& reads, int64_t threads) {
   const at::NoGradGuard no_grad;
   return as_tuple(reads->run(descriptors, *tensors, threads));
+}
+
+using BoundDigests = c10::intrusive_ptr<epload::BoundDigests>;
+
+BoundDigests bind_digests(const Gathered& tensors, at::IntArrayRef which, const at::Tensor& copies) {
+  return c10::make_intrusive<epload::BoundDigests>(*tensors, which, copies);
+}
+
+at::Tensor digest_bound(const Gathered& tensors, const BoundDigests& digests) {
+  return as_words(digests->digests(*tensors));
 }
 
 int64_t relay(
@@ -234,6 +251,21 @@ at::Tensor digest_tensors(at::TensorList tensors, const at::Tensor& copies) {
   return as_words(epload::digest_tensors(tensors, rows));
 }
 
+// What column 0 says where it does not number tensors.
+std::vector<at::ScalarType> codes(const char* op, const std::vector<epload::RegionCopy>& rows) {
+  std::vector<at::ScalarType> dtypes;
+  dtypes.reserve(rows.size());
+  for (const auto& row : rows) {
+    TORCH_CHECK_VALUE(
+        row.tensor >= 0 && row.tensor < static_cast<int64_t>(at::ScalarType::Undefined),
+        op,
+        ": expected a dtype code in column 0, got ",
+        row.tensor);
+    dtypes.push_back(static_cast<at::ScalarType>(row.tensor));
+  }
+  return dtypes;
+}
+
 at::Tensor digest_bucket(const at::Tensor& bucket, const at::Tensor& copies) {
   TORCH_CHECK_VALUE(
       bucket.is_cpu() && bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
@@ -245,15 +277,26 @@ at::Tensor digest_bucket(const at::Tensor& bucket, const at::Tensor& copies) {
       bucket.device());
   const at::NoGradGuard no_grad;
   const auto rows = epload::decode_copies(bucket.numel(), copies);
-  std::vector<at::ScalarType> dtypes;
-  for (const auto& row : rows) {
-    TORCH_CHECK_VALUE(
-        row.tensor >= 0 && row.tensor < static_cast<int64_t>(at::ScalarType::Undefined),
-        "digest_bucket: expected a dtype code in column 0, got ",
-        row.tensor);
-    dtypes.push_back(static_cast<at::ScalarType>(row.tensor));
+  const auto dtypes = codes("digest_bucket", rows);
+  std::vector<uint64_t> digests;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    digests.push_back(epload::digest_unpacked(bucket, rows[i], dtypes[i]));
   }
-  return as_words(epload::digest_bucket(bucket, rows, dtypes));
+  return as_words(digests);
+}
+
+std::tuple<at::Tensor, int64_t, int64_t, int64_t, int64_t> digest_files(
+    at::IntArrayRef descriptors,
+    const at::Tensor& files,
+    const at::Tensor& offsets,
+    const at::Tensor& origins,
+    const at::Tensor& copies,
+    int64_t threads) {
+  const Origins from("digest_files", files, offsets, origins, copies);
+  const at::NoGradGuard no_grad;
+  const auto rows = epload::decode_copies(std::numeric_limits<int64_t>::max(), copies, from.offsets);
+  const auto found = epload::digest_files(descriptors, from.files, rows, codes("digest_files", rows), threads);
+  return std::tuple_cat(std::make_tuple(as_words(found.digests)), as_tuple(found.outcome));
 }
 
 } // namespace
@@ -262,6 +305,7 @@ TORCH_LIBRARY(epload, m) {
   m.class_<epload::Gathered>("Gathered");
   m.class_<epload::BoundCopies>("BoundCopies");
   m.class_<epload::BoundReads>("BoundReads");
+  m.class_<epload::BoundDigests>("BoundDigests");
   m.def(
       "coalesced_bcast(Tensor(a!)[] tensors, int src, str inter_group, str intra_group, int bucket_bytes, "
       "str algorithm, Stream? stream=None, *, int leader=-1) -> ()");
@@ -285,11 +329,20 @@ TORCH_LIBRARY(epload, m) {
       "read_bound(int[] descriptors, __torch__.torch.classes.epload.Gathered tensors, "
       "__torch__.torch.classes.epload.BoundReads reads, int threads) -> (int, int, int, int)");
   m.def(
+      "bind_digests(__torch__.torch.classes.epload.Gathered tensors, int[] which, Tensor copies) -> "
+      "__torch__.torch.classes.epload.BoundDigests");
+  m.def(
+      "digest_bound(__torch__.torch.classes.epload.Gathered tensors, "
+      "__torch__.torch.classes.epload.BoundDigests digests) -> Tensor");
+  m.def(
       "relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes, Tensor? board=None, "
       "float seconds=0) -> int");
   m.def("checksum(Tensor bytes) -> int");
   m.def("digest_tensors(Tensor[] tensors, Tensor copies) -> Tensor");
   m.def("digest_bucket(Tensor bucket, Tensor copies) -> Tensor");
+  m.def(
+      "digest_files(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor copies, int threads) -> "
+      "(Tensor, int, int, int, int)");
   m.def("board_post(Tensor(a!) board, int slot, int value) -> ()");
   m.def("board_wait(Tensor board, int[] slots, int value, float seconds) -> int");
 }
@@ -305,10 +358,13 @@ TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
   m.impl("unpack_bound", TORCH_FN(unpack_bound));
   m.impl("bind_reads", TORCH_FN(bind_reads));
   m.impl("read_bound", TORCH_FN(read_bound));
+  m.impl("bind_digests", TORCH_FN(bind_digests));
+  m.impl("digest_bound", TORCH_FN(digest_bound));
   m.impl("relay", TORCH_FN(relay));
   m.impl("checksum", TORCH_FN(checksum));
   m.impl("digest_tensors", TORCH_FN(digest_tensors));
   m.impl("digest_bucket", TORCH_FN(digest_bucket));
+  m.impl("digest_files", TORCH_FN(digest_files));
   m.impl("board_post", TORCH_FN(epload::board_post));
   m.impl("board_wait", TORCH_FN(epload::board_wait));
 }

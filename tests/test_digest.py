@@ -74,6 +74,9 @@ def test_digests_are_those_of_the_regions(problem: Problem) -> None:
     ]
     held = ops.digest_tensors(tensors, table).tolist()
     assert [digest & (1 << 64) - 1 for digest in held] == [ops.checksum(box.contiguous()) for box in boxes]
+    gathered, _ = ops.gather(tensors)
+    bound = ops.bind_digests(gathered, range(len(tensors)), table)
+    assert ops.digest_bound(gathered, bound).tolist() == held
     for row, number in zip(table, table[:, 0].tolist(), strict=True):
         row[0] = dtypes.code(tensors[number].dtype)
     assert ops.digest_bucket(bucket, table).tolist() == held

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ranks
-from epload import Checkpoint, HierarchicalLoader, LoadError, LocalModules, Topology, ops, proof
+from epload import Checkpoint, HierarchicalLoader, LoadError, LocalModules, Topology, ops
 from epload.checkpoint import SafetensorsCheckpoint
 from epload.control import HEADER_BYTES
-from epload.local import _BoundLocal
+from epload.local import Local, _BoundLocal
 from epload.mapping import resolve
 from epload.plan import LoadPlan, make_plan
 from epload.proof import SAMPLED, Proof
@@ -223,49 +223,56 @@ def test_a_bit_that_flips_while_it_is_read_is_found(tmp_path: Path) -> None:
         assert "on rank" in told[0]
 
 
-def test_sampling_proves_one_piece_in_sixteen() -> None:
+SOURCES = pytest.mark.parametrize("from_file", [False, True])
+"""A dict is copied into a buffer, a file's regions are digested as they are read."""
+
+
+@SOURCES
+def test_sampling_proves_one_piece_in_sixteen(from_file: bool, tmp_path: Path) -> None:
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((4,), float(i))) for i in range(160)])
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    checkpoint, targets, plan = planned(model, state)
+    checkpoint, targets, plan = planned(model, tmp_path if from_file else None)
     found = 0
-    for name, value in state.items():
+    for name, value in model.state_dict().items():
+        local = Local.on_cpu(plan, targets.local(), None)
+        full = Proof(plan, [0], sampled=False)
+        list(full.check(0, full.claims(local), checkpoint, checkpoint.manifest))
         value += 1
-        sampled = Proof(plan, [0], sampled=True, on_cpu=True)
+        sampled, local = Proof(plan, [0], sampled=True), Local.on_cpu(plan, targets.local(), None)
         try:
-            list(sampled.check(0, {0: sampled.claims(targets.local())[0]}, checkpoint, checkpoint.manifest))
+            list(sampled.check(0, sampled.claims(local), checkpoint, checkpoint.manifest))
         except LoadError as error:
             assert f" {name} on rank 0;" in str(error)  # noqa: PT017
             found += 1
         value -= 1
-        full = Proof(plan, [0], sampled=False, on_cpu=True)
-        list(full.check(0, full.claims(targets.local()), checkpoint, checkpoint.manifest))
-    assert found == len(state) // SAMPLED
+    assert found == len(targets.names) // SAMPLED
 
 
-@pytest.mark.parametrize("block", [1, 100, 300, 1 << 20])
+@SOURCES
 @pytest.mark.parametrize("sampled", [False, True])
-def test_pieces_are_proven_in_blocks(block: int, sampled: bool) -> None:
-    """Wherever the blocks end, in a bucket or in a tensor that is longer than one: what differs is found, and nothing else."""
+def test_what_differs_is_found_and_nothing_else(from_file: bool, sampled: bool, tmp_path: Path) -> None:
+    """Of shards on one rank, on two that hold the same, and of one that has the end of every tenth tensor wrong."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((1 + i * 7 % 90,), float(i))) for i in range(60)])
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    checkpoint, targets, plan = planned(model, state)
-    with mock.patch.object(proof, "BLOCK_BYTES", block):
-        one = Proof(plan, [0], sampled, on_cpu=True)
-        claims = one.claims(targets.local())
-        # A second rank with the same shards, and one that has an element wrong at the end of every tenth tensor.
-        for value in list(model.parameters())[::10]:
-            value.data[-1] += 1
-        wrong_too = one.claims(targets.local())[0]
-        list(one.check(0, {0: claims[0], 7: claims[0]}, checkpoint, checkpoint.manifest))
-        told = outcome(lambda: list(one.check(0, {0: claims[0], 3: wrong_too}, checkpoint, checkpoint.manifest)))
-    named = {name for name in state if f" {name} on rank 3" in told}
+    checkpoint, targets, plan = planned(model, tmp_path if from_file else None)
+    one, local = Proof(plan, [0], sampled), Local.on_cpu(plan, targets.local(), None)
+    right = one.claims(local)[0]
+    for value in list(model.parameters())[::10]:
+        value.data[-1] += 1
+    wrong_too = one.claims(local)[0]
+    list(one.check(0, {0: right, 7: right}, checkpoint, checkpoint.manifest))
+    told = outcome(lambda: list(one.check(0, {0: right, 3: wrong_too, 7: right}, checkpoint, checkpoint.manifest)))
+    named = {name for name in targets.names if f" {name} on rank 3" in told}
     assert "rank 0;" not in told
+    assert "rank 7;" not in told
     assert named <= {f"{i}" for i in range(0, 60, 10)}
     assert sampled or len(named) == 6, told
 
 
-def planned(model: nn.Module, state: State) -> tuple[Checkpoint, Targets, LoadPlan]:
-    checkpoint = Checkpoint.open(state)
+def planned(model: nn.Module, folder: Path | None) -> tuple[Checkpoint, Targets, LoadPlan]:
+    """For what the model holds, copied into a dict or into a file in ``folder``."""
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    if folder is not None:
+        save_file(state, folder / "model.safetensors")
+    checkpoint = Checkpoint.open(state if folder is None else folder)
     targets = collect(model, None, None)
     return checkpoint, targets, make_plan(checkpoint.manifest, targets, resolve("auto", model, targets.index), 512)
 

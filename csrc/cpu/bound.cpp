@@ -192,4 +192,32 @@ ReadOutcome BoundReads::run(c10::IntArrayRef descriptors, const Gathered& tensor
   return outcome;
 }
 
+BoundDigests::BoundDigests(const Gathered& tensors, c10::IntArrayRef which, const at::Tensor& copies)
+    : which_(tensors, which) {
+  const auto some = tensors.some(which);
+  const auto rows = decode_copies(std::numeric_limits<int64_t>::max(), *some, copies);
+  boxes_.reserve(rows.size());
+  for (const auto& row : rows) {
+    boxes_.emplace_back(row.tensor, box_in_tensor((*some)[row.tensor], row));
+  }
+}
+
+std::vector<uint64_t> BoundDigests::digests(const Gathered& tensors) const {
+  constexpr int64_t kAhead = 1024; // bytes of the next box, where the processor does not look by itself
+  const auto memory = tensors.memory(which_.of(tensors));
+  std::vector<uint64_t> found;
+  found.reserve(boxes_.size());
+  for (size_t i = 0; i < boxes_.size(); ++i) {
+    if (i + 1 < boxes_.size()) {
+      const auto& [tensor, box] = boxes_[i + 1];
+      for (int64_t at = 0; at < std::min(kAhead, box.run); at += 64) {
+        __builtin_prefetch(memory.data[tensor] + box.begin + at);
+      }
+    }
+    const auto& [tensor, box] = boxes_[i];
+    found.push_back(digest(memory.data[tensor], box));
+  }
+  return found;
+}
+
 } // namespace epload

@@ -5,11 +5,14 @@
 #include "reads.h"
 #include "regions.h"
 
+#include "../digest.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/util/ArrayRef.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace epload {
@@ -106,6 +109,18 @@ class BoundReads : public torch::CustomClassHolder {
  private:
   Which which_;
   Reads reads_;
+};
+
+// Digests (see digest.h) of a copy table's regions, in the tensors.
+class BoundDigests : public torch::CustomClassHolder {
+ public:
+  BoundDigests(const Gathered& tensors, c10::IntArrayRef which, const at::Tensor& copies);
+
+  std::vector<uint64_t> digests(const Gathered& tensors) const;
+
+ private:
+  Which which_;
+  std::vector<std::pair<int64_t, MemoryBox>> boxes_; // each in one of the tensors
 };
 
 } // namespace epload

@@ -5,7 +5,6 @@
 
 #include <ATen/ops/empty.h>
 
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -36,6 +35,35 @@ int64_t span_of(const RegionCopy& copy) {
 }
 
 } // namespace
+
+bool read_fully(
+    c10::IntArrayRef descriptors, int64_t file, int64_t offset, iovec* vectors, size_t count, ReadOutcome& outcome) {
+  const auto descriptor = static_cast<int>(descriptors[file]);
+  while (count > 0) {
+    ssize_t got = count == 1 ? pread(descriptor, vectors->iov_base, vectors->iov_len, offset)
+                             : preadv(descriptor, vectors, static_cast<int>(count), offset);
+    if (got < 0 && errno == EINTR) {
+      continue;
+    }
+    if (got <= 0) {
+      outcome.file = file;
+      outcome.offset = offset;
+      outcome.error = got < 0 ? errno : 0;
+      return false;
+    }
+    offset += got;
+    while (count > 0 && got >= static_cast<ssize_t>(vectors->iov_len)) {
+      got -= static_cast<ssize_t>(vectors->iov_len);
+      ++vectors;
+      --count;
+    }
+    if (count > 0) {
+      vectors->iov_base = static_cast<char*>(vectors->iov_base) + got;
+      vectors->iov_len -= got;
+    }
+  }
+  return true;
+}
 
 // What a region wants, in halves along its outermost dims while its span is too large or mostly gaps.
 void Reads::want(int64_t file, const at::Tensor& target, const RegionCopy& copy) {
@@ -196,33 +224,7 @@ class Reads::Reader {
   }
 
   bool fill(int64_t file, int64_t offset, ReadOutcome& outcome) {
-    auto* vector = vectors_.data();
-    auto count = vectors_.size();
-    while (count > 0) {
-      const auto descriptor = static_cast<int>(descriptors_[file]);
-      ssize_t got = count == 1 ? pread(descriptor, vector->iov_base, vector->iov_len, offset)
-                               : preadv(descriptor, vector, static_cast<int>(count), offset);
-      if (got < 0 && errno == EINTR) {
-        continue;
-      }
-      if (got <= 0) {
-        outcome.file = file;
-        outcome.offset = offset;
-        outcome.error = got < 0 ? errno : 0;
-        return false;
-      }
-      offset += got;
-      while (count > 0 && got >= static_cast<ssize_t>(vector->iov_len)) {
-        got -= static_cast<ssize_t>(vector->iov_len);
-        ++vector;
-        --count;
-      }
-      if (count > 0) {
-        vector->iov_base = static_cast<char*>(vector->iov_base) + got;
-        vector->iov_len -= got;
-      }
-    }
-    return true;
+    return read_fully(descriptors_, file, offset, vectors_.data(), vectors_.size(), outcome);
   }
 
   const Reads& reads_;

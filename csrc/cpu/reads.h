@@ -6,6 +6,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
+#include <sys/uio.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -18,6 +20,11 @@ struct ReadOutcome {
   int64_t offset = 0; // where, in bytes
   int64_t error = 0;  // errno; 0 when the file ended there
 };
+
+// Reads all that the vectors have room for, from byte `offset` of one of some open files; changes the vectors. False
+// when it could not be read: `outcome` then says where and why.
+bool read_fully(
+    c10::IntArrayRef descriptors, int64_t file, int64_t offset, iovec* vectors, size_t count, ReadOutcome& outcome);
 
 // What is contiguous in the file and in the tensor goes there in one request with its neighbours, what is not through a
 // small buffer of each thread; so do short requests on x86, as it is faster than the kernel's own copy.

@@ -63,12 +63,10 @@ class Pieces(Sequence[Piece]):
 
 
 class Checkpoint(ABC):
-    """A source of tensors. Used by one thread at a time, unless it says otherwise."""
+    """A source of tensors. Used by one thread at a time, but for :meth:`read_regions`."""
 
     once: bool = False
     """Whether it can be read only once."""
-    concurrent: bool = False
-    """Whether several threads may fill buckets at once."""
 
     @property
     @abstractmethod
@@ -215,8 +213,6 @@ def _open_index(path: Path, known: Manifest | None) -> Checkpoint:
 
 class SafetensorsCheckpoint(Checkpoint):
     """One or several safetensors files. Tensors that are adjacent in a file are read with one request."""
-
-    concurrent = True
 
     def __init__(self, files: Sequence[Path], manifest: Manifest) -> None:
         """``manifest`` has places."""

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from epload import collector, log, quantised
 from epload import materialise as mat
@@ -188,8 +188,8 @@ class HierarchicalLoader:
         plan = work.plan
         report.missing_keys, report.mismatched_keys = work.missing, work.mismatched
         report.unexpected_keys = list(plan.unexpected)
-        report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, len(set(plan.slots.tensor))
-        report.nbytes = sum(plan.slots.nbytes)
+        report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, plan.slots.tensors
+        report.nbytes = plan.slots.payload
         report.buckets = len(plan.buckets)
         report.seconds = perf_counter() - began
         return report
@@ -259,7 +259,7 @@ class HierarchicalLoader:
                 raise
             if finish is not None:
                 if self.options.proves:
-                    self._prove(work, flow, local.tensors, report)
+                    self._prove(work, flow, local, report)
                 finish()
             reading, crossing = report.phases["read"], report.phases["inter_node"]
             seen = [
@@ -285,13 +285,12 @@ class HierarchicalLoader:
 
             move(readers, rest, finish)
 
-    def _prove(self, work: Prepared, flow: Flow, local: list[Tensor], report: LoadReport) -> None:
+    def _prove(self, work: Prepared, flow: Flow, local: Local, report: LoadReport) -> None:
         """Before the tensors are scaled or initialised, as the checkpoint knows nothing of that."""
         with report.timed("verify"):
             verifiers = self.topology.ranks if work.all_read else flow.turns
-            on_cpu = work.device == CPU
-            if self._proof is None or not self._proof.fits(work.plan, verifiers, on_cpu):
-                self._proof = Proof(work.plan, verifiers, self.options.verify == "sample", on_cpu)
+            if self._proof is None or not self._proof.fits(work.plan, verifiers):
+                self._proof = Proof(work.plan, verifiers, self.options.verify == "sample")
             proof = self._proof
             letters = self._control.deal("the digests", proof.claims(local))
 

@@ -55,6 +55,16 @@ class Local:
         regions = self._regions(numbers)
         return checkpoint.read_regions(regions) if regions.targets else 0
 
+    def digests(self, number: int, which: Sequence[int], table: Tensor) -> Tensor:
+        """Of regions that this rank takes out of a bucket, always the same ones; see ``ops.digest_tensors``.
+
+        Args:
+            which: numbers of tensors.
+            table: a copy table; column 0 counts in ``which``.
+        """
+        some = [self.tensors[i] for i in which]
+        return ops.digest_tensors([tensor if tensor.is_cpu else tensor.cpu() for tensor in some], table)
+
 
 class Bound:
     """What has been worked out of a plan for tensors on CPU of some layouts. Holds no tensor."""
@@ -67,6 +77,8 @@ class Bound:
         """Of each bucket."""
         self.reads: dict[range, _BoundReads] = {}
         """Of some buckets."""
+        self.digests: dict[int, ops.BoundDigests] = {}
+        """Of each bucket."""
 
 
 class _BoundLocal(Local):
@@ -92,6 +104,12 @@ class _BoundLocal(Local):
         if reads is None:
             reads = self.bound.reads[numbers] = _BoundReads(self._plan.taken(numbers))
         return checkpoint.read_regions(_Readable(self._gathered, reads)) if reads.taken.targets else 0
+
+    def digests(self, number: int, which: Sequence[int], table: Tensor) -> Tensor:
+        bound = self.bound.digests.get(number)
+        if bound is None:
+            bound = self.bound.digests[number] = ops.bind_digests(self._gathered, which, table)
+        return ops.digest_bound(self._gathered, bound)
 
 
 class _BoundReads:

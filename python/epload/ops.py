@@ -23,16 +23,20 @@ _bind_copies = torch.ops.epload.bind_copies.default
 _unpack_bound = torch.ops.epload.unpack_bound.default
 _bind_reads = torch.ops.epload.bind_reads.default
 _read_bound = torch.ops.epload.read_bound.default
+_bind_digests = torch.ops.epload.bind_digests.default
+_digest_bound = torch.ops.epload.digest_bound.default
 _relay = torch.ops.epload.relay.default
 _checksum = torch.ops.epload.checksum.default
 _digest_tensors = torch.ops.epload.digest_tensors.default
 _digest_bucket = torch.ops.epload.digest_bucket.default
+_digest_files = torch.ops.epload.digest_files.default
 _board_post = torch.ops.epload.board_post.default
 _board_wait = torch.ops.epload.board_wait.default
 
 Gathered: TypeAlias = torch.ScriptObject
 BoundCopies: TypeAlias = torch.ScriptObject
 BoundReads: TypeAlias = torch.ScriptObject
+BoundDigests: TypeAlias = torch.ScriptObject
 """Of classes in csrc/cpu/bound.h, which Python only hands on."""
 BOARD_FIXED_WORDS, BOARD_REACHED, BOARD_FAILED = 2, -1, -2
 """As in csrc/board.h."""
@@ -192,6 +196,26 @@ def read_bound(
     return tuple(map(int, outcome))  # type: ignore[return-value]
 
 
+def bind_digests(tensors: Gathered, which: Sequence[int], copies: Tensor) -> BoundDigests:
+    """What :func:`digest_bound` works out; holds no tensor.
+
+    Args:
+        which: numbers of tensors.
+        copies: as for :func:`digest_tensors`; column 0 counts in ``which``.
+
+    Raises:
+        ValueError: as for :func:`digest_tensors`.
+    """
+    bound: BoundDigests = _bind_digests(tensors, which, copies)
+    return bound
+
+
+def digest_bound(tensors: Gathered, digests: BoundDigests) -> Tensor:
+    """:func:`digest_tensors`, with what :func:`bind_digests` has worked out. Raises as :func:`unpack_bound` does."""
+    found: Tensor = _digest_bound(tensors, digests)
+    return found
+
+
 def relay(
     bucket: Tensor,
     steps: Tensor,
@@ -248,6 +272,25 @@ def digest_bucket(bucket: Tensor, copies: Tensor) -> Tensor:
     """
     digests: Tensor = _digest_bucket(bucket, copies)
     return digests
+
+
+def digest_files(
+    descriptors: Sequence[int], files: Tensor, offsets: Tensor, origins: Tensor, copies: Tensor, threads: int
+) -> tuple[Tensor, tuple[int, int, int, int]]:
+    """:func:`digest_bucket` with files in place of the bucket. Near regions are read together, each byte once.
+
+    Args:
+        descriptors, files, offsets, origins: as for :func:`read_regions`.
+        copies: as for :func:`digest_bucket`, but the offsets are ignored; strides are those of the tensor in the file.
+
+    Returns:
+        int64 [n], of no meaning if a file could not be read; what :func:`read_regions` returns.
+
+    Raises:
+        ValueError: a row names no tensor or file; nothing has been read.
+    """
+    digests, *outcome = _digest_files(descriptors, files, offsets, origins, copies, threads)
+    return digests, tuple(map(int, outcome))  # type: ignore[return-value]
 
 
 def board_post(board: Tensor, slot: int, value: int) -> None:

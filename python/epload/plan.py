@@ -78,6 +78,16 @@ class Slots:
         columns = (self.tensor, self.tensor_offset, self.bucket_offset, self.nbytes)
         return Pieces(torch.tensor(columns, dtype=torch.int64).T.contiguous())
 
+    @cached_property
+    def tensors(self) -> int:
+        """How many they are pieces of."""
+        return len(set(self.tensor))
+
+    @cached_property
+    def payload(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.nbytes)
+
 
 @dataclass(frozen=True)
 class LoadPlan:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import cached_property
-from itertools import pairwise
 from queue import SimpleQueue
 from threading import Lock
 from typing import NamedTuple
@@ -24,18 +22,17 @@ from torch import Tensor
 from epload import dtypes, ops
 from epload.checkpoint import Checkpoint, Pieces
 from epload.errors import LoadError
+from epload.local import Local
 from epload.manifest import Manifest
 from epload.plan import FIXED_COLUMNS, Bucket, LoadPlan
 
 VERIFY = ("off", "buckets", "sample", "full")
 SAMPLED = 16
 """With "sample", one in so many pieces of tensors is proven; which ones follows from the plan."""
-BLOCK_BYTES = 8 << 20
-"""Read at a time, so that what was read is digested out of the processor's cache; a longer piece of a tensor is not cut."""
 _THREADS = 2
-"""Each reads and digests; where only one may read, the other digests meanwhile."""
+"""One reads while the other digests, where one op does not do both."""
 _KEPT_ROWS = 1 << 20
-"""What was said of no more regions is kept for the next proof, at some 90 bytes each."""
+"""What was said of no more regions is kept for the next proof, at some 100 bytes each."""
 _SHOWN = 10
 
 
@@ -48,66 +45,65 @@ class _Held(NamedTuple):
     """A copy table; its tensors are the targets, in this order."""
 
 
-class _Claim(NamedTuple):
-    """Some of a rank's digests, and what they are of: rows of a block's table."""
+class _Claimed(NamedTuple):
+    """What is claimed of one bucket."""
 
-    holder: int
-    which: Tensor
-    """Of its digests, by number."""
-    rows: slice
-
-
-class _Block(NamedTuple):
-    """Some pieces of tensors of one bucket that are read at a time."""
-
-    pieces: Pieces
-    nbytes: int
+    bucket: int
+    holders: list[tuple[int, slice]]
+    """Ranks, and which of the digests of each they are."""
     table: Tensor
-    claims: list[_Claim]
+    """A copy table of the holders' regions, one after the other, with the dtype of each shard in place of its number."""
+    origins: Tensor
+    """See ``plan.Bucket.origins``."""
 
-    def differing(self, data: Tensor, digests: Mapping[int, Tensor]) -> list[tuple[int, int]]:
-        """The tensors, by number, that are not as some rank claims, each with that rank."""
-        known = ops.digest_bucket(data, self.table)
-        found = []
-        for holder, which, rows in self.claims:
-            bad = self.table[rows, 1][known[rows] != digests[holder][which]]
-            if len(bad):
-                tensor, _, begin, _ = self.pieces.columns.T.contiguous()
-                at = torch.searchsorted(begin, bad, right=True) - 1
-                found += [(number, holder) for number in tensor[at].tolist()]
-        return found
+    def differing(self, known: Tensor, digests: Mapping[int, Tensor]) -> list[tuple[int, int]]:
+        """The tensors, by number, that are not as some rank claims, each with that rank. ``known``: the right digests."""
+        claimed = torch.cat([digests[holder][which] for holder, which in self.holders])
+        bad = (known != claimed).nonzero().view(-1)
+        ends = torch.tensor([which.stop - which.start for _, which in self.holders]).cumsum(0)
+        said_by = torch.searchsorted(ends, bad, right=True).tolist()
+        return [(number, self.holders[i][0]) for number, i in zip(self.origins[bad, 0].tolist(), said_by, strict=True)]
+
+
+class _FileDigests:
+    """What the files of a checkpoint say of regions. See ``safetensors_file.Readable``."""
+
+    found: Tensor
+
+    def __init__(self, claimed: _Claimed) -> None:
+        self.origins = claimed.origins
+        self._table = claimed.table
+
+    def read(
+        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int
+    ) -> tuple[int, int, int, int]:
+        self.found, outcome = ops.digest_files(descriptors, files, offsets, self.origins, self._table, threads)
+        return outcome
 
 
 class Proof:
     """Of the loads of one plan. The same on all ranks but for the shards; what follows from the plan is found out once."""
 
-    def __init__(self, plan: LoadPlan, verifiers: Sequence[int], sampled: bool, on_cpu: bool) -> None:
-        """
-        Args:
-            verifiers: ranks that have the checkpoint, which take buckets in turn.
-            on_cpu: whether all shards of this rank are.
-        """
-        self._on_cpu = on_cpu
+    def __init__(self, plan: LoadPlan, verifiers: Sequence[int], sampled: bool) -> None:
+        """``verifiers``: ranks that have the checkpoint, which take buckets in turn."""
         self._plan = plan
         self._verifiers = tuple(verifiers)
         self._every = SAMPLED if sampled else 1
         self._phase = int.from_bytes(plan.fingerprint[:4], "little") % self._every
         self._said: dict[int, bytes] = {}
-        self._heard: tuple[dict[int, bytes], list[_Block]] = {}, []
+        self._heard: tuple[dict[int, bytes], list[_Claimed]] = {}, []
 
-    def fits(self, plan: LoadPlan, verifiers: Sequence[int], on_cpu: bool) -> bool:
+    def fits(self, plan: LoadPlan, verifiers: Sequence[int]) -> bool:
         """Whether a load like this can be proven by what is known already."""
-        return plan is self._plan and tuple(verifiers) == self._verifiers and on_cpu == self._on_cpu
+        return plan is self._plan and tuple(verifiers) == self._verifiers
 
-    def claims(self, local: Sequence[Tensor]) -> dict[int, bytes]:
-        """What this rank holds, for each verifier. ``local``: the targets' local tensors."""
+    def claims(self, local: Local) -> dict[int, bytes]:
+        """What this rank holds, for each verifier."""
         if not self._said:
-            self._said = self._tables(local)
+            self._said = self._tables(local.tensors)
         parts: dict[int, list[Tensor]] = {rank: [] for rank in self._verifiers}
         for held in self._held:
-            targets = [local[t] for t in held.targets]
-            on_cpu = targets if self._on_cpu else [target.cpu() for target in targets]
-            parts[self._verifier(held.bucket)].append(ops.digest_tensors(on_cpu, held.table))
+            parts[self._verifier(held.bucket)].append(local.digests(*held))
         return {rank: _letter(self._said[rank], part) for rank, part in parts.items()}
 
     @cached_property
@@ -148,33 +144,19 @@ class Proof:
         for holder, letter in claims.items():
             if letter:
                 tables[holder], digests[holder] = _opened(letter)
-        blocks = self._heard[1]
+        claimed = self._heard[1]
         if self._heard[0] != tables:
-            blocks = list(self._blocks(tables))
+            claimed = list(self._claimed(tables))
             if sum(map(len, digests.values())) <= _KEPT_ROWS:
-                self._heard = tables, blocks
-        largest = max((block.nbytes for block in blocks), default=0)
-        free = SimpleQueue[Tensor]()  # memory that has been touched: fresh pages cost as much as reading
-        for _ in range(_THREADS):
-            free.put(torch.empty(largest, dtype=torch.uint8))
-        reading = nullcontext() if checkpoint.concurrent else Lock()
-
-        def differing(block: _Block) -> list[tuple[int, int]]:
-            scratch = free.get()
-            try:
-                with reading:
-                    checkpoint.fill(scratch[: block.nbytes], block.pieces)
-                return block.differing(scratch, digests)
-            finally:
-                free.put(scratch)
-
+                self._heard = tables, claimed
+        known = self._known_to(checkpoint, max((self._plan.buckets[each.bucket].nbytes for each in claimed), default=0))
         wrong: dict[str, set[int]] = {}
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="epload-verify")
         try:
-            for block, found in zip(blocks, pool.map(differing, blocks), strict=True):
-                for tensor, holder in found:
+            for each, right in zip(claimed, pool.map(known, claimed), strict=True):
+                for tensor, holder in each.differing(right, digests):
                     wrong.setdefault(manifest.names[tensor], set()).add(holder)
-                yield block.nbytes
+                yield self._plan.buckets[each.bucket].nbytes
         finally:
             pool.shutdown(cancel_futures=True)
         if wrong:
@@ -186,40 +168,45 @@ class Proof:
                 "wrote to the model during the load"
             )
 
-    def _blocks(self, tables: Mapping[int, bytes]) -> Iterator[_Block]:
-        """What is claimed, bucket by bucket. ``tables``: what was said by each holder."""
+    def _known_to(self, checkpoint: Checkpoint, largest: int) -> Callable[[_Claimed], Tensor]:
+        """What a few threads call for the digests that a checkpoint has. ``largest``: bytes of a bucket, at most."""
+        free = SimpleQueue[Tensor]()  # memory that has been touched: fresh pages cost as much as reading
+        reading = Lock()
+
+        def known(claimed: _Claimed) -> Tensor:
+            from_files = _FileDigests(claimed)
+            if checkpoint.read_regions(from_files) is not None:
+                return from_files.found
+            with reading:
+                scratch = free.get() if not free.empty() else torch.empty(largest, dtype=torch.uint8)
+                bucket = self._plan.buckets[claimed.bucket]
+                columns = self._plan.pieces(bucket).columns
+                checkpoint.fill(scratch, Pieces(columns[self._chosen(bucket, columns[:, 2])]))
+            digests = ops.digest_bucket(scratch, claimed.table)
+            free.put(scratch)
+            return digests
+
+        return known
+
+    def _claimed(self, tables: Mapping[int, bytes]) -> Iterator[_Claimed]:
+        """Bucket by bucket. ``tables``: what was said by each holder."""
         parsed = {holder: list(_parsed(data)) for holder, data in tables.items()}
         # A rank's rows are as wide as its own targets need.
         widest = max((table.shape[1] for said in parsed.values() for _, table in said), default=0)
-        of_bucket: dict[int, list[tuple[int, Tensor, int]]] = {}
+        of_bucket: dict[int, list[tuple[int, slice, Tensor]]] = {}
         for holder, said in parsed.items():
             first = 0
             for number, table in said:
-                of_bucket.setdefault(number, []).append((holder, _widened(table, widest), first))
-                first += len(table)
-        for number in sorted(of_bucket):
-            yield from self._blocks_of(self._plan.buckets[number], of_bucket[number])
-
-    def _blocks_of(self, bucket: Bucket, claimed: list[tuple[int, Tensor, int]]) -> Iterator[_Block]:
-        """What is claimed of one bucket, in its order. ``claimed``: holder, table and the number of the first digest."""
-        pieces = self._plan.pieces(bucket)
-        columns = pieces.columns[self._chosen(bucket, pieces.columns[:, 2])]
-        begin, end = columns[:, 2], columns[:, 2] + columns[:, 3]
-        cell = begin // (BLOCK_BYTES * self._every)  # about as much to read, however much lies between
-        first = torch.cat([torch.zeros(1, dtype=torch.int64), (cell[1:] != cell[:-1]).nonzero().view(-1) + 1])
-        base = begin[first]
-        parts = []
-        for holder, table, before in claimed:
-            offset, order = table[:, 1].sort()
-            table = table[order]
-            table[:, 1] -= base[torch.searchsorted(base, offset, right=True) - 1]
-            cuts = [*torch.searchsorted(offset, base).tolist(), len(table)]
-            parts.append([(holder, table[a:b], before + order[a:b]) for a, b in pairwise(cuts)])
-        columns = columns.clone()
-        columns[:, 2] -= base.repeat_interleave(torch.diff(first, append=torch.tensor([len(columns)])))
-        for (low, high), here in zip(pairwise([*first.tolist(), len(columns)]), zip(*parts, strict=True), strict=True):
-            nbytes = int(end[high - 1] - begin[low])
-            yield _Block(Pieces(columns[low:high]), nbytes, *_merged(here))
+                which = slice(first, first + len(table))
+                of_bucket.setdefault(number, []).append((holder, which, _widened(table, widest)))
+                first = which.stop
+        for number, said_of in sorted(of_bucket.items()):
+            table = torch.cat([table for _, _, table in said_of])
+            tensor, tensor_offset, begin, _ = self._plan.pieces(self._plan.buckets[number]).columns.T.contiguous()
+            offset = table[:, 1].contiguous()
+            at = torch.searchsorted(begin, offset, right=True) - 1
+            origins = torch.stack([tensor[at], tensor_offset[at] + offset - begin[at]], 1)
+            yield _Claimed(number, [(holder, which) for holder, which, _ in said_of], table, origins)
 
     def _verifier(self, number: int) -> int:
         return self._verifiers[number % len(self._verifiers)]
@@ -231,22 +218,6 @@ class Proof:
         begins = self._plan.pieces(bucket).columns[:, 2].contiguous()
         slot = torch.searchsorted(begins, offsets.contiguous(), right=True) - 1 + bucket.slots.start
         return ((slot + self._phase) % self._every == 0).nonzero().view(-1)
-
-
-def _merged(claimed: Iterable[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, list[_Claim]]:
-    """One table of all regions; ranks that hold the same ask for the same rows of it."""
-    known: dict[bytes, slice] = {}
-    tables: list[Tensor] = []
-    claims = []
-    length = 0
-    for holder, table, which in claimed:
-        raw = _raw(table)
-        if raw not in known:
-            known[raw] = slice(length, length + len(table))
-            tables.append(table)
-            length += len(table)
-        claims.append(_Claim(holder, which, known[raw]))
-    return torch.cat(tables), claims
 
 
 def _widened(table: Tensor, columns: int) -> Tensor:

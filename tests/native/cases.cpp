@@ -2,6 +2,7 @@
 
 #include "../../csrc/bucket_plan.h"
 #include "../../csrc/cpu/bound.h"
+#include "../../csrc/cpu/file_digests.h"
 #include "../../csrc/digest.h"
 #include "../../csrc/region_copy.h"
 
@@ -105,12 +106,21 @@ void bound_case(
   const epload::Gathered gathered(addresses, {});
   const epload::BoundCopies bound(gathered, which, table, bucket.numel());
   const epload::BoundReads reads(gathered, which, table, std::vector<int64_t>(copies.size()), offsets, 1);
+  const epload::BoundDigests digests(gathered, which, table);
   const epload::Gathered again(addresses, gathered.layouts());
   clear();
   bound.unpack(bucket, again);
   require(epload::digest_tensors(tensors, copies) == held, "what is bound unpacks the same");
   const int file = memfd_create("bucket", 0);
   require(write(file, bucket.const_data_ptr(), bucket.nbytes()) == static_cast<ssize_t>(bucket.nbytes()), "a file");
+  std::vector<at::ScalarType> dtypes;
+  for (const auto& copy : copies) {
+    dtypes.push_back(tensors[copy.tensor].scalar_type());
+  }
+  require(digests.digests(again) == held, "what is bound has the digests");
+  const auto in_file = epload::digest_files({file}, std::vector<int64_t>(copies.size()), copies, dtypes, 1);
+  require(in_file.outcome.file == -1, "all is digested");
+  require(copies.size() != 1 || in_file.digests == held, "what was unpacked has the digests of the file");
   clear();
   const auto outcome = reads.run({file}, again, 1);
   close(file);
@@ -156,12 +166,10 @@ void copy_table_case(const uint8_t* data, size_t size) {
     const auto held = epload::digest_tensors(tensors, copies);
     require(held.size() == copies.size(), "a digest for each row");
     bound_case(bucket, tensors, table, copies, held);
-    std::vector<at::ScalarType> dtypes;
     for (const auto& copy : copies) {
-      dtypes.push_back(tensors[copy.tensor].scalar_type());
+      const auto sent = epload::digest_unpacked(bucket, copy, tensors[copy.tensor].scalar_type());
+      require(copies.size() != 1 || sent == held.front(), "what was unpacked has the digest of the bucket");
     }
-    const auto sent = epload::digest_bucket(bucket, copies, dtypes);
-    require(copies.size() != 1 || sent == held, "what was unpacked has the digest of the bucket");
     epload::region_copy(bucket, tensors, copies, epload::Direction::kPack);
   } catch (const c10::Error&) {
     // refused
