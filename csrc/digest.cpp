@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <limits>
 
 namespace epload {
 namespace {
@@ -42,6 +43,37 @@ MemoryBox box_of(int64_t begin, const Dims& size, int64_t itemsize, const Stride
   return box;
 }
 
+template <typename Number>
+void make_equal(Number* numbers, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (numbers[i] != numbers[i]) {
+      numbers[i] = std::numeric_limits<Number>::quiet_NaN();
+    }
+  }
+}
+
+// All NaN of a contiguous tensor, of the dtypes for which conversions differ.
+void make_nan_equal(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kBFloat16:
+      return make_equal(tensor.mutable_data_ptr<at::BFloat16>(), tensor.numel());
+    case at::kHalf:
+      return make_equal(tensor.mutable_data_ptr<at::Half>(), tensor.numel());
+    case at::kFloat:
+      return make_equal(tensor.mutable_data_ptr<float>(), tensor.numel());
+    case at::kDouble:
+      return make_equal(tensor.mutable_data_ptr<double>(), tensor.numel());
+    default:
+      return;
+  }
+}
+
+uint64_t checksum_of(const at::Tensor& contiguous) {
+  Checksum sum;
+  sum.update(contiguous.const_data_ptr(), contiguous.nbytes());
+  return sum.value();
+}
+
 } // namespace
 
 MemoryBox box_in_tensor(const at::Tensor& tensor, const RegionCopy& copy) {
@@ -72,22 +104,38 @@ std::vector<uint64_t> digest_tensors(at::TensorList tensors, const std::vector<R
   digests.reserve(copies.size());
   for (const auto& copy : copies) {
     const auto& tensor = tensors[copy.tensor];
-    digests.push_back(digest(static_cast<const char*>(tensor.const_data_ptr()), box_in_tensor(tensor, copy)));
+    digests.push_back(
+        converts(copy, tensor.scalar_type())
+            ? digest_converted(tensor, copy)
+            : digest(static_cast<const char*>(tensor.const_data_ptr()), box_in_tensor(tensor, copy)));
   }
   return digests;
 }
 
-uint64_t digest_unpacked(const at::Tensor& bucket, const RegionCopy& copy, at::ScalarType dtype) {
-  if (copy.dtype == dtype) {
-    return digest(static_cast<const char*>(bucket.const_data_ptr()), box_in_bucket(copy));
+uint64_t digest_converted(const at::Tensor& tensor, const RegionCopy& copy) {
+  auto region = tensor.detach();
+  for (size_t d = 0; d < copy.size.size(); ++d) {
+    region = region.narrow(static_cast<int64_t>(d), copy.start[d], copy.size[d]);
   }
-  const auto converted = at::empty(copy.size, at::TensorOptions().dtype(dtype));
+  const auto made = region.clone(at::MemoryFormat::Contiguous);
+  make_nan_equal(made);
+  return checksum_of(made);
+}
+
+at::Tensor converted(const at::Tensor& bucket, const RegionCopy& copy, at::ScalarType dtype) {
+  auto made = at::empty(copy.size, at::TensorOptions().dtype(dtype));
   RegionCopy whole = copy;
   whole.start.assign(copy.size.size(), 0);
-  copy_one_aten(bucket, converted, whole, Direction::kUnpack);
-  Checksum sum;
-  sum.update(converted.const_data_ptr(), converted.nbytes());
-  return sum.value();
+  copy_one_aten(bucket, made, whole, Direction::kUnpack);
+  make_nan_equal(made);
+  return made;
+}
+
+uint64_t digest_unpacked(const at::Tensor& bucket, const RegionCopy& copy, at::ScalarType dtype) {
+  if (converts(copy, dtype)) {
+    return checksum_of(converted(bucket, copy, dtype));
+  }
+  return digest(static_cast<const char*>(bucket.const_data_ptr()), box_in_bucket(copy));
 }
 
 } // namespace epload

@@ -98,12 +98,15 @@ def test_and_for_no_others(other: str) -> None:
     gathered = gathered_of(tensors)
     known = ops.layouts(gathered)
     copies = ops.bind_copies(gathered, [0, 1], TABLE, 88)
+    digests = ops.bind_digests(gathered, [0, 1], TABLE)
     changed = OTHERS[other](tensors)
     again = gathered_of(changed, known)
     assert not torch.equal(ops.layouts(again), known)
     for wrong_ones in (again, gathered_of(tensors), gathered_of(changed)):  # equal, but not found to be
         with pytest.raises(ValueError, match="expected tensors of the dtypes, shapes and strides"):
             ops.unpack_bound(bucket(), wrong_ones, copies)
+        with pytest.raises(ValueError, match="expected tensors of the dtypes, shapes and strides"):
+            ops.digest_bound(wrong_ones, digests)
     assert not any(tensor.any() for tensor in (*tensors, *changed))
 
 

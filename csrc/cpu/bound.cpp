@@ -198,7 +198,13 @@ BoundDigests::BoundDigests(const Gathered& tensors, c10::IntArrayRef which, cons
   const auto rows = decode_copies(std::numeric_limits<int64_t>::max(), *some, copies);
   boxes_.reserve(rows.size());
   for (const auto& row : rows) {
-    boxes_.emplace_back(row.tensor, box_in_tensor((*some)[row.tensor], row));
+    const auto& tensor = (*some)[row.tensor];
+    if (converts(row, tensor.scalar_type())) {
+      converted_.emplace_back(boxes_.size(), row);
+      boxes_.emplace_back(row.tensor, MemoryBox());
+    } else {
+      boxes_.emplace_back(row.tensor, box_in_tensor(tensor, row));
+    }
   }
 }
 
@@ -216,6 +222,9 @@ std::vector<uint64_t> BoundDigests::digests(const Gathered& tensors) const {
     }
     const auto& [tensor, box] = boxes_[i];
     found.push_back(digest(memory.data[tensor], box));
+  }
+  for (const auto& [row, copy] : converted_) {
+    found[row] = digest_converted(memory.tensor(copy.tensor), copy);
   }
   return found;
 }

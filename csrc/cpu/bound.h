@@ -120,7 +120,8 @@ class BoundDigests : public torch::CustomClassHolder {
 
  private:
   Which which_;
-  std::vector<std::pair<int64_t, MemoryBox>> boxes_; // each in one of the tensors
+  std::vector<std::pair<int64_t, MemoryBox>> boxes_;     // each in one of the tensors
+  std::vector<std::pair<size_t, RegionCopy>> converted_; // rows, which have no box
 };
 
 } // namespace epload

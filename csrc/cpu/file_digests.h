@@ -22,13 +22,15 @@ struct FileDigests {
 // `files[i]` of the open ones, with its bucket_offset counted from the start of the file; `tensor` and `start` do not
 // matter.
 //
-// Regions that lie near one another are read together, each byte once, in pieces that stay in a processor's cache until
-// they have been digested. Regions that overlap are in memory all at once, and so is one that is not contiguous.
+// Regions that lie near one another are read together, each byte once, in pieces of `piece_bytes` that stay in a
+// processor's cache until they have been digested. All of a region is in memory at once only if its elements do not lie
+// in their order in the file, or if it is converted and not contiguous, or overlaps with others.
 FileDigests digest_files(
     c10::IntArrayRef descriptors,
     c10::IntArrayRef files,
     const std::vector<RegionCopy>& copies,
     const std::vector<at::ScalarType>& dtypes,
-    int64_t threads);
+    int64_t threads,
+    int64_t piece_bytes = 256 << 10); // half of what a small core caches
 
 } // namespace epload

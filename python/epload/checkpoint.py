@@ -63,7 +63,7 @@ class Pieces(Sequence[Piece]):
 
 
 class Checkpoint(ABC):
-    """A source of tensors. Used by one thread at a time, but for :meth:`read_regions`."""
+    """A source of tensors. Used by one thread at a time."""
 
     once: bool = False
     """Whether it can be read only once."""
@@ -78,7 +78,8 @@ class Checkpoint(ABC):
         """Reads pieces into a uint8 CPU tensor. Raises CheckpointError naming the file or the tensor."""
 
     def read_regions(self, regions: Readable) -> int | None:
-        """Reads regions of tensors straight into those of a model; returns the bytes read, None if this source cannot.
+        """Lets regions of tensors be read straight out of files, into those of a model or for a proof; returns the bytes read,
+        None if this source cannot.
 
         Raises:
             CheckpointError: a file is gone, cannot be read or ends too early.

@@ -188,7 +188,7 @@ class HierarchicalLoader:
         plan = work.plan
         report.missing_keys, report.mismatched_keys = work.missing, work.mismatched
         report.unexpected_keys = list(plan.unexpected)
-        report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, plan.slots.tensors
+        report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, plan.slots.tensor_count
         report.nbytes = plan.slots.payload
         report.buckets = len(plan.buckets)
         report.seconds = perf_counter() - began

@@ -56,11 +56,12 @@ class Local:
         return checkpoint.read_regions(regions) if regions.targets else 0
 
     def digests(self, number: int, which: Sequence[int], table: Tensor) -> Tensor:
-        """Of regions that this rank takes out of a bucket, always the same ones; see ``ops.digest_tensors``.
+        """Of regions that this rank takes out of a bucket; see ``ops.digest_tensors``.
 
         Args:
+            number: of the bucket.
             which: numbers of tensors.
-            table: a copy table; column 0 counts in ``which``.
+            table: a copy table; column 0 counts in ``which``. What follows from it is kept for the same object.
         """
         some = [self.tensors[i] for i in which]
         return ops.digest_tensors([tensor if tensor.is_cpu else tensor.cpu() for tensor in some], table)
@@ -77,8 +78,8 @@ class Bound:
         """Of each bucket."""
         self.reads: dict[range, _BoundReads] = {}
         """Of some buckets."""
-        self.digests: dict[int, ops.BoundDigests] = {}
-        """Of each bucket."""
+        self.digests: dict[int, tuple[Tensor, ops.BoundDigests]] = {}
+        """Of each bucket, with the copy table that they follow from."""
 
 
 class _BoundLocal(Local):
@@ -106,10 +107,10 @@ class _BoundLocal(Local):
         return checkpoint.read_regions(_Readable(self._gathered, reads)) if reads.taken.targets else 0
 
     def digests(self, number: int, which: Sequence[int], table: Tensor) -> Tensor:
-        bound = self.bound.digests.get(number)
-        if bound is None:
-            bound = self.bound.digests[number] = ops.bind_digests(self._gathered, which, table)
-        return ops.digest_bound(self._gathered, bound)
+        known = self.bound.digests.get(number)
+        if known is None or known[0] is not table:
+            known = self.bound.digests[number] = table, ops.bind_digests(self._gathered, which, table)
+        return ops.digest_bound(self._gathered, known[1])
 
 
 class _BoundReads:

@@ -79,8 +79,8 @@ class Slots:
         return Pieces(torch.tensor(columns, dtype=torch.int64).T.contiguous())
 
     @cached_property
-    def tensors(self) -> int:
-        """How many they are pieces of."""
+    def tensor_count(self) -> int:
+        """How many tensors they are pieces of."""
         return len(set(self.tensor))
 
     @cached_property

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from queue import SimpleQueue
-from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -29,8 +26,8 @@ from epload.plan import FIXED_COLUMNS, Bucket, LoadPlan
 VERIFY = ("off", "buckets", "sample", "full")
 SAMPLED = 16
 """With "sample", one in so many pieces of tensors is proven; which ones follows from the plan."""
-_THREADS = 2
-"""One reads while the other digests, where one op does not do both."""
+_THREADS = 4
+"""Of a rank, that read and digest files."""
 _KEPT_ROWS = 1 << 20
 """What was said of no more regions is kept for the next proof, at some 100 bytes each."""
 _SHOWN = 10
@@ -49,20 +46,20 @@ class _Claimed(NamedTuple):
     """What is claimed of one bucket."""
 
     bucket: int
-    holders: list[tuple[int, slice]]
-    """Ranks, and which of the digests of each they are."""
     table: Tensor
-    """A copy table of the holders' regions, one after the other, with the dtype of each shard in place of its number."""
+    """A copy table of the holders' regions, with the dtype of each shard in place of its number."""
     origins: Tensor
     """See ``plan.Bucket.origins``."""
+    holders: list[tuple[int, slice, slice]]
+    """Ranks; which of the digests of each they are; which rows they are of. Ranks that hold the same share rows."""
 
-    def differing(self, known: Tensor, digests: Mapping[int, Tensor]) -> list[tuple[int, int]]:
-        """The tensors, by number, that are not as some rank claims, each with that rank. ``known``: the right digests."""
-        claimed = torch.cat([digests[holder][which] for holder, which in self.holders])
-        bad = (known != claimed).nonzero().view(-1)
-        ends = torch.tensor([which.stop - which.start for _, which in self.holders]).cumsum(0)
-        said_by = torch.searchsorted(ends, bad, right=True).tolist()
-        return [(number, self.holders[i][0]) for number, i in zip(self.origins[bad, 0].tolist(), said_by, strict=True)]
+    def differing(self, right: Tensor, digests: Mapping[int, Tensor]) -> list[tuple[int, int]]:
+        """The tensors, by number, that are not as some rank claims, each with that rank. ``right``: their digests."""
+        found = []
+        for holder, which, rows in self.holders:
+            bad = right[rows] != digests[holder][which]
+            found += [(number, holder) for number in self.origins[rows][bad, 0].tolist()]
+        return found
 
 
 class _FileDigests:
@@ -77,7 +74,9 @@ class _FileDigests:
     def read(
         self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int
     ) -> tuple[int, int, int, int]:
-        self.found, outcome = ops.digest_files(descriptors, files, offsets, self.origins, self._table, threads)
+        self.found, outcome = ops.digest_files(
+            descriptors, files, offsets, self.origins, self._table, max(threads, _THREADS)
+        )
         return outcome
 
 
@@ -135,7 +134,7 @@ class Proof:
     def check(
         self, rank: int, claims: Mapping[int, bytes], checkpoint: Checkpoint, manifest: Manifest
     ) -> Iterator[int]:
-        """Compares the claims of all ranks that were sent to ``rank`` with the checkpoint. Yields bytes as they are done.
+        """Compares the claims of all ranks that were sent to ``rank`` with the checkpoint. Yields the bytes of each bucket.
 
         Raises:
             LoadError: some differ; it names the tensors and the ranks that hold them.
@@ -149,16 +148,14 @@ class Proof:
             claimed = list(self._claimed(tables))
             if sum(map(len, digests.values())) <= _KEPT_ROWS:
                 self._heard = tables, claimed
-        known = self._known_to(checkpoint, max((self._plan.buckets[each.bucket].nbytes for each in claimed), default=0))
+        # Where only a file's regions are digested, not a page of it is touched.
+        scratch = torch.empty(max((self._nbytes(each) for each in claimed), default=0), dtype=torch.uint8)
         wrong: dict[str, set[int]] = {}
-        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="epload-verify")
-        try:
-            for each, right in zip(claimed, pool.map(known, claimed), strict=True):
-                for tensor, holder in each.differing(right, digests):
-                    wrong.setdefault(manifest.names[tensor], set()).add(holder)
-                yield self._plan.buckets[each.bucket].nbytes
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for each in claimed:
+            right = self._right(each, checkpoint, scratch[: self._nbytes(each)])
+            for tensor, holder in each.differing(right, digests):
+                wrong.setdefault(manifest.names[tensor], set()).add(holder)
+            yield self._nbytes(each)
         if wrong:
             said = [f"{name} on {_ranks(holders)}" for name, holders in wrong.items()]
             more = f" and {len(said) - _SHOWN} more tensors" if len(said) > _SHOWN else ""
@@ -168,25 +165,18 @@ class Proof:
                 "wrote to the model during the load"
             )
 
-    def _known_to(self, checkpoint: Checkpoint, largest: int) -> Callable[[_Claimed], Tensor]:
-        """What a few threads call for the digests that a checkpoint has. ``largest``: bytes of a bucket, at most."""
-        free = SimpleQueue[Tensor]()  # memory that has been touched: fresh pages cost as much as reading
-        reading = Lock()
+    def _right(self, claimed: _Claimed, checkpoint: Checkpoint, scratch: Tensor) -> Tensor:
+        """The digests that the checkpoint has. ``scratch``: as large as the bucket."""
+        from_files = _FileDigests(claimed)
+        if checkpoint.read_regions(from_files) is not None:
+            return from_files.found
+        bucket = self._plan.buckets[claimed.bucket]
+        columns = self._plan.pieces(bucket).columns
+        checkpoint.fill(scratch, Pieces(columns[self._chosen(bucket, columns[:, 2])]))
+        return ops.digest_bucket(scratch, claimed.table)
 
-        def known(claimed: _Claimed) -> Tensor:
-            from_files = _FileDigests(claimed)
-            if checkpoint.read_regions(from_files) is not None:
-                return from_files.found
-            with reading:
-                scratch = free.get() if not free.empty() else torch.empty(largest, dtype=torch.uint8)
-                bucket = self._plan.buckets[claimed.bucket]
-                columns = self._plan.pieces(bucket).columns
-                checkpoint.fill(scratch, Pieces(columns[self._chosen(bucket, columns[:, 2])]))
-            digests = ops.digest_bucket(scratch, claimed.table)
-            free.put(scratch)
-            return digests
-
-        return known
+    def _nbytes(self, claimed: _Claimed) -> int:
+        return self._plan.buckets[claimed.bucket].nbytes
 
     def _claimed(self, tables: Mapping[int, bytes]) -> Iterator[_Claimed]:
         """Bucket by bucket. ``tables``: what was said by each holder."""
@@ -201,12 +191,12 @@ class Proof:
                 of_bucket.setdefault(number, []).append((holder, which, _widened(table, widest)))
                 first = which.stop
         for number, said_of in sorted(of_bucket.items()):
-            table = torch.cat([table for _, _, table in said_of])
+            table, holders = _merged(said_of)
             tensor, tensor_offset, begin, _ = self._plan.pieces(self._plan.buckets[number]).columns.T.contiguous()
             offset = table[:, 1].contiguous()
             at = torch.searchsorted(begin, offset, right=True) - 1
             origins = torch.stack([tensor[at], tensor_offset[at] + offset - begin[at]], 1)
-            yield _Claimed(number, [(holder, which) for holder, which, _ in said_of], table, origins)
+            yield _Claimed(number, table, origins, holders)
 
     def _verifier(self, number: int) -> int:
         return self._verifiers[number % len(self._verifiers)]
@@ -218,6 +208,22 @@ class Proof:
         begins = self._plan.pieces(bucket).columns[:, 2].contiguous()
         slot = torch.searchsorted(begins, offsets.contiguous(), right=True) - 1 + bucket.slots.start
         return ((slot + self._phase) % self._every == 0).nonzero().view(-1)
+
+
+def _merged(said_of: Sequence[tuple[int, slice, Tensor]]) -> tuple[Tensor, list[tuple[int, slice, slice]]]:
+    """One table of all regions, and who holds which; see :class:`_Claimed`."""
+    known: dict[bytes, slice] = {}
+    tables: list[Tensor] = []
+    holders = []
+    length = 0
+    for holder, which, table in said_of:
+        raw = _raw(table)
+        if raw not in known:
+            known[raw] = slice(length, length + len(table))
+            tables.append(table)
+            length += len(table)
+        holders.append((holder, which, known[raw]))
+    return torch.cat(tables), holders
 
 
 def _widened(table: Tensor, columns: int) -> Tensor:

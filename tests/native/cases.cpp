@@ -118,9 +118,12 @@ void bound_case(
     dtypes.push_back(tensors[copy.tensor].scalar_type());
   }
   require(digests.digests(again) == held, "what is bound has the digests");
-  const auto in_file = epload::digest_files({file}, std::vector<int64_t>(copies.size()), copies, dtypes, 1);
-  require(in_file.outcome.file == -1, "all is digested");
-  require(copies.size() != 1 || in_file.digests == held, "what was unpacked has the digests of the file");
+  for (const int64_t piece_bytes : {16, 1 << 10}) { // so that regions are digested in parts, and whole
+    const auto in_file =
+        epload::digest_files({file}, std::vector<int64_t>(copies.size()), copies, dtypes, 1, piece_bytes);
+    require(in_file.outcome.file == -1, "all is digested");
+    require(copies.size() != 1 || in_file.digests == held, "what was unpacked has the digests of the file");
+  }
   clear();
   const auto outcome = reads.run({file}, again, 1);
   close(file);
