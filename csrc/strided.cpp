@@ -4,6 +4,17 @@
 
 namespace epload {
 
+int64_t span_of(const RegionCopy& copy) {
+  int64_t elements = 1;
+  for (size_t d = 0; d < copy.size.size(); ++d) {
+    if (copy.size[d] == 0) {
+      return 0;
+    }
+    elements += (copy.size[d] - 1) * copy.bucket_stride[d];
+  }
+  return elements * static_cast<int64_t>(c10::elementSize(copy.dtype));
+}
+
 Strided collapse(const at::Tensor& tensor, const RegionCopy& copy) {
   const auto ours = static_cast<int64_t>(tensor.element_size());
   const auto theirs = static_cast<int64_t>(c10::elementSize(copy.dtype));

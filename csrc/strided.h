@@ -14,6 +14,9 @@ struct Strided {
   Dims size, tensor_stride, bucket_stride; // outermost first; strides in bytes
 };
 
+// Bytes from a region's first element in the bucket to its last; 0 for one without elements.
+int64_t span_of(const RegionCopy& copy);
+
 // Looks at the tensor's layout, not at its data.
 Strided collapse(const at::Tensor& tensor, const RegionCopy& copy);
 

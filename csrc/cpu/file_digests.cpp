@@ -2,6 +2,7 @@
 
 #include "../checksum.h"
 #include "../digest.h"
+#include "../strided.h"
 #include "threads.h"
 
 #include <ATen/ops/empty.h>
@@ -15,8 +16,6 @@
 namespace epload {
 namespace {
 
-constexpr int64_t kGapBytes = 4096; // that is cheaper to read than to skip
-
 // Where a region lies.
 struct Span {
   int64_t file, begin, end;
@@ -28,19 +27,6 @@ struct Group {
   size_t first, last;
   int64_t file, begin, end;
 };
-
-Span span_of(int64_t file, const RegionCopy& copy, size_t row) {
-  int64_t elements = 1;
-  for (size_t d = 0; d < copy.size.size(); ++d) {
-    if (copy.size[d] == 0) {
-      elements = 0;
-      break;
-    }
-    elements += (copy.size[d] - 1) * copy.bucket_stride[d];
-  }
-  const auto nbytes = elements * static_cast<int64_t>(c10::elementSize(copy.dtype));
-  return {file, copy.bucket_offset, copy.bucket_offset + nbytes, row};
-}
 
 // Whether the elements come in their row-major order as the file is read.
 bool in_order(const MemoryBox& box) {
@@ -124,9 +110,8 @@ class Digesting {
           files[i],
           " of ",
           descriptors.size());
-      const auto span = span_of(files[i], copies[i], i);
-      if (span.begin < span.end) {
-        spans.push_back(span);
+      if (const auto nbytes = span_of(copies[i]); nbytes > 0) {
+        spans.push_back({files[i], copies[i].bucket_offset, copies[i].bucket_offset + nbytes, i});
       }
     }
     std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) {

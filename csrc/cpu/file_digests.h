@@ -23,8 +23,9 @@ struct FileDigests {
 // matter.
 //
 // Regions that lie near one another are read together, each byte once, in pieces of `piece_bytes` that stay in a
-// processor's cache until they have been digested. All of a region is in memory at once only if its elements do not lie
-// in their order in the file, or if it is converted and not contiguous, or overlaps with others.
+// processor's cache until they have been digested. Regions that overlap and are longer are in memory all at once only
+// if the elements of one do not lie in their order in the file, or are converted; so is one by itself that is converted
+// and not contiguous.
 FileDigests digest_files(
     c10::IntArrayRef descriptors,
     c10::IntArrayRef files,

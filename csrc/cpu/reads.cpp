@@ -20,19 +20,10 @@ constexpr size_t kVectors = 512;
 constexpr int64_t kScratchBytes = 4 << 20;
 constexpr int64_t kStreamBytes = 256 << 10; // what is no longer is read into the cache and streamed from there: the
                                             // kernel copies slowly to memory that is in no cache
-constexpr int64_t kGapBytes = 4096;         // a gap that is cheaper to read than to skip
 constexpr int64_t kSparse = 4;              // a span with less than one useful byte in so many is read in parts,
 constexpr int64_t kSparseBytes = 64 << 10;  // if it is longer than this
 constexpr size_t kBite = 32;                // requests that a thread takes at once,
 constexpr int64_t kBiteBytes = 1 << 20;     // or as many as have so many bytes
-
-int64_t span_of(const RegionCopy& copy) {
-  int64_t elements = 1;
-  for (size_t d = 0; d < copy.size.size(); ++d) {
-    elements += (copy.size[d] - 1) * copy.bucket_stride[d];
-  }
-  return elements * static_cast<int64_t>(c10::elementSize(copy.dtype));
-}
 
 } // namespace
 

@@ -14,6 +14,8 @@
 
 namespace epload {
 
+constexpr int64_t kGapBytes = 4096; // a gap that is cheaper to read than to skip
+
 struct ReadOutcome {
   int64_t nbytes = 0; // that were read, gaps included
   int64_t file = -1;  // index of the file that could not be read; -1 for none
