@@ -74,9 +74,8 @@ def refuse(prefix: str, kind: type) -> None:
         )
     if issubclass(kind, FullyShardedDataParallel):
         raise ModelMismatch(
-            f"{prefix[:-1] or 'the model'} is wrapped by FullyShardedDataParallel (FSDP1), which keeps parameters in flat "
-            "tensors that no load can fill by name. Shard the model with torch.distributed.fsdp.fully_shard (FSDP2), or load it before "
-            "wrapping it"
+            f"{prefix[:-1] or 'the model'} is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters no load "
+            "can fill by name. Shard the model with torch.distributed.fsdp.fully_shard (FSDP2), or load it before wrapping it"
         )
 
 
