@@ -389,7 +389,7 @@ class HierarchicalLoader:
     def _initialise(self, request: Request, work: Prepared, report: LoadReport) -> None:
         """Fills what the checkpoint does not: with what the model has computed, then by the caller's hook."""
         targets = work.targets
-        tensors = {name: targets.tensors[i] for name, i in targets.index.items()}
+        tensors = dict(zip(targets.names, targets.tensors, strict=True))
         tensors |= {name: owned(request.model, name) for name in targets.lost}
 
         def local(names: Collection[str]) -> dict[str, Tensor]:
