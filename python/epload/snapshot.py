@@ -30,7 +30,7 @@ class Snapshot:
         self.devices = devices
         """As long as the targets are the same."""
         modules = [module for _, module in walk(model)]
-        self._usable = not targets.lost and not any(map(_has_a_say, modules))
+        self._usable = not targets.lost and not targets.aliased and not any(map(_has_a_say, modules))
         if not self._usable:
             return
         self._asked = asked

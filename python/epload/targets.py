@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as TorchPlacement
 
-from epload import dtensor, dtypes, memory_pattern, state_entries
+from epload import dtensor, dtypes, memory_pattern, overlap, state_entries
 from epload.errors import ModelMismatch
 from epload.parts import OuterShard, Parts
 from epload.placement import Layout, Placement, Replicated, Sharded
@@ -47,6 +47,8 @@ class Targets:
     parameters that a state-dict hook leaves out."""
     staged: tuple[Staged, ...] = ()
     """Modules that are filled through their own load_state_dict."""
+    aliased: bool = False
+    """Whether different objects of the model are the same memory, which makes them one target."""
     behind: dict[str, Tensor] = field(default_factory=dict)
     """Tensors on meta that only these can fill."""
 
@@ -100,6 +102,7 @@ def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) 
     targets = Targets()
     names, tensors, layouts, kinds = targets.names, targets.tensors, targets.layout, targets.dtypes
     by_object: dict[int, int] = {}
+    by_memory: dict[overlap.Memory, int] = {}
     by_layout: dict[tuple[object, ...], int] = {}
     state, staged = _state(model, modules, targets)
     targets.staged = staged
@@ -112,6 +115,12 @@ def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) 
             key: tuple[object, ...] = (id(tensor.device_mesh), id(tensor.placements), tensor.shape)
         else:
             _check_own_memory(name, tensor)
+            if not tensor.is_meta and tensor.numel() and type(tensor) in (Tensor, nn.Parameter):
+                known = by_memory.setdefault(overlap.memory_of(tensor), len(names))
+                if known != len(names):  # the same memory under another object
+                    targets.index[name] = known
+                    targets.aliased = True
+                    continue
             key = (tensor.shape,)
         outer, called = None, name
         if parts is not None:
@@ -128,6 +137,8 @@ def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) 
         tensors.append(tensor)
         layouts.append(layout)
         kinds.append(tensor.dtype if dtype is None else _override(name, tensor, dtype))
+    if len({pointer for pointer, *_ in by_memory}) < len(by_memory):
+        _check_apart(targets, set(by_memory.values()))
     if parts is not None:
         parts.check(names)
     if isinstance(dtype, Mapping):
@@ -208,6 +219,9 @@ def _state(
                     targets.lost[prefix + name] = buffer
                 else:
                     targets.unsaved.add(prefix + name)
+    if targets.lost:  # but for those that the state dict has under another name
+        saved = {id(tensor) for _, tensor in found}
+        targets.lost = {name: buffer for name, buffer in targets.lost.items() if id(buffer) not in saved}
     if not asked:
         return found, ()
     entries = state_entries.read(model)
@@ -237,11 +251,25 @@ def _check_own_memory(name: str, tensor: Tensor) -> None:
             f"{name} is {tensor.layout}, and only dense tensors can be filled; "
             "make it dense, or register it with persistent=False"
         )
+    if tensor.is_neg() or tensor.is_conj():
+        raise ModelMismatch(
+            f"{name} is a lazy conjugate or negation of other memory; use resolve_conj() or resolve_neg() of it"
+        )
     if tensor.is_contiguous():
         return
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    if overlap.overlaps_itself(tensor):
         raise ModelMismatch(
             f"{name} is expanded, so that its elements share memory, and cannot be filled; clone() it first"
+        )
+
+
+def _check_apart(targets: Targets, plain: set[int]) -> None:
+    """Raises ModelMismatch if some of these targets, by number, share part of their memory."""
+    pair = overlap.overlapping([(targets.names[i], targets.tensors[i]) for i in sorted(plain)])
+    if pair is not None:
+        raise ModelMismatch(
+            f"{pair[0]} and {pair[1]} share part of their memory, so that filling one would overwrite the other; "
+            "clone() one of them, or keep it out of the state dict"
         )
 
 
