@@ -73,6 +73,10 @@ class Checkpoint(ABC):
     def manifest(self) -> Manifest:
         """Names, shapes and dtypes, from headers alone."""
 
+    def ready(self) -> Checkpoint:
+        """Called before anything is asked of it. A source that opens its files no earlier does so here."""
+        return self
+
     @abstractmethod
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         """Reads pieces into a uint8 CPU tensor. Raises CheckpointError naming the file or the tensor."""
@@ -102,7 +106,7 @@ class Checkpoint(ABC):
             TypeError: something else was passed.
         """
         if isinstance(source, Checkpoint):
-            return source
+            return source.ready()
         if isinstance(source, Mapping):
             return StateDictCheckpoint(source)
         if not isinstance(source, str | os.PathLike):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -406,8 +407,10 @@ class HierarchicalLoader:
         ):
             request.init_missing(module, path, leaves)
             report.initialised += [f"{path}.{leaf}" if path else leaf for leaf in leaves]
-        tensors |= {name: owned(request.model, name) for name in targets.lost}  # a hook may replace a buffer
-        left = [name for name, t in local(work.garbage).items() if not t.is_meta and memory_pattern.is_marked(t)]
+        tensors |= {name: owned(request.model, name) for name in targets.lost}  # a hook may replace a tensor
+        present = {id(tensor) for tensor in chain(request.model.parameters(), request.model.buffers())}
+        kept = [name for name in work.garbage if id(tensors[name]) in present]
+        left = [name for name, t in local(kept).items() if not t.is_meta and memory_pattern.is_marked(t)]
         if left:
             raise LoadError(
                 f"rank {self.topology.rank}: init_missing left {', '.join(sorted(left)[:10])} unfilled; it is called as "

@@ -22,6 +22,7 @@ from epload.device_side import DeviceSide
 from epload.devices import CPU, Devices, check_backend, devices_of
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, text_of
 from epload.flow import wave_limit
+from epload.hints import prefix_hint
 from epload.initialization import Initialization, InitMissing, compute
 from epload.manifest import Manifest
 from epload.mapping import Mapping, spell_misfits
@@ -277,7 +278,7 @@ class Preparation:
             manifest = self._join(opened, request.checkpoint, known)
             if strict not in (True, False, "shapes"):
                 raise ValueError(f"expected strict to be True, False or 'shapes', got {strict!r}")
-            return manifest, resolve_mapping(request.mapping, request.model, targets.index)
+            return manifest, resolve_mapping(request.mapping, request.model, targets.index, manifest.names)
 
         prepared, unprepared = attempt(prepare)
         plan, failure, options = None, None, ""
@@ -298,9 +299,9 @@ class Preparation:
             def check() -> LoadPlan:
                 plan = make(wanted)
                 if (strict and plan.mismatched) or (strict is True and (plan.missing or plan.unexpected)):
-                    raise ModelMismatch(_spell_keys(manifest, plan, strict))
-                if targets.names and not plan.slots.tensor_count and not opened.local_modules:
-                    raise ModelMismatch(f"the load would fill nothing: {_spell_keys(manifest, plan, True)}")
+                    raise _misfit(manifest, plan, rules, strict)
+                if not plan.slots.tensor_count and (plan.missing or plan.mismatched):
+                    raise _misfit(manifest, plan, rules, True, "the load would fill nothing: ")
                 return plan
 
             plan, failure = attempt(check)
@@ -317,7 +318,12 @@ class Preparation:
         fingerprints, all_read, owned = self._control.settle("planning", unprepared, view, decide, patience=2)
         if "" in fingerprints or len(fingerprints) > 1:
             self._disagree(describe(manifest, targets, self._options.bucket_bytes, options))
-            self._control.settle("planning", failure)
+            try:
+                self._control.settle("planning", failure)
+            except ModelMismatch as error:
+                if isinstance(failure, ModelMismatch):
+                    error.adopt(failure)
+                raise
             raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
         assert plan is not None
         missing, mismatched = self._unfilled_anywhere(opened, plan)
@@ -466,11 +472,23 @@ def _all_equal(options: dict[int, str]) -> None:
         raise ManifestMismatch(f"the ranks' loaders have different options, nothing was moved: {said}")
 
 
-def _spell_keys(manifest: Manifest, plan: LoadPlan, strict: Strict) -> str:
+def _misfit(manifest: Manifest, plan: LoadPlan, mapping: Mapping, strict: Strict, before: str = "") -> ModelMismatch:
+    has_rules = bool(mapping.renames or mapping.converts or mapping.ties)
+    return ModelMismatch(
+        before + _spell_keys(manifest, plan, strict, has_rules),
+        missing_keys=plan.missing if strict is True else (),
+        unexpected_keys=plan.unexpected if strict is True else (),
+        mismatched_keys=plan.mismatched,
+    )
+
+
+def _spell_keys(manifest: Manifest, plan: LoadPlan, strict: Strict, has_rules: bool) -> str:
     said = [f"{manifest.source} does not fit the model"]
     for title, keys in (("missing from it", plan.missing), ("unexpected in it", plan.unexpected)):
         if keys and strict is True:
             said.append(f"{len(keys)} {title}: {', '.join(keys[:10])}{', ...' if len(keys) > 10 else ''}")
     if plan.mismatched:
         said.append(f"{len(plan.mismatched)} of another shape: {spell_misfits(list(plan.mismatched.values()))}")
+    if strict is True and (hint := prefix_hint(plan.missing, plan.unexpected, has_rules)):
+        return f"{'; '.join(said)}. {hint}"
     return "; ".join(said) + ". Pass mapping= if names or layouts differ, strict=False to load what fits"

@@ -2,46 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping as MappingType
 from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from epload.broadcast import coalesced_bcast
 from epload.loader import load
-from epload.mapping import Mapping, compiled
+from epload.mapping import Mapping
 from epload.preparation import Strict
 from epload.report import LoadReport
+from epload.wrappers import transparent
 
 
 def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: Strict = True, keep_meta: bool) -> LoadReport:
-    """Fills the model from rank 0's dict. Names are the model's own, with or without those of torch.compile's wrappers.
+    """Fills the model from rank 0's dict. Names are the model's own, with or without those of torch.compile and DDP.
 
     Args:
-        keep_meta: non-persistent buffers that are on meta on all ranks, and that the model does not compute itself, stay
-            there, for the caller to fill; else they are an error.
+        keep_meta: what is on meta, and neither in the dict nor computed by the model itself, stays there for the caller to
+            fill; else it is an error.
 
     Raises:
         ModelMismatch: the dict and the model do not fit; on every rank, nothing has moved.
     """
-    names = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
+    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
     reads = not dist.is_initialized() or dist.get_rank() == 0
     return load(
         model,
         full_state if reads else None,
-        mapping=Mapping(aliases=compiled(names)),
+        mapping=Mapping(aliases=transparent(model, tensors)),
         strict=strict,
-        init_missing=_back_to_meta if keep_meta else None,
+        init_missing=_BackToMeta(tensors) if keep_meta else None,
         progress=False,
     )
 
 
-def _back_to_meta(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
-    for name in names:
-        if name in module._non_persistent_buffers_set:
-            module._buffers[name] = module.get_buffer(name).to("meta")
+class _BackToMeta:
+    """The hook for tensors that nothing fills: puts them back where they were."""
+
+    def __init__(self, tensors: MappingType[str, Tensor]) -> None:
+        self._on_meta = {name for name, tensor in tensors.items() if tensor.is_meta}
+
+    def __call__(self, module: nn.Module, path: str, names: tuple[str, ...]) -> None:
+        for name in names:
+            if (f"{path}.{name}" if path else name) not in self._on_meta:
+                continue
+            if name in module._buffers:
+                module._buffers[name] = module.get_buffer(name).to("meta")
+            elif name in module._parameters:
+                parameter = module.get_parameter(name)
+                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
 
 def share_buffers(model: nn.Module) -> None:
