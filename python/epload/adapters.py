@@ -38,7 +38,7 @@ def adapter_file(model: nn.Module, names: Collection[str], checkpoint: Sequence[
         return ()
     prefix = f"{path}." if path else ""
     own = {name[len(prefix) :]: name for name in names if name.startswith(prefix)}
-    active = adapted.active_adapter
+    active = getattr(adapted, "active_adapters", None) or adapted.active_adapter
     active = [active] if isinstance(active, str) else list(active)
     saved: dict[str, str] = {}
     for adapter in active:
