@@ -156,7 +156,8 @@ class HierarchicalLoader:
 
         Raises:
             LoadError: the run failed, the same on every rank. ModelMismatch, ManifestMismatch, and CheckpointError for a
-                header: nothing has been changed. Any other: tensors may be materialised and partly written.
+                header: nothing has been changed. Any other, as CheckpointError for a file that was replaced or modified
+                during the load: tensors may be materialised and partly written.
             ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
         """
         self._control.begin(self._deadline)
@@ -184,13 +185,12 @@ class HierarchicalLoader:
             readers=asked.readers, algorithm=asked.algorithm, verify=asked.verify, topology=repr(self.topology)
         )
         began = perf_counter()
-        with report.timed("plan"), collector.paused():
-            work = self._preparation.run(request, self.stream, report)
         try:
+            with report.timed("plan"), collector.paused():
+                work = self._preparation.run(request, self.stream, report)
             self._transfer(request, work, report)
         finally:
-            if work.checkpoint is not None and work.checkpoint is not request.checkpoint:
-                work.checkpoint.close()
+            self._preparation.close_checkpoint()
         plan = work.plan
         report.missing_keys, report.mismatched_keys = work.missing, work.mismatched
         report.unexpected_keys = list(plan.unexpected)
@@ -270,13 +270,15 @@ class HierarchicalLoader:
                 if self.options.proves:
                     self._prove(work, flow, local, report)
                 finish()
+            # The last thing before all ranks agree that the load has ended well.
+            _, failure = attempt(work.check_unchanged) if finish is not None else (None, None)
             reading, crossing = report.phases["read"], report.phases["inter_node"]
             seen = [
                 reading.nbytes - before[0].nbytes, reading.seconds - before[0].seconds,
                 crossing.nbytes - before[1].nbytes, crossing.seconds - before[1].seconds,
             ]  # fmt: skip
             views = self._control.settle(
-                "the transfer", None, seen, lambda views: [views[rank] for rank in self.topology.ranks],
+                "the transfer", failure, seen, lambda views: [views[rank] for rank in self.topology.ranks],
                 patience=2, last=finish is not None,
             )  # fmt: skip
             return [Measured(*view) for view in views]
@@ -322,7 +324,13 @@ class HierarchicalLoader:
                     for nbytes in proof.check(self.topology.rank, letters, work.checkpoint, work.manifest):
                         self._control.progress += nbytes
 
-            _, failure = attempt(check)
+            # Whoever proves reads what lies at the paths now. A file that has changed is why shards differ from it, so that
+            # all ranks hear of that first, whichever rank saw it.
+            _, changed = attempt(lambda: work.reopen() if letters else None)
+            _, failure = attempt(check) if changed is None else (None, None)
+            if changed is None:
+                _, changed = attempt(work.check_unchanged)
+            self._control.settle("verification", changed, patience=2)
             self._control.settle("verification", failure, patience=2)
             self._control.forget_letters()
 

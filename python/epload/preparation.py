@@ -113,6 +113,17 @@ class Prepared:
     garbage: frozenset[str]
     """Those of them that had no storage before the load, so that a hook must fill them."""
 
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError if a file of the checkpoint is not the one, unchanged, that this rank opened."""
+        if self.checkpoint is not None and (changed := self.checkpoint.changed()):
+            raise CheckpointError(f"{changed} while it was loaded; the model may be partly overwritten, load again")
+
+    def reopen(self) -> None:
+        """Opens the files again, to read what lies at their paths now. Raises as :meth:`check_unchanged`."""
+        if self.checkpoint is not None:
+            self.check_unchanged()
+            self.checkpoint.reopen()
+
     @property
     def device(self) -> torch.device:
         """That the load works on."""
@@ -132,6 +143,8 @@ class Preparation:
         self.snapshot: Snapshot | None = None
         self.manifest: Manifest | None = None
         """That of the load before."""
+        self._opened: Checkpoint | None = None
+        """What this rank has opened for the present load, unless the caller gave it opened."""
         self._plans: dict[frozenset[int], tuple[tuple[bytes, Mapping, str], Targets, LoadPlan]] = {}
 
     def run(self, request: Request, stream: torch.Stream | None, report: LoadReport) -> Prepared:
@@ -213,13 +226,23 @@ class Preparation:
         options, path = self._options, isinstance(checkpoint, str | os.PathLike)
         joins = self._ways.may_read(devices.load) and not path and options.readers != "auto"
         if self._topology.rank == options.src or joins:
-            source = Checkpoint.open(checkpoint, self.manifest)
+            source = self._keep(Checkpoint.open(checkpoint, self.manifest), checkpoint)
             if source.once and options.proves:
                 raise ValueError(
                     f"verify={options.verify!r} reads the checkpoint again after the load, but this one can be read only once: "
                     "leave out consume=True, or pass verify='buckets'"
                 )
         return _Opened(targets, devices, source, request.parts is not None and bool(request.parts.local_modules))
+
+    def _keep(self, checkpoint: Checkpoint, given: Any) -> Checkpoint:
+        self._opened = checkpoint if checkpoint is not given else None
+        return checkpoint
+
+    def close_checkpoint(self) -> None:
+        """After a load, however it ended: closes what this rank has opened for it."""
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
 
     # ---- the manifest ----
 
@@ -263,7 +286,7 @@ class Preparation:
             return manifest
         if self._ways.may_read(opened.device) and opened.checkpoint is None:
             try:
-                opened.checkpoint = Checkpoint.join(checkpoint, manifest)
+                opened.checkpoint = self._keep(Checkpoint.join(checkpoint, manifest), checkpoint)
             except (CheckpointError, TypeError):
                 if not auto:
                     raise
