@@ -44,7 +44,16 @@ NODES = [[0, 1], [2, 3]]
 READERS = ("one", "per_node", "partitioned", "every", "auto")
 HOWS = ("rename", "truncate", "in place")
 FILES = ("first", "later", "index")
-MOMENTS = ("before opening", "after opening", "before joining", "read", "before proof", "in proof", "at the end", "timer")
+MOMENTS = (
+    "before opening",
+    "after opening",
+    "before joining",
+    "read",
+    "before proof",
+    "in proof",
+    "at the end",
+    "timer",
+)
 _LAYERS, _FILES = 9, 3
 _BUCKET = 6000
 _SECONDS = 0.3
@@ -263,12 +272,17 @@ class Rank:
 
     def _load(self, run: Run, folder: Path) -> tuple[nn.Module, Exception | None]:
         with torch.device("meta"):
-            model = nn.ModuleList([nn.Linear(37, 61) for _ in range(_LAYERS)])
+            model = nn.Sequential(*[nn.Linear(37, 61) for _ in range(_LAYERS)])
         fully_shard(model, mesh=self._mesh)
         key = run.readers, run.verify
         if key not in self._loaders:
             self._loaders[key] = HierarchicalLoader(
-                self._topology, readers=run.readers, verify=run.verify, bucket_bytes=_BUCKET, deadline=30, progress=False
+                self._topology,
+                readers=run.readers,
+                verify=run.verify,
+                bucket_bytes=_BUCKET,
+                deadline=30,
+                progress=False,
             )
         try:
             self._loaders[key].load(model, folder)
@@ -300,7 +314,7 @@ def rank_main(rank: int, folder: str, runs: Sequence[Run]) -> list[Outcome]:
 
 
 def judged(run: Run, outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """"right", "refused" or "wrong"; and why it is wrong."""
+    """ "right", "refused" or "wrong"; and why it is wrong."""
     if said := [outcome.again for outcome in outcomes if outcome.again]:
         return "wrong", f"a load without a replacement: {said[0]}"
     if len({(outcome.kind, outcome.text) for outcome in outcomes}) > 1:

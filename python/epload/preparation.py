@@ -115,8 +115,7 @@ class Prepared:
 
     def check_unchanged(self) -> None:
         """Raises CheckpointError if a file of the checkpoint is not the one, unchanged, that this rank opened."""
-        if self.checkpoint is not None and (changed := self.checkpoint.changed()):
-            raise CheckpointError(f"{changed} while it was loaded; the model may be partly overwritten, load again")
+        _check_unchanged(self.checkpoint, "; the model may be partly overwritten")
 
     def reopen(self) -> None:
         """Opens the files again, to read what lies at their paths now. Raises as :meth:`check_unchanged`."""
@@ -340,6 +339,8 @@ class Preparation:
 
         fingerprints, all_read, owned = self._control.settle("planning", unprepared, view, decide, patience=2)
         if "" in fingerprints or len(fingerprints) > 1:
+            # A file that was replaced between two ranks' opening it is why they differ.
+            self._control.settle("planning", attempt(lambda: _check_unchanged(opened.checkpoint))[1])
             self._disagree(describe(manifest, targets, self._options.bucket_bytes, options))
             try:
                 self._control.settle("planning", failure)
@@ -458,6 +459,11 @@ class Preparation:
             plan,
         )  # the next targets may share columns with these
         return plan
+
+
+def _check_unchanged(checkpoint: Checkpoint | None, consequence: str = "") -> None:
+    if checkpoint is not None and (changed := checkpoint.changed()):
+        raise CheckpointError(f"{changed} while it was loaded{consequence}; load again")
 
 
 def attempt(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:

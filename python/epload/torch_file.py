@@ -11,7 +11,7 @@ import os
 import struct
 import zipfile
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def read_layout(file: SourceFile) -> TorchLayout | None:
         return None
     try:
         members = _members(file)
-        with open(os.dup(file.fd), "rb") as stream:
+        with _stream(file) as stream:
             state = torch.load(stream, map_location="meta", weights_only=True)
     except OSError:
         raise
@@ -108,8 +108,7 @@ def load_tensors(file: SourceFile) -> tuple[dict[str, Tensor], list[str]]:
                 path if os.path.exists(path) else file.path, map_location="cpu", mmap=True, weights_only=True
             )
         else:
-            with open(os.dup(file.fd), "rb") as stream:
-                stream.seek(0)
+            with _stream(file) as stream:
                 state = torch.load(stream, map_location="cpu", weights_only=True)
     except OSError:
         raise
@@ -186,13 +185,20 @@ def _directory(file: SourceFile) -> tuple[bytes, bytes] | None:
 
 def _members(file: SourceFile) -> dict[int, int]:
     """Where the bytes of each uncompressed member begin, and how many there are."""
-    with open(os.dup(file.fd), "rb") as stream, zipfile.ZipFile(stream) as archive:
+    with _stream(file) as stream, zipfile.ZipFile(stream) as archive:
         found = archive.infolist()
         byte_order = next((each for each in found if each.filename.endswith("/byteorder")), None)
         if byte_order is not None and archive.read(byte_order) != b"little":
             return {}
     stored = [each for each in found if each.compress_type == zipfile.ZIP_STORED]
     return {_data_begin(file, each.header_offset): each.file_size for each in stored}
+
+
+def _stream(file: SourceFile) -> BinaryIO:
+    """The open file, from its beginning on."""
+    stream = open(os.dup(file.fd), "rb")  # noqa: SIM115  (the caller closes it)
+    stream.seek(0)  # where it stands is shared with the descriptor that was duplicated
+    return stream
 
 
 def _data_begin(file: SourceFile, header: int) -> int:
