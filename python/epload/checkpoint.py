@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from epload import dtypes, ops
+from epload import dtypes, foreign, ops
 from epload.errors import CheckpointError
 from epload.manifest import Manifest, Places
 from epload.placement import Box, box_of_range, row_major_strides
@@ -134,12 +134,19 @@ class Checkpoint(ABC):
             return source.ready()
         if isinstance(source, Mapping):
             return StateDictCheckpoint.of(source)
+        if isinstance(source, list | tuple):
+            raise TypeError(
+                f"expected a checkpoint as one path, got a {type(source).__name__} of {len(source)}: pass the folder with the "
+                "files, or the index that names them"
+            )
         if not isinstance(source, str | os.PathLike):
             raise TypeError(
                 f"expected a checkpoint as a path, a dict of tensors or an epload.Checkpoint, got {type(source).__name__}"
             )
-        path = Path(source)
+        path = _path_of(source)
         try:
+            if not path.exists():
+                raise CheckpointError(foreign.missing(path, os.fspath(source)))
             return _open_path(path, known)
         except OSError as error:
             raise CheckpointError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
@@ -153,8 +160,8 @@ class Checkpoint(ABC):
         """
         if manifest.places is None or not isinstance(source, str | os.PathLike):
             return Checkpoint.open(source)
-        path = Path(source)
-        if path.is_dir() or path.name.endswith(".index.json"):
+        path = _path_of(source)
+        if path.is_dir() or path.suffix == ".json":
             folder = path if path.is_dir() else path.parent
             files = [folder / facts.name for facts in manifest.places.files]
         else:
@@ -188,10 +195,19 @@ def _check_same(file: SourceFile, theirs: FileFacts) -> None:
         )
 
 
+def _path_of(source: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(source).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"no checkpoint at {source}: {error}") from error
+
+
 def _open_path(path: Path, known: Manifest | None) -> Checkpoint:
     if path.is_file():
-        if path.name.endswith(".index.json"):
+        if path.name.endswith(".index.json") or (path.suffix == ".json" and _is_index(path)):
             return _open_index(path, known)
+        if path.suffix != ".safetensors" and (said := foreign.file(path)):
+            raise CheckpointError(said)
         return _open_files([path], str(path), known)
     if not path.is_dir():
         raise CheckpointError(f"no checkpoint at {path}: expected a file or a folder")
@@ -200,6 +216,8 @@ def _open_path(path: Path, known: Manifest | None) -> Checkpoint:
             return _open_path(path / single, known)
     if files := sorted(path.glob("*.safetensors")):
         return _open_files(files, str(path), known)
+    if said := foreign.folder(path):
+        raise CheckpointError(said)
     if (path / "pytorch_model.bin").is_file():  # beside it often lie an optimizer's state and the like
         return _open_path(path / "pytorch_model.bin", known)
     if (path / "pytorch_model.bin.index.json").is_file():
@@ -207,6 +225,15 @@ def _open_path(path: Path, known: Manifest | None) -> Checkpoint:
     if files := sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]):
         return _open_files(files, str(path), known)
     raise CheckpointError(f"no checkpoint in {path}: expected *.safetensors, *.bin, *.pt or *.pth files in it")
+
+
+def _is_index(path: Path) -> bool:
+    """Whether a JSON file by another name than an index has is one."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "weight_map" in found
 
 
 def _open_index(path: Path, known: Manifest | None) -> Checkpoint:
@@ -263,6 +290,11 @@ def _parse_files(
     """All of a kind. ``weight_map`` says which tensor is in which file; the index that says so has this digest."""
     if all(_is_safetensors(file) for file in files):
         return SafetensorsCheckpoint.parse(files, source, weight_map, index, digest)
+    if strange := next(filter(_is_safetensors, files), None):
+        other = next(file for file in files if not _is_safetensors(file))
+        raise CheckpointError(
+            f"{source} has both safetensors and torch files ({strange.path.name}, {other.path.name}); expected one kind"
+        )
     layouts = [read_layout(file) for file in files]
     whole = [layout for layout in layouts if layout is not None]
     if len(whole) == len(files):
@@ -503,8 +535,12 @@ def _readable(tensor: Tensor, piece: Piece, device: torch.device) -> tuple[Tenso
             return tensor, box
     item = tensor.element_size()
     begin, end = piece.tensor_offset // item, -(-(piece.tensor_offset + piece.nbytes) // item)
-    boxes = [tensor[box].resolve_conj().resolve_neg() for box in _boxes_of_range(tuple(tensor.shape), begin, end)]
-    copied = torch.cat([box.to(device).reshape(-1) for box in boxes]).view(torch.uint8)
+    if tensor.is_contiguous():
+        boxes = [tensor.view(-1)[begin:end]]
+    else:
+        boxes = [tensor[box] for box in _boxes_of_range(tuple(tensor.shape), begin, end)]
+    parts = [box.resolve_conj().resolve_neg().to(device).reshape(-1) for box in boxes]
+    copied = (torch.cat(parts) if len(parts) > 1 else parts[0]).view(torch.uint8)
     return copied, ((piece.tensor_offset - begin * item,), (piece.nbytes,))
 
 

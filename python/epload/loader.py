@@ -96,7 +96,7 @@ class HierarchicalLoader:
             progress: a bar on rank ``src`` when standard error is a terminal.
 
         Raises:
-            ValueError: an argument is out of range.
+            ValueError, TypeError: an argument is out of range, or of another type.
         """
         log.configure()
         sent = "two_level" if algorithm == "auto" else algorithm
@@ -110,6 +110,8 @@ class HierarchicalLoader:
         self._watch = Watch(self._control, self.topology.node)
         if deadline is None:
             deadline = DEFAULT_DEADLINE
+        if not isinstance(deadline, int | float | timedelta):
+            raise TypeError(f"expected deadline to be a number of seconds or a timedelta, got {deadline!r}")
         self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
         self._memory: NodeMemory | None = None
         self._proof: Proof | None = None
@@ -193,7 +195,7 @@ class HierarchicalLoader:
             self._preparation.close_checkpoint()
         plan = work.plan
         report.missing_keys, report.mismatched_keys = work.missing, work.mismatched
-        report.unexpected_keys = list(plan.unexpected)
+        report.unexpected_keys, report.ignored_keys = list(plan.unexpected), list(work.manifest.ignored)
         report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, plan.slots.tensor_count
         report.nbytes = plan.slots.payload
         report.buckets = len(plan.buckets)

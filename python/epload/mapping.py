@@ -6,6 +6,7 @@ say which: renaming changes the target, converting puts the target together from
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from collections.abc import Mapping as MappingType
 from dataclasses import dataclass, replace
@@ -98,6 +99,17 @@ class Mapping:
         placing = Placing(self, names, shapes, {name: targets[target] for name, target in wrapped.items()})
         placed = [tuple((wrapped[target], view) for target, view in places) for places in placing.run()]
         return placed, [misfit._replace(target=wrapped[misfit.target]) for misfit in placing.misfits]
+
+    def renamed(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
+        """What the renames make of checkpoint names, and the patterns of rules that match none of them. For messages."""
+        made, unused = list(names), []
+        for rename in self.renames:
+            before, made = made, rename.apply(made)
+            if made == before:
+                unused.append(rename.source)
+        for convert in self.converts:
+            unused += [source for source in convert.sources if not any(map(re.compile(source).search, made))]
+        return made, unused
 
     def reverse(
         self, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]

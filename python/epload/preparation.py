@@ -54,6 +54,23 @@ class Request:
     parts: Parts | None
     init_missing: InitMissing | None
 
+    def check(self) -> None:
+        """Raises TypeError for what could not even be looked at."""
+        if not isinstance(self.model, nn.Module):
+            got = (
+                f"the class {self.model.__name__}" if isinstance(self.model, type) else f"a {type(self.model).__name__}"
+            )
+            raise TypeError(f"expected model to be a torch.nn.Module, got {got}")
+        of_names = isinstance(self.dtype, dict) and all(isinstance(name, str) for name in self.dtype)
+        given = list(self.dtype.values()) if isinstance(self.dtype, dict) and of_names else [self.dtype]
+        if self.dtype is not None and not all(isinstance(dtype, torch.dtype) for dtype in given):
+            raise TypeError(
+                "expected dtype to be a torch.dtype, such as torch.bfloat16, or a dict from regular expressions to dtypes, "
+                f"got {self.dtype!r}"
+            )
+        if self.init_missing is not None and not callable(self.init_missing):
+            raise TypeError(f"expected init_missing to be a function, got {self.init_missing!r}")
+
 
 class _Announced(NamedTuple):
     """What the source rank says of its manifest before it sends it."""
@@ -209,6 +226,7 @@ class Preparation:
         )
 
     def _inspect(self, request: Request, stream: torch.Stream | None) -> _Opened:
+        request.check()
         asked = (request.dtype, request.parts)
         model, checkpoint = request.model, request.checkpoint
         targets = self.snapshot.read(model, asked) if self.snapshot is not None else None
@@ -502,22 +520,29 @@ def _all_equal(options: dict[int, str]) -> None:
 
 
 def _misfit(manifest: Manifest, plan: LoadPlan, mapping: Mapping, strict: Strict, before: str = "") -> ModelMismatch:
-    has_rules = bool(mapping.renames or mapping.converts or mapping.ties)
     return ModelMismatch(
-        before + _spell_keys(manifest, plan, strict, has_rules),
+        before + _spell_keys(manifest, plan, strict, mapping),
         missing_keys=plan.missing if strict is True else (),
         unexpected_keys=plan.unexpected if strict is True else (),
         mismatched_keys=plan.mismatched,
     )
 
 
-def _spell_keys(manifest: Manifest, plan: LoadPlan, strict: Strict, has_rules: bool) -> str:
+def _spell_keys(manifest: Manifest, plan: LoadPlan, strict: Strict, mapping: Mapping) -> str:
+    renamed, unused = mapping.renamed(manifest.names)
+    became = dict(zip(manifest.names, renamed, strict=True))
     said = [f"{manifest.source} does not fit the model"]
     for title, keys in (("missing from it", plan.missing), ("unexpected in it", plan.unexpected)):
         if keys and strict is True:
-            said.append(f"{len(keys)} {title}: {', '.join(keys[:10])}{', ...' if len(keys) > 10 else ''}")
+            spelled = list(keys[:10])
+            if keys is plan.unexpected:
+                spelled = [n if became[n] == n else f"{n} (renamed to {became[n]})" for n in spelled]
+            said.append(f"{len(keys)} {title}: {', '.join(spelled)}{', ...' if len(keys) > 10 else ''}")
     if plan.mismatched:
         said.append(f"{len(plan.mismatched)} of another shape: {spell_misfits(list(plan.mismatched.values()))}")
+    if unused and mapping.required:
+        said.append(f"rules of the mapping that match none of its names: {', '.join(map(repr, unused[:5]))}")
+    has_rules = bool(mapping.renames or mapping.converts or mapping.ties)
     if strict is True and (hint := prefix_hint(plan.missing, plan.unexpected, has_rules)):
         return f"{'; '.join(said)}. {hint}"
     return "; ".join(said) + ". Pass mapping= if names or layouts differ, strict=False to load what fits"

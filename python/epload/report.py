@@ -39,6 +39,8 @@ class LoadReport:
     """Names of the model that the checkpoint has in another shape, and that were not filled."""
     tied_keys: list[str] = field(default_factory=list)
     """Names of the checkpoint that were left out because another name of the same parameter was loaded."""
+    ignored_keys: list[str] = field(default_factory=list)
+    """Entries of a torch file or a state dict that hold no tensor, such as ``_extra_state``; nothing was done with them."""
     initialised: list[str] = field(default_factory=list)
     """Names that no checkpoint tensor filled and a hook initialised, e.g. rotary ``inv_freq`` buffers."""
     phases: dict[str, Phase] = field(default_factory=lambda: {name: Phase() for name in PHASES})
@@ -96,6 +98,7 @@ class LoadReport:
             ("unexpected", self.unexpected_keys),
             ("mismatched", self.mismatched_keys),
             ("tied", self.tied_keys),
+            ("ignored", self.ignored_keys),
             ("initialised", self.initialised),
         ):
             if keys:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from epload import foreign
 from epload.dtypes import SAFETENSORS
 from epload.errors import CheckpointError
 from epload.source_file import SourceFile
@@ -64,6 +65,8 @@ def read_header(file: SourceFile) -> SafetensorsHeader:
     if len(prefix) < 8:
         raise CheckpointError(f"{path}: {size} bytes are too few for a safetensors file")
     (length,) = struct.unpack("<Q", prefix)
+    if said := foreign.pointer(path, prefix + file.read(8, 56)):
+        raise CheckpointError(said)
     if length > min(size - 8, MAX_HEADER_BYTES):
         raise CheckpointError(
             f"{path}: claims a header of {length} bytes, but the file has {size} and a header at most {MAX_HEADER_BYTES}"
@@ -75,7 +78,8 @@ def read_header(file: SourceFile) -> SafetensorsHeader:
         raise CheckpointError(f"{path}: the header is not JSON with distinct keys ({error})") from error
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: the header is a JSON {type(entries).__name__}, expected an object")
-    entries.pop("__metadata__", None)
+    if said := foreign.safetensors(path, entries.pop("__metadata__", None)):
+        raise CheckpointError(said)
     return _check(path, entries, data=8 + length, end=size)
 
 

@@ -159,7 +159,8 @@ def torch_facts(file: SourceFile) -> FileFacts:
 
 
 def _directory(file: SourceFile) -> tuple[bytes, bytes] | None:
-    """The archive's central directory and its first member, the pickle; None if it is not laid out as torch does."""
+    """The archive's central directory, but for checksums, and its first member, the pickle; None if it is not laid out as
+    torch does."""
     end = file.read(max(file.nbytes - 22, 0), 22)  # torch writes no comment behind it
     if file.read(0, 4) != _ZIP or len(end) < 22 or end[:4] != b"PK\x05\x06":
         return None
@@ -180,7 +181,16 @@ def _directory(file: SourceFile) -> tuple[bytes, bytes] | None:
     (offset,) = struct.unpack_from("<I", directory, 42)
     if not directory[46 : 46 + name_length].endswith(b"/data.pkl") or packed > MAX_HEADER_BYTES or offset != 0:
         return None
-    return directory, file.read(0, _data_begin(file, 0) + packed)
+    return _without_checksums(directory), file.read(0, _data_begin(file, 0) + packed)
+
+
+def _without_checksums(directory: bytes) -> bytes:
+    """A central directory that is the same for other values in the same places."""
+    blank, at = bytearray(directory), 0
+    while directory[at : at + 4] == b"PK\x01\x02" and at + 46 <= len(directory):
+        blank[at + 16 : at + 20] = bytes(4)
+        at += 46 + sum(struct.unpack_from("<HHH", directory, at + 28))
+    return bytes(blank)
 
 
 def _members(file: SourceFile) -> dict[int, int]:

@@ -108,6 +108,15 @@ class ConvertedCheckpoint(Checkpoint):
         if direct:
             self._inner.fill(bucket, direct)
 
+    def changed(self) -> str:
+        return self._inner.changed() if self._inner is not None else ""
+
+    def reopen(self) -> None:
+        if self._inner is not None:
+            self._inner.reopen()
+        self._held.clear()  # what is asked for from now on is converted anew
+        self._pass = None
+
     def close(self) -> None:
         if self._inner is not None:
             self._inner.close()
