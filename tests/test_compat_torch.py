@@ -19,7 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import epload
 import ranks
+from epload.compat import skyrl, verl
 from epload.compat import torch as ours
+from epload.compat.full_state import loads_itself
 
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 LENIENT = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
@@ -303,6 +305,66 @@ class Outer(nn.Module):
         for name in list(state):
             if name.startswith(prefix):
                 state[f"{prefix}wrapped.{name.removeprefix(prefix)}"] = state.pop(name)
+
+
+class Turned(nn.Linear):
+    """Keeps its weight in another form than checkpoints do."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self._register_load_state_dict_pre_hook(self._turn)
+
+    def _turn(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].t().contiguous()
+
+
+class Derived(nn.Linear):
+    """Keeps something that it computes from its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.sum = 0.0
+        self.register_load_state_dict_post_hook(self._add_up)
+
+    @staticmethod
+    def _add_up(module: Any, keys: Any) -> None:
+        module.sum = float(module.weight.sum())
+
+
+def refused(kind: type[nn.Linear], whole: dict[str, Tensor]) -> list[str]:
+    """By functions that have no original to go to."""
+    said = []
+    for load in (verl.fsdp2_load_full_state_dict, skyrl.fsdp2_load_full_state_dict):
+        model = sharded(lambda: Net(kind))
+        name, text = error_of(lambda load=load, model=model: load(model, on_rank_0(whole)))
+        if f"second ({kind.__name__}) has a load_state_dict hook" not in text or name != "ModelMismatch":
+            said.append(text)
+    return said
+
+
+def _loads_itself(rank: int) -> list[str]:
+    said = []
+    for kind in (Turned, Derived):
+        whole = values(Net(kind))
+        models: list[Any] = [Net(kind), Net(kind)]
+        for function, model in zip((torchs.set_model_state_dict, ours.set_model_state_dict), models, strict=True):
+            function(model, on_rank_0(whole), options=BROADCAST)
+        said += [f"{kind.__name__}: {name}" for name in differ(models[1], held(models[0]))]
+        if kind is Derived and models[1].second.sum != float(whole["second.weight"].sum()):
+            said.append("the hook has not run")
+        said += refused(kind, whole)
+    return said
+
+
+def test_modules_that_load_in_a_way_of_their_own() -> None:
+    fine(ranks.run(2, _loads_itself))
+
+
+def test_hooks_that_only_rename_are_let_pass() -> None:
+    from transformers import MambaConfig, MambaModel
+
+    assert loads_itself(MambaModel(MambaConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1))) == ""
+    assert loads_itself(nn.Sequential(nn.BatchNorm1d(3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))) == ""
 
 
 def _torchs_own(rank: int) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from epload.broadcast import coalesced_bcast
+from epload.errors import ModelMismatch
 from epload.loader import load
 from epload.mapping import Mapping
 from epload.preparation import Strict
@@ -26,8 +27,14 @@ def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: Strict = 
             fill; else it is an error.
 
     Raises:
-        ModelMismatch: the dict and the model do not fit; on every rank, nothing has moved.
+        ModelMismatch: the dict and the model do not fit, or a module wants to load its part itself; on every rank, nothing
+            has moved.
     """
+    if own := loads_itself(model):
+        raise ModelMismatch(
+            f"{own}, which does not run when parameters are filled in place; call load_state_dict, or the framework's own "
+            "function, for this model"
+        )
     tensors = dict(chain(model.named_parameters(), model.named_buffers()))
     reads = not dist.is_initialized() or dist.get_rank() == 0
     return load(
@@ -50,11 +57,41 @@ class _BackToMeta:
         for name in names:
             if (f"{path}.{name}" if path else name) not in self._on_meta:
                 continue
-            if name in module._buffers:
-                module._buffers[name] = module.get_buffer(name).to("meta")
-            elif name in module._parameters:
-                parameter = module.get_parameter(name)
-                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            owner: Any = module
+            while name not in owner._buffers and name not in owner._parameters:
+                owner = owner._checkpoint_wrapped_module  # a wrapper that hides in names
+            if name in owner._buffers:
+                owner._buffers[name] = owner.get_buffer(name).to("meta")
+            else:
+                parameter = owner.get_parameter(name)
+                owner._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+
+_HARMLESS = ("torch", "transformers", "peft", "accelerate")
+"""Packages whose hooks for loading do nothing but rename keys of old checkpoints, or see to sharding, which is done anyway."""
+
+
+def loads_itself(model: nn.Module) -> str:
+    """Says which module has loading of its own, by a hook or a method, which might change values; empty if none has."""
+    plain: set[type] = set()
+    for path, module in model.named_modules():
+        if type(module) not in plain:
+            for kind in type(module).__mro__:
+                for method in ("load_state_dict", "_load_from_state_dict"):
+                    if method in kind.__dict__ and not _is_harmless(kind.__module__):
+                        return f"{path or 'the model'} ({kind.__name__}) has a {method} of its own"
+            plain.add(type(module))
+        for hook in chain(module._load_state_dict_pre_hooks.values(), module._load_state_dict_post_hooks.values()):
+            function = getattr(hook, "hook", hook)  # torch wraps the one that it gives the module
+            function = getattr(function, "func", function)
+            if not _is_harmless(getattr(function, "__module__", "") or ""):
+                name = getattr(function, "__qualname__", type(function).__qualname__)
+                return f"{path or 'the model'} ({type(module).__name__}) has a load_state_dict hook ({name})"
+    return ""
+
+
+def _is_harmless(module: str) -> bool:
+    return module.partition(".")[0] in _HARMLESS
 
 
 def share_buffers(model: nn.Module) -> None:
@@ -63,8 +100,10 @@ def share_buffers(model: nn.Module) -> None:
     Raises:
         ManifestMismatch: other names, shapes or dtypes on another rank.
     """
-    saved = model.state_dict().keys()
-    unsaved = [
-        buffer for name, buffer in model.named_buffers() if name not in saved and not isinstance(buffer, DTensor)
-    ]
-    coalesced_bcast(unsaved, src=0)
+    unsaved = {
+        id(buffer): buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name in module._non_persistent_buffers_set and not isinstance(buffer, DTensor)
+    }
+    coalesced_bcast(list(unsaved.values()), src=0)

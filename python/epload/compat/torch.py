@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.module import _IncompatibleKeys
 
-from epload.compat.full_state import load_full
+from epload.compat.full_state import load_full, loads_itself
 from epload.errors import ModelMismatch
 from epload.wrappers import spelled, transparent
 
@@ -25,9 +25,9 @@ def set_model_state_dict(
 ) -> _IncompatibleKeys:
     """As torch's, for options with ``full_state_dict`` and ``broadcast_from_rank0``: rank 0's dict is loaded on all ranks.
 
-    Other options go to torch's own function, which then acts on each rank by itself. So do FSDP1 models and modules that
-    rename their keys by ``dsd_fqn_modifiers``. Parameters stay where they are, so ``cpu_offload`` changes nothing; the
-    remaining options change nothing in torch's function either.
+    Other options go to torch's own function, which then acts on each rank by itself. So do FSDP1 models, modules that
+    rename their keys by ``dsd_fqn_modifiers``, and those that load in a way of their own, by hooks or methods. Parameters
+    stay where they are, so ``cpu_offload`` changes nothing; the remaining options change nothing in torch's function either.
 
     Non-persistent buffers that are on meta on some ranks are filled from another, where torch's function leaves them there.
     With ``strict=False``, tensors on meta that nobody has stay on meta. Extra state (``set_extra_state``) is rank 0's.
@@ -53,18 +53,15 @@ def set_model_state_dict(
 
 
 def _not_ours(model: nn.Module, options: StateDictOptions) -> bool:
-    """Whether names or layouts of the model are known to torch's function alone."""
-    return any(
+    """Whether names, layouts or values of the model are known to torch's function alone."""
+    return bool(loads_itself(model)) or any(
         isinstance(module, FullyShardedDataParallel) or hasattr(module, options.dsd_fqn_modifiers)
         for module in model.modules()
     )
 
 
 def _by_name(model: nn.Module, state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A new dict by names of the model; ``state`` may have modules for keys, each with a dict of its own.
-
-    What is not a tensor, and so not for a parameter, is passed on as an empty tensor, to be told of by its key.
-    """
+    """A new dict by names of the model; ``state`` may have modules for keys, each with a dict of its own."""
     flat: dict[Any, Any] = {}
     for key, value in state.items():
         if not isinstance(key, nn.Module):
@@ -80,6 +77,8 @@ def _by_name(model: nn.Module, state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _share_extra_state(model: nn.Module, state: dict[Any, Any], strict: bool) -> list[tuple[nn.Module, Any]]:
     """Takes the extra state of modules out of rank 0's dict, and gives each rank that of its modules.
+
+    What else is no tensor, and so is for nothing in the model, becomes an empty tensor, to be told of by its key.
 
     Raises:
         ModelMismatch: some is missing (with ``strict``); on every rank.
