@@ -21,7 +21,7 @@ import epload
 import ranks
 from epload.compat import skyrl, verl
 from epload.compat import torch as ours
-from epload.compat.full_state import loads_itself
+from epload.compat.full_state import loading_of_its_own
 
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 LENIENT = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
@@ -363,8 +363,11 @@ def test_modules_that_load_in_a_way_of_their_own() -> None:
 def test_hooks_that_only_rename_are_let_pass() -> None:
     from transformers import MambaConfig, MambaModel
 
-    assert loads_itself(MambaModel(MambaConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1))) == ""
-    assert loads_itself(nn.Sequential(nn.BatchNorm1d(3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))) == ""
+    assert loading_of_its_own(MambaModel(MambaConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1))) == ""
+    assert (
+        loading_of_its_own(nn.Sequential(nn.BatchNorm1d(3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))))
+        == ""
+    )
 
 
 def _torchs_own(rank: int) -> list[str]:

@@ -177,15 +177,18 @@ def test_a_parameter_that_no_state_dict_shows_is_not_left_as_garbage() -> None:
 
 
 def _sharded(rank: int) -> list[str]:
-    state = {name: tensor.detach().clone() for name, tensor in Net().state_dict().items()}
-    model = Net()
-    fully_shard(model)
-    try:
-        loader().load(model, state if rank == 0 else None)
-    except epload.ModelMismatch as error:
-        named = "makes of a DTensor" in str(error) and "Fused" in str(error)
-        return [] if named else [str(error)]
-    return ["loaded copies of DTensors"]
+    said = []
+    for make, text in ((NoCounterpart, "makes of a DTensor"), (Net, "layers.0 (Fused) has a load_state_dict hook")):
+        state = {name: tensor.detach().clone() for name, tensor in make().state_dict().items()}
+        model = nn.Sequential(make())
+        fully_shard(model)
+        try:
+            loader().load(model, {f"0.{name}": tensor for name, tensor in state.items()} if rank == 0 else None)
+            said.append("loaded copies of DTensors")
+        except epload.ModelMismatch as error:
+            if text not in str(error):
+                said.append(str(error))
+    return said
 
 
 def test_copies_of_dtensors_are_refused() -> None:
@@ -240,3 +243,55 @@ def test_extra_state_stays_as_it_is() -> None:
     assert report.tensors == 2
     assert torch.equal(model.weight, torch.ones(3, 2))
     assert model.kept == "mine"
+
+
+class Halved(nn.Module):
+    """Loads itself: a checkpoint holds twice what it keeps."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(5, 3))
+        self.register_buffer("table", torch.ones(5, 3))
+        if how == "before":
+            self.register_load_state_dict_pre_hook(_halve)
+        else:
+            self.register_load_state_dict_post_hook(_refresh)
+
+
+def _halve(module: Halved, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    state[f"{prefix}w"] = state[f"{prefix}w"] / 2
+
+
+def _refresh(module: Halved, _: object) -> None:
+    module.table.copy_(module.w.detach() * 3)
+
+
+def _self_loading(rank: int) -> list[str]:
+    said = []
+    for how in ("before", "after"):
+        expected = nn.Sequential(Halved(how), nn.Linear(3, 2))
+        state = {
+            name: torch.arange(float(t.numel())).reshape(t.shape) + i
+            for i, (name, t) in enumerate(expected.state_dict().items())
+        }
+        expected.load_state_dict(state)
+        run = loader()
+        for _ in range(3):
+            model: Any = nn.Sequential(Halved(how), nn.Linear(3, 2))
+            run.load(model, state if rank == 0 else None)
+            for name, tensor in model.state_dict().items():
+                if not torch.equal(tensor, expected.state_dict()[name]):
+                    said.append(f"{how}: {name} is {tensor}")
+        model = nn.Sequential(Halved(how), nn.Linear(3, 2))
+        fully_shard(model)
+        try:
+            run.load(model, state if rank == 0 else None)
+            said.append("loaded without the hook")
+        except epload.ModelMismatch as error:
+            if "0 (Halved) has a load_state_dict hook (_" not in str(error):
+                said.append(str(error))
+    return said
+
+
+def test_modules_that_load_themselves_do() -> None:
+    all_fine(ranks.run(4, _self_loading))

@@ -199,12 +199,16 @@ def _state(
     plain: dict[type, bool] = {}
     found: list[tuple[str, Tensor]] = []
     asked = False
+    loading: list[tuple[str, nn.Module]] = []
     for prefix, module in modules:
         kind = type(module)
         if kind not in plain:
             state_entries.refuse(prefix, kind)
             plain[kind] = not customises_state(module)
         if module._state_dict_hooks or not plain[kind]:
+            asked = True
+        if state_entries.loads_itself("", module):
+            loading.append((prefix, module))
             asked = True
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -226,7 +230,7 @@ def _state(
         return found, ()
     entries = state_entries.read(model)
     customised = [(prefix, module) for prefix, module in modules if customises_state(module)]
-    staged = state_entries.staged(model, customised, entries)
+    staged = state_entries.staged(model, customised, loading, entries)
     hidden = state_entries.hidden(found, entries)
     for name, tensor in hidden.items():
         behind = any(module.covers(name) for module in staged)

@@ -16,6 +16,7 @@ from epload.loader import load
 from epload.mapping import Mapping
 from epload.preparation import Strict
 from epload.report import LoadReport
+from epload.state_entries import loads_itself
 from epload.wrappers import transparent
 
 
@@ -30,7 +31,7 @@ def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: Strict = 
         ModelMismatch: the dict and the model do not fit, or a module wants to load its part itself; on every rank, nothing
             has moved.
     """
-    if own := loads_itself(model):
+    if own := loading_of_its_own(model):
         raise ModelMismatch(
             f"{own}, which does not run when parameters are filled in place; call load_state_dict, or the framework's own "
             "function, for this model"
@@ -45,6 +46,11 @@ def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: Strict = 
         init_missing=_BackToMeta(tensors) if keep_meta else None,
         progress=False,
     )
+
+
+def loading_of_its_own(model: nn.Module) -> str:
+    """Says which module has loading of its own; empty if none has."""
+    return next(filter(None, (loads_itself(path, module) for path, module in model.named_modules())), "")
 
 
 class _BackToMeta:
@@ -65,33 +71,6 @@ class _BackToMeta:
             else:
                 parameter = owner.get_parameter(name)
                 owner._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-
-
-_HARMLESS = ("torch", "transformers", "peft", "accelerate")
-"""Packages whose hooks for loading do nothing but rename keys of old checkpoints, or see to sharding, which is done anyway."""
-
-
-def loads_itself(model: nn.Module) -> str:
-    """Says which module has loading of its own, by a hook or a method, which might change values; empty if none has."""
-    plain: set[type] = set()
-    for path, module in model.named_modules():
-        if type(module) not in plain:
-            for kind in type(module).__mro__:
-                for method in ("load_state_dict", "_load_from_state_dict"):
-                    if method in kind.__dict__ and not _is_harmless(kind.__module__):
-                        return f"{path or 'the model'} ({kind.__name__}) has a {method} of its own"
-            plain.add(type(module))
-        for hook in chain(module._load_state_dict_pre_hooks.values(), module._load_state_dict_post_hooks.values()):
-            function = getattr(hook, "hook", hook)  # torch wraps the one that it gives the module
-            function = getattr(function, "func", function)
-            if not _is_harmless(getattr(function, "__module__", "") or ""):
-                name = getattr(function, "__qualname__", type(function).__qualname__)
-                return f"{path or 'the model'} ({type(module).__name__}) has a load_state_dict hook ({name})"
-    return ""
-
-
-def _is_harmless(module: str) -> bool:
-    return module.partition(".")[0] in _HARMLESS
 
 
 def share_buffers(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.module import _IncompatibleKeys
 
-from epload.compat.full_state import load_full, loads_itself
+from epload.compat.full_state import load_full, loading_of_its_own
 from epload.errors import ModelMismatch
 from epload.wrappers import spelled, transparent
 
@@ -54,7 +54,7 @@ def set_model_state_dict(
 
 def _not_ours(model: nn.Module, options: StateDictOptions) -> bool:
     """Whether names, layouts or values of the model are known to torch's function alone."""
-    return bool(loads_itself(model)) or any(
+    return bool(loading_of_its_own(model)) or any(
         isinstance(module, FullyShardedDataParallel) or hasattr(module, options.dsd_fqn_modifiers)
         for module in model.modules()
     )
