@@ -21,6 +21,7 @@ import ranks
 import replaced
 from checkpoints import assert_same, read_all, tensor
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, source_file
+from epload.checkpoint import StateDictCheckpoint
 from epload.source_file import SourceFile
 from replaced import FILES, HOWS, READERS, Run, judged, outcomes_of, write
 
@@ -84,6 +85,26 @@ def test_the_error_says_what_has_changed(change: str, tmp_path: Path) -> None:
         ),
     ):
         _loader().load(model, path)
+
+
+@pytest.mark.parametrize("change", ["replaced", "overwritten", "grown", "removed"])
+@pytest.mark.parametrize("how", ["mapped", "before torch 1.6"])
+def test_files_that_are_not_read_as_ranges(how: str, change: str, tmp_path: Path) -> None:
+    """Not truncated: that would be the end of a process that has the file mapped."""
+    path, weight = tmp_path / "model.pt", tensor(1, (3, 4)).t()
+    torch.save({"weight": weight, "bias": tensor(2, (4,))}, path, _use_new_zipfile_serialization=how == "mapped")
+    action, said = CHANGES[change]
+    fill = StateDictCheckpoint.fill
+
+    def meanwhile(*arguments: Any) -> None:
+        fill(*arguments)
+        action(path)
+
+    with (
+        mock.patch.object(StateDictCheckpoint, "fill", meanwhile),
+        pytest.raises(CheckpointError, match=rf"{re.escape(str(path))} {said}.*partly overwritten"),
+    ):
+        _loader(readers="one").load(nn.Linear(3, 4), path)
 
 
 def test_a_file_is_opened_once(tmp_path: Path) -> None:
