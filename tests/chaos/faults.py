@@ -47,9 +47,8 @@ _MOVES = ("relay", "coalesced_bcast")
 _WRITES = ("unpack", "read")
 _ALL = (*_READS, *_MOVES, "unpack", "agree")
 _AT = {
-    "unreadable": _READS, "truncated": _READS, "replaced": _READS, "slow reader": _READS, "slow link": _MOVES,
-    "bit in bucket": _MOVES,
-    "unpack": _WRITES, "out of memory": _WRITES, "bit in shard": _WRITES,
+    "unreadable": _READS, "truncated": _READS, "replaced": _READS, "slow reader": _READS,
+    "slow link": _MOVES, "bit in bucket": _MOVES, "unpack": _WRITES, "out of memory": _WRITES, "bit in shard": _WRITES,
 }  # fmt: skip
 """Calls at which a kind of fault may happen; the others at any."""
 
@@ -192,8 +191,7 @@ def broken(fault: Fault, path: Path, calls: int, deadline: float, mbit: int) -> 
 
     before: dict[str, Callable[..., None]] = {
         "slow reader": slow, "slow link": throttle if mbit else slow, "truncated": truncate, "replaced": replace,
-        "stop": stop_here,
-        "kill": kill, "interrupt": interrupt,
+        "stop": stop_here, "kill": kill, "interrupt": interrupt,
         "unreadable": _raise(OSError, errno.EIO, "the disk is on fire"), "unpack": _raise(RuntimeError, "cannot unpack"),
         "out of memory": _raise(MemoryError, "no room"),
     }  # fmt: skip
