@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -35,12 +37,12 @@ from epload.parts import LocalModules, OuterShard, Parts
 from epload.preparation import Preparation, Prepared, Request, Strict, attempt
 from epload.proof import Proof
 from epload.report import LoadReport, progress_bar
+from epload.single_flight import Call, Refused, alone
 from epload.state_entries import check_filled
 from epload.targets import DTypes, owned, stage
-from epload.topology import Topology
+from epload.topology import Topology, alone_under_a_launcher
 from epload.transfer import Transfer, wave_bytes
 from epload.upload import upload_bytes
-from epload.watch import Watch
 from epload.ways import Options, Ways
 
 
@@ -99,26 +101,29 @@ class HierarchicalLoader:
             ValueError, TypeError: an argument is out of range, or of another type.
         """
         log.configure()
-        sent = "two_level" if algorithm == "auto" else algorithm
-        self.options = Options(readers, sent, src, bucket_bytes, verify)
-        check_stream(stream)
-        self.topology = topology if topology is not None else Topology.default()
-        self.topology.check_source(src)
-        self.stream = stream
-        self.progress = progress
-        self._control = self.topology.control
-        self._watch = Watch(self._control, self.topology.node)
         if deadline is None:
             deadline = DEFAULT_DEADLINE
         if not isinstance(deadline, int | float | timedelta):
             raise TypeError(f"expected deadline to be a number of seconds or a timedelta, got {deadline!r}")
         self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
+        sent = "two_level" if algorithm == "auto" else algorithm
+        self.options = Options(readers, sent, src, bucket_bytes, verify)
+        check_stream(stream)
+        self.topology = topology if topology is not None else Topology.default(timeout=self._deadline)
+        self.number = self.topology.number_loader()
+        """Among the loaders of its topology, equal on all ranks."""
+        self._made_by = threading.current_thread()
+        self.topology.check_source(src)
+        self.stream = stream
+        self.progress = progress
+        self._control = self.topology.control
+        self._watch = self._control.watch
         self._memory: NodeMemory | None = None
         self._proof: Proof | None = None
         self._bound: Bound | None = None
         self._device = DeviceSide(self.topology, algorithm, src, stream)
         self._ways = Ways(self.topology, self.options, self._device)
-        self._preparation = Preparation(self.topology, self.options, self._ways, self._device, self._watch)
+        self._preparation = Preparation(self.topology, self.options, self._ways, self._device, self._watch, self.number)
 
     def load(
         self,
@@ -162,30 +167,32 @@ class HierarchicalLoader:
                 during the load: tensors may be materialised and partly written.
             ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
         """
-        self._control.begin(self._deadline)
-        with self._watch:
-            try:
-                parts = Parts(tuple(outer_shards), tuple(local_modules)) if outer_shards or local_modules else None
-                return self._load(Request(model, checkpoint, mapping, strict, dtype, parts, init_missing))
-            except BaseException as error:
-                failure = self._control.conclude(error)
-                if failure is not None and not failure.clean:
-                    self._memory = None
-                    self._device.forget()
-                    self.topology.retire()
-                # None: the load has ended well on all ranks, this one too but for its return, and the others keep all.
-                if failure is None or not isinstance(error, Exception):
-                    raise
-                raised = failure.error()
-                if (type(raised), str(raised)) == (type(error), str(error)):
-                    raise
-                raise raised from error
+        try:
+            with alone(Call("load()", self.topology, self, self._made_by), self._deadline):
+                guard = self._control.guard()
+                try:
+                    with guard:
+                        parts = (
+                            Parts(tuple(outer_shards), tuple(local_modules)) if outer_shards or local_modules else None
+                        )
+                        return self._load(Request(model, checkpoint, mapping, strict, dtype, parts, init_missing))
+                finally:
+                    if guard.failure is not None and not guard.failure.clean:
+                        self._memory = None
+                        self._device.forget()
+                        self.topology.retire()
+        except Refused as refused:
+            error = refused.failure.error()
+        raise error
 
     def _load(self, request: Request) -> LoadReport:
         asked = self.options
         report = LoadReport(
             readers=asked.readers, algorithm=asked.algorithm, verify=asked.verify, topology=repr(self.topology)
         )
+        if warning := alone_under_a_launcher():
+            warnings.warn(warning, stacklevel=3)
+            report.warnings.append(warning)
         began = perf_counter()
         try:
             with report.timed("plan"), collector.paused():

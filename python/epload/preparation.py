@@ -149,7 +149,11 @@ class Prepared:
 class Preparation:
     """Of the loads of one loader; keeps what the next one need not find out again."""
 
-    def __init__(self, topology: Topology, options: Options, ways: Ways, device: DeviceSide, watch: Watch) -> None:
+    def __init__(
+        self, topology: Topology, options: Options, ways: Ways, device: DeviceSide, watch: Watch, loader: int
+    ) -> None:
+        """``loader``: the loader's number among those of its topology."""
+        self._loader = loader
         self._topology = topology
         self._control = topology.control
         self._watch = watch
@@ -183,6 +187,7 @@ class Preparation:
         options = f"{said} deadline={deadline:g} local_modules={parts is not None and bool(parts.local_modules)}"
         src = self._options.src
         view: dict[str, Any] = {
+            "loader": self._loader,
             "options": options,
             "lost": opened is not None and bool(opened.targets.lost),
             "meta": opened is not None and (opened.devices.meta or bool(opened.targets.lost)),
@@ -198,6 +203,7 @@ class Preparation:
             view["manifest"] = len(ours.compact), ours.identity, ours.about
 
         def decide(views: dict[int, dict[str, Any]]) -> list[Any]:
+            _same_loader({rank: view["loader"] for rank, view in views.items()})
             _all_equal({rank: view["options"] for rank, view in views.items()})
             announced = None
             if len(views) > 1:
@@ -508,6 +514,18 @@ def _spell_unfilled(names: list[str]) -> str:
 def _distinct(views: dict[int, str]) -> dict[str, int]:
     """Each distinct view with the first rank that has it."""
     return {view: rank for rank, view in reversed(views.items())}
+
+
+def _same_loader(numbers: dict[int, int]) -> None:
+    by_number: dict[int, list[int]] = {}
+    for rank, number in numbers.items():
+        by_number.setdefault(number, []).append(rank)
+    if len(by_number) > 1:
+        said = "; ".join(f"ranks {ranks} are in a load of loader {number}" for number, ranks in by_number.items())
+        raise ManifestMismatch(
+            f"the ranks entered different loads, nothing was moved: {said} of their topology. Make loaders and call load() in "
+            "the same order on every rank"
+        )
 
 
 def _all_equal(options: dict[int, str]) -> None:

@@ -63,6 +63,8 @@ class LoadReport:
     algorithm: str = ""
     verify: str = "off"
     topology: str = ""
+    warnings: list[str] = field(default_factory=list)
+    """What is likely not as it was meant to be; each was also given as a Python warning."""
     stream: str = ""
     """The stream that all device work but the copies to the device was on; ``""`` for a model on CPU."""
 
@@ -103,6 +105,7 @@ class LoadReport:
         ):
             if keys:
                 lines.append(f"  {title}: {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}")
+        lines += [f"  warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
 
