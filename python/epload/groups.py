@@ -195,14 +195,14 @@ class Making:
         self.group = group
         self.error: BaseException | None = None
         self._ended = threading.Event()
-        self._work = lambda: group.make(store, rank, timeout, like)
+        self._work: Callable[[], None] = lambda: group.make(store, rank, timeout, like)
         self._device = _device_of(like)
         threads.start("epload-group", self._run)
 
     def _run(self) -> None:
         try:
             if self._device is not None:  # a new thread is on device 0
-                torch.accelerator.set_device_index(self._device)  # type: ignore[no-untyped-call]
+                torch.accelerator.set_device_index(self._device)
             self._work()
         except BaseException as error:
             self.error = error
