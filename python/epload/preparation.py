@@ -40,6 +40,10 @@ from epload.ways import Options, Ways
 
 T = TypeVar("T")
 Strict = bool | Literal["shapes"]
+_MAX_MESHES, _MAX_RANKS = 4, 16
+"""That an error lists."""
+_MAX_VIEWS = 4
+"""Whole descriptions of models that are compared to tell where they differ."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,7 @@ class Preparation:
         """``loader``: the loader's number among those of its topology."""
         self._loader = loader
         self._topology = topology
+        self._claims: tuple[object, list[list[Any]]] | None = None
         self._control = topology.control
         self._watch = watch
         self._options = options
@@ -351,7 +356,13 @@ class Preparation:
                 return plan
 
             plan, failure = attempt(check)
-        view = [plan.fingerprint.hex() if plan else "", opened.checkpoint is not None, plan.owned if plan else 0]
+        claims = self._mesh_claims(targets)
+        view = [
+            plan.fingerprint.hex() if plan else "",
+            opened.checkpoint is not None,
+            plan.owned if plan else 0,
+            claims,
+        ]
 
         def decide(views: dict[int, list[Any]]) -> list[Any]:
             ordered = [views[rank] for rank in self._topology.ranks]
@@ -359,9 +370,10 @@ class Preparation:
                 _distinct({rank: v[0] for rank, v in views.items()}),
                 all(v[1] for v in ordered),
                 [v[2] for v in ordered],
+                _odd_meshes({rank: v[3] for rank, v in views.items()}),
             ]
 
-        fingerprints, all_read, owned = self._control.settle("planning", unprepared, view, decide, patience=2)
+        fingerprints, all_read, owned, odd = self._control.settle("planning", unprepared, view, decide, patience=2)
         if "" in fingerprints or len(fingerprints) > 1:
             # A file that was replaced between two ranks' opening it is why they differ.
             self._control.settle("planning", attempt(lambda: _check_unchanged(opened.checkpoint))[1])
@@ -373,6 +385,8 @@ class Preparation:
                     error.adopt(failure)
                 raise
             raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
+        if odd:
+            self._tell_of_meshes(targets, odd)
         assert plan is not None
         missing, mismatched = self._unfilled_anywhere(opened, plan)
         initialization, unfilled, garbage = self._initialize(request, opened, plan, [*missing, *mismatched])
@@ -419,6 +433,39 @@ class Preparation:
         assert made is not None
         return made, frozenset({*garbage, *left} - {*made.values}), frozenset({*garbage} - {*made.values})
 
+    def _mesh_claims(self, targets: Targets) -> list[list[Any]]:
+        """Of each mesh its digest, and how many ranks of the topology have to report the same. Its size does not depend on the
+        number of ranks."""
+        claims = targets.mesh_claims()
+        if self._claims is None or self._claims[0] is not claims:
+            ours = frozenset(self._topology.ranks)
+            self._claims = claims, [[digest, sum(rank in ours for rank in mesh.ranks)] for digest, mesh in claims]
+        return self._claims[1]
+
+    def _tell_of_meshes(self, targets: Targets, odd: dict[str, list[int]]) -> None:
+        """Raises ManifestMismatch on every rank. ``odd``: digests of meshes, each with some ranks that have it."""
+        said: dict[str, str] = {}
+        for digest, mesh in targets.mesh_claims():
+            if self._topology.rank == odd.get(digest, [None])[0]:
+                number = targets.meshes.index(mesh)
+                name = next(
+                    name
+                    for i, (name, layout) in enumerate(zip(targets.names, targets.layout, strict=True))
+                    if i not in targets.own and number in targets.meshes_of[layout]
+                )
+                said[digest] = f"{mesh}, e.g. for {name}"
+
+        def explain(views: dict[int, dict[str, str]]) -> None:
+            known = {digest: text for view in views.values() for digest, text in view.items()}
+            lines = [f"ranks {ranks} have mesh {known[digest]}" for digest, ranks in odd.items()]
+            raise ManifestMismatch(
+                "the ranks disagree about the device mesh, or about what lies on it, nothing was moved:\n  "
+                + "\n  ".join(lines)
+                + "\nBuild every DeviceMesh from the same ranks in the same order on all ranks"
+            )
+
+        self._control.settle("planning", None, said, explain)
+
     def _wanted_by_any(self, manifest: Manifest, make: Callable[[], LoadPlan]) -> frozenset[int]:
         """Checkpoint tensors that some rank has a place for, by number. A rank that cannot plan ends the load here; one that
         could not even prepare has its say in this same round."""
@@ -450,7 +497,7 @@ class Preparation:
     def _disagree(self, view: list[str]) -> None:
         """Raises ManifestMismatch on every rank if what the ranks want to load into what differs."""
         digest = hashlib.blake2b("\n".join(view).encode(errors="backslashreplace"), digest_size=16).hexdigest()
-        speakers = list(self._control.settle("planning", None, digest, _distinct).values())
+        speakers = sorted(self._control.settle("planning", None, digest, _distinct).values())[:_MAX_VIEWS]
         if len(speakers) == 1:
             return
 
@@ -514,6 +561,18 @@ def _spell_unfilled(names: list[str]) -> str:
 def _distinct(views: dict[int, str]) -> dict[str, int]:
     """Each distinct view with the first rank that has it."""
     return {view: rank for rank, view in reversed(views.items())}
+
+
+def _odd_meshes(claims: dict[int, list[list[Any]]]) -> dict[str, list[int]]:
+    """Digests of meshes that not all of their ranks have reported, each with the first ranks that have; a few of them."""
+    reported: dict[str, list[int]] = {}
+    expected: dict[str, int] = {}
+    for rank, theirs in claims.items():
+        for digest, count in theirs:
+            reported.setdefault(digest, []).append(rank)
+            expected[digest] = count
+    odd = [digest for digest, ranks in reported.items() if len(ranks) != expected[digest]]
+    return {digest: reported[digest][:_MAX_RANKS] for digest in odd[:_MAX_MESHES]}
 
 
 def _same_loader(numbers: dict[int, int]) -> None:

@@ -3,6 +3,7 @@ unsharded state."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,26 @@ from epload.parts import OuterShard, Parts
 from epload.placement import Layout, Placement, Replicated, Sharded
 from epload.state_entries import Staged
 
+_MAX_SHOWN = 64
+"""Ranks of a mesh that an error lists."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A device mesh: who stands where."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """Global ranks in row-major order."""
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Mesh:
+        return cls(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.ranks[:_MAX_SHOWN]))
+        return f"[{shown}{', ...' if len(self.ranks) > _MAX_SHOWN else ''}] of shape {list(self.shape)}"
+
 
 @dataclass
 class Targets:
@@ -36,6 +57,9 @@ class Targets:
     layouts: list[Layout] = field(default_factory=list)
     coordinates: list[tuple[int, ...]] = field(default_factory=list)
     """This rank's place in the mesh of each layout."""
+    meshes: list[Mesh] = field(default_factory=list)
+    meshes_of: list[tuple[int, ...]] = field(default_factory=list)
+    """Of each layout, the meshes that it is cut along, as indices into ``meshes``."""
     index: dict[str, int] = field(default_factory=dict)
     """Every name, also those of tied tensors, to its target; as all ranks know it, where that differs from the model's."""
     own: set[int] = field(default_factory=set)
@@ -51,6 +75,26 @@ class Targets:
     """Whether different objects of the model are the same memory, which makes them one target."""
     behind: dict[str, Tensor] = field(default_factory=dict)
     """Tensors on meta that only these can fill."""
+
+    known_claims: list[list[tuple[str, Mesh]]] = field(default_factory=list, compare=False)
+    """What :meth:`mesh_claims` gave when it was first asked. Shared by copies of these targets, as reloads make them."""
+
+    def mesh_claims(self) -> list[tuple[str, Mesh]]:
+        """Each mesh that shared targets are on, with a digest of the mesh and of their names. It is equal on all ranks of the
+        mesh if these agree."""
+        if not self.known_claims:
+            names: dict[int, list[str]] = {}
+            for i, (name, layout) in enumerate(zip(self.names, self.layout, strict=True)):
+                if i not in self.own:
+                    for number in self.meshes_of[layout]:
+                        names.setdefault(number, []).append(name)
+            claims = []
+            for number, its in names.items():
+                mesh = self.meshes[number]
+                said = "\n".join((repr(mesh), *its)).encode(errors="backslashreplace")
+                claims.append((hashlib.blake2b(said, digest_size=12).hexdigest(), mesh))
+            self.known_claims.append(claims)
+        return self.known_claims[0]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -302,10 +346,16 @@ def _intern(
 ) -> int:
     """The number of a layout not met under this key; placements are often equal but not one object."""
     layout, coordinate = layout_of(name, tensor)
+    meshes = [Mesh.of(tensor.device_mesh)] if isinstance(tensor, DTensor) else []
     if outer is not None:
         layout, coordinate = outer.around(name, layout, coordinate)
-    value_key = (layout, coordinate)
+        meshes.append(Mesh.of(outer.mesh))
+    value_key = (layout, coordinate, *meshes)
     if value_key not in by_layout:
+        for mesh_of_it in meshes:
+            if mesh_of_it not in targets.meshes:
+                targets.meshes.append(mesh_of_it)
+        targets.meshes_of.append(tuple(map(targets.meshes.index, meshes)))
         by_layout[value_key] = len(targets.layouts)
         targets.layouts.append(layout)
         targets.coordinates.append(coordinate)
