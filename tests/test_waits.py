@@ -1,14 +1,16 @@
-"""Every wait ends: from the first call on, a rank that is killed is named at once, one that never came when the timeout has passed."""
+"""Every wait ends: from the first call on, a rank that is killed is named at once, and one that never came when the timeout has
+passed."""
 
 from __future__ import annotations
 
 import errno
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -151,6 +153,20 @@ def test_a_replaced_rank_meets_the_others() -> None:
 # ---- killed in a load ----
 
 
+def fork_a_child() -> None:
+    """It sleeps, and holds all of this rank's connections to other ranks and to the store; not that to the test."""
+    if os.fork() != 0:
+        return
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            link = socket.socket(fileno=int(entry))
+            if link.family != socket.AF_UNIX:
+                link.detach()
+            link.close()
+    time.sleep(60)
+    os._exit(0)
+
+
 @contextmanager
 def at(step: str, action: Callable[..., Any]) -> Iterator[None]:
     """``action`` is called when this rank comes to a step of a load."""
@@ -179,9 +195,8 @@ def killed_at(rank: int, victim: int, step: str, nodes: list[list[int]], forks: 
     loader = HierarchicalLoader(
         Topology.from_nodes(nodes), readers="one", bucket_bytes=BUCKET, verify="full", deadline=60.0
     )
-    if rank == victim and forks and os.fork() == 0:
-        time.sleep(30)  # with all of the rank's connections
-        os._exit(0)
+    if rank == victim and forks:
+        fork_a_child()
     with at(step, kill) if rank == victim else nullcontext():
         return told(lambda: loader.load(meta_net(), only_readers(state_for(1), "one")))
 
@@ -208,17 +223,16 @@ def test_a_killed_rank_whose_child_keeps_its_connections_is_named(step: str) -> 
     check(ranks.run(4, killed_at, 3, step, NODES, True, dying=(3,), limit=80), "rank 3")
 
 
-def killed_in_a_relay(rank: int, forks: bool) -> Told | None:
+def killed_in_a_relay(rank: int) -> Told | None:
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, deadline=60.0)
-    if rank == 2 and os.fork() == 0:
-        time.sleep(30)
-        os._exit(0)
+    if rank == 2:
+        fork_a_child()
     with mock.patch("epload.ops.relay", kill) if rank == 2 else nullcontext():
         return told(lambda: loader.load(meta_net(), only_readers(state_for(1), "one")))
 
 
 def test_a_rank_killed_in_the_transfer_whose_child_keeps_its_connections_is_named() -> None:
-    check(ranks.run(4, killed_in_a_relay, True, dying=(2,), limit=80), "rank 2")
+    check(ranks.run(4, killed_in_a_relay, dying=(2,), limit=80), "rank 2")
 
 
 def killed_making_groups_of_a_broadcast(rank: int) -> Told | None:

@@ -20,8 +20,9 @@ from typing import Any
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
-from epload.errors import Ended, LoadError, ManifestMismatch, Overdue, Told, kind_of, known, make_error, text_of
+from epload.errors import Ended, LoadError, OutOfOrder, Overdue, Told, kind_of, known, make_error, text_of
 from epload.failure import Desk, Failure, describe, stack_of
+from epload.log import logger
 from epload.neighbours import Registry
 from epload.watch import Beats, Watch
 
@@ -192,6 +193,13 @@ class Control:
             return desk.tell(failure) or failure
         except RuntimeError:  # the store is lost, which the others see by themselves
             return failure
+
+    def break_off(self, error: Exception) -> None:
+        """Fails the load that is under way in another thread, with no more than the error's text."""
+        if self.desk is None:
+            return
+        with suppress(RuntimeError):  # the store is lost, which all see by themselves
+            self.desk.tell(Failure(kind_of(error), text_of(error), self.rank))
 
     def guard(self) -> _Guard:
         """A context in which this rank is watched and watches, and out of which every rank raises the same error."""
@@ -474,7 +482,8 @@ class Control:
         def judge(raw: Mapping[int, str]) -> str:
             views = {rank: json.loads(text) for rank, text in raw.items()}
             if any(view["at"] != what for view in views.values()):
-                raise ManifestMismatch(_astray({rank: view["at"] for rank, view in views.items()}))
+                logger.info("ranks in different steps: %s", {rank: view["at"] for rank, view in views.items()})
+                raise OutOfOrder
             failed = {rank: view["error"] for rank, view in views.items() if view["error"]}
             if failed:
                 causes = {rank: error for rank, error in failed.items() if error[0] != Told.__name__} or failed
@@ -528,14 +537,6 @@ def _own_connection(store: Store) -> Store:
 
 def _ranks(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def _astray(steps: Mapping[int, str]) -> str:
-    by_step: dict[str, list[int]] = {}
-    for rank, step in steps.items():
-        by_step.setdefault(step, []).append(rank)
-    said = "; ".join(f"{_ranks(ranks)} at: {step}" for step, ranks in by_step.items())
-    return f"the ranks are in different steps: {said}. Every rank has to make the same calls in the same order"
 
 
 def _together(failed: Mapping[int, tuple[str, str]]) -> str:

@@ -60,6 +60,19 @@ class Ended(LoadError):
         super().__init__(f"rank {rank} has ended (process {process}): killed, out of memory, or it left the load early")
 
 
+class OutOfOrder(LoadError):
+    """Two calls at once in one process, or in another order on another rank. Travels as LoadError.
+
+    One text for both, as ranks may see the two calls of one mistake in either way. What each rank saw is in its log.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "load() or coalesced_bcast() was called by two threads of a process at once, or in another order on another rank: "
+            "call one after the other, in the same order on every rank (EPLOAD_LOG=info shows which ranks and threads)"
+        )
+
+
 _BY_NAME: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (

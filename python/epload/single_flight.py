@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from epload.errors import LoadError
+from epload.errors import OutOfOrder
 from epload.failure import Failure
+from epload.log import logger
 from epload.topology import Topology
 
 _lock = threading.Lock()
@@ -85,23 +86,14 @@ def alone(call: Call, deadline: timedelta | None = None) -> Iterator[None]:
 
 def _refuse(call: Call, number: int, other: Call) -> Refused:
     control = call.topology.control
-    text = (
-        f"{call.what} was called on rank {control.rank} while {_spelled(other)} was under way: a process does one at a "
-        "time; call them one after the other, in the same order on every rank"
-    )
+    by = "the same thread" if other.thread is call.thread else f"thread {other.thread.name}"
+    logger.info("rank %d refuses %s, as %s is in %s", control.rank, call.what, by, other.what)
     if not call.surely_paired(other):
-        why = "the ranks may have entered the two in different orders, so that both have failed"
-        other.topology.control.fail(LoadError(f"{text}; {why}"))
-    failure = control.refuse(number, LoadError(text))
+        other.topology.control.break_off(OutOfOrder())
+    failure = control.refuse(number, OutOfOrder())
     if not failure.clean:
         call.topology.stale = True
     return Refused(failure)
-
-
-def _spelled(call: Call) -> str:
-    return (
-        f"{call.what} of {'this thread' if call.thread is threading.current_thread() else f'thread {call.thread.name}'}"
-    )
 
 
 def inside(topology: Topology) -> bool:
