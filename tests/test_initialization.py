@@ -159,7 +159,8 @@ def _plain(model: Any) -> None:
 DROPPED = (HEAD, "model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight")
 
 
-def _missing(rank: int, state: dict[str, Tensor]) -> list[list[Tensor]] | list[str]:
+def _missing(rank: int, state: dict[str, Tensor]) -> list[Any]:
+    """What each layout was given, as lists: tensors would travel as shared memory, which must outlive the rank."""
     said = []
     values = []
     for parallelize in (_fsdp, _hsdp, _tp_then_fsdp, _plain):
@@ -180,9 +181,7 @@ def _missing(rank: int, state: dict[str, Tensor]) -> list[list[Tensor]] | list[s
             rows = tensor[tensor.abs().sum(1) > 0] if tensor.ndim > 1 else tensor
             if tensor.ndim > 1 and len(torch.unique(rows, dim=0)) != len(rows):
                 said.append(f"{parallelize.__name__}: rows of {name} repeat one another")
-    if said:
-        return said
-    return values
+    return said or [[tensor.tolist() for tensor in tensors] for tensors in values]
 
 
 def test_missing_parameters_are_initialized_as_from_pretrained_does(tmp_path: Path) -> None:
@@ -193,8 +192,8 @@ def test_missing_parameters_are_initialized_as_from_pretrained_does(tmp_path: Pa
     first = by_rank[0][0]
     for values in by_rank:  # of each rank, in each layout: the same whole tensors
         for tensors in values:
-            assert [torch.equal(a, b) for a, b in zip(tensors, first, strict=True)] == [True] * len(first)
-    head, embed, down, norm = first
+            assert tensors == first
+    head, embed, down, norm = map(torch.tensor, first)
     for drawn in (head, embed, down):
         assert 0.015 < float(drawn.std()) < 0.025  # initializer_range is 0.02
         assert abs(float(drawn.mean())) < 0.003
@@ -266,17 +265,17 @@ class Mixture(nn.Module):
             nn.init.normal_(module.up, std=0.5)
 
 
-def _experts(rank: int) -> Tensor:
+def _experts(rank: int) -> list[Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
     model = meta(lambda: Mixture(2))
     fully_shard(model.experts, mesh=mesh["fsdp"])
     state = {"gate.weight": torch.arange(20.0).reshape(4, 5), "gate.bias": torch.arange(4.0)}
     loader().load(model, state if rank == 0 else None, strict=False, outer_shards=[OuterShard("experts", mesh["ep"])])
-    return whole(model.experts.up)
+    return list(whole(model.experts.up).tolist())
 
 
 def test_experts_of_one_rank_are_no_repeat_of_anothers() -> None:
-    first, again, second, again2 = ranks.run(4, _experts)  # ep is the first axis
+    first, again, second, again2 = map(torch.tensor, ranks.run(4, _experts))  # ep is the first axis
     assert torch.equal(first, again)
     assert torch.equal(second, again2)
     every = torch.cat([first, second])
@@ -294,19 +293,19 @@ class Listed(nn.Module):
             nn.init.normal_(module.weight)
 
 
-def _local_modules(rank: int) -> list[Tensor]:
+def _local_modules(rank: int) -> list[Any]:
     model = meta(lambda: Listed(1))
     state = {"norm.weight": torch.ones(5), "norm.bias": torch.ones(5)}
     parts = [LocalModules(r"experts\.(\d+)\.", first=rank // 2)]
     loader().load(model, state if rank == 0 else None, strict=False, local_modules=parts)
-    return [model.experts[0].weight.detach()]
+    return list(model.experts[0].weight.tolist())
 
 
 def test_local_modules_are_known_by_their_number() -> None:
-    (first,), (again,), (second,), (again2,) = ranks.run(4, _local_modules)
-    assert torch.equal(first, again)  # ranks 0 and 1 have expert 0
-    assert torch.equal(second, again2)
-    assert not torch.equal(first, second)
+    first, again, second, again2 = ranks.run(4, _local_modules)
+    assert first == again  # ranks 0 and 1 have expert 0
+    assert second == again2
+    assert first != second
 
 
 # ---- adapters ----
