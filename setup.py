@@ -98,7 +98,8 @@ class CMakeBuild(build_ext):
             (output / CUDA_LIBRARY).unlink(missing_ok=True)  # of an earlier build
         if npu is None:
             (output / NPU_LIBRARY).unlink(missing_ok=True)
-        build = ROOT / "build" / f"cmake-{sysconfig.get_config_var('SOABI')}{'-npu' if npu else ''}"
+        minor = ".".join(torch_version(torch_dir).split(".")[:2])
+        build = ROOT / "build" / f"cmake-{sysconfig.get_config_var('SOABI')}-torch{minor}{'-npu' if npu else ''}"
         # A torch, a Python or an isolated build environment that has gone would leave a stale cache.
         (build / "CMakeCache.txt").unlink(missing_ok=True)
         configure = [

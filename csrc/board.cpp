@@ -1,5 +1,7 @@
 #include "board.h"
 
+#include "region_copy.h"
+
 #include <c10/util/Exception.h>
 
 #include <linux/futex.h>
@@ -28,7 +30,11 @@ Word* words_of(const at::Tensor& board) {
       board.scalar_type(),
       " of shape ",
       board.sizes());
-  return reinterpret_cast<Word*>(board.data_ptr<int32_t>());
+  check_memory("board", board, 0);
+  auto* const words = board.data_ptr<int32_t>();
+  TORCH_CHECK_VALUE(
+      reinterpret_cast<uintptr_t>(words) % alignof(Word) == 0, "board: expected words at multiples of their size");
+  return reinterpret_cast<Word*>(words);
 }
 
 Word& counter(const at::Tensor& board, Word* words, int64_t slot) {

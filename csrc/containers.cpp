@@ -1,9 +1,15 @@
 #include "containers.h"
 
+#include <dlfcn.h>
 #include <structmember.h>
 
+#include <array>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
+#include <filesystem>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace py = pybind11;
@@ -160,30 +166,82 @@ std::pair<py::list, std::vector<std::size_t>> values(const py::list& objects, co
   return {std::move(listed), empty_places(found)};
 }
 
-py::bytearray gotten(const py::list& objects, const py::object& getter) {
+namespace {
+
+// While it lives, classes of tensors do not take part in torch's functions.
+class NoTorchFunction {
+ public:
+  explicit NoTorchFunction(const py::module_& torch) : guard_(torch.attr("DisableTorchFunction")()) {
+    guard_.attr("__enter__")();
+  }
+  ~NoTorchFunction() {
+    try {
+      guard_.attr("__exit__")(py::none(), py::none(), py::none());
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("epload._C.hand_over");
+    }
+  }
+  NoTorchFunction(const NoTorchFunction&) = delete;
+  NoTorchFunction& operator=(const NoTorchFunction&) = delete;
+
+ private:
+  py::object guard_;
+};
+
+using HandOver = std::int64_t (*)(void* const*, std::uint64_t, char*, std::uint64_t);
+
+// libepload's (see csrc/cpu/handover.h). It lies beside this library, and is open already.
+HandOver hand_over_function() {
+  static const char anchor = 0;
+  Dl_info self{};
+  if (dladdr(&anchor, &self) == 0) {
+    throw std::runtime_error("epload: cannot find its own library");
+  }
+  const auto path = std::filesystem::path(self.dli_fname).parent_path() / "libepload.so";
+  void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_NOLOAD);
+  void* const found = library == nullptr ? nullptr : dlsym(library, "epload_hand_over");
+  if (found == nullptr) {
+    throw std::runtime_error("epload: " + path.string() + " is not loaded or of another build; rebuild epload");
+  }
+  return reinterpret_cast<HandOver>(found);
+}
+
+} // namespace
+
+std::int64_t hand_over(const py::list& tensors) {
+  static const auto keep = hand_over_function();
+  const auto torch = py::module_::import("torch._C");
+  const py::object getter = torch.attr("TensorBase").attr("_cdata");
   if (!Py_IS_TYPE(getter.ptr(), &PyGetSetDescr_Type)) {
-    throw py::type_error("gotten: expected the descriptor of a getter");
+    throw py::type_error("hand_over: torch.Tensor has no _cdata of its own");
   }
   const auto* const get = reinterpret_cast<PyGetSetDescrObject*>(getter.ptr())->d_getset;
   auto* const type = PyDescr_TYPE(getter.ptr());
-  std::vector<const void*> found;
-  found.reserve(objects.size());
-  for (std::size_t i = 0; i < objects.size(); ++i) { // the getter may be the caller's code, and change the list
-    PyObject* const* const items = PySequence_Fast_ITEMS(objects.ptr());
-    if (i + AHEAD < objects.size()) {
+  const NoTorchFunction guard(torch); // else a class that unwraps its tensors says where a temporary one was
+  const auto count = tensors.size();
+  PyObject* const* const items = PySequence_Fast_ITEMS(tensors.ptr());
+  std::vector<void*> found;
+  found.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) { // runs no code of Python's, so that nothing changes the list
+    if (i + AHEAD < count) {
       __builtin_prefetch(items[i + AHEAD]);
     }
-    const auto object = py::reinterpret_borrow<py::object>(items[i]);
-    if (PyObject_TypeCheck(object.ptr(), type) == 0) {
-      throw py::type_error("gotten: expected objects that have the getter");
+    if (PyObject_TypeCheck(items[i], type) == 0) {
+      throw py::type_error(
+          "hand_over: expected a list of tensors, item " + std::to_string(i) + " is of type " + Py_TYPE(items[i])->tp_name);
     }
-    const auto address = py::reinterpret_steal<py::object>(get->get(object.ptr(), get->closure));
+    const auto address = py::reinterpret_steal<py::object>(get->get(items[i], get->closure));
     found.push_back(address ? PyLong_AsVoidPtr(address.ptr()) : nullptr);
     if (PyErr_Occurred() != nullptr) {
       throw py::error_already_set();
     }
   }
-  return {reinterpret_cast<const char*>(found.data()), found.size() * sizeof(found[0])};
+  std::array<char, 1024> message{};
+  const auto ticket = keep(found.data(), found.size(), message.data(), message.size());
+  if (ticket == 0) {
+    throw std::runtime_error(std::string("epload: ") + message.data());
+  }
+  return ticket;
 }
 
 bool all_empty(const py::list& containers) {

@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <utility>
 #include <vector>
 
@@ -29,8 +30,9 @@ std::pair<pybind11::bytes, std::vector<std::size_t>> held(const pybind11::list& 
 // What each of some objects has in a slot of its class, None for objects of other classes; and the positions of those.
 std::pair<pybind11::list, std::vector<std::size_t>> values(const pybind11::list& objects, const pybind11::object& slot);
 
-// The addresses that the objects' getter says, one written in C (its descriptor), e.g. torch.Tensor._cdata.
-pybind11::bytearray gotten(const pybind11::list& objects, const pybind11::object& getter);
+// Passes a list of tensors to libepload, which is loaded, and returns the ticket that torch.ops.epload.gather takes.
+// Throws TypeError if one is no tensor. A ticket that is not taken keeps the tensors alive.
+std::int64_t hand_over(const pybind11::list& tensors);
 
 // Whether nothing is in any of these containers.
 bool all_empty(const pybind11::list& containers);

@@ -57,7 +57,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("attributes", &epload::attributes, py::arg("references"), py::arg("name"));
   m.def("held", &epload::held, py::arg("objects"), py::arg("slot"));
   m.def("values", &epload::values, py::arg("objects"), py::arg("slot"));
-  m.def("gotten", &epload::gotten, py::arg("objects"), py::arg("getter"));
+  m.def("hand_over", &epload::hand_over, py::arg("tensors"));
   m.def("all_empty", &epload::all_empty, py::arg("containers"));
   m.def("extent_of", &extent_of, py::arg("shape"), py::arg("itemsize"), py::arg("room"));
 }

@@ -4,6 +4,7 @@
 #include "coalesced_bcast.h"
 #include "cpu/bound.h"
 #include "cpu/file_digests.h"
+#include "cpu/handover.h"
 #include "cpu/reads.h"
 #include "digest.h"
 #include "region_copy.h"
@@ -52,16 +53,8 @@ void unpack(const at::Tensor& bucket, at::TensorList targets, const at::Tensor& 
 
 // Of a table: entry i of a column is tensor i's.
 at::IntArrayRef column(const char* op, const char* name, const at::Tensor& values) {
-  TORCH_CHECK_VALUE(
-      values.is_cpu() && values.scalar_type() == at::kLong && values.dim() == 1 && values.is_contiguous(),
-      op,
-      ": expected ",
-      name,
-      " as a contiguous 1-D int64 CPU tensor, got ",
-      values.scalar_type(),
-      " of shape ",
-      values.sizes());
-  return {values.const_data_ptr<int64_t>(), static_cast<size_t>(values.numel())};
+  const auto* const numbers = epload::numbers_of(op, name, values, 1);
+  return {numbers, static_cast<size_t>(values.numel())};
 }
 
 // Where rows of a copy table start that are of tensors of a checkpoint.
@@ -76,15 +69,12 @@ struct Origins {
       const at::Tensor& copies) {
     const auto file_of = column(op, "files", files_of);
     const auto offset_of = column(op, "offsets", offsets_of);
+    const auto* origin = epload::numbers_of(op, "origins", origins, 2);
     TORCH_CHECK_VALUE(
-        origins.is_cpu() && origins.scalar_type() == at::kLong && origins.dim() == 2 && origins.is_contiguous() &&
-            origins.size(1) == 2 && copies.dim() == 2 && origins.size(0) == copies.size(0) &&
+        origins.size(1) == 2 && copies.dim() == 2 && origins.size(0) == copies.size(0) &&
             file_of.size() == offset_of.size(),
         op,
-        ": expected origins as a contiguous int64 CPU tensor [n, 2] for n rows, and as many files as "
-        "offsets, got ",
-        origins.scalar_type(),
-        " of shape ",
+        ": expected origins of shape [n, 2] for n rows, and as many files as offsets, got origins of shape ",
         origins.sizes(),
         " for rows of shape ",
         copies.sizes(),
@@ -95,7 +85,6 @@ struct Origins {
         " offsets");
     files.reserve(origins.size(0));
     offsets.reserve(origins.size(0));
-    const auto* origin = origins.const_data_ptr<int64_t>();
     for (int64_t r = 0; r < origins.size(0); ++r, origin += 2) {
       const auto tensor = origin[0];
       int64_t offset = -1;
@@ -146,6 +135,7 @@ Outcome read_regions(
 }
 
 using Gathered = c10::intrusive_ptr<epload::Gathered>;
+using Layouts = c10::intrusive_ptr<epload::Layouts>;
 using BoundCopies = c10::intrusive_ptr<epload::BoundCopies>;
 using BoundReads = c10::intrusive_ptr<epload::BoundReads>;
 
@@ -156,17 +146,18 @@ at::Tensor as_words(const std::vector<Word>& values) {
   return result;
 }
 
-std::tuple<Gathered, bool> gather(const at::Tensor& addresses, const std::optional<at::Tensor>& known) {
-  if (known.has_value()) {
-    column("gather", "known layouts", *known);
-  }
-  auto gathered =
-      c10::make_intrusive<epload::Gathered>(column("gather", "addresses", addresses), known.value_or(at::Tensor()));
+std::tuple<Gathered, bool> gather(int64_t ticket, const std::optional<Layouts>& known) {
+  auto gathered = c10::make_intrusive<epload::Gathered>(epload::take_over(ticket), known.value_or(Layouts()));
   return {gathered, gathered->foreign()};
 }
 
-at::Tensor layouts(const Gathered& tensors) {
+Layouts layouts(const Gathered& tensors) {
+  TORCH_CHECK_VALUE(!tensors->foreign(), "layouts: expected tensors with memory of their own");
   return tensors->layouts();
+}
+
+bool has_layouts(const Gathered& tensors, const Layouts& layouts) {
+  return tensors->layouts() == layouts;
 }
 
 BoundCopies bind_copies(const Gathered& tensors, at::IntArrayRef which, const at::Tensor& copies, int64_t nbytes) {
@@ -213,16 +204,10 @@ int64_t relay(
     int64_t chunk_bytes,
     const std::optional<at::Tensor>& board,
     double seconds) {
-  TORCH_CHECK_VALUE(
-      steps.is_cpu() && steps.scalar_type() == at::kLong && steps.dim() == 2 && steps.is_contiguous() &&
-          steps.size(1) == 6,
-      "relay: expected the steps as a contiguous int64 CPU tensor [n, 6], got ",
-      steps.scalar_type(),
-      " of shape ",
-      steps.sizes());
+  const auto* row = epload::numbers_of("relay", "the steps", steps, 2);
+  TORCH_CHECK_VALUE(steps.size(1) == 6, "relay: expected steps of 6 numbers, got ", steps.size(1));
   const at::NoGradGuard no_grad;
   std::vector<epload::RelayStep> rows;
-  const auto* row = steps.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < steps.size(0); ++i, row += 6) {
     rows.push_back({row[0], row[1], row[2], row[3], row[4], row[5]});
   }
@@ -234,9 +219,10 @@ int64_t relay(
 }
 
 int64_t checksum(const at::Tensor& bytes) {
-  TORCH_CHECK_VALUE(
-      bytes.is_cpu() && bytes.is_contiguous(), "checksum: expected a contiguous tensor on cpu, got ", bytes.device());
+  TORCH_CHECK_VALUE(bytes.is_cpu(), "checksum: expected a tensor on cpu, got ", bytes.device());
   epload::check_memory("checksum", bytes, 0);
+  TORCH_CHECK_VALUE(
+      bytes.is_contiguous(), "checksum: expected a contiguous tensor, got strides ", bytes.strides());
   epload::Checksum sum;
   sum.update(bytes.const_data_ptr(), bytes.nbytes());
   return static_cast<int64_t>(sum.value());
@@ -275,6 +261,7 @@ at::Tensor digest_bucket(const at::Tensor& bucket, const at::Tensor& copies) {
       bucket.sizes(),
       " on ",
       bucket.device());
+  epload::check_memory("digest_bucket", bucket, 0);
   const at::NoGradGuard no_grad;
   const auto rows = epload::decode_copies(bucket.numel(), copies);
   const auto dtypes = codes("digest_bucket", rows);
@@ -303,6 +290,7 @@ std::tuple<at::Tensor, int64_t, int64_t, int64_t, int64_t> digest_files(
 
 TORCH_LIBRARY(epload, m) {
   m.class_<epload::Gathered>("Gathered");
+  m.class_<epload::Layouts>("Layouts");
   m.class_<epload::BoundCopies>("BoundCopies");
   m.class_<epload::BoundReads>("BoundReads");
   m.class_<epload::BoundDigests>("BoundDigests");
@@ -314,8 +302,14 @@ TORCH_LIBRARY(epload, m) {
   m.def(
       "read_regions(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor(a!)[] targets, "
       "Tensor copies, int threads) -> (int, int, int, int)");
-  m.def("gather(Tensor addresses, Tensor? known=None) -> (__torch__.torch.classes.epload.Gathered, bool)");
-  m.def("layouts(__torch__.torch.classes.epload.Gathered tensors) -> Tensor");
+  m.def(
+      "gather(int ticket, __torch__.torch.classes.epload.Layouts? known=None) -> "
+      "(__torch__.torch.classes.epload.Gathered, bool)");
+  m.def(
+      "layouts(__torch__.torch.classes.epload.Gathered tensors) -> __torch__.torch.classes.epload.Layouts");
+  m.def(
+      "has_layouts(__torch__.torch.classes.epload.Gathered tensors, __torch__.torch.classes.epload.Layouts layouts) -> "
+      "bool");
   m.def(
       "bind_copies(__torch__.torch.classes.epload.Gathered tensors, int[] which, Tensor copies, int nbytes) -> "
       "__torch__.torch.classes.epload.BoundCopies");
@@ -354,6 +348,7 @@ TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
   m.impl("read_regions", TORCH_FN(read_regions));
   m.impl("gather", TORCH_FN(gather));
   m.impl("layouts", TORCH_FN(layouts));
+  m.impl("has_layouts", TORCH_FN(has_layouts));
   m.impl("bind_copies", TORCH_FN(bind_copies));
   m.impl("unpack_bound", TORCH_FN(unpack_bound));
   m.impl("bind_reads", TORCH_FN(bind_reads));

@@ -118,19 +118,24 @@ bool storage_holds(const at::Tensor& tensor) {
 void fetch_ahead(at::TensorList tensors, size_t i) {
   constexpr size_t kImpl = 16, kStorage = 8;
   if (i + kImpl < tensors.size()) {
-    const auto* const impl = reinterpret_cast<const char*>(tensors[i + kImpl].unsafeGetTensorImpl());
-    for (size_t at = 0; at < sizeof(c10::TensorImpl); at += 64) {
-      __builtin_prefetch(impl + at);
-    }
+    fetch_tensor(tensors[i + kImpl]);
   }
-  if (i + kStorage < tensors.size() && tensors[i + kStorage].has_storage()) {
-    __builtin_prefetch(tensors[i + kStorage].unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  if (i + kStorage < tensors.size()) {
+    fetch_storage(tensors[i + kStorage]);
   }
 }
 
-bool has_memory(const at::Tensor& tensor) {
-  return tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_meta() && !tensor.is_conj() &&
-         !tensor.is_neg() && storage_holds(tensor);
+void fetch_tensor(const at::Tensor& tensor) {
+  const auto* const impl = reinterpret_cast<const char*>(tensor.unsafeGetTensorImpl());
+  for (size_t at = 0; at < sizeof(c10::TensorImpl); at += 64) {
+    __builtin_prefetch(impl + at);
+  }
+}
+
+void fetch_storage(const at::Tensor& tensor) {
+  if (tensor.has_storage()) {
+    __builtin_prefetch(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  }
 }
 
 void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
@@ -159,6 +164,33 @@ void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
       " has a storage of ",
       tensor.storage().nbytes(),
       " bytes, too few (was it freed by FSDP?)");
+  TORCH_CHECK_VALUE(
+      tensor.numel() == 0 || tensor.storage().data_ptr().get() != nullptr,
+      op,
+      ": tensor ",
+      index,
+      " of shape ",
+      tensor.sizes(),
+      " holds no data (does it wrap another tensor? then pass that one)");
+}
+
+const int64_t* numbers_of(const char* op, const char* name, const at::Tensor& table, int64_t dims) {
+  TORCH_CHECK_VALUE(
+      table.is_cpu() && table.layout() == at::kStrided && table.scalar_type() == at::kLong && table.dim() == dims &&
+          table.is_contiguous(),
+      op,
+      ": expected ",
+      name,
+      " as a contiguous ",
+      dims,
+      "-D int64 CPU tensor, got ",
+      table.scalar_type(),
+      " of shape ",
+      table.sizes(),
+      " on ",
+      table.device());
+  check_memory(op, table, 0);
+  return table.const_data_ptr<int64_t>();
 }
 
 std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList tensors, const at::Tensor& table) {
@@ -184,18 +216,13 @@ std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList t
 }
 
 std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table, c10::IntArrayRef offsets) {
-  TORCH_CHECK_VALUE(
-      table.is_cpu() && table.scalar_type() == at::kLong && table.dim() == 2 && table.is_contiguous() &&
-          table.size(1) >= kFixedColumns && (table.size(1) - kFixedColumns) % 3 == 0,
-      "region_copy: expected the copy table as a contiguous int64 CPU tensor [n, 4 + 3 * D], got ",
-      table.scalar_type(),
-      " of shape ",
-      table.sizes(),
-      " on ",
-      table.device());
+  const auto* row = numbers_of("region_copy", "the copy table", table, 2);
   const int64_t columns = table.size(1);
   const int64_t max_dims = (columns - kFixedColumns) / 3;
-  const auto* row = table.const_data_ptr<int64_t>();
+  TORCH_CHECK_VALUE(
+      columns >= kFixedColumns && (columns - kFixedColumns) % 3 == 0,
+      "region_copy: expected a copy table of 4 + 3 * D columns, got ",
+      columns);
   std::vector<RegionCopy> copies;
   copies.reserve(table.size(0));
   for (int64_t r = 0; r < table.size(0); ++r, row += columns) {

@@ -46,12 +46,17 @@ void region_copy(
 // next fetched, so that it is there by the time it is asked for.
 void fetch_ahead(at::TensorList tensors, size_t i);
 
-// Whether check_memory has nothing to say.
-bool has_memory(const at::Tensor& tensor);
+// The same step by step: for one tensor, and, some time after that, for its storage.
+void fetch_tensor(const at::Tensor& tensor);
+void fetch_storage(const at::Tensor& tensor);
 
 // Throws ValueError, naming `op` and the tensor's number, unless the tensor is dense, strided, not a lazy conjugate or
 // negation, and its storage holds every element (FSDP frees storage behind a tensor's back).
 void check_memory(const char* op, const at::Tensor& tensor, size_t index);
+
+// The numbers of a table that an op takes: throws ValueError, naming `op` and the table, unless it is a contiguous int64
+// CPU tensor of so many dims that has memory.
+const int64_t* numbers_of(const char* op, const char* name, const at::Tensor& table, int64_t dims);
 
 using RegionCopyFn = void (*)(
     const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction);

@@ -1,6 +1,7 @@
 #include "relay.h"
 
 #include "board.h"
+#include "region_copy.h"
 
 #include <c10/util/Exception.h>
 
@@ -40,6 +41,7 @@ void check(
       bucket.sizes(),
       " on ",
       bucket.device());
+  check_memory("relay", bucket, 0);
   TORCH_CHECK_VALUE(chunk_bytes > 0, "relay: expected chunk_bytes of at least 1, got ", chunk_bytes);
   for (size_t i = 0; i < steps.size(); ++i) {
     const auto& s = steps[i];
@@ -71,6 +73,8 @@ void check(
           peer,
           ", but the ranks of its group are ",
           group->ranks());
+      TORCH_CHECK_VALUE(
+          peer < 0 || peer != group->self(), "relay: step ", i, " names rank ", peer, ", which is this rank itself");
     }
   }
 }
@@ -196,6 +200,7 @@ int64_t relay(
     double seconds) {
   check(bucket, steps, inter, intra, chunk_bytes);
   TORCH_CHECK_VALUE(seconds >= 0 && seconds < 1e9, "relay: expected a limit of 0 to 1e9 seconds, got ", seconds);
+  chunk_bytes = std::min(chunk_bytes, std::max<int64_t>(bucket.numel(), 1)); // so that no sum below overflows
   std::vector<Chunk> chunks;
   for (const auto& step : steps) {
     for (int64_t begin = step.begin; begin < step.end; begin += chunk_bytes) {

@@ -235,7 +235,7 @@ def test_what_slots_hold_is_found_and_told_by_address() -> None:
             _C.values([filled], other)
 
 
-def test_what_weak_references_and_getters_give() -> None:
+def test_what_weak_references_give() -> None:
     class Module:
         def __init__(self, places: object) -> None:
             self.places = places
@@ -265,13 +265,6 @@ def test_what_weak_references_and_getters_give() -> None:
     growing.append(weakref.ref(owner))
     found = _C.attributes(growing, "places")
     assert found == [1] * len(growing)
-    tensors: list[Any] = [nn.Parameter(torch.zeros(i)) for i in range(100)]
-    getter = torch._C.TensorBase._cdata
-    assert np.frombuffer(_C.gotten(tensors, getter), np.int64).tolist() == [tensor._cdata for tensor in tensors]
-    assert _C.gotten([], getter) == b""
-    for objects, other in (([*tensors, 3], getter), (tensors, torch.Tensor.add), (tensors, 3)):
-        with pytest.raises(TypeError, match="gotten: expected"):
-            _C.gotten(objects, other)
 
 
 def test_the_contents_of_dicts_are_told_by_address_and_in_order() -> None:

@@ -1,23 +1,11 @@
 #include "bound.h"
 
-#include <ATen/ops/empty.h>
-#include <c10/core/impl/COW.h>
-
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 namespace epload {
 namespace {
-
-std::vector<at::TensorImpl*> impls_at(c10::IntArrayRef addresses) {
-  std::vector<at::TensorImpl*> impls;
-  impls.reserve(addresses.size());
-  for (const auto address : addresses) {
-    TORCH_CHECK_VALUE(address != 0, "gather: expected addresses of tensors, got 0");
-    impls.push_back(reinterpret_cast<at::TensorImpl*>(address)); // NOLINT(performance-no-int-to-ptr)
-  }
-  return impls;
-}
 
 // What a region's place in a tensor follows from.
 void add_layout(std::vector<int64_t>& layouts, const at::Tensor& tensor) {
@@ -61,42 +49,51 @@ Borrowed::~Borrowed() {
   }
 }
 
-Gathered::Gathered(c10::IntArrayRef addresses, const at::Tensor& known) : tensors_(impls_at(addresses)) {
-  const auto& tensors = *tensors_;
-  data_.assign(tensors.size(), nullptr);
-  c10::IntArrayRef left;
-  bool same = known.defined();
-  if (same) {
-    left = {known.const_data_ptr<int64_t>(), static_cast<size_t>(known.numel())};
-  }
+Layouts::Layouts(const std::vector<at::Tensor>& tensors) {
+  begins_.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     fetch_ahead(tensors, i);
-    const auto& it = tensors[i];
-    if (it.unsafeGetTensorImpl()->is_python_dispatch()) {
+    begins_.push_back(words_.size());
+    add_layout(words_, tensors[i]);
+  }
+}
+
+bool Layouts::fit(const std::vector<at::Tensor>& tensors) const {
+  if (tensors.size() != begins_.size()) {
+    return false;
+  }
+  c10::IntArrayRef left = words_;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    fetch_ahead(tensors, i);
+    if (!takes_layout(left, tensors[i])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool Layouts::fits(int64_t i, const at::Tensor& tensor) const {
+  c10::IntArrayRef left = words_;
+  left = left.slice(begins_[i]);
+  return takes_layout(left, tensor);
+}
+
+Gathered::Gathered(std::vector<at::Tensor> tensors, const c10::intrusive_ptr<Layouts>& known)
+    : tensors_(std::move(tensors)) {
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    fetch_ahead(tensors_, i);
+    TORCH_CHECK_VALUE(tensors_[i].defined(), "gather: tensor ", i, " is undefined");
+    if (tensors_[i].unsafeGetTensorImpl()->is_python_dispatch()) {
       foreign_ = true;
       return;
     }
-    same = same && takes_layout(left, it);
-    // A copy that is made only when it is written to is made for what is written to.
-    if (it.is_cpu() && has_memory(it) && !c10::impl::cow::is_cow_data_ptr(it.storage().data_ptr())) {
-      data_[i] = static_cast<char*>(const_cast<void*>(it.const_data_ptr()));
-    }
   }
-  if (same && left.empty()) {
-    layouts_ = known;
-    return;
-  }
-  std::vector<int64_t> layouts;
-  for (const auto& tensor : tensors) {
-    add_layout(layouts, tensor);
-  }
-  layouts_ = at::empty({static_cast<int64_t>(layouts.size())}, at::kLong);
-  std::copy(layouts.begin(), layouts.end(), layouts_.mutable_data_ptr<int64_t>());
+  layouts_ = known && known->fit(tensors_) ? known : c10::make_intrusive<Layouts>(tensors_);
 }
 
 Borrowed Gathered::some(c10::IntArrayRef which) const {
   TORCH_CHECK_VALUE(!foreign_, "load: expected tensors with memory of their own");
-  const auto& tensors = *tensors_;
+  const auto& tensors = tensors_;
   std::vector<at::TensorImpl*> found;
   found.reserve(which.size());
   for (const auto i : which) {
@@ -112,25 +109,37 @@ Borrowed Gathered::some(c10::IntArrayRef which) const {
 }
 
 Memory Gathered::memory(c10::IntArrayRef which) const {
+  constexpr size_t kTensor = 16, kStorage = 8; // so many ahead, as in fetch_ahead
   Memory memory;
   memory.data.reserve(which.size());
-  for (const auto i : which) {
-    auto* data = data_[i];
-    if (data == nullptr) {
-      const auto& tensor = (*tensors_)[i];
-      check_memory("load", tensor, i);
-      TORCH_CHECK_VALUE(tensor.is_cpu(), "load: expected tensors on cpu, tensor ", i, " is on ", tensor.device());
-      data = static_cast<char*>(tensor.data_ptr());
+  for (size_t at = 0; at < which.size(); ++at) {
+    if (at + kTensor < which.size()) {
+      fetch_tensor(tensors_[which[at + kTensor]]);
     }
-    memory.data.push_back(data);
+    if (at + kStorage < which.size()) {
+      fetch_storage(tensors_[which[at + kStorage]]);
+    }
+    const auto i = which[at];
+    const auto& tensor = tensors_[i];
+    check_memory("load", tensor, i);
+    TORCH_CHECK_VALUE(tensor.is_cpu(), "load: expected tensors on cpu, tensor ", i, " is on ", tensor.device());
+    TORCH_CHECK_VALUE(
+        layouts_->fits(i, tensor),
+        "load: tensor ",
+        i,
+        " was given another dtype, shape or strides since the load began; it now has shape ",
+        tensor.sizes(),
+        " and strides ",
+        tensor.strides());
+    memory.data.push_back(static_cast<char*>(tensor.data_ptr()));
   }
-  memory.tensor = [this, which](int64_t i) -> const at::Tensor& { return (*tensors_)[which[i]]; };
+  memory.tensor = [this, which](int64_t i) -> const at::Tensor& { return tensors_[which[i]]; };
   return memory;
 }
 
 void Gathered::written(c10::IntArrayRef which) const {
   for (const auto i : which) {
-    auto* const impl = (*tensors_)[i].unsafeGetTensorImpl();
+    auto* const impl = tensors_[i].unsafeGetTensorImpl();
     if (!impl->is_inference()) {
       impl->bump_version();
     }
@@ -142,7 +151,7 @@ Which::Which(const Gathered& tensors, c10::IntArrayRef which) : which_(which.vec
 
 c10::IntArrayRef Which::of(const Gathered& tensors) const {
   TORCH_CHECK_VALUE(
-      tensors.layouts().is_same(layouts_),
+      tensors.layouts() == layouts_,
       "load: expected tensors of the dtypes, shapes and strides that these regions were bound to");
   return which_;
 }
@@ -166,6 +175,7 @@ void BoundCopies::unpack(const at::Tensor& bucket, const Gathered& tensors) cons
       bucket.sizes(),
       " on ",
       bucket.device());
+  check_memory("unpack_bound's bucket", bucket, 0);
   const auto which = which_.of(tensors);
   regions_.copy(bucket, tensors.memory(which), Direction::kUnpack);
   tensors.written(which);

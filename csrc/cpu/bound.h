@@ -17,8 +17,8 @@
 
 namespace epload {
 
-// Tensors that somebody else keeps alive. To refer to one that Python knows takes the interpreter's lock, and with it,
-// while other threads run Python, milliseconds; here no reference is counted.
+// Tensors that somebody else keeps alive. Here no reference is counted: it would be for each bucket, and an atomic
+// operation on memory that is in no cache.
 class Borrowed {
  public:
   explicit Borrowed(const std::vector<at::TensorImpl*>& tensors);
@@ -34,15 +34,31 @@ class Borrowed {
   std::vector<at::Tensor> tensors_;
 };
 
-// The tensors of one load, which the caller keeps alive.
+// Of some tensors, one after the other: dtype, dims (-1 if it is not dense), sizes, strides. Nothing changes it, as what
+// was bound to it is not checked again; so it is no tensor, which Python could write to.
+class Layouts : public torch::CustomClassHolder {
+ public:
+  explicit Layouts(const std::vector<at::Tensor>& tensors);
+
+  // Whether these are the tensors' own.
+  bool fit(const std::vector<at::Tensor>& tensors) const;
+
+  // Whether tensor `i`, of those that it was made of or that fit, still is as it was then.
+  bool fits(int64_t i, const at::Tensor& tensor) const;
+
+ private:
+  std::vector<int64_t> words_;
+  std::vector<size_t> begins_; // of each tensor
+};
+
+// The tensors of one load, which it keeps alive.
 class Gathered : public torch::CustomClassHolder {
  public:
-  // By their TensorImpls' addresses: to hand over a list of 18,867 tensors takes as long as all else that is done here.
-  // `known`: layouts of an earlier load; undefined for none.
-  Gathered(c10::IntArrayRef addresses, const at::Tensor& known);
+  // `known`: layouts of an earlier load; null for none.
+  Gathered(std::vector<at::Tensor> tensors, const c10::intrusive_ptr<Layouts>& known);
 
-  // Of each tensor: dtype, dims (-1 if it is not dense), sizes, strides. Those that are known, if they are equal.
-  const at::Tensor& layouts() const {
+  // Those that were known, if they fit. Null if one is foreign.
+  const c10::intrusive_ptr<Layouts>& layouts() const {
     return layouts_;
   }
 
@@ -54,16 +70,15 @@ class Gathered : public torch::CustomClassHolder {
   // Some of them, by number.
   Borrowed some(c10::IntArrayRef which) const;
 
-  // Throws ValueError if the memory of one cannot be used.
+  // As it is now. Throws ValueError if that of one cannot be used, or is no longer laid out as when it was gathered.
   Memory memory(c10::IntArrayRef which) const;
 
   // Tells autograd that they were written in place.
   void written(c10::IntArrayRef which) const;
 
  private:
-  Borrowed tensors_;
-  std::vector<char*> data_; // null where it has to be looked at again
-  at::Tensor layouts_;
+  std::vector<at::Tensor> tensors_;
+  c10::intrusive_ptr<Layouts> layouts_;
   bool foreign_ = false;
 };
 
@@ -77,7 +92,7 @@ class Which {
 
  private:
   std::vector<int64_t> which_;
-  at::Tensor layouts_;
+  c10::intrusive_ptr<Layouts> layouts_;
 };
 
 // A copy table (see decode_copies) that counts in some of the tensors, for buckets of so many bytes.

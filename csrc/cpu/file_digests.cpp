@@ -98,6 +98,7 @@ class Digesting {
       const std::vector<at::ScalarType>& dtypes,
       int64_t piece_bytes)
       : descriptors_(descriptors), copies_(copies), dtypes_(dtypes), piece_bytes_(piece_bytes) {
+    check_descriptors("digest_files", descriptors);
     found_.digests.assign(copies.size(), Checksum().value()); // of a region without elements
     std::vector<Span> spans;
     spans.reserve(copies.size());

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <limits>
 #include <mutex>
 #include <tuple>
 
@@ -26,6 +27,16 @@ constexpr size_t kBite = 32;                // requests that a thread takes at o
 constexpr int64_t kBiteBytes = 1 << 20;     // or as many as have so many bytes
 
 } // namespace
+
+void check_descriptors(const char* op, c10::IntArrayRef descriptors) {
+  for (const auto descriptor : descriptors) {
+    TORCH_CHECK_VALUE(
+        descriptor >= 0 && descriptor <= std::numeric_limits<int>::max(),
+        op,
+        ": expected descriptors of open files, got ",
+        descriptor);
+  }
+}
 
 bool read_fully(
     c10::IntArrayRef descriptors, int64_t file, int64_t offset, iovec* vectors, size_t count, ReadOutcome& outcome) {
@@ -232,6 +243,7 @@ ReadOutcome Reads::run(c10::IntArrayRef descriptors, const Memory& memory, int64
       file_count_,
       " descriptors, got ",
       descriptors.size());
+  check_descriptors("read_regions", descriptors);
   ReadOutcome outcome;
   outcome.nbytes = nbytes_;
   std::mutex lock;

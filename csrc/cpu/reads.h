@@ -23,6 +23,9 @@ struct ReadOutcome {
   int64_t error = 0;  // errno; 0 when the file ended there
 };
 
+// Throws ValueError, naming `op`, if a number cannot be that of an open file.
+void check_descriptors(const char* op, c10::IntArrayRef descriptors);
+
 // Reads all that the vectors have room for, from byte `offset` of one of some open files; changes the vectors. False
 // when it could not be read: `outcome` then says where and why.
 bool read_fully(

@@ -13,6 +13,11 @@
 #include <vector>
 
 namespace epload {
+namespace {
+
+constexpr size_t kMostThreads = 1024; // more than any machine makes use of here
+
+} // namespace
 
 void on_threads(int64_t threads, Tasks& tasks, const std::function<void()>& work) {
   std::exception_ptr failure;
@@ -29,9 +34,10 @@ void on_threads(int64_t threads, Tasks& tasks, const std::function<void()>& work
   };
   const bool inference = c10::InferenceMode::is_enabled();
   std::vector<std::thread> helpers;
+  threads = std::min(threads, static_cast<int64_t>(std::min(tasks.count(), kMostThreads)));
   helpers.reserve(std::max<int64_t>(threads, 0));
   try {
-    for (int64_t i = 1; i < threads && static_cast<size_t>(i) < tasks.count(); ++i) {
+    for (int64_t i = 1; i < threads; ++i) {
       helpers.emplace_back([&] {
         const c10::InferenceMode same_mode(inference);
         const at::NoGradGuard no_grad;

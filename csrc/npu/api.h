@@ -2,6 +2,7 @@
 // torch, torch_npu and CANN on its side, none of torch_npu or CANN on ours.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
 namespace c10 {
@@ -11,9 +12,14 @@ namespace c10d {
 class Backend;
 }
 
-constexpr uint32_t kEploadNpuInterface = 2; // raised when a signature below changes
+constexpr uint32_t kEploadNpuInterface = 3; // raised when a signature below changes
 
-enum EploadNpuStatus : int { kEploadNpuDone = 0, kEploadNpuNotYet = -1 };
+enum EploadNpuStatus : int { kEploadNpuDone = 0, kEploadNpuNotYet = -1, kEploadNpuThrew = INT_MIN };
+
+// What torch_npu or CANN threw. No exception leaves a function below: a caller need not have been compiled to let one pass.
+struct EploadNpuError {
+  char text[1024]; // ends in 0; of meaning only after kEploadNpuThrew
+};
 
 struct EploadNpuCopy {
   void* to;
@@ -22,19 +28,23 @@ struct EploadNpuCopy {
 };
 
 extern "C" {
-uint32_t epload_npu_interface();
+uint32_t epload_npu_interface() noexcept;
 
 // HcclBroadcast of `nbytes` at `data` (memory of the current device) from rank `root` of `backend`'s group, on the
 // current stream, with the group's own communicator. The host does not wait. kEploadNpuNotYet: the backend is not
-// torch_npu's, or has no communicator for this device yet, and nothing was queued; otherwise HCCL's error code.
-int epload_npu_broadcast(c10d::Backend* backend, void* data, uint64_t nbytes, uint32_t root);
+// torch_npu's, or has no communicator for this device yet, and nothing was queued; kEploadNpuThrew; otherwise HCCL's
+// error code.
+int epload_npu_broadcast(
+    c10d::Backend* backend, void* data, uint64_t nbytes, uint32_t root, EploadNpuError* error) noexcept;
 
-// Writes the global ranks of `backend`'s group, `size` of them, in group-rank order. False if it is not torch_npu's.
-bool epload_npu_ranks(c10d::Backend* backend, uint32_t* ranks, uint32_t size);
+// Writes the global ranks of `backend`'s group, `size` of them, in group-rank order. kEploadNpuNotYet: it is not
+// torch_npu's, or of another size; or kEploadNpuThrew.
+int epload_npu_ranks(c10d::Backend* backend, uint32_t* ranks, uint32_t size, EploadNpuError* error) noexcept;
 
 // Whether a storage's elements lie where strides say, and not in one of Ascend's own formats.
-bool epload_npu_plain(const c10::StorageImpl* storage);
+bool epload_npu_plain(const c10::StorageImpl* storage) noexcept;
 
-// Copies within the current device, on the current stream. The host does not wait. Returns CANN's error code.
-int epload_npu_copy(const EploadNpuCopy* copies, uint64_t count);
+// Copies within the current device, on the current stream. The host does not wait. kEploadNpuDone, kEploadNpuThrew, or
+// CANN's error code.
+int epload_npu_copy(const EploadNpuCopy* copies, uint64_t count, EploadNpuError* error) noexcept;
 }

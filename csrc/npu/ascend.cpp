@@ -6,16 +6,33 @@
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 #include <torch_npu/csrc/distributed/ProcessGroupHCCL.hpp>
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
+#include <cstdio>
+#include <exception>
 #include <numeric>
 
 #define EPLOAD_EXPORT __attribute__((visibility("default")))
 
-EPLOAD_EXPORT uint32_t epload_npu_interface() {
-  return kEploadNpuInterface;
+namespace {
+
+// The status that `work` returns; where it throws, the text is kept, as that must not leave a C function.
+template <typename Work>
+int guarded(EploadNpuError* error, const Work& work) noexcept {
+  try {
+    return work();
+  } catch (const c10::Error& thrown) {
+    std::snprintf(error->text, sizeof(error->text), "%s", thrown.what_without_backtrace());
+  } catch (const std::exception& thrown) {
+    std::snprintf(error->text, sizeof(error->text), "%s", thrown.what());
+  } catch (...) {
+    std::snprintf(error->text, sizeof(error->text), "an exception of unknown type");
+  }
+  return kEploadNpuThrew;
 }
 
-EPLOAD_EXPORT int epload_npu_broadcast(c10d::Backend* backend, void* data, uint64_t nbytes, uint32_t root) {
+int broadcast(c10d::Backend* backend, void* data, uint64_t nbytes, uint32_t root) {
   auto* const group = dynamic_cast<c10d_npu::ProcessGroupHCCL*>(backend);
   if (group == nullptr) {
     return kEploadNpuNotYet;
@@ -30,21 +47,49 @@ EPLOAD_EXPORT int epload_npu_broadcast(c10d::Backend* backend, void* data, uint6
   return HcclBroadcast(data, nbytes, HCCL_DATA_TYPE_UINT8, root, communicator->getHcclComm(), stream.stream());
 }
 
-EPLOAD_EXPORT bool epload_npu_ranks(c10d::Backend* backend, uint32_t* ranks, uint32_t size) {
+int ranks_of(c10d::Backend* backend, uint32_t* ranks, uint32_t size) {
   const auto* const group = dynamic_cast<c10d_npu::ProcessGroupHCCL*>(backend);
   if (group == nullptr) {
-    return false;
+    return kEploadNpuNotYet;
   }
   const auto& known = group->groupRanks();
   if (known.empty()) { // the default group
     std::iota(ranks, ranks + size, 0U);
-    return true;
+    return kEploadNpuDone;
   }
   std::copy_n(known.begin(), std::min<size_t>(known.size(), size), ranks);
-  return known.size() == size;
+  return known.size() == size ? kEploadNpuDone : kEploadNpuNotYet;
 }
 
-EPLOAD_EXPORT bool epload_npu_plain(const c10::StorageImpl* storage) {
+int copy_all(const EploadNpuCopy* copies, uint64_t count) {
+  const auto stream = c10_npu::getCurrentNPUStream().stream(); // what the task queue holds comes first, as above
+  for (const auto* copy = copies; copy != copies + count; ++copy) {
+    const auto status =
+        aclrtMemcpyAsync(copy->to, copy->nbytes, copy->from, copy->nbytes, ACL_MEMCPY_DEVICE_TO_DEVICE, stream);
+    if (status != ACL_SUCCESS) {
+      return status;
+    }
+  }
+  return kEploadNpuDone;
+}
+
+} // namespace
+
+EPLOAD_EXPORT uint32_t epload_npu_interface() noexcept {
+  return kEploadNpuInterface;
+}
+
+EPLOAD_EXPORT int epload_npu_broadcast(
+    c10d::Backend* backend, void* data, uint64_t nbytes, uint32_t root, EploadNpuError* error) noexcept {
+  return guarded(error, [&] { return broadcast(backend, data, nbytes, root); });
+}
+
+EPLOAD_EXPORT int epload_npu_ranks(
+    c10d::Backend* backend, uint32_t* ranks, uint32_t size, EploadNpuError* error) noexcept {
+  return guarded(error, [&] { return ranks_of(backend, ranks, size); });
+}
+
+EPLOAD_EXPORT bool epload_npu_plain(const c10::StorageImpl* storage) noexcept {
   switch (static_cast<const torch_npu::NPUStorageImpl*>(storage)->npu_desc_.npu_format_) {
     case ACL_FORMAT_ND:
     case ACL_FORMAT_NCHW:
@@ -56,14 +101,6 @@ EPLOAD_EXPORT bool epload_npu_plain(const c10::StorageImpl* storage) {
   }
 }
 
-EPLOAD_EXPORT int epload_npu_copy(const EploadNpuCopy* copies, uint64_t count) {
-  const auto stream = c10_npu::getCurrentNPUStream().stream(); // what the task queue holds comes first, as above
-  for (const auto* copy = copies; copy != copies + count; ++copy) {
-    const auto error =
-        aclrtMemcpyAsync(copy->to, copy->nbytes, copy->from, copy->nbytes, ACL_MEMCPY_DEVICE_TO_DEVICE, stream);
-    if (error != ACL_SUCCESS) {
-      return error;
-    }
-  }
-  return ACL_SUCCESS;
+EPLOAD_EXPORT int epload_npu_copy(const EploadNpuCopy* copies, uint64_t count, EploadNpuError* error) noexcept {
+  return guarded(error, [&] { return copy_all(copies, count); });
 }

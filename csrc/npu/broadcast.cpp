@@ -8,17 +8,23 @@ bool broadcast_hccl(c10d::Backend& backend, const at::Tensor& flat, int root) {
   if (npu::library().broadcast == nullptr) {
     return false;
   }
+  EploadNpuError error;
   const int status = npu::library().broadcast(
-      &backend, flat.data_ptr(), static_cast<uint64_t>(flat.nbytes()), static_cast<uint32_t>(root));
+      &backend, flat.data_ptr(), static_cast<uint64_t>(flat.nbytes()), static_cast<uint32_t>(root), &error);
+  TORCH_CHECK(status != kEploadNpuThrew, "epload: HcclBroadcast on ", flat.device(), " failed: ", error.text);
   TORCH_CHECK(status == kEploadNpuDone || status == kEploadNpuNotYet, "epload: HcclBroadcast failed with ", status);
   return status == kEploadNpuDone;
 }
 
 std::vector<int64_t> ranks_hccl(c10d::Backend& backend) {
   std::vector<uint32_t> ranks(backend.getSize());
+  EploadNpuError error;
+  auto* const ask = npu::library().ranks;
+  const int status =
+      ask == nullptr ? kEploadNpuNotYet : ask(&backend, ranks.data(), static_cast<uint32_t>(ranks.size()), &error);
+  TORCH_CHECK(status != kEploadNpuThrew, "epload: torch_npu does not say the ranks of a group of HCCL's: ", error.text);
   TORCH_CHECK_VALUE(
-      npu::library().ranks != nullptr &&
-          npu::library().ranks(&backend, ranks.data(), static_cast<uint32_t>(ranks.size())),
+      status == kEploadNpuDone,
       "epload: a group of HCCL's does not say which global ranks it holds, and this build lacks the part that asks "
       "torch_npu; rebuild epload with EPLOAD_NPU=1");
   return {ranks.begin(), ranks.end()};

@@ -35,8 +35,11 @@ void region_copy_npu(
     }
   }
   if (!runs.empty()) {
-    const int error = library.copy(runs.data(), runs.size());
-    TORCH_CHECK(error == 0, "epload: aclrtMemcpyAsync on ", bucket.device(), " failed with ", error);
+    EploadNpuError error;
+    const int status = library.copy(runs.data(), runs.size(), &error);
+    TORCH_CHECK(status != kEploadNpuThrew, "epload: copies on ", bucket.device(), " failed: ", error.text);
+    TORCH_CHECK(
+        status == kEploadNpuDone, "epload: aclrtMemcpyAsync on ", bucket.device(), " failed with ", status);
   }
 }
 

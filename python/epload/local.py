@@ -29,9 +29,9 @@ class Local:
         gathered, foreign = ops.gather(tensors, known.layouts if known is not None else None)
         if foreign:  # only their own class knows where their data is
             return Local(plan, tensors)
-        layouts = ops.layouts(gathered)
-        fits = known is not None and known.plan is plan and known.layouts is layouts
-        return _BoundLocal(plan, tensors, gathered, known if known is not None and fits else Bound(plan, layouts))
+        if known is None or known.plan is not plan or not ops.has_layouts(gathered, known.layouts):
+            known = Bound(plan, ops.layouts(gathered))
+        return _BoundLocal(plan, tensors, gathered, known)
 
     def regions(self, number: int) -> Regions:
         """All that this rank takes out of a bucket."""
@@ -70,7 +70,7 @@ class Local:
 class Bound:
     """What has been worked out of a plan for tensors on CPU of some layouts. Holds no tensor."""
 
-    def __init__(self, plan: LoadPlan, layouts: Tensor) -> None:
+    def __init__(self, plan: LoadPlan, layouts: ops.Layouts) -> None:
         """``layouts``: see ``ops.layouts``."""
         self.plan = plan
         self.layouts = layouts

@@ -74,9 +74,17 @@ def fsdp_parameters(model: nn.Module) -> list[Any]:
         sharded
         for _, module in walk(model)
         if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
+        for group in _parameter_groups(module)
         for sharded in group.fsdp_params
     ]
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    """The parameter groups of one FSDP module. torch 2.11 has at most one, later versions keep a list."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def _is_simple(tensor: Tensor) -> bool:
@@ -144,7 +152,7 @@ def _materialise_private(model: nn.Module, dtype_of: dict[int, torch.dtype], hom
                 module._buffers[name] = buffers[id(buffer)]
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in _parameter_groups(module):
                 for sharded in group.fsdp_params:
                     sharded.reset_sharded_param()  # type: ignore[no-untyped-call]
 

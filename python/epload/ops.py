@@ -19,6 +19,7 @@ _unpack = torch.ops.epload.unpack.default
 _read_regions = torch.ops.epload.read_regions.default
 _gather = torch.ops.epload.gather.default
 _layouts = torch.ops.epload.layouts.default
+_has_layouts = torch.ops.epload.has_layouts.default
 _bind_copies = torch.ops.epload.bind_copies.default
 _unpack_bound = torch.ops.epload.unpack_bound.default
 _bind_reads = torch.ops.epload.bind_reads.default
@@ -34,6 +35,7 @@ _board_post = torch.ops.epload.board_post.default
 _board_wait = torch.ops.epload.board_wait.default
 
 Gathered: TypeAlias = torch.ScriptObject
+Layouts: TypeAlias = torch.ScriptObject
 BoundCopies: TypeAlias = torch.ScriptObject
 BoundReads: TypeAlias = torch.ScriptObject
 BoundDigests: TypeAlias = torch.ScriptObject
@@ -121,26 +123,38 @@ def read_regions(
     return tuple(map(int, outcome))  # type: ignore[return-value]
 
 
-def gather(tensors: list[Tensor], known: Tensor | None = None) -> tuple[Gathered, bool]:
-    """The tensors on CPU that a load writes to, handed over once. They must be kept alive as long as the result is used.
+def gather(tensors: list[Tensor], known: Layouts | None = None) -> tuple[Gathered, bool]:
+    """The CPU tensors that a load writes to, passed to the native side once. The result keeps them alive.
+
+    As a ``Tensor[]`` argument of an op they would take longer than all else that is done with them, so ``_C`` passes them on
+    and the op takes a ticket for them.
 
     Args:
         known: the :func:`layouts` of others; what was bound to those holds for these too, if theirs are equal.
 
     Returns:
         the tensors; whether one is of a class that stands for other tensors, so that nothing can be bound to them.
+
+    Raises:
+        TypeError: an item is no tensor.
     """
-    with torch._C.DisableTorchFunction():  # or a class that unwraps its tensors says where a temporary one was
-        addresses = _C.gotten(tensors, torch._C.TensorBase._cdata)
-    found = torch.frombuffer(addresses, dtype=torch.int64) if tensors else torch.empty(0, dtype=torch.int64)
-    gathered, foreign = _gather(found, known)
+    gathered, foreign = _gather(_C.hand_over(tensors), known)
     return gathered, bool(foreign)
 
 
-def layouts(tensors: Gathered) -> Tensor:
-    """Their dtypes, shapes and strides: the same object as what was known, if it was equal; int64."""
-    found: Tensor = _layouts(tensors)
+def layouts(tensors: Gathered) -> Layouts:
+    """Their dtypes, shapes and strides: what was known, if theirs were equal to it.
+
+    Raises:
+        ValueError: one is of a class that stands for other tensors.
+    """
+    found: Layouts = _layouts(tensors)
     return found
+
+
+def has_layouts(tensors: Gathered, known: Layouts) -> bool:
+    """Whether they were found to have these layouts when they were gathered, so that what was bound to those fits them."""
+    return bool(_has_layouts(tensors, known))
 
 
 def bind_copies(tensors: Gathered, which: Sequence[int], copies: Tensor, nbytes: int) -> BoundCopies:

@@ -88,9 +88,8 @@ void bound_case(
     const at::Tensor& table,
     const std::vector<epload::RegionCopy>& copies,
     const std::vector<uint64_t>& held) {
-  std::vector<int64_t> addresses, which, offsets;
-  for (const auto& tensor : tensors) {
-    addresses.push_back(reinterpret_cast<int64_t>(tensor.unsafeGetTensorImpl()));
+  std::vector<int64_t> which, offsets;
+  for (size_t i = 0; i < tensors.size(); ++i) {
     which.push_back(static_cast<int64_t>(which.size()));
   }
   for (const auto& copy : copies) {
@@ -103,11 +102,11 @@ void bound_case(
       }
     }
   };
-  const epload::Gathered gathered(addresses, {});
+  const epload::Gathered gathered(tensors, {});
   const epload::BoundCopies bound(gathered, which, table, bucket.numel());
   const epload::BoundReads reads(gathered, which, table, std::vector<int64_t>(copies.size()), offsets, 1);
   const epload::BoundDigests digests(gathered, which, table);
-  const epload::Gathered again(addresses, gathered.layouts());
+  const epload::Gathered again(tensors, gathered.layouts());
   clear();
   bound.unpack(bucket, again);
   require(epload::digest_tensors(tensors, copies) == held, "what is bound unpacks the same");
