@@ -140,12 +140,14 @@ void fetch_storage(const at::Tensor& tensor) {
 
 void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
   TORCH_CHECK_VALUE(
-      tensor.layout() == at::kStrided && !tensor.is_quantized(),
+      tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_nested(),
       op,
       ": expected dense strided tensors, tensor ",
       index,
       " is ",
-      tensor.is_quantized() ? "quantized" : c10::str(tensor.layout()));
+      tensor.is_quantized()    ? "quantized"
+          : tensor.is_nested() ? "nested"
+                               : c10::str(tensor.layout()));
   TORCH_CHECK_VALUE(
       !tensor.is_meta(), op, ": tensor ", index, " is on meta and holds no data; materialise it first (to_empty)");
   TORCH_CHECK_VALUE(
@@ -176,8 +178,8 @@ void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
 
 const int64_t* numbers_of(const char* op, const char* name, const at::Tensor& table, int64_t dims) {
   TORCH_CHECK_VALUE(
-      table.is_cpu() && table.layout() == at::kStrided && table.scalar_type() == at::kLong && table.dim() == dims &&
-          table.is_contiguous(),
+      table.is_cpu() && table.layout() == at::kStrided && !table.is_nested() && table.scalar_type() == at::kLong &&
+          table.dim() == dims && table.is_contiguous(),
       op,
       ": expected ",
       name,

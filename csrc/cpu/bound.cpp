@@ -7,10 +7,16 @@
 namespace epload {
 namespace {
 
+constexpr size_t kTensor = 16, kStorage = 8; // what is fetched so many tensors ahead, as in fetch_ahead
+
+bool has_strides(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_nested();
+}
+
 // What a region's place in a tensor follows from.
 void add_layout(std::vector<int64_t>& layouts, const at::Tensor& tensor) {
   layouts.push_back(static_cast<int64_t>(tensor.scalar_type()));
-  if (tensor.layout() != at::kStrided) {
+  if (!has_strides(tensor)) {
     layouts.push_back(-1);
     return;
   }
@@ -21,7 +27,7 @@ void add_layout(std::vector<int64_t>& layouts, const at::Tensor& tensor) {
 
 // Whether that is how `layouts` begins, which then is what comes after it.
 bool takes_layout(c10::IntArrayRef& layouts, const at::Tensor& tensor) {
-  const bool dense = tensor.layout() == at::kStrided;
+  const bool dense = has_strides(tensor);
   const auto dims = dense ? static_cast<size_t>(tensor.dim()) : 0;
   if (layouts.size() < 2 + 2 * dims || layouts[0] != static_cast<int64_t>(tensor.scalar_type()) ||
       layouts[1] != (dense ? tensor.dim() : -1)) {
@@ -58,20 +64,6 @@ Layouts::Layouts(const std::vector<at::Tensor>& tensors) {
   }
 }
 
-bool Layouts::fit(const std::vector<at::Tensor>& tensors) const {
-  if (tensors.size() != begins_.size()) {
-    return false;
-  }
-  c10::IntArrayRef left = words_;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    fetch_ahead(tensors, i);
-    if (!takes_layout(left, tensors[i])) {
-      return false;
-    }
-  }
-  return true;
-}
-
 bool Layouts::fits(int64_t i, const at::Tensor& tensor) const {
   c10::IntArrayRef left = words_;
   left = left.slice(begins_[i]);
@@ -80,6 +72,7 @@ bool Layouts::fits(int64_t i, const at::Tensor& tensor) const {
 
 Gathered::Gathered(std::vector<at::Tensor> tensors, const c10::intrusive_ptr<Layouts>& known)
     : tensors_(std::move(tensors)) {
+  bool same = known && known->count() == tensors_.size();
   for (size_t i = 0; i < tensors_.size(); ++i) {
     fetch_ahead(tensors_, i);
     TORCH_CHECK_VALUE(tensors_[i].defined(), "gather: tensor ", i, " is undefined");
@@ -87,8 +80,18 @@ Gathered::Gathered(std::vector<at::Tensor> tensors, const c10::intrusive_ptr<Lay
       foreign_ = true;
       return;
     }
+    same = same && known->fits(static_cast<int64_t>(i), tensors_[i]);
   }
-  layouts_ = known && known->fit(tensors_) ? known : c10::make_intrusive<Layouts>(tensors_);
+  layouts_ = same ? known : c10::make_intrusive<Layouts>(tensors_);
+}
+
+Gathered::~Gathered() {
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    if (i + kTensor < tensors_.size()) {
+      fetch_tensor(tensors_[i + kTensor]);
+    }
+    tensors_[i].reset();
+  }
 }
 
 Borrowed Gathered::some(c10::IntArrayRef which) const {
@@ -109,7 +112,6 @@ Borrowed Gathered::some(c10::IntArrayRef which) const {
 }
 
 Memory Gathered::memory(c10::IntArrayRef which) const {
-  constexpr size_t kTensor = 16, kStorage = 8; // so many ahead, as in fetch_ahead
   Memory memory;
   memory.data.reserve(which.size());
   for (size_t at = 0; at < which.size(); ++at) {

@@ -40,10 +40,11 @@ class Layouts : public torch::CustomClassHolder {
  public:
   explicit Layouts(const std::vector<at::Tensor>& tensors);
 
-  // Whether these are the tensors' own.
-  bool fit(const std::vector<at::Tensor>& tensors) const;
+  size_t count() const {
+    return begins_.size();
+  }
 
-  // Whether tensor `i`, of those that it was made of or that fit, still is as it was then.
+  // Whether a tensor is laid out as the one of that number was.
   bool fits(int64_t i, const at::Tensor& tensor) const;
 
  private:
@@ -56,6 +57,9 @@ class Gathered : public torch::CustomClassHolder {
  public:
   // `known`: layouts of an earlier load; null for none.
   Gathered(std::vector<at::Tensor> tensors, const c10::intrusive_ptr<Layouts>& known);
+  ~Gathered() override;
+  Gathered(const Gathered&) = delete;
+  Gathered& operator=(const Gathered&) = delete;
 
   // Those that were known, if they fit. Null if one is foreign.
   const c10::intrusive_ptr<Layouts>& layouts() const {

@@ -27,7 +27,14 @@ int64_t epload_hand_over(void* const* impls, uint64_t count, char* message, uint
   try {
     std::vector<at::Tensor> tensors;
     tensors.reserve(count);
+    constexpr uint64_t kAhead = 16;
     for (uint64_t i = 0; i < count; ++i) {
+      if (i + kAhead < count) {
+        const auto* const next = static_cast<const char*>(impls[i + kAhead]);
+        for (size_t at = 0; at < sizeof(at::TensorImpl); at += 64) {
+          __builtin_prefetch(next + at, 1);
+        }
+      }
       auto* const impl = static_cast<at::TensorImpl*>(impls[i]);
       tensors.emplace_back(c10::intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>::reclaim_copy(impl));
     }

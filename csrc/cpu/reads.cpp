@@ -31,9 +31,9 @@ constexpr int64_t kBiteBytes = 1 << 20;     // or as many as have so many bytes
 void check_descriptors(const char* op, c10::IntArrayRef descriptors) {
   for (const auto descriptor : descriptors) {
     TORCH_CHECK_VALUE(
-        descriptor >= 0 && descriptor <= std::numeric_limits<int>::max(),
+        descriptor >= -1 && descriptor <= std::numeric_limits<int>::max(),
         op,
-        ": expected descriptors of open files, got ",
+        ": expected descriptors of open files, or -1, got ",
         descriptor);
   }
 }

@@ -23,7 +23,7 @@ struct ReadOutcome {
   int64_t error = 0;  // errno; 0 when the file ended there
 };
 
-// Throws ValueError, naming `op`, if a number cannot be that of an open file.
+// Throws ValueError, naming `op`, if a number can be no descriptor. -1 stands for a file that no row needs.
 void check_descriptors(const char* op, c10::IntArrayRef descriptors);
 
 // Reads all that the vectors have room for, from byte `offset` of one of some open files; changes the vectors. False
