@@ -15,9 +15,12 @@ FUZZ_SECONDS ?= 600
 RUNS ?= 100
 LINKS ?=
 
+# The oldest and the newest torch that epload supports (setup.py).
+OLDEST ?= torch==2.11.0
+NEWEST ?= torch==2.15.0
 TORCH_NPU ?= torch-npu==2.13.0
 
-.PHONY: help build test test-npu lint format demo chaos fuzz replaced sanitize bench bench-quick bench-net bench-net-quick simulate gpu-check clean
+.PHONY: help build test test-smoke test-oldest test-newest test-npu lint format demo chaos fuzz replaced sanitize bench bench-quick bench-net bench-net-quick simulate gpu-check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -37,6 +40,18 @@ build: $(VENV)/built ## the environment, and epload built into it
 
 test: build ## the whole test suite
 	$(RUN)/python -m pytest
+
+# Not an editable install, which would replace the libraries in python/epload that another torch uses.
+test-smoke: $(VENV)/ready ## the tests of tests/smoke.txt with TORCH, in VENV; without CUDA kernels
+	EPLOAD_CUDA=0 PATH="$(abspath $(RUN)):$$PATH" \
+	  $(RUN)/pip install --quiet --force-reinstall --no-build-isolation --no-deps .
+	$(RUN)/python -m pytest @tests/smoke.txt
+
+test-oldest: ## test-smoke with the oldest torch that is supported, in an environment of its own
+	$(MAKE) test-smoke TORCH="$(OLDEST)" VENV=$(VENV)-oldest
+
+test-newest: ## test-smoke with the newest
+	$(MAKE) test-smoke TORCH="$(NEWEST)" VENV=$(VENV)-newest
 
 $(VENV)-npu/ready:
 	$(PYTHON) -m venv $(VENV)-npu
@@ -108,4 +123,4 @@ gpu-check: ## on a machine with an NVIDIA GPU: build, test, sanitize, trace and 
 	$(PYTHON) benchmarks/gpu_check.py
 
 clean: ## remove builds and the environment
-	rm -rf build dist $(VENV) $(VENV)-npu $(BENCH_VENV) python/epload/*.so python/*.egg-info
+	rm -rf build dist $(VENV) $(VENV)-npu $(VENV)-oldest $(VENV)-newest $(BENCH_VENV) python/epload/*.so python/*.egg-info

@@ -228,7 +228,8 @@ std::int64_t hand_over(const py::list& tensors) {
     }
     if (PyObject_TypeCheck(items[i], type) == 0) {
       throw py::type_error(
-          "hand_over: expected a list of tensors, item " + std::to_string(i) + " is of type " + Py_TYPE(items[i])->tp_name);
+          "hand_over: expected a list of tensors, item " + std::to_string(i) + " is of type " +
+          Py_TYPE(items[i])->tp_name);
     }
     const auto address = py::reinterpret_steal<py::object>(get->get(items[i], get->closure));
     found.push_back(address ? PyLong_AsVoidPtr(address.ptr()) : nullptr);

@@ -221,8 +221,7 @@ int64_t relay(
 int64_t checksum(const at::Tensor& bytes) {
   TORCH_CHECK_VALUE(bytes.is_cpu(), "checksum: expected a tensor on cpu, got ", bytes.device());
   epload::check_memory("checksum", bytes, 0);
-  TORCH_CHECK_VALUE(
-      bytes.is_contiguous(), "checksum: expected a contiguous tensor, got strides ", bytes.strides());
+  TORCH_CHECK_VALUE(bytes.is_contiguous(), "checksum: expected a contiguous tensor, got strides ", bytes.strides());
   epload::Checksum sum;
   sum.update(bytes.const_data_ptr(), bytes.nbytes());
   return static_cast<int64_t>(sum.value());
@@ -305,8 +304,7 @@ TORCH_LIBRARY(epload, m) {
   m.def(
       "gather(int ticket, __torch__.torch.classes.epload.Layouts? known=None) -> "
       "(__torch__.torch.classes.epload.Gathered, bool)");
-  m.def(
-      "layouts(__torch__.torch.classes.epload.Gathered tensors) -> __torch__.torch.classes.epload.Layouts");
+  m.def("layouts(__torch__.torch.classes.epload.Gathered tensors) -> __torch__.torch.classes.epload.Layouts");
   m.def(
       "has_layouts(__torch__.torch.classes.epload.Gathered tensors, __torch__.torch.classes.epload.Layouts layouts) -> "
       "bool");

@@ -145,9 +145,9 @@ void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
       ": expected dense strided tensors, tensor ",
       index,
       " is ",
-      tensor.is_quantized()    ? "quantized"
-          : tensor.is_nested() ? "nested"
-                               : c10::str(tensor.layout()));
+      tensor.is_quantized() ? "quantized"
+      : tensor.is_nested()  ? "nested"
+                            : c10::str(tensor.layout()));
   TORCH_CHECK_VALUE(
       !tensor.is_meta(), op, ": tensor ", index, " is on meta and holds no data; materialise it first (to_empty)");
   TORCH_CHECK_VALUE(

@@ -54,8 +54,8 @@ void fetch_storage(const at::Tensor& tensor);
 // negation, and its storage holds every element (FSDP frees storage behind a tensor's back).
 void check_memory(const char* op, const at::Tensor& tensor, size_t index);
 
-// The numbers of a table that an op takes: throws ValueError, naming `op` and the table, unless it is a contiguous int64
-// CPU tensor of so many dims that has memory.
+// The numbers of a table that an op takes: throws ValueError, naming `op` and the table, unless it is a contiguous
+// int64 CPU tensor of so many dims that has memory.
 const int64_t* numbers_of(const char* op, const char* name, const at::Tensor& table, int64_t dims);
 
 using RegionCopyFn = void (*)(

@@ -48,7 +48,10 @@ def misaligned() -> Tensor:
 
 def tensors_of_every_kind() -> list[Tensor]:
     plain: list[Tensor] = []
-    for dtype in (torch.int64, torch.int32, torch.uint8, torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn):
+    dtypes_tried = (
+        torch.int64, torch.int32, torch.uint8, torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn,
+    )  # fmt: skip
+    for dtype in dtypes_tried:
         plain += [torch.zeros(shape, dtype=dtype) for shape in ((), (0,), (1,), (4,), (2, 6), (2, 7), (3, 4, 5), (64,))]
     big = torch.full((2, 7), INT64_MAX)
     return [

@@ -34,8 +34,8 @@ class Borrowed {
   std::vector<at::Tensor> tensors_;
 };
 
-// Of some tensors, one after the other: dtype, dims (-1 if it is not dense), sizes, strides. Nothing changes it, as what
-// was bound to it is not checked again; so it is no tensor, which Python could write to.
+// Of some tensors, one after the other: dtype, dims (-1 if it is not dense), sizes, strides. Nothing changes it, as
+// what was bound to it is not checked again; so it is no tensor, which Python could write to.
 class Layouts : public torch::CustomClassHolder {
  public:
   explicit Layouts(const std::vector<at::Tensor>& tensors);

@@ -58,7 +58,9 @@ std::vector<at::Tensor> take_over(int64_t ticket) {
   const std::lock_guard<std::mutex> hold(all.lock);
   auto found = all.tensors.extract(ticket);
   TORCH_CHECK_VALUE(
-      !found.empty(), "gather: expected the ticket of tensors that were just handed over (epload.ops.gather), got ", ticket);
+      !found.empty(),
+      "gather: expected the ticket of tensors that were just handed over (epload.ops.gather), got ",
+      ticket);
   return std::move(found.mapped());
 }
 

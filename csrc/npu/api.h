@@ -16,7 +16,8 @@ constexpr uint32_t kEploadNpuInterface = 3; // raised when a signature below cha
 
 enum EploadNpuStatus : int { kEploadNpuDone = 0, kEploadNpuNotYet = -1, kEploadNpuThrew = INT_MIN };
 
-// What torch_npu or CANN threw. No exception leaves a function below: a caller need not have been compiled to let one pass.
+// What torch_npu or CANN threw. No exception leaves a function below: a caller need not have been compiled to let one
+// pass.
 struct EploadNpuError {
   char text[1024]; // ends in 0; of meaning only after kEploadNpuThrew
 };

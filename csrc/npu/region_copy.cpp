@@ -38,8 +38,7 @@ void region_copy_npu(
     EploadNpuError error;
     const int status = library.copy(runs.data(), runs.size(), &error);
     TORCH_CHECK(status != kEploadNpuThrew, "epload: copies on ", bucket.device(), " failed: ", error.text);
-    TORCH_CHECK(
-        status == kEploadNpuDone, "epload: aclrtMemcpyAsync on ", bucket.device(), " failed with ", status);
+    TORCH_CHECK(status == kEploadNpuDone, "epload: aclrtMemcpyAsync on ", bucket.device(), " failed with ", status);
   }
 }
 

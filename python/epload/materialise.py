@@ -154,7 +154,7 @@ def _materialise_private(model: nn.Module, dtype_of: dict[int, torch.dtype], hom
         if isinstance(module, FSDPModule):
             for group in _parameter_groups(module):
                 for sharded in group.fsdp_params:
-                    sharded.reset_sharded_param()  # type: ignore[no-untyped-call]
+                    sharded.reset_sharded_param()
 
 
 def _empty(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
