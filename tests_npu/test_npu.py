@@ -43,6 +43,20 @@ def test_contiguous_regions_are_copied_by_cann_on_the_stream(cann: Path, tmp_pat
     assert inside == [(nbytes, answer["stream"]) for nbytes in (400, 128, 200)] * 2
 
 
+def test_no_exception_leaves_a_c_function(cann: Path, tmp_path: Path) -> None:
+    """Called from ctypes, which lets none pass: the process would end."""
+    words = [sys.executable, str(HERE / "boundary.py")]
+    env = environment(cann, tmp_path / "trace")
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["moved"]
+    assert answer["said"]["torch_npu's stream"] == [0, ""]
+    status, text = answer["said"]["another stream"]
+    assert status == -(2**31)
+    assert "External NPU stream is not supported" in text
+
+
 def run_ranks(script: str, cann: Path, folder: Path, *words: str) -> list[tuple[dict[str, Any], list[list[str]]]]:
     """What each rank printed, and its trace in words."""
     processes = []
