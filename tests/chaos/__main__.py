@@ -47,6 +47,7 @@ class Job:
     def __init__(self, bed: NetBed | None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="epload-chaos-")
         save_file(state_for(1), Path(self._folder.name) / "model.safetensors")
+        save_file(state_for(2), Path(self._folder.name) / "other.safetensors")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._links, self._processes = [], []
         if bed is not None:
@@ -111,7 +112,7 @@ def run(job: Job, fault: Fault) -> tuple[str, bool, bool]:
     dead = sorted(rank for rank, answer in answers.items() if answer is None)
     fired = bool(dead) or stopped or any(answer[1].fired for answer in answers.values() if answer is not None)
     if dead:
-        if fault.kind != "kill" or dead != [fault.victim]:
+        if not fault.kind.startswith("kill") or dead != [fault.victim]:
             return f"WRONG: ranks {dead} died", fired, False
         live = [answer for answer in answers.values() if answer is not None]
         return judge(fault, [answer[1] for answer in live]), fired, False
@@ -119,8 +120,9 @@ def run(job: Job, fault: Fault) -> tuple[str, bool, bool]:
     for answer in told:
         if said := judge_clean([answer[0]]):
             return f"{said} before the fault", fired, False
-    if said := judge(fault, [answer[1] for answer in told]):
-        return said, fired, False
+    for at in range(1, len(told[0])):  # of two loads at once, each by itself
+        if said := judge(fault, [answer[at] for answer in told]):
+            return said, fired, False
     job.tell("after", fault.seed)
     answers = job.collect(everyone)
     if hung := sorted(everyone - set(answers)):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,7 @@ import torch
 from epload import HierarchicalLoader, node_memory, ops
 from epload.checkpoint import SafetensorsCheckpoint
 from epload.control import Control
+from epload.groups import Group
 from epload.local import _BoundLocal
 from netbed import slow_link
 
@@ -29,8 +30,11 @@ SLOW_KBIT = 64
 HARMLESS = ("none", "slow reader", "slow link", "full disk")
 KINDS = (
     *HARMLESS, "unreadable", "truncated", "unpack", "out of memory", "hook", "interrupt", "kill", "stop", "mismatch",
-    "bit in shard", "bit in bucket", "replaced",
+    "bit in shard", "bit in bucket", "replaced", "kill discovering", "kill making groups", "no threads",
+    "two threads",
 )  # fmt: skip
+ANEW = ("kill discovering", "kill making groups")
+"""Kinds that happen before data moves, to a topology of their own."""
 _RARE = {"none": 0.5}
 WAYS = (
     ("one", "two_level"),
@@ -49,6 +53,8 @@ _ALL = (*_READS, *_MOVES, "unpack", "agree")
 _AT = {
     "unreadable": _READS, "truncated": _READS, "replaced": _READS, "slow reader": _READS,
     "slow link": _MOVES, "bit in bucket": _MOVES, "unpack": _WRITES, "out of memory": _WRITES, "bit in shard": _WRITES,
+    "kill discovering": ("enter_registry", "agree", "leave_registry"), "kill making groups": ("make", "register"),
+    "no threads": ("start",),
 }  # fmt: skip
 """Calls at which a kind of fault may happen; the others at any."""
 
@@ -123,7 +129,9 @@ class Moments:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        owners = dict.fromkeys(_READS, SafetensorsCheckpoint) | dict.fromkeys(_WRITES, _BoundLocal) | {"agree": Control}
+        owners: dict[str, Any] = dict.fromkeys(_READS, SafetensorsCheckpoint) | dict.fromkeys(_WRITES, _BoundLocal)
+        owners |= dict.fromkeys(("enter_registry", "agree", "leave_registry"), Control)
+        owners |= dict.fromkeys(("make", "register"), Group) | {"start": Thread}
         with ExitStack() as stack:
             for name in self._names:
                 owner = owners.get(name, ops)
@@ -162,7 +170,7 @@ def broken(fault: Fault, path: Path, calls: int, deadline: float, mbit: int) -> 
 
     ``mbit``: of the link of this rank's node in the test-bed; 0 without one.
     """
-    at = int(fault.moment * calls)
+    at = int(fault.moment * (len(_AT[fault.kind]) if fault.kind in ANEW else calls))
     names = moments_of(fault)
 
     def slow(*_: Any) -> None:
@@ -191,7 +199,8 @@ def broken(fault: Fault, path: Path, calls: int, deadline: float, mbit: int) -> 
 
     before: dict[str, Callable[..., None]] = {
         "slow reader": slow, "slow link": throttle if mbit else slow, "truncated": truncate, "replaced": replace,
-        "stop": stop_here, "kill": kill, "interrupt": interrupt,
+        "stop": stop_here, "kill": kill, "kill discovering": kill, "kill making groups": kill, "interrupt": interrupt,
+        "no threads": _raise(RuntimeError, "can't start new thread"),
         "unreadable": _raise(OSError, errno.EIO, "the disk is on fire"), "unpack": _raise(RuntimeError, "cannot unpack"),
         "out of memory": _raise(MemoryError, "no room"),
     }  # fmt: skip

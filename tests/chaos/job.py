@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chaos.faults import WORLD, Fault, Moments, broken, moments_of
+from chaos.faults import ANEW, WORLD, Fault, Moments, broken, moments_of
 from epload import HierarchicalLoader, Topology
 from netbed import INTERFACE, enter
 from test_loader import NODES, meta_net, state_for, wrong
@@ -39,7 +40,7 @@ class Outcome:
     fired: bool = False
 
 
-def leaks(folder: Path) -> list[str]:
+def leaks(folder: Path, memories_of: int = 1) -> list[str]:
     """What a load must not leave behind. Sockets of groups that a failure retired are not looked at (docs/reliability.md)."""
     gc.collect()
     said = [f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("epload-")]
@@ -50,7 +51,7 @@ def leaks(folder: Path) -> list[str]:
             continue
         if "[pidfd]" in target or target.startswith(str(folder)):
             said.append(f"descriptor {target}")
-    if memories() > 1:  # those of the loader, which it keeps for its next load
+    if memories() > memories_of:  # those of each loader, which it keeps for its next load
         said.append(f"{memories()} shared buffers")
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return said + [f"process {child}" for child in children]
@@ -80,15 +81,45 @@ class Rank:
             outcomes = [self._load(loader)]
         if fault.kind == "full disk":
             loader = self._loader(fault)  # which has no buffers yet
+        if fault.kind == "two threads":
+            return outcomes + self._two_threads(fault, loader)
+        make = (
+            (lambda: self._loader(fault, Topology.from_nodes(NODES, timeout=DEADLINE))) if fault.kind in ANEW else None
+        )
         if fault.kind == "mismatch" and self._rank == fault.victim:
             outcomes.append(self._load(loader, torch.float64 if fault.moment < 0.5 else torch.bfloat16))
             outcomes[-1].fired = True
         elif self._rank == fault.victim:
             with broken(fault, self._path, counter.count, DEADLINE, self._mbit) as moments:
-                outcomes.append(self._load(loader))
+                outcomes.append(self._load(loader, make=make))
             outcomes[-1].fired = moments.fired
         else:
-            outcomes.append(self._load(loader))
+            outcomes.append(self._load(loader, make=make))
+        return outcomes
+
+    def _two_threads(self, fault: Fault, loader: HierarchicalLoader) -> list[Outcome]:
+        """Two loads of different checkpoints, with one loader, two of one topology, or two topologies; in half of the faults the
+        victim begins them in another order than the other ranks."""
+        other = (
+            loader if fault.seed % 3 == 0
+            else self._loader(fault) if fault.seed % 3 == 1
+            else self._loader(fault, Topology.from_nodes(NODES))
+        )  # fmt: skip
+        outcomes = [Outcome(), Outcome()]
+
+        def load(which: int) -> None:
+            path = self._path if which == 0 else self._folder / "other.safetensors"
+            outcomes[which] = self._load(loader if which == 0 else other, path=path, number=which + 1)
+
+        threads = [threading.Thread(target=load, args=(which,)) for which in (0, 1)]
+        for thread in reversed(threads) if fault.moment < 0.5 and self._rank == fault.victim else threads:
+            thread.start()
+            time.sleep(0.02 * fault.moment)
+        for thread in threads:
+            thread.join()
+        found = leaks(self._folder, memories_of=1 if other is loader else 2)
+        for outcome in outcomes:
+            outcome.leaks, outcome.fired = found, True
         return outcomes
 
     def after(self, seed: int) -> list[Outcome]:
@@ -102,19 +133,27 @@ class Rank:
         dist.barrier()
         return [self._load(self._loader(fault))]
 
-    def _loader(self, fault: Fault) -> HierarchicalLoader:
+    def _loader(self, fault: Fault, topology: Topology | None = None) -> HierarchicalLoader:
         return HierarchicalLoader(
-            self._topology, readers=fault.way[0], algorithm=fault.way[1], bucket_bytes=fault.bucket_bytes,
+            topology or self._topology, readers=fault.way[0], algorithm=fault.way[1], bucket_bytes=fault.bucket_bytes,
             verify=fault.verify, deadline=DEADLINE, progress=False,
         )  # fmt: skip
 
-    def _load(self, loader: HierarchicalLoader, dtype: torch.dtype = torch.float32) -> Outcome:
+    def _load(
+        self,
+        loader: HierarchicalLoader,
+        dtype: torch.dtype = torch.float32,
+        make: Callable[[], HierarchicalLoader] | None = None,
+        path: Path | None = None,
+        number: int = 1,
+    ) -> Outcome:
+        """``make``: a loader of a topology that is part of what may fail. ``number``: of the state that ``path`` has."""
         outcome = Outcome()
         model = meta_net(dtype)
         began = time.monotonic()
         try:
-            loader.load(model, self._path)
-            outcome.wrong = wrong(model, state_for(1))
+            (make() if make is not None else loader).load(model, path or self._path)
+            outcome.wrong = wrong(model, state_for(number))
         except BaseException as error:
             outcome.kind, outcome.text = type(error).__name__, str(error)
         outcome.seconds = time.monotonic() - began
