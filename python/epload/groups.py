@@ -129,7 +129,6 @@ class Group:
             built = dist.ProcessGroupGloo(PrefixStore(f"{device}/", self._store), at, size, timeout)
             built.options.global_ranks_in_group = list(self.ranks)
             built.options.group_name = self.name
-            built._set_sequence_number_for_group()
             return dist.ProcessGroup.BackendType.GLOO, built
         if name in ("nccl", "xccl"):
             kind = getattr(distributed_c10d, f"ProcessGroup{name.upper()}")
@@ -138,8 +137,6 @@ class Group:
             options.global_ranks_in_group = list(self.ranks)
             options.group_name = self.name
             built = kind(plain, at, size, options)
-            if name == "nccl":
-                built._set_sequence_number_for_group()
             backend_type = getattr(dist.ProcessGroup.BackendType, name.upper())
         elif name.upper() in dist.Backend._plugins:
             plugin = dist.Backend._plugins[name.upper()]
