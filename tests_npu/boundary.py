@@ -1,17 +1,22 @@
-"""One process: calls libepload_npu's C functions where torch_npu throws, on a stream that it did not make. Prints what each
-function returned and said."""
+"""One process: calls a C function of libepload_npu where torch_npu throws, in a thread that cannot learn its device. Prints what
+it returned and said."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import os
+import threading
 from pathlib import Path
 
 import torch
 import torch_npu  # noqa: F401  (brings the device)
 
 import epload
+
+
+NO_DEVICE = 507000
+"""An error of CANN's runtime."""
 
 
 class Copy(ctypes.Structure):
@@ -25,18 +30,19 @@ def main() -> None:
     library = ctypes.CDLL(str(Path(epload.__file__).parent / "libepload_npu.so"))
     error = ctypes.create_string_buffer(1024)
     copies = (Copy * 1)(Copy(there.data_ptr() + 32, there.data_ptr(), 32))
-    external = torch.npu.ExternalStream(torch.npu.Stream().npu_stream)
+    ctypes.CDLL("libascendcl.so").fakecann_fail_get_device(NO_DEVICE)
     said: dict[str, tuple[int, str]] = {}
 
     def call(what: str, count: int) -> None:
         error.value = b""
         said[what] = library.epload_npu_copy(copies, ctypes.c_uint64(count), error), error.value.decode()
 
-    call("torch_npu's stream", 1)
+    call("here", 1)
     torch.npu.synchronize()
     moved = there.cpu()[32:].tolist() == list(range(32))
-    torch.npu.set_stream(external)
-    call("another stream", 1)
+    thread = threading.Thread(target=call, args=("in a new thread", 1))
+    thread.start()
+    thread.join()
     print(json.dumps({"said": said, "moved": moved}), flush=True)
     os._exit(0)  # torch_npu's end asks for more of CANN than there is here
 

@@ -120,6 +120,7 @@ Stream* stream_of(void* handle) {
 }
 
 thread_local int current_device = 0;
+std::atomic<int> device_error{0};
 thread_local bool has_context = false;
 
 int allocate(void** data, size_t nbytes) {
@@ -155,7 +156,14 @@ CANN int aclrtGetDeviceCount(uint32_t* count) {
   *count = 2;
   return kFine;
 }
+// For tests: from now on a thread that does not know its device cannot learn it.
+CANN void fakecann_fail_get_device(int error) {
+  device_error = error;
+}
 CANN int aclrtGetDevice(int32_t* device) {
+  if (device_error != kFine) {
+    return device_error;
+  }
   *device = current_device;
   return has_context ? kFine : kNoContext;
 }
