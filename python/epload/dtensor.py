@@ -5,21 +5,51 @@ Both ways give equal answers (tested); the public one costs 5 us a tensor, which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from epload import _C
 
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _PRIVATE_TRIED = {(2, 13), (2, 14)}
+_FSDP_COUNTS_STRIDED_SHARDS = (2, 13)
+"""The first torch that is known to."""
 
 
 def private_path_available() -> bool:
     """Whether this torch is one the private paths were tried with."""
-    minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return minor in _PRIVATE_TRIED
+    return _TORCH in _PRIVATE_TRIED
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """The parameter groups of one FSDP module. torch 2.11 has at most one, later versions keep a list."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def understated_axes(modules: Iterable[nn.Module]) -> dict[int, int]:
+    """The mesh axis along which FSDP shards each parameter (by its id), on a torch whose DTensor may say less of it than is true.
+
+    FSDP shards what tensor parallelism left to a rank, which is a _StridedShard of as many parts as other axes make of that dim.
+    torch 2.11 does not count axes that are themselves a _StridedShard (a fused projection), and says Shard.
+    """
+    if _TORCH >= _FSDP_COUNTS_STRIDED_SHARDS:
+        return {}
+    return {
+        id(sharded.sharded_param): group.mesh_info.shard_mesh_dim
+        for module in modules
+        if isinstance(module, FSDPModule)
+        for group in parameter_groups(module)
+        for sharded in group.fsdp_params
+        if getattr(group.mesh_info, "shard_mesh_dim", None) is not None
+    }
 
 
 def local_tensors(tensors: list[Tensor], private: bool | None = None) -> list[Tensor]:

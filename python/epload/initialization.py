@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from epload import memory_pattern
+from epload import dtensor, memory_pattern
 from epload.errors import ModelMismatch
 from epload.parts import Parts
 from epload.placement import OwnedRegion, owned_regions
@@ -99,10 +99,11 @@ def compute(
                     f"{', '.join(list(unfilled)[:5])}. Pass init_missing=hook(module, path, names) to fill it"
                 ) from error
     computed = skeleton.computed()
+    understated = dtensor.understated_axes(model.modules())
     for name, tensor in unfilled.items():
         value = computed.get(id(tensor))
         if value is not None and value.shape == tensor.shape:
-            found.values[name] = _own_part(tensor, value.to(dtypes[name]))
+            found.values[name] = _own_part(name, tensor, value.to(dtypes[name]), understated.get(id(tensor)))
     found.attributes = skeleton.attributes()
     return found
 
@@ -331,11 +332,11 @@ def _refers_to_modules(value: Any) -> bool:
 # ---- this rank's part ----
 
 
-def _own_part(tensor: Tensor, whole: Tensor) -> Tensor:
+def _own_part(name: str, tensor: Tensor, whole: Tensor, fsdp_axis: int | None) -> Tensor:
     """Of a whole tensor what the local tensor of ``tensor`` holds."""
     if not isinstance(tensor, DTensor):
         return whole
-    layout, coordinate = layout_of("a tensor without a checkpoint key", tensor)
+    layout, coordinate = layout_of(name, tensor, fsdp_axis)
     part = torch.empty(tensor.to_local().shape, dtype=whole.dtype)
     for region in owned_regions(layout, coordinate):
         part[_slices(region.local_start, region)] = whole[_slices(region.start, region)]

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from epload import collector
-from epload.dtensor import private_path_available
+from epload import collector, dtensor
 from epload.targets import Targets, walk
 
 Home = Callable[[Tensor], torch.device]
@@ -49,7 +48,7 @@ def materialise(model: nn.Module, targets: Targets, device: torch.device, privat
         return
     dtype_of = {id(tensor): dtype for tensor, dtype in zip(targets.tensors, targets.dtypes, strict=True)}
     if private is None:
-        private = private_path_available() and all(map(_is_simple, targets.tensors))
+        private = dtensor.private_path_available() and all(map(_is_simple, targets.tensors))
     apart = offloaded(model)
 
     def home(tensor: Tensor) -> torch.device:
@@ -74,17 +73,9 @@ def fsdp_parameters(model: nn.Module) -> list[Any]:
         sharded
         for _, module in walk(model)
         if isinstance(module, FSDPModule)
-        for group in _parameter_groups(module)
+        for group in dtensor.parameter_groups(module)
         for sharded in group.fsdp_params
     ]
-
-
-def _parameter_groups(module: FSDPModule) -> list[Any]:
-    """The parameter groups of one FSDP module. torch 2.11 has at most one, later versions keep a list."""
-    state: Any = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def _is_simple(tensor: Tensor) -> bool:
@@ -152,7 +143,7 @@ def _materialise_private(model: nn.Module, dtype_of: dict[int, torch.dtype], hom
                 module._buffers[name] = buffers[id(buffer)]
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in _parameter_groups(module):
+            for group in dtensor.parameter_groups(module):
                 for sharded in group.fsdp_params:
                     sharded.reset_sharded_param()
 

@@ -143,6 +143,7 @@ def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) 
     for _, module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
+    understated = dtensor.understated_axes(module for _, module in modules)
     targets = Targets()
     names, tensors, layouts, kinds = targets.names, targets.tensors, targets.layout, targets.dtypes
     by_object: dict[int, int] = {}
@@ -156,7 +157,8 @@ def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) 
             targets.index[name] = known
             continue
         if isinstance(tensor, DTensor):
-            key: tuple[object, ...] = (id(tensor.device_mesh), id(tensor.placements), tensor.shape)
+            axis = understated.get(id(tensor))
+            key: tuple[object, ...] = (id(tensor.device_mesh), id(tensor.placements), tensor.shape, axis)
         else:
             _check_own_memory(name, tensor)
             if not tensor.is_meta and tensor.numel() and type(tensor) in (Tensor, nn.Parameter):
@@ -175,7 +177,7 @@ def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) 
                 targets.own.add(len(names))
         layout = by_layout.get(key)
         if layout is None:
-            layout = _intern(targets, by_layout, key, name, tensor, outer)
+            layout = _intern(targets, by_layout, key, name, tensor, outer, understated.get(id(tensor)))
         by_object[id(tensor)] = targets.index[called] = len(names)
         names.append(name)
         tensors.append(tensor)
@@ -343,9 +345,10 @@ def _intern(
     name: str,
     tensor: Tensor,
     outer: OuterShard | None = None,
+    fsdp_axis: int | None = None,
 ) -> int:
     """The number of a layout not met under this key; placements are often equal but not one object."""
-    layout, coordinate = layout_of(name, tensor)
+    layout, coordinate = layout_of(name, tensor, fsdp_axis)
     meshes = [Mesh.of(tensor.device_mesh)] if isinstance(tensor, DTensor) else []
     if outer is not None:
         layout, coordinate = outer.around(name, layout, coordinate)
@@ -363,8 +366,11 @@ def _intern(
     return by_layout[value_key]
 
 
-def layout_of(name: str, tensor: Tensor) -> tuple[Layout, tuple[int, ...]]:
+def layout_of(name: str, tensor: Tensor, fsdp_axis: int | None = None) -> tuple[Layout, tuple[int, ...]]:
     """The layout of a DTensor or a plain tensor, and this rank's place in its mesh.
+
+    Args:
+        fsdp_axis: see ``dtensor.understated_axes``.
 
     Raises:
         ModelMismatch: a placement that a load cannot fill (Partial), or a mesh without this rank.
@@ -374,7 +380,23 @@ def layout_of(name: str, tensor: Tensor) -> tuple[Layout, tuple[int, ...]]:
         return Layout(shape, (), ()), ()
     mesh = tensor.device_mesh
     coordinate = _coordinate(name, mesh)
-    return Layout(shape, tuple(mesh.shape), tuple(_placement(name, p, tensor) for p in tensor.placements)), coordinate
+    placements = [_placement(name, p, tensor) for p in tensor.placements]
+    if fsdp_axis is not None:
+        placements[fsdp_axis] = _over_others(placements, fsdp_axis, mesh)
+    return Layout(shape, tuple(mesh.shape), tuple(placements)), coordinate
+
+
+def _over_others(placements: list[Placement], axis: int, mesh: DeviceMesh) -> Placement:
+    """What FSDP does along an axis: it shards the pieces that the axes to the right make of the same dim."""
+    placement = placements[axis]
+    if isinstance(placement, Replicated):
+        return placement
+    parts = 1
+    for other in range(axis + 1, len(placements)):
+        right = placements[other]
+        if isinstance(right, Sharded) and right.dim == placement.dim:
+            parts *= mesh.size(other)
+    return Sharded(placement.dim, parts)
 
 
 def _coordinate(name: str, mesh: DeviceMesh) -> tuple[int, ...]:
