@@ -84,7 +84,11 @@ def _inv_freq(rank: int) -> list[str]:
         if model.inv_freq.dtype != torch.float32 or not torch.equal(model.inv_freq, expected) or report.initialised:
             said.append(f"{makers}: inv_freq is {model.inv_freq}, initialised {report.initialised}")
     for make, kind, text in (
-        (lambda: meta(Rotary), epload.ModelMismatch, "inv_freq are on meta and no checkpoint holds them"),
+        (
+            lambda: meta(Rotary),
+            epload.ModelMismatch,
+            "inv_freq: 1 of the model's tensors are on meta, no checkpoint",
+        ),
         (
             lambda: Rotary() if rank == 1 else meta(lambda: Rotary().bfloat16()),
             epload.ManifestMismatch,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from epload.broadcast import coalesced_bcast
 from epload.control import Control
-from epload.errors import ManifestMismatch, ModelMismatch
+from epload.errors import ManifestMismatch
 from epload.targets import Targets
 from epload.topology import Topology
 
@@ -23,9 +22,8 @@ def find_holders(control: Control, model: nn.Module, targets: Targets) -> dict[s
         ManifestMismatch: it is of another dtype or shape on another rank.
     """
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    plain = {
-        name: buffers[name] for name in {*targets.lost, *targets.unsaved} if not isinstance(buffers[name], DTensor)
-    }
+    known = [name for name in {*targets.lost, *targets.unsaved} if name in buffers]
+    plain = {name: buffers[name] for name in known if not isinstance(buffers[name], DTensor)}
     view = {name: [str(b.dtype), list(b.shape), name in targets.unsaved] for name, b in sorted(plain.items())}
 
     def first(views: dict[int, dict[str, Any]]) -> dict[str, int]:
@@ -47,16 +45,6 @@ def find_holders(control: Control, model: nn.Module, targets: Targets) -> dict[s
 
     found: dict[str, int] = control.settle("comparing buffers", None, view, first)
     return found
-
-
-def check_lost(targets: Targets, holders: Iterable[str]) -> None:
-    """Raises ModelMismatch if a buffer is on meta and nobody can fill it."""
-    lost = sorted(targets.lost - set(holders))
-    if lost:
-        raise ModelMismatch(
-            f"buffers {', '.join(lost[:5])} are on meta and no checkpoint holds them "
-            "(they are not persistent); pass init_missing=hook(module, path, names) to compute them"
-        )
 
 
 def share(model: nn.Module, holders: dict[str, int], topology: Topology, stream: torch.Stream | None) -> int:

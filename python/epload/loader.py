@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -10,9 +10,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from epload import collector, log, quantised
+from epload import collector, log, memory_pattern, quantised
 from epload import materialise as mat
 from epload.auto import Job, Measured, choose
 from epload.broadcast import DEFAULT_BUCKET_BYTES
@@ -22,8 +22,11 @@ from epload.device_side import DeviceSide
 from epload.device_staging import DeviceStaging
 from epload.device_transfer import DeviceTransfer, staging_bytes
 from epload.devices import CPU, check_stream
+from epload.dtensor import local_tensors
+from epload.errors import LoadError
 from epload.flow import READERS, Flow
 from epload.framing import Framing
+from epload.initialization import InitMissing
 from epload.local import Bound, Local
 from epload.mapping import Mapping
 from epload.node_memory import NodeMemory
@@ -31,7 +34,8 @@ from epload.parts import LocalModules, OuterShard, Parts
 from epload.preparation import Preparation, Prepared, Request, Strict, attempt
 from epload.proof import Proof
 from epload.report import LoadReport, progress_bar
-from epload.targets import DTypes
+from epload.state_entries import check_filled
+from epload.targets import DTypes, owned, stage
 from epload.topology import Topology
 from epload.transfer import Transfer, wave_bytes
 from epload.upload import upload_bytes
@@ -121,7 +125,7 @@ class HierarchicalLoader:
         mapping: Mapping | str = "auto",
         strict: Strict = True,
         dtype: DTypes = None,
-        init_missing: mat.InitMissing | None = None,
+        init_missing: InitMissing | None = None,
         outer_shards: Sequence[OuterShard] = (),
         local_modules: Sequence[LocalModules] = (),
     ) -> LoadReport:
@@ -139,9 +143,10 @@ class HierarchicalLoader:
                 report and left alone; with ``"shapes"`` only another shape is an error, as in torch's own loading.
             dtype: for floating-point parameters that are on meta, or a dict from regular expressions to dtypes; by default
                 the model's.
-            init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that the
-                checkpoint does not fill. By default a transformers model computes its non-persistent buffers itself;
-                nothing else is initialised.
+            init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that neither
+                the checkpoint fills nor the model itself initializes. A transformers model initializes what was on meta
+                as ``from_pretrained`` does: non-persistent buffers, and parameters that ``strict=False`` leaves
+                unfilled. What nobody fills is an error.
             outer_shards: tensors of the model that are this rank's part of larger ones, though they do not say so.
             local_modules: modules that hold what other ranks need not have.
 
@@ -203,6 +208,8 @@ class HierarchicalLoader:
             with report.timed("materialise"):
                 if work.devices.meta or work.targets.lost:
                     mat.materialise(model, work.targets, work.devices.home)
+                if work.targets.staged:
+                    stage(model, work.targets)
                 if memory is not None:
                     memory.board.clear()
                     report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
@@ -258,6 +265,7 @@ class HierarchicalLoader:
                     transfer.abandon()
                 raise
             if finish is not None:
+                self._hand_over(work, local)
                 if self.options.proves:
                     self._prove(work, flow, local, report)
                 finish()
@@ -284,6 +292,19 @@ class HierarchicalLoader:
                 self._initialise(request, work, report)
 
             move(readers, rest, finish)
+
+    def _hand_over(self, work: Prepared, local: Local) -> None:
+        """Fills the modules that are filled through their own load_state_dict."""
+        targets = work.targets
+        if not targets.staged:
+            return
+        self._control.doing = "calling load_state_dict of modules with state-dict hooks"
+        staging = {name: local.tensors[targets.index[name]] for each in targets.staged for name in each.names}
+        for each in targets.staged:
+            each.hand_over(staging)
+            if self.options.proves:
+                each.read_back(staging)
+        check_filled(local_tensors(list(targets.behind.values())), targets.staged)
 
     def _prove(self, work: Prepared, flow: Flow, local: Local, report: LoadReport) -> None:
         """Before the tensors are scaled or initialised, as the checkpoint knows nothing of that."""
@@ -366,11 +387,29 @@ class HierarchicalLoader:
         return self._memory
 
     def _initialise(self, request: Request, work: Prepared, report: LoadReport) -> None:
-        names = work.targets.lost - set(work.holders)
-        if request.init_missing is not None:
-            names = {*names, *work.plan.missing, *work.plan.mismatched}
-        hook = request.hook
-        for module, path, leaves in ((u.module, u.path, u.names) for u in mat.unfilled(request.model, names)):
-            assert hook is not None
-            hook(module, path, leaves)
+        """Fills what the checkpoint does not: with what the model has computed, then by the caller's hook."""
+        targets = work.targets
+        tensors = dict(zip(targets.names, targets.tensors, strict=True))
+        tensors |= {name: owned(request.model, name) for name in targets.lost}
+
+        def local(names: Collection[str]) -> dict[str, Tensor]:
+            return dict(zip(names, local_tensors([tensors[name] for name in names]), strict=True))
+
+        work.initialization.apply(local(work.initialization.values))
+        report.initialised += sorted(work.initialization.values)
+        if request.init_missing is None:
+            return
+        for tensor in local(work.garbage).values():
+            memory_pattern.mark(tensor)
+        for module, path, leaves in (
+            (u.module, u.path, u.names) for u in mat.unfilled(request.model, set(work.unfilled))
+        ):
+            request.init_missing(module, path, leaves)
             report.initialised += [f"{path}.{leaf}" if path else leaf for leaf in leaves]
+        tensors |= {name: owned(request.model, name) for name in targets.lost}  # a hook may replace a buffer
+        left = [name for name, t in local(work.garbage).items() if not t.is_meta and memory_pattern.is_marked(t)]
+        if left:
+            raise LoadError(
+                f"rank {self.topology.rank}: init_missing left {', '.join(sorted(left)[:10])} unfilled; it is called as "
+                "hook(module, path, names) and must write to each of these names of the module, in place"
+            )

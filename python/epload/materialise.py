@@ -180,35 +180,3 @@ def unfilled(model: nn.Module, names: set[str]) -> list[Unfilled]:
         except AttributeError:  # a wrapper leaves itself out of the names of its state_dict
             found.append(Unfilled(model, "", tuple(f"{path}.{leaf}" for leaf in leaves)))
     return found
-
-
-InitMissing = Callable[[nn.Module, str, tuple[str, ...]], None]
-"""Called as ``hook(module, path, names)`` for each module with tensors that nothing filled; initialises them in place."""
-
-
-def default_init(model: nn.Module) -> InitMissing | None:
-    """A transformers model computes its own buffers, by its ``_init_weights`` on the module that owns them.
-
-    That function would also draw the module's weights anew, so all but the named tensors are marked as initialised, which
-    the library's initialisers respect.
-    """
-    init = getattr(model, "_init_weights", None)
-    if not callable(init):
-        return None
-
-    def hook(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
-        others = [
-            tensor
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-            if name not in names and not getattr(tensor, "_is_hf_initialized", False)
-        ]
-        for tensor in others:
-            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-        try:
-            with torch.no_grad():
-                init(module)
-        finally:
-            for tensor in others:
-                del tensor._is_hf_initialized  # type: ignore[attr-defined]
-
-    return hook

@@ -12,16 +12,17 @@ from operator import or_
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from epload import materialise as mat
 from epload import sharing
-from epload.buffers import check_lost, find_holders
+from epload.buffers import find_holders
 from epload.checkpoint import Checkpoint
 from epload.device_side import DeviceSide
 from epload.devices import CPU, Devices, check_backend, devices_of
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, text_of
 from epload.flow import wave_limit
+from epload.initialization import Initialization, InitMissing, compute
 from epload.manifest import Manifest
 from epload.mapping import Mapping, spell_misfits
 from epload.mapping import resolve as resolve_mapping
@@ -50,12 +51,7 @@ class Request:
     strict: Strict
     dtype: DTypes
     parts: Parts | None
-    init_missing: mat.InitMissing | None
-
-    @property
-    def hook(self) -> mat.InitMissing | None:
-        """What fills tensors that the checkpoint does not."""
-        return self.init_missing if self.init_missing is not None else mat.default_init(self.model)
+    init_missing: InitMissing | None
 
 
 class _Announced(NamedTuple):
@@ -78,6 +74,10 @@ class _Opened:
     """Whether ranks may hold different modules."""
     manifest: _Announced = field(default_factory=lambda: _Announced(0, "", []))
     holders: dict[str, int] = field(default_factory=dict)
+    seed: int = 0
+    """For tensors that are initialized; equal on all ranks."""
+    meta: bool = False
+    """Whether any rank has tensors on meta."""
 
     @property
     def device(self) -> torch.device:
@@ -106,6 +106,11 @@ class Prepared:
     missing: list[str]
     mismatched: list[str]
     """Names of the model, on whichever rank."""
+    initialization: Initialization
+    unfilled: frozenset[str]
+    """Names of this rank's model for a hook to fill: neither the checkpoint nor the model itself does."""
+    garbage: frozenset[str]
+    """Those of them that had no storage before the load, so that a hook must fill them."""
 
     @property
     def device(self) -> torch.device:
@@ -135,9 +140,8 @@ class Preparation:
             LoadError, ValueError, TypeError: the same on every rank; nothing has been changed.
         """
         opened = self._open(request, stream)
-        computed = request.hook is not None
         route, manifest = self._connect(opened, report)
-        return self._agree_on_plan(request, opened, route, manifest, computed)
+        return self._agree_on_plan(request, opened, route, manifest)
 
     # ---- opening ----
 
@@ -151,7 +155,10 @@ class Preparation:
         view: dict[str, Any] = {
             "options": options,
             "lost": opened is not None and bool(opened.targets.lost),
+            "meta": opened is not None and (opened.devices.meta or bool(opened.targets.lost)),
         }
+        if self._topology.rank == src:
+            view["seed"] = torch.initial_seed()
         several = len(self._topology.ranks) > 1
         if several and self.manifest is not None:
             view["known"] = self.manifest.identity
@@ -167,10 +174,12 @@ class Preparation:
                 announced = _Announced(*views[src]["manifest"])
                 if all(view.get("known") == announced.identity for rank, view in views.items() if rank != src):
                     announced = announced._replace(nbytes=0)
-            return [announced, len({view["lost"] for view in views.values()}) > 1]
+            uneven = len({view["lost"] for view in views.values()}) > 1
+            return [announced, uneven, any(view["meta"] for view in views.values()), views[src]["seed"]]
 
-        announced, uneven = self._control.settle("opening the checkpoint", failure, view, decide)
+        announced, uneven, meta, seed = self._control.settle("opening the checkpoint", failure, view, decide)
         assert opened is not None
+        opened.meta, opened.seed = meta, seed
         if announced is not None:
             opened.manifest = _Announced(*announced)
         if uneven:  # some ranks have buffers that others lack
@@ -261,16 +270,11 @@ class Preparation:
 
     # ---- the plan ----
 
-    def _agree_on_plan(
-        self, request: Request, opened: _Opened, route: Route, known: Manifest, computed: bool
-    ) -> Prepared:
-        """``computed``: whether somebody computes the buffers that no checkpoint holds."""
+    def _agree_on_plan(self, request: Request, opened: _Opened, route: Route, known: Manifest) -> Prepared:
         strict, targets = request.strict, opened.targets
 
         def prepare() -> tuple[Manifest, Mapping]:
             manifest = self._join(opened, request.checkpoint, known)
-            if not computed:
-                check_lost(targets, opened.holders)
             if strict not in (True, False, "shapes"):
                 raise ValueError(f"expected strict to be True, False or 'shapes', got {strict!r}")
             return manifest, resolve_mapping(request.mapping, request.model, targets.index)
@@ -295,6 +299,8 @@ class Preparation:
                 plan = make(wanted)
                 if (strict and plan.mismatched) or (strict is True and (plan.missing or plan.unexpected)):
                     raise ModelMismatch(_spell_keys(manifest, plan, strict))
+                if targets.names and not plan.slots.tensor_count and not opened.local_modules:
+                    raise ModelMismatch(f"the load would fill nothing: {_spell_keys(manifest, plan, True)}")
                 return plan
 
             plan, failure = attempt(check)
@@ -315,10 +321,49 @@ class Preparation:
             raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
         assert plan is not None
         missing, mismatched = self._unfilled_anywhere(opened, plan)
+        initialization, unfilled, garbage = self._initialize(request, opened, plan, [*missing, *mismatched])
         return Prepared(
             targets, opened.devices, opened.checkpoint, opened.holders, manifest, plan, route, per_wave,
-            all_read, owned, missing, mismatched,
+            all_read, owned, missing, mismatched, initialization, unfilled, garbage,
         )  # fmt: skip
+
+    def _initialize(
+        self, request: Request, opened: _Opened, plan: LoadPlan, anywhere: list[str]
+    ) -> tuple[Initialization, frozenset[str], frozenset[str]]:
+        """What the model computes of what the checkpoint does not fill, what it leaves to a hook, and which of that is garbage
+        until then.
+
+        Tensors that hold values keep them, unless another rank has them on meta: then all ranks initialize them alike.
+
+        Args:
+            anywhere: names of tensors that no checkpoint tensor fills on some rank, as all ranks know them.
+        """
+        targets = opened.targets
+        left = {*plan.missing, *plan.mismatched}
+        if not opened.meta:
+            return Initialization(), frozenset(left), frozenset()
+        shared = {targets.names[i]: name for name, i in reversed(targets.index.items())}
+        on_meta = {shared[name] for name in left if targets.tensors[targets.index[shared[name]]].is_meta}
+        if anywhere:
+            on_meta = set(self._control.settle("comparing what is missing", None, sorted(on_meta), _union))
+        garbage: dict[str, Tensor] = {n: t for n, t in targets.lost.items() if n not in opened.holders}
+        garbage |= {n: targets.tensors[targets.index[shared[n]]] for n in left if shared[n] in on_meta}
+        dtypes = {name: tensor.dtype for name, tensor in garbage.items()}
+        dtypes |= {name: targets.dtypes[targets.index[shared[name]]] for name in left}
+        hooked = request.init_missing is not None
+
+        def initialize() -> Initialization:
+            made = compute(request.model, garbage, dtypes, opened.seed, request.parts, adapters=not hooked)
+            copies = {name for module in targets.staged for name in module.names}
+            nobody = sorted(name for name in garbage if name not in made.values and (not hooked or name in copies))
+            if nobody:
+                raise ModelMismatch(_spell_unfilled(nobody))
+            return made
+
+        made, failure = attempt(initialize)
+        self._control.settle("initializing what the checkpoint lacks", failure)
+        assert made is not None
+        return made, frozenset({*garbage, *left} - {*made.values}), frozenset({*garbage} - {*made.values})
 
     def _wanted_by_any(self, manifest: Manifest, make: Callable[[], LoadPlan]) -> frozenset[int]:
         """Checkpoint tensors that some rank has a place for, by number. A rank that cannot plan ends the load here; one that
@@ -392,6 +437,19 @@ def attempt(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return step(), None
     except Exception as error:
         return None, error
+
+
+def _union(views: dict[int, list[str]]) -> list[str]:
+    return sorted({name for names in views.values() for name in names})
+
+
+def _spell_unfilled(names: list[str]) -> str:
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return (
+        f"{', '.join(names[:10])}{more}: {len(names)} of the model's tensors are on meta, no checkpoint tensor fills them, and "
+        "the model does not initialize them itself; pass init_missing=hook(module, path, names) to fill them, or build the model "
+        "with values for them"
+    )
 
 
 def _distinct(views: dict[int, str]) -> dict[str, int]:

@@ -14,10 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as TorchPlacement
 
-from epload import dtensor, dtypes
+from epload import dtensor, dtypes, memory_pattern, state_entries
 from epload.errors import ModelMismatch
 from epload.parts import OuterShard, Parts
 from epload.placement import Layout, Placement, Replicated, Sharded
+from epload.state_entries import Staged
 
 
 @dataclass
@@ -41,8 +42,13 @@ class Targets:
     """Targets that other ranks need not have (see ``LocalModules``)."""
     unsaved: set[str] = field(default_factory=set)
     """Non-persistent buffers that have storage. No checkpoint holds them; another rank may lack them."""
-    lost: set[str] = field(default_factory=set)
-    """Non-persistent buffers on meta: no checkpoint holds them, and materialising them leaves garbage."""
+    lost: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors on meta that the model's state_dict does not have, so that no checkpoint fills them: non-persistent buffers, and
+    parameters that a state-dict hook leaves out."""
+    staged: tuple[Staged, ...] = ()
+    """Modules that are filled through their own load_state_dict."""
+    behind: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors on meta that only these can fill."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -82,7 +88,8 @@ def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) 
     part of something larger.
 
     Raises:
-        ModelMismatch: a placement that a load cannot fill (Partial); a tensor that is sparse or expanded.
+        ModelMismatch: a placement that a load cannot fill (Partial); a tensor that is sparse, expanded or without a shape; a
+            model that is flattened (FSDP1); a state-dict entry that is a copy of a DTensor.
         ValueError: ``dtype`` differs from that of a parameter that already has storage; a pattern of ``parts`` or ``dtype``
             is found in no name.
     """
@@ -94,7 +101,9 @@ def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) 
     names, tensors, layouts, kinds = targets.names, targets.tensors, targets.layout, targets.dtypes
     by_object: dict[int, int] = {}
     by_layout: dict[tuple[object, ...], int] = {}
-    for name, tensor in _state(model, modules, targets):
+    state, staged = _state(model, modules, targets)
+    targets.staged = staged
+    for name, tensor in state:
         known = by_object.get(id(tensor))
         if known is not None:
             targets.index[name] = known
@@ -102,8 +111,8 @@ def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) 
         if isinstance(tensor, DTensor):
             key: tuple[object, ...] = (id(tensor.device_mesh), id(tensor.placements), tensor.shape)
         else:
-            key = (tensor.shape,)
             _check_own_memory(name, tensor)
+            key = (tensor.shape,)
         outer, called = None, name
         if parts is not None:
             outer, local = parts.outer(name), parts.called(name)
@@ -141,8 +150,38 @@ def walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _state(model: nn.Module, modules: list[tuple[str, nn.Module]], targets: Targets) -> list[tuple[str, Tensor]]:
-    """What ``model.state_dict(keep_vars=True)`` gives, in half the time when no module has a say in it.
+def stage(model: nn.Module, targets: Targets) -> None:
+    """Gives the modules that are filled through their own load_state_dict staging tensors, with the values of today. Their
+    tensors that no entry shows are marked, to see later that they were filled."""
+    for module in targets.staged:
+        for name in module.names:
+            at = targets.index[name]
+            targets.tensors[at] = targets.tensors[at].detach().clone()
+    targets.behind = {name: owned(model, name) for name in targets.behind}
+    for tensor in dtensor.local_tensors(list(targets.behind.values())):
+        memory_pattern.mark(tensor)
+
+
+def owned(model: nn.Module, name: str) -> Tensor:
+    """The parameter or buffer at a path of modules, which is not always its name in the state dict."""
+    path, _, leaf = name.rpartition(".")
+    module = model
+    for child in filter(None, path.split(".")):
+        found = module._modules[child]
+        assert found is not None
+        module = found
+    tensor: Tensor | None = module._parameters.get(leaf)
+    if tensor is None:
+        tensor = module._buffers[leaf]
+    assert tensor is not None
+    return tensor
+
+
+def _state(
+    model: nn.Module, modules: list[tuple[str, nn.Module]], targets: Targets
+) -> tuple[list[tuple[str, Tensor]], tuple[Staged, ...]]:
+    """What ``model.state_dict(keep_vars=True)`` gives, in half the time when no module has a say in it; and the modules with
+    entries there that are not the model's own storage.
 
     Adds to ``targets`` the non-persistent buffers, those that have storage and those that are on meta.
     """
@@ -152,6 +191,7 @@ def _state(model: nn.Module, modules: list[tuple[str, nn.Module]], targets: Targ
     for prefix, module in modules:
         kind = type(module)
         if kind not in plain:
+            state_entries.refuse(prefix, kind)
             plain[kind] = not customises_state(module)
         if module._state_dict_hooks or not plain[kind]:
             asked = True
@@ -165,12 +205,19 @@ def _state(model: nn.Module, modules: list[tuple[str, nn.Module]], targets: Targ
                 if name not in module._non_persistent_buffers_set:
                     found.append((prefix + name, buffer))
                 elif buffer.is_meta:
-                    targets.lost.add(prefix + name)
+                    targets.lost[prefix + name] = buffer
                 else:
                     targets.unsaved.add(prefix + name)
     if not asked:
-        return found
-    return [(name, t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)]
+        return found, ()
+    entries = state_entries.read(model)
+    customised = [(prefix, module) for prefix, module in modules if customises_state(module)]
+    staged = state_entries.staged(model, customised, entries)
+    hidden = state_entries.hidden(found, entries)
+    for name, tensor in hidden.items():
+        behind = any(module.covers(name) for module in staged)
+        (targets.behind if behind else targets.lost)[name] = tensor
+    return entries, staged
 
 
 def customises_state(module: nn.Module) -> bool:
@@ -222,13 +269,7 @@ def _intern(
     outer: OuterShard | None = None,
 ) -> int:
     """The number of a layout not met under this key; placements are often equal but not one object."""
-    shape = tuple(tensor.shape)
-    if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        coordinate = _coordinate(name, mesh)
-        layout = Layout(shape, tuple(mesh.shape), tuple(_placement(name, p, tensor) for p in tensor.placements))
-    else:
-        layout, coordinate = Layout(shape, (), ()), ()
+    layout, coordinate = layout_of(name, tensor)
     if outer is not None:
         layout, coordinate = outer.around(name, layout, coordinate)
     value_key = (layout, coordinate)
@@ -238,6 +279,20 @@ def _intern(
         targets.coordinates.append(coordinate)
     by_layout[key] = by_layout[value_key]
     return by_layout[value_key]
+
+
+def layout_of(name: str, tensor: Tensor) -> tuple[Layout, tuple[int, ...]]:
+    """The layout of a DTensor or a plain tensor, and this rank's place in its mesh.
+
+    Raises:
+        ModelMismatch: a placement that a load cannot fill (Partial), or a mesh without this rank.
+    """
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Layout(shape, (), ()), ()
+    mesh = tensor.device_mesh
+    coordinate = _coordinate(name, mesh)
+    return Layout(shape, tuple(mesh.shape), tuple(_placement(name, p, tensor) for p in tensor.placements)), coordinate
 
 
 def _coordinate(name: str, mesh: DeviceMesh) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from epload.broadcast import coalesced_bcast
 from epload.loader import load
 from epload.mapping import Mapping, compiled
-from epload.materialise import default_init
 from epload.preparation import Strict
 from epload.report import LoadReport
 
@@ -34,7 +33,7 @@ def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: Strict = 
         full_state if reads else None,
         mapping=Mapping(aliases=compiled(names)),
         strict=strict,
-        init_missing=_back_to_meta if keep_meta and default_init(model) is None else None,
+        init_missing=_back_to_meta if keep_meta else None,
         progress=False,
     )
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from epload.loader import load
-from epload.materialise import InitMissing, default_init
 from epload.parts import OuterShard
 
 _log = logging.getLogger(__name__)
@@ -51,10 +50,7 @@ def rank0_load_and_broadcast_weights(
         )
     options = {name: value for name, value in kwargs.items() if name not in _THEIRS}
     options.setdefault("outer_shards", planned_shards(model))
-    init = default_init(model)
-    if "init_missing" not in options and init is not None:
-        options["init_missing"] = _initialiser(model, init)
-    options.setdefault("strict", "shapes" if "init_missing" in options else True)
+    options.setdefault("strict", "shapes")
     report = load(model, weights_path, **{"readers": "one", "progress": False} | options)
     if not dist.is_initialized() or dist.get_rank() == 0:
         for what, names in (("missing, initialised", report.missing_keys), ("unexpected", report.unexpected_keys)):
@@ -72,15 +68,3 @@ def planned_shards(model: nn.Module) -> list[OuterShard]:
         if (dim := getattr(spec.placement, "dim", None)) is not None and spec.para_mesh is not None:
             cut.setdefault((spec.para_mesh, dim), []).append(name)
     return [OuterShard(f"^({'|'.join(map(re.escape, names))})$", mesh, dim) for (mesh, dim), names in cut.items()]
-
-
-def _initialiser(model: nn.Module, init: InitMissing) -> InitMissing:
-    def initialise(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
-        layer, lora, rest = path.partition(".lora_")
-        reset = getattr(model.get_submodule(layer), "reset_lora_parameters", None) if lora else None
-        if reset is None:
-            init(module, path, names)
-        elif rest.startswith("A."):  # which draws all of the layer's, so once
-            reset(rest.removeprefix("A."), True)
-
-    return initialise
