@@ -43,13 +43,16 @@ def auto_classes() -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def resolve(places: list[tuple[str, str]], name: str) -> tuple[type[Any], type[Any]]:
-    """A class and the class of its configurations: its own if a table pairs it with that, else the first that one does."""
+def resolve(places: list[tuple[str, str]], name: str) -> tuple[type[Any], list[type[Any]]]:
+    """A class, and the classes of its configurations: its own, then those that a table pairs it with."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    pairs = []
+    model_class, configs = None, []
     for table, model_type in places:
         model_class = getattr(modeling_auto, table)._load_attr_from_module(model_type, name)
-        pairs.append((model_class, CONFIG_MAPPING[model_type]))
-    return next(((model, config) for model, config in pairs if model.config_class is config), pairs[0])
+        configs.append(CONFIG_MAPPING[model_type])
+    if model_class is None:
+        raise ImportError(f"no Auto class of the installed transformers makes a {name}")
+    own = getattr(model_class, "config_class", None)
+    return model_class, list(dict.fromkeys([*([own] if own is not None else []), *configs]))

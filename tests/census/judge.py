@@ -6,7 +6,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ import epload
 from census.classes import resolve
 from census.shrink import Rung, candidates, copy_of
 
-LIMIT = 20_000_000
+LIMIT = 64_000_000
 """Parameters of a model that is judged."""
 POISON = 0x7F
 """Every byte of freshly allocated memory: 3.4e38 as float32 and bfloat16, NaN as float16, a large number as an integer."""
-SEED = 20_26
+SEED = 2026
+PATIENCE = 60.0
+"""Seconds for building one class, over all rungs."""
 
 
 @dataclass
@@ -80,50 +82,58 @@ def _text(error: BaseException) -> str:
 
 
 def _build(name: str, places: list[tuple[str, str]], verdict: Verdict) -> tuple[type[Any], Any, nn.Module]:
-    """The class, a configuration and the model built normally from it. Raises what the last attempt raised."""
-    model_class, config_class = resolve(places, name)
+    """The class, a configuration and the model built normally from it.
+
+    Raises:
+        Exception: none builds; what the first rung of the ladder raised.
+    """
+    model_class, config_classes = resolve(places, name)
     if not issubclass(model_class, _pretrained()):
         raise TypeError(f"{name} is no PreTrainedModel")
-    failure: Exception = RuntimeError("no rung of the ladder was tried")
+    failures: list[Exception] = []
     began = time.perf_counter()
-    for rung, make in candidates(config_class):
-        if time.perf_counter() - began > 40:
-            break
-        try:
-            config = make()
-            count = _count(model_class, config)
-            if count > LIMIT:
-                failure = ValueError(f"{count / 1e6:.0f} million parameters with {rung}")
+    for config_class in config_classes:
+        for rung, make in candidates(config_class):
+            if time.perf_counter() - began > PATIENCE:
+                break
+            try:
+                config = make()
+                _check_size(on_meta(model_class, config), rung)
+            except ImportError:
+                raise
+            except Exception as error:
+                # Some classes cannot be made on meta; those are small.
+                failures.append(error)
+                if isinstance(error, TooLarge):
+                    continue
+            try:
+                model = _normally(model_class, config)
+                _check_size(model, rung)
+            except ImportError:
+                raise
+            except Exception as error:
+                failures.append(error)
                 continue
-            model = _normally(model_class, config)
-            count = sum(parameter.numel() for parameter in model.parameters())
-            if count > LIMIT:
-                failure = ValueError(f"{count / 1e6:.0f} million parameters with {rung}")
-                continue
-            verdict.parameters, verdict.rung = count, f"{rung.divisor} {rung.cut_layers} {rung.lists}"
+            verdict.parameters = sum(parameter.numel() for parameter in model.parameters())
+            verdict.rung = str(rung)
             return model_class, config, model
-        except ImportError:
-            raise
-        except Exception as error:
-            if isinstance(failure, RuntimeError | ValueError) and "rung" in str(failure).lower():
-                failure = error
-            else:
-                failure = error
-    raise failure
+    raise next((error for error in failures if not isinstance(error, TooLarge)), failures[0])
+
+
+class TooLarge(Exception):
+    """A model that would take too long to judge."""
+
+
+def _check_size(model: nn.Module, rung: Rung) -> None:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if count > LIMIT:
+        raise TooLarge(f"{count / 1e6:.0f} million parameters with {rung}")
 
 
 def _pretrained() -> type[Any]:
     from transformers import PreTrainedModel
 
     return PreTrainedModel
-
-
-def _count(model_class: type[Any], config: Any) -> int:
-    """How many parameters a model would have, where one can be made on meta: large ones then cost no memory."""
-    try:
-        return sum(parameter.numel() for parameter in on_meta(model_class, config).parameters())
-    except Exception:
-        return 0
 
 
 def _normally(model_class: type[Any], config: Any) -> nn.Module:
@@ -417,5 +427,3 @@ def _few(tensor: Tensor | None) -> str:
     values = ", ".join(f"{value:.4g}" for value in tensor.detach().reshape(-1)[:4].tolist())
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} [{values}{', ...' if tensor.numel() > 4 else ''}]"
 
-
-__all__ = ["Rung", "Verdict", "judge", "nullcontext"]

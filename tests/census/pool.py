@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import time
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -15,8 +16,8 @@ from census.classes import auto_classes
 _context = multiprocessing.get_context("spawn")
 SECONDS = 180.0
 """That one class may take."""
-GIGABYTES = 6.0
-"""Memory that a worker may take."""
+GIGABYTES = 8.0
+"""Memory that a worker may allocate; a larger model does not build."""
 RECYCLED = 120
 """Classes after which a worker is replaced: the library's modules are not given back."""
 
@@ -34,6 +35,7 @@ def work(link: Connection) -> None:
 
     from census.judge import judge
 
+    resource.setrlimit(resource.RLIMIT_DATA, (int(GIGABYTES * 1e9),) * 2)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
@@ -71,11 +73,7 @@ class Worker:
         """Whether its class takes too much, and of what."""
         if time.monotonic() - self.began > SECONDS:
             return f"took more than {SECONDS:.0f} s"
-        try:
-            resident = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except (OSError, IndexError):
-            return ""
-        return f"took more than {GIGABYTES:.0f} GB" if resident > GIGABYTES * 1e9 else ""
+        return ""
 
     def spent(self) -> bool:
         return self.count >= RECYCLED or not self._process.is_alive()

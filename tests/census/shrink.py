@@ -57,8 +57,8 @@ _NOT_WIDTHS = re.compile(
     r"|_layers?$|bins|codebook_size|pool|stride|input_size|img|ratio|spatial|downsampl|group|memory_size|max_|sample|act|shape"
 )
 _EXPERTS = re.compile(r"(^|_)(num|n)_?(\w+_)?experts$|^(moe_)?num_(local_)?experts$|^n_routed_experts$|^num_routed_experts$")
-_CHOSEN = re.compile(r"experts_per_tok|top_?k(_experts?)?$|moe_k$|num_selected_experts|experts_per_token")
-_PADDING = re.compile(r"pad\w*(_id|_idx|_index)$")
+_CHOSEN = re.compile(r"experts_per_tok|^top_?k(_experts?)?$|moe_(top_?)?k$|num_selected_experts")
+_PADDING = re.compile(r"(pad\w*|blank_token)(_id|_idx|_index)$")
 
 EXPERTS, LAYERS, VOCABULARY, POSITIONS = 8, 2, 320, 256
 
@@ -70,12 +70,12 @@ def candidates(config_class: type[PreTrainedConfig], rungs: tuple[Rung, ...] = L
         if special is not None:
             yield rung, lambda rung=rung: special(config_class, rung)
         else:
-            yield rung, lambda rung=rung: shrunk(config_class(), rung)
+            yield rung, lambda rung=rung: shrunk(config_class(**NEEDED.get(config_class.__name__, {})), rung)
 
 
 def shrunk(config: PreTrainedConfig, rung: Rung, **more: Any) -> Any:
     """A configuration like this one, but small. ``more`` are arguments that are taken as they are."""
-    return type(config)(**{**changes(config, rung), **more})
+    return type(config)(**{**NEEDED.get(type(config).__name__, {}), **changes(config, rung), **more})
 
 
 def changes(config: PreTrainedConfig, rung: Rung) -> dict[str, Any]:
@@ -93,6 +93,18 @@ def changes(config: PreTrainedConfig, rung: Rung) -> dict[str, Any]:
         if isinstance(value, int) and isinstance(vocabulary, int) and _PADDING.search(name) and value >= vocabulary:
             changed[name] = vocabulary - 1
     return changed
+
+
+def _given(config: PreTrainedConfig) -> dict[str, Any]:
+    """How a configuration within another differs from its class's own."""
+    plain = {name: value for name, value in config.__dict__.items() if not name.startswith("_")}
+    needed = NEEDED.get(type(config).__name__, {})
+    try:
+        usual = type(config)().__dict__
+    except Exception:
+        return {**plain, **needed}
+    given = {k: v for k, v in plain.items() if not isinstance(v, PreTrainedConfig) and (k not in usual or usual[k] != v)}
+    return {**given, **needed}
 
 
 def _layers(plain: dict[str, Any], rung: Rung) -> tuple[list[int], int]:
@@ -114,10 +126,15 @@ def _layers(plain: dict[str, Any], rung: Rung) -> tuple[list[int], int]:
 def _smaller(name: str, value: Any, rung: Rung, kept: list[int], length: int, mapped: dict[str, str]) -> Any:
     if isinstance(value, PreTrainedConfig):
         # As an object: a class that takes any configuration would not know a dictionary's class.
-        return type(value)(**changes(value, rung))
+        return type(value)(**{**_given(value), **changes(value, rung)})
     if isinstance(value, bool) or value is None or isinstance(value, str | float):
         return value
     if isinstance(value, dict):
+        if name.startswith("rope_") and "mrope_section" in value:
+            sections = value["mrope_section"]
+            if all(size % rung.divisor == 0 for size in sections) and rung.divisor > 1:
+                return {**value, "mrope_section": [size // rung.divisor for size in sections]}
+            return value
         if name.endswith("config") and value:
             return {k: _smaller(k, v, rung, kept, length, mapped) for k, v in value.items()}
         return value
@@ -133,6 +150,8 @@ def _smaller_int(name: str, value: int, rung: Rung, kept: list[int], length: int
         if not rung.cut_layers or value <= LAYERS:
             return value
         return len(kept) if value == length else LAYERS
+    if name in ("upsample_groups", "adapter_input_size"):
+        return value // rung.divisor if value % rung.divisor == 0 else value
     if name.endswith("vocab_size") or re.search(r"(^|_)vocab_size", name) or name in ("n_vocab", "num_embeddings"):
         return min(value, VOCABULARY)
     if "position_embeddings" in name or name in ("n_positions", "n_ctx", "max_seq_len", "max_sequence_length"):
@@ -149,14 +168,14 @@ def _smaller_int(name: str, value: int, rung: Rung, kept: list[int], length: int
 def _smaller_list(name: str, value: Any, rung: Rung, kept: list[int], length: int) -> Any:
     numbers = all(isinstance(v, int) and not isinstance(v, bool) for v in value)
     if numbers and _DEPTHS.search(name) and rung.cut_layers:
-        return type(value)(min(v, 2) for v in value)
+        return [min(v, 2) for v in value]
     if length > len(kept) and len(value) == length and name not in ("out_indices", "out_features", "stage_names"):
-        return type(value)(value[i] for i in kept)
+        return [value[i] for i in kept]
     if numbers and re.search(r"layers|indices|indexes|idxs|_idx", name) and "out_" not in name and length > len(kept):
-        return type(value)(v for v in value if v < len(kept))
+        return [v for v in value if v < len(kept)]
     if numbers and _WIDTHS.search(name) and not _NOT_WIDTHS.search(name):
         if all(v >= 16 and v % rung.divisor == 0 for v in value):
-            return type(value)(v // rung.divisor for v in value)
+            return [v // rung.divisor for v in value]
     return value
 
 
@@ -190,6 +209,29 @@ def _musicgen(config_class: type[Any], rung: Rung) -> Any:
     decoder = "musicgen_melody_decoder" if "Melody" in config_class.__name__ else "musicgen_decoder"
     return config_class(text_encoder=_of("t5", rung), audio_encoder=_of("encodec", rung), decoder=_of(decoder, rung))
 
+
+_LAYER_TYPES = {"layer_types": ["conv", "full_attention"] * 16}
+NEEDED: dict[str, dict[str, Any]] = {
+    "AutoformerConfig": {"prediction_length": 8},
+    "InformerConfig": {"prediction_length": 8},
+    "TimeSeriesTransformerConfig": {"prediction_length": 8},
+    "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "ChameleonConfig": {"vocabulary_map": {"<image>": 4, "<s>": 1, "IMGIMGA": 5}},
+    "Dots1Config": {"n_routed_experts": 8},
+    "DiffusionGemmaTextConfig": {"num_experts": 8, "num_experts_per_tok": 2, "top_k_experts": 2, "moe_intermediate_size": 64},
+    "EsmConfig": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "HieraConfig": {"decoder_hidden_size": 32, "decoder_depth": 2, "decoder_num_heads": 4},
+    "HunYuanDenseV1Config": {"head_dim": 128},
+    "HunYuanMoEV1Config": {"head_dim": 128},
+    "HunYuanVLTextConfig": {"head_dim": 128},
+    "Lfm2MoeConfig": _LAYER_TYPES,
+    "MinistralConfig": {"head_dim": 128},
+    "NemotronConfig": {"num_key_value_heads": 8},
+    "Granite4VisionConfig": {"deepstack_layer_map": {0: 0}},
+    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"] * 6},
+    "ReformerConfig": {"is_decoder": True},
+}
+"""What the configuration of a class has to be given, since its own values do not make a model."""
 
 SPECIAL: dict[str, Callable[[type[Any], Rung], Any]] = {
     "EncoderDecoderConfig": _encoder_decoder("bert", "bert"),
