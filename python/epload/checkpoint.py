@@ -77,6 +77,10 @@ class Checkpoint(ABC):
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         """Reads pieces into a uint8 CPU tensor. Raises CheckpointError naming the file or the tensor."""
 
+    def tensor(self, number: int) -> Tensor | None:
+        """A tensor by its number in the manifest, as it lies in memory; None if this source does not hold it there."""
+        return None
+
     def read_regions(self, regions: Readable) -> int | None:
         """Lets regions of tensors be read straight out of files, into those of a model or for a proof; returns the bytes read,
         None if this source cannot.
@@ -315,6 +319,9 @@ class StateDictCheckpoint(Checkpoint):
     @property
     def manifest(self) -> Manifest:
         return self._manifest
+
+    def tensor(self, number: int) -> Tensor | None:
+        return self._tensors.get(self._names[number])
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         dims = max((tensor.ndim for tensor in self._tensors.values()), default=0) or 1

@@ -191,8 +191,11 @@ class HierarchicalLoader:
             if work.checkpoint is not None and work.checkpoint is not request.checkpoint:
                 work.checkpoint.close()
         plan = work.plan
-        report.missing_keys, report.mismatched_keys = work.missing, work.mismatched
-        report.unexpected_keys = list(plan.unexpected)
+        report.mismatched_keys = work.mismatched
+        report.ignored_keys = work.ignored
+        report.missing_keys, report.unexpected_keys = (
+            [key for key in keys if key not in set(work.ignored)] for keys in (work.missing, plan.unexpected)
+        )
         report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, plan.slots.tensor_count
         report.nbytes = plan.slots.payload
         report.buckets = len(plan.buckets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from epload import dtypes, sharing
 from epload import materialise as mat
-from epload import sharing
 from epload.buffers import find_holders
 from epload.checkpoint import Checkpoint
 from epload.device_side import DeviceSide
@@ -32,6 +32,7 @@ from epload.plan import LoadPlan, describe, explain_difference, make_plan
 from epload.report import LoadReport
 from epload.snapshot import Snapshot
 from epload.targets import DTypes, Targets, collect
+from epload.tied import Comparison, Twin
 from epload.topology import Route, Topology
 from epload.transfer import SLOWEST
 from epload.watch import Watch
@@ -111,6 +112,8 @@ class Prepared:
     """Names of this rank's model for a hook to fill: neither the checkpoint nor the model itself does."""
     garbage: frozenset[str]
     """Those of them that had no storage before the load, so that a hook must fill them."""
+    ignored: list[str]
+    """Missing and unexpected keys that the mapping says to ignore."""
 
     @property
     def device(self) -> torch.device:
@@ -131,6 +134,7 @@ class Preparation:
         self.snapshot: Snapshot | None = None
         self.manifest: Manifest | None = None
         """That of the load before."""
+        self._tied = Comparison()
         self._plans: dict[frozenset[int], tuple[tuple[bytes, Mapping, str], Targets, LoadPlan]] = {}
 
     def run(self, request: Request, stream: torch.Stream | None, report: LoadReport) -> Prepared:
@@ -297,10 +301,14 @@ class Preparation:
 
             def check() -> LoadPlan:
                 plan = make(wanted)
-                if (strict and plan.mismatched) or (strict is True and (plan.missing or plan.unexpected)):
-                    raise ModelMismatch(_spell_keys(manifest, plan, strict))
+                ignored = set(rules.ignored(manifest.names, plan.missing, plan.unexpected))
+                amiss = strict is True and not ignored.issuperset((*plan.missing, *plan.unexpected))
+                if (strict and plan.mismatched) or amiss:
+                    raise ModelMismatch(_spell_keys(manifest, plan, strict, ignored))
                 if targets.names and not plan.slots.tensor_count and not opened.local_modules:
                     raise ModelMismatch(f"the load would fill nothing: {_spell_keys(manifest, plan, True)}")
+                if opened.checkpoint is not None and not opened.local_modules:
+                    self._compare_tied(opened.checkpoint, manifest, plan.twins)
                 return plan
 
             plan, failure = attempt(check)
@@ -320,11 +328,14 @@ class Preparation:
             self._control.settle("planning", failure)
             raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
         assert plan is not None
+        if opened.local_modules:
+            self._compare_tied_anywhere(opened, manifest, plan)
         missing, mismatched = self._unfilled_anywhere(opened, plan)
         initialization, unfilled, garbage = self._initialize(request, opened, plan, [*missing, *mismatched])
         return Prepared(
             targets, opened.devices, opened.checkpoint, opened.holders, manifest, plan, route, per_wave,
             all_read, owned, missing, mismatched, initialization, unfilled, garbage,
+            rules.ignored(manifest.names, missing, plan.unexpected),
         )  # fmt: skip
 
     def _initialize(
@@ -365,12 +376,42 @@ class Preparation:
         assert made is not None
         return made, frozenset({*garbage, *left} - {*made.values}), frozenset({*garbage} - {*made.values})
 
+    def _compare_tied(self, checkpoint: Checkpoint, manifest: Manifest, twins: Sequence[Twin]) -> None:
+        """On the rank that every checkpoint has: the others would read the same. Raises ModelMismatch if a pair differs."""
+        if self._topology.rank != self._options.src or not twins:
+            return
+
+        def progress(nbytes: int) -> None:
+            self._control.progress += nbytes
+
+        self._control.doing = "comparing tied weights"
+        self._tied.check(checkpoint, manifest, twins, progress)
+
+    def _compare_tied_anywhere(self, opened: _Opened, manifest: Manifest, plan: LoadPlan) -> None:
+        """The same where ranks hold different modules, so that the source rank need not have the tie itself."""
+        mine = [[*twin[:2], dtypes.name(twin.dtype), *twin.names] for twin in plan.twins]
+
+        def all_of(views: dict[int, list[list[Any]]]) -> list[list[Any]]:
+            return list({tuple(twin[:3]): twin for view in views.values() for twin in view}.values())
+
+        found: list[list[Any]] = self._control.settle("comparing tied weights", None, mine, all_of)
+        if not found:
+            return
+        twins = [Twin(a, b, dtypes.from_name(kind), (x, y)) for a, b, kind, x, y in found]
+
+        def compare() -> None:
+            if opened.checkpoint is not None:
+                self._compare_tied(opened.checkpoint, manifest, twins)
+
+        _, failure = attempt(compare)
+        self._control.settle("comparing tied weights", failure, patience=2)
+
     def _wanted_by_any(self, manifest: Manifest, make: Callable[[], LoadPlan]) -> frozenset[int]:
         """Checkpoint tensors that some rank has a place for, by number. A rank that cannot plan ends the load here; one that
         could not even prepare has its say in this same round."""
         plan, failure = attempt(make)
-        left = {*plan.unexpected, *plan.tied} if plan is not None else set()
-        # What has another shape here is sent too: harmless, and it may fit elsewhere.
+        left = {*plan.unexpected} if plan is not None else set()
+        # What has another shape here is sent too, as is what a tie leaves out: harmless, and it may fit elsewhere.
         view = f"{sum(1 << i for i, name in enumerate(manifest.names) if name not in left):x}"
 
         def either(views: dict[int, str]) -> str:
@@ -466,9 +507,10 @@ def _all_equal(options: dict[int, str]) -> None:
         raise ManifestMismatch(f"the ranks' loaders have different options, nothing was moved: {said}")
 
 
-def _spell_keys(manifest: Manifest, plan: LoadPlan, strict: Strict) -> str:
+def _spell_keys(manifest: Manifest, plan: LoadPlan, strict: Strict, ignored: Set[str] = frozenset()) -> str:
     said = [f"{manifest.source} does not fit the model"]
-    for title, keys in (("missing from it", plan.missing), ("unexpected in it", plan.unexpected)):
+    for title, found in (("missing from it", plan.missing), ("unexpected in it", plan.unexpected)):
+        keys = [key for key in found if key not in ignored]
         if keys and strict is True:
             said.append(f"{len(keys)} {title}: {', '.join(keys[:10])}{', ...' if len(keys) > 10 else ''}")
     if plan.mismatched:

@@ -32,9 +32,12 @@ class LoadReport:
     """The result of a load, as seen by one rank."""
 
     missing_keys: list[str] = field(default_factory=list)
-    """Names of the model that the checkpoint does not fill."""
+    """Names of the model that the checkpoint does not fill, except those in ``ignored_keys``."""
     unexpected_keys: list[str] = field(default_factory=list)
-    """Names of the checkpoint that the model has no place for."""
+    """Names of the checkpoint that the model has no place for, except those in ``ignored_keys``."""
+    ignored_keys: list[str] = field(default_factory=list)
+    """Missing names of the model, then unexpected names of the checkpoint, that the mapping says to ignore: they are no error in
+    a strict load. Missing ones are initialized like any others."""
     mismatched_keys: list[str] = field(default_factory=list)
     """Names of the model that the checkpoint has in another shape, and that were not filled."""
     tied_keys: list[str] = field(default_factory=list)
@@ -94,6 +97,7 @@ class LoadReport:
         for title, keys in (
             ("missing", self.missing_keys),
             ("unexpected", self.unexpected_keys),
+            ("ignored", self.ignored_keys),
             ("mismatched", self.mismatched_keys),
             ("tied", self.tied_keys),
             ("initialised", self.initialised),

@@ -84,10 +84,21 @@ class Worker:
         self._process.join()
 
 
+def verdict_of(worker: Worker, name: str, places: list[tuple[str, str]]) -> dict[str, Any]:
+    """The verdict on one class, from a worker that has nothing to do."""
+    worker.give(name, places)
+    while not worker.link.poll(1):
+        if said := worker.excess():
+            return {"name": name, "kind": "raising", "said": [said], "notes": []}
+    return worker.take()
+
+
 def census(names: list[str], workers: int, results: Path | None, verbose: bool) -> dict[str, dict[str, Any]]:
     """The verdicts on classes by name. ``results`` are kept in a file, and those in it are not judged again."""
     known = auto_classes()
-    done: dict[str, dict[str, Any]] = json.loads(results.read_text()) if results is not None and results.exists() else {}
+    done: dict[str, dict[str, Any]] = (
+        json.loads(results.read_text()) if results is not None and results.exists() else {}
+    )
     waiting = [name for name in reversed(names) if name not in done]
     pool: list[Worker] = []
     began, count = time.monotonic(), 0
@@ -114,7 +125,10 @@ def census(names: list[str], workers: int, results: Path | None, verbose: bool) 
             count += 1
             if verbose or verdict["kind"] in ("wrong", "raising"):
                 said = "; ".join(verdict["said"])[:400]
-                print(f"{time.monotonic() - began:7.1f} s {count:5} {verdict['name']}: {verdict['kind']} {said}", flush=True)
+                print(
+                    f"{time.monotonic() - began:7.1f} s {count:5} {verdict['name']}: {verdict['kind']} {said}",
+                    flush=True,
+                )
         if told and results is not None:
             part = results.with_suffix(".part")
             part.write_text(json.dumps(done, indent=0))

@@ -56,17 +56,21 @@ _NOT_WIDTHS = re.compile(
     r"vocab|patch|image|kernel|window|^num_|_num_|position|crop|frames|batch|token|chunk|block|bucket|num_channels|in_channels"
     r"|_layers?$|bins|codebook_size|pool|stride|input_size|img|ratio|spatial|downsampl|group|memory_size|max_|sample|act|shape"
 )
-_EXPERTS = re.compile(r"(^|_)(num|n)_?(\w+_)?experts$|^(moe_)?num_(local_)?experts$|^n_routed_experts$|^num_routed_experts$")
+_EXPERTS = re.compile(
+    r"(^|_)(num|n)_?(\w+_)?experts$|^(moe_)?num_(local_)?experts$|^n_routed_experts$|^num_routed_experts$"
+)
 _CHOSEN = re.compile(r"experts_per_tok|^top_?k(_experts?)?$|moe_(top_?)?k$|num_selected_experts")
 _PADDING = re.compile(r"(pad\w*|blank_token)(_id|_idx|_index)$")
 
 EXPERTS, LAYERS, VOCABULARY, POSITIONS = 8, 2, 320, 256
 
 
-def candidates(config_class: type[PreTrainedConfig], rungs: tuple[Rung, ...] = LADDER) -> Iterator[tuple[Rung, Callable[[], Any]]]:
+def candidates(
+    config_class: type[PreTrainedConfig], rungs: tuple[Rung, ...] = LADDER
+) -> Iterator[tuple[Rung, Callable[[], Any]]]:
     """Shrunken configurations of a class, the smallest first, each with a function that makes it."""
     special = SPECIAL.get(config_class.__name__)
-    for rung in rungs:
+    for rung in LADDER:
         if special is not None:
             yield rung, lambda rung=rung: special(config_class, rung)
         else:
@@ -81,11 +85,10 @@ def shrunk(config: PreTrainedConfig, rung: Rung, **more: Any) -> Any:
 def changes(config: PreTrainedConfig, rung: Rung) -> dict[str, Any]:
     """The arguments with which the class makes a smaller configuration; those that do not change are left out."""
     plain = {name: value for name, value in config.__dict__.items() if not name.startswith("_")}
-    mapped = {ours: theirs for ours, theirs in type(config).attribute_map.items()}
     kept, length = _layers(plain, rung)
     changed: dict[str, Any] = {}
     for name, value in plain.items():
-        new = _smaller(name, value, rung, kept, length, mapped)
+        new = _smaller(name, value, rung, kept, length)
         if new is not value:
             changed[name] = new
     vocabulary = changed.get("vocab_size", plain.get("vocab_size"))
@@ -103,18 +106,25 @@ def _given(config: PreTrainedConfig) -> dict[str, Any]:
         usual = type(config)().__dict__
     except Exception:
         return {**plain, **needed}
-    given = {k: v for k, v in plain.items() if not isinstance(v, PreTrainedConfig) and (k not in usual or usual[k] != v)}
+    given = {
+        k: v for k, v in plain.items() if not isinstance(v, PreTrainedConfig) and (k not in usual or usual[k] != v)
+    }
     return {**given, **needed}
 
 
 def _layers(plain: dict[str, Any], rung: Rung) -> tuple[list[int], int]:
     """Which layers are kept, and how many there were: two, and one of each kind."""
-    length = next((plain[name] for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if isinstance(plain.get(name), int)), 0)
+    counts = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    length = next((plain[name] for name in counts if isinstance(plain.get(name), int)), 0)
     if not rung.cut_layers:
         return list(range(length)), length
-    kinds = [value for value in plain.values() if isinstance(value, list) and len(value) == length and all(isinstance(v, str | bool) for v in value)]
+    kinds = [
+        value
+        for value in plain.values()
+        if isinstance(value, list) and len(value) == length and all(isinstance(v, str | bool) for v in value)
+    ]
     kept = list(range(min(LAYERS, length)))
-    seen = set(tuple(kind[i] for kind in kinds) for i in kept)
+    seen = {tuple(kind[i] for kind in kinds) for i in kept}
     for i in range(length):
         of_layer = tuple(kind[i] for kind in kinds)
         if of_layer not in seen and len(kept) < 6:
@@ -123,7 +133,7 @@ def _layers(plain: dict[str, Any], rung: Rung) -> tuple[list[int], int]:
     return kept, length
 
 
-def _smaller(name: str, value: Any, rung: Rung, kept: list[int], length: int, mapped: dict[str, str]) -> Any:
+def _smaller(name: str, value: Any, rung: Rung, kept: list[int], length: int) -> Any:
     if isinstance(value, PreTrainedConfig):
         # As an object: a class that takes any configuration would not know a dictionary's class.
         return type(value)(**{**_given(value), **changes(value, rung)})
@@ -136,7 +146,7 @@ def _smaller(name: str, value: Any, rung: Rung, kept: list[int], length: int, ma
                 return {**value, "mrope_section": [size // rung.divisor for size in sections]}
             return value
         if name.endswith("config") and value:
-            return {k: _smaller(k, v, rung, kept, length, mapped) for k, v in value.items()}
+            return {k: _smaller(k, v, rung, kept, length) for k, v in value.items()}
         return value
     if isinstance(value, int):
         return _smaller_int(name, value, rung, kept, length)
@@ -173,9 +183,9 @@ def _smaller_list(name: str, value: Any, rung: Rung, kept: list[int], length: in
         return [value[i] for i in kept]
     if numbers and re.search(r"layers|indices|indexes|idxs|_idx", name) and "out_" not in name and length > len(kept):
         return [v for v in value if v < len(kept)]
-    if numbers and _WIDTHS.search(name) and not _NOT_WIDTHS.search(name):
-        if all(v >= 16 and v % rung.divisor == 0 for v in value):
-            return [v // rung.divisor for v in value]
+    is_width = numbers and _WIDTHS.search(name) and not _NOT_WIDTHS.search(name)
+    if is_width and all(v >= 16 and v % rung.divisor == 0 for v in value):
+        return [v // rung.divisor for v in value]
     return value
 
 
@@ -218,7 +228,12 @@ NEEDED: dict[str, dict[str, Any]] = {
     "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "ChameleonConfig": {"vocabulary_map": {"<image>": 4, "<s>": 1, "IMGIMGA": 5}},
     "Dots1Config": {"n_routed_experts": 8},
-    "DiffusionGemmaTextConfig": {"num_experts": 8, "num_experts_per_tok": 2, "top_k_experts": 2, "moe_intermediate_size": 64},
+    "DiffusionGemmaTextConfig": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+    },
     "EsmConfig": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "HieraConfig": {"decoder_hidden_size": 32, "decoder_depth": 2, "decoder_num_heads": 4},
     "HunYuanDenseV1Config": {"head_dim": 128},
