@@ -13,11 +13,12 @@ SEED ?= 0
 CHAOS_SECONDS ?= inf
 FUZZ_SECONDS ?= 600
 WORKERS ?= 1
+RUNS ?= 100
 LINKS ?=
 
 TORCH_NPU ?= torch-npu==2.13.0
 
-.PHONY: help build test test-npu lint format demo chaos census fuzz sanitize bench bench-quick bench-net bench-net-quick simulate gpu-check clean
+.PHONY: help build test test-npu lint format demo chaos census fuzz replaced sanitize bench bench-quick bench-net bench-net-quick simulate gpu-check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -72,6 +73,9 @@ census: build ## every class of the installed transformers that builds from a sh
 
 fuzz: build ## hostile input for FUZZ_SECONDS=600: hypothesis, and AFL++ where it is installed
 	$(RUN)/python tests/fuzz.py --seconds $(FUZZ_SECONDS)
+
+replaced: build ## RUNS=100 loads from SEED=0 on whose checkpoint is replaced meanwhile: each right, or refused on every rank
+	$(RUN)/python tests/replaced.py --runs $(RUNS) --seed $(SEED)
 
 sanitize: build ## the native code under AddressSanitizer with UBSan, and under ThreadSanitizer
 	tests/native/build.sh $(RUN)/python build/native/address test_native.cpp -fsanitize=address,undefined -fno-sanitize-recover=all

@@ -296,8 +296,8 @@ def uneven_groups(rank: int) -> list[str]:
             dist.new_group([3], use_local_synchronization=True)
     topo = Topology.from_nodes([[0, 1], [2, 3]])
     wrong += exchange(rank, 0, topo, SHAPES, 1, bucket_bytes=100)
-    if rank in (1, 2):
-        dist.new_group([1, 2], use_local_synchronization=True)
+    if rank in (0, 2):  # torch counts the groups of a rank, so that it would hang had epload added to them unequally
+        dist.new_group([0, 2], use_local_synchronization=True)
     wrong += exchange(rank, 3, topo, SHAPES, 2, bucket_bytes=100)
     wrong += exchange(rank, 1, topo, SHAPES, 3, algorithm="flat")
     everyone = dist.new_group()  # the user's own still work
@@ -317,9 +317,8 @@ def options_of_the_call(rank: int) -> list[str]:
     wrong = exchange(rank, 1, Topology.from_nodes([[0], [1]]), SHAPES, 1, check=False)
     topo = Topology.from_nodes([[0, 1]])
     wrong += exchange(rank, 1, topo, SHAPES, 1)
-    rounds = topo.control._round
     wrong += exchange(rank, 1, topo, SHAPES, 1)
-    if topo.control._round != rounds:
+    if topo.control.round != 0:  # of this call
         wrong.append("a list that was agreed on was compared again")
     tensors = [torch.full((3,), float(rank))]
     coalesced_bcast(tensors)

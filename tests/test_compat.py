@@ -216,7 +216,7 @@ def test_patch_replaces_and_restores() -> None:
         assert torch_state_dict.set_model_state_dict is our_torch.set_model_state_dict
         model = nn.Linear(2, 3, device="meta")
         values = {"weight": torch.randn(3, 2), "bias": torch.randn(3)}
-        torch_state_dict.set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True))
+        torch_state_dict.set_model_state_dict(model, values, options=FULL)
         assert torch.equal(model.weight, values["weight"])
         torch_state_dict.set_model_state_dict(model, {name: value + 1 for name, value in values.items()})  # torch's own
         assert torch.equal(model.weight, values["weight"] + 1)

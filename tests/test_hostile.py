@@ -18,6 +18,7 @@ import epload
 from checkpoints import entry, header
 from epload import Checkpoint, CheckpointError, LoadError
 from epload.safetensors_file import read_header
+from epload.source_file import SourceFile
 from test_malformed import FILES
 
 
@@ -39,7 +40,7 @@ def test_a_file_is_loaded_as_it_is_or_refused(content: bytes, bucket_bytes: int)
             )
         except LoadError:
             return
-        found = read_header(path)
+        found = read_header(SourceFile(path))
     for name, parameter in filled.named_parameters():
         if name in report.missing_keys:
             assert not parameter.detach().any()

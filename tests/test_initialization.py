@@ -144,11 +144,8 @@ def _hsdp(model: Any) -> None:
 def _tp_then_fsdp(model: Any) -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for layer in model.model.layers:
-        parallelize_module(
-            layer,
-            grid["tp"],
-            {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()},
-        )
+        plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+        parallelize_module(layer.mlp, grid["tp"], plan)
     parallelize_module(model, grid["tp"], {"lm_head": ColwiseParallel(output_layouts=Shard(-1))})
     for layer in model.model.layers:
         fully_shard(layer, mesh=grid["dp"])
@@ -326,7 +323,7 @@ def test_adapters_are_initialized_by_their_own_layers(tmp_path: Path) -> None:
         if "lora_B" in name:
             assert not bool(tensor.any()), name
         if "lora_A" in name:
-            assert 0 < float(tensor.abs().max()) < 1, name
+            assert 0 < float(tensor.detach().abs().max()) < 1, name
     for name, buffer in model.named_buffers():
         assert bool(buffer.isfinite().all()), name
 
@@ -449,11 +446,8 @@ def test_marked_memory_is_found_however_little_is_left(dtype: torch.dtype) -> No
     tensor = torch.empty(7, 6, dtype=dtype).t()[::2]
     memory_pattern.mark(tensor)
     assert memory_pattern.is_marked(tensor)
-    kept = tensor.clone()
     tensor.data[:2].zero_()
-    assert memory_pattern.is_marked(tensor) or dtype in (torch.uint8, torch.int8)
-    tensor.copy_(kept)
-    assert memory_pattern.is_marked(tensor)
+    assert memory_pattern.is_marked(tensor) is (dtype not in (torch.uint8, torch.int8))
     tensor.copy_(torch.ones(()).to(dtype).expand(tensor.shape))
     assert not memory_pattern.is_marked(tensor)
     assert not memory_pattern.is_marked(torch.empty(0, 3, dtype=dtype))

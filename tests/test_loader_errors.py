@@ -321,6 +321,8 @@ def _in_the_middle(rank: int, readers: str) -> Outcome:
     def hook(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
         if rank == 1:
             raise KeyError(f"no rule for {path} {names}")
+        for name in names:
+            getattr(module, name).to_local().detach().zero_()
 
     partial = {name: value for name, value in one.items() if name != "norm.bias"}
     fails("hook", meta_net(), only_readers(partial, readers), strict=False, init_missing=hook)

@@ -18,6 +18,7 @@ from checkpoints import assert_same, entry, framed, header, index, read_all, ten
 from epload import Checkpoint, CheckpointError
 from epload.dtypes import SAFETENSORS
 from epload.safetensors_file import MAX_HEADER_BYTES, read_header
+from epload.source_file import SourceFile
 
 # ---- headers ----
 
@@ -170,7 +171,7 @@ def fuzzed_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_header_is_read_or_refused(fuzzed_path: Path, content: bytes) -> None:
     fuzzed_path.write_bytes(content)
     try:
-        found = read_header(fuzzed_path)
+        found = read_header(SourceFile(fuzzed_path))
     except CheckpointError:
         return
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(found.shapes, found.dtypes, strict=True)]
@@ -275,8 +276,6 @@ def test_torch_files_that_are_none(tmp_path: Path) -> None:
             pytest.fail(f"{case}: {Checkpoint.open(path).manifest}")
     for value in (tensor(1, (2,)), [tensor(1, (2,))], {"w": 3}, {"state_dict": {"w": 3}}):
         torch.save(value, path)
-        with pytest.raises(CheckpointError, match=r"bad\.pt: expected a dict of tensors"):
+        said = "no tensors found; top-level keys: " if isinstance(value, dict) else "expected a dict of tensors, got a "
+        with pytest.raises(CheckpointError, match=rf"bad\.pt: {said}"):
             Checkpoint.open(path)
-    torch.save({"w": tensor(1, (2,))}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"bad\.pt.*save it again"):
-        Checkpoint.open(path)

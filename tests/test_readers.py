@@ -108,7 +108,7 @@ def matrix(
 def misreported(report: LoadReport, nodes: Nodes, readers: str, algorithm: str, kind: str, src: int) -> Iterator[str]:
     if readers != "auto":
         way = readers
-    elif kind in ("dict", "torch") and sum(map(len, nodes)) > 1:
+    elif kind == "dict" and sum(map(len, nodes)) > 1:
         way = "one"
         if f"chose one: only rank {src}" not in report.chosen:
             yield f"does not say why one: {report.chosen!r}"

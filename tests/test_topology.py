@@ -139,8 +139,9 @@ def routes(rank: int, nodes: Nodes) -> list[str]:
                 wrong.append(f"{src}: {members} named {name!r}")
             elif name:
                 group = dist.distributed_c10d._resolve_process_group(name)
-                if dist.get_process_group_ranks(group) != sorted(members):
-                    wrong.append(f"{src}: {name} is {dist.get_process_group_ranks(group)}, expected {members}")
+                found = group._get_backend(torch.device("cpu")).options.global_ranks_in_group
+                if (found, group.size()) != (sorted(members), len(members)):
+                    wrong.append(f"{src}: {name} is {found}, expected {members}")
         if topo.route(src) != route:
             wrong.append(f"{src}: groups were made twice")
         flat = topo.flat_route(src)
@@ -156,7 +157,7 @@ def routes(rank: int, nodes: Nodes) -> list[str]:
     topo.control.deadline = usual
     if topo.route(0) != first:
         wrong.append("loads whose deadlines alternate make groups again and again")
-    names = set(topo._names.values())
+    names = {group.name for group in topo._groups.values()}
     topo.retire()
     if names & {topo.route(0).inter_group, topo.route(0).intra_group} - {""}:
         wrong.append("a retired group came back")

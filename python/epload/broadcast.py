@@ -14,6 +14,7 @@ from epload import ops
 from epload.control import Control
 from epload.devices import check_backend, check_stream
 from epload.errors import ManifestMismatch
+from epload.single_flight import Call, Refused, alone, inside
 from epload.topology import Topology
 
 DEFAULT_BUCKET_BYTES = 64 << 20
@@ -51,6 +52,7 @@ def coalesced_bcast(
         TypeError: a DTensor was passed.
         ValueError: any other wrong argument. Nothing has moved.
         ManifestMismatch: the ranks' lists differ. Nothing has moved.
+        LoadError: another thread of this process is in a load or a broadcast; or a rank has failed or ended before data moved.
     """
     tensors = list(tensors)
     topology = topology if topology is not None else Topology.default()
@@ -58,23 +60,35 @@ def coalesced_bcast(
     if bucket_bytes is None:
         on_cpu = bool(tensors) and isinstance(tensors[0], Tensor) and tensors[0].device.type == "cpu"
         bucket_bytes = DEFAULT_BUCKET_BYTES_ON_CPU if on_cpu else DEFAULT_BUCKET_BYTES
-    failure: Exception | None = None
+
+    def send() -> None:
+        failure: Exception | None = None
+        try:
+            _check_arguments(tensors, src, topology, bucket_bytes, algorithm, stream)
+        except (TypeError, ValueError) as error:
+            failure = error
+        if check:
+            _check_same_list(topology.control, tensors, asked, failure)
+        elif failure is not None:
+            raise failure
+        sent = "two_level" if algorithm == "striped" and not topology.even else algorithm
+        routes = {"flat": topology.flat_route, "striped": topology.striped_route, "two_level": topology.route}
+        route = routes[sent](src)
+        leader = -1 if algorithm == "flat" else route.leader
+        ops.coalesced_bcast(
+            tensors, src, route.inter_group, route.intra_group, bucket_bytes, sent, stream, leader=leader
+        )
+
+    if inside(topology):
+        send()
+        return
     try:
-        _check_arguments(tensors, src, topology, bucket_bytes, algorithm, stream)
-    except (TypeError, ValueError) as error:
-        failure = error
-    if check:
-        _check_same_list(topology.control, tensors, asked, failure)
-    elif failure is not None:
-        raise failure
-    if algorithm == "striped":
-        algorithm = "striped" if topology.even else "two_level"
-    routes = {"flat": topology.flat_route, "striped": topology.striped_route, "two_level": topology.route}
-    route = routes[algorithm](src)
-    leader = -1 if algorithm == "flat" else route.leader
-    ops.coalesced_bcast(
-        tensors, src, route.inter_group, route.intra_group, bucket_bytes, algorithm, stream, leader=leader
-    )
+        with alone(Call("coalesced_bcast()", topology)):
+            send()
+            return
+    except Refused as refused:
+        error = refused.failure.error()
+    raise error
 
 
 def _check_arguments(
@@ -127,13 +141,19 @@ def _check_same_list(
     if failure is None and key in control.agreed:
         return
 
+    with control.guard():
+        _compare_lists(control, [str(options), *lines], digest.hexdigest(), failure)
+    control.agreed.add(key)
+
+
+def _compare_lists(control: Control, lines: list[str], digest: str, failure: Exception | None) -> None:
     def same(views: dict[int, str]) -> list[int]:
         return [rank for rank, view in views.items() if view != views[control.coordinator]]
 
-    odd = control.settle("coalesced_bcast", failure, digest.hexdigest(), same)
+    odd = control.settle("coalesced_bcast", failure, digest, same)
     if odd:
         speakers = {control.coordinator, odd[0]}
-        view = [str(options), *lines] if control.rank in speakers else None
+        view = lines if control.rank in speakers else None
 
         def differ(views: dict[int, list[str] | None]) -> str:
             ours, theirs = views[control.coordinator] or [], views[odd[0]] or []
@@ -145,4 +165,3 @@ def _check_same_list(
 
         text = control.settle("coalesced_bcast", None, view, differ)
         raise ManifestMismatch(f"coalesced_bcast: the ranks' lists differ: {text}")
-    control.agreed.add(key)

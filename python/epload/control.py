@@ -7,23 +7,24 @@ and W gets on the coordinator (the topology's first rank).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
-from collections import defaultdict
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 from torch.distributed import DistNetworkError
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
-from epload.errors import Ended, LoadError, Overdue, Told, kind_of, known, make_error, text_of
+from epload.errors import Ended, LoadError, OutOfOrder, Overdue, Told, kind_of, known, make_error, text_of
 from epload.failure import Desk, Failure, describe, stack_of
-from epload.watch import Beats
+from epload.log import logger
+from epload.neighbours import Registry
+from epload.watch import Beats, Watch
 
 DEFAULT_DEADLINE = timedelta(minutes=30)
 HEADER_BYTES = 64
@@ -37,12 +38,12 @@ _SHORTEST, _LONGEST, _SHARE = 0.0002, 1.0, 1 / 8
 store's own wait: a TCPStore prints a warning whenever one times out."""
 _FIRST_LOOK = 0.05
 """Seconds that a rank waits before it looks also whether another has failed; then twice as long, up to every second."""
-_LETTER_BYTES = 4 << 20
+_VALUE_BYTES = 4 << 20
 """In one value of the store, which takes no more than 8 MiB."""
+_PARTS = "#"
+"""Starts a value that says in how many parts a text is."""
 _TELLING = timedelta(seconds=5)
 """How long a rank that was stopped waits to hear why."""
-
-_made: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,16 @@ class BucketHeader:
 class Control:
     """Rounds of agreement among the ranks of one topology. Every rank calls the same rounds in the same order.
 
-    One thread of a rank runs its rounds; a watch, if there is one, beats from another.
+    One thread of a rank runs its rounds; the watch, while it is entered, beats from another.
     """
 
-    def __init__(self, store: Store | None, ranks: tuple[int, ...], rank: int) -> None:
-        """``store`` may be None for a single rank. Making one is itself a step that all ``ranks`` take together."""
+    def __init__(self, store: Store | None, ranks: tuple[int, ...], rank: int, name: str = "") -> None:
+        """``store``: in a place of this control's own, which all ``ranks`` know (see :mod:`epload.meeting`); may be None for a
+        single rank."""
         if store is None and len(ranks) > 1:
             raise ValueError(f"{len(ranks)} ranks cannot agree without a store; call init_process_group first")
+        self.name = name
+        """Of ``store``'s place; no other control of the job has it."""
         self.ranks = ranks
         self.rank = rank
         self.coordinator = ranks[0]
@@ -92,7 +96,19 @@ class Control:
         """Grows with what this rank has done; whoever waits for it is patient as long as it does."""
         self.gone: Mapping[int, int] = {}
         """Process id of each rank of this machine whose process has ended."""
+        self.alarm = threading.Event()
+        """Set by the watch to wake a rank that waits in a round: a process has ended, or the store is lost."""
+        self.neighbours: list[tuple[int, str]] = []
+        """The other ranks on this machine, each with its process."""
+        self.registry: Registry | None = None
+        """Where more of them may yet appear, while ranks meet."""
         self._load = self._failures = self._round = 0
+        self._taken = 0
+        """The last load number given out; see :meth:`take`."""
+        self._lock = threading.Lock()
+        self._usual = self.deadline
+        self._refused: list[tuple[int, tuple[str, ...]]] = []
+        """On the coordinator: loads that another thread was refused, with the keys of their desks."""
         self._failure: Failure | None = None
         self._letters: list[str] = []
         """Keys of what this rank has sent to others."""
@@ -103,13 +119,13 @@ class Control:
         """Those of them that nobody waits for any more."""
         self._last: tuple[str, str] | None = None
         """On the coordinator: key and text of the verdict that ends the load."""
-        if store is not None:
-            _made[ranks] += 1
-            who = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-            store = PrefixStore(f"epload/{who}/{_made[ranks]}", store)
         self._store = store
-        self.beats = Beats(_own_connection(store), rank) if store is not None else None
-        self.desk = Desk(store, self._prefix) if store is not None else None
+        own = _own_connection(store) if store is not None else None
+        self._own = own
+        """So that the watch, and whoever tells of a failure, need not wait for a round's call to the store."""
+        self.beats = Beats(own, rank) if own is not None else None
+        self.desk = Desk(own, self._prefix) if own is not None else None
+        self.watch = Watch(self)
 
     @property
     def round(self) -> int:
@@ -120,22 +136,95 @@ class Control:
     def _prefix(self) -> str:
         return f"{self._load}.{self._failures}/"
 
-    def begin(self, deadline: timedelta) -> None:
-        """Before each load, on all ranks: forgets how the last one ended, also if it ended differently for some."""
-        self.deadline = deadline
+    @property
+    def store(self) -> Store | None:
+        """The place of this control's ranks in the job's store."""
+        return self._store
+
+    def take(self) -> int:
+        """The number of the next load. Every rank takes one for each load, also for one that it refuses. Thread-safe."""
+        with self._lock:
+            self._taken += 1
+            return self._taken
+
+    def begin(self, deadline: timedelta | None = None, number: int | None = None) -> None:
+        """Before each load, on all ranks: forgets how the last one ended, also if it ended differently for some.
+
+        ``deadline`` holds until :meth:`end`. ``number``: from :meth:`take`, which is called here if it is None.
+        """
+        number = number if number is not None else self.take()
+        self.deadline = deadline if deadline is not None else self._usual
         self.gone = {}
+        self.alarm.clear()
         self.doing, self.progress = "", 0
         self._posted += self._letters  # of a load that failed: another rank may be reading them still
         self._letters = []
-        self._turn(self._load + 1, 0)
+        self._turn(number, 0)
+        with self._lock:
+            for refused in [refused for refused in self._refused if refused[0] < number]:
+                self._posted += refused[1]
+                self._refused.remove(refused)
+
+    def end(self) -> None:
+        """After each load, however it ended."""
+        self.deadline = self._usual
 
     def _turn(self, load: int, failures: int) -> None:
         self._failure = self._last = None
-        if self.desk is not None and self.rank == self.coordinator:
+        if self.desk is not None and self.rank == self.coordinator and (self._round > 0 or self._failures > 0):
             self._posted += self.desk.keys
         self._load, self._failures, self._round = load, failures, 0
-        if self._store is not None:
-            self.desk = Desk(self._store, self._prefix)
+        if self._own is not None:
+            self.desk = Desk(self._own, self._prefix)
+
+    def refuse(self, number: int, error: Exception) -> Failure:
+        """Tells all ranks that this one does not take part in load ``number``; returns what all of them raise.
+
+        For a thread that found another in a load. The others stop in the first round, so that groups can be used again.
+        """
+        failure = Failure(kind_of(error), text_of(error), self.rank, clean=True)
+        if self._own is None:
+            return failure
+        desk = Desk(self._own, f"{number}.0/")
+        if self.rank == self.coordinator:
+            with self._lock:
+                self._refused.append((number, desk.keys))
+        try:
+            return desk.tell(failure) or failure
+        except RuntimeError:  # the store is lost, which the others see by themselves
+            return failure
+
+    def break_off(self, error: Exception) -> None:
+        """Fails the load that is under way in another thread, with no more than the error's text."""
+        if self.desk is None:
+            return
+        with suppress(RuntimeError):  # the store is lost, which all see by themselves
+            self.desk.tell(Failure(kind_of(error), text_of(error), self.rank))
+
+    def guard(self) -> _Guard:
+        """A context in which this rank is watched and watches, and out of which every rank raises the same error."""
+        return _Guard(self)
+
+    def enter_registry(self) -> Registry:
+        """By ranks that meet: lets the others of this machine find this process, and the watch find theirs."""
+        assert self._own is not None
+        self.registry = Registry(self._own, self.rank)
+        return self.registry
+
+    def leave_registry(self, registry: Registry) -> None:
+        """When all ranks have come."""
+        self.registry = None
+        self.neighbours = registry.look()
+        self.keep(registry.keys)
+
+    def find_neighbours(self) -> None:
+        """By the watch: looks who has come since."""
+        if (registry := self.registry) is not None:
+            self.neighbours = registry.look()
+
+    def keep(self, keys: Sequence[str]) -> None:
+        """Keys that this rank has set and that nobody needs when all ranks have come to the next round: deletes them then."""
+        self._posted += keys
 
     def known(self) -> Failure | None:
         """The first failure that any rank has told in this load. For the thread that runs the rounds."""
@@ -231,7 +320,7 @@ class Control:
         if absent:
             raise self._raised(Overdue(f"{what}: {_ranks(absent)} did not arrive within {limit.total_seconds():.0f} s"))
         posted = self._store.multi_get([f"{prefix}{rank}" for rank in others]) if others else []
-        heard = dict(zip(others, (text.decode() for text in posted), strict=True))
+        heard = {other: self._whole(f"{prefix}{other}", value) for other, value in zip(others, posted, strict=True)}
         views = {rank: view if rank == self.rank else heard[rank] for rank in self.ranks}
         self._delete(self._posted)  # all ranks have come to this round, and need nothing from before
         if "x" in views.values():
@@ -263,7 +352,7 @@ class Control:
                     f"{limit.total_seconds():.0f} s (seen by rank {self.rank})"
                 )
             )
-        verdict = self._store.get(f"{prefix}verdict").decode()
+        verdict = self._whole(f"{prefix}verdict", self._store.get(f"{prefix}verdict"))
         # Deleted in the next round: after the last one the store may be gone.
         self._passed, self._posted = self._posted, []
         return verdict
@@ -277,18 +366,18 @@ class Control:
         seen, look = None, _FIRST_LOOK
         while names and not self._store.check(names):
             waited = monotonic() - began
-            sleep(min(max(_SHARE * waited, _SHORTEST), _LONGEST))
-            if waited < look:
+            alarmed = self.alarm.wait(min(max(_SHARE * waited, _SHORTEST), _LONGEST))
+            if waited < look and not alarmed:
                 continue
+            self.alarm.clear()
             look = waited + min(waited, _LONGEST)
             missing = [key for key in keys if not self._store.check([f"{prefix}{key}"])]
             ranks = [self.coordinator if key == "verdict" else int(key) for key in missing]
             if self.known() is not None:
                 raise self._raised(None)
-            # A rank that has posted to this round is missed at the next one; its end does not matter to this one.
+            # A rank that has heard the verdict of the last round may end before this one has.
             for rank, process in sorted(self.gone.items()):
-                waited_for = rank in ranks or not self._store.check([f"{prefix}{rank}"])
-                if waited_for and not self._store.check(names):
+                if not self._store.check(names):
                     raise self._raised(Ended(rank, process))
             if self.beats is not None:
                 now = self.beats.signs(ranks, self._round)
@@ -313,8 +402,23 @@ class Control:
 
     def _post(self, key: str, text: str) -> None:
         assert self._store is not None
-        self._store.set(key, text)
+        data = text.encode(errors="backslashreplace")
+        if len(data) > _VALUE_BYTES:
+            parts = [data[at : at + _VALUE_BYTES] for at in range(0, len(data), _VALUE_BYTES)]
+            for number, part in enumerate(parts):
+                self._posted.append(f"{key}/{number}")
+                self._store.set(f"{key}/{number}", part)  # type: ignore[arg-type]
+            data = f"{_PARTS}{len(parts)}".encode()
         self._posted.append(key)
+        self._store.set(key, data)  # type: ignore[arg-type]
+
+    def _whole(self, key: str, value: bytes) -> str:
+        """The text that was posted under ``key``, where ``value`` was found."""
+        assert self._store is not None
+        if not value.startswith(_PARTS.encode()):
+            return value.decode()
+        parts = [self._store.get(f"{key}/{number}") for number in range(int(value[len(_PARTS) :]))]
+        return b"".join(parts).decode()
 
     def _delete(self, keys: list[str]) -> None:
         """Deletes keys, and empties the list of them."""
@@ -333,10 +437,10 @@ class Control:
             return dict(letters)
         prefix = f"{self._prefix}letter/{what}"
         for receiver, letter in letters.items():
-            parts = range(0, len(letter), _LETTER_BYTES) or range(1)
+            parts = range(0, len(letter), _VALUE_BYTES) or range(1)
             for part in parts:
-                key = f"{prefix}/{self.rank}/{receiver}/{part // _LETTER_BYTES}"
-                self._store.set(key, bytes([part == parts[-1]]) + letter[part : part + _LETTER_BYTES])  # type: ignore[arg-type]
+                key = f"{prefix}/{self.rank}/{receiver}/{part // _VALUE_BYTES}"
+                self._store.set(key, bytes([part == parts[-1]]) + letter[part : part + _VALUE_BYTES])  # type: ignore[arg-type]
                 self._letters.append(key)
         self.settle(what, None)
         if self.rank not in letters:
@@ -377,13 +481,52 @@ class Control:
 
         def judge(raw: Mapping[int, str]) -> str:
             views = {rank: json.loads(text) for rank, text in raw.items()}
+            if any(view["at"] != what for view in views.values()):
+                logger.info("ranks in different steps: %s", {rank: view["at"] for rank, view in views.items()})
+                raise OutOfOrder
             failed = {rank: view["error"] for rank, view in views.items() if view["error"]}
             if failed:
                 causes = {rank: error for rank, error in failed.items() if error[0] != Told.__name__} or failed
                 raise make_error(next(iter(causes.values()))[0], _together(causes))
             return json.dumps(decide({rank: view["view"] for rank, view in views.items()}))
 
-        return json.loads(self.agree(what, json.dumps({"error": error, "view": view}), judge, patience, last))
+        return json.loads(
+            self.agree(what, json.dumps({"at": what, "error": error, "view": view}), judge, patience, last)
+        )
+
+
+class _Guard:
+    """See :meth:`Control.guard`."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self.failure: Failure | None = None
+        """How the operation failed on all ranks; None if it did not, or has ended well for the others."""
+
+    def __enter__(self) -> _Guard:
+        try:
+            self._control.watch.__enter__()
+        except BaseException as error:  # the others have a watch, and wait for this rank
+            self._raise(error)
+            raise
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None:
+                self._raise(error)
+        finally:
+            self._control.watch.__exit__()
+
+    def _raise(self, error: BaseException) -> None:
+        """Tells the others, and raises what they raise if that is not this very error."""
+        self.failure = self._control.conclude(error)
+        # None: it has ended well on all ranks, this one too but for its return, and the others keep all.
+        if self.failure is None or not isinstance(error, Exception):
+            return
+        raised = self.failure.error()
+        if (type(raised), str(raised)) != (type(error), str(error)):
+            raise raised from error
 
 
 def _own_connection(store: Store) -> Store:

@@ -5,6 +5,8 @@ Every rank of a load raises the same error with the same text, and a caller's mi
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 
 class LoadError(RuntimeError):
     """The run failed. Every rank raises it; the text names the rank, the tensor and the file."""
@@ -16,6 +18,27 @@ class CheckpointError(LoadError):
 
 class ModelMismatch(LoadError):
     """The checkpoint does not fit the model: keys, shapes or dtypes."""
+
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        missing_keys: Iterable[str] = (),
+        unexpected_keys: Iterable[str] = (),
+        mismatched_keys: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.missing_keys = list(missing_keys)
+        """Names of the model that the checkpoint lacks, where that is the error."""
+        self.unexpected_keys = list(unexpected_keys)
+        """Names of the checkpoint that the model lacks, where that is the error."""
+        self.mismatched_keys = dict(mismatched_keys or {})
+        """Names of the model that the checkpoint has in another shape, each with both shapes in words."""
+
+    def adopt(self, other: ModelMismatch) -> None:
+        """Takes over the keys, which do not travel with the text."""
+        self.missing_keys, self.unexpected_keys = other.missing_keys, other.unexpected_keys
+        self.mismatched_keys = other.mismatched_keys
 
 
 class ManifestMismatch(LoadError):
@@ -35,6 +58,19 @@ class Ended(LoadError):
 
     def __init__(self, rank: int, process: int) -> None:
         super().__init__(f"rank {rank} has ended (process {process}): killed, out of memory, or it left the load early")
+
+
+class OutOfOrder(LoadError):
+    """Two calls at once in one process, or in another order on another rank. Travels as LoadError.
+
+    One text for both, as ranks may see the two calls of one mistake in either way. What each rank saw is in its log.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "load() or coalesced_bcast() was called by two threads of a process at once, or in another order on another rank: "
+            "call one after the other, in the same order on every rank (EPLOAD_LOG=info shows which ranks and threads)"
+        )
 
 
 _BY_NAME: dict[str, type[Exception]] = {

@@ -8,6 +8,7 @@ watch stops what that rank is doing.
 from __future__ import annotations
 
 import json
+import time
 import traceback
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -16,6 +17,10 @@ from torch.distributed.distributed_c10d import Store
 
 from epload.errors import Ended, LoadError, Overdue, kind_of, make_error, text_of
 
+_LOOK = 0.05
+"""Seconds between two looks for a failure that must be there soon."""
+_MAX_TEXT = 1 << 20
+"""Characters of a failure's text; the store takes no value of more than 8 MiB."""
 _ENDED = "ended"
 """The outcome of a load that has ended well; of any other it is the first failure."""
 
@@ -29,6 +34,10 @@ class Failure:
     rank: int
     clean: bool = False
     """Whether all ranks are known to have stopped at the same step, so that groups and buffers can be used again."""
+
+    def __post_init__(self) -> None:
+        if len(self.text) > _MAX_TEXT:
+            object.__setattr__(self, "text", f"{self.text[:_MAX_TEXT]} ... ({len(self.text)} characters)")
 
     def error(self) -> Exception:
         return make_error(self.kind, self.text)
@@ -89,10 +98,11 @@ class Desk:
         if not self._store.check([self._outcome]):
             if patience is None:
                 return None
-            try:
-                self._store.wait([self._outcome], patience)
-            except RuntimeError:
-                return None
+            until = time.monotonic() + patience.total_seconds()
+            while not self._store.check([self._outcome]):  # not the store's own wait, which would hold up the watch
+                if time.monotonic() >= until:
+                    return None
+                time.sleep(_LOOK)
         return _parse(self._store.get(self._outcome))
 
     def _settle(self, text: str) -> Failure | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from epload import ops
 from epload.checkpoint import Checkpoint
 from epload.control import HEADER_BYTES, STATUS_ABORT, STATUS_OK, BucketHeader, Control
-from epload.errors import LoadError, Told, text_of
+from epload.errors import CheckpointError, LoadError, Told, text_of
 from epload.manifest import Manifest
 from epload.plan import LoadPlan
 
@@ -94,7 +94,8 @@ class Framing:
     def could_not(self, what: str, numbers: Sequence[int], error: Exception) -> LoadError:
         """``what``: "read" or "unpack"."""
         buckets = spell("bucket", numbers)
-        failure = LoadError(f"rank {self._rank} could not {what} {buckets} ({self.names(numbers)}): {text_of(error)}")
+        kind = CheckpointError if isinstance(error, CheckpointError) else LoadError
+        failure = kind(f"rank {self._rank} could not {what} {buckets} ({self.names(numbers)}): {text_of(error)}")
         failure.__cause__ = error
         return failure
 

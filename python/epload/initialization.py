@@ -70,7 +70,7 @@ def compute(
         dtypes: what each is kept in.
         seed: equal on all ranks.
         parts: what of the model is a part of something larger; such parts are drawn apart.
-        adapters: whether to initialize what adapters of PEFT add, too.
+        adapters: whether to initialize what adapters add, too.
 
     Returns:
         the tensors that the model could compute, which may be none; the others are left out.
@@ -132,10 +132,10 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Adapter(_Place):
-    """A layer of PEFT whose adapters' parameters are to be initialized, by the layer itself."""
+    """A layer with adapters whose parameters are to be initialized, by the layer itself."""
 
     configs: Mapping[str, Any]
-    """Of each adapter."""
+    """PEFT's, of each adapter; other libraries have none."""
 
     @property
     def initializer(self) -> str:
@@ -143,17 +143,19 @@ class _Adapter(_Place):
 
     def initialize(self, skeleton: _Skeleton) -> None:
         layer: Any = skeleton.module(self.module)
-        for name, config in self.configs.items():
-            how = getattr(config, "init_lora_weights", None)
-            if hasattr(layer, "reset_lora_parameters") and (how is True or how == "gaussian"):
+        if not hasattr(layer, "reset_lora_parameters"):
+            return
+        for name in layer.lora_A:
+            how = getattr(self.configs.get(name), "init_lora_weights", True)
+            if how is True or how == "gaussian":
                 layer.reset_lora_parameters(name, how)  # other ways need the base weights
 
 
 def _places(model: nn.Module, wanted: set[int], adapters: bool) -> list[_Place]:
     """The modules that hold tensors with one of these ids, and those above them; children before parents.
 
-    What an adapter of PEFT adds to a layer is not its model's: drawing it like the model's own layers would change what the model
-    computes. With ``adapters`` the layer of PEFT initializes it, else nobody does.
+    What an adapter adds to a layer is not its model's: drawing it like the model's own layers would change what the model
+    computes. With ``adapters`` the adapted layer initializes it, else nobody does.
     """
     places: list[_Place] = []
 
@@ -194,8 +196,10 @@ def _takes_modules(module: nn.Module) -> bool:
 
 
 def _is_adapter(module: nn.Module) -> bool:
+    """Whether it is a layer of PEFT, or of another library (VeOmni) that follows PEFT's LoRA."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
-    return tuners is not None and isinstance(module, tuners.BaseTunerLayer)
+    of_peft = tuners is not None and isinstance(module, tuners.BaseTunerLayer)
+    return of_peft or (callable(getattr(type(module), "reset_lora_parameters", None)) and hasattr(module, "lora_A"))
 
 
 def own_class(kind: type) -> type:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -34,12 +37,12 @@ from epload.parts import LocalModules, OuterShard, Parts
 from epload.preparation import Preparation, Prepared, Request, Strict, attempt
 from epload.proof import Proof
 from epload.report import LoadReport, progress_bar
+from epload.single_flight import Call, Refused, alone
 from epload.state_entries import check_filled
 from epload.targets import DTypes, owned, stage
-from epload.topology import Topology
+from epload.topology import Topology, alone_under_a_launcher
 from epload.transfer import Transfer, wave_bytes
 from epload.upload import upload_bytes
-from epload.watch import Watch
 from epload.ways import Options, Ways
 
 
@@ -95,27 +98,32 @@ class HierarchicalLoader:
             progress: a bar on rank ``src`` when standard error is a terminal.
 
         Raises:
-            ValueError: an argument is out of range.
+            ValueError, TypeError: an argument is out of range, or of another type.
         """
         log.configure()
+        if deadline is None:
+            deadline = DEFAULT_DEADLINE
+        if not isinstance(deadline, int | float | timedelta):
+            raise TypeError(f"expected deadline to be a number of seconds or a timedelta, got {deadline!r}")
+        self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
         sent = "two_level" if algorithm == "auto" else algorithm
         self.options = Options(readers, sent, src, bucket_bytes, verify)
         check_stream(stream)
-        self.topology = topology if topology is not None else Topology.default()
+        self.topology = topology if topology is not None else Topology.default(timeout=self._deadline)
+        self.number = self.topology.number_loader()
+        """Among the loaders of its topology, equal on all ranks."""
+        self._made_by = threading.current_thread()
         self.topology.check_source(src)
         self.stream = stream
         self.progress = progress
         self._control = self.topology.control
-        self._watch = Watch(self._control, self.topology.node)
-        if deadline is None:
-            deadline = DEFAULT_DEADLINE
-        self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
+        self._watch = self._control.watch
         self._memory: NodeMemory | None = None
         self._proof: Proof | None = None
         self._bound: Bound | None = None
         self._device = DeviceSide(self.topology, algorithm, src, stream)
         self._ways = Ways(self.topology, self.options, self._device)
-        self._preparation = Preparation(self.topology, self.options, self._ways, self._device, self._watch)
+        self._preparation = Preparation(self.topology, self.options, self._ways, self._device, self._watch, self.number)
 
     def load(
         self,
@@ -155,44 +163,46 @@ class HierarchicalLoader:
 
         Raises:
             LoadError: the run failed, the same on every rank. ModelMismatch, ManifestMismatch, and CheckpointError for a
-                header: nothing has been changed. Any other: tensors may be materialised and partly written.
+                header: nothing has been changed. Any other, as CheckpointError for a file that was replaced or modified
+                during the load: tensors may be materialised and partly written.
             ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
         """
-        self._control.begin(self._deadline)
-        with self._watch:
-            try:
-                parts = Parts(tuple(outer_shards), tuple(local_modules)) if outer_shards or local_modules else None
-                return self._load(Request(model, checkpoint, mapping, strict, dtype, parts, init_missing))
-            except BaseException as error:
-                failure = self._control.conclude(error)
-                if failure is not None and not failure.clean:
-                    self._memory = None
-                    self._device.forget()
-                    self.topology.retire()
-                # None: the load has ended well on all ranks, this one too but for its return, and the others keep all.
-                if failure is None or not isinstance(error, Exception):
-                    raise
-                raised = failure.error()
-                if (type(raised), str(raised)) == (type(error), str(error)):
-                    raise
-                raise raised from error
+        try:
+            with alone(Call("load()", self.topology, self, self._made_by), self._deadline):
+                guard = self._control.guard()
+                try:
+                    with guard:
+                        parts = (
+                            Parts(tuple(outer_shards), tuple(local_modules)) if outer_shards or local_modules else None
+                        )
+                        return self._load(Request(model, checkpoint, mapping, strict, dtype, parts, init_missing))
+                finally:
+                    if guard.failure is not None and not guard.failure.clean:
+                        self._memory = None
+                        self._device.forget()
+                        self.topology.retire()
+        except Refused as refused:
+            error = refused.failure.error()
+        raise error
 
     def _load(self, request: Request) -> LoadReport:
         asked = self.options
         report = LoadReport(
             readers=asked.readers, algorithm=asked.algorithm, verify=asked.verify, topology=repr(self.topology)
         )
+        if warning := alone_under_a_launcher():
+            warnings.warn(warning, stacklevel=3)
+            report.warnings.append(warning)
         began = perf_counter()
-        with report.timed("plan"), collector.paused():
-            work = self._preparation.run(request, self.stream, report)
         try:
+            with report.timed("plan"), collector.paused():
+                work = self._preparation.run(request, self.stream, report)
             self._transfer(request, work, report)
         finally:
-            if work.checkpoint is not None and work.checkpoint is not request.checkpoint:
-                work.checkpoint.close()
+            self._preparation.close_checkpoint()
         plan = work.plan
         report.mismatched_keys = work.mismatched
-        report.ignored_keys = work.ignored
+        report.ignored_keys = [*work.ignored, *work.manifest.ignored]
         report.missing_keys, report.unexpected_keys = (
             [key for key in keys if key not in set(work.ignored)] for keys in (work.missing, plan.unexpected)
         )
@@ -272,13 +282,15 @@ class HierarchicalLoader:
                 if self.options.proves:
                     self._prove(work, flow, local, report)
                 finish()
+            # The last thing before all ranks agree that the load has ended well.
+            _, failure = attempt(work.check_unchanged) if finish is not None else (None, None)
             reading, crossing = report.phases["read"], report.phases["inter_node"]
             seen = [
                 reading.nbytes - before[0].nbytes, reading.seconds - before[0].seconds,
                 crossing.nbytes - before[1].nbytes, crossing.seconds - before[1].seconds,
             ]  # fmt: skip
             views = self._control.settle(
-                "the transfer", None, seen, lambda views: [views[rank] for rank in self.topology.ranks],
+                "the transfer", failure, seen, lambda views: [views[rank] for rank in self.topology.ranks],
                 patience=2, last=finish is not None,
             )  # fmt: skip
             return [Measured(*view) for view in views]
@@ -324,7 +336,13 @@ class HierarchicalLoader:
                     for nbytes in proof.check(self.topology.rank, letters, work.checkpoint, work.manifest):
                         self._control.progress += nbytes
 
-            _, failure = attempt(check)
+            # Whoever proves reads what lies at the paths now. A file that has changed is why shards differ from it, so that
+            # all ranks hear of that first, whichever rank saw it.
+            _, changed = attempt(lambda: work.reopen() if letters else None)
+            _, failure = attempt(check) if changed is None else (None, None)
+            if changed is None:
+                _, changed = attempt(work.check_unchanged)
+            self._control.settle("verification", changed, patience=2)
             self._control.settle("verification", failure, patience=2)
             self._control.forget_letters()
 
@@ -409,8 +427,10 @@ class HierarchicalLoader:
         ):
             request.init_missing(module, path, leaves)
             report.initialised += [f"{path}.{leaf}" if path else leaf for leaf in leaves]
-        tensors |= {name: owned(request.model, name) for name in targets.lost}  # a hook may replace a buffer
-        left = [name for name, t in local(work.garbage).items() if not t.is_meta and memory_pattern.is_marked(t)]
+        tensors |= {name: owned(request.model, name) for name in targets.lost}  # a hook may replace a tensor
+        present = {id(tensor) for tensor in chain(request.model.parameters(), request.model.buffers())}
+        kept = [name for name in work.garbage if id(tensors[name]) in present]
+        left = [name for name, t in local(kept).items() if not t.is_meta and memory_pattern.is_marked(t)]
         if left:
             raise LoadError(
                 f"rank {self.topology.rank}: init_missing left {', '.join(sorted(left)[:10])} unfilled; it is called as "

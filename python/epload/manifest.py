@@ -31,6 +31,8 @@ class Manifest:
     """For messages: the path, or "state dict"."""
     places: Places | None = None
     """Where the bytes lie, of a checkpoint that other ranks can read without parsing it; not part of what it holds."""
+    ignored: tuple[str, ...] = ()
+    """Names of entries that hold no tensor, such as ``_extra_state``: listed in reports, and otherwise left alone."""
 
     @cached_property
     def compact(self) -> bytes:
@@ -66,17 +68,19 @@ class Manifest:
 
     @property
     def about(self) -> list[Any]:
-        """What may differ between two checkpoints of the same tensors in the same places, as JSON: source and files."""
-        return [self.source, None if self.places is None else [self.places.index, *map(list, self.places.files)]]
+        """What may differ between two checkpoints of the same tensors in the same places, as JSON: source, files, and what else
+        is in them."""
+        files = None if self.places is None else [self.places.index, *map(list, self.places.files)]
+        return [self.source, files, list(self.ignored)]
 
     def seen_as(self, about: list[Any]) -> Manifest:
         """The same tensors in the same places, but of another checkpoint: nothing is computed again."""
-        source, files = about
+        source, files, ignored = about
         places = self.places
         if places is not None:
             index, *facts = files
             places = replace(places, index=index, files=tuple(FileFacts(*of_file) for of_file in facts))
-        made = replace(self, source=source, places=places)
+        made = replace(self, source=source, places=places, ignored=tuple(ignored))
         made.__dict__.update({name: self.__dict__[name] for name in _EXPENSIVE if name in self.__dict__})
         return made
 

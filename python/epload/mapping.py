@@ -13,10 +13,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from torch import nn
+
+from epload.adapters import adapter_file
 from epload.errors import ModelMismatch
 from epload.placing import Misfit, Place, Placing
 from epload.rules import Convert, Rename
 from epload.views import Shape
+from epload.wrappers import comes_from, unwrap
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,9 @@ class Mapping:
     """Regular expressions. A checkpoint key in which one is found, as it is or renamed, may lack a place in the model."""
     ignore_missing: tuple[str, ...] = ()
     """Regular expressions. A name of the model in which one is found may be missing from the checkpoint."""
+    only: tuple[tuple[str, str], ...] = ()
+    """If given, the names of the checkpoint that are known, each with the model's name for it. Other tensors of the model are
+    not expected in the checkpoint and keep their values. A pair without a checkpoint name is a tensor that is missing."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if a pattern of keys to ignore is no regular expression."""
@@ -128,6 +135,17 @@ class Mapping:
         placed = [tuple((wrapped[target], view) for target, view in places) for places in placing.run()]
         return placed, [misfit._replace(target=wrapped[misfit.target]) for misfit in placing.misfits]
 
+    def renamed(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
+        """What the renames make of checkpoint names, and the patterns of rules that match none of them. For messages."""
+        made, unused = list(names), []
+        for rename in self.renames:
+            before, made = made, rename.apply(made)
+            if made == before:
+                unused.append(rename.source)
+        for convert in self.converts:
+            unused += [source for source in convert.sources if not any(map(re.compile(source).search, made))]
+        return made, unused
+
     def reverse(
         self, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
     ) -> dict[str, tuple[Place, ...]]:
@@ -157,40 +175,26 @@ def spell_misfits(texts: Sequence[str]) -> str:
     return "; ".join(texts[:10]) + more
 
 
-def resolve(mapping: Mapping | str, model: Any, names: Collection[str]) -> Mapping:
-    """What ``mapping=`` means for this model: ``"auto"`` is what a transformers model declares, else names as they are.
-    ``names`` are those of the model's tensors.
+def resolve(
+    mapping: Mapping | str, model: nn.Module, names: Collection[str], checkpoint: Sequence[str] = ()
+) -> Mapping:
+    """What ``mapping=`` means for this model: ``"auto"`` is what a transformers model declares, else names as they are; for an
+    adapter's own file, the adapter that is active.
+
+    Args:
+        names: of the model's tensors.
+        checkpoint: names of the checkpoint's tensors.
 
     Raises:
         ValueError: neither a Mapping nor ``"auto"``.
+        ModelMismatch: an adapter's file that cannot be loaded into this model.
     """
     if isinstance(mapping, Mapping):
         return mapping
     if mapping != "auto":
         raise ValueError(f"expected mapping to be 'auto' or an epload.Mapping, got {mapping!r}")
-    inner, aliases = model, [*compiled(names)]
-    while True:
-        if hasattr(inner, "_orig_mod"):
-            inner = inner._orig_mod
-        elif _comes_from(inner, "peft"):
-            inner = inner.get_base_model()
-            # What an adapter wraps is one module deeper, and the whole model two.
-            aliases += [Rename(r"^base_model\.model\.", ""), Rename(r"\.base_layer\.", ".")]
-        else:
-            break
-    made = Mapping.from_transformers(inner) if _comes_from(inner, "transformers") else Mapping.identity()
-    return replace(made, aliases=tuple(aliases))
-
-
-def compiled(names: Collection[str]) -> tuple[Rename, ...]:
-    """Aliases for the tensors of a model that torch.compile has wrapped, or modules of it: its name for what is within is left
-    out."""
-    # One rename takes one name out, and wrappers may lie within one another.
-    depth = 0
-    if "_orig_mod." in "\n".join(names):
-        depth = max(name.count("_orig_mod.") for name in names)
-    return (Rename(r"(^|\.)_orig_mod\.", r"\1"),) * depth
-
-
-def _comes_from(model: Any, package: str) -> bool:
-    return any(cls.__module__.split(".")[0] == package for cls in type(model).__mro__)
+    if only := adapter_file(model, names, checkpoint):
+        return Mapping(only=only)
+    inner, aliases, copies = unwrap(model, names)
+    made = Mapping.from_transformers(inner) if comes_from(inner, "transformers") else Mapping.identity()
+    return replace(made, aliases=aliases, ties=made.ties + copies)

@@ -2,39 +2,86 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import select
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+from torch.distributed.distributed_c10d import Store
 
-def machine_and_process() -> str:
-    """By which another process on the same machine finds this one: boot id, namespace of process ids, id and start time."""
-    return f"{_boot_id()} {_namespace()} {os.getpid()} {_start_time(os.getpid())}"
+
+def machine() -> str:
+    """Equal on processes that can watch each other: boot id and namespace of process ids."""
+    return f"{_boot_id()} {_namespace()}"
+
+
+def process() -> str:
+    """By which another process on the same :func:`machine` finds this one: process id and start time."""
+    return f"{os.getpid()} {_start_time(os.getpid())}"
+
+
+class Registry:
+    """Where the ranks of one machine find each other's processes while they meet: a list in the store, for each machine one."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        """Enters this process. ``store``: in a place of this meeting's own."""
+        self._store = store
+        self._list = f"on/{hashlib.blake2b(machine().encode(), digest_size=8).hexdigest()}"
+        self._found: list[tuple[int, str]] = []
+        number = store.add(self._list, 1)
+        self._me = f"{self._list}/{number}"
+        store.set(self._me, f"{rank} {process()}")
+        self.keys = [self._me] if number > 1 else [self._me, self._list]
+        """That this rank deletes."""
+        self._seen = 0
+        self._lock = threading.Lock()
+
+    def look(self) -> list[tuple[int, str]]:
+        """The other ranks that have entered so far. One call to the store, and two for each that is new. Thread-safe."""
+        with self._lock:
+            return self._look()
+
+    def _look(self) -> list[tuple[int, str]]:
+        count = self._store.add(self._list, 0)
+        while self._seen < count:
+            key = f"{self._list}/{self._seen + 1}"
+            if not self._store.check([key]):
+                break
+            if key != self._me:
+                rank, identity = self._store.get(key).decode().split(" ", 1)
+                self._found.append((int(rank), identity))
+            self._seen += 1
+        return list(self._found)
 
 
 class Neighbours:
-    """Processes of this machine that are watched. One that cannot be watched is left out. For one thread at a time."""
+    """Processes of this machine that are watched. One that the system does not let be watched is left out. For one thread at a
+    time."""
 
     def __init__(self, identities: Iterable[tuple[int, str]]) -> None:
-        """``identities``: ranks, each with its :func:`machine_and_process`."""
+        """``identities``: ranks, each with its :func:`process`. Raises OSError if this process has too many open files."""
         self._rank_of: dict[int, int] = {}
         """Rank of each process, by file descriptor."""
         self._pids: dict[int, int] = {}
         self._poll = select.poll()
         self.gone: dict[int, int] = {}
         """Process id of each rank whose process has ended."""
-        here = [_boot_id(), _namespace()]
         for rank, identity in identities:
-            boot_id, namespace, pid, start = identity.rsplit(" ", 3)
-            if [boot_id, namespace] != here or not hasattr(os, "pidfd_open"):
+            pid, start = identity.split()
+            if not hasattr(os, "pidfd_open"):
                 continue
             try:
                 fd = os.pidfd_open(int(pid))
             except ProcessLookupError:
                 self.gone[rank] = int(pid)
                 continue
-            except OSError:
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                    self.close()
+                    raise
                 continue
             if _start_time(int(pid)) != start:  # the number is another process's by now
                 os.close(fd)

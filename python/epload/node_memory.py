@@ -123,8 +123,8 @@ class NodeMemory:
                 offer = [os.getpid(), made[0], made[2].hex()]
             except OSError:
                 pass  # the others find no offer
-        offers = control.settle("sharing memory", None, offer, lambda views: {str(r): v for r, v in views.items()})
         try:
+            offers = control.settle("sharing memory", None, offer, lambda views: {str(r): v for r, v in views.items()})
             mapped = made[1] if made is not None else None
             if mapped is None and len(node) > 1 and offers[str(node[0])] is not None:
                 pid, fd, token = offers[str(node[0])]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+
+from epload import threads
 
 Stage = tuple[str, Callable[[], None]]
 """A name and the stage's whole work."""
@@ -25,6 +28,7 @@ def run(stages: Sequence[Stage], stop: Callable[[BaseException], None]) -> None:
             stop(error)
 
     *others, (_, last) = stages
+    started = 0
     ended = threading.Semaphore(0)
 
     def work_apart(stage: Callable[[], None]) -> None:
@@ -33,10 +37,16 @@ def run(stages: Sequence[Stage], stop: Callable[[BaseException], None]) -> None:
         finally:
             ended.release()
 
-    for name, stage in others:
-        threading.Thread(target=work_apart, args=(stage,), name=f"epload-{name}", daemon=True).start()
-    work(last)
-    left = len(others)
+    try:
+        for name, stage in others:
+            threads.start(f"epload-{name}", partial(work_apart, stage))
+            started += 1
+    except BaseException as error:  # no thread left, or an interrupt: those that run are stopped, and waited for below
+        failures.append(error)
+        stop(error)
+    else:
+        work(last)
+    left = started
     while left:
         try:
             ended.acquire()  # not join: a thread whose join was interrupted counts as ended though it is not

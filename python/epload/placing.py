@@ -67,7 +67,16 @@ class Placing:
 
     def run(self) -> list[tuple[Place, ...]]:
         renamed = list(self.names)
-        for rename in (*self.mapping.aliases, *self.mapping.renames):
+        if self.mapping.only:
+            known = dict(self.mapping.only)
+            renamed = [known.get(name, name) for name in renamed]
+        for alias in self.mapping.aliases:
+            # A name that the model has is not a wrapper's.
+            renamed = [
+                name if name in self.targets else other
+                for name, other in zip(renamed, alias.apply(renamed), strict=True)
+            ]
+        for rename in self.mapping.renames:
             renamed = rename.apply(renamed)
         groups, others = self._match(renamed)
         self._place_whole(others, renamed)
@@ -163,15 +172,27 @@ class Placing:
         }
 
     def _tie(self) -> None:
-        partners: dict[str, str] = {}
-        for a, b in self.mapping.ties:
-            if a in self.targets and b in self.targets and (a in self.filled) != (b in self.filled):
-                partners.update([(a, b)] if a in self.filled else [(b, a)])
-        if not partners:
+        origin: dict[str, str] = {}
+        more = True
+        while more:  # one value may have any number of names, in pairs of any order
+            more = False
+            for a, b in self.mapping.ties:
+                for held, lacking in ((a, b), (b, a)):
+                    source = held if held in self.filled else origin.get(held)
+                    if source is None or lacking in self.filled or lacking in origin:
+                        continue
+                    if lacking in self.targets and self.targets[lacking] == self.targets[source]:
+                        origin[lacking] = source
+                        more = True
+        if not origin:
             return
-        for source, places in enumerate(self.placed):
-            if more := tuple((partners[target], view) for target, view in places if target in partners):
-                self.placed[source] = places + more
+        partners: dict[str, list[str]] = defaultdict(list)
+        for lacking, source in origin.items():
+            partners[source].append(lacking)
+        for number, places in enumerate(self.placed):
+            copies = tuple((other, view) for target, view in places for other in partners.get(target, ()))
+            if copies:
+                self.placed[number] = places + copies
 
     def _find_list(self, name: str) -> str | None:
         """As :meth:`_find`, for a name with ``{index}``."""

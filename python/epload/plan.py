@@ -189,6 +189,7 @@ def make_plan(
         digest.update(array("q", column).tobytes())
     digest.update(repr((bucket_bytes, options)).encode())
     filled = set(chosen.target)
+    expected = {targets.index[name] for _, name in mapping.only} or range(len(targets.names))
     return LoadPlan(
         buckets=tuple(buckets),
         slots=Slots([chosen.tensor[i] for i in columns[0]], columns[1], columns[3], columns[4]),
@@ -196,7 +197,7 @@ def make_plan(
         missing=tuple(
             name
             for i, name in enumerate(targets.names)
-            if i not in filled and _numel(targets, i) and name not in mismatched
+            if i not in filled and i in expected and _numel(targets, i) and name not in mismatched
         ),
         unexpected=tuple(
             name

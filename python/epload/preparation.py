@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
@@ -20,9 +20,11 @@ from epload.buffers import find_holders
 from epload.checkpoint import Checkpoint
 from epload.device_side import DeviceSide
 from epload.devices import CPU, Devices, check_backend, devices_of
-from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, text_of
+from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, OutOfOrder, text_of
 from epload.flow import wave_limit
+from epload.hints import prefix_hint
 from epload.initialization import Initialization, InitMissing, compute
+from epload.log import logger
 from epload.manifest import Manifest
 from epload.mapping import Mapping, spell_misfits
 from epload.mapping import resolve as resolve_mapping
@@ -40,6 +42,10 @@ from epload.ways import Options, Ways
 
 T = TypeVar("T")
 Strict = bool | Literal["shapes"]
+_MAX_MESHES, _MAX_RANKS = 4, 16
+"""That an error lists."""
+_MAX_VIEWS = 4
+"""Whole descriptions of models that are compared to tell where they differ."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,23 @@ class Request:
     dtype: DTypes
     parts: Parts | None
     init_missing: InitMissing | None
+
+    def check(self) -> None:
+        """Raises TypeError for what could not even be looked at."""
+        if not isinstance(self.model, nn.Module):
+            got = (
+                f"the class {self.model.__name__}" if isinstance(self.model, type) else f"a {type(self.model).__name__}"
+            )
+            raise TypeError(f"expected model to be a torch.nn.Module, got {got}")
+        of_names = isinstance(self.dtype, dict) and all(isinstance(name, str) for name in self.dtype)
+        given = list(self.dtype.values()) if isinstance(self.dtype, dict) and of_names else [self.dtype]
+        if self.dtype is not None and not all(isinstance(dtype, torch.dtype) for dtype in given):
+            raise TypeError(
+                "expected dtype to be a torch.dtype, such as torch.bfloat16, or a dict from regular expressions to dtypes, "
+                f"got {self.dtype!r}"
+            )
+        if self.init_missing is not None and not callable(self.init_missing):
+            raise TypeError(f"expected init_missing to be a function, got {self.init_missing!r}")
 
 
 class _Announced(NamedTuple):
@@ -115,6 +138,16 @@ class Prepared:
     ignored: list[str]
     """Missing and unexpected keys that the mapping says to ignore."""
 
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError if a file of the checkpoint is not the one, unchanged, that this rank opened."""
+        _check_unchanged(self.checkpoint, "; the model may be partly overwritten")
+
+    def reopen(self) -> None:
+        """Opens the files again, to read what lies at their paths now. Raises as :meth:`check_unchanged`."""
+        if self.checkpoint is not None:
+            self.check_unchanged()
+            self.checkpoint.reopen()
+
     @property
     def device(self) -> torch.device:
         """That the load works on."""
@@ -124,8 +157,13 @@ class Prepared:
 class Preparation:
     """Of the loads of one loader; keeps what the next one need not find out again."""
 
-    def __init__(self, topology: Topology, options: Options, ways: Ways, device: DeviceSide, watch: Watch) -> None:
+    def __init__(
+        self, topology: Topology, options: Options, ways: Ways, device: DeviceSide, watch: Watch, loader: int
+    ) -> None:
+        """``loader``: the loader's number among those of its topology."""
+        self._loader = loader
         self._topology = topology
+        self._claims: tuple[object, list[list[Any]]] | None = None
         self._control = topology.control
         self._watch = watch
         self._options = options
@@ -135,6 +173,8 @@ class Preparation:
         self.manifest: Manifest | None = None
         """That of the load before."""
         self._tied = Comparison()
+        self._opened: Checkpoint | None = None
+        """What this rank has opened for the present load, unless the caller gave it opened."""
         self._plans: dict[frozenset[int], tuple[tuple[bytes, Mapping, str], Targets, LoadPlan]] = {}
 
     def run(self, request: Request, stream: torch.Stream | None, report: LoadReport) -> Prepared:
@@ -157,6 +197,7 @@ class Preparation:
         options = f"{said} deadline={deadline:g} local_modules={parts is not None and bool(parts.local_modules)}"
         src = self._options.src
         view: dict[str, Any] = {
+            "loader": self._loader,
             "options": options,
             "lost": opened is not None and bool(opened.targets.lost),
             "meta": opened is not None and (opened.devices.meta or bool(opened.targets.lost)),
@@ -172,6 +213,7 @@ class Preparation:
             view["manifest"] = len(ours.compact), ours.identity, ours.about
 
         def decide(views: dict[int, dict[str, Any]]) -> list[Any]:
+            _same_loader({rank: view["loader"] for rank, view in views.items()})
             _all_equal({rank: view["options"] for rank, view in views.items()})
             announced = None
             if len(views) > 1:
@@ -200,6 +242,7 @@ class Preparation:
         )
 
     def _inspect(self, request: Request, stream: torch.Stream | None) -> _Opened:
+        request.check()
         asked = (request.dtype, request.parts)
         model, checkpoint = request.model, request.checkpoint
         targets = self.snapshot.read(model, asked) if self.snapshot is not None else None
@@ -216,13 +259,23 @@ class Preparation:
         options, path = self._options, isinstance(checkpoint, str | os.PathLike)
         joins = self._ways.may_read(devices.load) and not path and options.readers != "auto"
         if self._topology.rank == options.src or joins:
-            source = Checkpoint.open(checkpoint, self.manifest)
+            source = self._keep(Checkpoint.open(checkpoint, self.manifest), checkpoint)
             if source.once and options.proves:
                 raise ValueError(
                     f"verify={options.verify!r} reads the checkpoint again after the load, but this one can be read only once: "
                     "leave out consume=True, or pass verify='buckets'"
                 )
         return _Opened(targets, devices, source, request.parts is not None and bool(request.parts.local_modules))
+
+    def _keep(self, checkpoint: Checkpoint, given: Any) -> Checkpoint:
+        self._opened = checkpoint if checkpoint is not given else None
+        return checkpoint
+
+    def close_checkpoint(self) -> None:
+        """After a load, however it ended: closes what this rank has opened for it."""
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
 
     # ---- the manifest ----
 
@@ -266,7 +319,7 @@ class Preparation:
             return manifest
         if self._ways.may_read(opened.device) and opened.checkpoint is None:
             try:
-                opened.checkpoint = Checkpoint.join(checkpoint, manifest)
+                opened.checkpoint = self._keep(Checkpoint.join(checkpoint, manifest), checkpoint)
             except (CheckpointError, TypeError):
                 if not auto:
                     raise
@@ -281,7 +334,7 @@ class Preparation:
             manifest = self._join(opened, request.checkpoint, known)
             if strict not in (True, False, "shapes"):
                 raise ValueError(f"expected strict to be True, False or 'shapes', got {strict!r}")
-            return manifest, resolve_mapping(request.mapping, request.model, targets.index)
+            return manifest, resolve_mapping(request.mapping, request.model, targets.index, manifest.names)
 
         prepared, unprepared = attempt(prepare)
         plan, failure, options = None, None, ""
@@ -304,15 +357,21 @@ class Preparation:
                 ignored = set(rules.ignored(manifest.names, plan.missing, plan.unexpected))
                 amiss = strict is True and not ignored.issuperset((*plan.missing, *plan.unexpected))
                 if (strict and plan.mismatched) or amiss:
-                    raise ModelMismatch(_spell_keys(manifest, plan, strict, ignored))
-                if targets.names and not plan.slots.tensor_count and not opened.local_modules:
-                    raise ModelMismatch(f"the load would fill nothing: {_spell_keys(manifest, plan, True)}")
+                    raise _misfit(manifest, plan, rules, strict)
+                if not plan.slots.tensor_count and (plan.missing or plan.mismatched):
+                    raise _misfit(manifest, plan, rules, True, "the load would fill nothing: ")
                 if opened.checkpoint is not None and not opened.local_modules:
                     self._compare_tied(opened.checkpoint, manifest, plan.twins)
                 return plan
 
             plan, failure = attempt(check)
-        view = [plan.fingerprint.hex() if plan else "", opened.checkpoint is not None, plan.owned if plan else 0]
+        claims = self._mesh_claims(targets)
+        view = [
+            plan.fingerprint.hex() if plan else "",
+            opened.checkpoint is not None,
+            plan.owned if plan else 0,
+            claims,
+        ]
 
         def decide(views: dict[int, list[Any]]) -> list[Any]:
             ordered = [views[rank] for rank in self._topology.ranks]
@@ -320,13 +379,23 @@ class Preparation:
                 _distinct({rank: v[0] for rank, v in views.items()}),
                 all(v[1] for v in ordered),
                 [v[2] for v in ordered],
+                _odd_meshes({rank: v[3] for rank, v in views.items()}),
             ]
 
-        fingerprints, all_read, owned = self._control.settle("planning", unprepared, view, decide, patience=2)
+        fingerprints, all_read, owned, odd = self._control.settle("planning", unprepared, view, decide, patience=2)
         if "" in fingerprints or len(fingerprints) > 1:
+            # A file that was replaced between two ranks' opening it is why they differ.
+            self._control.settle("planning", attempt(lambda: _check_unchanged(opened.checkpoint))[1])
             self._disagree(describe(manifest, targets, self._options.bucket_bytes, options))
-            self._control.settle("planning", failure)
+            try:
+                self._control.settle("planning", failure)
+            except ModelMismatch as error:
+                if isinstance(failure, ModelMismatch):
+                    error.adopt(failure)
+                raise
             raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
+        if odd:
+            self._tell_of_meshes(targets, odd)
         assert plan is not None
         if opened.local_modules:
             self._compare_tied_anywhere(opened, manifest, plan)
@@ -406,6 +475,39 @@ class Preparation:
         _, failure = attempt(compare)
         self._control.settle("comparing tied weights", failure, patience=2)
 
+    def _mesh_claims(self, targets: Targets) -> list[list[Any]]:
+        """Of each mesh its digest, and how many ranks of the topology have to report the same. Its size does not depend on the
+        number of ranks."""
+        claims = targets.mesh_claims()
+        if self._claims is None or self._claims[0] is not claims:
+            ours = frozenset(self._topology.ranks)
+            self._claims = claims, [[digest, sum(rank in ours for rank in mesh.ranks)] for digest, mesh in claims]
+        return self._claims[1]
+
+    def _tell_of_meshes(self, targets: Targets, odd: dict[str, list[int]]) -> None:
+        """Raises ManifestMismatch on every rank. ``odd``: digests of meshes, each with some ranks that have it."""
+        said: dict[str, str] = {}
+        for digest, mesh in targets.mesh_claims():
+            if self._topology.rank == odd.get(digest, [None])[0]:
+                number = targets.meshes.index(mesh)
+                name = next(
+                    name
+                    for i, (name, layout) in enumerate(zip(targets.names, targets.layout, strict=True))
+                    if i not in targets.own and number in targets.meshes_of[layout]
+                )
+                said[digest] = f"{mesh}, e.g. for {name}"
+
+        def explain(views: dict[int, dict[str, str]]) -> None:
+            known = {digest: text for view in views.values() for digest, text in view.items()}
+            lines = [f"ranks {ranks} have mesh {known[digest]}" for digest, ranks in odd.items()]
+            raise ManifestMismatch(
+                "the ranks disagree about the device mesh, or about what lies on it, nothing was moved:\n  "
+                + "\n  ".join(lines)
+                + "\nBuild every DeviceMesh from the same ranks in the same order on all ranks"
+            )
+
+        self._control.settle("planning", None, said, explain)
+
     def _wanted_by_any(self, manifest: Manifest, make: Callable[[], LoadPlan]) -> frozenset[int]:
         """Checkpoint tensors that some rank has a place for, by number. A rank that cannot plan ends the load here; one that
         could not even prepare has its say in this same round."""
@@ -437,7 +539,7 @@ class Preparation:
     def _disagree(self, view: list[str]) -> None:
         """Raises ManifestMismatch on every rank if what the ranks want to load into what differs."""
         digest = hashlib.blake2b("\n".join(view).encode(errors="backslashreplace"), digest_size=16).hexdigest()
-        speakers = list(self._control.settle("planning", None, digest, _distinct).values())
+        speakers = sorted(self._control.settle("planning", None, digest, _distinct).values())[:_MAX_VIEWS]
         if len(speakers) == 1:
             return
 
@@ -472,6 +574,11 @@ class Preparation:
         return plan
 
 
+def _check_unchanged(checkpoint: Checkpoint | None, consequence: str = "") -> None:
+    if checkpoint is not None and (changed := checkpoint.changed()):
+        raise CheckpointError(f"{changed} while it was loaded{consequence}; load again")
+
+
 def attempt(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     """What a step gives, or how it failed, for the round that ends it."""
     try:
@@ -498,6 +605,24 @@ def _distinct(views: dict[int, str]) -> dict[str, int]:
     return {view: rank for rank, view in reversed(views.items())}
 
 
+def _odd_meshes(claims: dict[int, list[list[Any]]]) -> dict[str, list[int]]:
+    """Digests of meshes that not all of their ranks have reported, each with the first ranks that have; a few of them."""
+    reported: dict[str, list[int]] = {}
+    expected: dict[str, int] = {}
+    for rank, theirs in claims.items():
+        for digest, count in theirs:
+            reported.setdefault(digest, []).append(rank)
+            expected[digest] = count
+    odd = [digest for digest, ranks in reported.items() if len(ranks) != expected[digest]]
+    return {digest: reported[digest][:_MAX_RANKS] for digest in odd[:_MAX_MESHES]}
+
+
+def _same_loader(numbers: dict[int, int]) -> None:
+    if len(set(numbers.values())) > 1:
+        logger.info("ranks in loads of different loaders: %s", numbers)
+        raise OutOfOrder
+
+
 def _all_equal(options: dict[int, str]) -> None:
     by_text: dict[str, list[int]] = {}
     for rank, text in options.items():
@@ -507,12 +632,36 @@ def _all_equal(options: dict[int, str]) -> None:
         raise ManifestMismatch(f"the ranks' loaders have different options, nothing was moved: {said}")
 
 
-def _spell_keys(manifest: Manifest, plan: LoadPlan, strict: Strict, ignored: Set[str] = frozenset()) -> str:
+def _misfit(manifest: Manifest, plan: LoadPlan, mapping: Mapping, strict: Strict, before: str = "") -> ModelMismatch:
+    ignored = set(mapping.ignored(manifest.names, plan.missing, plan.unexpected))
+    plan = replace(
+        plan,
+        missing=tuple(name for name in plan.missing if name not in ignored),
+        unexpected=tuple(name for name in plan.unexpected if name not in ignored),
+    )
+    return ModelMismatch(
+        before + _spell_keys(manifest, plan, strict, mapping),
+        missing_keys=plan.missing if strict is True else (),
+        unexpected_keys=plan.unexpected if strict is True else (),
+        mismatched_keys=plan.mismatched,
+    )
+
+
+def _spell_keys(manifest: Manifest, plan: LoadPlan, strict: Strict, mapping: Mapping) -> str:
+    renamed, unused = mapping.renamed(manifest.names)
+    became = dict(zip(manifest.names, renamed, strict=True))
     said = [f"{manifest.source} does not fit the model"]
-    for title, found in (("missing from it", plan.missing), ("unexpected in it", plan.unexpected)):
-        keys = [key for key in found if key not in ignored]
+    for title, keys in (("missing from it", plan.missing), ("unexpected in it", plan.unexpected)):
         if keys and strict is True:
-            said.append(f"{len(keys)} {title}: {', '.join(keys[:10])}{', ...' if len(keys) > 10 else ''}")
+            spelled = list(keys[:10])
+            if keys is plan.unexpected:
+                spelled = [n if became[n] == n else f"{n} (renamed to {became[n]})" for n in spelled]
+            said.append(f"{len(keys)} {title}: {', '.join(spelled)}{', ...' if len(keys) > 10 else ''}")
     if plan.mismatched:
         said.append(f"{len(plan.mismatched)} of another shape: {spell_misfits(list(plan.mismatched.values()))}")
+    if unused and mapping.required:
+        said.append(f"rules of the mapping that match none of its names: {', '.join(map(repr, unused[:5]))}")
+    has_rules = bool(mapping.renames or mapping.converts or mapping.ties)
+    if strict is True and (hint := prefix_hint(plan.missing, plan.unexpected, has_rules)):
+        return f"{'; '.join(said)}. {hint}"
     return "; ".join(said) + ". Pass mapping= if names or layouts differ, strict=False to load what fits"

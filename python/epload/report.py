@@ -35,13 +35,14 @@ class LoadReport:
     """Names of the model that the checkpoint does not fill, except those in ``ignored_keys``."""
     unexpected_keys: list[str] = field(default_factory=list)
     """Names of the checkpoint that the model has no place for, except those in ``ignored_keys``."""
-    ignored_keys: list[str] = field(default_factory=list)
-    """Missing names of the model, then unexpected names of the checkpoint, that the mapping says to ignore: they are no error in
-    a strict load. Missing ones are initialized like any others."""
     mismatched_keys: list[str] = field(default_factory=list)
     """Names of the model that the checkpoint has in another shape, and that were not filled."""
     tied_keys: list[str] = field(default_factory=list)
     """Names of the checkpoint that were left out because another name of the same parameter was loaded."""
+    ignored_keys: list[str] = field(default_factory=list)
+    """Keys that are no error in a strict load: missing names of the model and unexpected names of the checkpoint that the
+    mapping says to ignore, and entries of a torch file or a state dict that hold no tensor, such as ``_extra_state``. Missing
+    tensors among them are initialized like any others."""
     initialised: list[str] = field(default_factory=list)
     """Names that no checkpoint tensor filled and a hook initialised, e.g. rotary ``inv_freq`` buffers."""
     phases: dict[str, Phase] = field(default_factory=lambda: {name: Phase() for name in PHASES})
@@ -64,6 +65,8 @@ class LoadReport:
     algorithm: str = ""
     verify: str = "off"
     topology: str = ""
+    warnings: list[str] = field(default_factory=list)
+    """What is likely not as it was meant to be; each was also given as a Python warning."""
     stream: str = ""
     """The stream that all device work but the copies to the device was on; ``""`` for a model on CPU."""
 
@@ -100,10 +103,12 @@ class LoadReport:
             ("ignored", self.ignored_keys),
             ("mismatched", self.mismatched_keys),
             ("tied", self.tied_keys),
+            ("ignored", self.ignored_keys),
             ("initialised", self.initialised),
         ):
             if keys:
                 lines.append(f"  {title}: {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}")
+        lines += [f"  warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
 

@@ -22,8 +22,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from epload import foreign
 from epload.dtypes import SAFETENSORS
 from epload.errors import CheckpointError
+from epload.source_file import SourceFile
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format's own library."""
@@ -51,31 +53,33 @@ class SafetensorsHeader:
     order: list[int]
 
 
-def read_header(path: Path) -> SafetensorsHeader:
+def read_header(file: SourceFile) -> SafetensorsHeader:
     """Reads and checks a header; touches no tensor.
 
     Raises:
         CheckpointError: the header is not what the format asks for, or claims bytes that the file does not have.
         OSError: the file cannot be read.
     """
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
-        if len(prefix) < 8:
-            raise CheckpointError(f"{path}: {size} bytes are too few for a safetensors file")
-        (length,) = struct.unpack("<Q", prefix)
-        if length > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(
-                f"{path}: claims a header of {length} bytes, but the file has {size} and a header at most {MAX_HEADER_BYTES}"
-            )
-        raw = file.read(length)
+    path, size = file.path, file.nbytes
+    prefix = file.read(0, 8)
+    if len(prefix) < 8:
+        raise CheckpointError(f"{path}: {size} bytes are too few for a safetensors file")
+    (length,) = struct.unpack("<Q", prefix)
+    if said := foreign.pointer(path, prefix + file.read(8, 56)):
+        raise CheckpointError(said)
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"{path}: claims a header of {length} bytes, but the file has {size} and a header at most {MAX_HEADER_BYTES}"
+        )
+    raw = file.read(8, length)
     try:
         entries = json.loads(raw, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the header is not JSON with distinct keys ({error})") from error
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: the header is a JSON {type(entries).__name__}, expected an object")
-    entries.pop("__metadata__", None)
+    if said := foreign.safetensors(path, entries.pop("__metadata__", None)):
+        raise CheckpointError(said)
     return _check(path, entries, data=8 + length, end=size)
 
 
@@ -90,20 +94,23 @@ class FileFacts(NamedTuple):
     """Digest of bytes taken all over the file, so that other weights under the same header are found out."""
 
 
-def file_facts(path: Path) -> FileFacts:
+def file_facts(file: SourceFile) -> FileFacts:
     """Raises OSError if the file cannot be read."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
-        length = min(int.from_bytes(prefix, "little"), MAX_HEADER_BYTES)
-        # Processors have instructions for SHA-256, and a header can be megabytes that every reader hashes at every load.
-        header = hashlib.sha256(prefix)
-        header.update(file.read(length))  # all of it, also where one system call gives less, as over FUSE
-        samples = hashlib.sha256()
-        data = max(size - 8 - length, 0)  # of a malformed file there may be none
-        for i in range(_SAMPLES):
-            samples.update(os.pread(file.fileno(), _SAMPLE_BYTES, data * i // _SAMPLES + 8 + length))
-    return FileFacts(path.name, size, header.hexdigest()[:32], samples.hexdigest()[:32])
+    prefix = file.read(0, 8)
+    length = min(int.from_bytes(prefix, "little"), MAX_HEADER_BYTES)
+    # Processors have instructions for SHA-256, and a header can be megabytes that every reader hashes at every load.
+    header = hashlib.sha256(prefix)
+    header.update(file.read(8, length))
+    return FileFacts(file.path.name, file.nbytes, header.hexdigest()[:32], digest_of_samples(file, 8 + length))
+
+
+def digest_of_samples(file: SourceFile, begin: int) -> str:
+    """Of bytes taken all over the file from ``begin`` on. Raises OSError."""
+    samples = hashlib.sha256()
+    data = max(file.nbytes - begin, 0)  # of a malformed file there may be none
+    for i in range(_SAMPLES):
+        samples.update(file.read(data * i // _SAMPLES + begin, _SAMPLE_BYTES))
+    return samples.hexdigest()[:32]
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -175,8 +182,8 @@ def _show(value: object) -> str:
         return "a number out of all bounds"
 
 
-_Job = tuple[str, int, int, list[memoryview]]
-"""Path, descriptor, offset and where the bytes go."""
+_Job = tuple[SourceFile, int, list[memoryview]]
+"""File, offset and where the bytes go."""
 
 
 class Readable(Protocol):
@@ -193,23 +200,19 @@ class Readable(Protocol):
 
 
 class RangedReader:
-    """Reads ranges of files into a buffer with a few threads. Files are opened at the first read and kept until close.
+    """Reads ranges of files into a buffer with a few threads, which are kept until close. Several threads may read at once."""
 
-    Several threads may read at once.
-    """
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._paths = paths
-        self._fds: dict[int, int] = {}
+    def __init__(self, files: Sequence[SourceFile]) -> None:
+        self._files = files
         self._pool: ThreadPoolExecutor | None = None
         self._making = Lock()
-        """Of descriptors and of the pool."""
+        """Of the pool."""
 
     def read(self, buffer: Tensor, ranges: Sequence[Range]) -> None:
         """``buffer`` is contiguous uint8 on CPU; ranges that are adjacent in a file are read with one request.
 
         Raises:
-            CheckpointError: a file is gone, cannot be read or ends too early.
+            CheckpointError: a file has changed, cannot be read or ends too early.
         """
         memory = memoryview((ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())).cast("B")
         batches: list[list[_Job]] = []
@@ -233,41 +236,26 @@ class RangedReader:
 
     def read_regions(self, files: Tensor, offsets: Tensor, regions: Readable) -> int:
         """Reads regions of tensors that lie in these files, by number, at these offsets. Returns bytes read."""
-        descriptors = [-1] * len(self._paths)
-        for number in torch.unique(files[regions.origins[:, 0]]).tolist() if len(self._paths) > 1 else [0]:
-            descriptors[number] = self._open(number)
+        descriptors = [-1] * len(self._files)
+        for number in torch.unique(files[regions.origins[:, 0]]).tolist() if len(self._files) > 1 else [0]:
+            descriptors[number] = self._files[number].fd
         nbytes, bad, offset, error = regions.read(descriptors, files, offsets, READ_THREADS)
         if bad >= 0:
-            path = self._paths[bad]
-            if error:
-                raise CheckpointError(f"cannot read {path} at byte {offset}: {os.strerror(error)}")
-            raise CheckpointError(f"{path} ends at byte {offset}, but its header describes more")
+            raise _unreadable(self._files[bad], offset, os.strerror(error) if error else "")
         return nbytes
-
-    def _open(self, number: int) -> int:
-        with self._making:
-            if number not in self._fds:
-                try:
-                    self._fds[number] = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise CheckpointError(f"cannot read {self._paths[number]}: {error.strerror}") from error
-            return self._fds[number]
 
     def _job(self, memory: memoryview, request: list[Range]) -> _Job:
         number, offset, _, _ = request[0]
-        fd = self._open(number)
         views: list[tuple[int, int]] = []
         for _, _, at, nbytes in request:
             if views and views[-1][1] == at:
                 views[-1] = (views[-1][0], at + nbytes)
             else:
                 views.append((at, at + nbytes))
-        return self._paths[number], fd, offset, [memory[begin:end] for begin, end in views]
+        return self._files[number], offset, [memory[begin:end] for begin, end in views]
 
     def close(self) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
+        """Ends the threads; files are for whoever opened them."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
@@ -308,17 +296,26 @@ def _read_jobs(jobs: list[_Job]) -> None:
         _read_job(*job)
 
 
-def _read_job(path: str, fd: int, offset: int, views: list[memoryview]) -> None:
+def _read_job(file: SourceFile, offset: int, views: list[memoryview]) -> None:
     while views:
         try:
-            got = os.preadv(fd, views, offset)
+            got = os.preadv(file.fd, views, offset)
         except OSError as error:
-            raise CheckpointError(f"cannot read {path} at byte {offset}: {error.strerror}") from error
+            raise _unreadable(file, offset, error.strerror or str(error)) from error
         if got == 0:
-            raise CheckpointError(f"{path} ends at byte {offset}, but its header describes more")
+            raise _unreadable(file, offset)
         offset += got
         while views and got >= len(views[0]):
             got -= len(views[0])
             views = views[1:]
         if views and got:
             views = [views[0][got:], *views[1:]]
+
+
+def _unreadable(file: SourceFile, offset: int, why: str = "") -> CheckpointError:
+    """``why``: what the system says; empty where the file has ended."""
+    if changed := file.changed():
+        return CheckpointError(f"{changed} while it was read; load again")
+    if why:
+        return CheckpointError(f"cannot read {file.path} at byte {offset}: {why}")
+    return CheckpointError(f"{file.path} ends at byte {offset}, but its header describes more")

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from epload import _C, dtensor
 from epload.devices import Devices
+from epload.state_entries import loads_itself
 from epload.targets import Targets, customises_state, walk
 
 
@@ -30,7 +31,7 @@ class Snapshot:
         self.devices = devices
         """As long as the targets are the same."""
         modules = [module for _, module in walk(model)]
-        self._usable = not targets.lost and not any(map(_has_a_say, modules))
+        self._usable = not targets.lost and not targets.aliased and not any(map(_has_a_say, modules))
         if not self._usable:
             return
         self._asked = asked
@@ -90,7 +91,9 @@ class Snapshot:
 def _has_a_say(module: nn.Module) -> bool:
     """Whether what a module owns cannot be told from dicts: it says itself what its state is, or is scripted."""
     owns = (module._modules, module._parameters, module._buffers)
-    return customises_state(module) or not all(isinstance(place, dict) for place in owns)
+    return (
+        customises_state(module) or bool(loads_itself("", module)) or not all(isinstance(place, dict) for place in owns)
+    )
 
 
 def _emptying(*held: list[Any]) -> Callable[[object], None]:

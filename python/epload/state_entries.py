@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -48,8 +50,8 @@ class Staged:
                 self.module.load_state_dict(entries)
         except Exception as error:
             raise LoadError(
-                f"{self._spelled}.load_state_dict did not take its own state dict ({str(error)[:500]}). Its tensors "
-                f"{', '.join(self.names[:5])} are copies that its state_dict hooks make, and only load_state_dict can fill them"
+                f"{self._spelled}.load_state_dict did not take its own state dict ({str(error)[:500]}); its tensors "
+                f"{', '.join(self.names[:5])} have to go through it, as the module has state-dict hooks or methods of its own"
             ) from error
 
     def read_back(self, staging: dict[str, Tensor]) -> None:
@@ -79,6 +81,37 @@ def refuse(prefix: str, kind: type) -> None:
         )
 
 
+_HARMLESS = ("torch", "transformers", "peft", "accelerate")
+"""Packages whose hooks for loading do nothing but rename keys of old checkpoints, or see to sharding, which is done anyway."""
+
+
+def loads_itself(path: str, module: nn.Module) -> str:
+    """Says how a module has loading of its own, by a hook or a method that might change values; empty if it has none."""
+    what = _own_method(type(module))  # type: ignore[arg-type]  # a class is hashable
+    before, after = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
+    if not what and (before or after):
+        for hook in chain(before.values(), after.values()):
+            function = getattr(hook, "hook", hook)  # torch wraps the one that it gives the module
+            function = getattr(function, "func", function)
+            if not _is_harmless(getattr(function, "__module__", "") or ""):
+                what = f"a load_state_dict hook ({getattr(function, '__qualname__', type(function).__qualname__)})"
+                break
+    return f"{path or 'the model'} ({type(module).__name__}) has {what}" if what else ""
+
+
+@cache
+def _own_method(kind: type) -> str:
+    for each in kind.__mro__:
+        for method in ("load_state_dict", "_load_from_state_dict"):
+            if method in each.__dict__ and not _is_harmless(each.__module__):
+                return f"a {method} of its own"
+    return ""
+
+
+def _is_harmless(module: str) -> bool:
+    return module.partition(".")[0] in _HARMLESS
+
+
 def read(model: nn.Module, prefix: str = "") -> list[tuple[str, Tensor]]:
     """The tensors of ``model.state_dict(keep_vars=True)``.
 
@@ -97,20 +130,35 @@ def read(model: nn.Module, prefix: str = "") -> list[tuple[str, Tensor]]:
 
 
 def staged(
-    model: nn.Module, customised: Sequence[tuple[str, nn.Module]], entries: Sequence[tuple[str, Tensor]]
+    model: nn.Module,
+    customised: Sequence[tuple[str, nn.Module]],
+    loading: Sequence[tuple[str, nn.Module]],
+    entries: Sequence[tuple[str, Tensor]],
 ) -> tuple[Staged, ...]:
-    """The modules whose entries are copies.
+    """The modules whose entries are copies, and those that load themselves.
 
     Args:
         customised: modules that say themselves what their state is, each with its prefix, parents first.
+        loading: modules with loading of their own, likewise.
         entries: of the whole model; names of none of them occur twice.
 
     Raises:
-        ModelMismatch: a copy is a DTensor.
+        ModelMismatch: a copy is a DTensor, or a module that loads itself has one.
     """
     own = _storages(_owned(model))
-    copies = {name: tensor for name, tensor in entries if not own(tensor)}
     found: list[Staged] = []
+    rest = dict(entries)
+    for prefix, module in loading:
+        names = tuple(name for name in rest if name.startswith(prefix))
+        for name in names:
+            if isinstance(rest.pop(name), DTensor):
+                raise ModelMismatch(
+                    f"{loads_itself(prefix[:-1], module)}, which does not run when a DTensor such as {name} is filled in place. "
+                    "Load the model before it is sharded, or remove the hook for the load"
+                )
+        if names:
+            found.append(Staged(prefix, module, names))
+    copies = {name: tensor for name, tensor in rest.items() if not own(tensor)}
     for prefix, module in reversed(customised):
         if not any(name.startswith(prefix) for name in copies):
             continue
@@ -130,7 +178,7 @@ def staged(
             f"{', '.join(list(copies)[:5])} in the model's state dict do not share storage with any parameter or buffer, and no "
             "module with state-dict hooks returns them; filling them would not fill the model"
         )
-    return tuple(reversed(found))
+    return tuple(found)
 
 
 def hidden(owned: Sequence[tuple[str, Tensor]], entries: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@ unsharded state."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,11 +15,31 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as TorchPlacement
 
-from epload import dtensor, dtypes, memory_pattern, state_entries
+from epload import dtensor, dtypes, memory_pattern, overlap, state_entries
 from epload.errors import ModelMismatch
 from epload.parts import OuterShard, Parts
 from epload.placement import Layout, Placement, Replicated, Sharded
 from epload.state_entries import Staged
+
+_MAX_SHOWN = 64
+"""Ranks of a mesh that an error lists."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A device mesh: who stands where."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """Global ranks in row-major order."""
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Mesh:
+        return cls(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.ranks[:_MAX_SHOWN]))
+        return f"[{shown}{', ...' if len(self.ranks) > _MAX_SHOWN else ''}] of shape {list(self.shape)}"
 
 
 @dataclass
@@ -36,6 +57,9 @@ class Targets:
     layouts: list[Layout] = field(default_factory=list)
     coordinates: list[tuple[int, ...]] = field(default_factory=list)
     """This rank's place in the mesh of each layout."""
+    meshes: list[Mesh] = field(default_factory=list)
+    meshes_of: list[tuple[int, ...]] = field(default_factory=list)
+    """Of each layout, the meshes that it is cut along, as indices into ``meshes``."""
     index: dict[str, int] = field(default_factory=dict)
     """Every name, also those of tied tensors, to its target; as all ranks know it, where that differs from the model's."""
     own: set[int] = field(default_factory=set)
@@ -47,8 +71,30 @@ class Targets:
     parameters that a state-dict hook leaves out."""
     staged: tuple[Staged, ...] = ()
     """Modules that are filled through their own load_state_dict."""
+    aliased: bool = False
+    """Whether different objects of the model are the same memory, which makes them one target."""
     behind: dict[str, Tensor] = field(default_factory=dict)
     """Tensors on meta that only these can fill."""
+
+    known_claims: list[list[tuple[str, Mesh]]] = field(default_factory=list, compare=False)
+    """What :meth:`mesh_claims` gave when it was first asked. Shared by copies of these targets, as reloads make them."""
+
+    def mesh_claims(self) -> list[tuple[str, Mesh]]:
+        """Each mesh that shared targets are on, with a digest of the mesh and of their names. It is equal on all ranks of the
+        mesh if these agree."""
+        if not self.known_claims:
+            names: dict[int, list[str]] = {}
+            for i, (name, layout) in enumerate(zip(self.names, self.layout, strict=True)):
+                if i not in self.own:
+                    for number in self.meshes_of[layout]:
+                        names.setdefault(number, []).append(name)
+            claims = []
+            for number, its in names.items():
+                mesh = self.meshes[number]
+                said = "\n".join((repr(mesh), *its)).encode(errors="backslashreplace")
+                claims.append((hashlib.blake2b(said, digest_size=12).hexdigest(), mesh))
+            self.known_claims.append(claims)
+        return self.known_claims[0]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -100,6 +146,7 @@ def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) 
     targets = Targets()
     names, tensors, layouts, kinds = targets.names, targets.tensors, targets.layout, targets.dtypes
     by_object: dict[int, int] = {}
+    by_memory: dict[overlap.Memory, int] = {}
     by_layout: dict[tuple[object, ...], int] = {}
     state, staged = _state(model, modules, targets)
     targets.staged = staged
@@ -112,6 +159,12 @@ def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) 
             key: tuple[object, ...] = (id(tensor.device_mesh), id(tensor.placements), tensor.shape)
         else:
             _check_own_memory(name, tensor)
+            if not tensor.is_meta and tensor.numel() and type(tensor) in (Tensor, nn.Parameter):
+                known = by_memory.setdefault(overlap.memory_of(tensor), len(names))
+                if known != len(names):  # the same memory under another object
+                    targets.index[name] = known
+                    targets.aliased = True
+                    continue
             key = (tensor.shape,)
         outer, called = None, name
         if parts is not None:
@@ -128,6 +181,8 @@ def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) 
         tensors.append(tensor)
         layouts.append(layout)
         kinds.append(tensor.dtype if dtype is None else _override(name, tensor, dtype))
+    if len({pointer for pointer, *_ in by_memory}) < len(by_memory):
+        _check_apart(targets, set(by_memory.values()))
     if parts is not None:
         parts.check(names)
     if isinstance(dtype, Mapping):
@@ -188,12 +243,16 @@ def _state(
     plain: dict[type, bool] = {}
     found: list[tuple[str, Tensor]] = []
     asked = False
+    loading: list[tuple[str, nn.Module]] = []
     for prefix, module in modules:
         kind = type(module)
         if kind not in plain:
             state_entries.refuse(prefix, kind)
             plain[kind] = not customises_state(module)
         if module._state_dict_hooks or not plain[kind]:
+            asked = True
+        if state_entries.loads_itself("", module):
+            loading.append((prefix, module))
             asked = True
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -208,11 +267,14 @@ def _state(
                     targets.lost[prefix + name] = buffer
                 else:
                     targets.unsaved.add(prefix + name)
+    if targets.lost:  # but for those that the state dict has under another name
+        saved = {id(tensor) for _, tensor in found}
+        targets.lost = {name: buffer for name, buffer in targets.lost.items() if id(buffer) not in saved}
     if not asked:
         return found, ()
     entries = state_entries.read(model)
     customised = [(prefix, module) for prefix, module in modules if customises_state(module)]
-    staged = state_entries.staged(model, customised, entries)
+    staged = state_entries.staged(model, customised, loading, entries)
     hidden = state_entries.hidden(found, entries)
     for name, tensor in hidden.items():
         behind = any(module.covers(name) for module in staged)
@@ -237,11 +299,25 @@ def _check_own_memory(name: str, tensor: Tensor) -> None:
             f"{name} is {tensor.layout}, and only dense tensors can be filled; "
             "make it dense, or register it with persistent=False"
         )
+    if tensor.is_neg() or tensor.is_conj():
+        raise ModelMismatch(
+            f"{name} is a lazy conjugate or negation of other memory; use resolve_conj() or resolve_neg() of it"
+        )
     if tensor.is_contiguous():
         return
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    if overlap.overlaps_itself(tensor):
         raise ModelMismatch(
             f"{name} is expanded, so that its elements share memory, and cannot be filled; clone() it first"
+        )
+
+
+def _check_apart(targets: Targets, plain: set[int]) -> None:
+    """Raises ModelMismatch if some of these targets, by number, share part of their memory."""
+    pair = overlap.overlapping([(targets.names[i], targets.tensors[i]) for i in sorted(plain)])
+    if pair is not None:
+        raise ModelMismatch(
+            f"{pair[0]} and {pair[1]} share part of their memory, so that filling one would overwrite the other; "
+            "clone() one of them, or keep it out of the state dict"
         )
 
 
@@ -270,10 +346,16 @@ def _intern(
 ) -> int:
     """The number of a layout not met under this key; placements are often equal but not one object."""
     layout, coordinate = layout_of(name, tensor)
+    meshes = [Mesh.of(tensor.device_mesh)] if isinstance(tensor, DTensor) else []
     if outer is not None:
         layout, coordinate = outer.around(name, layout, coordinate)
-    value_key = (layout, coordinate)
+        meshes.append(Mesh.of(outer.mesh))
+    value_key = (layout, coordinate, *meshes)
     if value_key not in by_layout:
+        for mesh_of_it in meshes:
+            if mesh_of_it not in targets.meshes:
+                targets.meshes.append(mesh_of_it)
+        targets.meshes_of.append(tuple(map(targets.meshes.index, meshes)))
         by_layout[value_key] = len(targets.layouts)
         targets.layouts.append(layout)
         targets.coordinates.append(coordinate)

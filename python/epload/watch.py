@@ -11,20 +11,21 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed.distributed_c10d import Store
 
-from epload.errors import Ended, text_of
+from epload import threads
+from epload.errors import Ended, LoadError, text_of
 from epload.log import logger
-from epload.neighbours import Neighbours, machine_and_process
+from epload.neighbours import Neighbours
 
 if TYPE_CHECKING:
     from epload.control import Control
-    from epload.node_memory import Board
 
 SECONDS = 1.0
 """Between two beats."""
+_FILES = "raise the limit on open files (ulimit -n)"
 _MAX_RANKS = 32
 """So many are described in an error."""
 _QUIET_BEATS = 5
@@ -42,15 +43,6 @@ class Beats:
     def post(self, round_: int, progress: int, doing: str) -> None:
         self._count += 1
         self._store.set(f"beat/{self._rank}", json.dumps([self._count, round_, progress, doing]))
-
-    def introduce(self) -> None:
-        """By this, those on the same machine notice when this process ends."""
-        self._store.set(f"process/{self._rank}", machine_and_process())
-
-    def introduced(self, ranks: Sequence[int]) -> list[tuple[int, str]]:
-        """Those of ``ranks`` that have introduced themselves, each with its process."""
-        keys = {rank: f"process/{rank}" for rank in ranks}
-        return [(rank, self._store.get(key).decode()) for rank, key in keys.items() if self._store.check([key])]
 
     def read(self, ranks: Sequence[int]) -> dict[int, list[Any]]:
         """Count, round, progress and doing of each rank that has ever beaten."""
@@ -87,63 +79,90 @@ class Beats:
         return "Last known of each rank:\n" + "\n".join(lines) + more
 
 
-class Watch:
-    """Watches over one load at a time; a context manager. Keeps what it needs for the next one."""
+class Stoppable(Protocol):
+    """What waits, and is told to end when another rank has failed; a ``Board`` is one."""
 
-    def __init__(self, control: Control, node: Sequence[int]) -> None:
-        """``node``: ranks that may be on this machine."""
+    def fail(self) -> None: ...
+
+
+class Watch:
+    """Watches over one operation at a time; a context manager, which may be entered again inside. Each topology has one."""
+
+    def __init__(self, control: Control) -> None:
         self._control = control
-        self._node = [rank for rank in node if rank != control.rank]
-        self._boards: list[Board] = []
+        self._guarded: list[Stoppable] = []
         self._wake = -1
         self._quiet, self._seen = 0, (-1, "")
         self._over = False
+        self._depth = 0
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watch:
-        if self._control.beats is not None:
-            self._over = False
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-            self._thread = threading.Thread(target=self._run, name="epload-watch", daemon=True)
-            self._thread.start()
+        if self._depth == 0 and self._control.beats is not None:
+            self._start()
+        self._depth += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread is not None:
+        self._depth -= 1
+        if self._depth == 0 and self._thread is not None:
             self._over = True
             os.eventfd_write(self._wake, 1)
             self._thread.join()
             os.close(self._wake)
             self._thread = None
 
+    def _start(self) -> None:
+        """Raises LoadError if this rank cannot have a watch: without one, it would not hear that others have failed."""
+        self._over = False
+        try:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        except OSError as error:
+            raise LoadError(
+                f"rank {self._control.rank} cannot watch over the other ranks: {text_of(error)}; {_FILES}"
+            ) from error
+        try:
+            self._thread = threads.start("epload-watch", self._run)
+        except BaseException as error:
+            os.close(self._wake)
+            if isinstance(error, LoadError):
+                raise LoadError(f"rank {self._control.rank} cannot watch over the other ranks: {error}") from error
+            raise
+
     @contextmanager
-    def guards(self, board: Board) -> Iterator[None]:
-        """Meanwhile, whatever waits on ``board`` is stopped when a rank fails that cannot go on."""
-        self._boards.append(board)
+    def guards(self, waiting: Stoppable) -> Iterator[None]:
+        """Meanwhile, ``waiting.fail()`` is called when a rank fails that cannot go on, or the store is lost."""
+        self._guarded.append(waiting)
         try:
             yield
         finally:
-            self._boards.remove(board)
+            self._guarded.remove(waiting)
 
     def _run(self) -> None:
-        beats = self._control.beats
-        assert beats is not None
-        neighbours, met = Neighbours(()), 0
+        control = self._control
+        neighbours, watched = Neighbours(()), 0
         try:
-            beats.introduce()
             while not self._over:
                 self._beat()
-                if met < len(self._node):
-                    introduced = beats.introduced(self._node)
-                    if len(introduced) > met:
-                        neighbours.close()
-                        neighbours, met = Neighbours(introduced), len(introduced)
+                control.find_neighbours()
+                if len(control.neighbours) > watched:
+                    neighbours.close()
+                    neighbours, watched = Neighbours(control.neighbours), len(control.neighbours)
                 neighbours.wait(self._wake, SECONDS)
-                self._control.gone = neighbours.gone
+                if neighbours.gone.keys() - control.gone.keys():
+                    control.gone = dict(neighbours.gone)
+                    control.alarm.set()
+        except OSError as error:
+            control.fail(
+                LoadError(f"rank {control.rank} cannot watch over the other ranks: {text_of(error)}; {_FILES}")
+            )
+            self._stop()
+            control.alarm.set()
         except Exception as error:  # the store is lost, and with it the way to hear of anything
             if not self._over:
-                logger.warning("rank %d can no longer watch over the load: %s", self._control.rank, text_of(error))
+                logger.warning("rank %d can no longer watch over the load: %s", control.rank, text_of(error))
                 self._stop()
+                control.alarm.set()
         finally:
             neighbours.close()
 
@@ -153,15 +172,15 @@ class Watch:
         assert control.desk is not None
         control.beats.post(control.round, control.progress, control.doing)
         self._say_where(control.progress, control.doing)
-        if self._boards:
+        if self._guarded:
             for rank, process in sorted(control.gone.items()):
                 control.fail(Ended(rank, process))
             if control.desk.stopped():
                 self._stop()
 
     def _stop(self) -> None:
-        for board in list(self._boards):
-            board.fail()
+        for waiting in list(self._guarded):
+            waiting.fail()
 
     def _say_where(self, progress: int, doing: str) -> None:
         """After 5 s without progress, then after 10 s, 20 s and so on."""

@@ -26,12 +26,16 @@ class Options:
     verify: str
 
     def __post_init__(self) -> None:
-        """Raises ValueError."""
+        """Raises ValueError, TypeError."""
         for name, allowed in (("readers", ("auto", *READERS)), ("algorithm", ALGORITHMS), ("verify", VERIFY)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"expected {name} to be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if self.readers == "per_node" and self.algorithm == "flat":
             raise ValueError("readers='per_node' has no step between nodes, so it does not go with algorithm='flat'")
+        if not isinstance(self.bucket_bytes, int) or isinstance(self.bucket_bytes, bool):
+            raise TypeError(
+                f"expected bucket_bytes to be a number of bytes as an int, such as 500 * 10**6, got {self.bucket_bytes!r}"
+            )
         if self.bucket_bytes < HEADER_BYTES + 16:
             raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + 16}, got {self.bucket_bytes}")
 

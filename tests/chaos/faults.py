@@ -29,7 +29,7 @@ SLOW_KBIT = 64
 HARMLESS = ("none", "slow reader", "slow link", "full disk")
 KINDS = (
     *HARMLESS, "unreadable", "truncated", "unpack", "out of memory", "hook", "interrupt", "kill", "stop", "mismatch",
-    "bit in shard", "bit in bucket",
+    "bit in shard", "bit in bucket", "replaced",
 )  # fmt: skip
 _RARE = {"none": 0.5}
 WAYS = (
@@ -47,8 +47,8 @@ _MOVES = ("relay", "coalesced_bcast")
 _WRITES = ("unpack", "read")
 _ALL = (*_READS, *_MOVES, "unpack", "agree")
 _AT = {
-    "unreadable": _READS, "truncated": _READS, "slow reader": _READS, "slow link": _MOVES, "bit in bucket": _MOVES,
-    "unpack": _WRITES, "out of memory": _WRITES, "bit in shard": _WRITES,
+    "unreadable": _READS, "truncated": _READS, "replaced": _READS, "slow reader": _READS,
+    "slow link": _MOVES, "bit in bucket": _MOVES, "unpack": _WRITES, "out of memory": _WRITES, "bit in shard": _WRITES,
 }  # fmt: skip
 """Calls at which a kind of fault may happen; the others at any."""
 
@@ -174,6 +174,12 @@ def broken(fault: Fault, path: Path, calls: int, deadline: float, mbit: int) -> 
     def truncate(*_: Any) -> None:
         os.truncate(path, int(path.stat().st_size * (0.1 + 0.8 * fault.moment)))
 
+    def replace(*_: Any) -> None:
+        content = path.read_bytes()
+        beside = path.with_name("replacement")
+        beside.write_bytes(content[:-600] + bytes(byte ^ 1 for byte in content[-600:]))
+        os.replace(beside, path)
+
     def stop_here(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -184,8 +190,8 @@ def broken(fault: Fault, path: Path, calls: int, deadline: float, mbit: int) -> 
         signal.raise_signal(signal.SIGINT)
 
     before: dict[str, Callable[..., None]] = {
-        "slow reader": slow, "slow link": throttle if mbit else slow, "truncated": truncate, "stop": stop_here,
-        "kill": kill, "interrupt": interrupt,
+        "slow reader": slow, "slow link": throttle if mbit else slow, "truncated": truncate, "replaced": replace,
+        "stop": stop_here, "kill": kill, "interrupt": interrupt,
         "unreadable": _raise(OSError, errno.EIO, "the disk is on fire"), "unpack": _raise(RuntimeError, "cannot unpack"),
         "out of memory": _raise(MemoryError, "no room"),
     }  # fmt: skip

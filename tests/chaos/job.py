@@ -97,6 +97,8 @@ class Rank:
         if fault.kind == "truncated" and self._rank == fault.victim:
             with open(self._path, "r+b") as file:  # the same file: others have it open
                 file.write(self._good)
+        if fault.kind == "replaced" and self._rank == fault.victim:
+            self._path.write_bytes(self._good)
         dist.barrier()
         return [self._load(self._loader(fault))]
 

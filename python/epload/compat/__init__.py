@@ -35,12 +35,12 @@ def patch(*frameworks: str) -> Iterator[None]:
     The function is replaced where it is defined and in every module that has imported it by name.
 
     Args:
-        frameworks: among ``"torch"``, ``"accelerate"``, ``"verl"``, ``"skyrl"``, ``"veomni"``; all of these that are
-            installed if none is given.
+        frameworks: among ``"torch"``, ``"accelerate"``, ``"verl"``, ``"skyrl"``, ``"veomni"``. If none is given, all of these
+            that are installed and have the function.
 
     Raises:
         ValueError: another name.
-        ImportError: a framework that is named is not installed.
+        ImportError: a framework that is named is not installed, or the installed version lacks the function.
     """
     for name in frameworks:
         if name not in _PLACES:
@@ -50,7 +50,7 @@ def patch(*frameworks: str) -> Iterator[None]:
         for name in frameworks or _PLACES:
             modules, ours = _PLACES[name]
             try:
-                original = getattr(_first(modules), ours.__name__)
+                original = _original(name, modules, ours.__name__)
             except ImportError:
                 if frameworks:
                     raise
@@ -65,10 +65,28 @@ def patch(*frameworks: str) -> Iterator[None]:
             setattr(module, function, original)
 
 
-def _first(names: tuple[str, ...]) -> ModuleType:
-    for name in names[:-1]:
+def _original(framework: str, modules: tuple[str, ...], function: str) -> object:
+    """The framework's function, from the first of its modules that there is.
+
+    Raises:
+        ImportError: there is none.
+    """
+    for number, name in enumerate(modules, 1):
         try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    return importlib.import_module(names[-1])
+            module = importlib.import_module(name)
+        except ImportError as error:
+            if number < len(modules):
+                continue
+            raise ImportError(
+                f"cannot patch {framework}: {name} cannot be imported ({error}); install {framework}, or leave it out of "
+                "epload.patch(...)",
+                name=name,
+            ) from error
+        if hasattr(module, function):
+            return getattr(module, function)
+    version = getattr(sys.modules.get(framework), "__version__", "of unknown number")
+    raise ImportError(
+        f"cannot patch {framework}: the installed version ({version}) has no {modules[-1]}.{function}; call "
+        f"epload.compat.{framework}.{function} in place of what replaced it, or leave {framework} out of epload.patch(...)",
+        name=modules[-1],
+    )
