@@ -23,7 +23,7 @@ from epload.devices import CPU, Devices, check_backend, devices_of
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, OutOfOrder, text_of
 from epload.flow import wave_limit
 from epload.hints import prefix_hint
-from epload.initialization import Initialization, InitMissing, compute
+from epload.initialization import Initialization, InitMissing, compute, made_off_meta
 from epload.log import logger
 from epload.manifest import Manifest
 from epload.mapping import Mapping, spell_misfits
@@ -413,7 +413,8 @@ class Preparation:
         """What the model computes of what the checkpoint does not fill, what it leaves to a hook, and which of that is garbage
         until then.
 
-        Tensors that hold values keep them, unless another rank has them on meta: then all ranks initialize them alike.
+        Tensors that hold values keep them, unless another rank has them on meta: then all ranks initialize them alike. So do
+        those that a model on meta holds only because its class cannot make them on meta.
 
         Args:
             anywhere: names of tensors that no checkpoint tensor fills on some rank, as all ranks know them.
@@ -424,6 +425,9 @@ class Preparation:
             return Initialization(), frozenset(left), frozenset()
         shared = {targets.names[i]: name for name, i in reversed(targets.index.items())}
         on_meta = {shared[name] for name in left if targets.tensors[targets.index[shared[name]]].is_meta}
+        if opened.devices.meta:
+            held = [name for name in left if shared[name] not in on_meta]
+            on_meta |= {shared[name] for name in made_off_meta(request.model, held)}
         if anywhere:
             on_meta = set(self._control.settle("comparing what is missing", None, sorted(on_meta), _union))
         garbage: dict[str, Tensor] = {n: t for n, t in targets.lost.items() if n not in opened.holders}

@@ -23,7 +23,7 @@ RECYCLED = 120
 
 
 def work(link: Connection) -> None:
-    """Judges the classes that come over a link, until None comes."""
+    """Judges the classes that come over a link, until it is closed."""
     import logging
     import warnings
 
@@ -40,8 +40,11 @@ def work(link: Connection) -> None:
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     logging.disable(logging.WARNING)
-    while (task := link.recv()) is not None:
-        link.send(judge(*task).to_json())
+    try:
+        while True:
+            link.send(judge(*link.recv()).to_json())
+    except EOFError:  # there is nothing more to judge
+        return
 
 
 class Worker:
