@@ -12,6 +12,7 @@ FAULTS ?= 300
 SEED ?= 0
 CHAOS_SECONDS ?= inf
 FUZZ_SECONDS ?= 600
+WORKERS ?= 1
 RUNS ?= 100
 LINKS ?=
 
@@ -20,7 +21,7 @@ OLDEST ?= torch==2.11.0
 NEWEST ?= torch==2.15.0
 TORCH_NPU ?= torch-npu==2.13.0
 
-.PHONY: help build test test-smoke test-oldest test-newest test-npu lint format demo chaos fuzz replaced sanitize bench bench-quick bench-net bench-net-quick simulate gpu-check clean
+.PHONY: help build test test-smoke test-oldest test-newest test-npu lint format demo chaos census fuzz replaced sanitize bench bench-quick bench-net bench-net-quick simulate gpu-check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -81,6 +82,9 @@ demo: build ## load a Mixture-of-Experts checkpoint over two emulated nodes
 
 chaos: build ## FAULTS=300 seeded faults from SEED=0 on, on 4 ranks, each judged; LINKS=1: over shaped links, as root
 	$(RUN)/python tests/chaos --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS) $(if $(LINKS),--links)
+
+census: build ## every class of the installed transformers that builds from a shrunken config, loaded and judged; WORKERS=1
+	$(RUN)/python tests/census --workers $(WORKERS)
 
 fuzz: build ## hostile input for FUZZ_SECONDS=600: hypothesis, and AFL++ where it is installed
 	$(RUN)/python tests/fuzz.py --seconds $(FUZZ_SECONDS)

@@ -91,6 +91,10 @@ class Checkpoint(ABC):
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         """Reads pieces into a uint8 CPU tensor. Raises CheckpointError naming the file or the tensor."""
 
+    def tensor(self, number: int) -> Tensor | None:
+        """A tensor by its number in the manifest, as it lies in memory; None if this source does not hold it there."""
+        return None
+
     def read_regions(self, regions: Readable) -> int | None:
         """Lets regions of tensors be read straight out of files, into those of a model or for a proof; returns the bytes read,
         None if this source cannot.
@@ -485,6 +489,9 @@ class StateDictCheckpoint(Checkpoint):
     @property
     def manifest(self) -> Manifest:
         return self._manifest
+
+    def tensor(self, number: int) -> Tensor | None:
+        return self._tensors.get(self._names[number])
 
     def changed(self) -> str:
         return changed(self._files)

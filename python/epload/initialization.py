@@ -9,11 +9,12 @@ changed; and every shard is cut from the same whole tensor, whose seed the ranks
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import ParametrizationList
 
 from epload import dtensor, memory_pattern
 from epload.errors import ModelMismatch
@@ -86,7 +88,7 @@ def compute(
         if id(tensor) not in whole:
             whole[id(tensor)] = torch.empty(tensor.shape, dtype=dtypes[name], device="cpu")
             memory_pattern.mark(whole[id(tensor)])
-    skeleton = _Skeleton(whole)
+    skeleton = _Skeleton(whole, _tied(model))
     with torch.no_grad(), torch.device("cpu"), _guard(), _generators_kept():
         for place in _places(model, set(whole), adapters):
             _seed_generators(seed, place, parts)
@@ -105,6 +107,32 @@ def compute(
         if value is not None and value.shape == tensor.shape:
             found.values[name] = _own_part(name, tensor, value.to(dtypes[name]), understated.get(id(tensor)))
     found.attributes = skeleton.attributes()
+    return found
+
+
+def made_off_meta(model: nn.Module, names: Collection[str]) -> set[str]:
+    """Which of a model's parameters, though they have storage, would have it in any model of its class that is made on meta.
+
+    ``nn.Parameter(torch.Tensor(n))`` allocates memory whatever the default device is, and leaves it uninitialized: what a caller
+    has put into such a parameter cannot be told from garbage, and ``from_pretrained`` initializes it like any other. A parameter
+    that a fresh model has on meta has been given its values by the caller.
+    """
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        inside = {name for name in names if name.startswith(prefix)}
+        if not inside or not _initializes(module):
+            continue
+        try:
+            with torch.device("meta"), _generators_kept():
+                fresh = own_class(type(module))(copy.deepcopy(module.config))
+        except Exception:  # a class that needs more than its config
+            continue
+        made = dict(fresh.named_parameters(remove_duplicate=False))
+        found |= {n for n in inside if (t := made.get(n.removeprefix(prefix))) is not None and not t.is_meta}
+        if path == "":
+            break
+        names = set(names) - inside
     return found
 
 
@@ -185,6 +213,31 @@ def _places(model: nn.Module, wanted: set[int], adapters: bool) -> list[_Place]:
     return places
 
 
+def _tied(model: nn.Module) -> set[tuple[int, str]]:
+    """Places where a tied tensor is not initialized, by module and name: transformers initializes the embedding, and the head
+    that is tied to it gets what that has."""
+    found = set()
+    for module in model.modules():
+        if not _initializes(module):
+            continue
+        for target, source in (getattr(module, "all_tied_weights_keys", None) or {}).items():
+            (ours, name), (theirs, other) = _place_of(module, target), _place_of(module, source)
+            if ours is None or theirs is None or ours is theirs:
+                continue
+            tensor = ours._parameters.get(name)
+            if tensor is not None and tensor is theirs._parameters.get(other):
+                found.add((id(ours), name))
+    return found
+
+
+def _place_of(module: nn.Module, name: str) -> tuple[nn.Module | None, str]:
+    path, _, leaf = name.rpartition(".")
+    try:
+        return module.get_submodule(path), leaf
+    except AttributeError:
+        return None, leaf
+
+
 def _initializes(module: nn.Module) -> bool:
     transformers = sys.modules.get("transformers.modeling_utils")
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
@@ -214,9 +267,14 @@ def own_class(kind: type) -> type:
 class _Skeleton:
     """Stand-ins for a model's modules, made when somebody looks at one. One for each module, so that identity is kept."""
 
-    def __init__(self, whole: Mapping[int, Tensor]) -> None:
-        """``whole``: the tensors to be initialized, by the id of the model's own."""
+    def __init__(self, whole: Mapping[int, Tensor], tied: Set[tuple[int, str]]) -> None:
+        """
+        Args:
+            whole: the tensors to be initialized, by the id of the model's own.
+            tied: places of tensors that are initialized elsewhere; see :func:`_tied`.
+        """
         self._whole = whole
+        self._tied = tied
         self._made: dict[int, nn.Module] = {}
         """By the id of the original."""
         self._originals: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
@@ -233,10 +291,9 @@ class _Skeleton:
             made = self._made[id(original)] = object.__new__(own_class(type(original)))
             attributes = {name: value for name, value in original.__dict__.items() if name != _INITIALIZED}
             attributes["_modules"] = _Children(self, original._modules)
-            attributes["_parameters"] = {
-                n: t if t is None else self._tensor(t) for n, t in original._parameters.items()
-            }
-            attributes["_buffers"] = {n: t if t is None else self._tensor(t) for n, t in original._buffers.items()}
+            for kind in ("_parameters", "_buffers"):
+                owned = getattr(original, kind).items()
+                attributes[kind] = {n: t if t is None else self._tensor_of(original, n, t) for n, t in owned}
             made.__dict__.update(attributes)
             self._originals[id(made)] = original, attributes
             for name, value in attributes.items():
@@ -254,6 +311,18 @@ class _Skeleton:
             return {key: self._of(item) for key, item in value.items()}
         return value
 
+    def _tensor_of(self, module: nn.Module, name: str, original: Tensor) -> Tensor:
+        if (id(module), name) in self._tied:
+            return self._protected(original)
+        if id(original) in self._whole or not isinstance(module, ParametrizationList):
+            return self._tensor(original)
+        if not any(id(tensor) in self._whole for tensor in module.parameters(recurse=False)):
+            return self._tensor(original)
+        # A parametrization computes with all its tensors as soon as one of them is asked for.
+        made = torch.zeros(original.shape, dtype=original.dtype)
+        setattr(made, _INITIALIZED, True)
+        return nn.Parameter(made, requires_grad=False) if isinstance(original, nn.Parameter) else made
+
     def _tensor(self, original: Tensor) -> Tensor:
         made = self._tensors.get(id(original))
         if made is None:
@@ -266,16 +335,20 @@ class _Skeleton:
         if whole is not None:
             return nn.Parameter(whole, requires_grad=False) if is_parameter else whole
         if is_parameter or original.is_meta or isinstance(original, DTensor):
-            # Nobody can write to it, so that all of a shape share one.
-            key = (is_parameter, original.shape, original.dtype)
-            if key not in self._on_meta:
-                made = torch.empty(original.shape, dtype=original.dtype, device="meta")
-                self._on_meta[key] = nn.Parameter(made, requires_grad=False) if is_parameter else made
-                setattr(self._on_meta[key], _INITIALIZED, True)
-            return self._on_meta[key]
+            return self._protected(original)
         made = original.detach().cpu().clone()  # a buffer that others may be computed from
         setattr(made, _INITIALIZED, True)
         return made
+
+    def _protected(self, original: Tensor) -> Tensor:
+        """A stand-in on meta. Nobody can write to it, so that all of a shape share one."""
+        is_parameter = isinstance(original, nn.Parameter)
+        key = (is_parameter, original.shape, original.dtype)
+        if key not in self._on_meta:
+            made = torch.empty(original.shape, dtype=original.dtype, device="meta")
+            self._on_meta[key] = nn.Parameter(made, requires_grad=False) if is_parameter else made
+            setattr(self._on_meta[key], _INITIALIZED, True)
+        return self._on_meta[key]
 
     def computed(self) -> dict[int, Tensor]:
         """What has been written of the tensors to be initialized, by id; also what another object has replaced."""

@@ -201,8 +201,11 @@ class HierarchicalLoader:
         finally:
             self._preparation.close_checkpoint()
         plan = work.plan
-        report.missing_keys, report.mismatched_keys = work.missing, work.mismatched
-        report.unexpected_keys, report.ignored_keys = list(plan.unexpected), list(work.manifest.ignored)
+        report.mismatched_keys = work.mismatched
+        report.ignored_keys = [*work.ignored, *work.manifest.ignored]
+        report.missing_keys, report.unexpected_keys = (
+            [key for key in keys if key not in set(work.ignored)] for keys in (work.missing, plan.unexpected)
+        )
         report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, plan.slots.tensor_count
         report.nbytes = plan.slots.payload
         report.buckets = len(plan.buckets)

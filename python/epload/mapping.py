@@ -7,7 +7,7 @@ say which: renaming changes the target, converting puts the target together from
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Mapping as MappingType
 from dataclasses import dataclass, replace
 from math import prod
@@ -41,9 +41,21 @@ class Mapping:
     """Renames of the model's names to those that rules and checkpoints speak of, where a wrapper has given it others."""
     required: bool = True
     """Whether rules of which none matches a name are a mistake; they are none in a mapping declared for any checkpoint."""
+    ignore_unexpected: tuple[str, ...] = ()
+    """Regular expressions. A checkpoint key in which one is found, as it is or renamed, may lack a place in the model."""
+    ignore_missing: tuple[str, ...] = ()
+    """Regular expressions. A name of the model in which one is found may be missing from the checkpoint."""
     only: tuple[tuple[str, str], ...] = ()
     """If given, the names of the checkpoint that are known, each with the model's name for it. Other tensors of the model are
     not expected in the checkpoint and keep their values. A pair without a checkpoint name is a tensor that is missing."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if a pattern of keys to ignore is no regular expression."""
+        for pattern in (*self.ignore_unexpected, *self.ignore_missing):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"expected regular expressions of keys to ignore, got {pattern!r}: {error}") from error
 
     @classmethod
     def identity(cls) -> Mapping:
@@ -59,6 +71,29 @@ class Mapping:
         from epload.transformers_mapping import declared
 
         return declared(model)
+
+    def ignored(self, names: Sequence[str], missing: Iterable[str], unexpected: Iterable[str]) -> list[str]:
+        """Which of the missing and unexpected keys are no mistake in a strict load.
+
+        Args:
+            names: all keys of the checkpoint.
+            missing: names of the model that the checkpoint does not fill.
+            unexpected: keys of the checkpoint that the model has no place for.
+        """
+        found = []
+        if self.ignore_missing and (missing := list(missing)):
+            called = missing
+            for alias in self.aliases:
+                called = alias.apply(called)
+            search = _any_of(self.ignore_missing).search
+            found += [name for name, within in zip(missing, called, strict=True) if search(within)]
+        if self.ignore_unexpected and (unexpected := set(unexpected)):
+            renamed = list(names)
+            for rename in (*self.aliases, *self.renames):
+                renamed = rename.apply(renamed)
+            search = _any_of(self.ignore_unexpected).search
+            found += [a for a, b in zip(names, renamed, strict=True) if a in unexpected and (search(a) or search(b))]
+        return found
 
     def place(
         self,
@@ -129,6 +164,10 @@ class Mapping:
             if places:
                 found[name] = places
         return found
+
+
+def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(f"({pattern})" for pattern in patterns))
 
 
 def spell_misfits(texts: Sequence[str]) -> str:

@@ -27,6 +27,7 @@ from epload.placement import OwnedRegion, intersect, owned_regions
 from epload.placing import Misfit, Place
 from epload.quantised import Scaling, with_scales
 from epload.targets import Targets
+from epload.tied import Twin
 from epload.views import View
 
 ALIGNMENT = 16
@@ -105,6 +106,8 @@ class LoadPlan:
     """Names of the model that the checkpoint has in another shape, and what to say of each; nothing fills them."""
     tied: tuple[str, ...]
     """Names of the checkpoint left out because another name of the same parameter is in it."""
+    twins: tuple[Twin, ...]
+    """Those with what is loaded in their place: the load is right only if the values are equal."""
     casts: int
     """Checkpoint tensors whose dtype is converted."""
     targets: Targets
@@ -171,7 +174,7 @@ def make_plan(
     mismatched = {targets.names[targets.index[misfit.target]]: misfit.text for misfit in misfits}
     out_of_shape = {source for misfit in misfits for source in misfit.sources}
     targets, scalings = with_scales(manifest, targets, placed)
-    chosen, tied = _choose(manifest, targets, placed, wanted)
+    chosen, tied, twins = _choose(manifest, targets, placed, wanted)
     casts = _check_dtypes(manifest, targets, chosen, {scaling.target for scaling in scalings})
     columns, bucket_nbytes = _C.plan_buckets(
         _extents(manifest, chosen, bucket_bytes - HEADER_BYTES), bucket_bytes, ALIGNMENT, HEADER_BYTES
@@ -203,6 +206,7 @@ def make_plan(
         ),
         mismatched=mismatched,
         tied=tied,
+        twins=twins,
         casts=casts,
         targets=replace(targets, tensors=[]),
         scalings=scalings,
@@ -258,10 +262,11 @@ def _numel(targets: Targets, index: int) -> bool:
 
 def _choose(
     manifest: Manifest, targets: Targets, placed: Sequence[tuple[Place, ...]], wanted: Set[int]
-) -> tuple[_Chosen, tuple[str, ...]]:
+) -> tuple[_Chosen, tuple[str, ...], tuple[Twin, ...]]:
     """Leaves out what has no place, and a tied name whose parameter another name already fills."""
     chosen = _Chosen()
     tied = []
+    left_out: list[tuple[int, int, str, View]] = []
     filled: dict[int, str] = {}
     numbers: dict[int, int] = {}
     target_of, view_of, first = chosen.target, chosen.view, chosen.first
@@ -269,6 +274,7 @@ def _choose(
         for name, view in places:
             target = targets.index[name]
             if filled.setdefault(target, name) != name:
+                left_out.append((target, i, name, view))
                 continue
             number = numbers.get(id(view))
             if number is None:
@@ -281,7 +287,32 @@ def _choose(
             first.append(end)
         elif places:
             tied.append(manifest.names[i])
-    return chosen, tuple(tied)
+    return chosen, tuple(tied), _twins(manifest, targets, placed, filled, left_out)
+
+
+def _twins(
+    manifest: Manifest,
+    targets: Targets,
+    placed: Sequence[tuple[Place, ...]],
+    filled: dict[int, str],
+    left_out: list[tuple[int, int, str, View]],
+) -> tuple[Twin, ...]:
+    """For what a tied name leaves out the checkpoint tensor that fills the same elements."""
+    if not left_out:
+        return ()
+    names = {filled[target] for target, *_ in left_out}
+    kept = {(name, view): i for i, places in enumerate(placed) for name, view in places if name in names}
+    twins = {}
+    for target, i, name, view in left_out:
+        source = kept.get((filled[target], view))
+        if source is None:
+            raise ModelMismatch(
+                f"the model ties {filled[target]} and {name}, and {manifest.source} holds both, divided in different ways "
+                f"(one by {manifest.names[i]}), so that they cannot be compared; leave one of them out of the checkpoint"
+            )
+        if source != i:
+            twins[source, i, target] = Twin(source, i, targets.dtypes[target], (filled[target], name))
+    return tuple(twins.values())
 
 
 def _check_dtypes(manifest: Manifest, targets: Targets, chosen: _Chosen, scaled: Set[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from epload import dtypes, sharing
 from epload import materialise as mat
-from epload import sharing
 from epload.buffers import find_holders
 from epload.checkpoint import Checkpoint
 from epload.device_side import DeviceSide
@@ -23,7 +23,7 @@ from epload.devices import CPU, Devices, check_backend, devices_of
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, OutOfOrder, text_of
 from epload.flow import wave_limit
 from epload.hints import prefix_hint
-from epload.initialization import Initialization, InitMissing, compute
+from epload.initialization import Initialization, InitMissing, compute, made_off_meta
 from epload.log import logger
 from epload.manifest import Manifest
 from epload.mapping import Mapping, spell_misfits
@@ -34,6 +34,7 @@ from epload.plan import LoadPlan, describe, explain_difference, make_plan
 from epload.report import LoadReport
 from epload.snapshot import Snapshot
 from epload.targets import DTypes, Targets, collect
+from epload.tied import Comparison, Twin
 from epload.topology import Route, Topology
 from epload.transfer import SLOWEST
 from epload.watch import Watch
@@ -134,6 +135,8 @@ class Prepared:
     """Names of this rank's model for a hook to fill: neither the checkpoint nor the model itself does."""
     garbage: frozenset[str]
     """Those of them that had no storage before the load, so that a hook must fill them."""
+    ignored: list[str]
+    """Missing and unexpected keys that the mapping says to ignore."""
 
     def check_unchanged(self) -> None:
         """Raises CheckpointError if a file of the checkpoint is not the one, unchanged, that this rank opened."""
@@ -169,6 +172,7 @@ class Preparation:
         self.snapshot: Snapshot | None = None
         self.manifest: Manifest | None = None
         """That of the load before."""
+        self._tied = Comparison()
         self._opened: Checkpoint | None = None
         """What this rank has opened for the present load, unless the caller gave it opened."""
         self._plans: dict[frozenset[int], tuple[tuple[bytes, Mapping, str], Targets, LoadPlan]] = {}
@@ -350,10 +354,14 @@ class Preparation:
 
             def check() -> LoadPlan:
                 plan = make(wanted)
-                if (strict and plan.mismatched) or (strict is True and (plan.missing or plan.unexpected)):
+                ignored = set(rules.ignored(manifest.names, plan.missing, plan.unexpected))
+                amiss = strict is True and not ignored.issuperset((*plan.missing, *plan.unexpected))
+                if (strict and plan.mismatched) or amiss:
                     raise _misfit(manifest, plan, rules, strict)
                 if not plan.slots.tensor_count and (plan.missing or plan.mismatched):
                     raise _misfit(manifest, plan, rules, True, "the load would fill nothing: ")
+                if opened.checkpoint is not None and not opened.local_modules:
+                    self._compare_tied(opened.checkpoint, manifest, plan.twins)
                 return plan
 
             plan, failure = attempt(check)
@@ -389,11 +397,14 @@ class Preparation:
         if odd:
             self._tell_of_meshes(targets, odd)
         assert plan is not None
+        if opened.local_modules:
+            self._compare_tied_anywhere(opened, manifest, plan)
         missing, mismatched = self._unfilled_anywhere(opened, plan)
         initialization, unfilled, garbage = self._initialize(request, opened, plan, [*missing, *mismatched])
         return Prepared(
             targets, opened.devices, opened.checkpoint, opened.holders, manifest, plan, route, per_wave,
             all_read, owned, missing, mismatched, initialization, unfilled, garbage,
+            rules.ignored(manifest.names, missing, plan.unexpected),
         )  # fmt: skip
 
     def _initialize(
@@ -402,7 +413,8 @@ class Preparation:
         """What the model computes of what the checkpoint does not fill, what it leaves to a hook, and which of that is garbage
         until then.
 
-        Tensors that hold values keep them, unless another rank has them on meta: then all ranks initialize them alike.
+        Tensors that hold values keep them, unless another rank has them on meta: then all ranks initialize them alike. So do
+        those that a model on meta holds only because its class cannot make them on meta.
 
         Args:
             anywhere: names of tensors that no checkpoint tensor fills on some rank, as all ranks know them.
@@ -413,6 +425,9 @@ class Preparation:
             return Initialization(), frozenset(left), frozenset()
         shared = {targets.names[i]: name for name, i in reversed(targets.index.items())}
         on_meta = {shared[name] for name in left if targets.tensors[targets.index[shared[name]]].is_meta}
+        if opened.devices.meta:
+            held = [name for name in left if shared[name] not in on_meta]
+            on_meta |= {shared[name] for name in made_off_meta(request.model, held)}
         if anywhere:
             on_meta = set(self._control.settle("comparing what is missing", None, sorted(on_meta), _union))
         garbage: dict[str, Tensor] = {n: t for n, t in targets.lost.items() if n not in opened.holders}
@@ -433,6 +448,36 @@ class Preparation:
         self._control.settle("initializing what the checkpoint lacks", failure)
         assert made is not None
         return made, frozenset({*garbage, *left} - {*made.values}), frozenset({*garbage} - {*made.values})
+
+    def _compare_tied(self, checkpoint: Checkpoint, manifest: Manifest, twins: Sequence[Twin]) -> None:
+        """On the rank that every checkpoint has: the others would read the same. Raises ModelMismatch if a pair differs."""
+        if self._topology.rank != self._options.src or not twins:
+            return
+
+        def progress(nbytes: int) -> None:
+            self._control.progress += nbytes
+
+        self._control.doing = "comparing tied weights"
+        self._tied.check(checkpoint, manifest, twins, progress)
+
+    def _compare_tied_anywhere(self, opened: _Opened, manifest: Manifest, plan: LoadPlan) -> None:
+        """The same where ranks hold different modules, so that the source rank need not have the tie itself."""
+        mine = [[*twin[:2], dtypes.name(twin.dtype), *twin.names] for twin in plan.twins]
+
+        def all_of(views: dict[int, list[list[Any]]]) -> list[list[Any]]:
+            return list({tuple(twin[:3]): twin for view in views.values() for twin in view}.values())
+
+        found: list[list[Any]] = self._control.settle("comparing tied weights", None, mine, all_of)
+        if not found:
+            return
+        twins = [Twin(a, b, dtypes.from_name(kind), (x, y)) for a, b, kind, x, y in found]
+
+        def compare() -> None:
+            if opened.checkpoint is not None:
+                self._compare_tied(opened.checkpoint, manifest, twins)
+
+        _, failure = attempt(compare)
+        self._control.settle("comparing tied weights", failure, patience=2)
 
     def _mesh_claims(self, targets: Targets) -> list[list[Any]]:
         """Of each mesh its digest, and how many ranks of the topology have to report the same. Its size does not depend on the
@@ -471,8 +516,8 @@ class Preparation:
         """Checkpoint tensors that some rank has a place for, by number. A rank that cannot plan ends the load here; one that
         could not even prepare has its say in this same round."""
         plan, failure = attempt(make)
-        left = {*plan.unexpected, *plan.tied} if plan is not None else set()
-        # What has another shape here is sent too: harmless, and it may fit elsewhere.
+        left = {*plan.unexpected} if plan is not None else set()
+        # What has another shape here is sent too, as is what a tie leaves out: harmless, and it may fit elsewhere.
         view = f"{sum(1 << i for i, name in enumerate(manifest.names) if name not in left):x}"
 
         def either(views: dict[int, str]) -> str:
@@ -592,6 +637,12 @@ def _all_equal(options: dict[int, str]) -> None:
 
 
 def _misfit(manifest: Manifest, plan: LoadPlan, mapping: Mapping, strict: Strict, before: str = "") -> ModelMismatch:
+    ignored = set(mapping.ignored(manifest.names, plan.missing, plan.unexpected))
+    plan = replace(
+        plan,
+        missing=tuple(name for name in plan.missing if name not in ignored),
+        unexpected=tuple(name for name in plan.unexpected if name not in ignored),
+    )
     return ModelMismatch(
         before + _spell_keys(manifest, plan, strict, mapping),
         missing_keys=plan.missing if strict is True else (),

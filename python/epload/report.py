@@ -32,15 +32,17 @@ class LoadReport:
     """The result of a load, as seen by one rank."""
 
     missing_keys: list[str] = field(default_factory=list)
-    """Names of the model that the checkpoint does not fill."""
+    """Names of the model that the checkpoint does not fill, except those in ``ignored_keys``."""
     unexpected_keys: list[str] = field(default_factory=list)
-    """Names of the checkpoint that the model has no place for."""
+    """Names of the checkpoint that the model has no place for, except those in ``ignored_keys``."""
     mismatched_keys: list[str] = field(default_factory=list)
     """Names of the model that the checkpoint has in another shape, and that were not filled."""
     tied_keys: list[str] = field(default_factory=list)
     """Names of the checkpoint that were left out because another name of the same parameter was loaded."""
     ignored_keys: list[str] = field(default_factory=list)
-    """Entries of a torch file or a state dict that hold no tensor, such as ``_extra_state``; nothing was done with them."""
+    """Keys that are no error in a strict load: missing names of the model and unexpected names of the checkpoint that the
+    mapping says to ignore, and entries of a torch file or a state dict that hold no tensor, such as ``_extra_state``. Missing
+    tensors among them are initialized like any others."""
     initialised: list[str] = field(default_factory=list)
     """Names that no checkpoint tensor filled and a hook initialised, e.g. rotary ``inv_freq`` buffers."""
     phases: dict[str, Phase] = field(default_factory=lambda: {name: Phase() for name in PHASES})
@@ -98,6 +100,7 @@ class LoadReport:
         for title, keys in (
             ("missing", self.missing_keys),
             ("unexpected", self.unexpected_keys),
+            ("ignored", self.ignored_keys),
             ("mismatched", self.mismatched_keys),
             ("tied", self.tied_keys),
             ("ignored", self.ignored_keys),

@@ -37,7 +37,30 @@ def declared(model: Any) -> Mapping:
         else:
             renames += _renames(transform)
     ties = tuple((a, b) for a, b in (getattr(model, "all_tied_weights_keys", None) or {}).items())
-    return Mapping(tuple(renames), tuple(converts), model.base_model_prefix, ties, required=False)
+    unexpected, missing = _ignored(model)
+    return Mapping(
+        tuple(renames),
+        tuple(converts),
+        model.base_model_prefix,
+        ties,
+        required=False,
+        ignore_unexpected=unexpected,
+        ignore_missing=missing,
+    )
+
+
+def _ignored(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Patterns of unexpected and of missing keys that the library does not report, as in its
+    ``_adjust_missing_and_unexpected_keys``. Sorted: it keeps them in sets, and ranks compare mappings by their text."""
+    unexpected = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    missing = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    for name, module in model.named_modules():
+        buffers = module._buffers
+        if "inv_freq" in buffers and name.endswith("rotary_emb"):
+            unexpected.add(r"rotary_emb\.inv_freq")  # each layer of old checkpoints has one, models have one in all
+        if any(buffer.endswith("position_ids") for buffer in buffers):
+            unexpected.add(r"(^|\.)position_ids$")  # persistent in old checkpoints
+    return tuple(sorted(unexpected)), tuple(sorted(missing))
 
 
 def _unwrapped(model: Any) -> Any:
