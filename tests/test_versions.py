@@ -48,6 +48,7 @@ def test_one_parameter_group_and_no_list(private: bool, monkeypatch: pytest.Monk
     states = {id(module): module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
     fully_shard(extra := nn.Sequential())  # of no parameters, and so of no group
     states[id(extra)] = extra._get_fsdp_state()
+    targets = collect(model)  # asks torch's own code to reshard
     old = {key: OfTorch211(state) for key, state in states.items()}
     monkeypatch.setattr(FSDPModule, "_get_fsdp_state", lambda module: old[id(module)])
     assert len(expected) == 3
@@ -55,7 +56,7 @@ def test_one_parameter_group_and_no_list(private: bool, monkeypatch: pytest.Monk
     assert materialise.fsdp_parameters(extra) == []
     if not private:
         monkeypatch.undo()  # here torch's own code asks for the state
-    materialise.materialise(model, collect(model), torch.device("cpu"), private)
+    materialise.materialise(model, targets, torch.device("cpu"), private)
     monkeypatch.undo()
     found = {id(each.sharded_param): each for each in materialise.fsdp_parameters(model)}
     assert set(found) == set(map(id, model.parameters()))
