@@ -9,7 +9,7 @@ LIST = Path(__file__).with_name("classes.txt")
 """Names of those that build, sorted, one on each line."""
 
 ALWAYS = (
-    "LlavaForConditionalGeneration", "FalconH1ForCausalLM", "Gemma3nForConditionalGeneration",
+    "LlavaForConditionalGeneration", "FalconH1ForCausalLM", "Gemma3nForCausalLM",
     "Qwen2_5_VLForConditionalGeneration", "FunnelForMaskedLM", "GroundingDinoModel", "EncodecModel",
     "DeepseekV3ForCausalLM", "MarianMTModel", "CLIPModel", "Mamba2ForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration",
 )  # fmt: skip
