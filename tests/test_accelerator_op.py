@@ -211,7 +211,8 @@ class Scene:
     def __init__(self, rank: int) -> None:
         torch.ops.load_library(str(build.library()))
         self.rank = rank
-        self.route = Topology.from_nodes([[0, 1], [2, 3]]).route(0)
+        self.topology = Topology.from_nodes([[0, 1], [2, 3]])  # holds the groups
+        self.route = self.topology.route(0)
         self.caller, self.given = torch.Stream(DEVICE), torch.Stream(DEVICE)
         self.default = torch.accelerator.current_stream(DEVICE)
 

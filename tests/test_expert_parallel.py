@@ -173,7 +173,7 @@ def _lists(rank: int, folder: Path) -> list[str]:
     # A name that no rank has a place for is unexpected on every rank; one that the file lacks is missing on every rank.
     odd = {name: t for name, t in file.items() if name != "experts.7.up"} | {"experts.99.up": file["norm"]}
     for strict in (True, False):
-        model = on_meta(lambda: Listed(held, "global"))
+        model = Listed(held, "global")
         options: Any = {"local_modules": [LocalModules(r"experts\.\d+\.")], "strict": strict}
         try:
             report = runs.load(model, odd if rank == 0 else None, **options)
