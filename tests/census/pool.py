@@ -78,6 +78,10 @@ class Worker:
             return f"took more than {SECONDS:.0f} s"
         return ""
 
+    def exhausted(self, verdict: dict[str, Any]) -> bool:
+        """Whether a class failed for want of memory that classes before it have taken."""
+        return self.count > 1 and any("can't allocate memory" in text for text in verdict["said"])
+
     def spent(self) -> bool:
         return self.count >= RECYCLED or not self._process.is_alive()
 
@@ -117,7 +121,14 @@ def census(names: list[str], workers: int, results: Path | None, verbose: bool) 
                 worker.give(name, known.get(name, []))
         busy = {worker.link: worker for worker in pool if worker.task}
         ready = wait(list(busy), timeout=1)
-        told = [busy[link].take() for link in ready if isinstance(link, Connection)]
+        told = []
+        for worker in [busy[link] for link in ready if isinstance(link, Connection)]:
+            verdict = worker.take()
+            if worker.exhausted(verdict):
+                waiting.append(verdict["name"])
+                worker.count = RECYCLED
+            else:
+                told.append(verdict)
         for worker in [w for w in busy.values() if w.task]:
             if said := worker.excess():
                 told.append({"name": worker.task, "kind": "raising", "said": [said], "notes": []})
