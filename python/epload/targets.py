@@ -301,10 +301,6 @@ def _check_own_memory(name: str, tensor: Tensor) -> None:
             f"{name} is {tensor.layout}, and only dense tensors can be filled; "
             "make it dense, or register it with persistent=False"
         )
-    if tensor.is_neg() or tensor.is_conj():
-        raise ModelMismatch(
-            f"{name} is a lazy conjugate or negation of other memory; use resolve_conj() or resolve_neg() of it"
-        )
     if tensor.is_contiguous():
         return
     if overlap.overlaps_itself(tensor):
