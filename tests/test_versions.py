@@ -44,6 +44,7 @@ class OfTorch211:
 @pytest.mark.parametrize("private", [True, False])
 def test_one_parameter_group_and_no_list(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = sharded()
+    targets = collect(model)
     expected = materialise.fsdp_parameters(model)
     states = {id(module): module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
     fully_shard(extra := nn.Sequential())  # of no parameters, and so of no group
