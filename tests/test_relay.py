@@ -182,7 +182,7 @@ def wrong_arguments(rank: int) -> list[str]:
     refused("dtype", "uint8", content().view(torch.int8), table([one]))
     refused("dims", "1-D", content(10_000).reshape(100, 100), table([one]))
     refused("strides", "contiguous", content()[::2], table([one]))
-    refused("columns", "[n, 6]", bucket, torch.zeros(2, 5, dtype=torch.int64))
+    refused("columns", "steps of 6 numbers, got 5", bucket, torch.zeros(2, 5, dtype=torch.int64))
     refused("dtype of steps", "int64", bucket, torch.zeros(1, 6, dtype=torch.int32))
     refused("no such group", "no such name", bucket, table([one]), inter="no such name")
     refused("a rank outside its group", "2", bucket, table([(0, 8, -1, -1, 2, -1)]))

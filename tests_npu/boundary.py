@@ -14,7 +14,6 @@ import torch_npu  # noqa: F401  (brings the device)
 
 import epload
 
-
 NO_DEVICE = 507000
 """An error of CANN's runtime."""
 
