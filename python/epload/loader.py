@@ -410,6 +410,8 @@ class HierarchicalLoader:
     def _initialise(self, request: Request, work: Prepared, report: LoadReport) -> None:
         """Fills what the checkpoint does not: with what the model has computed, then by the caller's hook."""
         targets = work.targets
+        if not work.initialization.values and not work.unfilled:
+            return
         tensors = dict(zip(targets.names, targets.tensors, strict=True))
         tensors |= {name: owned(request.model, name) for name in targets.lost}
 

@@ -59,8 +59,9 @@ def unwrap(model: nn.Module, names: Collection[str]) -> Unwrapped:
 def transparent(model: nn.Module, names: Collection[str]) -> tuple[Rename, ...]:
     """Aliases for wrappers that change nothing but names: torch.compile and data parallelism, around the model or around a
     module of it."""
-    found = [*compiled(names)]
-    if any("module." in name for name in names):
+    text = "\n".join(names)  # is searched faster than each name
+    found = [*compiled(names)] if "_orig_mod." in text else []
+    if "module." in text:
         for path, module in model.named_modules():
             if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
                 prefix = spelled(f"{path}." if path else "", found)
@@ -71,9 +72,7 @@ def transparent(model: nn.Module, names: Collection[str]) -> tuple[Rename, ...]:
 def compiled(names: Collection[str]) -> tuple[Rename, ...]:
     """Aliases for tensors of a model that torch.compile has wrapped, or has wrapped modules of."""
     # One rename takes one name out, and wrappers may lie within one another.
-    depth = 0
-    if "_orig_mod." in "\n".join(names):
-        depth = max(name.count("_orig_mod.") for name in names)
+    depth = max((name.count("_orig_mod.") for name in names), default=0)
     return (Rename(r"(^|\.)_orig_mod\.", r"\1"),) * depth
 
 
