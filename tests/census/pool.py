@@ -58,6 +58,7 @@ class Worker:
         self.task = ""
         self.began = 0.0
         self.count = 0
+        self._dead = False
 
     def give(self, name: str, places: list[tuple[str, str]]) -> None:
         self.task, self.began = name, time.monotonic()
@@ -70,6 +71,7 @@ class Worker:
         try:
             return dict(self.link.recv())
         except (EOFError, ConnectionResetError):
+            self._dead = True  # also while the system has yet to notice
             return {"name": name, "kind": "raising", "said": ["the process died"], "notes": []}
 
     def excess(self) -> str:
@@ -79,11 +81,11 @@ class Worker:
         return ""
 
     def exhausted(self, verdict: dict[str, Any]) -> bool:
-        """Whether a class failed for want of memory that classes before it have taken."""
-        return self.count > 1 and any("can't allocate memory" in text for text in verdict["said"])
+        """Whether a class failed, or ended its process, for want of memory that classes before it have taken."""
+        return self.count > 1 and (self._dead or any("can't allocate memory" in text for text in verdict["said"]))
 
     def spent(self) -> bool:
-        return self.count >= RECYCLED or not self._process.is_alive()
+        return self.count >= RECYCLED or self._dead or not self._process.is_alive()
 
     def close(self) -> None:
         self.link.close()
