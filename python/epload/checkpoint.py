@@ -77,6 +77,8 @@ class Checkpoint(ABC):
 
     once: bool = False
     """Whether it can be read only once."""
+    _files: Sequence[SourceFile] = ()
+    """Those that it was opened from."""
 
     @property
     @abstractmethod
@@ -106,17 +108,21 @@ class Checkpoint(ABC):
 
     def changed(self) -> str:
         """What has happened to a file since it was opened, as "PATH was replaced by another file"; empty if nothing."""
-        return ""
+        return changed(self._files)
 
-    def reopen(self) -> None:  # noqa: B027  (most sources hold nothing)
+    def reopen(self) -> None:
         """Opens all files again, so that what is read from now on is what others find at their paths.
 
         Raises:
             CheckpointError: one is not the file that was opened before.
         """
+        for file in self._files:
+            file.reopen()
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Gives back files and threads. The checkpoint can be used again afterwards, as long as its files are the same."""
+        for file in self._files:
+            file.close()
 
     @staticmethod
     def open(source: Any, known: Manifest | None = None) -> Checkpoint:
@@ -403,17 +409,9 @@ class FileCheckpoint(Checkpoint):
     def read_regions(self, regions: Readable) -> int | None:
         return self._reader.read_regions(self._places.file, self._places.offset, regions)
 
-    def changed(self) -> str:
-        return changed(self._files)
-
-    def reopen(self) -> None:
-        for file in self._files:
-            file.reopen()
-
     def close(self) -> None:
         self._reader.close()
-        for file in self._files:
-            file.close()
+        super().close()
 
 
 class TorchCheckpoint(FileCheckpoint):
@@ -492,17 +490,6 @@ class StateDictCheckpoint(Checkpoint):
 
     def tensor(self, number: int) -> Tensor | None:
         return self._tensors.get(self._names[number])
-
-    def changed(self) -> str:
-        return changed(self._files)
-
-    def reopen(self) -> None:
-        for file in self._files:
-            file.reopen()
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         dims = max((tensor.ndim for tensor in self._tensors.values()), default=0) or 1

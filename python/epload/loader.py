@@ -203,8 +203,9 @@ class HierarchicalLoader:
         plan = work.plan
         report.mismatched_keys = work.mismatched
         report.ignored_keys = [*work.ignored, *work.manifest.ignored]
+        ignored = set(work.ignored)
         report.missing_keys, report.unexpected_keys = (
-            [key for key in keys if key not in set(work.ignored)] for keys in (work.missing, plan.unexpected)
+            [key for key in keys if key not in ignored] for keys in (work.missing, plan.unexpected)
         )
         report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, plan.slots.tensor_count
         report.nbytes = plan.slots.payload
