@@ -29,12 +29,13 @@ from epload.dtensor import local_tensors
 from epload.errors import LoadError
 from epload.flow import READERS, Flow
 from epload.framing import Framing
+from epload.hints import Strict
 from epload.initialization import InitMissing
 from epload.local import Bound, Local
 from epload.mapping import Mapping
 from epload.node_memory import NodeMemory
 from epload.parts import LocalModules, OuterShard, Parts
-from epload.preparation import Preparation, Prepared, Request, Strict, attempt
+from epload.preparation import Preparation, Prepared, Request, attempt
 from epload.proof import Proof
 from epload.report import LoadReport, progress_bar
 from epload.single_flight import Call, Refused, alone

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,11 @@ from epload.device_side import DeviceSide
 from epload.devices import CPU, Devices, check_backend, devices_of
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, OutOfOrder, text_of
 from epload.flow import wave_limit
-from epload.hints import prefix_hint
+from epload.hints import Strict, misfit, spell_unfilled
 from epload.initialization import Initialization, InitMissing, compute, made_off_meta
 from epload.log import logger
 from epload.manifest import Manifest
-from epload.mapping import Mapping, spell_misfits
+from epload.mapping import Mapping
 from epload.mapping import resolve as resolve_mapping
 from epload.node_memory import Board
 from epload.parts import Parts
@@ -41,7 +41,6 @@ from epload.watch import Watch
 from epload.ways import Options, Ways
 
 T = TypeVar("T")
-Strict = bool | Literal["shapes"]
 _MAX_MESHES, _MAX_RANKS = 4, 16
 """That an error lists."""
 _MAX_VIEWS = 4
@@ -357,9 +356,9 @@ class Preparation:
                 ignored = set(rules.ignored(manifest.names, plan.missing, plan.unexpected))
                 amiss = strict is True and not ignored.issuperset((*plan.missing, *plan.unexpected))
                 if (strict and plan.mismatched) or amiss:
-                    raise _misfit(manifest, plan, rules, strict)
+                    raise misfit(manifest, plan, rules, strict)
                 if not plan.slots.tensor_count and (plan.missing or plan.mismatched):
-                    raise _misfit(manifest, plan, rules, True, "the load would fill nothing: ")
+                    raise misfit(manifest, plan, rules, True, "the load would fill nothing: ")
                 if opened.checkpoint is not None and not opened.local_modules:
                     self._compare_tied(opened.checkpoint, manifest, plan.twins)
                 return plan
@@ -441,7 +440,7 @@ class Preparation:
             copies = {name for module in targets.staged for name in module.names}
             nobody = sorted(name for name in garbage if name not in made.values and (not hooked or name in copies))
             if nobody:
-                raise ModelMismatch(_spell_unfilled(nobody))
+                raise ModelMismatch(spell_unfilled(nobody))
             return made
 
         made, failure = attempt(initialize)
@@ -595,15 +594,6 @@ def _union(views: dict[int, list[str]]) -> list[str]:
     return sorted({name for names in views.values() for name in names})
 
 
-def _spell_unfilled(names: list[str]) -> str:
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return (
-        f"{', '.join(names[:10])}{more}: {len(names)} of the model's tensors are on meta, no checkpoint tensor fills them, and "
-        "the model does not initialize them itself; pass init_missing=hook(module, path, names) to fill them, or build the model "
-        "with values for them"
-    )
-
-
 def _distinct(views: dict[int, str]) -> dict[str, int]:
     """Each distinct view with the first rank that has it."""
     return {view: rank for rank, view in reversed(views.items())}
@@ -634,38 +624,3 @@ def _all_equal(options: dict[int, str]) -> None:
     if len(by_text) > 1:
         said = "; ".join(f"ranks {ranks} have {text}" for text, ranks in by_text.items())
         raise ManifestMismatch(f"the ranks' loaders have different options, nothing was moved: {said}")
-
-
-def _misfit(manifest: Manifest, plan: LoadPlan, mapping: Mapping, strict: Strict, before: str = "") -> ModelMismatch:
-    ignored = set(mapping.ignored(manifest.names, plan.missing, plan.unexpected))
-    plan = replace(
-        plan,
-        missing=tuple(name for name in plan.missing if name not in ignored),
-        unexpected=tuple(name for name in plan.unexpected if name not in ignored),
-    )
-    return ModelMismatch(
-        before + _spell_keys(manifest, plan, strict, mapping),
-        missing_keys=plan.missing if strict is True else (),
-        unexpected_keys=plan.unexpected if strict is True else (),
-        mismatched_keys=plan.mismatched,
-    )
-
-
-def _spell_keys(manifest: Manifest, plan: LoadPlan, strict: Strict, mapping: Mapping) -> str:
-    renamed, unused = mapping.renamed(manifest.names)
-    became = dict(zip(manifest.names, renamed, strict=True))
-    said = [f"{manifest.source} does not fit the model"]
-    for title, keys in (("missing from it", plan.missing), ("unexpected in it", plan.unexpected)):
-        if keys and strict is True:
-            spelled = list(keys[:10])
-            if keys is plan.unexpected:
-                spelled = [n if became[n] == n else f"{n} (renamed to {became[n]})" for n in spelled]
-            said.append(f"{len(keys)} {title}: {', '.join(spelled)}{', ...' if len(keys) > 10 else ''}")
-    if plan.mismatched:
-        said.append(f"{len(plan.mismatched)} of another shape: {spell_misfits(list(plan.mismatched.values()))}")
-    if unused and mapping.required:
-        said.append(f"rules of the mapping that match none of its names: {', '.join(map(repr, unused[:5]))}")
-    has_rules = bool(mapping.renames or mapping.converts or mapping.ties)
-    if strict is True and (hint := prefix_hint(plan.missing, plan.unexpected, has_rules)):
-        return f"{'; '.join(said)}. {hint}"
-    return "; ".join(said) + ". Pass mapping= if names or layouts differ, strict=False to load what fits"

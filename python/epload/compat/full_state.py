@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from epload.broadcast import coalesced_bcast
 from epload.errors import ModelMismatch
+from epload.hints import Strict
 from epload.loader import load
 from epload.mapping import Mapping
-from epload.preparation import Strict
 from epload.report import LoadReport
 from epload.state_entries import loads_itself
 from epload.wrappers import transparent
