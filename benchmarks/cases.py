@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import collectives
 import epload
 import peers
-from epload.materialise import materialise
-from epload.targets import collect
+from epload.model.materialize import materialise
+from epload.model.targets import collect
 from workload import FILE, MetaModel, Reference, Size, meta_model, sharded_model, wrong_shards
 
 PIECE = 16 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from epload.simulator import Cluster
+from epload.planning.simulator import Cluster
 
 GBIT = 1e9 / 8
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import epload
-from epload import dtypes, ops
+from epload.core import dtypes
+from epload.native import ops
 
 BUCKET = 16 << 20
 CHUNK = 1 << 20

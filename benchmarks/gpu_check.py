@@ -98,7 +98,8 @@ def exercise() -> None:
     """Every width of access, both directions, conversions: what the sanitizer watches."""
     import torch
 
-    from epload import dtypes, ops
+    from epload.core import dtypes
+    from epload.native import ops
 
     device = torch.device("cuda")
     for width, shift in ((torch.uint8, 1), (torch.int16, 2), (torch.int32, 4), (torch.int64, 8), (torch.float32, 16)):
@@ -179,7 +180,7 @@ def bandwidth(options: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
 
     import regions
-    from epload import ops
+    from epload.native import ops
 
     device = torch.device(options.device)
     clock = Clock(device)
@@ -223,7 +224,7 @@ def op_on_nccl(options: argparse.Namespace) -> list[dict[str, Any]]:
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
 
-    from epload import ops
+    from epload.native import ops
 
     device = torch.device("cuda", 0)
     with tempfile.TemporaryDirectory() as folder:

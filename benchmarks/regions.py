@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epload import dtypes
+from epload.core import dtypes
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 import plots
 from cases import PIECE, STORE_KEYS
 from clusters import MODELS, NODES, SOURCES, STORAGES, Model, Node, cluster
-from epload.simulator import Cluster, predict, traffic
+from epload.planning.simulator import Cluster, predict, traffic
 from summary import Row, median
 from tables import Table, seconds, write
 

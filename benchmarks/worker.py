@@ -21,7 +21,7 @@ import torch.distributed as dist
 import epload
 import launch
 from cases import CASES, Bench
-from epload import collector
+from epload.core import collector
 from measure import PeakMemory, TransferClock, link_bytes
 from workload import Size
 

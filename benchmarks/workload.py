@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from epload import collector
-from epload.checkpoint import Checkpoint
-from epload.mapping import Mapping
-from epload.materialise import fsdp_parameters
-from epload.plan import make_plan
-from epload.simulator import waves
-from epload.targets import collect
+from epload.checkpoint.base import Checkpoint
+from epload.core import collector
+from epload.mapping.mapping import Mapping
+from epload.model.materialize import fsdp_parameters
+from epload.model.targets import collect
+from epload.planning.plan import make_plan
+from epload.planning.simulator import waves
 
 FILE = "model.safetensors"
 

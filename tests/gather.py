@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from epload.mapping import Mapping
-from epload.placement import owned_regions
-from epload.targets import collect
+from epload.core.placement import owned_regions
+from epload.mapping.mapping import Mapping
+from epload.model.targets import collect
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epload import dtypes, ops
+from epload.core import dtypes
+from epload.native import ops
 
 INT64_MAX = 2**63 - 1
 FLOAT = dtypes.code(torch.float32)

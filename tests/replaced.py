@@ -33,11 +33,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import epload.checkpoint
+import epload.checkpoint.base
 import ranks
 from epload import HierarchicalLoader, Topology
-from epload.checkpoint import Checkpoint
-from epload.proof import Proof
+from epload.checkpoint.base import Checkpoint
+from epload.verify.proof import Proof
 
 WORLD = 4
 NODES = [[0, 1], [2, 3]]

@@ -25,8 +25,8 @@ import fakedev
 import ranks
 import test_loader
 from epload import Checkpoint, HierarchicalLoader, Manifest, Topology
-from epload.checkpoint import Piece
-from epload.device_staging import DeviceStaging
+from epload.checkpoint.base import Piece
+from epload.staging.device import DeviceStaging
 from fakedev import build
 from test_accelerator_op import ExternalStream
 from test_loader import BUCKET, Net, State, all_fine, sharded, state_for

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 import fakedev
 import ranks
 import test_quantised as fp8
-from epload import HierarchicalLoader, Topology, auto, costs
+from epload import HierarchicalLoader, Topology
+from epload.planning import choose, costs
 from fakedev import build
 from test_accelerator_loader import DEVICE, NODES, SEMANTICS, meta_net, wrong
 from test_loader import BUCKET, all_fine, state_for
@@ -88,13 +89,13 @@ def _chosen(rank: int, folder: Path) -> list[str]:
         loader = HierarchicalLoader(Topology.from_nodes(nodes), bucket_bytes=BUCKET)
         for number, worth in enumerate((False, True)):
             if worth:
-                auto.SMALL_BYTES, costs.WORTH_A_TRIAL = 0, 0.0
+                choose.SMALL_BYTES, costs.WORTH_A_TRIAL = 0, 0.0
             model = meta_net()
             report = loader.load(model, folder / f"{number}.safetensors")
             said += [f"{nodes}, worth {worth}: {text}" for text in wrong(model, state_for(number))]
             if not report.chosen or report.readers == "auto" or report.buckets < 10:
                 said.append(f"{nodes}: {report} chose {report.chosen!r}")
-        auto.SMALL_BYTES, costs.WORTH_A_TRIAL = 64 << 20, 1.0
+        choose.SMALL_BYTES, costs.WORTH_A_TRIAL = 64 << 20, 1.0
     return said
 
 

@@ -21,9 +21,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fakedev
 import ranks
-from epload import HierarchicalLoader, Topology, node_memory
-from epload.device_staging import DeviceStaging
-from epload.upload import Uploader
+from epload import HierarchicalLoader, Topology
+from epload.staging import node_memory
+from epload.staging.device import DeviceStaging
+from epload.transport.upload import Uploader
 from fakedev import build
 from test_accelerator_loader import (
     DEVICE,

@@ -19,7 +19,8 @@ from torch import Tensor
 import fakedev
 import ranks
 import test_coalesced_bcast as contract
-from epload import Topology, coalesced_bcast, ops
+from epload import Topology, coalesced_bcast
+from epload.native import ops
 from fakedev import build
 from test_bcast_refusals import Refusals, agree
 from test_region_copy import Problem, check_equal, problems

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from epload.auto import Job, Measured, choose
-from epload.costs import MEMORY_RATE
-from epload.flow import READERS
+from epload.planning.choose import Job, Measured, choose
+from epload.planning.costs import MEMORY_RATE
+from epload.planning.schedule import READERS
 
 GB = 10**9
 WAVE = 64 * 10**6

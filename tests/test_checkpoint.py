@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import State, assert_same, framed, index, raw_bytes, read_all, tensor
 from epload import Checkpoint, CheckpointError, Manifest
-from epload import checkpoint as checkpoint_module
-from epload.checkpoint import Piece
-from epload.dtypes import SAFETENSORS
-from epload.safetensors_file import READ_BYTES, read_header
+from epload.checkpoint import base as checkpoint_module
+from epload.checkpoint.base import Piece
+from epload.checkpoint.safetensors import READ_BYTES, read_header
+from epload.core.dtypes import SAFETENSORS
 
 
 def small_state() -> State:

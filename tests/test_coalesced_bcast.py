@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ranks
-from epload import Topology, coalesced_bcast, ops
+from epload import Topology, coalesced_bcast
+from epload.native import ops
 
 Nodes = list[list[int]]
 

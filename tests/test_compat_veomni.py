@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import epload
 import ranks
-from epload.checkpoint import Checkpoint, Piece
+from epload.checkpoint.base import Checkpoint, Piece
 from epload.compat import veomni
 from epload.compat.converted import ConvertedCheckpoint
 from epload.errors import CheckpointError

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ranks
-from epload.control import HEADER_BYTES, STATUS_ABORT, STATUS_OK, BucketHeader, Control
+from epload.cluster.meeting import meet
+from epload.control.control import HEADER_BYTES, STATUS_ABORT, STATUS_OK, BucketHeader, Control
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
-from epload.meeting import meet
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from epload import costs
-from epload.costs import MEMORY_RATE, Rates
+from epload.planning import costs
+from epload.planning.costs import MEMORY_RATE, Rates
 
 INFINITE = float("inf")
 UNPACK = 0.5

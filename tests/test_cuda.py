@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import epload
 import ranks
 import test_coalesced_bcast as contract
-from epload import ops
+from epload.native import ops
 from test_cuda_region_copy import check_conversions, long_runs
 from test_region_copy import Problem, big_problem, check_equal, problems
 

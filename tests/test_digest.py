@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epload import dtypes, ops
+from epload.core import dtypes
+from epload.native import ops
 from test_region_copy import Problem, problems, table_of
 
 

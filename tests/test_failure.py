@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 import ranks
-from epload import HierarchicalLoader, Topology, ops
-from epload.checkpoint import Checkpoint, Piece
-from epload.failure import Desk
-from epload.node_memory import Board
-from epload.watch import Beats
+from epload import HierarchicalLoader, Topology
+from epload.checkpoint.base import Checkpoint, Piece
+from epload.control.failure import Desk
+from epload.control.watch import Beats
+from epload.native import ops
+from epload.staging.node_memory import Board
 from test_loader import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 WAYS = (
@@ -325,7 +326,7 @@ def waiting_load(rank: int) -> list[str]:
     logger = logging.getLogger("epload")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    with mock.patch("epload.watch.SECONDS", 0.1):
+    with mock.patch("epload.control.watch.SECONDS", 0.1):
         loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
         source = Slow(state_for(1), 0.0)
         source.first = 2.0

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from epload import dtypes, ops
+from epload.core import dtypes
+from epload.native import ops
 from test_region_read import BF16, F32, Files, Row, table_of
 
 

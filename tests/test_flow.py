@@ -11,9 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epload import flow as flow_module
-from epload.flow import MIN_PART_BYTES, MIN_WAVE_BYTES, MIN_WAVES, STRIPE_ALIGNMENT, Flow, buckets_per_wave, stripe
-from epload.flow import wave_limit as limit_of
+from epload.planning import schedule as flow_module
+from epload.planning.schedule import (
+    MIN_PART_BYTES,
+    MIN_WAVE_BYTES,
+    MIN_WAVES,
+    STRIPE_ALIGNMENT,
+    Flow,
+    buckets_per_wave,
+    stripe,
+)
+from epload.planning.schedule import wave_limit as limit_of
 
 Nodes = tuple[tuple[int, ...], ...]
 Buckets = list[tuple[int, int, int]]

@@ -17,8 +17,8 @@ from torch import nn
 import epload
 from checkpoints import entry, header
 from epload import Checkpoint, CheckpointError, LoadError
-from epload.safetensors_file import read_header
-from epload.source_file import SourceFile
+from epload.checkpoint.safetensors import read_header
+from epload.checkpoint.source_file import SourceFile
 from test_malformed import FILES
 
 

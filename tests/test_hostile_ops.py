@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hostile_ops
-from epload import ops
+from epload.native import ops
 
 SCRIPT = Path(hostile_ops.__file__)
 LIMIT = 300.0

@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import epload
 import ranks
-from epload import LocalModules, OuterShard, Topology, initialization, memory_pattern
+from epload import LocalModules, OuterShard, Topology
+from epload.model import initialization, memory_pattern
 
 NODES = [[0, 1], [2, 3]]
 HEAD = "lm_head.weight"

@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import epload
 import ranks
-from epload import flow
+from epload.planning import schedule
 
 Shape = tuple[int, ...]
 Spec = dict[str, Shape | tuple[Shape, torch.dtype]]
@@ -458,7 +458,7 @@ def check_cases(
     """What is wrong, a line a tensor."""
     global where
     where = torch.device(device)
-    flow.MIN_PART_BYTES = 100  # in this rank's process, so that readers share waves of small buckets too
+    schedule.MIN_PART_BYTES = 100  # in this rank's process, so that readers share waves of small buckets too
     failures: list[str] = []
     topologies = {str(nodes): epload.Topology.from_nodes(nodes) for nodes in NODES[world]}
     for number, case in enumerate(cases(world)):

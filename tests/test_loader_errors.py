@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import epload
 import ranks
-from epload import Checkpoint, HierarchicalLoader, Manifest, Topology, ops
-from epload.checkpoint import Piece
+from epload import Checkpoint, HierarchicalLoader, Manifest, Topology
+from epload.checkpoint.base import Piece
+from epload.native import ops
 from test_loader import BUCKET, NODES, all_fine, local_of, meta_net, only_readers, state_for, wrong
 
 Failure = tuple[str, str] | None

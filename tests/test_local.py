@@ -17,11 +17,12 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import ranks
-from epload import Checkpoint, HierarchicalLoader, LoadError, Topology, ops
-from epload.local import Bound, Local
-from epload.mapping import resolve
-from epload.plan import LoadPlan, make_plan
-from epload.targets import collect
+from epload import Checkpoint, HierarchicalLoader, LoadError, Topology
+from epload.mapping.mapping import resolve
+from epload.model.targets import collect
+from epload.native import ops
+from epload.planning.plan import LoadPlan, make_plan
+from epload.transport.local import Bound, Local
 from test_loader import BUCKET, NODES, State, all_fine, meta_net, state_for, wrong
 
 TABLE = torch.tensor([[0, 64, 6, 1, 0, 4, 1], [1, 80, 6, 1, 1, 2, 1]])

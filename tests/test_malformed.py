@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 
 from checkpoints import assert_same, entry, framed, header, index, read_all, tensor
 from epload import Checkpoint, CheckpointError
-from epload.dtypes import SAFETENSORS
-from epload.safetensors_file import MAX_HEADER_BYTES, read_header
-from epload.source_file import SourceFile
+from epload.checkpoint.safetensors import MAX_HEADER_BYTES, read_header
+from epload.checkpoint.source_file import SourceFile
+from epload.core.dtypes import SAFETENSORS
 
 # ---- headers ----
 

@@ -14,21 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
-from epload import (
-    Concatenate,
-    Convert,
-    Mapping,
-    ModelMismatch,
-    Rename,
-    Reshape,
-    Split,
-    Stack,
-    Transpose,
-    Unstack,
-)
-from epload.mapping import resolve
-from epload.placing import Place
-from epload.views import View
+from epload import Concatenate, Convert, Mapping, ModelMismatch, Rename, Reshape, Split, Stack, Transpose, Unstack
+from epload.core.views import View
+from epload.mapping.mapping import resolve
+from epload.mapping.place import Place
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 import epload
 import ranks
 from epload import HierarchicalLoader, Topology
-from epload.dtensor import private_path_available
-from epload.materialise import materialise
-from epload.targets import collect
+from epload.model.dtensor import private_path_available
+from epload.model.materialize import materialise
+from epload.model.targets import collect
 from test_loader import BUCKET, NODES, Net, all_fine, local_of, only_readers, sharded, state_for, wrong
 
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import epload
-from epload import HierarchicalLoader, overlap
+from epload import HierarchicalLoader
+from epload.model import overlap
 
 
 class Holder(nn.Module):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from epload import pipeline
+from epload.transport import pipeline
 
 LIMIT = 20.0
 """Seconds after which a stage that waits for another gives up, so that a pipeline that runs them in turn fails."""

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from epload import Concatenate, Convert, Manifest, Mapping, ModelMismatch, Stack, ops
-from epload.placement import (
+from epload import Concatenate, Convert, Manifest, Mapping, ModelMismatch, Stack
+from epload.core.placement import (
     Box,
     Layout,
     Placement,
@@ -30,8 +30,9 @@ from epload.placement import (
     owned_regions,
     take,
 )
-from epload.plan import LoadPlan, make_plan
-from epload.targets import Targets
+from epload.model.targets import Targets
+from epload.native import ops
+from epload.planning.plan import LoadPlan, make_plan
 
 HEADER = 64
 ALIGNMENT = 16

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 import epload
 import ranks
 from epload import Concatenate, Convert, Manifest, Mapping, ModelMismatch, Reshape, Stack, Transpose
-from epload.placement import Layout, Sharded
-from epload.plan import make_plan
-from epload.targets import collect
+from epload.core.placement import Layout, Sharded
+from epload.model.targets import collect
+from epload.planning.plan import make_plan
 from test_layouts import as_bytes, local_of, mesh
 from test_loader import all_fine
 

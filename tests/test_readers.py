@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ranks
-from epload import HierarchicalLoader, LoadReport, Topology, auto, costs, flow
-from epload.checkpoint import SafetensorsCheckpoint
-from epload.safetensors_file import Readable
+from epload import HierarchicalLoader, LoadReport, Topology
+from epload.checkpoint.base import SafetensorsCheckpoint
+from epload.checkpoint.safetensors import Readable
+from epload.planning import choose, costs, schedule
 from test_loader import BUCKET, NODES, all_fine, meta_net, state_for, wrong
 from test_loader_errors import Failing, Failure, Outcome, check, outcome
 
@@ -51,7 +52,7 @@ SOURCES = ("file", "folder", "torch", "dict")
 
 def small_waves() -> None:
     """So that a bucket of a few hundred bytes is a wave that several readers share. For this rank's process."""
-    flow.MIN_PART_BYTES = 100
+    schedule.MIN_PART_BYTES = 100
 
 
 def save(folder: Path, number: int) -> None:
@@ -140,7 +141,7 @@ def test_every_way_from_every_source(world: int, tmp_path: Path) -> None:
 def cheapest(way: str) -> Iterator[None]:
     """Both trials take place, and one way is predicted to cost least."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(auto, "SMALL_BYTES", -1))
+        stack.enter_context(mock.patch.object(choose, "SMALL_BYTES", -1))
         stack.enter_context(mock.patch.object(costs, "WORTH_A_TRIAL", -1.0))
         for name in ("every", "partitioned", "per_node", "one"):
             stack.enter_context(mock.patch.object(costs, name, lambda *_, name=name: 0.1 if name == way else 7.0))

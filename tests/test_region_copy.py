@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import operator_schemas
 
-from epload import dtypes, ops
+from epload.core import dtypes
+from epload.native import ops
 
 DTYPES = [
     torch.uint8,

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from epload import dtypes, ops
+from epload.core import dtypes
+from epload.native import ops
 
 INT64_MAX = 2**63 - 1
 INT64_MIN = -(2**63)
@@ -126,7 +127,7 @@ def test_freed_storage_is_refused() -> None:
     """As FSDP frees an unsharded parameter. In a process of its own, since writing to it would end the process."""
     text = """
 import torch
-from epload import ops
+from epload.native import ops
 freed = torch.ones(8)
 freed.untyped_storage().resize_(0)
 try:

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from epload import dtypes, ops
+from epload.core import dtypes
+from epload.native import ops
 
 Shape = tuple[int, ...]
 SCRATCH = 4 << 20

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ranks
-from epload import ops
-from epload.flow import Flow, stripe
+from epload.native import ops
+from epload.planning.schedule import Flow, stripe
 from test_loader import all_fine
 
 SIZE = 10_007

@@ -20,9 +20,9 @@ import epload
 import ranks
 import replaced
 from checkpoints import assert_same, read_all, tensor
-from epload import Checkpoint, CheckpointError, HierarchicalLoader, source_file
-from epload.checkpoint import StateDictCheckpoint
-from epload.source_file import SourceFile
+from epload import Checkpoint, CheckpointError, HierarchicalLoader
+from epload.checkpoint.base import StateDictCheckpoint, source_file
+from epload.checkpoint.source_file import SourceFile
 from replaced import FILES, HOWS, READERS, Run, judged, outcomes_of, write
 
 SAMPLE = [Run.of(seed) for seed in range(1000, 1016)]

@@ -20,7 +20,7 @@ from torch import nn
 import epload
 import ranks
 from epload import HierarchicalLoader, ManifestMismatch, Topology, coalesced_bcast
-from epload.control import DEFAULT_DEADLINE, Control
+from epload.control.control import DEFAULT_DEADLINE, Control
 from test_loader import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 
@@ -135,7 +135,10 @@ def test_a_mismatch_of_lists_larger_than_a_value_of_the_store() -> None:
 
 @contextmanager
 def launched(size: str) -> Iterator[None]:
-    with mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": size}), mock.patch("epload.topology._default", None):
+    with (
+        mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": size}),
+        mock.patch("epload.cluster.topology._default", None),
+    ):
         yield
 
 

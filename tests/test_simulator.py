@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import launch
-from epload import costs
-from epload.simulator import Cluster, Traffic, predict, traffic, waves
+from epload.planning import costs
+from epload.planning.simulator import Cluster, Traffic, predict, traffic, waves
 from netbed import INTERFACE, NetBed
 from test_netbed import require
 from workload import Size, plan_buckets

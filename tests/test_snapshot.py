@@ -19,10 +19,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import ranks
-from epload import _C, HierarchicalLoader, Topology, dtensor
-from epload.devices import devices_of
-from epload.snapshot import Snapshot
-from epload.targets import Targets, collect
+from epload import _C, HierarchicalLoader, Topology
+from epload.model import dtensor
+from epload.model.devices import devices_of
+from epload.model.snapshot import Snapshot
+from epload.model.targets import Targets, collect
 from test_loader import BUCKET, Net, all_fine, meta_net, sharded, state_for, wrong
 
 

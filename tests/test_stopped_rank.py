@@ -19,9 +19,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import ranks
-from epload import HierarchicalLoader, Topology, flow
-from epload.node_memory import BUFFERS
-from epload.transfer import Transfer
+from epload import HierarchicalLoader, Topology
+from epload.planning import schedule
+from epload.staging.node_memory import BUFFERS
+from epload.transport.transfer import Transfer
 from test_loader import all_fine
 from test_memory import anonymous_and_shared
 
@@ -88,7 +89,7 @@ def wake(victim: int, folder: Path, progress: Progress, seen: dict[str, Any]) ->
 
 
 def load_beside_a_stopped_rank(rank: int, folder: Path, readers: str, victim: int) -> list[str]:
-    flow.MIN_PART_BYTES = 1 << 20  # four readers share a wave
+    schedule.MIN_PART_BYTES = 1 << 20  # four readers share a wave
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     dist.barrier()
     with torch.device("meta"):

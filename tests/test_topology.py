@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ranks
-from epload import HierarchicalLoader, Topology, coalesced_bcast, topology
+from epload import HierarchicalLoader, Topology, coalesced_bcast
+from epload.cluster import topology
 
 Nodes = list[list[int]]
 

@@ -20,8 +20,8 @@ import fakedev
 import ranks
 from checkpoints import assert_same, raw_bytes, read_all, tensor
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Manifest, ModelMismatch
-from epload.checkpoint import Piece, TorchCheckpoint, _boxes_of_range
-from epload.dtypes import SAFETENSORS
+from epload.checkpoint.base import Piece, TorchCheckpoint, _boxes_of_range
+from epload.core.dtypes import SAFETENSORS
 from fakedev import build
 
 

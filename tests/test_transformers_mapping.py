@@ -28,9 +28,9 @@ from transformers.core_model_loading import (
 )
 
 from epload import Mapping, ModelMismatch
-from epload.mapping import resolve
-from epload.rules import Convert
-from epload.transformers_mapping import _convert, _renames
+from epload.mapping.mapping import resolve
+from epload.mapping.rules import Convert
+from epload.mapping.transformers import _convert, _renames
 from test_mapping import Shapes, assemble, shapes_of
 
 DECLARED: dict[str, list[Any]] = library._build_checkpoint_conversion_mapping()

@@ -12,7 +12,7 @@ import torch
 
 import ranks
 from epload import HierarchicalLoader, Topology, coalesced_bcast, load
-from epload.checkpoint import Checkpoint
+from epload.checkpoint.base import Checkpoint
 from test_failure import Slow
 from test_loader import BUCKET, NODES, meta_net, state_for, wrong
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from epload import materialise
-from epload.targets import collect
+from epload.model import materialize
+from epload.model.targets import collect
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,7 +45,7 @@ class OfTorch211:
 def test_one_parameter_group_and_no_list(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = sharded()
     targets = collect(model)
-    expected = materialise.fsdp_parameters(model)
+    expected = materialize.fsdp_parameters(model)
     states = {id(module): module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
     fully_shard(extra := nn.Sequential())  # of no parameters, and so of no group
     states[id(extra)] = extra._get_fsdp_state()
@@ -53,13 +53,13 @@ def test_one_parameter_group_and_no_list(private: bool, monkeypatch: pytest.Monk
     old = {key: OfTorch211(state) for key, state in states.items()}
     monkeypatch.setattr(FSDPModule, "_get_fsdp_state", lambda module: old[id(module)])
     assert len(expected) == 3
-    assert list(map(id, materialise.fsdp_parameters(model))) == list(map(id, expected))
-    assert materialise.fsdp_parameters(extra) == []
+    assert list(map(id, materialize.fsdp_parameters(model))) == list(map(id, expected))
+    assert materialize.fsdp_parameters(extra) == []
     if not private:
         monkeypatch.undo()  # here torch's own code asks for the state
-    materialise.materialise(model, targets, torch.device("cpu"), private)
+    materialize.materialise(model, targets, torch.device("cpu"), private)
     monkeypatch.undo()
-    found = {id(each.sharded_param): each for each in materialise.fsdp_parameters(model)}
+    found = {id(each.sharded_param): each for each in materialize.fsdp_parameters(model)}
     assert set(found) == set(map(id, model.parameters()))
     assert {each._sharded_param_data.device.type for each in found.values()} == {"cpu"}
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from epload import views
-from epload.views import Assembly, View
+from epload.core import views
+from epload.core.views import Assembly, View
 
 
 def fill(assembly: Assembly, sources: list[Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import ranks
 from epload import HierarchicalLoader, Topology, coalesced_bcast
-from epload.control import Control
+from epload.control.control import Control
 from test_loader import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 Told = tuple[str, str, float]
@@ -137,7 +137,7 @@ def replaced(rank: int) -> list[int]:
     for _ in range(2):
         Topology.from_nodes([[0, 1], [2]])
     if rank == 1:
-        getattr(__import__("epload.control").control, "_made", {}).clear()
+        getattr(__import__("epload.control.control").control.control, "_made", {}).clear()
     seen = []
     for turn in range(2):
         tensor = torch.tensor([10 * turn + rank])
@@ -227,7 +227,7 @@ def killed_in_a_relay(rank: int) -> Told | None:
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, deadline=60.0)
     if rank == 2:
         fork_a_child()
-    with mock.patch("epload.ops.relay", kill) if rank == 2 else nullcontext():
+    with mock.patch("epload.native.ops.relay", kill) if rank == 2 else nullcontext():
         return told(lambda: loader.load(meta_net(), only_readers(state_for(1), "one")))
 
 

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import epload
 import ranks
 from epload import Mapping, Rename
-from epload.hints import prefix_hint
-from epload.wrappers import unwrap
+from epload.loading.hints import prefix_hint
+from epload.mapping.wrappers import unwrap
 
 
 class Net(nn.Module):

@@ -9,7 +9,8 @@ import os
 import torch
 import torch_npu  # noqa: F401  (brings the device)
 
-from epload import dtypes, ops
+from epload.core import dtypes
+from epload.native import ops
 
 OFFSETS = (2, 407, 1033)
 """Bytes; no view of float32 could begin there, so that torch's own copy would need a kernel."""

@@ -1,18 +1,18 @@
 """epload: gets model weights into sharded models, fast and right."""
 
 from epload.broadcast import coalesced_bcast
-from epload.build import build_info
-from epload.checkpoint import Checkpoint
+from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.manifest import Manifest
+from epload.cluster.topology import Topology
 from epload.compat import patch
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
 from epload.loader import HierarchicalLoader, load
-from epload.manifest import Manifest
-from epload.mapping import Mapping
-from epload.operations import Concatenate, Reshape, Split, Stack, Transpose, Unstack
-from epload.parts import LocalModules, OuterShard
+from epload.mapping.mapping import Mapping
+from epload.mapping.operations import Concatenate, Reshape, Split, Stack, Transpose, Unstack
+from epload.mapping.rules import Convert, Rename
+from epload.model.expert_parallel import LocalModules, OuterShard
+from epload.native.build import build_info
 from epload.report import LoadReport
-from epload.rules import Convert, Rename
-from epload.topology import Topology
 
 __all__ = [
     "Checkpoint",

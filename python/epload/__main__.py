@@ -1,5 +1,5 @@
 import sys
 
-from epload.cli import main
+from epload.cli.main import main
 
 sys.exit(main())

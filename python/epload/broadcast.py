@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from epload import ops
-from epload.control import Control
-from epload.devices import check_backend, check_stream
+from epload.cluster.topology import Topology
+from epload.control.control import Control
+from epload.control.single_flight import Call, Refused, alone, inside
 from epload.errors import ManifestMismatch
-from epload.single_flight import Call, Refused, alone, inside
-from epload.topology import Topology
+from epload.model.devices import check_backend, check_stream
+from epload.native import ops
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 DEFAULT_BUCKET_BYTES_ON_CPU = 16 << 20

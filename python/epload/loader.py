@@ -15,36 +15,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epload import collector, log, memory_pattern, quantised
-from epload import materialise as mat
-from epload.auto import Job, Measured, choose
 from epload.broadcast import DEFAULT_BUCKET_BYTES
-from epload.buffers import share
-from epload.control import DEFAULT_DEADLINE
-from epload.device_side import DeviceSide
-from epload.device_staging import DeviceStaging
-from epload.device_transfer import DeviceTransfer, staging_bytes
-from epload.devices import CPU, check_stream
-from epload.dtensor import local_tensors
+from epload.cluster.topology import Topology, alone_under_a_launcher
+from epload.control.control import DEFAULT_DEADLINE
+from epload.control.single_flight import Call, Refused, alone
+from epload.core import collector, log
 from epload.errors import LoadError
-from epload.flow import READERS, Flow
-from epload.framing import Framing
-from epload.hints import Strict
-from epload.initialization import InitMissing
-from epload.local import Bound, Local
-from epload.mapping import Mapping
-from epload.node_memory import NodeMemory
-from epload.parts import LocalModules, OuterShard, Parts
-from epload.preparation import Preparation, Prepared, Request, attempt
-from epload.proof import Proof
+from epload.loading.buffers import share
+from epload.loading.hints import Strict
+from epload.loading.preparation import Preparation, Prepared, Request, attempt
+from epload.mapping import quantized
+from epload.mapping.mapping import Mapping
+from epload.model import materialize as mat
+from epload.model import memory_pattern
+from epload.model.devices import CPU, check_stream
+from epload.model.dtensor import local_tensors
+from epload.model.expert_parallel import LocalModules, OuterShard, Parts
+from epload.model.initialization import InitMissing
+from epload.model.state_entries import check_filled
+from epload.model.targets import DTypes, owned, stage
+from epload.planning.choose import Job, Measured, choose
+from epload.planning.routes import Options, Ways
+from epload.planning.schedule import READERS, Flow
 from epload.report import LoadReport, progress_bar
-from epload.single_flight import Call, Refused, alone
-from epload.state_entries import check_filled
-from epload.targets import DTypes, owned, stage
-from epload.topology import Topology, alone_under_a_launcher
-from epload.transfer import Transfer, wave_bytes
-from epload.upload import upload_bytes
-from epload.ways import Options, Ways
+from epload.staging.device import DeviceStaging
+from epload.staging.node_memory import NodeMemory
+from epload.transport.device_side import DeviceSide
+from epload.transport.device_transfer import DeviceTransfer, staging_bytes
+from epload.transport.framing import Framing
+from epload.transport.local import Bound, Local
+from epload.transport.transfer import Transfer, wave_bytes
+from epload.transport.upload import upload_bytes
+from epload.verify.proof import Proof
 
 
 def load(model: nn.Module, checkpoint: Any, **options: Any) -> LoadReport:
@@ -232,7 +234,7 @@ class HierarchicalLoader:
                     staging = self._reserve_on(work, shared)
                     report.peak_staging += staging.footprint
                     report.stream = self._device.spelled(work.device)
-                scales = quantised.side_tensors(plan.targets, len(work.targets.names), work.device)
+                scales = quantized.side_tensors(plan.targets, len(work.targets.names), work.device)
                 tensors = work.targets.local() + scales
                 if work.device != CPU:
                     return Local(plan, tensors)
@@ -305,7 +307,7 @@ class HierarchicalLoader:
             def finish() -> None:
                 self._control.doing = "initialises what the checkpoint lacks"
                 with self._device.work(work.device) if plan.scalings else nullcontext():
-                    quantised.multiply(plan.scalings, plan.targets, local.tensors)
+                    quantized.multiply(plan.scalings, plan.targets, local.tensors)
                 self._initialise(request, work, report)
 
             move(readers, rest, finish)

@@ -17,11 +17,13 @@ from unittest import mock
 
 import torch
 
-from epload import HierarchicalLoader, node_memory, ops
-from epload.checkpoint import SafetensorsCheckpoint
-from epload.control import Control
-from epload.groups import Group
-from epload.local import _BoundLocal
+from epload import HierarchicalLoader
+from epload.checkpoint.base import SafetensorsCheckpoint
+from epload.cluster.groups import Group
+from epload.control.control import Control
+from epload.native import ops
+from epload.staging import node_memory
+from epload.transport.local import _BoundLocal
 from netbed import slow_link
 
 WORLD = 4

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from epload.checkpoint import Checkpoint, Piece, Pieces
+from epload.checkpoint.base import Checkpoint, Piece, Pieces
+from epload.checkpoint.manifest import Manifest
 from epload.errors import CheckpointError, LoadError
-from epload.manifest import Manifest
 
 _log = logging.getLogger(__name__)
 

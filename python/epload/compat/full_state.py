@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from epload.broadcast import coalesced_bcast
 from epload.errors import ModelMismatch
-from epload.hints import Strict
 from epload.loader import load
-from epload.mapping import Mapping
+from epload.loading.hints import Strict
+from epload.mapping.mapping import Mapping
+from epload.mapping.wrappers import transparent
+from epload.model.state_entries import loads_itself
 from epload.report import LoadReport
-from epload.state_entries import loads_itself
-from epload.wrappers import transparent
 
 
 def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: Strict = True, keep_meta: bool) -> LoadReport:

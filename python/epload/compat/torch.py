@@ -14,7 +14,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from epload.compat.full_state import load_full, loading_of_its_own
 from epload.errors import ModelMismatch
-from epload.wrappers import spelled, transparent
+from epload.mapping.wrappers import spelled, transparent
 
 _original = original.set_model_state_dict
 _EXTRA = "_extra_state"

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from epload.compat.converted import ConvertedCheckpoint
 from epload.loader import load
-from epload.mapping import Mapping, resolve
-from epload.materialise import fsdp_parameters
-from epload.parts import OuterShard
-from epload.rules import Rename
-from epload.wrappers import ADAPTED, BASE_LAYER, spelled, transparent
+from epload.mapping.mapping import Mapping, resolve
+from epload.mapping.rules import Rename
+from epload.mapping.wrappers import ADAPTED, BASE_LAYER, spelled, transparent
+from epload.model.expert_parallel import OuterShard
+from epload.model.materialize import fsdp_parameters
 
 _log = logging.getLogger(__name__)
 _THEIRS = ("is_peft_model", "adapter_path", "fqn_to_index_mapping")

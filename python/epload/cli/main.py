@@ -1,0 +1,58 @@
+"""The command line: parsing only."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from epload.checkpoint.audit import oddities
+from epload.checkpoint.base import Checkpoint
+from epload.core.dtypes import name as dtype_name
+from epload.errors import LoadError
+from epload.native.build import build_info
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``epload info``, ``epload inspect CHECKPOINT``, ``epload verify CHECKPOINT``. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="epload", description="Loads model weights into sharded PyTorch models.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="what this build has")
+    inspect = commands.add_parser("inspect", help="check a checkpoint's headers and list its tensors")
+    what = "a safetensors or torch file, or a folder of them"
+    inspect.add_argument("checkpoint", help=what)
+    verify = commands.add_parser(
+        "verify", help="check a checkpoint's headers, read all of it, and name the tensors that hold NaN or Inf"
+    )
+    verify.add_argument("checkpoint", help=what)
+    options = parser.parse_args(arguments)
+    if options.command == "info":
+        for key, value in build_info().items():
+            print(f"{key}: {value}")
+        return 0
+    try:
+        checkpoint = Checkpoint.open(options.checkpoint)
+        if options.command == "verify":
+            return _verify(checkpoint)
+    except LoadError as error:
+        print(f"epload: {error}", file=sys.stderr)
+        return 1
+    manifest = checkpoint.manifest
+    for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True):
+        print(f"{dtype_name(dtype):<14}{list(shape)!s:<24}{name}")
+    print(f"{len(manifest.names)} tensors, {manifest.nbytes / 1e9:.3f} GB")
+    return 0
+
+
+def _verify(checkpoint: Checkpoint) -> int:
+    """0 if all of it can be read and every value is a number."""
+    found = 0
+    for oddity in oddities(checkpoint):
+        found += 1
+        print(oddity)
+    manifest = checkpoint.manifest
+    print(
+        f"{len(manifest.names)} tensors, {manifest.nbytes / 1e9:.3f} GB: headers without overlaps or holes, every byte read, "
+        f"{found or 'no'} tensor{'s' if found > 1 else ''} with NaN or Inf"
+    )
+    return 1 if found else 0

@@ -1,0 +1,1 @@
+"""Nodes, their leaders, and the process groups that follow from them."""

@@ -1,0 +1,1 @@
+"""Agreement between ranks, and how each hears that another failed."""

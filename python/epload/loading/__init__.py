@@ -1,0 +1,1 @@
+"""One load, from opening the checkpoint to the agreed plan."""

@@ -1,0 +1,1 @@
+"""From checkpoint names and layouts to regions of a model's tensors."""

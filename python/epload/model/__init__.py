@@ -1,0 +1,1 @@
+"""What a model wants filled, and what it computes itself."""

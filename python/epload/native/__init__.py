@@ -1,0 +1,1 @@
+"""The native library: typed wrappers of its ops, and what this build has."""

@@ -1,0 +1,361 @@
+"""The native ops, typed. The only file that names torch.ops.epload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from epload import _C
+from epload.native.build import load_native_library
+
+load_native_library()
+
+_coalesced_bcast = torch.ops.epload.coalesced_bcast.default
+_pack = torch.ops.epload.pack.default
+_unpack = torch.ops.epload.unpack.default
+_read_regions = torch.ops.epload.read_regions.default
+_gather = torch.ops.epload.gather.default
+_layouts = torch.ops.epload.layouts.default
+_has_layouts = torch.ops.epload.has_layouts.default
+_bind_copies = torch.ops.epload.bind_copies.default
+_unpack_bound = torch.ops.epload.unpack_bound.default
+_bind_reads = torch.ops.epload.bind_reads.default
+_read_bound = torch.ops.epload.read_bound.default
+_bind_digests = torch.ops.epload.bind_digests.default
+_digest_bound = torch.ops.epload.digest_bound.default
+_relay = torch.ops.epload.relay.default
+_checksum = torch.ops.epload.checksum.default
+_digest_tensors = torch.ops.epload.digest_tensors.default
+_digest_bucket = torch.ops.epload.digest_bucket.default
+_digest_files = torch.ops.epload.digest_files.default
+_board_post = torch.ops.epload.board_post.default
+_board_wait = torch.ops.epload.board_wait.default
+
+Gathered: TypeAlias = torch.ScriptObject
+Layouts: TypeAlias = torch.ScriptObject
+BoundCopies: TypeAlias = torch.ScriptObject
+BoundReads: TypeAlias = torch.ScriptObject
+BoundDigests: TypeAlias = torch.ScriptObject
+"""Of classes in csrc/cpu/bound.h, which Python only hands on."""
+BOARD_FIXED_WORDS, BOARD_REACHED, BOARD_FAILED = 2, -1, -2
+"""As in csrc/board.h."""
+
+
+def coalesced_bcast(
+    tensors: Sequence[Tensor],
+    src: int,
+    inter_group: str,
+    intra_group: str,
+    bucket_bytes: int,
+    algorithm: str,
+    stream: torch.Stream | None = None,
+    *,
+    leader: int = -1,
+) -> None:
+    """Broadcasts ``tensors`` in place from global rank ``src``: among the leaders, then inside each node.
+
+    Args:
+        tensors: the same count, dtypes and sizes in the same order on every rank; any strides; one device.
+        src: global rank whose values are sent.
+        inter_group: name of the leaders' group, ``""`` on a rank that leads no node. For ``"flat"`` the group of all ranks.
+        intra_group: name of this node's group, ``""`` for a node of one rank.
+        bucket_bytes: size of a flat bucket; a larger tensor is split.
+        algorithm: ``"two_level"``, ``"striped"`` (then inter_group is this rank's rail) or ``"flat"``.
+        stream: where all device work goes; the current stream if None. Must be None on CPU.
+        leader: global rank of this node's leader; -1 derives ``src`` on its own node, elsewhere the node's lowest rank.
+            For ``"striped"`` the rank of the source's node that is on this rank's rail.
+
+    Raises:
+        ValueError: wrong arguments; nothing has moved.
+    """
+    _coalesced_bcast(tensors, src, inter_group, intra_group, bucket_bytes, algorithm, stream, leader=leader)
+
+
+def pack(bucket: Tensor, sources: Sequence[Tensor], copies: Tensor) -> None:
+    """Copies regions of ``sources`` into ``bucket``; the inverse of :func:`unpack`, with the same copy table."""
+    _pack(bucket, sources, copies)
+
+
+def unpack(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
+    """Copies regions of ``bucket`` into ``targets``, converting dtypes as ``Tensor.copy_`` does.
+
+    Args:
+        bucket: contiguous uint8, 1-D.
+        targets: any dtypes, any strides, on the bucket's device.
+        copies: int64 CPU tensor [n, 4 + 3 * D], a region a row: target index, offset in the bucket (bytes), dtype code of
+            the bucket's elements, ndim, then start[D] and size[D] in the target and stride[D] in the bucket (elements).
+
+    Raises:
+        ValueError: a row reaches outside the bucket or its target; nothing has been copied.
+    """
+    _unpack(bucket, targets, copies)
+
+
+def read_regions(
+    descriptors: Sequence[int],
+    files: Tensor,
+    offsets: Tensor,
+    origins: Tensor,
+    targets: Sequence[Tensor],
+    copies: Tensor,
+    threads: int,
+) -> tuple[int, int, int, int]:
+    """Copies regions of tensors in open files into ``targets``: :func:`unpack` with files in place of the bucket.
+
+    Args:
+        descriptors: open file descriptors.
+        files: int64 CPU tensor [t], for each tensor in a file an index into ``descriptors``.
+        offsets: int64 CPU tensor [t], where each starts in its file (bytes).
+        origins: int64 CPU tensor [n, 2], for each row of ``copies`` the tensor that it is of and where in it it starts (bytes).
+        targets: on CPU, any dtypes, any strides.
+        copies: as for :func:`unpack`, but the offsets are ignored; strides are those of the tensor in the file.
+
+    Returns:
+        bytes read; the index of a file that could not be read, or -1; where, in bytes; the errno, 0 if it ended there.
+
+    Raises:
+        ValueError: a row reaches outside its target or names no tensor or file; nothing has been read.
+    """
+    outcome = _read_regions(descriptors, files, offsets, origins, targets, copies, threads)
+    return tuple(map(int, outcome))  # type: ignore[return-value]
+
+
+def gather(tensors: list[Tensor], known: Layouts | None = None) -> tuple[Gathered, bool]:
+    """The CPU tensors that a load writes to, passed to the native side once. The result keeps them alive.
+
+    As a ``Tensor[]`` argument of an op they would take longer than all else that is done with them, so ``_C`` passes them on
+    and the op takes a ticket for them.
+
+    Args:
+        known: the :func:`layouts` of others; what was bound to those holds for these too, if theirs are equal.
+
+    Returns:
+        the tensors; whether one is of a class that stands for other tensors, so that nothing can be bound to them.
+
+    Raises:
+        TypeError: an item is no tensor.
+    """
+    gathered, foreign = _gather(_C.hand_over(tensors), known)
+    return gathered, bool(foreign)
+
+
+def layouts(tensors: Gathered) -> Layouts:
+    """Their dtypes, shapes and strides: what was known, if theirs were equal to it.
+
+    Raises:
+        ValueError: one is of a class that stands for other tensors.
+    """
+    found: Layouts = _layouts(tensors)
+    return found
+
+
+def has_layouts(tensors: Gathered, known: Layouts) -> bool:
+    """Whether they were found to have these layouts when they were gathered, so that what was bound to those fits them."""
+    return bool(_has_layouts(tensors, known))
+
+
+def bind_copies(tensors: Gathered, which: Sequence[int], copies: Tensor, nbytes: int) -> BoundCopies:
+    """What :func:`unpack_bound` does with a bucket of ``nbytes``; holds no tensor.
+
+    Args:
+        which: numbers of tensors.
+        copies: as for :func:`unpack`; column 0 counts in ``which``.
+
+    Raises:
+        ValueError: as for :func:`unpack`.
+    """
+    bound: BoundCopies = _bind_copies(tensors, which, copies, nbytes)
+    return bound
+
+
+def unpack_bound(bucket: Tensor, tensors: Gathered, copies: BoundCopies) -> None:
+    """:func:`unpack`, with what :func:`bind_copies` has worked out.
+
+    Raises:
+        ValueError: the tensors' layouts are not those that the copies were bound to, or the memory of one cannot be used.
+    """
+    _unpack_bound(bucket, tensors, copies)
+
+
+def bind_reads(
+    tensors: Gathered,
+    which: Sequence[int],
+    copies: Tensor,
+    files: Tensor,
+    offsets: Tensor,
+    origins: Tensor,
+    file_count: int,
+) -> BoundReads:
+    """What :func:`read_bound` reads from so many files; holds no tensor.
+
+    Args:
+        which: numbers of tensors.
+        copies, files, offsets, origins: as for :func:`read_regions`; column 0 of ``copies`` counts in ``which``.
+
+    Raises:
+        ValueError: as for :func:`read_regions`.
+    """
+    bound: BoundReads = _bind_reads(tensors, which, copies, files, offsets, origins, file_count)
+    return bound
+
+
+def read_bound(
+    descriptors: Sequence[int], tensors: Gathered, reads: BoundReads, threads: int
+) -> tuple[int, int, int, int]:
+    """:func:`read_regions`, with what :func:`bind_reads` has worked out. Raises as :func:`unpack_bound` does."""
+    outcome = _read_bound(descriptors, tensors, reads, threads)
+    return tuple(map(int, outcome))  # type: ignore[return-value]
+
+
+def bind_digests(tensors: Gathered, which: Sequence[int], copies: Tensor) -> BoundDigests:
+    """What :func:`digest_bound` works out; holds no tensor.
+
+    Args:
+        which: numbers of tensors.
+        copies: as for :func:`digest_tensors`; column 0 counts in ``which``.
+
+    Raises:
+        ValueError: as for :func:`digest_tensors`.
+    """
+    bound: BoundDigests = _bind_digests(tensors, which, copies)
+    return bound
+
+
+def digest_bound(tensors: Gathered, digests: BoundDigests) -> Tensor:
+    """:func:`digest_tensors`, with what :func:`bind_digests` has worked out. Raises as :func:`unpack_bound` does."""
+    found: Tensor = _digest_bound(tensors, digests)
+    return found
+
+
+def relay(
+    bucket: Tensor,
+    steps: Tensor,
+    inter_group: str,
+    intra_group: str,
+    chunk_bytes: int,
+    board: Tensor | None = None,
+    seconds: float = 0.0,
+) -> int:
+    """Receives pieces of ``bucket`` and passes them on, chunk by chunk; returns the number of messages.
+
+    Args:
+        bucket: contiguous uint8, 1-D, on CPU.
+        steps: int64 CPU tensor [n, 6], a piece a row, in order: begin, end (bytes), the rank it comes from in the inter-node
+            group, in the intra-node group, the rank it goes to in each. Global ranks, -1 for none.
+        chunk_bytes: bytes of a message, equal on all ranks.
+        board: given up as soon as a failure is posted on it, also while waiting for a message.
+        seconds: that a message may take; 0 for the timeout of its group.
+
+    Raises:
+        ValueError: a step outside the bucket, or a rank that is not in its group.
+        RuntimeError: the network failed, a rank did not answer in time, or a failure was posted. No message writes to the
+            bucket any more; the groups are of no further use.
+    """
+    return int(_relay(bucket, steps, inter_group, intra_group, chunk_bytes, board, seconds))
+
+
+def checksum(data: Tensor) -> int:
+    """A 64-bit checksum of a contiguous CPU tensor's bytes; never 0. See csrc/checksum.h."""
+    return int(_checksum(data)) & (1 << 64) - 1
+
+
+def digest_tensors(tensors: Sequence[Tensor], copies: Tensor) -> Tensor:
+    """The checksum of each region's elements in row-major order, as they lie in CPU tensors; int64 [n].
+
+    Args:
+        copies: as for :func:`unpack`; what it says of a bucket is ignored.
+
+    Raises:
+        ValueError: a row reaches outside its tensor.
+    """
+    digests: Tensor = _digest_tensors(tensors, copies)
+    return digests
+
+
+def digest_bucket(bucket: Tensor, copies: Tensor) -> Tensor:
+    """The checksum that each region of a bucket will have in the tensor it is unpacked to; int64 [n].
+
+    Args:
+        copies: as for :func:`unpack`, but with the dtype code of that tensor in place of its index.
+
+    Raises:
+        ValueError: a row reaches outside the bucket.
+    """
+    digests: Tensor = _digest_bucket(bucket, copies)
+    return digests
+
+
+def digest_files(
+    descriptors: Sequence[int], files: Tensor, offsets: Tensor, origins: Tensor, copies: Tensor, threads: int
+) -> tuple[Tensor, tuple[int, int, int, int]]:
+    """:func:`digest_bucket` with files in place of the bucket. Near regions are read together, each byte once.
+
+    Args:
+        descriptors, files, offsets, origins: as for :func:`read_regions`.
+        copies: as for :func:`digest_bucket`, but the offsets are ignored; strides are those of the tensor in the file.
+
+    Returns:
+        int64 [n], of no meaning if a file could not be read; what :func:`read_regions` returns.
+
+    Raises:
+        ValueError: a row names no tensor or file; nothing has been read.
+    """
+    digests, *outcome = _digest_files(descriptors, files, offsets, origins, copies, threads)
+    return digests, tuple(map(int, outcome))  # type: ignore[return-value]
+
+
+def board_post(board: Tensor, slot: int, value: int) -> None:
+    """Sets a counter of a board (int32 words that threads or processes share) and wakes all who wait. Slot -1: failure."""
+    _board_post(board, slot, value)
+
+
+def board_wait(board: Tensor, slots: Sequence[int], value: int, seconds: float) -> int:
+    """Waits until all of ``slots`` are at least ``value``: BOARD_REACHED, BOARD_FAILED, or the first slot that is behind."""
+    return int(_board_wait(board, slots, value, seconds))
+
+
+def _refuse_meta(op: str, tensors: Sequence[Tensor]) -> None:
+    """The fakes also stand for the meta device, where there is nothing to copy. Fake tensors are a type of their own."""
+    for i, tensor in enumerate(tensors):
+        if tensor.is_meta and type(tensor) in (Tensor, torch.nn.Parameter):
+            raise ValueError(f"{op}: tensor {i} is on meta and holds no data; materialise it first (to_empty)")
+
+
+@torch.library.register_fake("epload::coalesced_bcast")  # type: ignore[untyped-decorator]
+def _coalesced_bcast_fake(
+    tensors: Sequence[Tensor],
+    src: int,
+    inter_group: str,
+    intra_group: str,
+    bucket_bytes: int,
+    algorithm: str,
+    stream: torch.Stream | None = None,
+    *,
+    leader: int = -1,
+) -> None:
+    _refuse_meta("coalesced_bcast", tensors)
+    if algorithm not in ("two_level", "striped", "flat"):
+        raise ValueError(f"coalesced_bcast: expected algorithm 'two_level', 'striped' or 'flat', got {algorithm!r}")
+
+
+@torch.library.register_fake("epload::read_regions")  # type: ignore[untyped-decorator]
+def _read_regions_fake(*_: object, **__: object) -> tuple[int, int, int, int]:
+    raise ValueError("read_regions: expected targets on cpu with data, got fake or meta tensors")
+
+
+@torch.library.register_fake("epload::relay")  # type: ignore[untyped-decorator]
+def _relay_fake(*_: object, **__: object) -> int:
+    raise ValueError("relay: expected a bucket on cpu with data, got a fake or meta tensor")
+
+
+@torch.library.register_fake("epload::pack")  # type: ignore[untyped-decorator]
+def _pack_fake(bucket: Tensor, sources: Sequence[Tensor], copies: Tensor) -> None:
+    _refuse_meta("region_copy", [bucket, *sources])
+
+
+@torch.library.register_fake("epload::unpack")  # type: ignore[untyped-decorator]
+def _unpack_fake(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
+    _refuse_meta("region_copy", [bucket, *targets])

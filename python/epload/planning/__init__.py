@@ -1,0 +1,1 @@
+"""Who reads what, and what each rank takes of it. Pure."""

@@ -1,0 +1,1 @@
+"""Memory that a load's bytes pass through."""

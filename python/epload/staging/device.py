@@ -1,0 +1,116 @@
+"""The buffers through which a load reaches a device, its streams, and the events that say when a buffer may be used again.
+
+A bucket goes from a pinned host buffer over the copy stream into a device buffer; everything after that is on the load's
+one stream. There are two buffers of each kind: while one is in use, the other is filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from epload.control.control import HEADER_BYTES
+
+BUFFERS = 2
+_ABANDONED: list[DeviceStaging] = []
+
+
+class DeviceStaging:
+    """Kept between loads. The events are recorded and waited for by one thread at a time."""
+
+    def __init__(self, device: torch.device, stream: torch.Stream, nbytes: int, reads: bool) -> None:
+        """
+        Args:
+            stream: of ``device``; all work but the copies to the device is on it.
+            nbytes: of one buffer.
+            reads: whether this rank brings buckets to the device, and so needs pinned memory.
+        """
+        self.device = device
+        self.nbytes = nbytes
+        self.reads = reads
+        self.stream = stream
+        self.copies = torch.Stream(device)
+        self.pinned = [_pinned(nbytes) for _ in range(BUFFERS * reads)]
+        self.header = _pinned(HEADER_BYTES)
+        with self.stream:  # so that what was here before is over before a bucket is
+            self.buckets = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self._copied = [torch.Event(device) for _ in range(BUFFERS)]
+        """By pinned buffer: the last copy out of it."""
+        self._unpacked = [torch.Event(device) for _ in range(BUFFERS)]
+        """By device buffer: the last use of what was in it."""
+        self._arrived = torch.Event(device)
+
+    @property
+    def footprint(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in (*self.pinned, *self.buckets))
+
+    def serves(self, device: torch.device, nbytes: int, reads: bool) -> bool:
+        """Whether a load with these needs can use it."""
+        return self.device == device and self.nbytes >= nbytes and self.reads >= reads
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """What is queued inside is on the stream, between the waits for and of the caller's."""
+        self.enter()
+        try:
+            with self.stream:
+                yield
+        finally:
+            self.leave()
+
+    def enter(self) -> None:
+        """What the caller has queued, and earlier loads, come before this load."""
+        caller = torch.accelerator.current_stream(self.device)
+        if caller != self.stream:
+            self.stream.wait_stream(caller)
+        for event in self._unpacked:
+            event.record(self.stream)
+
+    def leave(self) -> None:
+        """What the caller queues from now on comes after this load, and so does the memory's next use."""
+        self.stream.wait_stream(self.copies)
+        caller = torch.accelerator.current_stream(self.device)
+        if caller != self.stream:
+            caller.wait_stream(self.stream)
+
+    def wait_until_copied(self, pinned: int) -> None:
+        """The host waits until nothing reads a pinned buffer any more."""
+        self._copied[pinned].synchronize()
+
+    def copy(self, pinned: int, bucket: int, nbytes: int) -> None:
+        """Host to device, on the copy stream, once the last use of the device buffer has been queued."""
+        self.wait_until_unpacked(bucket)
+        with self.copies:
+            self.buckets[bucket][:nbytes].copy_(self.pinned[pinned][:nbytes], non_blocking=True)
+        self._copied[pinned].record(self.copies)
+
+    def wait_until_unpacked(self, bucket: int) -> None:
+        """The copy stream waits until nothing uses a device buffer any more."""
+        self.copies.wait_event(self._unpacked[bucket])
+
+    def wait_for_copy(self, pinned: int) -> None:
+        """The stream waits for what was copied out of a pinned buffer last."""
+        self.stream.wait_event(self._copied[pinned])
+
+    def unpacked(self, bucket: int) -> None:
+        """Everything queued on the stream so far is what used a device buffer."""
+        self._unpacked[bucket].record(self.stream)
+
+    def fetch_header(self, bucket: int) -> Tensor:
+        """The first HEADER_BYTES of a device buffer, on the host, which waits for them alone. Called on the stream."""
+        self.header.copy_(self.buckets[bucket][:HEADER_BYTES], non_blocking=True)
+        self._arrived.record(self.stream)
+        self._arrived.synchronize()
+        return self.header
+
+    def abandon(self) -> None:
+        """Keeps the memory until the process ends: a transfer that failed may still use it."""
+        _ABANDONED.append(self)
+
+
+def _pinned(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

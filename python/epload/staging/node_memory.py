@@ -1,0 +1,187 @@
+"""Staging buffers that the ranks of one node share, and the board on which they tell each other how far they are.
+
+The memory is a memfd: it has no name in any file system, so that nothing is left behind however its processes end. The leader
+makes it, the others open it through ``/proc``. Where that is not possible (processes in different containers) every rank has
+buffers of its own, and the node's step goes over the network.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from datetime import timedelta
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from epload.control.control import Control
+from epload.errors import Overdue, Told
+from epload.native import ops
+
+BUFFERS = 2
+"""Waves under way at most."""
+STAGES = ("read", "relayed", "checked", "verified", "unpacked")
+_PAGE = 4096
+_TOKEN_BYTES = 16
+_ABANDONED: list[NodeMemory] = []
+_SLICE = 1.0
+"""Seconds that the interpreter is left alone at most, so that an interrupt is heard."""
+
+
+class Board:
+    """For each rank of a node and each stage, how many waves it has finished. Shared by threads and processes alike."""
+
+    def __init__(self, words: Tensor, ranks: Sequence[int], rank: int) -> None:
+        """``words``: int32, zeros."""
+        self.words = words
+        self._ranks = list(ranks)
+        self._me = self._ranks.index(rank)
+
+    @classmethod
+    def alone(cls) -> Board:
+        """For a rank that shares none."""
+        return cls(torch.zeros(cls.size(1), dtype=torch.int32), (0,), 0)
+
+    @staticmethod
+    def size(ranks: int) -> int:
+        """Words that a board for so many ranks takes."""
+        return ops.BOARD_FIXED_WORDS + ranks * len(STAGES)
+
+    def clear(self) -> None:
+        """Back to the start of a load. For this rank only; all do it before any of them goes on."""
+        for stage in STAGES:
+            self.post(stage, 0)
+
+    def post(self, stage: str, waves: int) -> None:
+        """Says that this rank has finished ``stage`` of so many waves."""
+        ops.board_post(self.words, self._me * len(STAGES) + STAGES.index(stage), waves)
+
+    def fail(self) -> None:
+        """Wakes all that wait, now and later: this rank cannot go on."""
+        ops.board_post(self.words, -1, 1)
+
+    def wait(self, stage: str, waves: int, ranks: Sequence[int], limit: timedelta) -> None:
+        """Returns when each of ``ranks`` has finished ``stage`` of so many waves.
+
+        Raises:
+            Overdue: it took longer than ``limit``.
+            Told: a rank failed, and the node has been told.
+        """
+        slots = [self._ranks.index(rank) * len(STAGES) + STAGES.index(stage) for rank in ranks]
+        until = monotonic() + limit.total_seconds()
+        behind = 0
+        while behind not in (ops.BOARD_REACHED, ops.BOARD_FAILED):
+            left = until - monotonic()
+            behind = ops.board_wait(self.words, slots, waves, max(0.0, min(_SLICE, left)))
+            if left <= 0:
+                break
+        if behind == ops.BOARD_FAILED:
+            raise Told("another rank failed")
+        if behind != ops.BOARD_REACHED:
+            rank = self._ranks[behind // len(STAGES)]
+            raise Overdue(
+                f"rank {self._ranks[self._me]} waited {limit.total_seconds():.0f} s for rank {rank} of its node, which has "
+                f"not {stage} wave {waves - 1}"
+            )
+
+
+class NodeMemory:
+    """Two buffers and a board, of one rank alone or of all ranks of a node."""
+
+    def __init__(self, memory: Tensor, nbytes: int, ranks: Sequence[int], rank: int, shared: bool) -> None:
+        """``memory``: uint8, zeros at first. ``nbytes``: of one buffer. ``shared``: whether every node shares its own."""
+        self.shared = shared
+        head = _head_bytes(len(ranks))
+        self.nbytes = nbytes
+        self.ranks = tuple(ranks)
+        self.buffers = [memory[head + i * _rounded(nbytes) :][:nbytes] for i in range(BUFFERS)]
+        words = memory[_TOKEN_BYTES:head].view(torch.int32)[: Board.size(len(ranks))]
+        self.board = Board(words, ranks, rank)
+
+    @classmethod
+    def private(cls, rank: int, nbytes: int, shared: bool = False) -> NodeMemory:
+        """For one rank alone; ``shared`` if it is all of its node, and the other nodes share theirs."""
+        memory = torch.empty(_total(1, nbytes), dtype=torch.uint8)
+        memory[: _head_bytes(1)] = 0
+        return cls(memory, nbytes, (rank,), rank, shared)
+
+    @classmethod
+    def for_node(cls, control: Control, nodes: Sequence[Sequence[int]], nbytes: int) -> NodeMemory:
+        """Shared by the node's ranks, or private for every rank of the job if any cannot share. Collective."""
+        rank = control.rank
+        node = next(node for node in nodes if rank in node)
+        if all(len(node) == 1 for node in nodes):
+            return cls.private(rank, nbytes, shared=True)
+        made: tuple[int, mmap.mmap, bytes] | None = None
+        offer = None
+        if rank == node[0] and len(node) > 1:
+            try:
+                made = _make(_total(len(node), nbytes))
+                offer = [os.getpid(), made[0], made[2].hex()]
+            except OSError:
+                pass  # the others find no offer
+        try:
+            offers = control.settle("sharing memory", None, offer, lambda views: {str(r): v for r, v in views.items()})
+            mapped = made[1] if made is not None else None
+            if mapped is None and len(node) > 1 and offers[str(node[0])] is not None:
+                pid, fd, token = offers[str(node[0])]
+                mapped = _open(pid, fd, token, _total(len(node), nbytes))
+            fine = len(node) == 1 or mapped is not None
+            all_fine = control.settle("sharing memory", None, fine, lambda views: all(views.values()))
+        finally:
+            if made is not None:
+                os.close(made[0])  # whoever wanted it has mapped it
+        if not all_fine or len(node) == 1:
+            return cls.private(rank, nbytes, shared=all_fine)
+        assert mapped is not None
+        return cls(torch.frombuffer(mapped, dtype=torch.uint8), nbytes, node, rank, True)
+
+    def abandon(self) -> None:
+        """Keeps the memory until the process ends: a transfer that timed out may still write to it."""
+        _ABANDONED.append(self)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def _head_bytes(ranks: int) -> int:
+    return _rounded(_TOKEN_BYTES + 4 * Board.size(ranks))
+
+
+def _total(ranks: int, nbytes: int) -> int:
+    return _head_bytes(ranks) + BUFFERS * _rounded(nbytes)
+
+
+def _make(nbytes: int) -> tuple[int, mmap.mmap, bytes]:
+    """File descriptor, mapping and the token at its start, by which the others know that they have opened the same."""
+    fd = os.memfd_create("epload", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, nbytes)
+        mapped = mmap.mmap(fd, nbytes)
+    except OSError:
+        os.close(fd)
+        raise
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    mapped[:_TOKEN_BYTES] = token
+    return fd, mapped, token
+
+
+def _open(pid: int, fd: int, token: str, nbytes: int) -> mmap.mmap | None:
+    """Maps another process's memfd; None if it cannot be reached."""
+    try:
+        file = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if os.fstat(file).st_size != nbytes:
+            return None
+        mapped = mmap.mmap(file, nbytes)
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+    return mapped if mapped[:_TOKEN_BYTES].hex() == token else None

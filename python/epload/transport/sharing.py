@@ -1,0 +1,43 @@
+"""Sends the source's manifest to all ranks, the way the data will go. Both give each rank the source's bytes, and the number of
+messages or broadcasts that this took."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epload.cluster.topology import Route
+from epload.native import ops
+from epload.planning.schedule import Flow
+from epload.staging.node_memory import Board
+from epload.transport.device_transfer import broadcast, steps_of
+
+
+def through_host(compact: bytes, flow: Flow, route: Route, board: Board, limit: float) -> tuple[bytes, int]:
+    """
+    Args:
+        compact: of one length on all ranks; what other ranks than the source have in it is not looked at.
+        board: a failure posted on it ends the wait for a message.
+        limit: seconds that a message may take.
+    """
+    flat = _tensor(compact)
+    if flow.algorithm == "flat":
+        ops.coalesced_bcast([flat], route.src, route.inter_group, "", flat.nbytes, "flat")
+        return bytes(flat.tolist()), 1
+    table = torch.tensor(flow.steps([(0, 0, flat.nbytes)]), dtype=torch.int64)
+    steps = ops.relay(
+        flat, table, route.inter_group, route.intra_group, flow.chunk_bytes(flat.nbytes), board.words, limit
+    )
+    return bytes(flat.tolist()), steps
+
+
+def on_stream(compact: bytes, flow: Flow, route: Route, stream: torch.Stream) -> tuple[bytes, int]:
+    """The same over the device's backend, as a job may have no other."""
+    with stream:
+        there = _tensor(compact).to(stream.device)
+        broadcast(there, route, flow.algorithm, stream)
+        return bytes(there.tolist()), steps_of(route, flow, there.nbytes)
+
+
+def _tensor(compact: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(compact), dtype=torch.uint8)

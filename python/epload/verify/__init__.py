@@ -1,0 +1,1 @@
+"""Proof that a load gave the model what the checkpoint says."""
