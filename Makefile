@@ -66,10 +66,11 @@ test-npu: $(VENV)-npu/ready ## the Ascend part with the real torch_npu over a fa
 	  $(VENV)-npu/bin/pip install --quiet --force-reinstall --no-build-isolation --no-deps .
 	cd tests_npu && $(abspath $(VENV)-npu/bin/python) -m pytest --override-ini testpaths=. --override-ini pythonpath=.
 
-lint: $(VENV)/ready ## ruff, mypy (strict, on python/) and clang-format
+lint: $(VENV)/ready ## ruff, mypy (strict, on python/), the order of the packages, and clang-format
 	$(RUN)/ruff check $(SOURCES)
 	$(RUN)/ruff format --check $(SOURCES)
 	$(RUN)/mypy
+	PYTHONPATH=python $(RUN)/lint-imports --no-cache
 	$(RUN)/clang-format --dry-run --Werror $(NATIVE) $(FAKES)
 
 format: $(VENV)/ready ## rewrite the sources as lint wants them

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epload import Checkpoint, Manifest
-from epload.checkpoint.base import Piece
+from epload.core.pieces import Piece
 
 State = dict[str, Tensor]
 

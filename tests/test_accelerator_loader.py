@@ -25,7 +25,7 @@ import fakedev
 import ranks
 import test_loader
 from epload import Checkpoint, HierarchicalLoader, Manifest, Topology
-from epload.checkpoint.base import Piece
+from epload.core.pieces import Piece
 from epload.staging.device import DeviceStaging
 from fakedev import build
 from test_accelerator_op import ExternalStream

@@ -20,9 +20,10 @@ from torch.distributed.fsdp import fully_shard
 
 import epload
 import ranks
-from epload.checkpoint.base import Checkpoint, Piece
+from epload.checkpoint.base import Checkpoint
 from epload.compat import veomni
 from epload.compat.converted import ConvertedCheckpoint
+from epload.core.pieces import Piece
 from epload.errors import CheckpointError
 from gather import full_state
 

@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 import ranks
 from epload import HierarchicalLoader, Topology
-from epload.checkpoint.base import Checkpoint, Piece
+from epload.checkpoint.base import Checkpoint
 from epload.control.failure import Desk
 from epload.control.watch import Beats
+from epload.core.pieces import Piece
 from epload.native import ops
 from epload.staging.node_memory import Board
 from test_loader import BUCKET, NODES, meta_net, only_readers, state_for, wrong

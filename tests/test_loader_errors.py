@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import epload
 import ranks
 from epload import Checkpoint, HierarchicalLoader, Manifest, Topology
-from epload.checkpoint.base import Piece
+from epload.core.pieces import Piece
 from epload.native import ops
 from test_loader import BUCKET, NODES, all_fine, local_of, meta_net, only_readers, state_for, wrong
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import epload
 import ranks
 from epload import Checkpoint, HierarchicalLoader, LocalModules, Manifest, ModelMismatch
-from epload.checkpoint.base import Piece
+from epload.core.pieces import Piece
 from epload.errors import LoadError
 
 CONFIG = {

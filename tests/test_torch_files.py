@@ -20,8 +20,9 @@ import fakedev
 import ranks
 from checkpoints import assert_same, raw_bytes, read_all, tensor
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Manifest, ModelMismatch
-from epload.checkpoint.base import Piece, TorchCheckpoint, _boxes_of_range
+from epload.checkpoint.base import TorchCheckpoint, _boxes_of_range
 from epload.core.dtypes import SAFETENSORS
+from epload.core.pieces import Piece
 from fakedev import build
 
 

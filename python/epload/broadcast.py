@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from epload.cluster.single_flight import Call, Refused, alone, inside
 from epload.cluster.topology import Topology
 from epload.control.control import Control
-from epload.control.single_flight import Call, Refused, alone, inside
 from epload.errors import ManifestMismatch
 from epload.model.devices import check_backend, check_stream
 from epload.native import ops

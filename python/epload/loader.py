@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from epload.broadcast import DEFAULT_BUCKET_BYTES
+from epload.cluster.single_flight import Call, Refused, alone
 from epload.cluster.topology import Topology, alone_under_a_launcher
 from epload.control.control import DEFAULT_DEADLINE
-from epload.control.single_flight import Call, Refused, alone
 from epload.core import collector, log
 from epload.errors import LoadError
 from epload.loading.buffers import share
 from epload.loading.hints import Strict
 from epload.loading.preparation import Preparation, Prepared, Request, attempt
+from epload.loading.routes import Options, Ways
 from epload.mapping import quantized
 from epload.mapping.mapping import Mapping
 from epload.model import materialize as mat
@@ -35,7 +36,6 @@ from epload.model.initialization import InitMissing
 from epload.model.state_entries import check_filled
 from epload.model.targets import DTypes, owned, stage
 from epload.planning.choose import Job, Measured, choose
-from epload.planning.routes import Options, Ways
 from epload.planning.schedule import READERS, Flow
 from epload.report import LoadReport, progress_bar
 from epload.staging.device import DeviceStaging

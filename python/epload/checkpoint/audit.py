@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epload.checkpoint.base import Checkpoint, Piece
+from epload.checkpoint.base import Checkpoint
+from epload.core.pieces import Piece
 
 _PIECE_BYTES = 16 << 20
 

@@ -9,10 +9,10 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,46 +32,10 @@ from epload.checkpoint.safetensors import (
 from epload.checkpoint.source_file import SourceFile, changed, opened
 from epload.checkpoint.torch_file import TorchLayout, load_tensors, read_layout, tensors_of, torch_facts
 from epload.core import dtypes
+from epload.core.pieces import Piece, Pieces
 from epload.core.placement import Box, box_of_range, row_major_strides
 from epload.errors import CheckpointError
 from epload.native import ops
-
-
-class Piece(NamedTuple):
-    """Bytes [tensor_offset, tensor_offset + nbytes) of tensor number ``tensor`` of the manifest, wanted at an offset."""
-
-    tensor: int
-    tensor_offset: int
-    bucket_offset: int
-    nbytes: int
-
-
-class Pieces(Sequence[Piece]):
-    """Many pieces, in columns: those of a bucket number in the thousands."""
-
-    def __init__(self, columns: Tensor) -> None:
-        """``columns``: int64 [n, 4], the fields of Piece."""
-        self.columns = columns
-
-    @staticmethod
-    def of(pieces: Sequence[Piece]) -> Pieces:
-        if isinstance(pieces, Pieces):
-            return pieces
-        return Pieces(torch.tensor(pieces, dtype=torch.int64).reshape(-1, len(Piece._fields)))
-
-    def __len__(self) -> int:
-        return len(self.columns)
-
-    def __iter__(self) -> Iterator[Piece]:
-        return map(Piece._make, self.columns.tolist())
-
-    @overload
-    def __getitem__(self, index: int) -> Piece: ...
-    @overload
-    def __getitem__(self, index: slice) -> Pieces: ...
-    def __getitem__(self, index: int | slice) -> Piece | Pieces:
-        part = self.columns[index]
-        return Pieces(part) if isinstance(index, slice) else Piece(*part.tolist())
 
 
 class Checkpoint(ABC):

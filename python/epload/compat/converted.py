@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from epload.checkpoint.base import Checkpoint, Piece, Pieces
+from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
+from epload.core.pieces import Piece, Pieces
 from epload.errors import CheckpointError, LoadError
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Agreement between ranks, over the process group's key-value store, and the header that every bucket carries.
+"""Agreement between ranks, over the process group's key-value store.
 
 The store is used rather than a collective so that agreement costs no communicator, works in a job whose only backend is a
 device's, shows up in no profile as data, and can still speak when a group has died. One round is one set and one get a rank,
@@ -8,11 +8,9 @@ and W gets on the coordinator (the topology's first rank).
 from __future__ import annotations
 
 import json
-import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -27,11 +25,6 @@ from epload.core.log import logger
 from epload.errors import Ended, LoadError, OutOfOrder, Overdue, Told, kind_of, known, make_error, text_of
 
 DEFAULT_DEADLINE = timedelta(minutes=30)
-HEADER_BYTES = 64
-_HEADER = struct.Struct("<8sIIQQ16s16x")
-_MAGIC = b"epload01"
-STATUS_OK = 0
-STATUS_ABORT = 1
 
 _SHORTEST, _LONGEST, _SHARE = 0.0002, 1.0, 1 / 8
 """Seconds between two looks into the store for what a round waits for, and what share of the time that it has waited. Not the
@@ -44,31 +37,6 @@ _PARTS = "#"
 """Starts a value that says in how many parts a text is."""
 _TELLING = timedelta(seconds=5)
 """How long a rank that was stopped waits to hear why."""
-
-
-@dataclass(frozen=True)
-class BucketHeader:
-    """The first 64 bytes of a bucket: which one it is, of which plan, and whether its sender is well."""
-
-    index: int
-    status: int
-    nbytes: int
-    """Bytes that follow the header; of an aborted bucket, the length of the error's text."""
-    checksum: int
-    """Of the bytes that follow; 0 when not computed."""
-    fingerprint: bytes
-    """The first 16 bytes of the plan's fingerprint."""
-
-    def pack(self) -> bytes:
-        return _HEADER.pack(_MAGIC, self.index, self.status, self.nbytes, self.checksum, self.fingerprint)
-
-    @classmethod
-    def unpack(cls, raw: bytes | memoryview) -> BucketHeader:
-        """Raises LoadError when these are not the bytes of a header."""
-        magic, index, status, nbytes, checksum, fingerprint = _HEADER.unpack(raw)
-        if magic != _MAGIC:
-            raise LoadError(f"expected a bucket that starts with {_MAGIC!r}, got {magic!r}: the ranks are out of step")
-        return cls(index, status, nbytes, checksum, fingerprint)
 
 
 class Control:

@@ -11,7 +11,11 @@ from torch import Tensor
 
 from epload.core import dtypes
 from epload.native import ops
-from epload.planning.plan import ALIGNMENT, FIXED_COLUMNS
+
+ALIGNMENT = 16
+"""Bytes; where a slot may start in a bucket. The widest access of a device, and a multiple of the size of any element, so that a\nslot can be viewed as its tensor's dtype."""
+FIXED_COLUMNS = 4
+"""Of the native copy table, before those of the dims (see ``ops.unpack``)."""
 
 
 class Regions(NamedTuple):

@@ -23,7 +23,8 @@ from epload.core.log import logger
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, OutOfOrder, text_of
 from epload.loading.buffers import find_holders
 from epload.loading.hints import Strict, misfit, spell_unfilled
-from epload.loading.tied import Comparison, Twin
+from epload.loading.routes import Options, Ways
+from epload.loading.tied import Comparison
 from epload.mapping.mapping import Mapping
 from epload.mapping.mapping import resolve as resolve_mapping
 from epload.model import materialize as mat
@@ -32,8 +33,7 @@ from epload.model.expert_parallel import Parts
 from epload.model.initialization import Initialization, InitMissing, compute, made_off_meta
 from epload.model.snapshot import Snapshot
 from epload.model.targets import DTypes, Targets, collect
-from epload.planning.plan import LoadPlan, describe, explain_difference, make_plan
-from epload.planning.routes import Options, Ways
+from epload.planning.plan import LoadPlan, Twin, describe, explain_difference, make_plan
 from epload.planning.schedule import wave_limit
 from epload.report import LoadReport
 from epload.staging.node_memory import Board

@@ -9,29 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from epload.checkpoint.base import Checkpoint, Piece
+from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
+from epload.core.pieces import Piece
 from epload.errors import ModelMismatch
+from epload.planning.plan import Twin
 
 _CHUNK = 4 << 20
 """Elements that are compared at a time."""
-
-
-class Twin(NamedTuple):
-    """Two checkpoint tensors that would fill the same elements of one parameter, and of which one is loaded."""
-
-    kept: int
-    """Index into the manifest."""
-    left_out: int
-    dtype: torch.dtype
-    """The parameter's."""
-    names: tuple[str, str]
-    """The parameter's names that they are for."""
 
 
 class Comparison:

@@ -15,8 +15,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
+from epload.core.pieces import Metadata
 from epload.core.placement import Box, Layout, OwnedRegion, intersect, owned_regions, row_major_strides
 from epload.core.views import Shape, View
 from epload.errors import ModelMismatch
@@ -48,7 +48,7 @@ class Scaling:
 
 
 def with_scales(
-    manifest: Manifest, targets: Targets, placed: list[tuple[Place, ...]]
+    manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]]
 ) -> tuple[Targets, tuple[Scaling, ...]]:
     """Targets with the scales that fp8 weights need for wider targets as further ones, placed; and what to multiply.
 
@@ -99,7 +99,7 @@ def with_scales(
     return targets, tuple(scalings)
 
 
-def _check_scales(manifest: Manifest, targets: Targets, number: dict[str, int]) -> None:
+def _check_scales(manifest: Metadata, targets: Targets, number: dict[str, int]) -> None:
     for name in manifest.names:
         weight = name.removesuffix(SUFFIXES[0])
         if weight != name and weight not in number and name not in targets.index:
@@ -157,7 +157,7 @@ def _grid(shape: Shape, blocks: Shape) -> Shape:
     return tuple(-(-n // block) for n, block in zip(shape, blocks, strict=True))
 
 
-def _add(targets: Targets, manifest: Manifest, scale: int, shape: Shape) -> int:
+def _add(targets: Targets, manifest: Metadata, scale: int, shape: Shape) -> int:
     """A side target of this shape for a scale."""
     name = f"scale {manifest.names[scale]}"
     if name not in targets.index:
@@ -171,7 +171,7 @@ def _add(targets: Targets, manifest: Manifest, scale: int, shape: Shape) -> int:
     return targets.index[name]
 
 
-def _blocks(manifest: Manifest, weight: int, scale: int) -> Shape:
+def _blocks(manifest: Metadata, weight: int, scale: int) -> Shape:
     shape, counts = manifest.shapes[weight], manifest.shapes[scale]
     if prod(counts) == 1:
         return shape

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from epload import _C
+from epload.native.extension import _C
 
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _PRIVATE_TRIED = {(2, 13), (2, 14)}

@@ -17,11 +17,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from epload import _C
 from epload.model import dtensor
 from epload.model.devices import Devices
 from epload.model.state_entries import loads_itself
 from epload.model.targets import Targets, customises_state, walk
+from epload.native.extension import _C
 
 
 class Snapshot:

@@ -32,7 +32,7 @@ def check_torch(built_for: str, running: str) -> None:
 def load_native_library() -> None:
     """Registers the native ops. Raises ImportError with the command that mends a missing or stale build."""
     try:
-        from epload import _C
+        from epload.native.extension import _C
     except ImportError as error:
         raise ImportError(
             f"epload's native part is missing or does not load ({error}). Build it: {_REBUILD}"
@@ -51,7 +51,7 @@ def build_info() -> dict[str, Any]:
     Without the kernels, regions on a CUDA device are copied through ATen: right, but one call a region. Without the Ascend
     part, groups of HCCL's are refused.
     """
-    from epload import _C
+    from epload.native.extension import _C
 
     return {
         "version": _C.version,

@@ -8,8 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from epload import _C
 from epload.native.build import load_native_library
+from epload.native.extension import _C
 
 load_native_library()
 

@@ -17,24 +17,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from epload import _C
-from epload.checkpoint.base import Pieces
-from epload.checkpoint.manifest import Manifest
-from epload.control.control import HEADER_BYTES
 from epload.core import dtypes
+from epload.core.pieces import Metadata, Pieces
 from epload.core.placement import OwnedRegion, intersect, owned_regions
+from epload.core.regions import ALIGNMENT, FIXED_COLUMNS
 from epload.core.views import View
 from epload.errors import ManifestMismatch, ModelMismatch
-from epload.loading.tied import Twin
 from epload.mapping.mapping import Mapping
 from epload.mapping.place import Misfit, Place
 from epload.mapping.quantized import Scaling, with_scales
 from epload.model.targets import Targets
+from epload.native.extension import _C
 
-ALIGNMENT = 16
-"""Bytes; where a slot may start. The widest access of a device, and so that a tensor's dtype can be viewed in place."""
-FIXED_COLUMNS = 4
-"""Of the native copy table, before those of the dims (see ``ops.unpack``)."""
+HEADER_BYTES = 64
+"""In front of every bucket's slots."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +48,18 @@ class Bucket:
     origins: Tensor
     """int64 [n, 2]: where each row of ``copies`` starts in the checkpoint, as index into the manifest and offset in that tensor
     in bytes."""
+
+
+class Twin(NamedTuple):
+    """Two checkpoint tensors that would fill the same elements of one parameter, and of which one is loaded."""
+
+    kept: int
+    """Index into the manifest."""
+    left_out: int
+    dtype: torch.dtype
+    """The parameter's."""
+    names: tuple[str, str]
+    """The parameter's names that they are for."""
 
 
 class Taken(NamedTuple):
@@ -150,7 +158,7 @@ class LoadPlan:
 
 
 def make_plan(
-    manifest: Manifest,
+    manifest: Metadata,
     targets: Targets,
     mapping: Mapping,
     bucket_bytes: int,
@@ -231,7 +239,7 @@ def explain_difference(views: dict[int, list[str]], reference: int, limit: int =
     return ManifestMismatch("the ranks disagree, nothing was moved:\n  " + "\n  ".join(said[: limit + 1]))
 
 
-def describe(manifest: Manifest, targets: Targets, bucket_bytes: int, options: str) -> list[str]:
+def describe(manifest: Metadata, targets: Targets, bucket_bytes: int, options: str) -> list[str]:
     """A line an entry of everything in the fingerprint, for telling where two ranks differ."""
     lines = [f"options: bucket_bytes={bucket_bytes} {options}"]
     lines += [f"model {line}" for line in targets.describe()]
@@ -262,7 +270,7 @@ def _numel(targets: Targets, index: int) -> bool:
 
 
 def _choose(
-    manifest: Manifest, targets: Targets, placed: Sequence[tuple[Place, ...]], wanted: Set[int]
+    manifest: Metadata, targets: Targets, placed: Sequence[tuple[Place, ...]], wanted: Set[int]
 ) -> tuple[_Chosen, tuple[str, ...], tuple[Twin, ...]]:
     """Leaves out what has no place, and a tied name whose parameter another name already fills."""
     chosen = _Chosen()
@@ -292,7 +300,7 @@ def _choose(
 
 
 def _twins(
-    manifest: Manifest,
+    manifest: Metadata,
     targets: Targets,
     placed: Sequence[tuple[Place, ...]],
     filled: dict[int, str],
@@ -316,7 +324,7 @@ def _twins(
     return tuple(twins.values())
 
 
-def _check_dtypes(manifest: Manifest, targets: Targets, chosen: _Chosen, scaled: Set[int]) -> int:
+def _check_dtypes(manifest: Metadata, targets: Targets, chosen: _Chosen, scaled: Set[int]) -> int:
     wanted = [targets.dtypes[target] for target in chosen.target]
     casts = set()
     for i, begin, end in zip(chosen.tensor, chosen.first, chosen.first[1:], strict=False):
@@ -336,7 +344,7 @@ def _check_dtypes(manifest: Manifest, targets: Targets, chosen: _Chosen, scaled:
     return len(casts)
 
 
-def _extents(manifest: Manifest, chosen: _Chosen, room: int) -> list[tuple[int, int, int]]:
+def _extents(manifest: Metadata, chosen: _Chosen, room: int) -> list[tuple[int, int, int]]:
     itemsize = {dtype: dtype.itemsize for dtype in set(manifest.dtypes)}
     keys = [(manifest.shapes[i], itemsize[manifest.dtypes[i]]) for i in chosen.tensor]
     known = {(shape, size): _C.extent_of(shape, size, room) for shape, size in set(keys)}
@@ -344,7 +352,7 @@ def _extents(manifest: Manifest, chosen: _Chosen, room: int) -> list[tuple[int, 
 
 
 def _buckets(
-    manifest: Manifest, targets: Targets, chosen: _Chosen, slots: list[list[int]], bucket_nbytes: list[int]
+    manifest: Metadata, targets: Targets, chosen: _Chosen, slots: list[list[int]], bucket_nbytes: list[int]
 ) -> list[Bucket]:
     """Adds this rank's copies to the planned slots."""
     tensor, tensor_offset, bucket, bucket_offset, nbytes = slots
@@ -412,7 +420,7 @@ def _buckets(
     return made
 
 
-def _copied_bytes(tables: list[Tensor], manifest: Manifest) -> int:
+def _copied_bytes(tables: list[Tensor], manifest: Metadata) -> int:
     if not tables:
         return 0
     rows = torch.cat(tables)

@@ -18,11 +18,11 @@ from tqdm import tqdm
 
 from epload.checkpoint.base import Checkpoint
 from epload.cluster.topology import Route
-from epload.control.control import HEADER_BYTES, Control
+from epload.control.control import Control
 from epload.core.regions import Regions, packed
 from epload.errors import LoadError, Told
 from epload.native import ops
-from epload.planning.plan import Bucket, LoadPlan
+from epload.planning.plan import HEADER_BYTES, Bucket, LoadPlan
 from epload.planning.schedule import Flow
 from epload.report import LoadReport
 from epload.staging.device import BUFFERS, DeviceStaging

@@ -6,17 +6,49 @@ place of data.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
-from epload.control.control import HEADER_BYTES, STATUS_ABORT, STATUS_OK, BucketHeader, Control
+from epload.control.control import Control
 from epload.errors import CheckpointError, LoadError, Told, text_of
 from epload.native import ops
-from epload.planning.plan import LoadPlan
+from epload.planning.plan import HEADER_BYTES, LoadPlan
+
+_HEADER = struct.Struct("<8sIIQQ16s16x")
+_MAGIC = b"epload01"
+STATUS_OK = 0
+STATUS_ABORT = 1
+
+
+@dataclass(frozen=True)
+class BucketHeader:
+    """The first 64 bytes of a bucket: which one it is, of which plan, and whether its sender is well."""
+
+    index: int
+    status: int
+    nbytes: int
+    """Bytes that follow the header; of an aborted bucket, the length of the error's text."""
+    checksum: int
+    """Of the bytes that follow; 0 when not computed."""
+    fingerprint: bytes
+    """The first 16 bytes of the plan's fingerprint."""
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(_MAGIC, self.index, self.status, self.nbytes, self.checksum, self.fingerprint)
+
+    @classmethod
+    def unpack(cls, raw: bytes | memoryview) -> BucketHeader:
+        """Raises LoadError when these are not the bytes of a header."""
+        magic, index, status, nbytes, checksum, fingerprint = _HEADER.unpack(raw)
+        if magic != _MAGIC:
+            raise LoadError(f"expected a bucket that starts with {_MAGIC!r}, got {magic!r}: the ranks are out of step")
+        return cls(index, status, nbytes, checksum, fingerprint)
 
 
 class Framing:

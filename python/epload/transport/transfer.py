@@ -14,10 +14,10 @@ from tqdm import tqdm
 
 from epload.checkpoint.base import Checkpoint
 from epload.cluster.topology import Route
-from epload.control.control import HEADER_BYTES, Control
+from epload.control.control import Control
 from epload.errors import LoadError, Overdue, Told, text_of
 from epload.native import ops
-from epload.planning.plan import Bucket, LoadPlan
+from epload.planning.plan import HEADER_BYTES, Bucket, LoadPlan
 from epload.planning.schedule import Flow, Step
 from epload.report import LoadReport
 from epload.staging.node_memory import BUFFERS, NodeMemory

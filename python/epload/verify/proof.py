@@ -16,12 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from epload.checkpoint.base import Checkpoint, Pieces
+from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
+from epload.core.pieces import Pieces
+from epload.core.regions import FIXED_COLUMNS
 from epload.errors import LoadError
 from epload.native import ops
-from epload.planning.plan import FIXED_COLUMNS, Bucket, LoadPlan
+from epload.planning.plan import Bucket, LoadPlan
 from epload.transport.local import Local
 
 VERIFY = ("off", "buckets", "sample", "full")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from epload.cluster.topology import Route, Topology
-from epload.control.control import HEADER_BYTES
 from epload.model.devices import CPU
+from epload.planning.plan import HEADER_BYTES
 from epload.planning.schedule import ALGORITHMS, READERS, Flow, buckets_per_wave
 from epload.transport.device_side import DeviceSide
 from epload.verify.proof import VERIFY
