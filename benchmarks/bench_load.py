@@ -6,7 +6,7 @@
 
 Cases: "floor" is the raw broadcast of the same bytes in flat buckets; "collective" broadcasts the tensors without a model;
 "reload" fills a model that has storage; "meta" starts from a model on meta; "library" ends in a transformers model;
-"materialise" only gives storage. Within a case one run of each follows one of the other, and every result is compared bit for
+"materialize" only gives storage. Within a case one run of each follows one of the other, and every result is compared bit for
 bit with the file before its time counts.
 """
 
@@ -30,7 +30,7 @@ from tables import Table, megabytes, provenance, seconds, times, write
 from workload import Size, meta_model
 
 FLOORS = ("flat 16 MiB", "two-level 16 MiB", "flat 64 MiB", "two-level 64 MiB")
-CASES = ("floor", "collective", "reload", "meta", "library", "materialise")
+CASES = ("floor", "collective", "reload", "meta", "library", "materialize")
 ROOT = Path(__file__).parents[1]
 
 
@@ -84,7 +84,7 @@ class Measurement:
             "floor": {name: [] for name in FLOORS},
             "collective": {name: [] for name in COLLECTIVES},
             **launch.loaders(("reload", "meta", "library"), self._outcome, options.peers),
-            "materialise": {"epload": [], "to_empty": []},
+            "materialize": {"epload": [], "to_empty": []},
         }
         self._plan = Plan(
             options.nodes, options.ranks, asdict(size), launch.checkpoints(data, size),
@@ -113,7 +113,7 @@ def tables(results: Row) -> list[Table]:
     made = [floors(results), _collectives(found)]
     heads = {
         "reload": "Reload: the model has storage",
-        "meta": "From meta: materialise and load",
+        "meta": "From meta: materialize and load",
         "library": "A transformers model, from nothing: its experts are fused, those of the checkpoint are not",
     }
     for case, head in heads.items():
@@ -134,9 +134,9 @@ def tables(results: Row) -> list[Table]:
         made.append(Table(head, columns, lines))
     made.append(
         Table(
-            "Materialise only",
+            "Materialize only",
             ("what", "runs", "min s", "median s", "max s"),
-            [times_of(row) for row in by_case(found, "materialise")],
+            [times_of(row) for row in by_case(found, "materialize")],
         )
     )
     made.append(_processors(found))
@@ -167,7 +167,7 @@ def _processors(found: list[Row]) -> Table:
         if "median" in row and row["ours"]:
             cpu = row["cpu"]
             stages = [
-                cpu["plan"] + cpu["materialise"],
+                cpu["plan"] + cpu["materialize"],
                 cpu["read"],
                 cpu["inter_node"] + cpu["intra_node"],
                 cpu["unpack"],
@@ -210,7 +210,7 @@ def _targets(found: list[Row], floor: float | None) -> Table:
         ("reload, one reader, checksums over none", "<= 1.15", ratio("reload", f"{checked}buckets", one)),
         ("reload, one reader, every byte proven over none", "<= 1.4", ratio("reload", f"{checked}full", one)),
         ("from meta, one reader, every byte proven over none", "<= 1.4", ratio("meta", f"{checked}full", one)),
-        ("materialise over to_empty", "<= 0.5, then 0.33", ratio("materialise", "epload", "to_empty")),
+        ("materialize over to_empty", "<= 0.5, then 0.33", ratio("materialize", "epload", "to_empty")),
     )
     return Table("Targets", ("ratio of medians", "wanted", "measured"), [[*row[:2], times(row[2])] for row in rows])
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import collectives
 import epload
 import peers
-from epload.model.materialize import materialise
+from epload.model.materialize import materialize
 from epload.model.targets import collect
 from workload import FILE, MetaModel, Reference, Size, meta_model, sharded_model, wrong_shards
 
@@ -94,7 +94,7 @@ class Loads:
             return {**self.job.phases, "transfer": transfer}
         of = {name: phase.seconds for name, phase in report.phases.items()}
         return {
-            "plan": of["plan"], "materialise": of["materialise"], "read": of["read"] + self.job.phases.get("read", 0.0),
+            "plan": of["plan"], "materialize": of["materialize"], "read": of["read"] + self.job.phases.get("read", 0.0),
             "transfer": of["inter_node"] + of["intra_node"], "slice": of["unpack"],
         }  # fmt: skip
 
@@ -159,8 +159,8 @@ class Floor:
         return [] if bool((sent == self.bench.loads % 251).all()) else ["the bucket"]
 
 
-class Materialise:
-    """epload's materialise and Module.to_empty: storage for a model on meta."""
+class Materialize:
+    """epload's materialize and Module.to_empty: storage for a model on meta."""
 
     def __init__(self, bench: Bench, case: str, entries: list[str]) -> None:
         self.on_meta = MetaModel(bench.size)
@@ -171,7 +171,7 @@ class Materialise:
         if entry == "to_empty":
             return lambda: void(self.model.to_empty(device="cpu"))
         targets = collect(self.model)
-        return lambda: void(materialise(self.model, targets, torch.device("cpu")))
+        return lambda: void(materialize(self.model, targets, torch.device("cpu")))
 
     def wrong(self) -> list[str]:
         return [name for name, parameter in self.model.named_parameters() if parameter.is_meta]
@@ -223,5 +223,5 @@ def void(_: object) -> None:
 
 CASES: dict[str, Callable[[Bench, str, list[str]], Any]] = {
     "floor": Floor, "collective": Collectives, "rates": Rates, "reload": Loads, "meta": Loads, "library": Loads,
-    "materialise": Materialise,
+    "materialize": Materialize,
 }  # fmt: skip

@@ -25,7 +25,7 @@ from tables import Table, seconds, write
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = 6
-"""Of agreement in a first load: opening, groups, planning, buffers, materialising, the end."""
+"""Of agreement in a first load: opening, groups, planning, buffers, materializing, the end."""
 NAMES = {
     "tensor ring": "flat ring, a broadcast a tensor", "ring": "flat ring, buckets", "one/two_level": "one, two_level",
     "one/striped": "one, striped", "per_node/two_level": "per_node", "partitioned/two_level": "partitioned, two_level",
@@ -96,9 +96,9 @@ def testbed(smaller: Row, run: Row) -> Cluster:
     rate = run["nbytes"] / _measured(run, "read")
     own = next(row for row in smaller["rows"] if _way(row) == "every/two_level")
     phases = own["phases"]
-    rest = own["median"] - phases["plan"] - phases["materialise"] - phases["read"]
+    rest = own["median"] - phases["plan"] - phases["materialize"] - phases["read"]
     planning = statistics.median(
-        row["phases"]["plan"] + row["phases"]["materialise"] for row in run["rows"] if _way(row)
+        row["phases"]["plan"] + row["phases"]["materialize"] for row in run["rows"] if _way(row)
     )
     return Cluster(
         nodes=run["nodes"], ranks=run["ranks"], link=PIECE / _least(run, "link"), storage=rate * run["ranks"],

@@ -63,7 +63,7 @@ class Worker:
             else:
                 instances[case] = CASES[case](self.bench, case, list(entries))
             done.update({(case, entry): list(seconds) for entry, seconds in entries.items()})
-        if cases[0] in ("meta", "materialise"):
+        if cases[0] in ("meta", "materialize"):
             warm |= set(done)
         order = list(dict.fromkeys(entry for _, entry in done))
         in_turns = sorted(done, key=lambda at: order.index(at[1]))

@@ -147,8 +147,8 @@ struct Route {
   // The whole of a bucket as one step of a chain: through the leaders, and from each leader through its node.
   std::vector<RelayStep> leader_steps(int64_t nbytes) const {
     RelayStep step{0, nbytes, -1, -1, -1, -1};
-    std::tie(step.from_inter, step.to_inter) = neighbours(inter, src);
-    std::tie(step.from_intra, step.to_intra) = neighbours(intra, leader);
+    std::tie(step.from_inter, step.to_inter) = neighbors(inter, src);
+    std::tie(step.from_intra, step.to_intra) = neighbors(intra, leader);
     return {step};
   }
 
@@ -158,8 +158,8 @@ struct Route {
   std::vector<RelayStep> striped_steps(int64_t nbytes) const {
     const Stripes stripes = stripes_of(nbytes);
     const bool source_node = on_source_node();
-    const auto [from_inter, to_inter] = neighbours(inter, leader);
-    const auto [before, after] = source_node ? neighbours(intra, src) : around();
+    const auto [from_inter, to_inter] = neighbors(inter, leader);
+    const auto [before, after] = source_node ? neighbors(intra, src) : around();
     std::vector<RelayStep> steps;
     for (int64_t at = 0; at < stripes.each; at += kRelayChunk) {
       for (int64_t i = 0; i < stripes.count; ++i) {
@@ -216,7 +216,7 @@ struct Route {
   }
 
   // The ranks before and after this one in a chain through the group that starts at `first`; -1 for none.
-  std::pair<int64_t, int64_t> neighbours(const Group& group, int64_t first) const {
+  std::pair<int64_t, int64_t> neighbors(const Group& group, int64_t first) const {
     if (!group.present()) {
       return {-1, -1};
     }

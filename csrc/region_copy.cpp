@@ -149,7 +149,7 @@ void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
       : tensor.is_nested()  ? "nested"
                             : c10::str(tensor.layout()));
   TORCH_CHECK_VALUE(
-      !tensor.is_meta(), op, ": tensor ", index, " is on meta and holds no data; materialise it first (to_empty)");
+      !tensor.is_meta(), op, ": tensor ", index, " is on meta and holds no data; materialize it first (to_empty)");
   TORCH_CHECK_VALUE(
       !tensor.is_conj() && !tensor.is_neg(),
       op,

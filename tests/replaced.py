@@ -221,7 +221,7 @@ def _meanwhile(run: Run, rank: int, action: Callable[[], None]) -> Iterator[_Onc
         "read": [(getattr(epload.checkpoint, kind, None), name) for kind in _READ for name in ("fill", "read_regions")],
         "before proof": [(HierarchicalLoader, "_prove")],
         "in proof": [(Proof, "_right")],
-        "at the end": [(HierarchicalLoader, "_initialise")],
+        "at the end": [(HierarchicalLoader, "_initialize")],
     }[run.moment]
     with ExitStack() as stack:
         for owner, name in places:
@@ -281,7 +281,7 @@ class Rank:
                 readers=run.readers,
                 verify=run.verify,
                 bucket_bytes=_BUCKET,
-                deadline=30,
+                timeout=30,
                 progress=False,
             )
         try:

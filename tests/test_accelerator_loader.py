@@ -546,7 +546,7 @@ def _host_does_not_wait(rank: int) -> list[str]:
 
         def held(what: str, *args: Any, **options: Any) -> Any:
             answer = settle(what, *args, **options)
-            if what == "materialising the model":
+            if what == "materializing the model":
                 fakedev.hold(stream)
             return answer
 

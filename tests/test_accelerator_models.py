@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fakedev
 import ranks
-import test_quantised as fp8
+import test_quantized as fp8
 from epload import HierarchicalLoader, Topology
 from epload.planning import choose, costs
 from fakedev import build
@@ -30,7 +30,7 @@ def _built() -> None:
     build.device()
 
 
-def _dequantised(rank: int, folder: Path) -> list[str]:
+def _dequantized(rank: int, folder: Path) -> list[str]:
     """Scales travel to the device, and the weights there are what the same load leaves on CPU."""
     said = []
     values = fp8.expected(fp8.checkpoint(), torch.bfloat16)
@@ -48,9 +48,9 @@ def _dequantised(rank: int, folder: Path) -> list[str]:
 
 
 @SEMANTICS
-def test_fp8_weights_are_dequantised_on_the_device(semantics: str, tmp_path: Path) -> None:
+def test_fp8_weights_are_dequantized_on_the_device(semantics: str, tmp_path: Path) -> None:
     fp8.store(tmp_path)
-    all_fine(ranks.run(2, _dequantised, tmp_path, setup=partial(fakedev.setup, semantics)))
+    all_fine(ranks.run(2, _dequantized, tmp_path, setup=partial(fakedev.setup, semantics)))
 
 
 class Buffered(nn.Module):

@@ -264,7 +264,7 @@ class Scene:
 
         def settle(what: str, *args: Any, **options: Any) -> Any:
             answer = settle_really(what, *args, **options)
-            if what == "materialising the model":  # what is waited for on the host is over
+            if what == "materializing the model":  # what is waited for on the host is over
                 fakedev.hold(self.held)
                 releasing.start()
             return answer

@@ -27,7 +27,7 @@ class Refusals:
         self.rank = rank
         self.device = device
         self.topo = Topology.from_nodes(nodes)
-        self.topo.control.deadline = timedelta(seconds=8)  # so that a rank left alone says so soon
+        self.topo.control.timeout = timedelta(seconds=8)  # so that a rank left alone says so soon
         self.wrong: list[str] = []
         self.texts: dict[str, str] = {}
 

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 PEERS = {
     "missing": "import a_library_that_nobody_has\n",
-    "raises": "def load(job):\n    if job.rank == 1:\n        raise OSError('the disk is gone')\n    job.materialise()\n",
-    "wrong": "def load(job):\n    job.materialise()\n",
+    "raises": "def load(job):\n    if job.rank == 1:\n        raise OSError('the disk is gone')\n    job.materialize()\n",
+    "wrong": "def load(job):\n    job.materialize()\n",
 }
 RUN = """
 import json, sys

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import ranks
 from epload import HierarchicalLoader, LoadError, Topology
-from epload.errors import Told
+from epload.errors import RemoteFailure
 from epload.native import ops
 from epload.staging.node_memory import STAGES, Board, NodeMemory
 from test_loader import BUCKET, all_fine, meta_net, state_for, wrong
@@ -192,7 +192,7 @@ def test_a_board_says_who_is_behind() -> None:
         boards[9].wait("read", 1, (2, 4), limit)
     boards[9].fail()
     for rank in (4, 2, 9):
-        with pytest.raises(Told, match="another rank failed"):
+        with pytest.raises(RemoteFailure, match="another rank failed"):
             boards[rank].wait("unpacked", 1, (2,), timedelta(seconds=LONG))
 
 
@@ -295,7 +295,7 @@ def cannot_share(rank: int, odd: int, what: str) -> list[str]:
     for readers in ("one", "per_node", "partitioned"):
         for algorithm in ("two_level", "striped"):
             loader = HierarchicalLoader(
-                Topology.from_nodes(nodes), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, deadline=30
+                Topology.from_nodes(nodes), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, timeout=30
             )
             model = meta_net()
             if rank == odd:
@@ -324,7 +324,7 @@ def test_where_one_rank_cannot_share_all_have_their_own(odd: int, what: str) -> 
 
 
 def striped_without_sharing(rank: int) -> str:
-    loader = HierarchicalLoader(Topology.from_nodes([[0, 1], [2, 3]]), algorithm="striped", readers="one", deadline=30)
+    loader = HierarchicalLoader(Topology.from_nodes([[0, 1], [2, 3]]), algorithm="striped", readers="one", timeout=30)
     with mock.patch.object(os, "memfd_create", side_effect=PermissionError(13, "none here")):
         return loader.load(meta_net(), state_for(1)).chosen
 

@@ -260,7 +260,7 @@ def test_veomni_rank0_load_and_broadcast_weights(tmp_path: Path) -> None:
 
 
 def _veomni_missing(rank: int, folder: Path) -> list[str]:
-    """The original initialises what is missing and leaves out what is unexpected; a plain model cannot initialise."""
+    """The original initializes what is missing and leaves out what is unexpected; a plain model cannot initialize."""
     import peft
 
     from test_state import small_llama
@@ -278,13 +278,13 @@ def _veomni_missing(rank: int, folder: Path) -> list[str]:
             said.append(f"{name} is not the file's")
     spread = {name: float(state[name].std()) for name in (up, f"{lora}A.default.weight")}
     if state[f"{lora}B.default.weight"].any() or not all(0 < value < 1 for value in spread.values()):
-        said.append(f"initialised: {spread}, {state[f'{lora}B.default.weight']}")
+        said.append(f"initialized: {spread}, {state[f'{lora}B.default.weight']}")
     plain = fully_shard(meta(lambda: Mlp(7, 5, 3)), mesh=mesh(("all", 4)))
     error = raised(lambda: veomni.rank0_load_and_broadcast_weights(plain, str(folder / "odd.safetensors"), "cpu"))
     return said if "ModelMismatch" in error and "missing from it: embed.weight" in error else [*said, error]
 
 
-def test_veomni_what_the_checkpoint_lacks_is_initialised(tmp_path: Path) -> None:
+def test_veomni_what_the_checkpoint_lacks_is_initialized(tmp_path: Path) -> None:
     from test_state import small_llama
 
     pytest.importorskip("peft", reason="peft is not installed: pip install -r requirements-dev.txt")

@@ -79,14 +79,14 @@ def ours_and_theirs() -> dict[str, tuple[Load, Load]]:
 
 
 def drop_ins(kind: str, way: str) -> tuple[str, ...]:
-    """torch's with every parallelisation; verl's and SkyRL's are for FSDP."""
+    """torch's with every parallelization; verl's and SkyRL's are for FSDP."""
     if way == "fsdp":
         return ("torch", "accelerate", "verl" if len(kind) % 2 else "skyrl")
     return ("torch", "accelerate") if way == "tp x fsdp" else ("torch",)
 
 
 Outcome = tuple[str, str, str]
-"""Of an original: framework, parallelisation, and a tensor that it gets wrong or the error that it raises."""
+"""Of an original: framework, parallelization, and a tensor that it gets wrong or the error that it raises."""
 
 
 def _models(rank: int, folder: Path, kind: str) -> tuple[list[str], list[Outcome]]:
@@ -97,12 +97,12 @@ def _models(rank: int, folder: Path, kind: str) -> tuple[list[str], list[Outcome
     loaded = whole(folder, kind)
     values = loaded.state_dict()
     for name, way in ((name, way) for table in MATRIX[kind] for name, way in table[4].items()):
-        expected = way.parallelise(deepcopy(loaded))
+        expected = way.parallelize(deepcopy(loaded))
         for framework in drop_ins(kind, name):
             # verl and SkyRL have the loaded model on rank 0 and an empty one on the others.
             real = framework in ("verl", "skyrl") and rank == 0
             for load, original in zip(pairs[framework], (False, True), strict=True):
-                model = way.parallelise(deepcopy(loaded) if real else meta(partial(build, kind)))
+                model = way.parallelize(deepcopy(loaded) if real else meta(partial(build, kind)))
                 found = []
                 try:
                     load(model, {n: t.clone() for n, t in values.items()} if rank == 0 else {})
@@ -113,7 +113,7 @@ def _models(rank: int, folder: Path, kind: str) -> tuple[list[str], list[Outcome
                     outcomes += [(framework, name, text) for text in found]
                 else:
                     said += [f"{framework}, {name}: {text}" for text in (*found, *buffers_differ(expected, model))]
-    model = way.parallelise(meta(partial(build, kind)))  # VeOmni's reads the files
+    model = way.parallelize(meta(partial(build, kind)))  # VeOmni's reads the files
     veomni.rank0_load_and_broadcast_weights(model, str(folder / kind), "cpu")
     said += [f"veomni, {name}: {text}" for text in (*wrong(expected, model), *buffers_differ(expected, model))]
     return said, outcomes

@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 
 import ranks
 from epload import HierarchicalLoader, Topology
-from test_failure import Slow, Told, check_told, told
+from test_failure import Raised, Slow, check_told, told
 from test_loader import BUCKET, NODES, all_fine, meta_net, only_readers, state_for, wrong
 
 
 def skewed(rank: int) -> list[str]:
-    """Rank 3 comes 3 s late, and then the source takes longer for the whole than the deadline."""
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, deadline=6)
+    """Rank 3 comes 3 s late, and then the source takes longer for the whole than the timeout."""
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, timeout=6)
     if rank == 3:
         time.sleep(3)
     model, state = meta_net(), state_for(1)
@@ -58,13 +58,13 @@ def test_axolotl_3476_veomni_642_no_collective_is_implicit() -> None:
     all_fine(ranks.run(4, without_collectives))
 
 
-def other_order(rank: int, shuffle_model: bool) -> tuple[Told, list[str]]:
+def other_order(rank: int, shuffle_model: bool) -> tuple[Raised, list[str]]:
     """Every rank reads; its dict, or its model, names the tensors in an order of its own."""
     names = [f"w{i}" for i in range(12)]
     state = {name: torch.arange(20.0) + 100 * i for i, name in enumerate(names)}
     turned = names[rank:] + names[:rank]
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(20)) for name in (turned if shuffle_model else names)})
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="partitioned", bucket_bytes=BUCKET, deadline=20)
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="partitioned", bucket_bytes=BUCKET, timeout=20)
     first = told(lambda: loader.load(model, state if shuffle_model else {name: state[name] for name in turned}))
     return first, [name for name in names if not torch.equal(model[name].detach(), state[name])]
 
@@ -83,14 +83,14 @@ def test_verl_6365_6002_another_order_on_each_rank(shuffle_model: bool) -> None:
         assert "w" in said[0][0][1]
 
 
-def one_sided_key(rank: int, change: str) -> Told:
+def one_sided_key(rank: int, change: str) -> Raised:
     """Only the source rank can know that a key is missing or too many."""
     state = state_for(1)
     if change == "unexpected":
         state["stray"] = torch.zeros(3)
     else:
         del state["norm.weight"]
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, deadline=20)
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, timeout=20)
     return told(lambda: loader.load(meta_net(), only_readers(state)))
 
 
@@ -119,7 +119,7 @@ def several_topologies(rank: int) -> list[str]:
         src = 0 if group is None or rank < 2 else 2
         topology = Topology.from_nodes(nodes, group)
         model, state = nn.ParameterDict({"w": nn.Parameter(torch.zeros(300))}), {"w": torch.arange(300.0) + number}
-        loader = HierarchicalLoader(topology, src=src, readers="one", bucket_bytes=BUCKET, deadline=20)
+        loader = HierarchicalLoader(topology, src=src, readers="one", bucket_bytes=BUCKET, timeout=20)
         loader.load(model, state if rank == src else None)
         if not torch.equal(model["w"].detach(), state["w"]):
             said.append(f"{nodes}: wrong")
@@ -136,7 +136,7 @@ def uneven(rank: int) -> list[str]:
         model = nn.Sequential(*(nn.Linear(3, rows, bias=False) for rows in (1, 2, 3, 5, 7)))
     fully_shard(model)
     state = {f"{i}.weight": torch.arange(3.0 * rows).view(rows, 3) + 100 * i for i, rows in enumerate((1, 2, 3, 5, 7))}
-    HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, deadline=20).load(model, only_readers(state))
+    HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, timeout=20).load(model, only_readers(state))
     return wrong(model, state)
 
 
@@ -148,9 +148,7 @@ def leaders_first(rank: int) -> list[str]:
     """The source is no leader by number, and what ranks held before must not spread."""
     said = []
     for src in range(4):
-        loader = HierarchicalLoader(
-            Topology.from_nodes(NODES), src=src, readers="one", bucket_bytes=BUCKET, deadline=20
-        )
+        loader = HierarchicalLoader(Topology.from_nodes(NODES), src=src, readers="one", bucket_bytes=BUCKET, timeout=20)
         model = nn.ParameterDict({"w": nn.Parameter(torch.full((300,), -1.0 - rank))})
         loader.load(model, {"w": torch.arange(300.0)} if rank == src else None)
         if not torch.equal(model["w"].detach(), torch.arange(300.0)):
@@ -162,11 +160,11 @@ def test_pytorch_178569_the_inter_node_step_comes_first() -> None:
     all_fine(ranks.run(4, leaders_first))
 
 
-def late_failure(rank: int) -> Told:
+def late_failure(rank: int) -> Raised:
     """Rank 2 has no room when the last bucket comes."""
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, deadline=20)
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, timeout=20)
     if rank == 2:
-        loader._initialise = lambda *_: (_ for _ in ()).throw(MemoryError("no room"))  # type: ignore[method-assign]
+        loader._initialize = lambda *_: (_ for _ in ()).throw(MemoryError("no room"))  # type: ignore[method-assign]
     return told(lambda: loader.load(meta_net(), only_readers(state_for(1))))
 
 

@@ -127,7 +127,7 @@ def absent_rank(rank: int, absent: int) -> tuple[str, str]:
     """The absent rank looks on until the others have finished, then arrives late."""
     assert dist.group.WORLD is not None
     control = make_control(rank, (0, 1, 2))
-    control.deadline = timedelta(seconds=2)
+    control.timeout = timedelta(seconds=2)
     control.settle("all here", None)
     store = dist.group.WORLD.get_group_store()
     if rank == absent:

@@ -1,4 +1,4 @@
-"""Expert parallelism in the forms in use, where the model itself does not say what its experts are a part of."""
+"""Expert parallelizm in the forms in use, where the model itself does not say what its experts are a part of."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def on_meta(make: Callable[[], nn.Module]) -> Any:
 
 def loader(world: int) -> epload.HierarchicalLoader:
     nodes = [list(range(world // 2)), list(range(world // 2, world))]
-    return epload.HierarchicalLoader(epload.Topology.from_nodes(nodes), bucket_bytes=700, progress=False, deadline=60)
+    return epload.HierarchicalLoader(epload.Topology.from_nodes(nodes), bucket_bytes=700, progress=False, timeout=60)
 
 
 def wrong(name: str, got: Tensor, expected: Tensor) -> Iterator[str]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import ranks
 from epload import HierarchicalLoader, Topology
 from epload.checkpoint.base import Checkpoint
-from epload.control.failure import Desk
+from epload.control.failure import FailureStore
 from epload.control.watch import Beats
 from epload.core.pieces import Piece
 from epload.native import ops
@@ -35,7 +35,7 @@ WAYS = (
     ("partitioned", "striped"),
     ("every", "two_level"),
 )
-Told = tuple[str, str, float]
+Raised = tuple[str, str, float]
 """Class and text of what a load raised, and the seconds that it took."""
 
 
@@ -57,7 +57,7 @@ def at_unpack(number: int, action: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def told(action: Callable[[], Any]) -> Told:
+def told(action: Callable[[], Any]) -> Raised:
     began = time.monotonic()
     try:
         action()
@@ -67,12 +67,12 @@ def told(action: Callable[[], Any]) -> Told:
 
 
 def failing_load(
-    rank: int, culprit: int, action: Callable[[], None], way: tuple[str, str], deadline: float
-) -> tuple[Told, list[str]]:
+    rank: int, culprit: int, action: Callable[[], None], way: tuple[str, str], timeout: float
+) -> tuple[Raised, list[str]]:
     """One load in which ``culprit`` does something in place of unpacking its third bucket; then, if it lives, a good one."""
     readers, algorithm = way
     loader = HierarchicalLoader(
-        Topology.from_nodes(NODES), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, deadline=deadline
+        Topology.from_nodes(NODES), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, timeout=timeout
     )
     model = meta_net()
     loader.load(model, only_readers(state_for(1), readers))
@@ -104,7 +104,7 @@ def run_out_of_memory() -> None:
     raise MemoryError("no room for 7 bytes")
 
 
-def check_told(said: list[Told], *parts: str, seconds: float) -> None:
+def check_told(said: list[Raised], *parts: str, seconds: float) -> None:
     assert len({text for _, text, _ in said}) == 1, said
     for part in parts:
         assert part in said[0][1], said[0][1]
@@ -114,7 +114,7 @@ def check_told(said: list[Told], *parts: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way[1] != "flat"], ids="-".join)
 def test_a_killed_rank_is_noticed_by_all(way: tuple[str, str]) -> None:
-    """Within seconds, though the deadline is a minute: its neighbours see the process end or the connection close."""
+    """Within seconds, though the timeout is a minute: its neighbors see the process end or the connection close."""
     said = ranks.run(4, failing_load, 2, kill, way, 60.0, dying=(2,))
     check_told([s[0] for s in said if s], "rank 2", seconds=15)
 
@@ -132,7 +132,7 @@ def test_an_interrupt_in_a_job_with_a_tcp_store() -> None:
 
 
 def test_a_killed_rank_flat() -> None:
-    """gloo's broadcast cannot be called off: within its timeout, which is the deadline."""
+    """gloo's broadcast cannot be called off: within its timeout, which is the timeout."""
     said = ranks.run(4, failing_load, 2, kill, ("one", "flat"), 6.0, dying=(2,))
     check_told([s[0] for s in said if s], "rank", seconds=16)
 
@@ -143,7 +143,7 @@ def test_a_killed_source_is_noticed_by_all(way: tuple[str, str]) -> None:
     check_told([s[0] for s in said if s], "rank 0", seconds=15)
 
 
-def all_ways(rank: int, culprit: int, action: Callable[[], None]) -> list[tuple[Told, list[str]]]:
+def all_ways(rank: int, culprit: int, action: Callable[[], None]) -> list[tuple[Raised, list[str]]]:
     return [failing_load(rank, culprit, action, way, 6.0 if way[1] == "flat" else 60.0) for way in WAYS]
 
 
@@ -174,11 +174,11 @@ def interrupted_after(call: Callable[..., Any], when: Callable[..., bool] = lamb
     return wrapped
 
 
-def late_interrupt(rank: int, culprit: int, place: str, way: tuple[str, str]) -> tuple[Told, list[str]]:
+def late_interrupt(rank: int, culprit: int, place: str, way: tuple[str, str]) -> tuple[Raised, list[str]]:
     """``culprit`` is interrupted when the load has ended well: as coordinator before it has said so, else when it has heard."""
     readers, algorithm = way
     loader = HierarchicalLoader(
-        Topology.from_nodes(NODES), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, deadline=60.0
+        Topology.from_nodes(NODES), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, timeout=60.0
     )
     model = meta_net()
     control = loader._control
@@ -191,7 +191,7 @@ def late_interrupt(rank: int, culprit: int, place: str, way: tuple[str, str]) ->
         post(key, text)
 
     patches = {
-        "ended": mock.patch.object(Desk, "end", interrupted_after(Desk.end)),
+        "ended": mock.patch.object(FailureStore, "end", interrupted_after(FailureStore.end)),
         "unsaid": mock.patch.object(control, "_post", interrupted_post),
         "heard": mock.patch.object(control, "settle", interrupted_after(control.settle, lambda last=False, **_: last)),
     }
@@ -223,7 +223,7 @@ def test_out_of_memory_in_unpack_reaches_all() -> None:
         assert [bad for _, bad in here] == [[]] * 4, way
 
 
-def stopped_rank(rank: int, culprit: int, way: tuple[str, str]) -> Told:
+def stopped_rank(rank: int, culprit: int, way: tuple[str, str]) -> Raised:
     store = dist.distributed_c10d._get_default_store()
     store.set(f"test/pid/{rank}", str(os.getpid()))
     first, _ = failing_load(rank, culprit, stop, way, 3.0)
@@ -234,7 +234,7 @@ def stopped_rank(rank: int, culprit: int, way: tuple[str, str]) -> Told:
 
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[3], WAYS[4], WAYS[6]], ids="-".join)
-def test_a_stopped_rank_is_named_when_the_deadline_has_passed(way: tuple[str, str]) -> None:
+def test_a_stopped_rank_is_named_when_the_timeout_has_passed(way: tuple[str, str]) -> None:
     """And when it wakes, it raises what the others have raised."""
     said = ranks.run(4, stopped_rank, 2, way)
     check_told(said[:2] + said[3:], "rank 2", seconds=3 * 2.5 + 10)
@@ -264,10 +264,10 @@ class Slow(Checkpoint):
 
 
 def slow_load(rank: int) -> list[str]:
-    """The whole takes several deadlines, each bucket much less than one."""
+    """The whole takes several timeouts, each bucket much less than one."""
     said = []
     for readers, slow in (("one", 0), ("per_node", 2), ("every", 3)):
-        loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, deadline=1.0)
+        loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, timeout=1.0)
         model = meta_net()
         state = state_for(1)
         source = Slow(state, 0.5) if rank == slow else only_readers(state, readers)
@@ -282,7 +282,7 @@ def test_a_slow_load_is_not_a_failed_one() -> None:
     assert ranks.run(4, slow_load) == [[]] * 4
 
 
-def early_stop(rank: int) -> tuple[Told, int]:
+def early_stop(rank: int) -> tuple[Raised, int]:
     loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
     source = Slow(state_for(1), 0.1)
     with at_unpack(1 if rank == 3 else -1, run_out_of_memory):

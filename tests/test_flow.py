@@ -109,7 +109,7 @@ class Wave:
             queue = queues[source, rank]
             if not queue:
                 return False
-            assert queue.popleft() == (begin, end), "neighbours agree on the order and the size of messages"
+            assert queue.popleft() == (begin, end), "neighbors agree on the order and the size of messages"
             staging[begin:end] += 1
             if from_inter >= 0:
                 self.bytes_in[self.node_of[rank]] += end - begin

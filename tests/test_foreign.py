@@ -199,10 +199,10 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         r"bucket_bytes to be a number of bytes as an int.*got '500MB'",
     ),
     "bucket_bytes, half": (_linear, {"bucket_bytes": 1e6}, "bucket_bytes to be a number of bytes as an int"),
-    "deadline": (
+    "timeout": (
         _linear,
-        {"deadline": "5 minutes"},
-        "deadline to be a number of seconds or a timedelta, got '5 minutes'",
+        {"timeout": "5 minutes"},
+        "timeout to be a number of seconds or a timedelta, got '5 minutes'",
     ),
     "model": (_state, {}, r"expected model to be a torch\.nn\.Module, got a dict"),
     "class": (lambda: nn.Linear, {}, r"expected model to be a torch\.nn\.Module, got the class Linear"),
@@ -222,7 +222,7 @@ def test_arguments_that_look_odd_and_are_not() -> None:
         _linear(),
         _state(),
         dtype={"weight": torch.float32},
-        deadline=timedelta(seconds=5),
+        timeout=timedelta(seconds=5),
         progress=False,
         bucket_bytes=500,
     )

@@ -119,7 +119,7 @@ def test_ignored_missing_keys_are_computed(tmp_path: Path) -> None:
     assert differing(model, whole) == []
     tables = ["model.decoder.embed_positions.weight", "model.encoder.embed_positions.weight"]
     assert sorted(report.ignored_keys) == tables
-    assert set(tables) <= set(report.initialised)
+    assert set(tables) <= set(report.initialized)
     assert report.missing_keys == []
 
 

@@ -27,7 +27,7 @@ HEAD = "lm_head.weight"
 
 
 def loader() -> epload.HierarchicalLoader:
-    return epload.HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=4096, progress=False, deadline=60)
+    return epload.HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=4096, progress=False, timeout=60)
 
 
 def meta(make: Callable[[], Any]) -> Any:
@@ -90,7 +90,7 @@ def _composite(rank: int, folder: Path) -> list[str]:
     report = loader().load(model, folder)
     expected = LlavaForConditionalGeneration.from_pretrained(folder)
     lost = ["inv_freq", "original_inv_freq", "position_ids"]
-    said = [] if sorted(n.rpartition(".")[2] for n in report.initialised) == lost else [str(report)]
+    said = [] if sorted(n.rpartition(".")[2] for n in report.initialized) == lost else [str(report)]
     return said + differences(model, expected)
 
 
@@ -173,7 +173,7 @@ def _missing(rank: int, state: dict[str, Tensor]) -> list[Any]:
             report = loader().load(model, state if rank == 0 else None, strict=False)
         if collectives.get_total_counts() or not torch.equal(before, torch.get_rng_state()):
             said.append(f"{parallelize.__name__}: {collectives.get_comm_counts()} or the generator has moved")
-        if sorted(report.missing_keys) != sorted(DROPPED) or not set(DROPPED) <= set(report.initialised):
+        if sorted(report.missing_keys) != sorted(DROPPED) or not set(DROPPED) <= set(report.initialized):
             said.append(str(report))
         found = {name: whole(tensor) for name, tensor in model.named_parameters()}
         said += [f"{name} differs" for name, t in state.items() if not torch.equal(found[name], t)]
@@ -224,7 +224,7 @@ def _uneven(rank: int, state: dict[str, Tensor]) -> list[str]:
     heads = [torch.empty_like(model.lm_head.weight) for _ in range(4)]
     dist.all_gather(heads, model.lm_head.weight.detach())
     same = all(torch.equal(head, heads[0]) for head in heads)
-    return [] if same and HEAD in report.initialised and bool(heads[0].isfinite().all()) else [str(heads), str(report)]
+    return [] if same and HEAD in report.initialized and bool(heads[0].isfinite().all()) else [str(heads), str(report)]
 
 
 def test_a_head_that_some_ranks_lack_is_equal_on_all() -> None:
@@ -240,7 +240,7 @@ def test_values_from_before_the_load_are_kept() -> None:
     del state[HEAD]
     report = epload.load(model, state, strict=False, progress=False)
     assert torch.equal(model.lm_head.weight, before)
-    assert (report.missing_keys, report.initialised) == ([HEAD], [])
+    assert (report.missing_keys, report.initialized) == ([HEAD], [])
     assert torch.equal(model.model.norm.weight, state["model.norm.weight"])
 
 
@@ -415,7 +415,7 @@ def test_an_initializer_cannot_touch_what_was_loaded() -> None:
     state = {"a.weight": torch.rand(3, 3), "b.weight": torch.zeros(0), "a.bias": torch.rand(3), "b.bias": torch.rand(3)}
     del state["b.weight"]
     report = epload.load(model, state, progress=False)
-    assert report.initialised == ["t"]
+    assert report.initialized == ["t"]
     assert torch.equal(model.a.weight, state["a.weight"])
     assert model.b.weight is model.a.weight
     assert torch.equal(model.b.bias, state["b.bias"])
@@ -468,6 +468,6 @@ def test_a_tied_head_is_not_drawn(tmp_path: Path) -> None:
     save_file(state, file)
     model = meta(lambda: llama(tie_word_embeddings=True))
     report = epload.load(model, tmp_path, progress=False)
-    assert HEAD not in report.initialised
+    assert HEAD not in report.initialized
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(model.lm_head.weight, source.lm_head.weight)

@@ -1,6 +1,6 @@
-"""Every way torch shards a model, on real ranks: a load from meta leaves what sharding the materialised model leaves.
+"""Every way torch shards a model, on real ranks: a load from meta leaves what sharding the materialized model leaves.
 
-The oracle is the same parallelisation of a model that holds its weights: each rank's ``to_local()``, bit for bit. Neither
+The oracle is the same parallelization of a model that holds its weights: each rank's ``to_local()``, bit for bit. Neither
 ``distribute_tensor`` nor the offset helpers of torch are one, since they disagree with fully_shard on uneven strided shards.
 """
 
@@ -106,7 +106,7 @@ class Tied(nn.Module):
 
 
 class Mlp(nn.Module):
-    """What tensor parallelism is for; sizes from the case, so that they may be uneven."""
+    """What tensor parallelizm is for; sizes from the case, so that they may be uneven."""
 
     def __init__(self, vocabulary: int, hidden: int, width: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Experts(nn.Module):
         self.dense = Block(dense, {"count": ((), torch.int64)})
 
 
-# ---- parallelisations ----
+# ---- parallelizations ----
 
 
 where = torch.device("cpu")
@@ -223,7 +223,7 @@ def nothing(model: nn.Module) -> None:
     """Plain tensors: the whole model on every rank."""
 
 
-def partly_materialised(model: nn.Module) -> None:
+def partly_materialized(model: nn.Module) -> None:
     """One tensor of a model on meta has storage already."""
     a = model.get_parameter("a")
     if a.is_meta:
@@ -235,12 +235,12 @@ def partly_materialised(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is parallelised."""
+    """A model and how it is parallelized."""
 
     name: str
     model: Callable[[], nn.Module]
-    """Not yet parallelised, on the default device."""
-    parallelise: Callable[[nn.Module], None]
+    """Not yet parallelized, on the default device."""
+    parallelize: Callable[[nn.Module], None]
     absent: tuple[str, ...] = ()
     """Names of the model that the checkpoint does not have, since another name of the same parameter is in it."""
 
@@ -267,7 +267,7 @@ MIXED_PARAMETERS: Spec = {
 
 
 def runs_with_fsdp_on_dim_1(experts: int, fsdp_size: int, ep_size: int) -> bool:
-    """On a dim other than 0, torch wants even sizes, and cannot initialise FSDP on a rank that has no expert at all."""
+    """On a dim other than 0, torch wants even sizes, and cannot initialize FSDP on a rank that has no expert at all."""
     each = -(-experts // ep_size)
     return 4 % fsdp_size == 0 == 6 % fsdp_size and each * (ep_size - 1) < experts
 
@@ -297,7 +297,7 @@ def cases(world: int) -> list[Case]:
         Case("plain", plain, nothing),
         Case("plain, transposed", Transposed, nothing),
         Case("sharded buffers", plain, partial(sharded_buffers, size=world)),
-        Case("plain, partly materialised", partial(Block, {"a": (4, 3), "b": (5,)}), partly_materialised),
+        Case("plain, partly materialized", partial(Block, {"a": (4, 3), "b": (5,)}), partly_materialized),
         Case("tp, even", partial(Mlp, 2 * world, 3 * world, 4 * world), partial(pure_tp, size=world)),
         Case("tp, uneven", partial(Mlp, 7, 5, 6), partial(pure_tp, size=world)),
         Case(
@@ -481,7 +481,7 @@ def oracle(case: Case) -> nn.Module:
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
             tensor.copy_(values[name])
-    case.parallelise(model)
+    case.parallelize(model)
     return model
 
 
@@ -493,14 +493,14 @@ def stream() -> torch.Stream | None:
 
 def load(case: Case, way: Way, topology: epload.Topology, rank: int, path: Path) -> nn.Module:
     model = meta_model(case)
-    case.parallelise(model)
+    case.parallelize(model)
     loader = epload.HierarchicalLoader(
         topology,
         src=way.src,
         readers=way.readers,
         algorithm=way.algorithm,
         bucket_bytes=way.bucket_bytes,
-        deadline=60,
+        timeout=60,
         stream=stream(),
         progress=False,
     )

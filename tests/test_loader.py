@@ -179,7 +179,7 @@ def _ways(rank: int, folder: Path) -> list[str]:
     check("no DTensor, from meta", plain, one)
     plain = Net()
     loader.load(plain, only_readers(two))
-    check("no DTensor, materialised", plain, two)
+    check("no DTensor, materialized", plain, two)
 
     model = meta_net()
     epload.load(model, folder / "one.safetensors", bucket_bytes=BUCKET, strict=True, progress=False)
@@ -222,7 +222,7 @@ def _dtypes(rank: int, folder: Path) -> list[str]:
         if any(p.dtype != dtype for p in model.parameters()) or model.table.dtype != torch.float32:
             said.append(f"dtype={dtype}: {[p.dtype for p in model.parameters()]}, {model.table.dtype}")
         model(torch.arange(13))
-        loader.load(model, only_readers(state_for(3)), dtype=dtype)  # now materialised, in that dtype
+        loader.load(model, only_readers(state_for(3)), dtype=dtype)  # now materialized, in that dtype
         check(f"again dtype={dtype}", model, state_for(3), dtype)
     return said
 
@@ -268,8 +268,8 @@ def _strictness(rank: int) -> list[str]:
     report = loader.load(model, only_readers(partial), strict=False, init_missing=fill)
     if sorted(calls) != [("", ("scale",)), ("layers.1.0", ("bias",))]:
         said.append(f"init_missing was called with {calls}")
-    if sorted(report.initialised) != ["layers.1.0.bias", "scale"]:
-        said.append(f"initialised: {report.initialised}")
+    if sorted(report.initialized) != ["layers.1.0.bias", "scale"]:
+        said.append(f"initialized: {report.initialized}")
     said += wrong(model, {**two, **{name: torch.full_like(one[name], -1) for name in kept}})
 
     calls.clear()
@@ -285,8 +285,8 @@ def _strictness(rank: int) -> list[str]:
     if not all(tensor.is_meta for tensor in (*hollow.parameters(), *hollow.buffers())):
         said.append("the refused model left meta")
     report = loader.load(hollow, only_readers(state), init_missing=fill)
-    if calls != [("inner", ("angles",))] or report.initialised != ["inner.angles"]:
-        said.append(f"{calls} {report.initialised}")
+    if calls != [("inner", ("angles",))] or report.initialized != ["inner.angles"]:
+        said.append(f"{calls} {report.initialized}")
     if hollow.inner.angles.tolist() != [-1.0] * 4:
         said.append(f"angles are {hollow.inner.angles}")
     return said + wrong(hollow, state)
@@ -382,7 +382,7 @@ def _report(rank: int) -> dict[str, Any]:
 def test_reports_of_all_ranks() -> None:
     reports = ranks.run(4, _report)
     nbytes = sum(value.nbytes for name, value in state_for(1).items() if name != "norm.bias")
-    shared = ("missing_keys", "unexpected_keys", "tied_keys", "initialised", "nbytes", "tensors", "buckets", "casts")
+    shared = ("missing_keys", "unexpected_keys", "tied_keys", "initialized", "nbytes", "tensors", "buckets", "casts")
     for report in reports:
         values, text = report["json"], report["text"]
         assert [values[key] for key in shared] == [reports[0]["json"][key] for key in shared]
@@ -391,7 +391,7 @@ def test_reports_of_all_ranks() -> None:
         assert (values["readers"], values["algorithm"]) == ("one", "two_level")
         assert 0 < values["seconds"] < 60
         assert set(values["phases"]) == {
-            "plan", "materialise", "read", "host_to_device", "inter_node", "intra_node", "unpack", "verify",
+            "plan", "materialize", "read", "host_to_device", "inter_node", "intra_node", "unpack", "verify",
         }  # fmt: skip
         assert "norm.bias" in text
         assert "stray" in text

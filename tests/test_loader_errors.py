@@ -190,8 +190,8 @@ def _ranks_differ(rank: int) -> Outcome:
     refused("readers", lambda: readers.load(dtype, good))
     sources = HierarchicalLoader(topology, src=int(rank == 3), bucket_bytes=BUCKET)
     refused("src", lambda: sources.load(dtype, good))
-    patience = HierarchicalLoader(topology, deadline=60 + 30 * (rank == 1), bucket_bytes=BUCKET)
-    refused("deadline", lambda: patience.load(dtype, good))
+    patience = HierarchicalLoader(topology, timeout=60 + 30 * (rank == 1), bucket_bytes=BUCKET)
+    refused("timeout", lambda: patience.load(dtype, good))
     strictness = model_of(a=(3,), b=(4, 2))
     refused("strict", lambda: loader.load(strictness, only_readers(good), strict=rank != 2))
     per_node = HierarchicalLoader(topology, readers="per_node", bucket_bytes=BUCKET)
@@ -216,7 +216,7 @@ def test_ranks_that_disagree() -> None:
         "another name, not strict": ("ManifestMismatch", ["model b", "model c", "rank 0", "rank 1"]),
         "one more, not strict": ("ManifestMismatch", ["model c", "rank 1"]),
         "another dtype": ("ManifestMismatch", ["model a: float32", "model a: bfloat16", "rank 0", "rank 1"]),
-        "deadline": ("ManifestMismatch", ["deadline=60", "deadline=90", "1"]),
+        "timeout": ("ManifestMismatch", ["timeout=60", "timeout=90", "1"]),
         "bucket_bytes": ("ManifestMismatch", [f"bucket_bytes={BUCKET}", f"bucket_bytes={BUCKET + 16}", "3"]),
         "readers": ("ManifestMismatch", ["readers=one", "readers=per_node", "2"]),
         "src": ("ManifestMismatch", ["src=0", "src=1", "3"]),

@@ -85,9 +85,9 @@ def _models(rank: int, folder: Path) -> list[str]:
         if report.buckets < 5 or report.missing_keys or report.unexpected_keys:
             said.append(f"{name}: {report}")
     if not any(
-        "inv_freq" in name for name in loader.load(sharded("qwen3_moe", torch.float32), folder / "one").initialised
+        "inv_freq" in name for name in loader.load(sharded("qwen3_moe", torch.float32), folder / "one").initialized
     ):
-        said.append("inv_freq was not initialised")
+        said.append("inv_freq was not initialized")
 
     model = sharded("qwen3_moe", torch.bfloat16)
     HierarchicalLoader(topology, readers="per_node", bucket_bytes=BUCKET).load(model, folder / "narrow")

@@ -115,7 +115,7 @@ UNUSABLE: dict[str, tuple[Callable[[], Tensor], str]] = {
     "freed": (lambda: freed(torch.zeros(4)), r"tensor 0 of shape \[4\] has a storage of 0 bytes"),
     "meta": (lambda: torch.zeros(4, device="meta"), "tensor 0 is on meta"),
     "sparse": (lambda: torch.zeros(4).to_sparse(), "tensor 0 is Sparse"),
-    "quantised": (lambda: torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.qint8), "tensor 0 is quantized"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.qint8), "tensor 0 is quantized"),
     "conjugate": (lambda: torch.zeros(4, dtype=torch.complex64).conj(), "tensor 0 is a lazy conjugate"),
     "mkldnn": (lambda: torch.zeros(4).to_mkldnn(), "tensor 0 is Mkldnn"),
 }
@@ -383,7 +383,7 @@ def test_models_change_between_loads(way: tuple[str, str], tmp_path: Path) -> No
 def odd_ones(rank: int, folder: Path, readers: str) -> list[str]:
     """Buffers that the checkpoint lacks and that no load could fill."""
     model = plain_net()
-    odd = {"freed", "quantised", "conjugate"}  # what is on meta is given storage; what is not strided is refused
+    odd = {"freed", "quantized", "conjugate"}  # what is on meta is given storage; what is not strided is refused
     for name in odd:
         model.register_buffer(name, UNUSABLE[name][0]())
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=256)

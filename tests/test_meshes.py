@@ -54,7 +54,7 @@ def in_order(order: list[Any], **options: Any) -> DeviceMesh:
 
 
 def made(readers: str = "one") -> HierarchicalLoader:
-    return HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, progress=False, deadline=30)
+    return HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, progress=False, timeout=30)
 
 
 def load(rank: int, model: nn.Module, loader: HierarchicalLoader) -> str:

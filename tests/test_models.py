@@ -1,7 +1,7 @@
-"""Real models, as the transformers library makes, saves and parallelises them: architectures x checkpoint layouts x meshes.
+"""Real models, as the transformers library makes, saves and parallelizes them: architectures x checkpoint layouts x meshes.
 
 Each is loaded from meta by epload, its readers taking turns. The oracle is the library's own single-process
-``from_pretrained``, parallelised the same way: each rank's tensors bit for bit, and the logits of the whole model.
+``from_pretrained``, parallelized the same way: each rank's tensors bit for bit, and the logits of the whole model.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return auto.from_config(config, dtype=dtype).eval()
 
 
-# ---- parallelisations ----
+# ---- parallelizations ----
 
 
 def fsdp(model: Any, **axes: int) -> Any:
@@ -91,7 +91,7 @@ def fsdp_on(model: Any, on: DeviceMesh) -> Any:
 def by_the_library(model: Any, **sizes: int) -> Any:
     from transformers.distributed import DistributedConfig
 
-    for name in model.all_tied_weights_keys:  # the library ties after loading; parallelising, it wants a tensor each
+    for name in model.all_tied_weights_keys:  # the library ties after loading; parallelizing, it wants a tensor each
         module, _, leaf = name.rpartition(".")
         owner = model.get_submodule(module)
         setattr(owner, leaf, nn.Parameter(getattr(owner, leaf).detach().clone()))
@@ -121,7 +121,7 @@ def by_torch(model: Any, tp: int, dp: int) -> Any:
 
 @dataclass(frozen=True)
 class Way:
-    parallelise: Callable[[Any], Any]
+    parallelize: Callable[[Any], Any]
     tolerance: float
     """Of the logits: sums are taken in another order than on one process."""
 
@@ -220,11 +220,11 @@ def check(world: int, kind: str, folder: Path, loaders: Iterator[epload.Hierarch
     layouts = sorted(path.name for path in folder.iterdir() if path.name.split(",")[0] == kind)
     ways = {name: way for table in MATRIX[kind] for name, way in table[world].items()}
     for name, way in ways.items():
-        expected = way.parallelise(deepcopy(reference))
+        expected = way.parallelize(deepcopy(reference))
         for layout in layouts:
             with torch.device("meta"):
                 model = build(kind)
-            model = way.parallelise(model)
+            model = way.parallelize(model)
             loader = next(loaders)
             report = loader.load(model, folder / layout)
             what = f"{layout}, {name} on {world}, readers={loader.options.readers}"

@@ -93,7 +93,7 @@ def matrix(
             sources = sorted({0, world // 2, world - 1})
             for src in sources if every_src else [sources[turn // 2 % len(sources)]]:
                 loader = HierarchicalLoader(
-                    topology, src=src, readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, deadline=60
+                    topology, src=src, readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, timeout=60
                 )
                 model = meta_net(where=device)
                 for number in (1, 2):
@@ -154,7 +154,7 @@ def choices(rank: int, folder: Path, algorithms: Sequence[str]) -> list[str]:
     for nodes, algorithm in product(([[0, 1], [2, 3]], [[0, 1, 2], [3]], [[0, 1, 2, 3]]), algorithms):
         for way in ("every", "partitioned", "per_node", "one"):
             loader = HierarchicalLoader(
-                Topology.from_nodes(nodes), src=2, algorithm=algorithm, bucket_bytes=BUCKET, deadline=20
+                Topology.from_nodes(nodes), src=2, algorithm=algorithm, bucket_bytes=BUCKET, timeout=20
             )
             model = meta_net()
             for number in (1, 2):
@@ -184,7 +184,7 @@ def flat_choices(rank: int, folder: Path) -> list[str]:
     small_waves()
     said = []
     model = meta_net()
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), algorithm="flat", bucket_bytes=BUCKET, deadline=10)
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), algorithm="flat", bucket_bytes=BUCKET, timeout=10)
     with cheapest("per_node"):
         report = loader.load(model, folder / "1" / "one.safetensors")
     if report.readers == "per_node":
@@ -212,7 +212,7 @@ def pieces_read(
         fill(self, bucket, pieces)
 
     loader = HierarchicalLoader(
-        Topology.from_nodes(nodes), readers="partitioned", algorithm=algorithm, bucket_bytes=BUCKET, deadline=60
+        Topology.from_nodes(nodes), readers="partitioned", algorithm=algorithm, bucket_bytes=BUCKET, timeout=60
     )
     model = meta_net(where=device)
     with mock.patch.object(SafetensorsCheckpoint, "fill", noted):
@@ -305,7 +305,7 @@ def one_differs(rank: int, folder: Path, readers: str, odd: int = 3, device: str
     """``odd``: the rank that has other files; one that reads."""
     failures: dict[str, Failure] = {}
     said = []
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, deadline=60)
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, timeout=60)
     for what in DIFFERENCES:
         path = folder / what / "model.safetensors" if rank == odd else folder / "1" / "one.safetensors"
         model = meta_net(where=device)
@@ -348,7 +348,7 @@ def differences_are_told(outcomes: Sequence[Outcome], folder: Path, readers: str
 
 def without_a_path(rank: int, folder: Path, what: str) -> list[str]:
     """Rank 0 has a path. The others pass what they may where only rank 0 reads, or look in another way at the same."""
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, deadline=60)
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, timeout=60)
     others = {"nothing": None, "its first file": folder / "1" / "parts" / "part-0.safetensors"}[what]
     model = meta_net()
     report = loader.load(model, folder / "1" / "parts" if rank == 0 else others)
@@ -379,7 +379,7 @@ def in_the_middle(
     """``reading``: the ranks that read. Each of them fails at one time or another; some at once; all at once."""
     small_waves()
     loader = HierarchicalLoader(
-        Topology.from_nodes(nodes), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, deadline=60
+        Topology.from_nodes(nodes), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, timeout=60
     )
     failures: dict[str, Failure] = {}
     said: list[str] = []

@@ -26,7 +26,7 @@ WAYS: dict[str, list[dict[str, Any]]] = {
     "one, proven": [{"readers": "one", "verify": "full"}],
     "partitioned, striped, checked": [{"readers": "partitioned", "algorithm": "striped", "verify": "buckets"}],
     "flat": [{"readers": "one", "algorithm": "flat"}],
-    "two deadlines": [{"deadline": 60}, {"deadline": 90}],
+    "two timeouts": [{"timeout": 60}, {"timeout": 90}],
 }
 
 
@@ -97,7 +97,7 @@ def write(folder: Path) -> None:
     [
         *((way, False, False) for way in WAYS),
         ("auto", True, False),
-        ("two deadlines", True, False),
+        ("two timeouts", True, False),
         ("one, proven", False, True),
         ("auto", False, True),
     ],
@@ -109,7 +109,7 @@ def test_loads_leave_nothing_behind(way: str, refused: bool, anew: bool, tmp_pat
 
 
 @pytest.mark.parametrize("semantics", fakedev.SEMANTICS)
-@pytest.mark.parametrize("way", ["auto", "partitioned, striped, checked", "two deadlines"])
+@pytest.mark.parametrize("way", ["auto", "partitioned, striped, checked", "two timeouts"])
 def test_loads_into_a_model_on_a_device_leave_nothing_behind(way: str, semantics: str, tmp_path: Path) -> None:
     build.device()
     write(tmp_path)

@@ -79,7 +79,7 @@ def test_the_error_says_what_has_changed(change: str, tmp_path: Path) -> None:
 
     model.register_buffer("scratch", torch.zeros(2), persistent=False)
     with (
-        mock.patch.object(HierarchicalLoader, "_initialise", hook),
+        mock.patch.object(HierarchicalLoader, "_initialize", hook),
         pytest.raises(
             CheckpointError, match=rf"{re.escape(str(path))} {said}.*while it was loaded.*partly overwritten"
         ),

@@ -20,7 +20,7 @@ from torch import nn
 import epload
 import ranks
 from epload import HierarchicalLoader, ManifestMismatch, Topology, coalesced_bcast
-from epload.control.control import DEFAULT_DEADLINE, Control
+from epload.control.control import DEFAULT_TIMEOUT, Control
 from test_loader import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 
@@ -35,7 +35,7 @@ def timeouts_of_groups(topology: Topology) -> list[timedelta]:
 
 def broadcast_after_a_load(rank: int, fails: bool) -> list[str]:
     topology = Topology.from_nodes(NODES)
-    loader = HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, deadline=7.0)
+    loader = HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, timeout=7.0)
     model = meta_net()
     state = state_for(1)
     if fails:
@@ -46,13 +46,13 @@ def broadcast_after_a_load(rank: int, fails: bool) -> list[str]:
     coalesced_bcast([tensor], 1, topology)
     timeouts = timeouts_of_groups(topology)
     said = [] if int(tensor) == 1 else ["the broadcast is wrong"]
-    if topology.control.deadline != DEFAULT_DEADLINE or set(timeouts) - {DEFAULT_DEADLINE} or not timeouts:
-        said.append(f"a deadline of {topology.control.deadline} and groups with timeouts of {timeouts}")
+    if topology.control.timeout != DEFAULT_TIMEOUT or set(timeouts) - {DEFAULT_TIMEOUT} or not timeouts:
+        said.append(f"a timeout of {topology.control.timeout} and groups with timeouts of {timeouts}")
     return said
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_loaders_deadline_ends_with_its_load(fails: bool) -> None:
+def test_a_loaders_timeout_ends_with_its_load(fails: bool) -> None:
     assert ranks.run(4, broadcast_after_a_load, fails, limit=60) == [[]] * 4
 
 
@@ -68,7 +68,7 @@ def memfds() -> int:
 
 def failing_offer(rank: int) -> list[str]:
     """The round in which a node's leader offers its memory fails: another rank was interrupted in it."""
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, deadline=30)
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=30)
     before = memfds()
     settle = Control.settle
 
@@ -103,7 +103,7 @@ def large_mismatch(rank: int) -> str:
     for number, name in enumerate(NAMES):
         odd = rank == 1 and number == 1234
         model.register_parameter(name, nn.Parameter(torch.zeros(3, dtype=torch.float64 if odd else torch.float32)))
-    loader = HierarchicalLoader(Topology.from_nodes([[0], [1]]), readers="one", progress=False, deadline=60)
+    loader = HierarchicalLoader(Topology.from_nodes([[0], [1]]), readers="one", progress=False, timeout=60)
     try:
         loader.load(model, {name: torch.ones(3) for name in NAMES} if rank == 0 else None)
     except Exception as error:

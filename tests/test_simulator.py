@@ -71,7 +71,7 @@ def test_a_source_elsewhere() -> None:
 
 
 def test_the_flat_tree_of_gloo() -> None:
-    """Eight ranks: the first sends to 1, 2 and 4, its neighbour to 3 and 5; two a node, four copies leave the first node."""
+    """Eight ranks: the first sends to 1, 2 and 4, its neighbor to 3 and 5; two a node, four copies leave the first node."""
     assert costs.tree_edges(range(8), 0) == [(0, 1), (0, 2), (1, 3), (0, 4), (1, 5), (2, 6), (3, 7)]
     assert costs.tree_copies(nodes_of(4, 2), 0) == (4, 1)
     assert costs.tree_copies(nodes_of(8, 1), 0) == (3, 0)

@@ -307,7 +307,7 @@ def test_a_model_in_the_place_of_a_dead_one_is_read_anew() -> None:
 # ---- on ranks ----
 
 
-def reparallelised(rank: int) -> list[str]:
+def reparallelized(rank: int) -> list[str]:
     said = []
     mesh = init_device_mesh("cpu", (2,))
 
@@ -354,8 +354,8 @@ def reparallelised(rank: int) -> list[str]:
     return said
 
 
-def test_a_model_that_is_parallelised_again_is_noticed() -> None:
-    all_fine(ranks.run(2, reparallelised))
+def test_a_model_that_is_parallelized_again_is_noticed() -> None:
+    all_fine(ranks.run(2, reparallelized))
 
 
 def after_loads(rank: int) -> list[str]:

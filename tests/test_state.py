@@ -24,7 +24,7 @@ NODES = [[0, 1], [2, 3]]
 
 def loader(**options: Any) -> epload.HierarchicalLoader:
     return epload.HierarchicalLoader(
-        Topology.from_nodes(NODES), bucket_bytes=400, progress=False, deadline=60, **options
+        Topology.from_nodes(NODES), bucket_bytes=400, progress=False, timeout=60, **options
     )
 
 
@@ -33,15 +33,15 @@ def meta(make: Callable[[], Any]) -> Any:
         return make()
 
 
-def like_sharding_the_loaded_model(make: Callable[[], nn.Module], parallelise: Callable[[nn.Module], Any]) -> list[str]:
-    """Loads on 4 ranks from a dict that rank 0 has; the oracle is the parallelised model that held the values already."""
+def like_sharding_the_loaded_model(make: Callable[[], nn.Module], parallelize: Callable[[nn.Module], Any]) -> list[str]:
+    """Loads on 4 ranks from a dict that rank 0 has; the oracle is the parallelized model that held the values already."""
     expected, model = make(), meta(make)
     values = full_values(model)
     with torch.no_grad():
         for name, tensor in expected.state_dict(keep_vars=True).items():
             tensor.copy_(values[name])
-    parallelise(expected)
-    parallelise(model)
+    parallelize(expected)
+    parallelize(model)
     report = loader().load(model, values if torch.distributed.get_rank() == 0 else None)
     return [*differences(expected, model), *report.missing_keys, *report.unexpected_keys]
 
@@ -81,8 +81,8 @@ def _inv_freq(rank: int) -> list[str]:
             model.inv_freq.zero_()  # not the lowest rank: its own values are replaced too
         fsdp(model)
         report = loader().load(model, {"w": bits("w", (6, 4), torch.bfloat16)} if rank == 0 else None)
-        if model.inv_freq.dtype != torch.float32 or not torch.equal(model.inv_freq, expected) or report.initialised:
-            said.append(f"{makers}: inv_freq is {model.inv_freq}, initialised {report.initialised}")
+        if model.inv_freq.dtype != torch.float32 or not torch.equal(model.inv_freq, expected) or report.initialized:
+            said.append(f"{makers}: inv_freq is {model.inv_freq}, initialized {report.initialized}")
     for make, kind, text in (
         (
             lambda: meta(Rotary),
@@ -139,7 +139,7 @@ def test_skyrl_870_verl_7834_tied_weights() -> None:
 
 
 def _broken_ties(rank: int) -> list[str]:
-    """Parallelising part by part makes two parameters of one; a declared tie fills both."""
+    """Parallelizing part by part makes two parameters of one; a declared tie fills both."""
     model = meta(Tied)
     fully_shard(model.embed, mesh=mesh(("all", 4)))
     fsdp(model)
@@ -154,7 +154,7 @@ def _broken_ties(rank: int) -> list[str]:
     return [n for n in ("head", "embed") if not torch.equal(as_bytes(local_of(getattr(model, n).weight)), mine)]
 
 
-def test_ties_that_parallelising_broke() -> None:
+def test_ties_that_parallelizing_broke() -> None:
     all_fine(ranks.run(4, _broken_ties))
 
 

@@ -21,7 +21,7 @@ def meta(make: Any) -> Any:
 
 def loader(**options: Any) -> epload.HierarchicalLoader:
     topology = Topology.from_nodes([[0, 1], [2, 3]])
-    return epload.HierarchicalLoader(topology, bucket_bytes=400, progress=False, deadline=60, **options)
+    return epload.HierarchicalLoader(topology, bucket_bytes=400, progress=False, timeout=60, **options)
 
 
 def all_fine(failures: list[list[str]]) -> None:

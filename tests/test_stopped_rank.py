@@ -98,7 +98,7 @@ def load_beside_a_stopped_rank(rank: int, folder: Path, readers: str, victim: in
         fully_shard(layer)
     fully_shard(model)
     loader = HierarchicalLoader(
-        Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, deadline=60, progress=False
+        Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, timeout=60, progress=False
     )
     progress = Progress(folder, rank)
     seen: dict[str, Any] = {}

@@ -15,7 +15,7 @@ import ranks
 from epload import Concatenate, Convert, LocalModules, Mapping, ModelMismatch, Rename, Stack
 from test_layouts import Block, as_bytes, full_values, local_of, mesh
 from test_loader import NODES, all_fine, only_readers
-from test_quantised import Tree
+from test_quantized import Tree
 
 State = dict[str, Tensor]
 MAPPING = Mapping(
@@ -33,7 +33,7 @@ def sharded(like: State) -> Any:
 
 
 def loader() -> epload.HierarchicalLoader:
-    return epload.HierarchicalLoader(epload.Topology.from_nodes(NODES), bucket_bytes=400, progress=False, deadline=60)
+    return epload.HierarchicalLoader(epload.Topology.from_nodes(NODES), bucket_bytes=400, progress=False, timeout=60)
 
 
 def values(like: State) -> State:
@@ -159,8 +159,8 @@ def _lenient(rank: int) -> list[str]:
         if keys != (["c"], ["d"], ["b", "e.gate_up"]) or "mismatched: b, e.gate_up" not in str(report):
             said.append(str(report))
         left = [] if init is None else [("", "b"), ("", "c"), ("e", "gate_up")]
-        if sorted(calls) != left or sorted(report.initialised) != [".".join(p for p in c if p) for c in left]:
-            said.append(f"{calls} {report.initialised}")
+        if sorted(calls) != left or sorted(report.initialized) != [".".join(p for p in c if p) for c in left]:
+            said.append(f"{calls} {report.initialized}")
         expected = sharded(LIKE)
         run.load(expected, only_readers(good))
         for name, got in parts(model).items():

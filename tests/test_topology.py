@@ -148,16 +148,16 @@ def routes(rank: int, nodes: Nodes) -> list[str]:
         flat = topo.flat_route(src)
         if flat.intra_group or not flat.inter_group:
             wrong.append(f"flat {src}: {flat}")
-    first, usual = topo.route(0), topo.control.deadline
-    topo.control.deadline = timedelta(seconds=77)
+    first, usual = topo.route(0), topo.control.timeout
+    topo.control.timeout = timedelta(seconds=77)
     other = topo.route(0)
     for name in {other.inter_group, other.intra_group} - {""}:
         timeout = dist.distributed_c10d._resolve_process_group(name)._get_backend(torch.device("cpu")).options._timeout
         if timeout != timedelta(seconds=77):
             wrong.append(f"a group with a timeout of {timeout}")
-    topo.control.deadline = usual
+    topo.control.timeout = usual
     if topo.route(0) != first:
-        wrong.append("loads whose deadlines alternate make groups again and again")
+        wrong.append("loads whose timeouts alternate make groups again and again")
     names = {group.name for group in topo._groups.values()}
     topo.retire()
     if names & {topo.route(0).inter_group, topo.route(0).intra_group} - {""}:

@@ -55,7 +55,7 @@ class Two:
             self._make = [lambda: self._loader(Topology.from_nodes(NODES))] * 2
 
     def _loader(self, topology: Topology) -> HierarchicalLoader:
-        return HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, deadline=30, progress=False)
+        return HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, timeout=30, progress=False)
 
     def run(self, swapped: bool) -> list[End]:
         """How A and B end; ``swapped``: B begins a little before A."""
@@ -80,7 +80,7 @@ def two_threads(rank: int, way: str, crossed: bool) -> tuple[list[list[End]], li
     two = Two(way, rank)
     runs = [two.run(crossed and rank in ((1, 2), (0,), (3,))[turn % 3]) for turn in range(RUNS)]
     model = meta_net()
-    HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, deadline=30, progress=False).load(
+    HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, timeout=30, progress=False).load(
         model, Checkpoint.from_state_dict(state_for(3)) if rank == 0 else None
     )
     return runs, wrong(model, state_for(3))
@@ -108,7 +108,7 @@ def load_and_broadcast(rank: int) -> list[str]:
     topology = Topology.from_nodes(NODES)
     model = meta_net()
     state = state_for(1)
-    loader = HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, deadline=30, progress=False)
+    loader = HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, timeout=30, progress=False)
     said: list[str] = []
 
     def broadcast() -> None:
@@ -140,11 +140,11 @@ def load_in_a_hook(rank: int) -> str:
     state = state_for(1) if rank == 0 else None
 
     def hook(*_: Any) -> None:
-        load(meta_net(), state, deadline=30, progress=False)
+        load(meta_net(), state, timeout=30, progress=False)
 
     model.register_buffer("more", torch.zeros(3, device="meta"), persistent=False)
     try:
-        load(model, state, init_missing=hook, deadline=30, progress=False)
+        load(model, state, init_missing=hook, timeout=30, progress=False)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "loaded"

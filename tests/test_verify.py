@@ -41,7 +41,7 @@ WAYS = (
 
 def loader_for(way: tuple[str, str], verify: str) -> HierarchicalLoader:
     return HierarchicalLoader(
-        Topology.from_nodes(NODES), readers=way[0], algorithm=way[1], bucket_bytes=BUCKET, verify=verify, deadline=30
+        Topology.from_nodes(NODES), readers=way[0], algorithm=way[1], bucket_bytes=BUCKET, verify=verify, timeout=30
     )
 
 

@@ -57,7 +57,7 @@ def test_one_parameter_group_and_no_list(private: bool, monkeypatch: pytest.Monk
     assert materialize.fsdp_parameters(extra) == []
     if not private:
         monkeypatch.undo()  # here torch's own code asks for the state
-    materialize.materialise(model, targets, torch.device("cpu"), private)
+    materialize.materialize(model, targets, torch.device("cpu"), private)
     monkeypatch.undo()
     found = {id(each.sharded_param): each for each in materialize.fsdp_parameters(model)}
     assert set(found) == set(map(id, model.parameters()))

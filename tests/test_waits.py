@@ -24,13 +24,13 @@ from epload import HierarchicalLoader, Topology, coalesced_bcast
 from epload.control.control import Control
 from test_loader import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
-Told = tuple[str, str, float]
+Raised = tuple[str, str, float]
 """Class and text of what was raised, and the seconds that it took."""
 SOON = 25.0
 """Seconds for what takes one or two on a machine with nothing else to do, and 60 or more where a timeout has to pass."""
 
 
-def told(action: Callable[[], Any]) -> Told:
+def told(action: Callable[[], Any]) -> Raised:
     began = time.monotonic()
     try:
         action()
@@ -39,7 +39,7 @@ def told(action: Callable[[], Any]) -> Told:
     return "", "", time.monotonic() - began
 
 
-def check(said: list[Told | None], *parts: str, seconds: float = SOON) -> None:
+def check(said: list[Raised | None], *parts: str, seconds: float = SOON) -> None:
     """All that live say the same, in time."""
     lived = [each for each in said if each is not None]
     assert len({text for _, text, _ in lived}) == 1, lived
@@ -60,7 +60,7 @@ def kill_soon(seconds: float = 0.7) -> None:
 # ---- discovery ----
 
 
-def absent(rank: int, missing: int, explicit: bool) -> Told | None:
+def absent(rank: int, missing: int, explicit: bool) -> Raised | None:
     store = dist.distributed_c10d._get_default_store()
     if rank == missing:
         for other in range(3):
@@ -84,21 +84,21 @@ def test_a_rank_that_never_comes_is_absent(missing: int, explicit: bool) -> None
     check(said, "topology", *parts)
 
 
-def default_waits_as_long_as_the_loader_may(rank: int) -> Told | None:
+def default_waits_as_long_as_the_loader_may(rank: int) -> Raised | None:
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["test/0"])
         return None
-    said = told(lambda: HierarchicalLoader(deadline=2.0))
+    said = told(lambda: HierarchicalLoader(timeout=2.0))
     store.set("test/0", "")
     return said
 
 
-def test_the_loaders_deadline_covers_discovery() -> None:
+def test_the_loaders_timeout_covers_discovery() -> None:
     check(ranks.run(2, default_waits_as_long_as_the_loader_may, limit=50), "rank 1 did not arrive within 2 s")
 
 
-def killed_in_discovery(rank: int, victim: int) -> Told | None:
+def killed_in_discovery(rank: int, victim: int) -> Raised | None:
     """One rank never comes, so that the others still wait when the victim is killed."""
     missing = 3 if victim != 3 else 1
     store = dist.distributed_c10d._get_default_store()
@@ -186,14 +186,14 @@ def at(step: str, action: Callable[..., Any]) -> Iterator[None]:
 
 
 STEPS = (
-    "opening the checkpoint", "route", "making groups", "planning", "sharing memory", "materialising the model",
+    "opening the checkpoint", "route", "making groups", "planning", "sharing memory", "materializing the model",
     "the digests", "verification", "the transfer",
 )  # fmt: skip
 
 
-def killed_at(rank: int, victim: int, step: str, nodes: list[list[int]], forks: bool = False) -> Told | None:
+def killed_at(rank: int, victim: int, step: str, nodes: list[list[int]], forks: bool = False) -> Raised | None:
     loader = HierarchicalLoader(
-        Topology.from_nodes(nodes), readers="one", bucket_bytes=BUCKET, verify="full", deadline=60.0
+        Topology.from_nodes(nodes), readers="one", bucket_bytes=BUCKET, verify="full", timeout=60.0
     )
     if rank == victim and forks:
         fork_a_child()
@@ -212,7 +212,7 @@ def test_a_coordinator_killed_at_a_step_is_named(step: str) -> None:
     check(ranks.run(4, killed_at, 0, step, NODES, dying=(0,), limit=80), "rank 0")
 
 
-@pytest.mark.parametrize("step", ["making groups", "materialising the model"])
+@pytest.mark.parametrize("step", ["making groups", "materializing the model"])
 def test_a_killed_rank_that_is_alone_in_its_node_is_named(step: str) -> None:
     """Nobody shares buffers with it, but others of its machine watch its process."""
     check(ranks.run(3, killed_at, 1, step, [[0], [1], [2]], dying=(1,), limit=80), "rank 1")
@@ -223,8 +223,8 @@ def test_a_killed_rank_whose_child_keeps_its_connections_is_named(step: str) -> 
     check(ranks.run(4, killed_at, 3, step, NODES, True, dying=(3,), limit=80), "rank 3")
 
 
-def killed_in_a_relay(rank: int) -> Told | None:
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, deadline=60.0)
+def killed_in_a_relay(rank: int) -> Raised | None:
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
     if rank == 2:
         fork_a_child()
     with mock.patch("epload.native.ops.relay", kill) if rank == 2 else nullcontext():
@@ -235,7 +235,7 @@ def test_a_rank_killed_in_the_transfer_whose_child_keeps_its_connections_is_name
     check(ranks.run(4, killed_in_a_relay, dying=(2,), limit=80), "rank 2")
 
 
-def killed_making_groups_of_a_broadcast(rank: int) -> Told | None:
+def killed_making_groups_of_a_broadcast(rank: int) -> Raised | None:
     topology = Topology.from_nodes(NODES)
     with at("making groups", kill) if rank == 1 else nullcontext():
         return told(lambda: coalesced_bcast([torch.zeros(3)], 0, topology))
@@ -248,7 +248,7 @@ def test_a_rank_killed_making_the_groups_of_a_broadcast_is_named() -> None:
 # ---- the store ----
 
 
-def store_dies(rank: int, folder: Path, step: str) -> Told | None:
+def store_dies(rank: int, folder: Path, step: str) -> Raised | None:
     """Rank 0 hosts the store, as without a launcher."""
     dist.destroy_process_group()
     port = folder / "port"
@@ -261,7 +261,7 @@ def store_dies(rank: int, folder: Path, step: str) -> Told | None:
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, deadline=60.0)
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
     model = meta_net()
     loader.load(model, only_readers(state_for(1), "one"))
     with at(step, kill) if rank == 0 else nullcontext():
@@ -297,8 +297,8 @@ def no_more(what: str) -> Iterator[None]:
         yield
 
 
-def cannot_watch(rank: int, culprit: int, what: str) -> tuple[Told, list[str]]:
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, deadline=60.0)
+def cannot_watch(rank: int, culprit: int, what: str) -> tuple[Raised, list[str]]:
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
     model = meta_net()
     with no_more(what) if rank == culprit else nullcontext():
         first = told(lambda: loader.load(model, only_readers(state_for(1), "one")))
@@ -316,9 +316,9 @@ def test_a_rank_that_cannot_watch_fails_the_load_for_all(culprit: int, what: str
     assert [bad for _, bad in said] == [[]] * 4, "the next load is right"
 
 
-def cannot_start_the_transfer(rank: int) -> tuple[Told, list[str]]:
+def cannot_start_the_transfer(rank: int) -> tuple[Raised, list[str]]:
     """The watch has its thread; those of the transfer cannot be had."""
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, deadline=60.0)
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
     model = meta_net()
     start = threading.Thread.start
 

@@ -53,10 +53,10 @@ class Job:
         yield
         self.phases[name] = self.phases.get(name, 0.0) + perf_counter() - began
 
-    def materialise(self) -> None:
+    def materialize(self) -> None:
         """As most loaders do."""
         if next(self.model.parameters()).is_meta:
-            with self.phase("materialise"):
+            with self.phase("materialize"):
                 self.model.to_empty(device="cpu")
 
 

@@ -11,7 +11,7 @@ BATCH = 500_000_000
 
 
 def load(job: Job) -> None:
-    job.materialise()
+    job.materialize()
     source = safe_open(job.file, "pt") if job.rank == 0 else None
     batch, nbytes = {}, 0
     parameters = dict(job.model.named_parameters())

@@ -9,5 +9,5 @@ TITLE = "DCP HuggingFaceStorageReader"
 
 
 def load(job: Job) -> None:
-    job.materialise()
+    job.materialize()
     dcp.load(job.model.state_dict(), storage_reader=HuggingFaceStorageReader(str(job.folder)))

@@ -11,7 +11,7 @@ TITLE = "one broadcast + distribute_tensor a parameter"
 
 
 def load(job: Job) -> None:
-    job.materialise()
+    job.materialize()
     source = safe_open(job.file, "pt") if job.rank == 0 else None
     with torch.no_grad():
         for name, parameter in job.model.named_parameters():

@@ -9,7 +9,7 @@ TITLE = "safe_open, each rank its slices"
 
 
 def load(job: Job) -> None:
-    job.materialise()
+    job.materialize()
     with torch.no_grad(), safe_open(job.file, "pt") as source:
         for name, parameter in job.model.named_parameters():
             local = parameter.to_local()

@@ -9,7 +9,7 @@ TITLE = "torch set_model_state_dict(broadcast_from_rank0)"
 
 
 def load(job: Job) -> None:
-    job.materialise()
+    job.materialize()
     with job.phase("read"):
         full = load_file(job.file) if job.rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

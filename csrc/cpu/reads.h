@@ -31,7 +31,7 @@ void check_descriptors(const char* op, c10::IntArrayRef descriptors);
 bool read_fully(
     c10::IntArrayRef descriptors, int64_t file, int64_t offset, iovec* vectors, size_t count, ReadOutcome& outcome);
 
-// What is contiguous in the file and in the tensor goes there in one request with its neighbours, what is not through a
+// What is contiguous in the file and in the tensor goes there in one request with its neighbors, what is not through a
 // small buffer of each thread; so do short requests on x86, as it is faster than the kernel's own copy.
 class Reads {
  public:

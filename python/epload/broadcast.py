@@ -46,7 +46,7 @@ def coalesced_bcast(
         stream: where all device work goes; the current stream if None. Not for CPU tensors.
         check: compare the lists of all ranks the first time a list is seen; a mismatch would otherwise hang or corrupt.
             Once a list has been agreed on it is not compared again, so a rank that later passes another list while the
-            rest repeat theirs is found out by the deadline only.
+            rest repeat theirs is found out by the timeout only.
 
     Raises:
         TypeError: a DTensor was passed.
@@ -105,7 +105,7 @@ def _check_arguments(
                 f"expected all tensors on one device, tensor 0 is on {tensors[0].device} and tensor {i} on {tensor.device}"
             )
         if tensor.is_meta:
-            raise ValueError(f"tensor {i} is on meta and holds no data; materialise it first (to_empty)")
+            raise ValueError(f"tensor {i} is on meta and holds no data; materialize it first (to_empty)")
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise ValueError(f"expected dense strided tensors, tensor {i} is {tensor.layout} of {tensor.dtype}")
         if tensor.is_conj() or tensor.is_neg():

@@ -45,15 +45,15 @@ class ManifestMismatch(LoadError):
     """Ranks disagree about what is to be loaded into what."""
 
 
-class Told(LoadError):
+class RemoteFailure(LoadError):
     """Another rank said that the load is off. Never seen by users: the root cause is shown in its place."""
 
 
-class Overdue(LoadError):
+class WaitTimeout(LoadError):
     """A rank waited for another for longer than it may. Travels as LoadError."""
 
 
-class Ended(LoadError):
+class RankEnded(LoadError):
     """The process of a rank has ended in the middle of a load. Travels as LoadError."""
 
     def __init__(self, rank: int, process: int) -> None:
@@ -80,7 +80,7 @@ _BY_NAME: dict[str, type[Exception]] = {
         CheckpointError,
         ModelMismatch,
         ManifestMismatch,
-        Told,
+        RemoteFailure,
         ValueError,
         TypeError,
         MemoryError,

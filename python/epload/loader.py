@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from epload.broadcast import DEFAULT_BUCKET_BYTES
 from epload.cluster.single_flight import Call, Refused, alone
 from epload.cluster.topology import Topology, alone_under_a_launcher
-from epload.control.control import DEFAULT_DEADLINE
+from epload.control.control import DEFAULT_TIMEOUT
 from epload.core import collector, log
 from epload.errors import LoadError
 from epload.loading.buffers import share
@@ -74,7 +74,7 @@ class HierarchicalLoader:
         algorithm: str = "auto",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         verify: str = "off",
-        deadline: timedelta | float | None = None,
+        timeout: timedelta | float | None = None,
         stream: torch.Stream | None = None,
         progress: bool = True,
     ) -> None:
@@ -94,7 +94,7 @@ class HierarchicalLoader:
             verify: ``"buckets"``: every bucket carries a checksum, which each node checks before it unpacks. ``"full"``: after
                 the load, ranks prove their shards against the checkpoint, which is read once more, by all ranks that have it
                 together; nothing is left for checksums to find. ``"sample"``: checksums, and a sixteenth is proven.
-            deadline: seconds (or timedelta) without progress after which a load has failed; 30 minutes if None. A step that
+            timeout: seconds (or timedelta) without progress after which a load has failed; 30 minutes if None. A step that
                 moves bytes has what they take at 10 MB/s on top.
             stream: of the models' device: all device work but the copies from host memory is on it, between a wait for the
                 caller's current stream and one of that stream for it. None makes one, kept; for models on CPU only None.
@@ -104,15 +104,15 @@ class HierarchicalLoader:
             ValueError, TypeError: an argument is out of range, or of another type.
         """
         log.configure()
-        if deadline is None:
-            deadline = DEFAULT_DEADLINE
-        if not isinstance(deadline, int | float | timedelta):
-            raise TypeError(f"expected deadline to be a number of seconds or a timedelta, got {deadline!r}")
-        self._deadline = deadline if isinstance(deadline, timedelta) else timedelta(seconds=deadline)
+        if timeout is None:
+            timeout = DEFAULT_TIMEOUT
+        if not isinstance(timeout, int | float | timedelta):
+            raise TypeError(f"expected timeout to be a number of seconds or a timedelta, got {timeout!r}")
+        self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         sent = "two_level" if algorithm == "auto" else algorithm
         self.options = Options(readers, sent, src, bucket_bytes, verify)
         check_stream(stream)
-        self.topology = topology if topology is not None else Topology.default(timeout=self._deadline)
+        self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
         self.number = self.topology.number_loader()
         """Among the loaders of its topology, equal on all ranks."""
         self._made_by = threading.current_thread()
@@ -146,7 +146,7 @@ class HierarchicalLoader:
         after it.
 
         Args:
-            model: any mix of DTensors and plain tensors; on meta, materialised or already used.
+            model: any mix of DTensors and plain tensors; on meta, materialized or already used.
             checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere.
             mapping: how checkpoint names become regions of the model's tensors. ``"auto"``: what a transformers model
                 declares, else names as they are.
@@ -167,11 +167,11 @@ class HierarchicalLoader:
         Raises:
             LoadError: the run failed, the same on every rank. ModelMismatch, ManifestMismatch, and CheckpointError for a
                 header: nothing has been changed. Any other, as CheckpointError for a file that was replaced or modified
-                during the load: tensors may be materialised and partly written.
+                during the load: tensors may be materialized and partly written.
             ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
         """
         try:
-            with alone(Call("load()", self.topology, self, self._made_by), self._deadline):
+            with alone(Call("load()", self.topology, self, self._made_by), self._timeout):
                 guard = self._control.guard()
                 try:
                     with guard:
@@ -222,9 +222,9 @@ class HierarchicalLoader:
         shared = memory is not None and memory.shared
 
         def prepare() -> Local:
-            with report.timed("materialise"):
+            with report.timed("materialize"):
                 if work.devices.meta or work.targets.lost:
-                    mat.materialise(model, work.targets, work.devices.home)
+                    mat.materialize(model, work.targets, work.devices.home)
                 if work.targets.staged:
                     stage(model, work.targets)
                 if memory is not None:
@@ -243,7 +243,7 @@ class HierarchicalLoader:
                 return on_cpu
 
         local, failure = attempt(prepare)
-        self._control.settle("materialising the model", failure)
+        self._control.settle("materializing the model", failure)
         assert local is not None
         if work.holders:
             self._control.doing = "sharing buffers"
@@ -305,10 +305,10 @@ class HierarchicalLoader:
             rest = range(begin, len(plan.buckets))
 
             def finish() -> None:
-                self._control.doing = "initialises what the checkpoint lacks"
+                self._control.doing = "initializes what the checkpoint lacks"
                 with self._device.work(work.device) if plan.scalings else nullcontext():
                     quantized.multiply(plan.scalings, plan.targets, local.tensors)
-                self._initialise(request, work, report)
+                self._initialize(request, work, report)
 
             move(readers, rest, finish)
 
@@ -326,7 +326,7 @@ class HierarchicalLoader:
         check_filled(local_tensors(list(targets.behind.values())), targets.staged)
 
     def _prove(self, work: Prepared, flow: Flow, local: Local, report: LoadReport) -> None:
-        """Before the tensors are scaled or initialised, as the checkpoint knows nothing of that."""
+        """Before the tensors are scaled or initialized, as the checkpoint knows nothing of that."""
         with report.timed("verify"):
             verifiers = self.topology.ranks if work.all_read else flow.turns
             if self._proof is None or not self._proof.fits(work.plan, verifiers):
@@ -411,7 +411,7 @@ class HierarchicalLoader:
                 self._memory = NodeMemory.for_node(self._control, self.topology.nodes, nbytes)
         return self._memory
 
-    def _initialise(self, request: Request, work: Prepared, report: LoadReport) -> None:
+    def _initialize(self, request: Request, work: Prepared, report: LoadReport) -> None:
         """Fills what the checkpoint does not: with what the model has computed, then by the caller's hook."""
         targets = work.targets
         if not work.initialization.values and not work.unfilled:
@@ -423,7 +423,7 @@ class HierarchicalLoader:
             return dict(zip(names, local_tensors([tensors[name] for name in names]), strict=True))
 
         work.initialization.apply(local(work.initialization.values))
-        report.initialised += sorted(work.initialization.values)
+        report.initialized += sorted(work.initialization.values)
         if request.init_missing is None:
             return
         for tensor in local(work.garbage).values():
@@ -432,7 +432,7 @@ class HierarchicalLoader:
             (u.module, u.path, u.names) for u in mat.unfilled(request.model, set(work.unfilled))
         ):
             request.init_missing(module, path, leaves)
-            report.initialised += [f"{path}.{leaf}" if path else leaf for leaf in leaves]
+            report.initialized += [f"{path}.{leaf}" if path else leaf for leaf in leaves]
         tensors |= {name: owned(request.model, name) for name in targets.lost}  # a hook may replace a tensor
         present = {id(tensor) for tensor in chain(request.model.parameters(), request.model.buffers())}
         kept = [name for name in work.garbage if id(tensors[name]) in present]

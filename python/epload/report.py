@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 from tqdm.std import TqdmDefaultWriteLock  # type: ignore[attr-defined]
 
-PHASES = ("plan", "materialise", "read", "host_to_device", "inter_node", "intra_node", "unpack", "verify")
+PHASES = ("plan", "materialize", "read", "host_to_device", "inter_node", "intra_node", "unpack", "verify")
 
 
 @dataclass
@@ -43,8 +43,8 @@ class LoadReport:
     """Keys that are no error in a strict load: missing names of the model and unexpected names of the checkpoint that the
     mapping says to ignore, and entries of a torch file or a state dict that hold no tensor, such as ``_extra_state``. Missing
     tensors among them are initialized like any others."""
-    initialised: list[str] = field(default_factory=list)
-    """Names that no checkpoint tensor filled and a hook initialised, e.g. rotary ``inv_freq`` buffers."""
+    initialized: list[str] = field(default_factory=list)
+    """Names that no checkpoint tensor filled and a hook initialized, e.g. rotary ``inv_freq`` buffers."""
     phases: dict[str, Phase] = field(default_factory=lambda: {name: Phase() for name in PHASES})
     seconds: float = 0.0
     """Wall time of the whole load."""
@@ -104,7 +104,7 @@ class LoadReport:
             ("mismatched", self.mismatched_keys),
             ("tied", self.tied_keys),
             ("ignored", self.ignored_keys),
-            ("initialised", self.initialised),
+            ("initialized", self.initialized),
         ):
             if keys:
                 lines.append(f"  {title}: {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}")

@@ -234,7 +234,7 @@ def attributes_on_meta(model: nn.Module) -> set[str]:
 
 
 def initialized(report: Any) -> list[str]:
-    names: list[str] = report.initialised
+    names: list[str] = report.initialized
     return names
 
 

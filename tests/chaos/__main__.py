@@ -28,15 +28,15 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from chaos.faults import HARMLESS, KINDS, WORLD, Fault
-from chaos.job import DEADLINE, Outcome, Place, main
+from chaos.job import TIMEOUT, Outcome, Place, main
 from netbed import HOST, NetBed
 from test_loader import NODES, state_for
 
 _context = multiprocessing.get_context("forkserver")
 HANG = 90.0
 """Seconds after which a rank that has not answered hangs."""
-IN_TIME = 4 * DEADLINE + 15
-"""Seconds that a failing load may take: waits of a deadline may follow one another, and this machine may be busy."""
+IN_TIME = 4 * TIMEOUT + 15
+"""Seconds that a failing load may take: waits of a timeout may follow one another, and this machine may be busy."""
 MBIT = 1000
 """Of a node's link in the test-bed."""
 

@@ -167,7 +167,7 @@ def _raise(kind: type[Exception], *args: Any) -> Callable[..., None]:
 
 
 @contextmanager
-def broken(fault: Fault, path: Path, calls: int, deadline: float, mbit: int) -> Iterator[Moments]:
+def broken(fault: Fault, path: Path, calls: int, timeout: float, mbit: int) -> Iterator[Moments]:
     """Meanwhile the fault happens on this rank, which made ``calls`` calls in a load without it.
 
     ``mbit``: of the link of this rank's node in the test-bed; 0 without one.
@@ -176,7 +176,7 @@ def broken(fault: Fault, path: Path, calls: int, deadline: float, mbit: int) -> 
     names = moments_of(fault)
 
     def slow(*_: Any) -> None:
-        time.sleep(0.3 * deadline)
+        time.sleep(0.3 * timeout)
 
     def throttle(*_: Any) -> None:
         stack.enter_context(slow_link(SLOW_KBIT, mbit))
@@ -225,7 +225,7 @@ def broken(fault: Fault, path: Path, calls: int, deadline: float, mbit: int) -> 
         if fault.kind == "full disk":
             stack.enter_context(mock.patch.object(node_memory, "_make", full_disk))
         if fault.kind == "hook":
-            stack.enter_context(mock.patch.object(HierarchicalLoader, "_initialise", bad_hook))
+            stack.enter_context(mock.patch.object(HierarchicalLoader, "_initialize", bad_hook))
         yield moments
 
 

@@ -22,7 +22,7 @@ from epload import HierarchicalLoader, Topology
 from netbed import INTERFACE, enter
 from test_loader import NODES, meta_net, state_for, wrong
 
-DEADLINE = 4.0
+TIMEOUT = 4.0
 """Seconds without progress; short, as a stopped rank takes it whole."""
 
 
@@ -84,13 +84,13 @@ class Rank:
         if fault.kind == "two threads":
             return outcomes + self._two_threads(fault, loader)
         make = (
-            (lambda: self._loader(fault, Topology.from_nodes(NODES, timeout=DEADLINE))) if fault.kind in ANEW else None
+            (lambda: self._loader(fault, Topology.from_nodes(NODES, timeout=TIMEOUT))) if fault.kind in ANEW else None
         )
         if fault.kind == "mismatch" and self._rank == fault.victim:
             outcomes.append(self._load(loader, torch.float64 if fault.moment < 0.5 else torch.bfloat16))
             outcomes[-1].fired = True
         elif self._rank == fault.victim:
-            with broken(fault, self._path, counter.count, DEADLINE, self._mbit) as moments:
+            with broken(fault, self._path, counter.count, TIMEOUT, self._mbit) as moments:
                 outcomes.append(self._load(loader, make=make))
             outcomes[-1].fired = moments.fired
         else:
@@ -136,7 +136,7 @@ class Rank:
     def _loader(self, fault: Fault, topology: Topology | None = None) -> HierarchicalLoader:
         return HierarchicalLoader(
             topology or self._topology, readers=fault.way[0], algorithm=fault.way[1], bucket_bytes=fault.bucket_bytes,
-            verify=fault.verify, deadline=DEADLINE, progress=False,
+            verify=fault.verify, timeout=TIMEOUT, progress=False,
         )  # fmt: skip
 
     def _load(

@@ -224,7 +224,7 @@ def _open_index(path: Path, known: Manifest | None) -> Checkpoint:
             names, weight_map = _parse_index(path, raw)
         with opened([path.parent / name for name in names]) as files:
             source = str(path.parent)
-            if again := FileCheckpoint.recognise(files, source, known, index, digest):
+            if again := FileCheckpoint.recognize(files, source, known, index, digest):
                 return again
             if weight_map is None:
                 _, weight_map = _parse_index(path, raw)
@@ -253,7 +253,7 @@ def _parse_index(path: Path, raw: bytes) -> tuple[list[str], dict[str, str]]:
 
 def _open_files(paths: Sequence[Path], source: str, known: Manifest | None) -> Checkpoint:
     with opened(paths) as files:
-        return FileCheckpoint.recognise(files, source, known) or _parse_files(files, source)
+        return FileCheckpoint.recognize(files, source, known) or _parse_files(files, source)
 
 
 def _parse_files(
@@ -342,7 +342,7 @@ class FileCheckpoint(Checkpoint):
         self._files = [*files] if index is None else [index, *files]
 
     @staticmethod
-    def recognise(
+    def recognize(
         files: Sequence[SourceFile],
         source: str,
         known: Manifest | None,

@@ -56,7 +56,7 @@ def meet(
 
         try:
             with control.guard():
-                control.deadline = timeout
+                control.timeout = timeout
                 control.doing = "topology"
                 registry = control.enter_registry()
                 verdict = control.settle("topology", failure, view, decide_all_here)

@@ -57,7 +57,7 @@ class Refused(Exception):
 
 
 @contextmanager
-def alone(call: Call, deadline: timedelta | None = None) -> Iterator[None]:
+def alone(call: Call, timeout: timedelta | None = None) -> Iterator[None]:
     """The context of a call, in which its control has begun a load.
 
     Raises:
@@ -76,7 +76,7 @@ def alone(call: Call, deadline: timedelta | None = None) -> Iterator[None]:
         raise refused
     try:
         call.topology.freshen()
-        control.begin(deadline, number)
+        control.begin(timeout, number)
         yield
     finally:
         control.end()

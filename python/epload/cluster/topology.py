@@ -17,8 +17,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from epload.cluster import groups
 from epload.cluster.groups import Group, Making
 from epload.cluster.meeting import meet
-from epload.control.control import DEFAULT_DEADLINE, Control
-from epload.errors import LoadError, ManifestMismatch, Told, text_of
+from epload.control.control import DEFAULT_TIMEOUT, Control
+from epload.errors import LoadError, ManifestMismatch, RemoteFailure, text_of
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -211,12 +211,12 @@ class Topology:
 
     def _name(self, ranks: tuple[int, ...]) -> str:
         """Of their group; ``""`` if this rank is not in it, or they are one."""
-        group = self._groups.get((self.control.deadline, ranks))
+        group = self._groups.get((self.control.timeout, ranks))
         return group.name if group is not None else ""
 
     def _make_groups(self, what: str, *families: tuple[tuple[int, ...], ...]) -> None:
         """Makes the groups of each family in turn. The groups of one family share no rank."""
-        timeout = self.control.deadline
+        timeout = self.control.timeout
         families = tuple(family for family in families if (timeout, family) not in self._made)
         if self.group is None or not families:
             return
@@ -256,7 +256,7 @@ class Topology:
         if not ended or making.error is not None:
             groups.dispose([group] if ended else [])
             if stopping.asked():
-                raise Told("another rank failed")
+                raise RemoteFailure("another rank failed")
             why = text_of(making.error) if making.error is not None else f"not done within {timeout}"
             raise LoadError(
                 f"rank {self.rank} could not make the process group of ranks {ranks}: {why}"
@@ -305,7 +305,7 @@ def alone_under_a_launcher() -> str:
 
 def _as_timedelta(timeout: timedelta | float | None) -> timedelta:
     if timeout is None:
-        return DEFAULT_DEADLINE
+        return DEFAULT_TIMEOUT
     return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
 
 
@@ -326,7 +326,7 @@ def _check_partition(nodes: Sequence[Sequence[int]], ranks: Sequence[int]) -> No
 def _membership(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, int, tuple[int, ...]]:
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
-            raise ValueError("got a process group, but torch.distributed is not initialised")
+            raise ValueError("got a process group, but torch.distributed is not initialized")
         return None, 0, (0,)
     group = group if group is not None else dist.group.WORLD
     assert group is not None

@@ -18,13 +18,23 @@ from typing import Any
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
-from epload.control.failure import Desk, Failure, describe, stack_of
+from epload.control.failure import Failure, FailureStore, describe, stack_of
 from epload.control.processes import Registry
 from epload.control.watch import Beats, Watch
 from epload.core.log import logger
-from epload.errors import Ended, LoadError, OutOfOrder, Overdue, Told, kind_of, known, make_error, text_of
+from epload.errors import (
+    LoadError,
+    OutOfOrder,
+    RankEnded,
+    RemoteFailure,
+    WaitTimeout,
+    kind_of,
+    known,
+    make_error,
+    text_of,
+)
 
-DEFAULT_DEADLINE = timedelta(minutes=30)
+DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 _SHORTEST, _LONGEST, _SHARE = 0.0002, 1.0, 1 / 8
 """Seconds between two looks into the store for what a round waits for, and what share of the time that it has waited. Not the
@@ -55,7 +65,7 @@ class Control:
         self.ranks = ranks
         self.rank = rank
         self.coordinator = ranks[0]
-        self.deadline = DEFAULT_DEADLINE
+        self.timeout = DEFAULT_TIMEOUT
         self.agreed: set[bytes] = set()
         """Digests of what all ranks have already found to be the same."""
         self.doing = ""
@@ -66,7 +76,7 @@ class Control:
         """Process id of each rank of this machine whose process has ended."""
         self.alarm = threading.Event()
         """Set by the watch to wake a rank that waits in a round: a process has ended, or the store is lost."""
-        self.neighbours: list[tuple[int, str]] = []
+        self.neighbors: list[tuple[int, str]] = []
         """The other ranks on this machine, each with its process."""
         self.registry: Registry | None = None
         """Where more of them may yet appear, while ranks meet."""
@@ -74,7 +84,7 @@ class Control:
         self._taken = 0
         """The last load number given out; see :meth:`take`."""
         self._lock = threading.Lock()
-        self._usual = self.deadline
+        self._usual = self.timeout
         self._refused: list[tuple[int, tuple[str, ...]]] = []
         """On the coordinator: loads that another thread was refused, with the keys of their desks."""
         self._failure: Failure | None = None
@@ -92,7 +102,7 @@ class Control:
         self._own = own
         """So that the watch, and whoever tells of a failure, need not wait for a round's call to the store."""
         self.beats = Beats(own, rank) if own is not None else None
-        self.desk = Desk(own, self._prefix) if own is not None else None
+        self.desk = FailureStore(own, self._prefix) if own is not None else None
         self.watch = Watch(self)
 
     @property
@@ -115,13 +125,13 @@ class Control:
             self._taken += 1
             return self._taken
 
-    def begin(self, deadline: timedelta | None = None, number: int | None = None) -> None:
+    def begin(self, timeout: timedelta | None = None, number: int | None = None) -> None:
         """Before each load, on all ranks: forgets how the last one ended, also if it ended differently for some.
 
-        ``deadline`` holds until :meth:`end`. ``number``: from :meth:`take`, which is called here if it is None.
+        ``timeout`` holds until :meth:`end`. ``number``: from :meth:`take`, which is called here if it is None.
         """
         number = number if number is not None else self.take()
-        self.deadline = deadline if deadline is not None else self._usual
+        self.timeout = timeout if timeout is not None else self._usual
         self.gone = {}
         self.alarm.clear()
         self.doing, self.progress = "", 0
@@ -135,7 +145,7 @@ class Control:
 
     def end(self) -> None:
         """After each load, however it ended."""
-        self.deadline = self._usual
+        self.timeout = self._usual
 
     def _turn(self, load: int, failures: int) -> None:
         self._failure = self._last = None
@@ -143,7 +153,7 @@ class Control:
             self._posted += self.desk.keys
         self._load, self._failures, self._round = load, failures, 0
         if self._own is not None:
-            self.desk = Desk(self._own, self._prefix)
+            self.desk = FailureStore(self._own, self._prefix)
 
     def refuse(self, number: int, error: Exception) -> Failure:
         """Tells all ranks that this one does not take part in load ``number``; returns what all of them raise.
@@ -153,7 +163,7 @@ class Control:
         failure = Failure(kind_of(error), text_of(error), self.rank, clean=True)
         if self._own is None:
             return failure
-        desk = Desk(self._own, f"{number}.0/")
+        desk = FailureStore(self._own, f"{number}.0/")
         if self.rank == self.coordinator:
             with self._lock:
                 self._refused.append((number, desk.keys))
@@ -182,13 +192,13 @@ class Control:
     def leave_registry(self, registry: Registry) -> None:
         """When all ranks have come."""
         self.registry = None
-        self.neighbours = registry.look()
+        self.neighbors = registry.look()
         self.keep(registry.keys)
 
-    def find_neighbours(self) -> None:
+    def find_neighbors(self) -> None:
         """By the watch: looks who has come since."""
         if (registry := self.registry) is not None:
-            self.neighbours = registry.look()
+            self.neighbors = registry.look()
 
     def keep(self, keys: Sequence[str]) -> None:
         """Keys that this rank has set and that nobody needs when all ranks have come to the next round: deletes them then."""
@@ -203,14 +213,14 @@ class Control:
 
         ``hard``: this rank cannot go on with its part, so that all have to stop at once.
         """
-        told = isinstance(error, Told)
+        told = isinstance(error, RemoteFailure)
         try:
             first = self.desk.first(_TELLING if told else None) if self.desk is not None else None
             if first is not None and not hard:
                 return first
             others = ""
             if first is None and not told and self.beats is not None:
-                others = self.beats.describe(self.ranks, self.gone, self.doing, fresh=isinstance(error, Overdue))
+                others = self.beats.describe(self.ranks, self.gone, self.doing, fresh=isinstance(error, WaitTimeout))
             failure = describe(error, self.rank, doing=self.doing, others=others)
             return self.desk.tell(failure, hard) if self.desk is not None else failure
         except RuntimeError as lost:
@@ -243,11 +253,11 @@ class Control:
     ) -> str:
         """Returns, on every rank, what the coordinator's ``decide`` made of all ranks' views.
 
-        ``patience`` multiplies the deadline, for a round that ranks come to after a deadline of their own. With ``last``, the
+        ``patience`` multiplies the timeout, for a round that ranks come to after a timeout of their own. With ``last``, the
         load has ended well when the round has.
 
         Raises:
-            LoadError: a rank did not arrive within the deadline, one told of a failure, or ``decide`` raised; the same text
+            LoadError: a rank did not arrive within the timeout, one told of a failure, or ``decide`` raised; the same text
                 on every rank that is alive.
         """
         if self._store is None:
@@ -259,7 +269,7 @@ class Control:
         self._round += 1
         self.doing = what
         prefix = f"{self._prefix}{self._round}/"
-        limit = patience * self.deadline
+        limit = patience * self.timeout
         try:
             if self.rank == self.coordinator:
                 verdict = self._judge(prefix, what, view, decide, limit, last)
@@ -286,7 +296,9 @@ class Control:
         others = [rank for rank in self.ranks if rank != self.rank]
         absent = self._await(prefix, others, limit)
         if absent:
-            raise self._raised(Overdue(f"{what}: {_ranks(absent)} did not arrive within {limit.total_seconds():.0f} s"))
+            raise self._raised(
+                WaitTimeout(f"{what}: {_ranks(absent)} did not arrive within {limit.total_seconds():.0f} s")
+            )
         posted = self._store.multi_get([f"{prefix}{rank}" for rank in others]) if others else []
         heard = {other: self._whole(f"{prefix}{other}", value) for other, value in zip(others, posted, strict=True)}
         views = {rank: view if rank == self.rank else heard[rank] for rank in self.ranks}
@@ -315,7 +327,7 @@ class Control:
         limit = 1.25 * limit + timedelta(seconds=2)
         if self._await(prefix, ["verdict"], limit):
             raise self._raised(
-                Overdue(
+                WaitTimeout(
                     f"{what}: rank {self.coordinator}, which coordinates, gave no verdict within "
                     f"{limit.total_seconds():.0f} s (seen by rank {self.rank})"
                 )
@@ -346,7 +358,7 @@ class Control:
             # A rank that has heard the verdict of the last round may end before this one has.
             for rank, process in sorted(self.gone.items()):
                 if not self._store.check(names):
-                    raise self._raised(Ended(rank, process))
+                    raise self._raised(RankEnded(rank, process))
             if self.beats is not None:
                 now = self.beats.signs(ranks, self._round)
                 if seen is not None and now != seen:
@@ -454,7 +466,7 @@ class Control:
                 raise OutOfOrder
             failed = {rank: view["error"] for rank, view in views.items() if view["error"]}
             if failed:
-                causes = {rank: error for rank, error in failed.items() if error[0] != Told.__name__} or failed
+                causes = {rank: error for rank, error in failed.items() if error[0] != RemoteFailure.__name__} or failed
                 raise make_error(next(iter(causes.values()))[0], _together(causes))
             return json.dumps(decide({rank: view["view"] for rank, view in views.items()}))
 

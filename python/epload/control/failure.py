@@ -15,7 +15,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
-from epload.errors import Ended, LoadError, Overdue, kind_of, make_error, text_of
+from epload.errors import LoadError, RankEnded, WaitTimeout, kind_of, make_error, text_of
 
 _LOOK = 0.05
 """Seconds between two looks for a failure that must be there soon."""
@@ -66,12 +66,12 @@ def stack_of(error: BaseException) -> str:
     """The stack of the root cause, innermost call last; none for waiting in vain, where it says nothing."""
     while error.__cause__ is not None and error.__cause__.__traceback__ is not None:
         error = error.__cause__
-    if isinstance(error, Overdue | Ended):
+    if isinstance(error, WaitTimeout | RankEnded):
         return ""
     return "".join(traceback.format_tb(error.__traceback__)[-12:]).rstrip()
 
 
-class Desk:
+class FailureStore:
     """The place in a store where the outcome of one load is told, once. Methods may be called by any thread."""
 
     def __init__(self, store: Store, prefix: str) -> None:

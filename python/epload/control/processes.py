@@ -57,7 +57,7 @@ class Registry:
         return list(self._found)
 
 
-class Neighbours:
+class ProcessWatch:
     """Processes of this machine that are watched. One that the system does not let be watched is left out. For one thread at a
     time."""
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed.distributed_c10d import Store
 
-from epload.control.processes import Neighbours
+from epload.control.processes import ProcessWatch
 from epload.core import threads
 from epload.core.log import logger
-from epload.errors import Ended, LoadError, text_of
+from epload.errors import LoadError, RankEnded, text_of
 
 if TYPE_CHECKING:
     from epload.control.control import Control
@@ -140,17 +140,17 @@ class Watch:
 
     def _run(self) -> None:
         control = self._control
-        neighbours, watched = Neighbours(()), 0
+        neighbors, watched = ProcessWatch(()), 0
         try:
             while not self._over:
                 self._beat()
-                control.find_neighbours()
-                if len(control.neighbours) > watched:
-                    neighbours.close()
-                    neighbours, watched = Neighbours(control.neighbours), len(control.neighbours)
-                neighbours.wait(self._wake, SECONDS)
-                if neighbours.gone.keys() - control.gone.keys():
-                    control.gone = dict(neighbours.gone)
+                control.find_neighbors()
+                if len(control.neighbors) > watched:
+                    neighbors.close()
+                    neighbors, watched = ProcessWatch(control.neighbors), len(control.neighbors)
+                neighbors.wait(self._wake, SECONDS)
+                if neighbors.gone.keys() - control.gone.keys():
+                    control.gone = dict(neighbors.gone)
                     control.alarm.set()
         except OSError as error:
             control.fail(
@@ -164,7 +164,7 @@ class Watch:
                 self._stop()
                 control.alarm.set()
         finally:
-            neighbours.close()
+            neighbors.close()
 
     def _beat(self) -> None:
         control = self._control
@@ -174,7 +174,7 @@ class Watch:
         self._say_where(control.progress, control.doing)
         if self._guarded:
             for rank, process in sorted(control.gone.items()):
-                control.fail(Ended(rank, process))
+                control.fail(RankEnded(rank, process))
             if control.desk.stopped():
                 self._stop()
 

@@ -48,7 +48,7 @@ _SCALAR_TYPE = {
     torch.uint64: 29,
     torch.float8_e8m0fnu: 44,
 }
-"""c10::ScalarType (c10/core/ScalarType.h); its values are part of torch's serialised formats and do not change."""
+"""c10::ScalarType (c10/core/ScalarType.h); its values are part of torch's serialized formats and do not change."""
 
 
 _BY_CODE = {number: dtype for dtype, number in _SCALAR_TYPE.items()}

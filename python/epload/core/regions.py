@@ -13,7 +13,8 @@ from epload.core import dtypes
 from epload.native import ops
 
 ALIGNMENT = 16
-"""Bytes; where a slot may start in a bucket. The widest access of a device, and a multiple of the size of any element, so that a\nslot can be viewed as its tensor's dtype."""
+"""Bytes; where a slot may start in a bucket. The widest access of a device, and a multiple of the size of any element, so
+that a slot can be viewed as its tensor's dtype."""
 FIXED_COLUMNS = 4
 """Of the native copy table, before those of the dims (see ``ops.unpack``)."""
 

@@ -193,8 +193,8 @@ class Preparation:
         opened, failure = attempt(lambda: self._inspect(request, stream))
         parts = request.parts
         said = self._spelled(opened.device if opened is not None else CPU)
-        deadline = self._control.deadline.total_seconds()
-        options = f"{said} deadline={deadline:g} local_modules={parts is not None and bool(parts.local_modules)}"
+        timeout = self._control.timeout.total_seconds()
+        options = f"{said} timeout={timeout:g} local_modules={parts is not None and bool(parts.local_modules)}"
         src = self._options.src
         view: dict[str, Any] = {
             "loader": self._loader,
@@ -304,7 +304,7 @@ class Preparation:
             return known
         compact, flow = known.compact if reads else bytes(nbytes), self._ways.flow(opened.device, False, "one")
         if opened.device == CPU:
-            board, limit = Board.alone(), self._control.deadline.total_seconds() + nbytes / SLOWEST
+            board, limit = Board.alone(), self._control.timeout.total_seconds() + nbytes / SLOWEST
             with self._watch.guards(board):
                 received, steps = sharing.through_host(compact, flow, route, board, limit)
         else:

@@ -36,7 +36,7 @@ class Mapping:
     """Name of the module that holds the model proper below its head. Names in the checkpoint may have or lack it."""
     ties: tuple[tuple[str, str], ...] = ()
     """Pairs of names of the model that have one value. What fills one fills the other, where the checkpoint does not; also
-    when parallelising the model has made two tensors of them."""
+    when parallelizing the model has made two tensors of them."""
     aliases: tuple[Rename, ...] = ()
     """Renames of the model's names to those that rules and checkpoints speak of, where a wrapper has given it others."""
     required: bool = True

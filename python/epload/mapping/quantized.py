@@ -84,7 +84,7 @@ def with_scales(
         for target, view in wide:
             if not dtypes.is_wide(targets.dtypes[target]):
                 raise ModelMismatch(
-                    f"{name} cannot be dequantised to {dtypes.name(targets.dtypes[target])} of the model"
+                    f"{name} cannot be dequantized to {dtypes.name(targets.dtypes[target])} of the model"
                 )
             if prod(blocks) != prod(manifest.shapes[i]) and not _runs_within_rows(view, manifest.shapes[i]):
                 raise ModelMismatch(

@@ -186,7 +186,7 @@ def _rope(operation: Any, transform: Any, config: Any) -> Operation:
 
 @dataclass(frozen=True)
 class Inexpressible(Operation):
-    """An operation of the library that computes values, such as (de)quantising."""
+    """An operation of the library that computes values, such as (de)quantizing."""
 
     name: str
 

@@ -57,7 +57,7 @@ def unwrap(model: nn.Module, names: Collection[str]) -> Unwrapped:
 
 
 def transparent(model: nn.Module, names: Collection[str]) -> tuple[Rename, ...]:
-    """Aliases for wrappers that change nothing but names: torch.compile and data parallelism, around the model or around a
+    """Aliases for wrappers that change nothing but names: torch.compile and data parallelizm, around the model or around a
     module of it."""
     text = "\n".join(names)  # is searched faster than each name
     found = [*compiled(names)] if "_orig_mod." in text else []

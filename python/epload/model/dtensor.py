@@ -37,7 +37,7 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
 def understated_axes(modules: Iterable[nn.Module]) -> dict[int, int]:
     """The mesh axis along which FSDP shards each parameter (by its id), on a torch whose DTensor may say less of it than is true.
 
-    FSDP shards what tensor parallelism left to a rank, which is a _StridedShard of as many parts as other axes make of that dim.
+    FSDP shards what tensor parallelizm left to a rank, which is a _StridedShard of as many parts as other axes make of that dim.
     torch 2.11 does not count axes that are themselves a _StridedShard (a fused projection), and says Shard.
     """
     if _TORCH >= _FSDP_COUNTS_STRIDED_SHARDS:

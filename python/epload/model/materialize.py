@@ -35,8 +35,8 @@ class Unfilled:
 
 
 @collector.paused()
-def materialise(model: nn.Module, targets: Targets, device: torch.device, private: bool | None = None) -> None:
-    """Replaces meta tensors by uninitialised ones; leaves others alone. Ties are kept, and the identity of DTensor
+def materialize(model: nn.Module, targets: Targets, device: torch.device, private: bool | None = None) -> None:
+    """Replaces meta tensors by uninitialized ones; leaves others alone. Ties are kept, and the identity of DTensor
     parameters; plain tensors become new objects, as with ``to_empty``.
 
     All are made on ``device``, but for parameters that FSDP keeps on CPU and DTensors on a mesh of CPUs.
@@ -56,7 +56,7 @@ def materialise(model: nn.Module, targets: Targets, device: torch.device, privat
         on_cpu = id(tensor) in apart or (isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cpu")
         return torch.device("cpu") if on_cpu else device
 
-    (_materialise_private if private else _materialise_public)(model, dtype_of, home)
+    (_materialize_private if private else _materialize_public)(model, dtype_of, home)
     # Plain parameters and buffers are replaced, not refilled: find the new objects under the names of the old.
     if any(t.is_meta for t in targets.tensors):
         state = model.state_dict(keep_vars=True)
@@ -85,7 +85,7 @@ def _is_simple(tensor: Tensor) -> bool:
     return type(local) in (Tensor, nn.Parameter) and type(tensor) in (Tensor, nn.Parameter, DTensor)
 
 
-def _materialise_public(model: nn.Module, dtype_of: dict[int, torch.dtype], home: Home) -> None:
+def _materialize_public(model: nn.Module, dtype_of: dict[int, torch.dtype], home: Home) -> None:
     made: dict[int, Tensor] = {}
 
     def fill(tensor: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def _tied_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     return [found for found in places.values() if len(found) > 1]
 
 
-def _materialise_private(model: nn.Module, dtype_of: dict[int, torch.dtype], home: Home) -> None:
+def _materialize_private(model: nn.Module, dtype_of: dict[int, torch.dtype], home: Home) -> None:
     plain: dict[int, nn.Parameter] = {}
     buffers: dict[int, Tensor] = {}
     kept: list[Tensor] = []  # so that no id is given to another buffer

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from epload.model import dtensor
 from epload.model.devices import Devices
 from epload.model.state_entries import loads_itself
-from epload.model.targets import Targets, customises_state, walk
+from epload.model.targets import Targets, customizes_state, walk
 from epload.native.extension import _C
 
 
@@ -93,7 +93,7 @@ def _has_a_say(module: nn.Module) -> bool:
     """Whether what a module owns cannot be told from dicts: it says itself what its state is, or is scripted."""
     owns = (module._modules, module._parameters, module._buffers)
     return (
-        customises_state(module) or bool(loads_itself("", module)) or not all(isinstance(place, dict) for place in owns)
+        customizes_state(module) or bool(loads_itself("", module)) or not all(isinstance(place, dict) for place in owns)
     )
 
 

@@ -131,14 +131,14 @@ def read(model: nn.Module, prefix: str = "") -> list[tuple[str, Tensor]]:
 
 def staged(
     model: nn.Module,
-    customised: Sequence[tuple[str, nn.Module]],
+    customized: Sequence[tuple[str, nn.Module]],
     loading: Sequence[tuple[str, nn.Module]],
     entries: Sequence[tuple[str, Tensor]],
 ) -> tuple[Staged, ...]:
     """The modules whose entries are copies, and those that load themselves.
 
     Args:
-        customised: modules that say themselves what their state is, each with its prefix, parents first.
+        customized: modules that say themselves what their state is, each with its prefix, parents first.
         loading: modules with loading of their own, likewise.
         entries: of the whole model; names of none of them occur twice.
 
@@ -159,7 +159,7 @@ def staged(
         if names:
             found.append(Staged(prefix, module, names))
     copies = {name: tensor for name, tensor in rest.items() if not own(tensor)}
-    for prefix, module in reversed(customised):
+    for prefix, module in reversed(customized):
         if not any(name.startswith(prefix) for name in copies):
             continue
         mine = tuple(name for name, tensor in read(module, prefix) if name in copies and not own(tensor))

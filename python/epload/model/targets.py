@@ -251,7 +251,7 @@ def _state(
         kind = type(module)
         if kind not in plain:
             state_entries.refuse(prefix, kind)
-            plain[kind] = not customises_state(module)
+            plain[kind] = not customizes_state(module)
         if module._state_dict_hooks or not plain[kind]:
             asked = True
         if state_entries.loads_itself("", module):
@@ -276,8 +276,8 @@ def _state(
     if not asked:
         return found, ()
     entries = state_entries.read(model)
-    customised = [(prefix, module) for prefix, module in modules if customises_state(module)]
-    staged = state_entries.staged(model, customised, loading, entries)
+    customized = [(prefix, module) for prefix, module in modules if customizes_state(module)]
+    staged = state_entries.staged(model, customized, loading, entries)
     hidden = state_entries.hidden(found, entries)
     for name, tensor in hidden.items():
         behind = any(module.covers(name) for module in staged)
@@ -285,7 +285,7 @@ def _state(
     return entries, staged
 
 
-def customises_state(module: nn.Module) -> bool:
+def customizes_state(module: nn.Module) -> bool:
     """Whether a module has a say in the names and tensors of its state dict."""
     kind = type(module)
     return bool(module._state_dict_hooks) or not (

@@ -321,7 +321,7 @@ def _refuse_meta(op: str, tensors: Sequence[Tensor]) -> None:
     """The fakes also stand for the meta device, where there is nothing to copy. Fake tensors are a type of their own."""
     for i, tensor in enumerate(tensors):
         if tensor.is_meta and type(tensor) in (Tensor, torch.nn.Parameter):
-            raise ValueError(f"{op}: tensor {i} is on meta and holds no data; materialise it first (to_empty)")
+            raise ValueError(f"{op}: tensor {i} is on meta and holds no data; materialize it first (to_empty)")
 
 
 @torch.library.register_fake("epload::coalesced_bcast")  # type: ignore[untyped-decorator]

@@ -100,7 +100,7 @@ class Flow:
 
         Each node's leader (or, striped, each rank, with its stripe of every bucket) stands in a ring with those of the other
         nodes, and every bucket goes once around from its reader's node to the one before. A rank takes its own node's buckets
-        first, then those of the node before, and so on, so that all links are busy and neighbours agree on the order.
+        first, then those of the node before, and so on, so that all links are busy and neighbors agree on the order.
         Without shared buffers, the same order goes on from the leader along a chain of its node's ranks.
 
         Args:
@@ -109,7 +109,7 @@ class Flow:
         node = self.nodes[self.node]
         leader = self.rank if self.algorithm == "striped" else self.leaders[self.node]
         chain = () if self.shared else (leader, *(rank for rank in node if rank != leader))
-        before, after = _neighbours(chain, self.rank)
+        before, after = _neighbors(chain, self.rank)
         steps = []
         count = len(self.nodes) if self.crosses else 1
         for distance in range(count):
@@ -172,7 +172,7 @@ def stripe(begin: int, end: int, count: int, index: int) -> tuple[int, int]:
     return low, min(end, low + each)
 
 
-def _neighbours(chain: Sequence[int], rank: int) -> tuple[int, int]:
+def _neighbors(chain: Sequence[int], rank: int) -> tuple[int, int]:
     if rank not in chain:
         return -1, -1
     at = chain.index(rank)

@@ -43,7 +43,7 @@ class Cluster:
     """Between nodes."""
     hop_inside: float = 0.0
     fixed: float = 0.0
-    """Of every load: walking the model, the plan, materialising."""
+    """Of every load: walking the model, the plan, materializing."""
     per_rank: float = 0.0
     """More of that for every rank: agreement goes through one store."""
 

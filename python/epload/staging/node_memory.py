@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from epload.control.control import Control
-from epload.errors import Overdue, Told
+from epload.errors import RemoteFailure, WaitTimeout
 from epload.native import ops
 
 BUFFERS = 2
@@ -67,8 +67,8 @@ class Board:
         """Returns when each of ``ranks`` has finished ``stage`` of so many waves.
 
         Raises:
-            Overdue: it took longer than ``limit``.
-            Told: a rank failed, and the node has been told.
+            WaitTimeout: it took longer than ``limit``.
+            RemoteFailure: a rank failed, and the node has been told.
         """
         slots = [self._ranks.index(rank) * len(STAGES) + STAGES.index(stage) for rank in ranks]
         until = monotonic() + limit.total_seconds()
@@ -79,10 +79,10 @@ class Board:
             if left <= 0:
                 break
         if behind == ops.BOARD_FAILED:
-            raise Told("another rank failed")
+            raise RemoteFailure("another rank failed")
         if behind != ops.BOARD_REACHED:
             rank = self._ranks[behind // len(STAGES)]
-            raise Overdue(
+            raise WaitTimeout(
                 f"rank {self._ranks[self._me]} waited {limit.total_seconds():.0f} s for rank {rank} of its node, which has "
                 f"not {stage} wave {waves - 1}"
             )

@@ -20,7 +20,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.cluster.topology import Route
 from epload.control.control import Control
 from epload.core.regions import Regions, packed
-from epload.errors import LoadError, Told
+from epload.errors import LoadError, RemoteFailure
 from epload.native import ops
 from epload.planning.plan import HEADER_BYTES, Bucket, LoadPlan
 from epload.planning.schedule import Flow
@@ -220,7 +220,7 @@ class DeviceTransfer:
         self._report.phases[self._phase].nbytes += bucket.nbytes
         self._report.transport_steps += steps_of(route, self._flow, bucket.nbytes)
 
-    def _receive(self, number: int, buffer: int) -> Regions | Told:
+    def _receive(self, number: int, buffer: int) -> Regions | RemoteFailure:
         """Waits for a bucket from another rank, as far as its header."""
         with self._report.timed(self._phase):
             header = self._staging.fetch_header(buffer)

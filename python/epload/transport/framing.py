@@ -16,7 +16,7 @@ from torch import Tensor
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.control.control import Control
-from epload.errors import CheckpointError, LoadError, Told, text_of
+from epload.errors import CheckpointError, LoadError, RemoteFailure, text_of
 from epload.native import ops
 from epload.planning.plan import HEADER_BYTES, LoadPlan
 
@@ -89,7 +89,7 @@ class Framing:
         buffer[:HEADER_BYTES] = _bytes(BucketHeader(number, status, nbytes, checksum, self._fingerprint).pack())
         return failure
 
-    def check(self, number: int, header: Tensor, body: Tensor) -> Told | None:
+    def check(self, number: int, header: Tensor, body: Tensor) -> RemoteFailure | None:
         """What the reader of a bucket that has arrived says went wrong.
 
         Args:
@@ -107,7 +107,7 @@ class Framing:
             )
         if found.status != STATUS_ABORT:
             return None
-        return Told(bytes(body[: found.nbytes].tolist()).decode(errors="replace"))
+        return RemoteFailure(bytes(body[: found.nbytes].tolist()).decode(errors="replace"))
 
     def verify(self, number: int, reader: int, bucket: Tensor) -> None:
         """Raises LoadError when the payload of a bucket (uint8 on CPU) is not what its checksum says."""
@@ -118,10 +118,10 @@ class Framing:
                 f"checksum is not {sent:#018x}; the network or the memory of a machine changes bits"
             )
 
-    def told(self) -> Told | None:
+    def told(self) -> RemoteFailure | None:
         """What another rank said of a failure, if one did."""
         failure = self._control.known()
-        return Told(failure.text) if failure is not None else None
+        return RemoteFailure(failure.text) if failure is not None else None
 
     def could_not(self, what: str, numbers: Sequence[int], error: Exception) -> LoadError:
         """``what``: "read" or "unpack"."""

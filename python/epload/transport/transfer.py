@@ -15,7 +15,7 @@ from tqdm import tqdm
 from epload.checkpoint.base import Checkpoint
 from epload.cluster.topology import Route
 from epload.control.control import Control
-from epload.errors import LoadError, Overdue, Told, text_of
+from epload.errors import LoadError, RemoteFailure, WaitTimeout, text_of
 from epload.native import ops
 from epload.planning.plan import HEADER_BYTES, Bucket, LoadPlan
 from epload.planning.schedule import Flow, Step
@@ -31,7 +31,7 @@ _ALIGNMENT = 64
 _ENDED = 1 << 30
 """What a rank posts that takes no further part, since a reader gave up."""
 SLOWEST = 10e6
-"""Bytes a second; a step that moves bytes has the deadline and what they take at this rate."""
+"""Bytes a second; a step that moves bytes has the timeout and what they take at this rate."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Transfer:
             memory: buffers of at least ``wave_bytes(plan, per_wave)``.
             target: what buckets are unpacked into.
             checkpoint: None on a rank that does not read.
-            control: where failures are told; its deadline is how long a rank waits for another.
+            control: where failures are told; its timeout is how long a rank waits for another.
             framing: writes and checks the buckets' headers; with checksums, each node checks them before it unpacks.
             waves_before: that other transfers of this load have moved through the same memory; all ranks are done with them.
         """
@@ -106,7 +106,7 @@ class Transfer:
         self._control = control
         self._uploader = target if isinstance(target, Uploader) else None
         largest = max((bucket.nbytes for bucket in plan.buckets), default=0)
-        self._message_limit = control.deadline + timedelta(seconds=per_wave * largest / SLOWEST)
+        self._message_limit = control.timeout + timedelta(seconds=per_wave * largest / SLOWEST)
         self._limit = 1.25 * self._message_limit + timedelta(seconds=2)  # the network's passes first, and says more
         self._stages_at: dict[str, str] = {}
         self._framing = framing
@@ -276,7 +276,7 @@ class Transfer:
             return
         phase = "inter_node" if self._flow.crosses and self._route.inter_group else "intra_node"
         table = torch.tensor(steps, dtype=torch.int64)
-        self._at("relay", f"passes on buckets {buckets[0][0]} to {buckets[-1][0]}, {_neighbours(steps)}")
+        self._at("relay", f"passes on buckets {buckets[0][0]} to {buckets[-1][0]}, {_neighbors(steps)}")
         try:
             with self._report.timed(phase):
                 messages = ops.relay(
@@ -305,9 +305,9 @@ class Transfer:
         """What a message that did not arrive means."""
         text = text_of(error)
         if "given up" in text:
-            return Told(text)
+            return RemoteFailure(text)
         late = "Timed out" in text or "timeout" in text
-        kind = Overdue if late else LoadError
+        kind = WaitTimeout if late else LoadError
         return kind(
             f"rank {self._flow.rank} could not pass on bucket {number} ({self._framing.names([number])}): {text}"
         )
@@ -367,7 +367,7 @@ class Transfer:
         return gave_up
 
 
-def _neighbours(steps: list[Step]) -> str:
+def _neighbors(steps: list[Step]) -> str:
     """From and to whom this rank passes bytes."""
     sources = sorted({rank for step in steps for rank in step[2:4] if rank >= 0})
     sinks = sorted({rank for step in steps for rank in step[4:6] if rank >= 0})

@@ -1,4 +1,4 @@
-"""fp8 weights with block scales: kept as they are, or dequantised while loading; and dtypes by pattern."""
+"""fp8 weights with block scales: kept as they are, or dequantized while loading; and dtypes by pattern."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def weight(seed: int, rows: int = ROWS, columns: int = COLUMNS) -> tuple[Tensor,
     return torch.randn(rows, columns, generator=made).to(FP8), scale
 
 
-def dequantised(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantized(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The reference: one scale for each 128 x 128."""
     full = scale.repeat_interleave(128, 0)[: value.shape[0]].repeat_interleave(128, 1)[:, : value.shape[1]]
     return (value.float() * full).to(dtype)
@@ -60,7 +60,7 @@ def checkpoint() -> dict[str, Tensor]:
 
 def expected(file: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     whole = {
-        name.removesuffix(".weight"): dequantised(value, file[f"{name}_scale_inv"], dtype)
+        name.removesuffix(".weight"): dequantized(value, file[f"{name}_scale_inv"], dtype)
         for name, value in file.items()
         if f"{name}_scale_inv" in file
     }
@@ -139,7 +139,7 @@ def _sharded(dim: int) -> Any:
     return lambda parameter: Shard(dim if parameter.ndim > dim and parameter.shape[dim] % 4 == 0 else 0)
 
 
-def test_pytorch_175884_fp8_weights_are_kept_or_dequantised(tmp_path: Path) -> None:
+def test_pytorch_175884_fp8_weights_are_kept_or_dequantized(tmp_path: Path) -> None:
     store(tmp_path)
     all_fine(ranks.run(4, _load, tmp_path))
 
@@ -180,7 +180,7 @@ MISTAKES: dict[str, tuple[dict[str, Tensor], dict[str, Tensor], str]] = {
     ),
     "an integer in the model": (
         {"a.weight": VALUE, "a.weight_scale_inv": SCALE}, {"a.weight": torch.empty(ROWS, COLUMNS, dtype=torch.int32)},
-        "a.weight cannot be dequantised to int32",
+        "a.weight cannot be dequantized to int32",
     ),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Materialising: the private and the public path give equal models, which FSDP2 can run and a load can fill."""
+"""Materializing: the private and the public path give equal models, which FSDP2 can run and a load can fill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import epload
 import ranks
 from epload import HierarchicalLoader, Topology
 from epload.model.dtensor import private_path_available
-from epload.model.materialize import materialise
+from epload.model.materialize import materialize
 from epload.model.targets import collect
 from test_loader import BUCKET, NODES, Net, all_fine, local_of, only_readers, sharded, state_for, wrong
 
@@ -131,7 +131,7 @@ def _both_paths(rank: int) -> list[str]:
                 objects = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor) or not p.is_meta}
                 before = description(model)
                 targets = collect(model, dtype)
-                materialise(model, targets, CPU, private=private)
+                materialize(model, targets, CPU, private=private)
                 described.append(description(model))
                 after = dict(model.named_parameters())
                 said += [
@@ -183,7 +183,7 @@ def _training(rank: int) -> list[str]:
     rate.step()
     for private in (True, False):
         model = as_one()
-        materialise(model, collect(model), CPU, private=private)
+        materialize(model, collect(model), CPU, private=private)
         HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET).load(
             model, only_readers(full), init_missing=lambda module, path, names: None
         )
@@ -227,7 +227,7 @@ def test_one_process() -> None:
     for private in (True, False):
         model = on_meta(Plain)
         targets = collect(model, torch.bfloat16)
-        materialise(model, targets, CPU, private=private)
+        materialize(model, targets, CPU, private=private)
         models.append(description(model))
         assert model.head.weight is model.embed.weight
         assert model.also is model.turned
@@ -258,14 +258,14 @@ def test_a_buffer_of_two_modules_stays_one(private: bool) -> None:
         model.b.x = model.a.x
     state = {name: torch.full(t.shape, 1.0 + i) for i, (name, t) in enumerate(Shares().state_dict().items())}
     state["b.x"] = state["a.x"]
-    materialise(model, collect(model), torch.device("cpu"), private=private)
+    materialize(model, collect(model), torch.device("cpu"), private=private)
     assert model.a.x is model.b.x
     epload.load(model, state, progress=False)
     assert torch.equal(model.b.x, state["a.x"])
 
 
 def test_computing_buffers_leaves_loaded_weights_alone() -> None:
-    """A CLIP embedding owns weights beside its non-persistent buffer, and its initialiser would draw them anew."""
+    """A CLIP embedding owns weights beside its non-persistent buffer, and its initializer would draw them anew."""
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
     config = CLIPVisionConfig(
