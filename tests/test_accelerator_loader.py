@@ -350,7 +350,7 @@ def _traced(rank: int, semantics: str) -> list[str]:
         with fakedev.traced() as seen:
             report = loader.load(model, for_readers(state_for(2), readers))
         said += wrong(model, state_for(2))
-        staging = loader._device.staging
+        staging = loader._resources.device.staging
         assert staging is not None
         ours, copies = staging.stream.stream_id, staging.copies.stream_id
         if stream is not None and ours != stream.stream_id:
@@ -422,7 +422,7 @@ class Scene:
         self.model = Rows().to(DEVICE)
         self.loader.load(self.model, Counting(0))
         torch.accelerator.synchronize()
-        staging = self.loader._device.staging
+        staging = self.loader._resources.device.staging
         assert staging is not None
         self.staging = staging
         self.unpacked = 0
@@ -528,7 +528,7 @@ def _host_does_not_wait(rank: int) -> list[str]:
     model = Rows().to(DEVICE)
     loader.load(model, Counting(0).state if rank == 0 else None)
     torch.accelerator.synchronize()
-    staging, said = loader._device.staging, []
+    staging, said = loader._resources.device.staging, []
     assert staging is not None
     source = Counting(5)
     moved = []

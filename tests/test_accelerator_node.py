@@ -22,9 +22,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import fakedev
 import ranks
 from epload import HierarchicalLoader, Topology
-from epload.staging import node_memory
+from epload.staging import shared_memory
 from epload.staging.device import DeviceStaging
-from epload.transport.upload import Uploader
+from epload.transport.sinks import UploadSink
 from fakedev import build
 from test_accelerator_loader import (
     DEVICE,
@@ -67,7 +67,11 @@ def contract(rank: int, folder: Path) -> list[str]:
         said += [f"{readers}, from meta: {text}" for text in wrong(model, state_for(1))]
         report = loader.load(model, for_readers(state_for(2), "one" if readers == "auto" else readers))
         said += [f"{readers}, reload: {text}" for text in wrong(model, state_for(2))]
-        if loader._memory is None or not loader._memory.shared or report.phases["unpack"].nbytes == 0:
+        if (
+            loader._resources.memory is None
+            or not loader._resources.memory.shared
+            or report.phases["unpack"].nbytes == 0
+        ):
             said.append(f"{readers}: not by way of the node's memory, {report}")
         model(torch.arange(13).to(DEVICE))
         loader.load(model, folder / "one.safetensors")
@@ -129,7 +133,7 @@ def _traced(rank: int, semantics: str) -> list[str]:
     where: dict[str, Counter[int]] = {}
     for _, on, what in seen:
         where.setdefault(what, Counter())[on] += 1
-    staging = loader._device.staging
+    staging = loader._resources.device.staging
     assert staging is not None
     ours, copies = staging.stream.stream_id, staging.copies.stream_id
     if ours != stream.stream_id or set(where["copy"]) != {ours}:
@@ -190,10 +194,10 @@ def test_ranks_that_ask_for_different_ways_are_told() -> None:
 def _apart(rank: int) -> list[str]:
     loader = HierarchicalLoader(Topology.from_nodes([[0, 1]]), readers="partitioned", bucket_bytes=BUCKET)
     model = meta_net()
-    with mock.patch.object(node_memory, "_make", side_effect=OSError("no memfd here")):
+    with mock.patch.object(shared_memory, "_make", side_effect=OSError("no memfd here")):
         report = loader.load(model, state_for(1))
-    assert loader._memory is not None
-    said = ["the memory is shared"] * loader._memory.shared
+    assert loader._resources.memory is not None
+    said = ["the memory is shared"] * loader._resources.memory.shared
     if report.transport_steps < report.buckets:
         said.append(f"{report.transport_steps} steps for {report.buckets} buckets")
     return said + wrong(model, state_for(1))
@@ -226,7 +230,7 @@ class Scene:
         self.model = Rows().to(DEVICE)
         self.loader.load(self.model, self.state(0))
         torch.accelerator.synchronize()
-        staging = self.loader._device.staging
+        staging = self.loader._resources.device.staging
         assert staging is not None
         self.copies = staging.copies
         self.held = self.stream if rule == "wait_until_unpacked" else staging.copies
@@ -246,11 +250,11 @@ class Scene:
         if self.rank == 0:
             self.loader.load(self.model, self.state(salt))
             return True
-        unpack_really, settle_really = Uploader.unpack, self.loader._control.settle
+        unpack_really, settle_really = UploadSink.unpack, self.loader._control.settle
         self.taken = 0
 
-        def unpack(uploader: Uploader, *args: Any) -> None:
-            unpack_really(uploader, *args)
+        def unpack(sink: UploadSink, *args: Any) -> None:
+            unpack_really(sink, *args)
             self.taken += 1
 
         def release() -> None:
@@ -270,7 +274,7 @@ class Scene:
             return answer
 
         with (
-            mock.patch.object(Uploader, "unpack", unpack),
+            mock.patch.object(UploadSink, "unpack", unpack),
             mock.patch.object(self.loader._control, "settle", settle),
         ):
             self.loader.load(self.model, None)

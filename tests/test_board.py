@@ -20,7 +20,8 @@ import ranks
 from epload import HierarchicalLoader, LoadError, Topology
 from epload.errors import RemoteFailure
 from epload.native import ops
-from epload.staging.node_memory import STAGES, Board, NodeMemory
+from epload.staging.board import STAGES, Board
+from epload.staging.shared_memory import NodeMemory
 from test_loader import BUCKET, all_fine, meta_net, state_for, wrong
 
 LONG = 60.0
@@ -305,9 +306,9 @@ def cannot_share(rank: int, odd: int, what: str) -> list[str]:
                     said.append(f"{readers} {algorithm}: asked {refused.calls} times")
             else:
                 report = loader.load(model, state)
-            assert loader._memory is not None
-            if loader._memory.shared or loader._memory.ranks != (rank,):
-                said.append(f"{readers} {algorithm}: {loader._memory.ranks} share")
+            assert loader._resources.memory is not None
+            if loader._resources.memory.shared or loader._resources.memory.ranks != (rank,):
+                said.append(f"{readers} {algorithm}: {loader._resources.memory.ranks} share")
             if report.algorithm != "two_level":
                 said.append(f"{readers} {algorithm}: reports {report.algorithm}")
             said += [f"{readers} {algorithm}: {text}" for text in wrong(model, state)]

@@ -23,7 +23,7 @@ from epload.control.failure import FailureStore
 from epload.control.watch import Beats
 from epload.core.pieces import Piece
 from epload.native import ops
-from epload.staging.node_memory import Board
+from epload.staging.board import Board
 from test_loader import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 WAYS = (

@@ -351,7 +351,7 @@ def _known(rank: int, folder: Path) -> list[str]:
             [("one", one), ("two", two), ("one", one), ("two", two), ("three", two)]
         ):
             if number == 3 and rank == 1:
-                loader._preparation.manifest = None  # as after a load that failed on this rank alone
+                loader._agreement.inputs.manifest = None  # as after a load that failed on this rank alone
             with mock.patch.object(Manifest, "from_compact", wraps=Manifest.from_compact) as told:
                 loader.load(model, folder / f"{name}.safetensors")
             said += [f"{readers} {name} load {number}: {text}" for text in wrong(model, state)]

@@ -374,7 +374,7 @@ def after_loads(rank: int) -> list[str]:
 
     for what in ("meta", "a load", "two loads", "three"):
         load(what)
-    if loader._preparation.snapshot is None or loader._preparation.snapshot.read(model, (None, None)) is None:
+    if loader._agreement.inputs.snapshot is None or loader._agreement.inputs.snapshot.read(model, (None, None)) is None:
         said.append("no snapshot is in use")
     model(torch.arange(13)).sum().backward()
     load("a step")

@@ -21,8 +21,9 @@ from torch.distributed.fsdp import fully_shard
 import ranks
 from epload import HierarchicalLoader, Topology
 from epload.planning import schedule
-from epload.staging.node_memory import BUFFERS
-from epload.transport.transfer import Transfer
+from epload.planning.waves import Wave
+from epload.staging.shared_memory import BUFFERS
+from epload.transport.engine import Engine
 from test_loader import all_fine
 from test_memory import anonymous_and_shared
 
@@ -60,16 +61,16 @@ class Progress:
 @contextmanager
 def stopping(rank: int, victim: int, progress: Progress) -> Iterator[None]:
     """The victim stops itself when it comes to wave STOP_AT; every rank notes how far it is."""
-    last_of = Transfer._last_of
+    check = Engine._check
 
-    def noted(self: Transfer, index: int, wave: Any) -> bool:
+    def noted(self: Engine, wave: Wave) -> bool:
         if threading.current_thread() is threading.main_thread():  # unpacking, not relaying
-            progress.note(index)
-            if rank == victim and index == STOP_AT:
+            progress.note(wave.index)
+            if rank == victim and wave.index == STOP_AT:
                 os.kill(os.getpid(), signal.SIGSTOP)
-        return last_of(self, index, wave)
+        return check(self, wave)
 
-    Transfer._last_of = noted  # type: ignore[method-assign]
+    Engine._check = noted  # type: ignore[method-assign]
     yield
 
 

@@ -22,7 +22,7 @@ from epload.checkpoint.base import SafetensorsCheckpoint
 from epload.cluster.groups import Group
 from epload.control.control import Control
 from epload.native import ops
-from epload.staging import node_memory
+from epload.staging import shared_memory
 from epload.transport.local import _BoundLocal
 from netbed import slow_link
 
@@ -223,7 +223,7 @@ def broken(fault: Fault, path: Path, calls: int, timeout: float, mbit: int) -> I
     with ExitStack() as stack:
         stack.enter_context(moments.watched())
         if fault.kind == "full disk":
-            stack.enter_context(mock.patch.object(node_memory, "_make", full_disk))
+            stack.enter_context(mock.patch.object(shared_memory, "_make", full_disk))
         if fault.kind == "hook":
             stack.enter_context(mock.patch.object(HierarchicalLoader, "_initialize", bad_hook))
         yield moments

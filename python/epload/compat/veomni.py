@@ -70,9 +70,8 @@ def rank0_load_and_broadcast_weights(
     source = _converted(model, weights_path)
     options.setdefault("mapping", _mapping(model, bool(kwargs.get("is_peft_model")), source is not None, tie))
     try:
-        report = load(
-            model, weights_path if source is None else source, **{"readers": "one", "progress": False} | options
-        )
+        defaults: dict[str, Any] = {"readers": "one", "progress": False}
+        report = load(model, weights_path if source is None else source, **defaults | options)
     finally:
         if source is not None:
             source.close()

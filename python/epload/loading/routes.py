@@ -1,113 +1,113 @@
-"""Which ranks read and over what a load's buckets go, as a loader's options, its topology and the model's device have it."""
+"""The route of a load: who reads, over which groups, in which memory, and why. Resolved once, before data moves."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from epload.cluster.topology import Route, Topology
+from epload.loading.request import Options
 from epload.model.devices import CPU
-from epload.planning.plan import HEADER_BYTES
-from epload.planning.schedule import ALGORITHMS, READERS, Flow, buckets_per_wave
-from epload.transport.device_side import DeviceSide
-from epload.verify.proof import VERIFY
+from epload.planning.schedule import Flow, buckets_per_wave
 
 
 @dataclass(frozen=True)
-class Options:
-    """Of one loader, equal on all its ranks. See ``HierarchicalLoader``."""
+class RoutePlan:
+    """How the buckets of a load move. ``routes`` differ from rank to rank; the rest is equal on all but for ``flow.rank``."""
 
-    readers: str
-    """One of READERS, or "auto"."""
-    algorithm: str
-    src: int
-    bucket_bytes: int
-    verify: str
-
-    def __post_init__(self) -> None:
-        """Raises ValueError, TypeError."""
-        for name, allowed in (("readers", ("auto", *READERS)), ("algorithm", ALGORITHMS), ("verify", VERIFY)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"expected {name} to be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if self.readers == "per_node" and self.algorithm == "flat":
-            raise ValueError("readers='per_node' has no step between nodes, so it does not go with algorithm='flat'")
-        if not isinstance(self.bucket_bytes, int) or isinstance(self.bucket_bytes, bool):
-            raise TypeError(
-                f"expected bucket_bytes to be a number of bytes as an int, such as 500 * 10**6, got {self.bucket_bytes!r}"
-            )
-        if self.bucket_bytes < HEADER_BYTES + 16:
-            raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + 16}, got {self.bucket_bytes}")
-
-    @property
-    def checksums(self) -> bool:
-        """Whether buckets carry them. Where every byte is proven after the load there is nothing left for them to find."""
-        return self.verify in ("buckets", "sample")
-
-    @property
-    def proves(self) -> bool:
-        """Whether shards are compared with the checkpoint after the load."""
-        return self.verify in ("sample", "full")
+    flow: Flow
+    """Who reads each bucket, and who passes it on."""
+    routes: Mapping[int, Route]
+    """The groups over which a rank's buckets come, by the rank that reads them; empty where nothing moves between ranks."""
+    on_host: bool
+    """Whether buckets are staged in host memory; else in buffers on the device."""
+    note: str
+    """Why another algorithm is used than was asked for; empty if none is."""
 
 
-class Ways:
-    """Of one loader. Collective only where :meth:`route` or :meth:`route_of` has to make groups."""
+class Router:
+    """Resolves the routes of one loader's loads, from its options, its topology and the model's device."""
 
-    def __init__(self, topology: Topology, options: Options, device: DeviceSide) -> None:
+    def __init__(self, topology: Topology, options: Options) -> None:
         self._topology = topology
-        self._readers = options.readers
-        self._algorithm = options.algorithm
-        self._src = options.src
-        self._device = device
+        self._options = options
 
-    def flow(self, device: torch.device, shared: bool, readers: str) -> Flow:
-        """``shared``: whether a node's ranks share their staging buffers in host memory."""
-        if device != CPU:
-            return self._device.flow(readers, shared)
-        algorithm = self._algorithm
-        if algorithm == "striped" and self._why_not_striped(device, shared, readers):
+    def may_read(self, device: torch.device) -> bool:
+        """Whether this rank may be asked to read. With ``readers="auto"`` each rank may that can."""
+        readers = "every" if self._options.readers == "auto" else self._options.readers
+        return self.flow(device, readers, shared=True).reads
+
+    def stages_on_host(self, device: torch.device) -> bool:
+        """Whether buckets may be staged in host memory, where a buffer holds several."""
+        readers = "one" if self._options.readers == "auto" else self._options.readers
+        return device == CPU or self._by_node(readers)
+
+    def buckets_per_wave(self, device: torch.device, wave_bytes: int) -> int:
+        """Buckets in a wave: those that share a staging buffer, or on a device one for each leader that reads."""
+        if self.stages_on_host(device):
+            return buckets_per_wave(self._topology.nodes, self._options.readers, wave_bytes)
+        return len(self._topology.nodes) if self._options.readers in ("partitioned", "auto") else 1
+
+    def manifest_route(self, device: torch.device) -> Route:
+        """The route from rank ``src`` for the manifest, and for buckets that are not striped. Collective where its groups are not
+        there yet."""
+        if device == CPU and self._options.sent_algorithm == "striped":
+            return self._topology.route(self._options.src)
+        return self._route(self.flow(device, "one", shared=device == CPU), self._options.src)
+
+    def flow(self, device: torch.device, readers: str, shared: bool) -> Flow:
+        """``shared``: whether the ranks of a node have memory that they share."""
+        algorithm = self._options.sent_algorithm
+        if algorithm == "striped" and self._why_not_striped(device, readers, shared):
             algorithm = "two_level"
-        return Flow(self._topology.nodes, self._topology.rank, self._src, readers, algorithm, shared)
+        topology = self._topology
+        shared = shared and (device == CPU or self._by_node(readers))
+        return Flow(topology.nodes, topology.rank, self._options.src, readers, algorithm, shared)
 
-    def fallback(self, device: torch.device, shared: bool, readers: str) -> str:
-        """What to tell of an algorithm that is not used though it was asked for; empty if there is none."""
-        why = self._why_not_striped(device, shared, readers) if self._algorithm == "striped" else ""
-        return f"two_level in place of striped, as {why}" if why else ""
+    def resolve(self, device: torch.device, readers: str, shared: bool, manifest_route: Route) -> RoutePlan:
+        """Collective where groups are not there yet."""
+        flow = self.flow(device, readers, shared)
+        on_host = device == CPU or flow.shared
+        why = self._why_not_striped(device, readers, shared) if self._options.sent_algorithm == "striped" else ""
+        note = f"two_level in place of striped, as {why}" if why else ""
+        return RoutePlan(flow, self._routes(flow, on_host, manifest_route), on_host, note)
 
-    def _why_not_striped(self, device: torch.device, shared: bool, readers: str) -> str:
+    def _routes(self, flow: Flow, on_host: bool, manifest_route: Route) -> dict[int, Route]:
+        src = self._options.src
+        if flow.readers == "every":
+            return {}
+        if on_host:
+            striped = flow.algorithm == "striped" and flow.crosses
+            route = self._topology.striped_route(src) if striped else manifest_route
+            return {reader: replace(route, src=reader) for reader in flow.turns}
+        if len(self._topology.ranks) == 1:
+            return {}
+        if flow.readers == "per_node":
+            route = self._route(flow, src)
+            return {route.leader: replace(route, src=route.leader, inter_group="")}
+        return {reader: self._route(flow, reader) for reader in flow.turns}
+
+    def _route(self, flow: Flow, src: int) -> Route:
+        if flow.algorithm == "flat":
+            return self._topology.flat_route(src)
+        return (self._topology.striped_route if flow.algorithm == "striped" else self._topology.route)(src)
+
+    def _by_node(self, readers: str) -> bool:
+        """Whether the ranks of a node copy what they keep out of shared host memory, each over its own link to its device:
+        where buckets do not cross nodes, unless an algorithm for sending them was asked for."""
+        nodes = self._topology.nodes
+        crosses = len(nodes) > 1 and readers != "per_node"
+        several = any(len(node) > 1 for node in nodes)
+        return self._options.algorithm == "auto" and several and not crosses and readers != "every"
+
+    def _why_not_striped(self, device: torch.device, readers: str, shared: bool) -> str:
         """Empty if nothing speaks against it. Where no bucket moves between ranks, nothing does."""
-        if device != CPU:
-            return self._device.why_not_striped(readers)
         if readers == "every" or len(self._topology.ranks) == 1:
             return ""
         if not self._topology.even:
             return "node sizes differ"
-        return "" if shared else "the ranks of a node share no memory"
-
-    def may_read(self, device: torch.device) -> bool:
-        """Whether this rank may be asked to read. With "auto" whoever can."""
-        readers = "every" if self._readers == "auto" else self._readers
-        return self.flow(device, True, readers).reads
-
-    def route(self, device: torch.device) -> Route:
-        """That of the manifest, and of the data unless it is striped."""
-        if device != CPU:
-            return self._device.route(self._device.flow("one"), self._src)
-        topology = self._topology
-        return topology.flat_route(self._src) if self._algorithm == "flat" else topology.route(self._src)
-
-    def route_of(self, flow: Flow, route: Route) -> Route:
-        """Of buckets in host memory; ``route`` is the manifest's."""
-        striped = flow.algorithm == "striped" and flow.crosses
-        return self._topology.striped_route(self._src) if striped else route
-
-    def share_buffers(self, device: torch.device) -> bool:
-        """Whether several buckets may be in one staging buffer."""
-        return device == CPU or self._device.needs_memory(self._readers)
-
-    def per_wave(self, device: torch.device, wave: int) -> int:
-        """Buckets that make a wave of ``wave`` bytes: those that share a staging buffer, or on a device one for each leader that
-        reads."""
-        if self.share_buffers(device):
-            return buckets_per_wave(self._topology.nodes, self._readers, wave)
-        return len(self._topology.nodes) if self._readers in ("partitioned", "auto") else 1
+        if device == CPU:
+            return "" if shared else "the ranks of a node share no memory"
+        return "no bucket crosses nodes" if readers == "per_node" else ""

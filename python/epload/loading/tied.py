@@ -7,14 +7,18 @@ often sharded as one, which cannot be taken apart any more, so that the load is 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
+from epload.control.control import Control
+from epload.core import dtypes
+from epload.core.attempt import attempt
 from epload.core.pieces import Piece
 from epload.errors import ModelMismatch
 from epload.planning.plan import Twin
@@ -23,35 +27,58 @@ _CHUNK = 4 << 20
 """Elements that are compared at a time."""
 
 
-class Comparison:
-    """Compares twins, and remembers which were equal until a file changes."""
+class TiedWeights:
+    """Compares twins on the rank that every checkpoint has, as the others would read the same. Remembers which were equal until a
+    file changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, control: Control, src: int) -> None:
+        self._control = control
+        self._src = src
         self._equal: set[tuple[object, ...]] = set()
 
-    def check(
-        self, checkpoint: Checkpoint, manifest: Manifest, twins: Iterable[Twin], progress: Callable[[int], None]
-    ) -> None:
+    def compare(self, checkpoint: Checkpoint, manifest: Manifest, twins: Sequence[Twin]) -> None:
         """Reads each pair once, in bounded memory, unless it lies in the same place or was compared before.
-
-        Args:
-            progress: told of the bytes read, from time to time.
 
         Raises:
             ModelMismatch: a pair differs; it names both.
             CheckpointError: they cannot be read.
         """
-        facts = _identity(manifest)
+        if self._control.rank != self._src or not twins:
+            return
+        self._control.doing = "comparing tied weights"
+        identity = _identity(manifest)
         equal: set[tuple[object, ...]] = set()
         for twin in twins:
-            known = (
-                None if facts is None else (facts, manifest.names[twin.kept], manifest.names[twin.left_out], twin.dtype)
-            )
-            if known is None or known not in self._equal:
-                _check(checkpoint, manifest, twin, progress)
-            if known is not None:
-                equal.add(known)
+            key = None
+            if identity is not None:
+                key = identity, manifest.names[twin.kept], manifest.names[twin.left_out], twin.dtype
+            if key is None or key not in self._equal:
+                _check(checkpoint, manifest, twin, self._progress)
+            if key is not None:
+                equal.add(key)
         self._equal = equal
+
+    def compare_anywhere(self, checkpoint: Checkpoint | None, manifest: Manifest, twins: Sequence[Twin]) -> None:
+        """The same where ranks hold different modules, so that the source rank need not have the tie itself. Collective."""
+        mine = [[*twin[:2], dtypes.name(twin.dtype), *twin.names] for twin in twins]
+
+        def union(views: dict[int, list[list[Any]]]) -> list[list[Any]]:
+            return list({tuple(twin[:3]): twin for view in views.values() for twin in view}.values())
+
+        found: list[list[Any]] = self._control.settle("comparing tied weights", None, mine, union)
+        if not found:
+            return
+        all_twins = [Twin(a, b, dtypes.from_name(kind), (x, y)) for a, b, kind, x, y in found]
+
+        def compare() -> None:
+            if checkpoint is not None:
+                self.compare(checkpoint, manifest, all_twins)
+
+        _, failure = attempt(compare)
+        self._control.settle("comparing tied weights", failure, patience=2)
+
+    def _progress(self, nbytes: int) -> None:
+        self._control.progress += nbytes
 
 
 def _identity(manifest: Manifest) -> tuple[object, ...] | None:

@@ -22,7 +22,7 @@ from epload.core.pieces import Metadata, Pieces
 from epload.core.placement import OwnedRegion, intersect, owned_regions
 from epload.core.regions import ALIGNMENT, FIXED_COLUMNS
 from epload.core.views import View
-from epload.errors import ManifestMismatch, ModelMismatch
+from epload.errors import ModelMismatch
 from epload.mapping.mapping import Mapping
 from epload.mapping.place import Misfit, Place
 from epload.mapping.quantized import Scaling, with_scales
@@ -221,33 +221,6 @@ def make_plan(
         scalings=scalings,
         owned=_copied_bytes([bucket.copies for bucket in buckets], manifest),
     )
-
-
-def explain_difference(views: dict[int, list[str]], reference: int, limit: int = 5) -> ManifestMismatch:
-    """The error for ranks whose plans differ, from what each describes (see :func:`describe`)."""
-    ours = views[reference]
-    said = []
-    for rank, theirs in views.items():
-        for a, b in zip(ours, theirs, strict=False):
-            if a != b:
-                said.append(f"rank {reference} has {a!r} where rank {rank} has {b!r}")
-                if len(said) >= limit:
-                    break
-        if len(ours) != len(theirs):
-            extra, who = (ours, reference) if len(ours) > len(theirs) else (theirs, rank)
-            said.append(f"only rank {who} has {extra[min(len(ours), len(theirs))]!r}")
-    return ManifestMismatch("the ranks disagree, nothing was moved:\n  " + "\n  ".join(said[: limit + 1]))
-
-
-def describe(manifest: Metadata, targets: Targets, bucket_bytes: int, options: str) -> list[str]:
-    """A line an entry of everything in the fingerprint, for telling where two ranks differ."""
-    lines = [f"options: bucket_bytes={bucket_bytes} {options}"]
-    lines += [f"model {line}" for line in targets.describe()]
-    lines += [
-        f"checkpoint {name}: {dtypes.name(dtype)} {list(shape)}"
-        for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
-    ]
-    return lines
 
 
 @dataclass

@@ -75,12 +75,12 @@ class Framing:
         """
         nbytes = buffer.nbytes - HEADER_BYTES
         status = STATUS_OK
-        failure: LoadError | None = self.told()
+        failure: LoadError | None = self.remote_failure()
         if failure is None:
             try:
                 checkpoint.fill(buffer, self._plan.pieces(self._plan.buckets[number]))
             except Exception as error:
-                failure = self.tell("read", [number], error)
+                failure = self.publish_failure("read", [number], error)
         if failure is not None:
             text = str(failure).encode(errors="backslashreplace")[:nbytes]
             buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = _bytes(text)
@@ -118,22 +118,22 @@ class Framing:
                 f"checksum is not {sent:#018x}; the network or the memory of a machine changes bits"
             )
 
-    def told(self) -> RemoteFailure | None:
-        """What another rank said of a failure, if one did."""
+    def remote_failure(self) -> RemoteFailure | None:
+        """The failure that another rank has published, if any."""
         failure = self._control.known()
         return RemoteFailure(failure.text) if failure is not None else None
 
-    def could_not(self, what: str, numbers: Sequence[int], error: Exception) -> LoadError:
+    def describe_failure(self, what: str, numbers: Sequence[int], error: Exception) -> LoadError:
         """``what``: "read" or "unpack"."""
-        buckets = spell("bucket", numbers)
+        buckets = list_numbers("bucket", numbers)
         kind = CheckpointError if isinstance(error, CheckpointError) else LoadError
         failure = kind(f"rank {self._rank} could not {what} {buckets} ({self.names(numbers)}): {text_of(error)}")
         failure.__cause__ = error
         return failure
 
-    def tell(self, what: str, numbers: Sequence[int], error: Exception) -> LoadError:
-        """As :meth:`could_not`, and tells the readers, who end the transfer; this rank goes on with its part until they do."""
-        failure = self.could_not(what, numbers, error)
+    def publish_failure(self, what: str, numbers: Sequence[int], error: Exception) -> LoadError:
+        """As :meth:`describe_failure`, and publishes it, so that the readers end the transfer. This rank goes on until then."""
+        failure = self.describe_failure(what, numbers, error)
         self._control.fail(failure, hard=False)
         return failure
 
@@ -145,7 +145,7 @@ class Framing:
         return f"{' to '.join(ends)} of {self._manifest.source}"
 
 
-def spell(what: str, numbers: Sequence[int]) -> str:
+def list_numbers(what: str, numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"{what} {numbers[0]}"
     return f"{what}s {', '.join(map(str, numbers))}"

@@ -9,8 +9,8 @@ from torch import Tensor
 from epload.cluster.topology import Route
 from epload.native import ops
 from epload.planning.schedule import Flow
-from epload.staging.node_memory import Board
-from epload.transport.device_transfer import broadcast, steps_of
+from epload.staging.board import Board
+from epload.transport.movers import broadcast, broadcast_steps
 
 
 def through_host(compact: bytes, flow: Flow, route: Route, board: Board, limit: float) -> tuple[bytes, int]:
@@ -36,7 +36,7 @@ def on_stream(compact: bytes, flow: Flow, route: Route, stream: torch.Stream) ->
     with stream:
         there = _tensor(compact).to(stream.device)
         broadcast(there, route, flow.algorithm, stream)
-        return bytes(there.tolist()), steps_of(route, flow, there.nbytes)
+        return bytes(there.tolist()), broadcast_steps(route, flow, there.nbytes)
 
 
 def _tensor(compact: bytes) -> Tensor:

@@ -1,4 +1,4 @@
-"""Staging buffers that the ranks of one node share, and the board on which they tell each other how far they are.
+"""Staging buffers that the ranks of one node share, with the node's board.
 
 The memory is a memfd: it has no name in any file system, so that nothing is left behind however its processes end. The leader
 makes it, the others open it through ``/proc``. Where that is not possible (processes in different containers) every rank has
@@ -11,81 +11,18 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from datetime import timedelta
-from time import monotonic
 
 import torch
 from torch import Tensor
 
 from epload.control.control import Control
-from epload.errors import RemoteFailure, WaitTimeout
-from epload.native import ops
+from epload.staging.board import Board
 
 BUFFERS = 2
 """Waves under way at most."""
-STAGES = ("read", "relayed", "checked", "verified", "unpacked")
 _PAGE = 4096
 _TOKEN_BYTES = 16
 _ABANDONED: list[NodeMemory] = []
-_SLICE = 1.0
-"""Seconds that the interpreter is left alone at most, so that an interrupt is heard."""
-
-
-class Board:
-    """For each rank of a node and each stage, how many waves it has finished. Shared by threads and processes alike."""
-
-    def __init__(self, words: Tensor, ranks: Sequence[int], rank: int) -> None:
-        """``words``: int32, zeros."""
-        self.words = words
-        self._ranks = list(ranks)
-        self._me = self._ranks.index(rank)
-
-    @classmethod
-    def alone(cls) -> Board:
-        """For a rank that shares none."""
-        return cls(torch.zeros(cls.size(1), dtype=torch.int32), (0,), 0)
-
-    @staticmethod
-    def size(ranks: int) -> int:
-        """Words that a board for so many ranks takes."""
-        return ops.BOARD_FIXED_WORDS + ranks * len(STAGES)
-
-    def clear(self) -> None:
-        """Back to the start of a load. For this rank only; all do it before any of them goes on."""
-        for stage in STAGES:
-            self.post(stage, 0)
-
-    def post(self, stage: str, waves: int) -> None:
-        """Says that this rank has finished ``stage`` of so many waves."""
-        ops.board_post(self.words, self._me * len(STAGES) + STAGES.index(stage), waves)
-
-    def fail(self) -> None:
-        """Wakes all that wait, now and later: this rank cannot go on."""
-        ops.board_post(self.words, -1, 1)
-
-    def wait(self, stage: str, waves: int, ranks: Sequence[int], limit: timedelta) -> None:
-        """Returns when each of ``ranks`` has finished ``stage`` of so many waves.
-
-        Raises:
-            WaitTimeout: it took longer than ``limit``.
-            RemoteFailure: a rank failed, and the node has been told.
-        """
-        slots = [self._ranks.index(rank) * len(STAGES) + STAGES.index(stage) for rank in ranks]
-        until = monotonic() + limit.total_seconds()
-        behind = 0
-        while behind not in (ops.BOARD_REACHED, ops.BOARD_FAILED):
-            left = until - monotonic()
-            behind = ops.board_wait(self.words, slots, waves, max(0.0, min(_SLICE, left)))
-            if left <= 0:
-                break
-        if behind == ops.BOARD_FAILED:
-            raise RemoteFailure("another rank failed")
-        if behind != ops.BOARD_REACHED:
-            rank = self._ranks[behind // len(STAGES)]
-            raise WaitTimeout(
-                f"rank {self._ranks[self._me]} waited {limit.total_seconds():.0f} s for rank {rank} of its node, which has "
-                f"not {stage} wave {waves - 1}"
-            )
 
 
 class NodeMemory:

@@ -1,0 +1,342 @@
+"""What comes before data moves: opening, sharing the manifest, planning. Each step ends in a round in which all ranks hear of a
+failure, so that they go on together or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+
+from epload.checkpoint.manifest import Manifest
+from epload.cluster.topology import Route, Topology
+from epload.core.attempt import attempt
+from epload.errors import LoadError, ManifestMismatch, ModelMismatch, text_of
+from epload.loading import meshes
+from epload.loading.buffers import find_holders
+from epload.loading.differences import check_same_loader, check_same_options, distinct, explain_difference
+from epload.loading.hints import misfit
+from epload.loading.inputs import InputReader, LocalInputs
+from epload.loading.missing import Missing, compute_missing, unfilled_anywhere
+from epload.loading.request import Options, Request
+from epload.loading.routes import Router
+from epload.loading.tied import TiedWeights
+from epload.mapping.mapping import Mapping
+from epload.mapping.mapping import resolve as resolve_mapping
+from epload.model.devices import CPU
+from epload.model.targets import Targets
+from epload.planning.plan import LoadPlan, make_plan
+from epload.planning.schedule import wave_limit
+from epload.report import LoadReport
+from epload.staging.board import Board
+from epload.staging.device_resources import DeviceResources
+from epload.transport import sharing
+from epload.transport.movers import SLOWEST
+
+
+class _Announcement(NamedTuple):
+    """What the source rank says of its manifest before it sends it."""
+
+    nbytes: int
+    """Of its compact form; 0 if every rank has it, from the load before."""
+    identity: str
+    about: list[Any]
+
+
+class _Opening(NamedTuple):
+    """What the ranks have agreed on once all have opened."""
+
+    manifest: _Announcement
+    holders: dict[str, int]
+    meta: bool
+    """Whether any rank has tensors on meta."""
+    seed: int
+    """For tensors that are initialized."""
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """Everything that a plan follows from, besides the model."""
+
+    manifest: Manifest
+    mapping: Mapping
+    per_wave: int
+    bucket_bytes: int
+    options: str
+
+
+@dataclass(frozen=True)
+class AgreedLoad:
+    """One load, as all ranks have agreed on it. Equal on all but for ``inputs``, ``missing`` and the plan's copies."""
+
+    inputs: LocalInputs
+    manifest: Manifest
+    plan: LoadPlan
+    manifest_route: Route
+    """Of the manifest, and of buckets that are not striped."""
+    per_wave: int
+    all_read: bool
+    """Whether every rank has opened the checkpoint."""
+    owned: list[int]
+    """Bytes that each rank copies into its shards, in the order of the ranks."""
+    missing_keys: list[str]
+    mismatched_keys: list[str]
+    """Names of the model, on whichever rank."""
+    ignored_keys: list[str]
+    """Missing and unexpected keys that the mapping says to ignore."""
+    missing: Missing
+
+    @property
+    def device(self) -> torch.device:
+        """That the load works on."""
+        return self.inputs.device
+
+
+class Agreement:
+    """Brings the ranks of one loader to an :class:`AgreedLoad`; keeps plans for the next load."""
+
+    def __init__(
+        self, topology: Topology, options: Options, router: Router, resources: DeviceResources, loader: int
+    ) -> None:
+        """``loader``: the loader's number among those of its topology."""
+        self._topology = topology
+        self._control = topology.control
+        self._options = options
+        self._router = router
+        self._resources = resources
+        self._loader = loader
+        self._meshes = meshes.MeshClaims(topology.ranks)
+        self._tied = TiedWeights(self._control, options.src)
+        self._plans: dict[frozenset[int], tuple[tuple[bytes, Mapping, str], Targets, LoadPlan]] = {}
+        self._closed = False
+        self.inputs = InputReader(topology, options, router)
+
+    def run(self, request: Request, stream: torch.Stream | None, report: LoadReport) -> AgreedLoad:
+        """Collective. ``stream``: that of the models' device, if the caller gave one.
+
+        Raises:
+            LoadError, ValueError, TypeError: the same on every rank; nothing has been changed.
+        """
+        inputs, failure = attempt(lambda: self._read_inputs(request, stream))
+        opening = self._agree_on_opening(request, inputs, failure)
+        assert inputs is not None
+        route, manifest = self._share_manifest(inputs, opening.manifest, report)
+        return self._agree_on_plan(request, inputs, opening, route, manifest)
+
+    def _read_inputs(self, request: Request, stream: torch.Stream | None) -> LocalInputs:
+        if self._closed:
+            raise ValueError("expected an open HierarchicalLoader, got one that was closed; make a new one")
+        # A first load pays for nothing that only the next one gains from.
+        return self.inputs.read(request, stream, snapshot=bool(self._plans))
+
+    def close(self) -> None:
+        """Forgets plans and what was read of models."""
+        self._closed = True
+        self._plans.clear()
+        self.inputs.snapshot = self.inputs.manifest = None
+
+    # ---- opening ----
+
+    def _agree_on_opening(self, request: Request, inputs: LocalInputs | None, failure: Exception | None) -> _Opening:
+        src, rank = self._options.src, self._topology.rank
+        timeout = self._control.timeout.total_seconds()
+        local_modules = request.parts is not None and bool(request.parts.local_modules)
+        described = self._describe_options(inputs.device if inputs is not None else CPU)
+        view: dict[str, Any] = {
+            "loader": self._loader,
+            "options": f"{described} timeout={timeout:g} local_modules={local_modules}",
+            "lost": inputs is not None and bool(inputs.targets.lost),
+            "meta": inputs is not None and (inputs.devices.meta or bool(inputs.targets.lost)),
+        }
+        if rank == src:
+            view["seed"] = torch.initial_seed()
+        if len(self._topology.ranks) > 1:
+            if self.inputs.manifest is not None:
+                view["known"] = self.inputs.manifest.identity
+            if rank == src and inputs is not None:
+                assert inputs.checkpoint is not None
+                ours = inputs.checkpoint.manifest
+                view["manifest"] = len(ours.compact), ours.identity, ours.about
+
+        def decide(views: dict[int, dict[str, Any]]) -> list[Any]:
+            check_same_loader({rank: view["loader"] for rank, view in views.items()})
+            check_same_options({rank: view["options"] for rank, view in views.items()})
+            announced = _Announcement(0, "", [])
+            if len(views) > 1:
+                announced = _Announcement(*views[src]["manifest"])
+                if all(view.get("known") == announced.identity for rank, view in views.items() if rank != src):
+                    announced = announced._replace(nbytes=0)
+            uneven = len({view["lost"] for view in views.values()}) > 1
+            return [announced, uneven, any(view["meta"] for view in views.values()), views[src]["seed"]]
+
+        announced, uneven, meta, seed = self._control.settle("opening the checkpoint", failure, view, decide)
+        assert inputs is not None
+        # Some ranks have buffers that others lack.
+        holders = find_holders(self._control, request.model, inputs.targets) if uneven else {}
+        return _Opening(_Announcement(*announced), holders, meta, seed)
+
+    def _describe_options(self, device: torch.device) -> str:
+        """What ranks must agree on before they can so much as share the manifest."""
+        by_node = " by node" if device != CPU and self._router.stages_on_host(device) else ""
+        o = self._options
+        return (
+            f"readers={o.readers} algorithm={o.sent_algorithm}{by_node} src={o.src} bucket_bytes={o.bucket_bytes} "
+            f"device={device.type} verify={o.verify}"
+        )
+
+    # ---- the manifest ----
+
+    def _share_manifest(
+        self, inputs: LocalInputs, announced: _Announcement, report: LoadReport
+    ) -> tuple[Route, Manifest]:
+        """The route of the data, and over it the source's manifest, on every rank."""
+        self._control.doing = "sharing the manifest"
+        try:
+            route = self._router.manifest_route(inputs.device)
+            return route, self._receive_manifest(inputs, announced, route, report)
+        except LoadError:
+            raise
+        except RuntimeError as error:
+            raise LoadError(f"sharing the manifest: {text_of(error)}") from error
+
+    def _receive_manifest(
+        self, inputs: LocalInputs, announced: _Announcement, route: Route, report: LoadReport
+    ) -> Manifest:
+        nbytes, _, about = announced
+        is_source = self._topology.rank == self._options.src
+        if is_source:
+            assert inputs.checkpoint is not None
+            known = inputs.checkpoint.manifest
+        elif nbytes == 0:
+            assert self.inputs.manifest is not None
+            known = self.inputs.manifest.seen_as(about)
+        if nbytes == 0:
+            return known
+        compact = known.compact if is_source else bytes(nbytes)
+        flow = self._router.flow(inputs.device, "one", shared=False)
+        if inputs.device == CPU:
+            board, limit = Board.alone(), self._control.timeout.total_seconds() + nbytes / SLOWEST
+            with self._control.watch.guards(board):
+                received, steps = sharing.through_host(compact, flow, route, board, limit)
+        else:
+            stream = self._resources.stream(inputs.device)
+            received, steps = sharing.on_stream(compact, flow, route, stream)
+        report.transport_steps += steps
+        return known if is_source else Manifest.from_compact(received, about)
+
+    # ---- the plan ----
+
+    def _agree_on_plan(
+        self, request: Request, inputs: LocalInputs, opening: _Opening, route: Route, known: Manifest
+    ) -> AgreedLoad:
+        draft, unprepared = attempt(lambda: self._make_draft(request, inputs, known))
+        plan, failure = None, None
+        if draft is not None:
+            wanted = self._wanted_by_any(draft, inputs) if inputs.local_modules else frozenset()
+            plan, failure = attempt(lambda: self._make_checked_plan(request, inputs, draft, wanted))
+        claims = self._meshes.of(inputs.targets)
+        fingerprint, owned = (plan.fingerprint.hex(), plan.owned) if plan is not None else ("", 0)
+        view = [fingerprint, inputs.checkpoint is not None, owned, claims]
+        fingerprints, all_read, all_owned, mismatches = self._control.settle(
+            "planning", unprepared, view, self._compare_plans, patience=2
+        )
+        if "" in fingerprints or len(fingerprints) > 1:
+            self._raise_disagreement(inputs, draft, failure)
+        if mismatches:
+            meshes.raise_mismatch(self._control, inputs.targets, mismatches)
+        assert plan is not None
+        assert draft is not None
+        if inputs.local_modules:
+            self._tied.compare_anywhere(inputs.checkpoint, draft.manifest, plan.twins)
+        missing_keys, mismatched_keys = unfilled_anywhere(self._control, inputs, plan)
+        missing = compute_missing(
+            self._control, request, inputs, plan, [*missing_keys, *mismatched_keys], opening.holders, opening.meta,
+            opening.seed,
+        )  # fmt: skip
+        ignored = draft.mapping.ignored(draft.manifest.names, missing_keys, plan.unexpected)
+        return AgreedLoad(
+            inputs, draft.manifest, plan, route, draft.per_wave, all_read, all_owned, missing_keys, mismatched_keys,
+            ignored, missing,
+        )  # fmt: skip
+
+    def _make_draft(self, request: Request, inputs: LocalInputs, known: Manifest) -> _Draft:
+        manifest = self.inputs.join(inputs, request.checkpoint, known)
+        if request.strict not in (True, False, "shapes"):
+            raise ValueError(f"expected strict to be True, False or 'shapes', got {request.strict!r}")
+        mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names)
+        self.inputs.manifest = manifest
+        wave = wave_limit(manifest.nbytes, self._options.bucket_bytes)
+        per_wave = self._router.buckets_per_wave(inputs.device, wave)
+        bucket_bytes = wave // per_wave if self._router.stages_on_host(inputs.device) else wave
+        options = f"{self._describe_options(inputs.device)} strict={request.strict} mapping={mapping}"
+        return _Draft(manifest, mapping, per_wave, bucket_bytes, options)
+
+    def _make_checked_plan(
+        self, request: Request, inputs: LocalInputs, draft: _Draft, wanted: frozenset[int]
+    ) -> LoadPlan:
+        """Raises ModelMismatch where the plan is not what ``strict`` allows."""
+        manifest, mapping, strict = draft.manifest, draft.mapping, request.strict
+        plan = self._make_plan(draft, inputs.targets, wanted)
+        ignored = set(mapping.ignored(manifest.names, plan.missing, plan.unexpected))
+        not_allowed = strict is True and not ignored.issuperset((*plan.missing, *plan.unexpected))
+        if (strict and plan.mismatched) or not_allowed:
+            raise misfit(manifest, plan, mapping, strict)
+        if not plan.slots.tensor_count and (plan.missing or plan.mismatched):
+            raise misfit(manifest, plan, mapping, True, "the load would fill nothing: ")
+        if inputs.checkpoint is not None and not inputs.local_modules:
+            self._tied.compare(inputs.checkpoint, manifest, plan.twins)
+        return plan
+
+    def _compare_plans(self, views: dict[int, list[Any]]) -> list[Any]:
+        """On the coordinator; each view is a fingerprint, whether the rank reads, its bytes, and its mesh claims."""
+        ordered = [views[rank] for rank in self._topology.ranks]
+        return [
+            distinct({rank: view[0] for rank, view in views.items()}),
+            all(view[1] for view in ordered),
+            [view[2] for view in ordered],
+            meshes.find_mismatches({rank: view[3] for rank, view in views.items()}),
+        ]
+
+    def _raise_disagreement(self, inputs: LocalInputs, draft: _Draft | None, failure: Exception | None) -> None:
+        """Raises on every rank, in rounds: some rank could not plan, or the plans differ."""
+        assert draft is not None
+        # A file that was replaced between two ranks' opening it is why they differ.
+        self._control.settle("planning", attempt(inputs.check_unchanged)[1])
+        explain_difference(self._control, draft.manifest, inputs.targets, self._options.bucket_bytes, draft.options)
+        try:
+            self._control.settle("planning", failure)
+        except ModelMismatch as error:
+            if isinstance(failure, ModelMismatch):
+                error.adopt(failure)
+            raise
+        raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
+
+    def _wanted_by_any(self, draft: _Draft, inputs: LocalInputs) -> frozenset[int]:
+        """Numbers of the checkpoint tensors that some rank has a place for. A rank that cannot plan ends the load here; one that
+        could not even make a draft reports that in this same round."""
+        plan, failure = attempt(lambda: self._make_plan(draft, inputs.targets, frozenset()))
+        left, names = {*plan.unexpected} if plan is not None else set(), draft.manifest.names
+        # What has another shape here is sent too, as is what a tie leaves out: harmless, and it may fit elsewhere.
+        view = f"{sum(1 << i for i, name in enumerate(names) if name not in left):x}"
+
+        def either(views: dict[int, str]) -> str:
+            return f"{reduce(or_, (int(text, 16) for text in views.values())):x}"
+
+        bits = int(self._control.settle("planning", failure, view, either, patience=2), 16)
+        return frozenset(i for i in range(len(names)) if bits >> i & 1)
+
+    def _make_plan(self, draft: _Draft, targets: Targets, wanted: frozenset[int]) -> LoadPlan:
+        """A plan depends on nothing but its inputs, so that those of the last load are kept for a load of the same kind: one,
+        and one more if some ranks want tensors that others do not."""
+        inputs = (draft.manifest.digest, draft.mapping, f"{draft.bucket_bytes} {draft.options}")
+        known = self._plans.get(wanted)
+        if known is not None and known[0] == inputs and targets.same_as(known[1]):
+            plan = known[2]
+        else:
+            plan = make_plan(draft.manifest, targets, draft.mapping, draft.bucket_bytes, draft.options, wanted)
+            self._plans = {key: kept for key, kept in self._plans.items() if wanted and not key}
+        # The next targets may share columns with these.
+        self._plans[wanted] = inputs, replace(targets, tensors=[]), plan
+        return plan

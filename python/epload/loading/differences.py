@@ -1,0 +1,80 @@
+"""Where the ranks differ in what they want to load into what."""
+
+from __future__ import annotations
+
+import hashlib
+
+from epload.checkpoint.manifest import Manifest
+from epload.control.control import Control
+from epload.core import dtypes
+from epload.core.log import logger
+from epload.errors import ManifestMismatch, OutOfOrder
+from epload.model.targets import Targets
+
+_MAX_VIEWS = 4
+"""Whole descriptions of models that are compared to tell where they differ."""
+_MAX_LINES = 5
+"""Differences that an error shows."""
+
+
+def distinct(views: dict[int, str]) -> dict[str, int]:
+    """Each distinct view with the first rank that has it."""
+    return {view: rank for rank, view in reversed(views.items())}
+
+
+def check_same_loader(numbers: dict[int, int]) -> None:
+    """Raises OutOfOrder if ranks are in loads of different loaders."""
+    if len(set(numbers.values())) > 1:
+        logger.info("ranks in loads of different loaders: %s", numbers)
+        raise OutOfOrder
+
+
+def check_same_options(options: dict[int, str]) -> None:
+    """Raises ManifestMismatch if ranks have loaders with different options."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in options.items():
+        by_text.setdefault(text, []).append(rank)
+    if len(by_text) > 1:
+        listed = "; ".join(f"ranks {ranks} have {text}" for text, ranks in by_text.items())
+        raise ManifestMismatch(f"the ranks' loaders have different options, nothing was moved: {listed}")
+
+
+def explain_difference(control: Control, manifest: Manifest, targets: Targets, bucket_bytes: int, options: str) -> None:
+    """Raises ManifestMismatch on every rank, in rounds, if what the ranks want to load into what differs."""
+    view = describe(manifest, targets, bucket_bytes, options)
+    digest = hashlib.blake2b("\n".join(view).encode(errors="backslashreplace"), digest_size=16).hexdigest()
+    speakers = sorted(control.settle("planning", None, digest, distinct).values())[:_MAX_VIEWS]
+    if len(speakers) == 1:
+        return
+
+    def differ(views: dict[int, list[str] | None]) -> None:
+        raise difference({r: v for r, v in sorted(views.items()) if v is not None}, min(speakers))
+
+    control.settle("planning", None, view if control.rank in speakers else None, differ)
+
+
+def describe(manifest: Manifest, targets: Targets, bucket_bytes: int, options: str) -> list[str]:
+    """A line an entry of everything in the plan's fingerprint."""
+    lines = [f"options: bucket_bytes={bucket_bytes} {options}"]
+    lines += [f"model {line}" for line in targets.describe()]
+    lines += [
+        f"checkpoint {name}: {dtypes.name(dtype)} {list(shape)}"
+        for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
+    ]
+    return lines
+
+
+def difference(views: dict[int, list[str]], reference: int) -> ManifestMismatch:
+    """The error for ranks whose descriptions (see :func:`describe`) differ from that of rank ``reference``."""
+    ours = views[reference]
+    lines = []
+    for rank, theirs in views.items():
+        for a, b in zip(ours, theirs, strict=False):
+            if a != b:
+                lines.append(f"rank {reference} has {a!r} where rank {rank} has {b!r}")
+                if len(lines) >= _MAX_LINES:
+                    break
+        if len(ours) != len(theirs):
+            extra, who = (ours, reference) if len(ours) > len(theirs) else (theirs, rank)
+            lines.append(f"only rank {who} has {extra[min(len(ours), len(theirs))]!r}")
+    return ManifestMismatch("the ranks disagree, nothing was moved:\n  " + "\n  ".join(lines[: _MAX_LINES + 1]))

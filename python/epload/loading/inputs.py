@@ -1,0 +1,122 @@
+"""What one rank brings to a load: its model as it was read, and the checkpoint as it was opened."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.manifest import Manifest
+from epload.cluster.topology import Topology
+from epload.errors import CheckpointError
+from epload.loading.request import Options, Request
+from epload.loading.routes import Router
+from epload.model import materialize as mat
+from epload.model.devices import Devices, check_backend, devices_of
+from epload.model.snapshot import Snapshot
+from epload.model.targets import Targets, collect
+
+
+@dataclass
+class LocalInputs:
+    """One rank's side of one load."""
+
+    targets: Targets
+    devices: Devices
+    checkpoint: Checkpoint | None
+    """None on a rank that has not opened it."""
+    local_modules: bool
+    """Whether ranks may hold different modules."""
+
+    @property
+    def device(self) -> torch.device:
+        """That the load works on."""
+        return self.devices.load
+
+    def check_unchanged(self, consequence: str = "") -> None:
+        """Raises CheckpointError if a file of the checkpoint is not the one, unchanged, that this rank opened."""
+        if self.checkpoint is not None and (changed := self.checkpoint.changed()):
+            raise CheckpointError(f"{changed} while it was loaded{consequence}; load again")
+
+    def reopen(self) -> None:
+        """Opens the files again, to read what is at their paths now. Raises as :meth:`check_unchanged`."""
+        if self.checkpoint is not None:
+            self.check_unchanged("; the model may be partly overwritten")
+            self.checkpoint.reopen()
+
+
+class InputReader:
+    """Reads models and opens checkpoints for one loader; keeps what the next load need not read again."""
+
+    def __init__(self, topology: Topology, options: Options, router: Router) -> None:
+        self._topology = topology
+        self._options = options
+        self._router = router
+        self.snapshot: Snapshot | None = None
+        self.manifest: Manifest | None = None
+        """That of the load before."""
+        self._opened: Checkpoint | None = None
+        """What this rank has opened for the present load, unless the caller passed it opened."""
+
+    def read(self, request: Request, stream: torch.Stream | None, snapshot: bool) -> LocalInputs:
+        """Reads the model, and opens the checkpoint where this rank is the source or has one of its own.
+
+        Args:
+            stream: that of the models' device, if the caller gave one.
+            snapshot: whether to keep a snapshot of the model for the next load.
+        """
+        request.check()
+        asked = (request.dtype, request.parts)
+        targets = self.snapshot.read(request.model, asked) if self.snapshot is not None else None
+        if targets is None:
+            targets = collect(request.model, request.dtype, request.parts)
+            devices = devices_of(targets, mat.offloaded(request.model), stream)
+            if snapshot:
+                self.snapshot = Snapshot(request.model, targets, devices, asked)
+        else:
+            assert self.snapshot is not None
+            devices = self.snapshot.devices
+        check_backend(self._topology.group, devices.load)
+        checkpoint = self._open(request.checkpoint, devices.load)
+        return LocalInputs(
+            targets, devices, checkpoint, request.parts is not None and bool(request.parts.local_modules)
+        )
+
+    def _open(self, given: Any, device: torch.device) -> Checkpoint | None:
+        options, path = self._options, isinstance(given, str | os.PathLike)
+        has_own = self._router.may_read(device) and not path and options.readers != "auto"
+        if self._topology.rank != options.src and not has_own:
+            return None
+        checkpoint = self._keep(Checkpoint.open(given, self.manifest), given)
+        if checkpoint.once and options.proves:
+            raise ValueError(
+                f"verify={options.verify!r} reads the checkpoint again after the load, but this one can be read only once: "
+                "leave out consume=True, or pass verify='buckets'"
+            )
+        return checkpoint
+
+    def join(self, inputs: LocalInputs, given: Any, manifest: Manifest) -> Manifest:
+        """Opens the checkpoint on the other ranks that read, by the source's manifest."""
+        auto = self._options.readers == "auto"
+        if auto and manifest.places is None:
+            return manifest
+        if self._router.may_read(inputs.device) and inputs.checkpoint is None:
+            try:
+                inputs.checkpoint = self._keep(Checkpoint.join(given, manifest), given)
+            except (CheckpointError, TypeError):
+                if not auto:
+                    raise
+        return inputs.checkpoint.manifest if inputs.checkpoint is not None else manifest
+
+    def close_checkpoint(self) -> None:
+        """After a load, however it ended: closes what this rank has opened for it."""
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def _keep(self, checkpoint: Checkpoint, given: Any) -> Checkpoint:
+        self._opened = checkpoint if checkpoint is not given else None
+        return checkpoint

@@ -1,0 +1,142 @@
+"""What the checkpoint does not fill: found out on all ranks, computed by the model, then filled by the caller's hook."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import chain
+
+from torch import Tensor
+
+from epload.control.control import Control
+from epload.core.attempt import attempt
+from epload.errors import LoadError, ModelMismatch
+from epload.loading.hints import spell_unfilled
+from epload.loading.inputs import LocalInputs
+from epload.loading.request import Request
+from epload.model import materialize as mat
+from epload.model import memory_pattern
+from epload.model.dtensor import local_tensors
+from epload.model.initialization import Initialization, compute, made_off_meta
+from epload.model.targets import owned
+from epload.planning.plan import LoadPlan
+from epload.report import LoadReport
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What one rank's model lacks after the data."""
+
+    initialization: Initialization
+    """Values that the model computes."""
+    unfilled: frozenset[str]
+    """Names for a hook to fill: neither the checkpoint nor the model itself does."""
+    garbage: frozenset[str]
+    """Those of them that had no storage before the load, so that a hook must fill them."""
+    holders: dict[str, int]
+    """Buffers that no checkpoint holds and some rank lacks, each with a rank that has it. Equal on all ranks."""
+
+
+def unfilled_anywhere(control: Control, inputs: LocalInputs, plan: LoadPlan) -> list[list[str]]:
+    """Missing and mismatched names of the model, on whichever rank."""
+    kinds = [list(plan.missing), list(plan.mismatched)]
+    if not inputs.local_modules:
+        return kinds
+    known = {inputs.targets.names[i]: name for name, i in reversed(inputs.targets.index.items())}
+
+    def union(views: dict[int, list[list[str]]]) -> list[list[str]]:
+        return [list(dict.fromkeys(name for view in views.values() for name in view[kind])) for kind in (0, 1)]
+
+    mine = [[known[name] for name in names] for names in kinds]
+    unfilled: list[list[str]] = control.settle("the report", None, mine, union)
+    return unfilled
+
+
+def compute_missing(
+    control: Control,
+    request: Request,
+    inputs: LocalInputs,
+    plan: LoadPlan,
+    anywhere: list[str],
+    holders: dict[str, int],
+    meta: bool,
+    seed: int,
+) -> Missing:
+    """Tensors that hold values keep them, unless another rank has them on meta: then all ranks initialize them alike. So do
+    those that a model on meta holds only because its class cannot make them on meta.
+
+    Args:
+        anywhere: names of tensors that no checkpoint tensor fills on some rank, as all ranks know them.
+        meta: whether any rank has tensors on meta.
+        seed: for tensors that are initialized; equal on all ranks.
+    """
+    targets = inputs.targets
+    left = {*plan.missing, *plan.mismatched}
+    if not meta:
+        return Missing(Initialization(), frozenset(left), frozenset(), holders)
+    shared = {targets.names[i]: name for name, i in reversed(targets.index.items())}
+    on_meta = {shared[name] for name in left if targets.tensors[targets.index[shared[name]]].is_meta}
+    if inputs.devices.meta:
+        with_values = [name for name in left if shared[name] not in on_meta]
+        on_meta |= {shared[name] for name in made_off_meta(request.model, with_values)}
+    if anywhere:
+        on_meta = set(control.settle("comparing what is missing", None, sorted(on_meta), _union))
+    garbage: dict[str, Tensor] = {n: t for n, t in targets.lost.items() if n not in holders}
+    garbage |= {n: targets.tensors[targets.index[shared[n]]] for n in left if shared[n] in on_meta}
+    dtypes = {name: tensor.dtype for name, tensor in garbage.items()}
+    dtypes |= {name: targets.dtypes[targets.index[shared[name]]] for name in left}
+    hooked = request.init_missing is not None
+
+    def initialize() -> Initialization:
+        made = compute(request.model, garbage, dtypes, seed, request.parts, adapters=not hooked)
+        copies = {name for module in targets.staged for name in module.names}
+        nobody = sorted(name for name in garbage if name not in made.values and (not hooked or name in copies))
+        if nobody:
+            raise ModelMismatch(spell_unfilled(nobody))
+        return made
+
+    made, failure = attempt(initialize)
+    control.settle("initializing what the checkpoint lacks", failure)
+    assert made is not None
+    filled = {*made.values}
+    return Missing(made, frozenset({*garbage, *left} - filled), frozenset({*garbage} - filled), holders)
+
+
+def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: int, report: LoadReport) -> None:
+    """Fills what the checkpoint does not: with what the model has computed, then by the caller's hook.
+
+    Raises:
+        LoadError: the hook leaves a tensor unfilled that held no values.
+    """
+    targets, model = inputs.targets, request.model
+    if not missing.initialization.values and not missing.unfilled:
+        return
+    tensors = dict(zip(targets.names, targets.tensors, strict=True))
+    tensors |= {name: owned(model, name) for name in targets.lost}
+
+    def local(names: Collection[str]) -> dict[str, Tensor]:
+        return dict(zip(names, local_tensors([tensors[name] for name in names]), strict=True))
+
+    missing.initialization.apply(local(missing.initialization.values))
+    report.initialized += sorted(missing.initialization.values)
+    if request.init_missing is None:
+        return
+    for tensor in local(missing.garbage).values():
+        memory_pattern.mark(tensor)
+    for unfilled in mat.unfilled(model, set(missing.unfilled)):
+        module, path, leaves = unfilled.module, unfilled.path, unfilled.names
+        request.init_missing(module, path, leaves)
+        report.initialized += [f"{path}.{leaf}" if path else leaf for leaf in leaves]
+    tensors |= {name: owned(model, name) for name in targets.lost}  # a hook may replace a tensor
+    present = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    kept = [name for name in missing.garbage if id(tensors[name]) in present]
+    left = [name for name, t in local(kept).items() if not t.is_meta and memory_pattern.is_marked(t)]
+    if left:
+        raise LoadError(
+            f"rank {rank}: init_missing left {', '.join(sorted(left)[:10])} unfilled; it is called as "
+            "hook(module, path, names) and must write to each of these names of the module, in place"
+        )
+
+
+def _union(views: dict[int, list[str]]) -> list[str]:
+    return sorted({name for names in views.values() for name in names})

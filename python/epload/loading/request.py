@@ -1,0 +1,92 @@
+"""What a caller asks for: the options of a loader, and the arguments of one load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from epload.loading.hints import Strict
+from epload.mapping.mapping import Mapping
+from epload.model.expert_parallel import Parts
+from epload.model.initialization import InitMissing
+from epload.model.targets import DTypes
+from epload.planning.plan import HEADER_BYTES
+from epload.planning.schedule import ALGORITHMS, READERS
+from epload.verify.proof import VERIFY
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of one loader, equal on all its ranks. See ``HierarchicalLoader``."""
+
+    readers: str
+    """One of READERS, or "auto"."""
+    algorithm: str
+    """One of ALGORITHMS, or "auto"."""
+    src: int
+    bucket_bytes: int
+    verify: str
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, TypeError."""
+        for name, allowed in (
+            ("readers", ("auto", *READERS)), ("algorithm", ("auto", *ALGORITHMS)), ("verify", VERIFY),
+        ):  # fmt: skip
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"expected {name} to be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        if self.readers == "per_node" and self.algorithm == "flat":
+            raise ValueError("readers='per_node' has no step between nodes, so it does not go with algorithm='flat'")
+        if not isinstance(self.bucket_bytes, int) or isinstance(self.bucket_bytes, bool):
+            raise TypeError(
+                f"expected bucket_bytes to be a number of bytes as an int, such as 500 * 10**6, got {self.bucket_bytes!r}"
+            )
+        if self.bucket_bytes < HEADER_BYTES + 16:
+            raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + 16}, got {self.bucket_bytes}")
+
+    @property
+    def sent_algorithm(self) -> str:
+        """The algorithm for buckets that move between ranks."""
+        return "two_level" if self.algorithm == "auto" else self.algorithm
+
+    @property
+    def checksums(self) -> bool:
+        """Whether buckets carry checksums. Where every byte is proven after the load there is nothing left for them to find."""
+        return self.verify in ("buckets", "sample")
+
+    @property
+    def proves(self) -> bool:
+        """Whether shards are compared with the checkpoint after the load."""
+        return self.verify in ("sample", "full")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be loaded into what, as one rank's caller says it. See ``HierarchicalLoader.load``."""
+
+    model: nn.Module
+    checkpoint: Any
+    mapping: Mapping | str
+    strict: Strict
+    dtype: DTypes
+    parts: Parts | None
+    init_missing: InitMissing | None
+
+    def check(self) -> None:
+        """Raises TypeError for what could not even be looked at."""
+        if not isinstance(self.model, nn.Module):
+            got = (
+                f"the class {self.model.__name__}" if isinstance(self.model, type) else f"a {type(self.model).__name__}"
+            )
+            raise TypeError(f"expected model to be a torch.nn.Module, got {got}")
+        of_names = isinstance(self.dtype, dict) and all(isinstance(name, str) for name in self.dtype)
+        given = list(self.dtype.values()) if isinstance(self.dtype, dict) and of_names else [self.dtype]
+        if self.dtype is not None and not all(isinstance(dtype, torch.dtype) for dtype in given):
+            raise TypeError(
+                "expected dtype to be a torch.dtype, such as torch.bfloat16, or a dict from regular expressions to dtypes, "
+                f"got {self.dtype!r}"
+            )
+        if self.init_missing is not None and not callable(self.init_missing):
+            raise TypeError(f"expected init_missing to be a function, got {self.init_missing!r}")

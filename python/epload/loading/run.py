@@ -1,0 +1,274 @@
+"""Carries out one agreed load: allocates tensors, moves buckets, fills what the checkpoint lacks, and proves the result."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from tqdm import tqdm
+
+from epload.cluster.topology import Topology
+from epload.core.attempt import attempt
+from epload.loading.agreement import AgreedLoad
+from epload.loading.buffers import share
+from epload.loading.missing import fill_missing
+from epload.loading.request import Options, Request
+from epload.loading.resources import Resources
+from epload.loading.routes import RoutePlan, Router
+from epload.mapping import quantized
+from epload.model import materialize as mat
+from epload.model.devices import CPU
+from epload.model.dtensor import local_tensors
+from epload.model.state_entries import check_filled
+from epload.model.targets import stage
+from epload.planning.choose import Job, Measured, choose
+from epload.planning.schedule import READERS
+from epload.planning.waves import Wave, make_waves, wave_bytes
+from epload.report import LoadReport, progress_bar
+from epload.staging.device_ring import DeviceRing
+from epload.staging.host_ring import HostRing
+from epload.staging.shared_memory import NodeMemory
+from epload.transport.context import TransferContext
+from epload.transport.direct_read import DirectRead
+from epload.transport.engine import Engine
+from epload.transport.framing import Framing
+from epload.transport.local import Local
+from epload.transport.movers import SLOWEST, Collective, Mover, Relay
+from epload.transport.sinks import DeviceSink, HostSink, UploadSink
+
+
+class LoadRun:
+    """Of one load. Collective; single use: make it, run it."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        options: Options,
+        router: Router,
+        resources: Resources,
+        request: Request,
+        load: AgreedLoad,
+        report: LoadReport,
+    ) -> None:
+        self._topology = topology
+        self._control = topology.control
+        self._options = options
+        self._router = router
+        self._resources = resources
+        self._request = request
+        self._load = load
+        self._report = report
+        self._plan = load.plan
+        self._waves_moved = 0
+        """Waves of this load that have gone through the node's memory."""
+
+    def run(self, show_progress: bool) -> None:
+        """Raises LoadError; tensors may have been materialized and partly written."""
+        load, plan = self._load, self._plan
+        self._memory: NodeMemory | None = None
+        if self._router.stages_on_host(load.device):
+            self._memory = self._resources.reserve_memory(wave_bytes(plan, load.per_wave))
+        local, failure = attempt(self._materialize)
+        self._control.settle("materializing the model", failure)
+        assert local is not None
+        self._local = local
+        if load.missing.holders:
+            self._control.doing = "sharing buffers"
+            stream = self._resources.device.stream(load.device) if load.device != CPU else None
+            self._report.transport_steps += share(self._request.model, load.missing.holders, self._topology, stream)
+        self._framing = Framing(plan, self._topology.rank, load.manifest, self._control, self._options.checksums)
+        with progress_bar(plan.nbytes, show_progress) as bar:
+            readers, begin = self._choose_readers(bar)
+            self._move(self._route(readers), range(begin, len(plan.buckets)), bar, last=True)
+
+    # ---- before data moves ----
+
+    @property
+    def _shared(self) -> bool:
+        """Whether the ranks of a node share memory."""
+        return self._memory is not None and self._memory.shared
+
+    def _materialize(self) -> Local:
+        load, report, resources = self._load, self._report, self._resources
+        model, inputs = self._request.model, self._load.inputs
+        targets = inputs.targets
+        with report.timed("materialize"):
+            if inputs.devices.meta or targets.lost:
+                mat.materialize(model, targets, inputs.devices.home)
+            if targets.staged:
+                stage(model, targets)
+            if self._memory is not None:
+                self._memory.board.clear()
+                report.peak_staging = sum(buffer.nbytes for buffer in self._memory.buffers)
+            if load.device != CPU:
+                report.peak_staging += resources.reserve_staging(load, self._shared).footprint
+                report.stream = resources.device.describe_stream(load.device)
+            scales = quantized.side_tensors(self._plan.targets, len(targets.names), load.device)
+            tensors = targets.local() + scales
+            if load.device != CPU:
+                return Local(self._plan, tensors)
+            local = Local.on_cpu(self._plan, tensors, resources.bound)
+            resources.bound = local.bound
+            return local
+
+    def _route(self, readers: str) -> RoutePlan:
+        return self._router.resolve(self._load.device, readers, self._shared, self._load.manifest_route)
+
+    def _choose_readers(self, bar: tqdm[Any]) -> tuple[str, int]:
+        """Who reads, and the first bucket that the trials have left."""
+        load, plan, topology = self._load, self._plan, self._topology
+        readers, begin, why = self._options.readers, 0, ""
+        if readers == "auto" and not load.all_read:
+            readers, why = "one", f"chose one: only rank {self._options.src} is known to have the checkpoint"
+        elif readers == "auto":
+
+            def trial(way: str) -> list[Measured]:
+                nonlocal begin
+                buckets = range(begin, min(begin + load.per_wave, len(plan.buckets)))
+                begin = buckets.stop
+                return self._move(self._route(way), buckets, bar)
+
+            nodes = topology.nodes
+            job = Job(
+                total=plan.nbytes,
+                owned=load.owned,
+                node_of=[next(i for i, node in enumerate(nodes) if rank in node) for rank in topology.ranks],
+                reader=topology.ranks.index(self._options.src),
+                waves=-(-len(plan.buckets) // load.per_wave),
+                wave_bytes=plan.largest * load.per_wave,
+                ways=[way for way in READERS if way != "per_node" or self._options.algorithm != "flat"],
+            )
+            readers, why = choose(job, trial)
+        self._report.chosen = why
+        return readers, begin
+
+    # ---- moving ----
+
+    def _move(self, route: RoutePlan, buckets: range, bar: tqdm[Any], last: bool = False) -> list[Measured]:
+        """Moves some buckets, and ends in a round where all ranks hear of a failure; returns what each rank measured.
+
+        ``last``: these are the last of the load, so that all that comes after the data follows before that round.
+        """
+        report, flow = self._report, route.flow
+        report.readers, report.algorithm = flow.readers, flow.algorithm
+        transfer = self._make_transfer(route, buckets)
+        before = replace(report.phases["read"]), replace(report.phases["inter_node"])
+        try:
+            with self._control.watch.guards(transfer):
+                transfer.run(bar)
+        except BaseException:
+            if transfer.broken:
+                transfer.abandon()
+            raise
+        failure = None
+        if last:
+            report.chosen = "; ".join(filter(None, (report.chosen, route.note)))
+            self._finish(flow.turns)
+            # The last thing before all ranks agree that the load has ended well.
+            _, failure = attempt(lambda: self._load.inputs.check_unchanged("; the model may be partly overwritten"))
+        read, crossed = report.phases["read"], report.phases["inter_node"]
+        measured = [
+            read.nbytes - before[0].nbytes, read.seconds - before[0].seconds,
+            crossed.nbytes - before[1].nbytes, crossed.seconds - before[1].seconds,
+        ]  # fmt: skip
+        views = self._control.settle(
+            "the transfer", failure, measured, lambda views: [views[rank] for rank in self._topology.ranks],
+            patience=2, last=last,
+        )  # fmt: skip
+        return [Measured(*view) for view in views]
+
+    def _make_transfer(self, route: RoutePlan, buckets: range) -> Engine | DirectRead:
+        load, flow, report = self._load, route.flow, self._report
+        checkpoint = load.inputs.checkpoint if flow.reads else None
+        context = TransferContext(self._plan, flow, checkpoint, self._framing, self._control, report)
+        if flow.readers == "every":
+            waves = make_waves(self._plan, buckets, load.per_wave)
+            buffer = self._memory.buffers[0] if self._memory is not None else None
+            if load.device == CPU:
+                return DirectRead(context, waves, HostSink(self._local, report), buffer)
+            return DirectRead(context, waves, self._upload_sink(), buffer)
+        if route.on_host:
+            return self._through_memory(context, route, make_waves(self._plan, buckets, load.per_wave))
+        staging = self._resources.device.staging
+        assert staging is not None
+        ring = DeviceRing(staging, flow, report, "inter_node" if flow.crosses else "intra_node")
+        mover = Collective(context, ring, route.routes, staging.stream) if route.routes else None
+        return Engine(context, make_waves(self._plan, buckets), ring, mover, DeviceSink(staging, self._local))
+
+    def _through_memory(self, context: TransferContext, route: RoutePlan, waves: list[Wave]) -> Engine:
+        """A transfer through the node's memory, and from there to the device if the model is on one."""
+        assert self._memory is not None
+        plan, flow, load = self._plan, route.flow, self._load
+        message_timeout = self._control.timeout + timedelta(seconds=load.per_wave * plan.largest / SLOWEST)
+        # The network's limit is over first, and its error says more.
+        wait_timeout = 1.25 * message_timeout + timedelta(seconds=2)
+        ring = HostRing(self._memory, flow, wait_timeout, context.activity, self._waves_moved)
+        self._waves_moved += len(waves)
+        mover: Mover | None = None
+        if flow.rank in flow.relays:
+            if flow.algorithm == "flat":
+                mover = Collective(context, ring, route.routes, None)
+            else:
+                chunk = flow.chunk_bytes(plan.nbytes, plan.largest, load.per_wave)
+                groups = next(iter(route.routes.values()))
+                words, seconds = self._memory.board.words, message_timeout.total_seconds()
+                mover = Relay(context, ring, groups, chunk, words, seconds)
+        sink = HostSink(self._local, self._report) if load.device == CPU else self._upload_sink()
+        return Engine(context, waves, ring, mover, sink)
+
+    def _upload_sink(self) -> UploadSink:
+        staging = self._resources.device.staging
+        assert staging is not None
+        return UploadSink(staging, self._local, self._report)
+
+    # ---- after the data ----
+
+    def _finish(self, readers: tuple[int, ...]) -> None:
+        """``readers``: the ranks that have read."""
+        self._load_staged_modules()
+        if self._options.proves:
+            self._prove(readers)
+        self._control.doing = "initializes what the checkpoint lacks"
+        scalings = self._plan.scalings
+        with self._resources.device.entered() if scalings and self._load.device != CPU else nullcontext():
+            quantized.multiply(scalings, self._plan.targets, self._local.tensors)
+        fill_missing(self._request, self._load.inputs, self._load.missing, self._topology.rank, self._report)
+
+    def _load_staged_modules(self) -> None:
+        """Fills the modules that are filled through their own load_state_dict."""
+        targets = self._load.inputs.targets
+        if not targets.staged:
+            return
+        self._control.doing = "calling load_state_dict of modules with state-dict hooks"
+        staging = {name: self._local.tensors[targets.index[name]] for each in targets.staged for name in each.names}
+        for each in targets.staged:
+            each.hand_over(staging)
+            if self._options.proves:
+                each.read_back(staging)
+        check_filled(local_tensors(list(targets.behind.values())), targets.staged)
+
+    def _prove(self, readers: tuple[int, ...]) -> None:
+        """Before the tensors are scaled or initialized, as the checkpoint knows nothing of that."""
+        load, control = self._load, self._control
+        with self._report.timed("verify"):
+            proof = self._resources.proof(load, self._topology.ranks if load.all_read else readers)
+            letters = control.deal("the digests", proof.claims(self._local))
+
+            def check() -> None:
+                if letters:
+                    assert load.inputs.checkpoint is not None
+                    for nbytes in proof.check(self._topology.rank, letters, load.inputs.checkpoint, load.manifest):
+                        control.progress += nbytes
+
+            # Whoever proves reads what is at the paths now. A file that has changed is why shards differ from it, so that
+            # all ranks hear of that first, whichever rank saw it.
+            _, changed = attempt(lambda: load.inputs.reopen() if letters else None)
+            failure = None
+            if changed is None:
+                _, failure = attempt(check)
+                _, changed = attempt(lambda: load.inputs.check_unchanged("; the model may be partly overwritten"))
+            control.settle("verification", changed, patience=2)
+            control.settle("verification", failure, patience=2)
+            control.forget_letters()

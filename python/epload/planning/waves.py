@@ -1,0 +1,50 @@
+"""Waves: consecutive buckets that share a staging buffer. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epload.planning.plan import LoadPlan
+
+_ALIGNMENT = 64
+"""Bytes; where a bucket may start in its wave."""
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Buckets that are staged, moved and released together."""
+
+    index: int
+    """Position among the waves of its transfer."""
+    numbers: range
+    """Numbers of its buckets in the plan."""
+    begins: tuple[int, ...]
+    """Offset of each bucket in the staging buffer, bytes."""
+    ends: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of staging buffer that it takes."""
+        return _aligned(self.ends[-1])
+
+
+def make_waves(plan: LoadPlan, buckets: range, per_wave: int = 1) -> list[Wave]:
+    """Divides some of a plan's buckets into waves of ``per_wave``; the last may have fewer."""
+    waves = []
+    for index, first in enumerate(range(buckets.start, buckets.stop, per_wave)):
+        numbers = range(first, min(first + per_wave, buckets.stop))
+        begins, ends = [], [0]
+        for number in numbers:
+            begins.append(_aligned(ends[-1]))
+            ends.append(begins[-1] + plan.buckets[number].nbytes)
+        waves.append(Wave(index, numbers, tuple(begins), tuple(ends[1:])))
+    return waves
+
+
+def wave_bytes(plan: LoadPlan, per_wave: int) -> int:
+    """Bytes of the largest wave."""
+    return max((wave.nbytes for wave in make_waves(plan, range(len(plan.buckets)), per_wave)), default=0)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,80 @@
+"""Each rank reads what it keeps, straight into its tensors: no bucket moves between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from epload.planning.waves import Wave
+from epload.transport.context import TransferContext
+from epload.transport.framing import list_numbers
+from epload.transport.sinks import DirectSink
+
+
+class DirectRead:
+    """Reads some of a plan's buckets. Single use. The same interface as :class:`~epload.transport.engine.Engine`."""
+
+    def __init__(
+        self, context: TransferContext, waves: Sequence[Wave], sink: DirectSink, buffer: Tensor | None
+    ) -> None:
+        """``buffer``: host memory for the largest bucket, for a checkpoint that gives whole buckets only; None to make it."""
+        self._context = context
+        self._waves = waves
+        self._sink = sink
+        self._buffer = buffer
+        self.broken = False
+
+    def run(self, bar: tqdm[Any]) -> None:
+        """``bar`` counts bytes.
+
+        Raises:
+            LoadError: another rank failed, or this rank could not read.
+        """
+        context = self._context
+        try:
+            with self._sink.entered():
+                for wave in self._waves:
+                    if failure := context.framing.remote_failure():
+                        raise failure
+                    with context.activity.doing(f"reads {list_numbers('bucket', wave.numbers)}"):
+                        nbytes = self._read(wave)
+                    context.report.phases["read"].nbytes += nbytes
+                    context.control.progress += nbytes
+                    bar.update(sum(context.plan.buckets[number].nbytes for number in wave.numbers))
+        except BaseException:
+            self.broken = True
+            raise
+
+    def fail(self) -> None:
+        """Nothing here waits for another rank."""
+
+    def abandon(self) -> None:
+        self._sink.abandon()
+
+    def _read(self, wave: Wave) -> int:
+        checkpoint = self._context.checkpoint
+        assert checkpoint is not None
+        try:
+            nbytes = self._sink.read(wave.numbers, checkpoint)
+            return nbytes if nbytes is not None else sum(map(self._read_whole, wave.numbers))
+        except Exception as error:
+            raise self._context.framing.describe_failure("read", wave.numbers, error) from error
+
+    def _read_whole(self, number: int) -> int:
+        """By way of a buffer, from a checkpoint that cannot read single regions."""
+        assert self._context.checkpoint is not None
+        plan = self._context.plan
+        bucket = plan.buckets[number]
+        if not bucket.targets:
+            return 0
+        if self._buffer is None:
+            self._buffer = torch.empty(plan.largest, dtype=torch.uint8)
+        buffer = self._buffer[: bucket.nbytes]
+        with self._context.report.timed("read"):
+            self._context.checkpoint.fill(buffer, plan.pieces(bucket))
+        self._sink.unpack(number, buffer)
+        return bucket.nbytes

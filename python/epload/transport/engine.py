@@ -1,0 +1,187 @@
+"""The engine: moves the buckets of a plan from the ranks that read them to the ranks that keep them.
+
+A ring of staging buffers, a mover and a sink make a transfer. Reading, moving and unpacking overlap. Filling buckets, checking
+their headers and ending early are here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from tqdm import tqdm
+
+from epload.errors import LoadError
+from epload.planning.plan import HEADER_BYTES
+from epload.planning.waves import Wave
+from epload.staging.ring import Ring
+from epload.transport import pipeline
+from epload.transport.context import TransferContext
+from epload.transport.movers import Mover
+from epload.transport.sinks import Sink
+
+Step = Callable[[Wave], bool]
+"""Takes the next wave; False if it was the last."""
+
+
+class Engine:
+    """Moves some of a plan's buckets. Single use: make it, run it."""
+
+    def __init__(
+        self, context: TransferContext, waves: Sequence[Wave], ring: Ring, mover: Mover | None, sink: Sink
+    ) -> None:
+        """``mover``: None on a rank that passes nothing on and receives nothing but from its own node's buffers."""
+        self._context = context
+        self._plan = context.plan
+        self._report = context.report
+        self._waves = waves
+        self._ring = ring
+        self._mover = mover
+        self._sink = sink
+        self._read_outcomes: dict[int, LoadError | None] = {}
+        """For each bucket that this rank has read, why it is one that aborts the transfer, or None."""
+        self._is_last: dict[int, bool] = {}
+        """For each wave whose headers were checked, whether it ends the transfer."""
+        self._failure: LoadError | None = None
+        """What went wrong on this rank, or what the bucket says that aborted the transfer."""
+        self._over = threading.Event()
+        """Set when this rank has met such a bucket."""
+        self.broken = False
+        """Whether a step failed, so that the buffers may still be in use."""
+
+    def run(self, bar: tqdm[Any]) -> None:
+        """``bar`` counts bytes.
+
+        Raises:
+            LoadError: a reader aborted the transfer, or what went wrong on this rank.
+        """
+        self._bar = bar
+        try:
+            if self._waves:
+                with self._sink.entered():
+                    pipeline.run(self._lanes(), self._stop)
+        except BaseException:
+            self.broken = True
+            raise
+        if self._failure is not None:
+            raise self._failure
+
+    def fail(self) -> None:
+        """Wakes all waits: another rank cannot go on. Called by the watch."""
+        self._ring.fail()
+
+    def abandon(self) -> None:
+        """Keeps buffers that may still be in use until the process ends."""
+        self._ring.abandon()
+        self._sink.abandon()
+
+    def _stop(self, error: BaseException) -> None:
+        """This rank cannot go on: the others hear why first, then its own waits are woken."""
+        self._context.control.fail(error)
+        self._ring.fail()
+
+    # ---- lanes ----
+
+    def _lanes(self) -> list[pipeline.Stage]:
+        steps: dict[str, Step] = {"unpack": self._unpack}
+        if self._mover is not None:
+            steps["move"] = self._move
+        if self._context.checkpoint is not None:
+            steps["read"] = self._read
+        lanes = [[name for name in lane if name in steps] for lane in self._ring.lanes]
+        return [(lane[0], partial(self._run_lane, [steps[name] for name in lane])) for lane in lanes if lane]
+
+    def _run_lane(self, steps: Sequence[Step]) -> None:
+        for wave in self._waves:
+            if not all(step(wave) for step in steps):
+                if steps[-1] == self._unpack:
+                    self._over.set()
+                    self._ring.end()
+                break
+
+    # ---- steps ----
+
+    def _read(self, wave: Wave) -> bool:
+        mine = self._context.read_here(wave.numbers)
+        if not mine:
+            return True
+        self._ring.acquire(wave)
+        if self._over.is_set():
+            return False
+        with self._report.timed("read"):
+            for i in mine:
+                self._fill(wave, i)
+        self._ring.ready(wave)
+        return all(self._read_outcomes[wave.numbers[i]] is None for i in mine)
+
+    def _fill(self, wave: Wave, i: int) -> None:
+        number = wave.numbers[i]
+        buffer = self._ring.read_buffer(wave, i)
+        assert self._context.checkpoint is not None
+        with self._context.activity.doing(f"reads bucket {number}"):
+            failure = self._context.framing.fill(number, buffer, self._context.checkpoint)
+        self._read_outcomes[number] = failure
+        if failure is not None:
+            self._failure = self._failure or failure
+        self._report.phases["read"].nbytes += buffer.nbytes - HEADER_BYTES
+        self._context.control.progress += buffer.nbytes
+
+    def _move(self, wave: Wave) -> bool:
+        assert self._mover is not None
+        self._ring.begin_move(wave)
+        self._mover.move(wave)
+        self._ring.moved(wave)
+        last = self._check(wave)
+        self._ring.checked(wave, last)
+        return not last
+
+    def _unpack(self, wave: Wave) -> bool:
+        self._ring.begin_unpack(wave)
+        if self._check(wave):
+            return False
+        if self._context.framing.checked:
+            self._verify(wave)
+        with self._report.timed("unpack"):
+            for i, number in enumerate(wave.numbers):
+                self._take(wave, i, number)
+        self._ring.release(wave)
+        return True
+
+    def _check(self, wave: Wave) -> bool:
+        """Checks the headers of a wave that has arrived. True if a reader aborted the transfer."""
+        if wave.index not in self._is_last:
+            last = False
+            for i, number in enumerate(wave.numbers):
+                failure = self._abort_of(wave, i, number)
+                if failure is not None:
+                    self._failure = self._failure or failure
+                    last = True
+            self._is_last[wave.index] = last
+        return self._is_last[wave.index]
+
+    def _abort_of(self, wave: Wave, i: int, number: int) -> LoadError | None:
+        if number in self._read_outcomes:
+            return self._read_outcomes[number]
+        body = self._ring.bucket(wave, i)[HEADER_BYTES:]
+        return self._context.framing.check(number, self._ring.header(wave, i), body)
+
+    def _verify(self, wave: Wave) -> None:
+        with self._report.timed("verify"):
+            for i in self._ring.to_verify(wave):
+                number, bucket = wave.numbers[i], self._ring.bucket(wave, i)
+                self._context.framing.verify(number, self._context.flow.reader(number), bucket.cpu())
+                self._report.phases["verify"].nbytes += bucket.nbytes - HEADER_BYTES
+        self._ring.verified(wave)
+
+    def _take(self, wave: Wave, i: int, number: int) -> None:
+        bucket = self._ring.bucket(wave, i)
+        if self._failure is None and self._plan.buckets[number].targets:
+            try:
+                self._sink.unpack(number, bucket)
+            except Exception as error:  # keep receiving until a reader, who hears of it, ends the transfer for all
+                self._failure = self._context.framing.publish_failure("unpack", [number], error)
+        self._report.phases["unpack"].nbytes += bucket.nbytes - HEADER_BYTES
+        self._context.control.progress += bucket.nbytes
+        self._bar.update(bucket.nbytes)

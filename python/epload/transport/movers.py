@@ -1,0 +1,130 @@
+"""Movers: how a wave's buckets go from rank to rank. A relay passes chunks on through host memory; a collective broadcasts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from epload.cluster.topology import Route
+from epload.errors import LoadError, RemoteFailure, WaitTimeout, text_of
+from epload.native import ops
+from epload.planning.schedule import Flow, Step
+from epload.planning.waves import Wave
+from epload.staging.host_ring import HostRing
+from epload.staging.ring import Ring
+from epload.transport.context import TransferContext
+
+SLOWEST = 10e6
+"""Bytes a second; a step that moves bytes has the timeout and what they take at this rate."""
+
+
+class Mover(Protocol):
+    def move(self, wave: Wave) -> None:
+        """Sends and receives this rank's part of a wave. Raises LoadError if a message did not arrive."""
+        ...
+
+
+class Relay:
+    """Passes a wave on through host memory, chunk by chunk: in a ring of nodes, then a chain inside a node that shares none."""
+
+    def __init__(
+        self, context: TransferContext, ring: HostRing, route: Route, chunk_bytes: int, board: Tensor, seconds: float
+    ) -> None:
+        """
+        Args:
+            board: a failure posted on it ends the wait for a message.
+            seconds: that a message may take.
+        """
+        self._context = context
+        self._ring = ring
+        self._route = route
+        self._chunk_bytes = chunk_bytes
+        self._board = board
+        self._seconds = seconds
+        crosses = context.flow.crosses and bool(route.inter_group)
+        self._phase = "inter_node" if crosses else "intra_node"
+
+    def move(self, wave: Wave) -> None:
+        steps = self._context.flow.steps(list(zip(wave.numbers, wave.begins, wave.ends, strict=True)))
+        if not steps:
+            return
+        numbers, report = wave.numbers, self._context.report
+        doing = f"passes on buckets {numbers[0]} to {numbers[-1]}, {_peers(steps)}"
+        with self._context.activity.doing(doing), report.timed(self._phase):
+            try:
+                messages = ops.relay(
+                    self._ring.buffer(wave), torch.tensor(steps, dtype=torch.int64), self._route.inter_group,
+                    self._route.intra_group, self._chunk_bytes, self._board, self._seconds,
+                )  # fmt: skip
+            except RuntimeError as error:
+                raise _explain(self._context, error, numbers[0]) from error
+        report.transport_steps += messages
+        report.phases[self._phase].nbytes += sum(end - begin for begin, end, *_ in steps)
+
+
+class Collective:
+    """Broadcasts each bucket from the rank that reads it, on a device's stream or, with ``"flat"``, in host memory."""
+
+    def __init__(
+        self, context: TransferContext, ring: Ring, routes: Mapping[int, Route], stream: torch.Stream | None
+    ) -> None:
+        """``routes``: for each rank that reads for this one."""
+        self._context = context
+        self._ring = ring
+        self._routes = routes
+        self._stream = stream
+        self._phase = "inter_node" if context.flow.crosses else "intra_node"
+
+    def move(self, wave: Wave) -> None:
+        flow, report = self._context.flow, self._context.report
+        for i, number in enumerate(wave.numbers):
+            reader, bucket = flow.reader(number), self._ring.bucket(wave, i)
+            route = self._routes[reader]
+            with self._context.activity.doing(f"broadcasts bucket {number} from rank {reader}"):
+                try:
+                    with report.timed(self._phase):
+                        broadcast(bucket, route, flow.algorithm, self._stream)
+                except RuntimeError as error:
+                    raise _explain(self._context, error, number) from error
+            report.phases[self._phase].nbytes += bucket.nbytes
+            report.transport_steps += broadcast_steps(route, flow, bucket.nbytes)
+
+
+def broadcast(flat: Tensor, route: Route, algorithm: str, stream: torch.Stream | None) -> None:
+    """Sends contiguous bytes in place, from ``route.src``, as one bucket."""
+    leader = -1 if algorithm == "flat" else route.leader
+    nbytes = max(16, flat.nbytes)
+    ops.coalesced_bcast(
+        [flat], route.src, route.inter_group, route.intra_group, nbytes, algorithm, stream, leader=leader
+    )
+
+
+def broadcast_steps(route: Route, flow: Flow, nbytes: int) -> int:
+    """Number of broadcasts that a rank takes part in for a bucket of so many bytes."""
+    if flow.algorithm != "striped":
+        return bool(route.inter_group) + bool(route.intra_group)
+    node = sorted(flow.nodes[flow.node])
+    stripes = -(-nbytes // ((nbytes // len(node) + 16) // 16 * 16))  # as csrc/coalesced_bcast.cpp cuts it
+    on_rail = bool(route.inter_group) and node.index(flow.rank) < stripes
+    return on_rail + bool(route.intra_group) * (1 if route.src in node else stripes)
+
+
+def _explain(context: TransferContext, error: RuntimeError, number: int) -> LoadError:
+    """What it means that a message did not arrive."""
+    text = text_of(error)
+    if "given up" in text:
+        return RemoteFailure(text)
+    late = "Timed out" in text or "timeout" in text
+    kind = WaitTimeout if late else LoadError
+    names = context.framing.names([number])
+    return kind(f"rank {context.flow.rank} could not pass on bucket {number} ({names}): {text}")
+
+
+def _peers(steps: list[Step]) -> str:
+    """From and to whom this rank passes bytes."""
+    sources = sorted({rank for step in steps for rank in step[2:4] if rank >= 0})
+    sinks = sorted({rank for step in steps for rank in step[4:6] if rank >= 0})
+    return f"from ranks {sources} to ranks {sinks}"
