@@ -14,7 +14,7 @@ import ranks
 from epload.cluster.meeting import meet
 from epload.control.control import Control
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
-from epload.planning.plan import HEADER_BYTES
+from epload.planning.buckets import HEADER_BYTES
 from epload.transport.framing import STATUS_ABORT, STATUS_OK, BucketHeader
 
 U32 = st.integers(0, 2**32 - 1)

@@ -473,7 +473,7 @@ def run_plan(plan: LoadPlan, manifest: Manifest, values: dict[str, Tensor], loca
         for piece in plan.pieces(bucket):
             source = sources[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.nbytes]
             data[piece.bucket_offset : piece.bucket_offset + piece.nbytes] = source
-        ops.unpack(data, [local[target] for target in bucket.targets], bucket.copies)
+        ops.unpack(data, [local[target] for target in bucket.targets], bucket.copies.rows)
 
 
 STRIDED = ([(1, 0, 1), (0, 0, 1)], (Sharded(0, 2), Sharded(0)))

@@ -23,7 +23,8 @@ from epload.checkpoint.base import SafetensorsCheckpoint
 from epload.mapping.mapping import resolve
 from epload.model.targets import Targets, collect
 from epload.native import ops
-from epload.planning.plan import HEADER_BYTES, LoadPlan, make_plan
+from epload.planning.buckets import HEADER_BYTES
+from epload.planning.plan import LoadPlan, make_plan
 from epload.transport.local import Local, _BoundLocal
 from epload.verify.proof import SAMPLED, Proof
 from test_loader import BUCKET, NODES, State, all_fine, meta_net, only_readers, state_for, wrong

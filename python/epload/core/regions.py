@@ -1,4 +1,4 @@
-"""The regions that one rank takes out of one bucket, and ways to divide and pack them. Rows of the native copy table."""
+"""The regions of its tensors that one rank takes out of some bytes."""
 
 from __future__ import annotations
 
@@ -10,79 +10,55 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
+from epload.core.copy_table import CopyTable
 from epload.native import ops
-
-ALIGNMENT = 16
-"""Bytes; where a slot may start in a bucket. The widest access of a device, and a multiple of the size of any element, so
-that a slot can be viewed as its tensor's dtype."""
-FIXED_COLUMNS = 4
-"""Of the native copy table, before those of the dims (see ``ops.unpack``)."""
 
 
 class Regions(NamedTuple):
     """What ``ops.unpack`` and ``Checkpoint.read_regions`` take."""
 
     targets: list[Tensor]
-    copies: Tensor
-    """The native copy table; column 0 counts in ``targets``."""
+    copies: CopyTable
+    """Targets count in ``targets``."""
     origins: Tensor
-    """See ``plan.Bucket.origins``."""
+    """int64 [n, 2]: the checkpoint tensor that each row of ``copies`` is of, and where in it it starts (bytes)."""
+
+    def unpack(self, bucket: Tensor) -> None:
+        """Copies them out of a bucket (uint8) on the targets' device."""
+        ops.unpack(bucket, self.targets, self.copies.rows)
 
     def read(
         self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int
     ) -> tuple[int, int, int, int]:
         """Those on CPU, from files; see ``ops.read_regions``."""
-        return ops.read_regions(descriptors, files, offsets, self.origins, self.targets, self.copies, threads)
+        return ops.read_regions(descriptors, files, offsets, self.origins, self.targets, self.copies.rows, threads)
 
     def by_device(self) -> tuple[Regions, Regions]:
         """Those whose targets are on CPU, and the others."""
         on_cpu = torch.tensor([target.is_cpu for target in self.targets], dtype=torch.bool)
         if not on_cpu.any():
-            return self._where(torch.zeros(len(self.copies), dtype=torch.bool)), self
-        rows = on_cpu[self.copies[:, 0]]
-        return self._where(rows), self._where(~rows)
-
-    def _where(self, rows: Tensor) -> Regions:
-        copies = self.copies[rows]
-        wanted, copies[:, 0] = torch.unique(copies[:, 0], return_inverse=True)
-        return Regions([self.targets[i] for i in wanted.tolist()], copies, self.origins[rows])
+            return self._select(torch.zeros(len(self.copies), dtype=torch.bool)), self
+        rows = on_cpu[self.copies.target]
+        return self._select(rows), self._select(~rows)
 
     def packed(self) -> tuple[Regions, int]:
-        """The same out of a buffer that holds nothing else, one region after the other; and its bytes."""
-        copies, nbytes = packed(self.copies)
+        """The same out of a buffer in which they lie one after the other; and its bytes."""
+        copies, nbytes = self.copies.packed()
         return self._replace(copies=copies), nbytes
 
     def read_into(self, buffer: Tensor) -> Regions:
-        """For reading the regions to where :meth:`packed` expects them: each has a piece of ``buffer`` as its target."""
-        table, _ = packed(self.copies)
+        """For reading the regions to where :meth:`packed` expects them: each has a part of ``buffer`` as its target."""
+        packed, _ = self.copies.packed()
         copies = self.copies.clone()
-        dims = _dims(copies)
-        copies[:, 0] = torch.arange(len(copies))
-        copies[:, FIXED_COLUMNS : FIXED_COLUMNS + dims] = 0
+        copies.target[:] = torch.arange(len(copies))
+        copies.start[:] = 0
         views = []
-        for _, at, code, ndim, *box in table.tolist():
-            dtype, size = dtypes.from_code(code), box[dims : dims + ndim]
-            views.append(buffer[at : at + prod(size) * dtype.itemsize].view(dtype).view(size))
+        columns = (packed.offset, packed.dtype, packed.ndim, packed.size)
+        for at, code, ndim, size in zip(*(column.tolist() for column in columns), strict=True):
+            dtype, shape = dtypes.from_code(code), size[:ndim]
+            views.append(buffer[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape))
         return Regions(views, copies, self.origins)
 
-
-def packed(copies: Tensor) -> tuple[Tensor, int]:
-    """A copy table for the same regions out of a buffer in which they lie one after the other, row-major; its bytes."""
-    dims = _dims(copies)
-    made = copies.clone()
-    beyond = torch.arange(dims) >= copies[:, 3:4]
-    size = copies[:, FIXED_COLUMNS + dims : FIXED_COLUMNS + 2 * dims].masked_fill(beyond, 1)
-    inner = size.flip(1).cumprod(1).flip(1)  # elements of one index of the dim before
-    made[:, FIXED_COLUMNS + 2 * dims : -1] = inner[:, 1:]
-    made[:, -1] = 1
-    itemsize = torch.zeros(len(copies), dtype=torch.int64)
-    for code in torch.unique(copies[:, 2]).tolist():
-        itemsize[copies[:, 2] == code] = dtypes.from_code(code).itemsize
-    room = -(inner[:, 0] * itemsize // -ALIGNMENT) * ALIGNMENT
-    ends = room.cumsum(0)
-    made[:, 1] = ends - room
-    return made, int(ends[-1]) if len(ends) else 0
-
-
-def _dims(copies: Tensor) -> int:
-    return (copies.shape[1] - FIXED_COLUMNS) // 3
+    def _select(self, rows: Tensor) -> Regions:
+        copies = self.copies.select(rows)
+        return Regions([self.targets[i] for i in copies.renumber_targets()], copies, self.origins[rows])

@@ -13,7 +13,7 @@ from epload.mapping.mapping import Mapping
 from epload.model.expert_parallel import Parts
 from epload.model.initialization import InitMissing
 from epload.model.targets import DTypes
-from epload.planning.plan import HEADER_BYTES
+from epload.planning.buckets import HEADER_BYTES
 from epload.planning.schedule import ALGORITHMS, READERS
 from epload.verify.proof import VERIFY
 

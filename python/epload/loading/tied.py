@@ -21,7 +21,7 @@ from epload.core import dtypes
 from epload.core.attempt import attempt
 from epload.core.pieces import Piece
 from epload.errors import ModelMismatch
-from epload.planning.plan import Twin
+from epload.planning.selection import Twin
 
 _CHUNK = 4 << 20
 """Elements that are compared at a time."""

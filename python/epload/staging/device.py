@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from epload.planning.plan import HEADER_BYTES
+from epload.planning.buckets import HEADER_BYTES
 
 BUFFERS = 2
 _ABANDONED: list[DeviceStaging] = []

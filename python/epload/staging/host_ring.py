@@ -8,7 +8,7 @@ from datetime import timedelta
 from torch import Tensor
 
 from epload.control.activity import Activity
-from epload.planning.plan import HEADER_BYTES
+from epload.planning.buckets import HEADER_BYTES
 from epload.planning.schedule import Flow
 from epload.planning.waves import Wave
 from epload.staging.shared_memory import BUFFERS, NodeMemory

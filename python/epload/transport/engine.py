@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from epload.errors import LoadError
-from epload.planning.plan import HEADER_BYTES
+from epload.planning.buckets import HEADER_BYTES
 from epload.planning.waves import Wave
 from epload.staging.ring import Ring
 from epload.transport import pipeline

@@ -18,7 +18,8 @@ from epload.checkpoint.manifest import Manifest
 from epload.control.control import Control
 from epload.errors import CheckpointError, LoadError, RemoteFailure, text_of
 from epload.native import ops
-from epload.planning.plan import HEADER_BYTES, LoadPlan
+from epload.planning.buckets import HEADER_BYTES
+from epload.planning.plan import LoadPlan
 
 _HEADER = struct.Struct("<8sIIQQ16s16x")
 _MAGIC = b"epload01"

@@ -43,8 +43,7 @@ class Local:
 
     def unpack(self, number: int, bucket: Tensor) -> None:
         """Takes it out of the bucket, which is on the tensors' device."""
-        targets, copies, _ = self.regions(number)
-        ops.unpack(bucket, targets, copies)
+        self.regions(number).unpack(bucket)
 
     def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
         """Reads it for some buckets, on CPU; returns the bytes read, None if the checkpoint cannot.
@@ -96,7 +95,7 @@ class _BoundLocal(Local):
         copies = self.bound.copies.get(number)
         if copies is None:
             planned = self._plan.buckets[number]
-            copies = ops.bind_copies(self._gathered, planned.targets, planned.copies, planned.nbytes)
+            copies = ops.bind_copies(self._gathered, planned.targets, planned.copies.rows, planned.nbytes)
             self.bound.copies[number] = copies
         ops.unpack_bound(bucket, self._gathered, copies)
 
@@ -127,7 +126,7 @@ class _BoundReads:
             self._reads = None
         if self._reads is None or known is None or known[2] != file_count:
             targets, copies, origins = self.taken
-            self._reads = ops.bind_reads(gathered, targets, copies, files, offsets, origins, file_count)
+            self._reads = ops.bind_reads(gathered, targets, copies.rows, files, offsets, origins, file_count)
             self._places = files, offsets, file_count
         return self._reads
 

@@ -8,8 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
-from epload.core.regions import Regions, packed
-from epload.native import ops
+from epload.core.regions import Regions
 from epload.planning.plan import LoadPlan
 from epload.report import LoadReport
 from epload.staging.device import BUFFERS, DeviceStaging
@@ -73,9 +72,9 @@ class DeviceSink:
     def unpack(self, number: int, bucket: Tensor) -> None:
         on_cpu, on_device = self._local.regions(number).by_device()
         if on_device.targets:
-            ops.unpack(bucket, on_device.targets, on_device.copies)
+            on_device.unpack(bucket)
         if on_cpu.targets:
-            ops.unpack(bucket.cpu(), on_cpu.targets, on_cpu.copies)
+            on_cpu.unpack(bucket.cpu())
 
     def abandon(self) -> None:
         pass  # the ring has the same staging
@@ -102,10 +101,9 @@ class UploadSink:
     def unpack(self, number: int, bucket: Tensor) -> None:
         on_cpu, on_device = self._local.regions(number).by_device()
         if on_cpu.targets:
-            ops.unpack(bucket, on_cpu.targets, on_cpu.copies)
+            on_cpu.unpack(bucket)
         if on_device.targets:
-            into = self._pinned_for(on_device)
-            ops.unpack(bucket, into.targets, into.copies)
+            self._pinned_for(on_device).unpack(bucket)
             self._upload(on_device)
 
     def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
@@ -143,11 +141,11 @@ class UploadSink:
         self._staging.copy(turn, turn, nbytes)
         with self._staging.stream:
             self._staging.wait_for_copy(turn)
-            ops.unpack(self._staging.buckets[turn], moved.targets, moved.copies)
+            moved.unpack(self._staging.buckets[turn])
             self._staging.unpacked(turn)
         self._report.phases["host_to_device"].nbytes += nbytes
 
 
 def upload_bytes(plan: LoadPlan) -> int:
     """Bytes of one staging buffer of an UploadSink."""
-    return max((packed(bucket.copies)[1] for bucket in plan.buckets), default=0)
+    return max((bucket.copies.packed()[1] for bucket in plan.buckets), default=0)

@@ -19,11 +19,12 @@ from torch import Tensor
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
+from epload.core.copy_table import CopyTable
 from epload.core.pieces import Pieces
-from epload.core.regions import FIXED_COLUMNS
 from epload.errors import LoadError
 from epload.native import ops
-from epload.planning.plan import Bucket, LoadPlan
+from epload.planning.buckets import Bucket
+from epload.planning.plan import LoadPlan
 from epload.transport.local import Local
 
 VERIFY = ("off", "buckets", "sample", "full")
@@ -113,23 +114,23 @@ class Proof:
         """By this rank."""
         found = []
         for number, bucket in enumerate(self._plan.buckets):
-            table = bucket.copies[self._chosen(bucket, bucket.copies[:, 1])]
-            if len(table):
-                wanted, table[:, 0] = torch.unique(table[:, 0], return_inverse=True)
-                found.append(_Held(number, [bucket.targets[t] for t in wanted.tolist()], table))
+            copies = bucket.copies.select(self._chosen(bucket, bucket.copies.offset))
+            if len(copies):
+                targets = [bucket.targets[t] for t in copies.renumber_targets()]
+                found.append(_Held(number, targets, copies.rows))
         return found
 
     def _tables(self, local: Sequence[Tensor]) -> dict[int, bytes]:
         """For each verifier, of what it gets digests."""
         parts: dict[int, list[Tensor]] = {rank: [] for rank in self._verifiers}
         for held in self._held:
-            table = held.table.clone()
+            copies = CopyTable(held.table).clone()
             if self._plan.casts:
-                table[:, 0] = torch.tensor([dtypes.code(local[t].dtype) for t in held.targets])[table[:, 0]]
+                copies.target[:] = torch.tensor([dtypes.code(local[t].dtype) for t in held.targets])[copies.target]
             else:
-                table[:, 0] = table[:, 2]
-            dims = (table.shape[1] - FIXED_COLUMNS) // 3
-            table[:, FIXED_COLUMNS : FIXED_COLUMNS + dims] = 0  # where in the tensor, which says nothing there
+                copies.target[:] = copies.dtype
+            copies.start[:] = 0  # where in the tensor, which means nothing there
+            table = copies.rows
             # Column by column, as a column is mostly one value over and over.
             parts[self._verifier(held.bucket)] += [torch.tensor([held.bucket, *table.shape]), table.T.reshape(-1)]
         return {rank: zlib.compress(_raw(torch.cat(part)), level=1) if part else b"" for rank, part in parts.items()}
@@ -231,13 +232,7 @@ def _merged(said_of: Sequence[tuple[int, slice, Tensor]]) -> tuple[Tensor, list[
 
 def _widened(table: Tensor, columns: int) -> Tensor:
     """A copy table with room for more dims."""
-    if table.shape[1] == columns:
-        return table
-    have, wanted = (table.shape[1] - FIXED_COLUMNS) // 3, (columns - FIXED_COLUMNS) // 3
-    wide = table.new_zeros(len(table), columns)
-    wide[:, :FIXED_COLUMNS] = table[:, :FIXED_COLUMNS]
-    wide[:, FIXED_COLUMNS:].view(-1, 3, wanted)[:, :, :have] = table[:, FIXED_COLUMNS:].reshape(-1, 3, have)
-    return wide
+    return table if table.shape[1] == columns else CopyTable(table).widened(columns)
 
 
 def _raw(words: Tensor) -> bytes:

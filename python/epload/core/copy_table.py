@@ -1,0 +1,122 @@
+"""The table of copies that the native ops take: which box of which tensor lies where in a bucket or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epload.core import dtypes
+
+ALIGNMENT = 16
+"""Bytes; where a slot may start in a bucket. The widest access of a device, and a multiple of the size of any element, so
+that a slot can be viewed as its tensor's dtype."""
+_TARGET, _OFFSET, _DTYPE, _NDIM, _FIXED = range(5)
+
+
+@dataclass(frozen=True, eq=False)
+class CopyTable:
+    """One copy a row. See ``ops.unpack``."""
+
+    rows: Tensor
+    """int64 [n, 4 + 3 * dims], on CPU: target, offset, dtype, ndim, then start, size and stride in each dim."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @staticmethod
+    def columns(dims: int) -> int:
+        """Width of a table for targets of up to ``dims`` dims."""
+        return _FIXED + 3 * dims
+
+    @staticmethod
+    def concatenate(tables: Sequence[CopyTable]) -> CopyTable:
+        """Tables of one width, one after the other."""
+        return CopyTable(torch.cat([table.rows for table in tables]))
+
+    # Views of columns, each [n] or [n, dims].
+
+    @property
+    def dims(self) -> int:
+        return (self.rows.shape[1] - _FIXED) // 3
+
+    @property
+    def target(self) -> Tensor:
+        """Index into the list of targets."""
+        return self.rows[:, _TARGET]
+
+    @property
+    def offset(self) -> Tensor:
+        """In the bucket, bytes."""
+        return self.rows[:, _OFFSET]
+
+    @property
+    def dtype(self) -> Tensor:
+        """Code of the dtype of the bucket's elements."""
+        return self.rows[:, _DTYPE]
+
+    @property
+    def ndim(self) -> Tensor:
+        return self.rows[:, _NDIM]
+
+    @property
+    def start(self) -> Tensor:
+        """Of the box in the target, elements."""
+        return self.rows[:, _FIXED : _FIXED + self.dims]
+
+    @property
+    def size(self) -> Tensor:
+        """Of the box, elements."""
+        return self.rows[:, _FIXED + self.dims : _FIXED + 2 * self.dims]
+
+    @property
+    def stride(self) -> Tensor:
+        """Of the box in the bucket, elements."""
+        return self.rows[:, _FIXED + 2 * self.dims :]
+
+    def clone(self) -> CopyTable:
+        return CopyTable(self.rows.clone())
+
+    def select(self, which: Tensor | slice) -> CopyTable:
+        """Some rows: a copy, or for a slice a view."""
+        return CopyTable(self.rows[which])
+
+    def renumber_targets(self) -> list[int]:
+        """Numbers the targets that rows name from 0 on, in place; returns the numbers that they had."""
+        targets, self.rows[:, _TARGET] = torch.unique(self.target, return_inverse=True)
+        return [int(target) for target in targets.tolist()]
+
+    def nbytes(self) -> Tensor:
+        """int64 [n]: bytes of each box in the bucket's dtype."""
+        return self._used_size().prod(1) * self._itemsize()
+
+    def packed(self) -> tuple[CopyTable, int]:
+        """The same boxes out of a bucket in which they lie one after the other, row-major; and its bytes."""
+        table = self.clone()
+        inner = self._used_size().flip(1).cumprod(1).flip(1)  # elements of one index of the dim before
+        table.stride[:, :-1] = inner[:, 1:]
+        table.stride[:, -1] = 1
+        ends = (-(inner[:, 0] * self._itemsize() // -ALIGNMENT) * ALIGNMENT).cumsum(0)
+        table.offset[1:] = ends[:-1]
+        table.offset[:1] = 0
+        return table, int(ends[-1]) if len(ends) else 0
+
+    def widened(self, columns: int) -> Tensor:
+        """The rows in a table of that width, in which dims that targets lack are 0."""
+        have, wanted = self.dims, (columns - _FIXED) // 3
+        wide = torch.zeros(len(self), columns, dtype=torch.int64)
+        wide[:, :_FIXED] = self.rows[:, :_FIXED]
+        wide[:, _FIXED:].view(-1, 3, wanted)[:, :, :have] = self.rows[:, _FIXED:].reshape(-1, 3, have)
+        return wide
+
+    def _used_size(self) -> Tensor:
+        """``size`` with 1 for the dims that a target lacks."""
+        return self.size.masked_fill(torch.arange(self.dims) >= self.ndim[:, None], 1)
+
+    def _itemsize(self) -> Tensor:
+        itemsize = torch.zeros(len(self), dtype=torch.int64)
+        for code in torch.unique(self.dtype).tolist():
+            itemsize[self.dtype == code] = dtypes.from_code(code).itemsize
+        return itemsize

@@ -1,0 +1,195 @@
+"""Buckets: the messages of a load, and what each rank copies out of them.
+
+Thousands of tensors share a shape and a layout, so geometry is computed once for each class of them; per tensor there is a
+dictionary look-up, and the copy table is put together by vector arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from epload.core import dtypes
+from epload.core.copy_table import CopyTable
+from epload.core.pieces import Metadata, Pieces
+from epload.core.placement import OwnedRegion, intersect, owned_regions
+from epload.core.views import View
+from epload.model.targets import Targets
+from epload.native.extension import _C
+from epload.planning.selection import Selection
+
+HEADER_BYTES = 64
+"""In front of every bucket's slots."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One message. ``copies`` and ``targets`` are this rank's; the rest is equal on all ranks."""
+
+    nbytes: int
+    """Header included."""
+    slots: range
+    """Positions in the plan's slots."""
+    copies: CopyTable
+    """Its targets count in ``targets``."""
+    targets: tuple[int, ...]
+    """Targets that this rank copies into, by index."""
+    origins: Tensor
+    """int64 [n, 2]: where each row of ``copies`` starts in the checkpoint, as index into the manifest and offset in that tensor
+    in bytes."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Pieces of checkpoint tensors in buckets, one entry a piece in each column, in bucket order. Equal on all ranks."""
+
+    tensor: Sequence[int]
+    """Index into the manifest."""
+    tensor_offset: Sequence[int]
+    """Bytes."""
+    bucket_offset: Sequence[int]
+    """Bytes."""
+    nbytes: Sequence[int]
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """All of them, as a checkpoint is asked for them."""
+        columns = (self.tensor, self.tensor_offset, self.bucket_offset, self.nbytes)
+        return Pieces(torch.tensor(columns, dtype=torch.int64).T.contiguous())
+
+    @cached_property
+    def tensor_count(self) -> int:
+        """How many tensors they are pieces of."""
+        return len(set(self.tensor))
+
+    @cached_property
+    def payload(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.nbytes)
+
+
+def extents(manifest: Metadata, chosen: Selection, room: int) -> list[tuple[int, int, int]]:
+    """For each tensor that is loaded how it may be cut to fit ``room`` bytes; see ``_C.extent_of``."""
+    itemsize = {dtype: dtype.itemsize for dtype in set(manifest.dtypes)}
+    keys = [(manifest.shapes[i], itemsize[manifest.dtypes[i]]) for i in chosen.tensor]
+    known = {(shape, size): _C.extent_of(shape, size, room) for shape, size in set(keys)}
+    return [known[key] for key in keys]
+
+
+def make_buckets(
+    manifest: Metadata,
+    targets: Targets,
+    chosen: Selection,
+    slots: Slots,
+    bucket: Sequence[int],
+    bucket_nbytes: Sequence[int],
+) -> list[Bucket]:
+    """Adds this rank's copies to the planned slots.
+
+    Args:
+        slots: of the tensors that are loaded, counted among them, not in the manifest.
+        bucket: of each slot, ascending.
+    """
+    slot_of, places = _places_of_slots(slots, chosen)
+    target_of = [chosen.target[place] for place in places]
+    dtype_of = [manifest.dtypes[chosen.tensor[i]] for i in slots.tensor]
+    # The class of a slot and place: everything that their copies depend on but for where the slot lies in the bucket.
+    classes = [
+        (targets.layout[target], chosen.view[place], dtype_of[i], slots.tensor_offset[i], slots.nbytes[i])
+        for i, place, target in zip(slot_of.tolist(), places, target_of, strict=True)
+    ]
+    copies, pair = _copies_of_classes(classes, targets, chosen)
+    slot = slot_of[pair]
+    numbers_and_offsets = [[chosen.tensor[i] for i in slots.tensor], slots.tensor_offset]
+    origins = torch.tensor(numbers_and_offsets, dtype=torch.int64).T.contiguous()[slot]
+    origins[:, 1] += copies.offset
+    copies.offset.add_(torch.tensor(slots.bucket_offset, dtype=torch.int64)[slot])
+    copies.target[:] = torch.tensor(target_of, dtype=torch.int64)[pair]
+
+    bucket_of = torch.tensor(bucket, dtype=torch.int64)
+    numbers = torch.arange(len(bucket_nbytes))
+    slot_ends = [0, *torch.searchsorted(bucket_of, numbers, right=True).tolist()]
+    row_ends = [0, *torch.searchsorted(bucket_of[slot], numbers, right=True).tolist()]
+    made = []
+    for number, nbytes in enumerate(bucket_nbytes):
+        rows = slice(row_ends[number], row_ends[number + 1])
+        part = copies.select(rows)
+        wanted = tuple(part.renumber_targets())
+        made.append(Bucket(nbytes, range(*slot_ends[number : number + 2]), part, wanted, origins[rows]))
+    return made
+
+
+def _places_of_slots(slots: Slots, chosen: Selection) -> tuple[Tensor, Sequence[int]]:
+    """A slot has copies for each place of its tensor: pair p is of the p-th slot and place returned. Mostly it has one."""
+    if chosen.first == list(range(len(chosen.tensor) + 1)):
+        return torch.arange(len(slots.tensor)), slots.tensor
+    of_slot = torch.tensor(slots.tensor, dtype=torch.int64)
+    ends = torch.tensor(chosen.first, dtype=torch.int64)
+    each = ends.diff()[of_slot]
+    slot_of = torch.repeat_interleave(torch.arange(len(of_slot)), each)
+    places = torch.arange(len(slot_of)) + (ends[of_slot] - each.cumsum(0) + each)[slot_of]
+    return slot_of, places.tolist()
+
+
+def _copies_of_classes(
+    classes: Sequence[tuple[int, int, torch.dtype, int, int]], targets: Targets, chosen: Selection
+) -> tuple[CopyTable, Tensor]:
+    """The rows of each pair of a slot and a place, as if its slot began the bucket; and for each row the number of its pair.
+
+    Args:
+        classes: of each pair: layout, view, dtype, offset and bytes of the slot in its tensor.
+    """
+    dims = max((len(layout.shape) for layout in targets.layouts), default=1) or 1
+    owned = [owned_regions(layout, at) for layout, at in zip(targets.layouts, targets.coordinates, strict=True)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(classes))}
+    rows_of = [
+        _rows(chosen.views[view], owned[layout], dtype, offset, size, dims)
+        for layout, view, dtype, offset, size in numbers
+    ]
+    table = torch.tensor([row for rows in rows_of for row in rows], dtype=torch.int64)
+    count = torch.tensor([len(rows) for rows in rows_of], dtype=torch.int64)
+    first = count.cumsum(0) - count
+
+    # Row r of the result is row `within` of the class of pair `pair`.
+    class_of = torch.tensor([numbers[key] for key in classes], dtype=torch.int64)
+    pair = torch.repeat_interleave(torch.arange(len(classes)), count[class_of])
+    within = torch.arange(len(pair)) - (count[class_of].cumsum(0) - count[class_of])[pair]
+    rows = table.reshape(-1, CopyTable.columns(dims))[first[class_of[pair]] + within]
+    return CopyTable(rows), pair
+
+
+def _rows(
+    view: View, owned: Sequence[OwnedRegion], dtype: torch.dtype, offset: int, nbytes: int, dims: int
+) -> list[list[int]]:
+    """Copy-table rows for bytes [offset, offset + nbytes) of a checkpoint tensor placed by ``view``, from offset 0 of the
+    bucket: what they share with each region that this rank owns."""
+    begin, end = offset // dtype.itemsize, (offset + nbytes) // dtype.itemsize
+    rows = []
+    for part in view.within(begin, end):
+        for region in owned:
+            shared = intersect((part.start, part.size), (region.start, region.size))
+            if shared is None:
+                continue
+            low, extent = shared
+            steps = sum((a - b) * stride for a, b, stride in zip(low, part.start, part.strides, strict=True))
+            local = [at + a - b for at, a, b in zip(region.local_start, low, region.start, strict=True)]
+            fill = [0] * (dims - len(low))
+            rows.append(
+                [
+                    0,
+                    (part.offset - begin + steps) * dtype.itemsize,
+                    dtypes.code(dtype),
+                    len(low),
+                    *local,
+                    *fill,
+                    *extent,
+                    *fill,
+                    *part.strides,
+                    *fill,
+                ]
+            )
+    return rows
