@@ -60,9 +60,9 @@ class DirectRead:
         assert checkpoint is not None
         try:
             nbytes = self._sink.read(wave.numbers, checkpoint)
-            return nbytes if nbytes is not None else sum(map(self._read_whole, wave.numbers))
         except Exception as error:
             raise self._context.framing.describe_failure("read", wave.numbers, error) from error
+        return nbytes if nbytes is not None else sum(map(self._read_whole, wave.numbers))
 
     def _read_whole(self, number: int) -> int:
         """By way of a buffer, from a checkpoint that cannot read single regions."""
@@ -74,7 +74,12 @@ class DirectRead:
         if self._buffer is None:
             self._buffer = torch.empty(plan.largest, dtype=torch.uint8)
         buffer = self._buffer[: bucket.nbytes]
-        with self._context.report.timed("read"):
-            self._context.checkpoint.fill(buffer, plan.pieces(bucket))
-        self._sink.unpack(number, buffer)
+        step = "read"
+        try:
+            with self._context.report.timed("read"):
+                self._context.checkpoint.fill(buffer, plan.pieces(bucket))
+            step = "unpack"
+            self._sink.unpack(number, buffer)
+        except Exception as error:
+            raise self._context.framing.describe_failure(step, [number], error) from error
         return bucket.nbytes

@@ -28,7 +28,7 @@ def run(stages: Sequence[Stage], stop: Callable[[BaseException], None]) -> None:
             stop(error)
 
     *others, (_, last) = stages
-    started = 0
+    started: list[threading.Thread] = []
     ended = threading.Semaphore(0)
 
     def work_apart(stage: Callable[[], None]) -> None:
@@ -39,14 +39,13 @@ def run(stages: Sequence[Stage], stop: Callable[[BaseException], None]) -> None:
 
     try:
         for name, stage in others:
-            threads.start(f"epload-{name}", partial(work_apart, stage))
-            started += 1
+            started.append(threads.start(f"epload-{name}", partial(work_apart, stage)))
     except BaseException as error:  # no thread left, or an interrupt: those that run are stopped, and waited for below
         failures.append(error)
         stop(error)
     else:
         work(last)
-    left = started
+    left = len(started)
     while left:
         try:
             ended.acquire()  # not join: a thread whose join was interrupted counts as ended though it is not
@@ -54,5 +53,7 @@ def run(stages: Sequence[Stage], stop: Callable[[BaseException], None]) -> None:
         except BaseException as interrupt:  # from here on the stages end by themselves
             failures.append(interrupt)
             stop(interrupt)
+    for thread in started:
+        thread.join()  # what is left of it takes no time, but no thread outlives the transfer
     if failures:
         raise next((error for error in failures if not isinstance(error, Exception)), failures[0])
