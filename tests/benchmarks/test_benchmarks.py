@@ -14,7 +14,7 @@ import pytest
 
 import tables
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 PEERS = {
     "missing": "import a_library_that_nobody_has\n",

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from netbed import PREFIX, NetBed, available
+from netbed import PREFIX, NetBed
+from support.testbed import require
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RATES = """
 import re, subprocess, sys
 from netbed import INTERFACE, enter, slow_link
@@ -53,14 +54,6 @@ with socket.create_connection((f"{NETWORK}.1", ports[0]), timeout=30) as made:
 thread.join()
 print(accepted[0])
 """
-
-
-def require(what: str) -> None:
-    """Skips, or fails where that is asked for, if there can be no test-bed. ``what`` is then not checked."""
-    if why := available():
-        if os.environ.get("EPLOAD_FAIL_WITHOUT_NETBED") == "1":
-            pytest.fail(f"EPLOAD_FAIL_WITHOUT_NETBED=1, and there can be no test-bed: {why}")
-        pytest.skip(f"NOT CHECKED: {what}; {why}")
 
 
 def made_by_this_process() -> str:

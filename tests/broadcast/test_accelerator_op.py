@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,23 +15,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import fakedev
-import ranks
-import test_coalesced_bcast as contract
 from epload import Topology, coalesced_bcast
 from epload.native import ops
-from fakedev import build
-from test_bcast_refusals import Refusals, agree
-from test_region_copy import Problem, check_equal, problems
+from support import broadcasts as contract
+from support import fakedev, ranks
+from support.accelerator import ExternalStream
+from support.broadcasts import Refusals, agree
+from support.fakedev import build
+from support.region_copies import Problem, check_equal, problems
 
 DEVICE = f"{fakedev.NAME}:0"
 SEMANTICS = pytest.mark.parametrize("semantics", fakedev.SEMANTICS)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    """Compiles what the ranks load, once and outside their time limit."""
-    build.library()
+pytestmark = pytest.mark.usefixtures("fake_device_library")
 
 
 @SEMANTICS
@@ -108,12 +104,6 @@ def without_waiting(rank: int) -> list[str]:
 @SEMANTICS
 def test_the_host_does_not_wait(semantics: str) -> None:
     assert ranks.run(2, without_waiting, setup=partial(fakedev.setup, semantics), limit=40) == [[]] * 2
-
-
-class ExternalStream:
-    """As torch_npu's class of that name: a stream that it did not make."""
-
-    device = SimpleNamespace(type="npu")
 
 
 def wrong_use(rank: int) -> tuple[list[str], dict[str, str]]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-import ranks
 from epload import _C, Topology, coalesced_bcast
-from test_coalesced_bcast import SHAPES
+from support import ranks
+from support.broadcasts import SHAPES
 
 
 def _messages(topo: Topology, rank: int, algorithm: str) -> list[str]:

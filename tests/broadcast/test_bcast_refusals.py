@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import ranks
-from epload import Topology, coalesced_bcast
-from test_coalesced_bcast import SHAPES, Nodes, exchange, raised
-
-
-def has_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and tensor.untyped_storage().nbytes() > 0
-
-
-class Refusals:
-    """Calls that every rank must refuse alike, each followed by one that succeeds."""
-
-    def __init__(self, rank: int, nodes: Nodes, device: str = "cpu") -> None:
-        self.rank = rank
-        self.device = device
-        self.topo = Topology.from_nodes(nodes)
-        self.topo.control.timeout = timedelta(seconds=8)  # so that a rank left alone says so soon
-        self.wrong: list[str] = []
-        self.texts: dict[str, str] = {}
-
-    def check(self, what: str, kind: str, parts: list[str], tensors: list[Any], **options: Any) -> None:
-        plain = [t for t in tensors if type(t) is Tensor and has_memory(t)]
-        before = [t.clone() for t in plain]
-        got, text = raised(lambda: coalesced_bcast(tensors, **{"topology": self.topo, **options}))
-        self.texts[what] = f"{got}: {text}"
-        if got != kind or any(part not in text for part in parts):
-            self.wrong.append(f"{what}: expected {kind} with {parts}, got {got}: {text}")
-        if not all(map(torch.equal, plain, before)):
-            self.wrong.append(f"{what}: something has moved")
-        self.wrong += [
-            f"after {what}: {text}"
-            for text in exchange(self.rank, 1, self.topo, SHAPES[:5], len(self.texts), self.device)
-        ]
-
-    def answer(self) -> tuple[list[str], dict[str, str]]:
-        return self.wrong, self.texts
+from epload import coalesced_bcast
+from support import ranks
+from support.broadcasts import Refusals, agree
 
 
 def wrong_arguments(rank: int) -> tuple[list[str], dict[str, str]]:
@@ -118,12 +82,6 @@ def unseen_by_the_signature(rank: int, what: str) -> tuple[list[str], dict[str, 
             two.untyped_storage().resize_(0)
         see.check("freed", "ValueError", ["storage"], [one, two])
     return see.answer()
-
-
-def agree(answers: list[tuple[list[str], dict[str, str]]]) -> None:
-    assert [wrong for wrong, _ in answers] == [[]] * len(answers)
-    for what, text in answers[0][1].items():
-        assert [texts[what] for _, texts in answers] == [text] * len(answers), what
 
 
 def test_wrong_use_is_refused_before_anything_moves() -> None:

@@ -1,10 +1,10 @@
 """Throws hostile input at the parts that read what others wrote, for a given time.
 
-    python tests/fuzz.py --seconds 600
+    python -m campaigns.fuzz --seconds 600
 
 Half of the time goes to hypothesis (headers, copy tables, regions that are read and digested), half to AFL++ on the native cases,
 or all to hypothesis where there is no ``afl-fuzz``. What fails is printed; native inputs that fail belong into
-``tests/native/corpus``, which `make test` replays.
+``tests/native/cpp/corpus``, which `make test` replays.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ import tempfile
 import time
 from pathlib import Path
 
-HERE = Path(__file__).parent
-TESTS = [
-    HERE / f"test_{name}.py" for name in ("bucket_plan", "digest", "hostile", "malformed", "region_copy", "region_read")
+TESTS = Path(__file__).parents[1]
+CPP = TESTS / "native/cpp"
+PROPERTIES = [
+    TESTS / folder / f"test_{name}.py"
+    for folder, names in {
+        "checkpoint": ("hostile", "malformed"),
+        "native": ("digest", "region_copy", "region_read"),
+        "planning": ("bucket_plan",),
+    }.items()
+    for name in names
 ]
 
 
@@ -29,7 +36,7 @@ def hypothesis(until: float) -> int:
     turns = 0
     while time.monotonic() < until:
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-m", "hypothesis", f"--hypothesis-seed={time.time_ns()}", *TESTS],
+            [sys.executable, "-m", "pytest", "-q", "-x", "-m", "hypothesis", f"--hypothesis-seed={time.time_ns()}", *PROPERTIES],
             capture_output=True, text=True,
         )  # fmt: skip
         if done.returncode:
@@ -53,14 +60,14 @@ def afl(until: float) -> int:
         program = Path(folder) / "fuzz"
         compiler = shutil.which("afl-clang-fast++") or "afl-g++-fast"
         subprocess.run(
-            [HERE / "native/build.sh", sys.executable, program, "fuzz.cpp"],
+            [CPP / "build.sh", sys.executable, program, "fuzz.cpp"],
             check=True,
             env={**environment, "CXX": compiler},
         )
         seconds = str(max(10, int(until - time.monotonic())))
         runs = [
             subprocess.Popen(
-                ["afl-fuzz", "-V", seconds, "-m", "none", "-i", HERE / "native/corpus" / case, "-o", Path(folder) / case,
+                ["afl-fuzz", "-V", seconds, "-m", "none", "-i", CPP / "corpus" / case, "-o", Path(folder) / case,
                  "--", program, case],
                 env=environment, stdout=subprocess.DEVNULL,
             )

@@ -1,6 +1,6 @@
 """Loads checkpoints that are replaced or overwritten meanwhile, and judges each load: right, or refused on every rank.
 
-    python tests/replaced.py --runs 100 --seed 0
+    python -m campaigns.replaced --runs 100 --seed 0
 
 What happens follows from the seed: which file is replaced (the first, a later one, the index), how (another file is renamed over
 it, it is truncated and written again, it is overwritten in place), by what (the same header with other values, or another
@@ -34,10 +34,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import epload.checkpoint.base
-import ranks
 from epload import HierarchicalLoader, Topology
 from epload.checkpoint.base import Checkpoint
 from epload.verify.proof import Proof
+from support import ranks
 
 WORLD = 4
 NODES = [[0, 1], [2, 3]]

@@ -15,12 +15,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from checkpoints import State, assert_same, framed, index, raw_bytes, read_all, tensor
 from epload import Checkpoint, CheckpointError, Manifest
 from epload.checkpoint import base as checkpoint_module
 from epload.checkpoint.safetensors import READ_BYTES, read_header
 from epload.core.dtypes import SAFETENSORS
 from epload.core.pieces import Piece
+from support.checkpoints import State, assert_same, framed, index, raw_bytes, read_all, tensor
 
 
 def small_state() -> State:

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import epload
-import ranks
-from checkpoints import assert_same, read_all, tensor
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Mapping, ModelMismatch, Rename
+from support import ranks
+from support.checkpoints import assert_same, read_all, tensor
 
 State = dict[str, torch.Tensor]
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import epload
-from checkpoints import entry, header
 from epload import Checkpoint, CheckpointError, LoadError
 from epload.checkpoint.safetensors import read_header
 from epload.checkpoint.source_file import SourceFile
-from test_malformed import FILES
+from support.checkpoints import entry, header
+from support.malformed import FILES
 
 
 def model() -> nn.Module:

@@ -17,13 +17,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 import epload
-import ranks
-import replaced
-from checkpoints import assert_same, read_all, tensor
+from campaigns import replaced
+from campaigns.replaced import FILES, HOWS, READERS, Run, judged, outcomes_of, write
 from epload import Checkpoint, CheckpointError, HierarchicalLoader
-from epload.checkpoint.base import StateDictCheckpoint, source_file
+from epload.checkpoint import source_file
+from epload.checkpoint.base import StateDictCheckpoint
 from epload.checkpoint.source_file import SourceFile
-from replaced import FILES, HOWS, READERS, Run, judged, outcomes_of, write
+from support import ranks
+from support.checkpoints import assert_same, read_all, tensor
 
 SAMPLE = [Run.of(seed) for seed in range(1000, 1016)]
 IN_THE_MIDDLE = [

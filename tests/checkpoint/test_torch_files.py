@@ -16,14 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fakedev
-import ranks
-from checkpoints import assert_same, raw_bytes, read_all, tensor
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Manifest, ModelMismatch
 from epload.checkpoint.base import TorchCheckpoint, _boxes_of_range
 from epload.core.dtypes import SAFETENSORS
 from epload.core.pieces import Piece
-from fakedev import build
+from support import fakedev, ranks
+from support.checkpoints import assert_same, raw_bytes, read_all, tensor
 
 
 def _state() -> dict[str, Any]:
@@ -278,8 +276,8 @@ def _on_device(rank: int) -> list[str]:
     return [text for value in values for text in _fill_all(value.to("fakedev:0"), 1000)]
 
 
+@pytest.mark.usefixtures("fake_device")
 def test_only_the_piece_is_copied_from_a_device() -> None:
-    build.device()
     assert ranks.run(1, _on_device, setup=fakedev.setup) == [[]]
 
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 import epload
-import ranks
 from epload import HierarchicalLoader, ManifestMismatch, Topology, coalesced_bcast
 from epload.control.control import DEFAULT_TIMEOUT, Control
-from test_loader import BUCKET, NODES, meta_net, only_readers, state_for, wrong
+from support import ranks
+from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 
 def timeouts_of_groups(topology: Topology) -> list[timedelta]:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import ranks
 from epload import HierarchicalLoader, Topology, coalesced_bcast
 from epload.cluster import topology
+from support import ranks
 
 Nodes = list[list[int]]
 

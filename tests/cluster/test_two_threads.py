@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-import ranks
 from epload import HierarchicalLoader, Topology, coalesced_bcast, load
 from epload.checkpoint.base import Checkpoint
-from test_failure import Slow
-from test_loader import BUCKET, NODES, meta_net, state_for, wrong
+from support import ranks
+from support.failures import Slow
+from support.small_model import BUCKET, NODES, meta_net, state_for, wrong
 
 RUNS = 20
 APART = 0.02

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
@@ -21,47 +20,17 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import epload
-import ranks
 from epload.compat import accelerate as our_accelerate
 from epload.compat import skyrl, veomni, verl
 from epload.compat import torch as our_torch
-from gather import checkpoint_of, full_state
-from test_layouts import Block, Mlp, Stack, Tied, as_bytes, differences, full_values, local_of, mesh, place
-from test_loader import all_fine
-from test_state import Rotary, meta
+from support import ranks
+from support.checks import all_fine, differences, full_values, local_of
+from support.drop_ins import everywhere, on_rank_0, raised, sharded, wrong
+from support.gather import checkpoint_of
+from support.models import Block, Mlp, Rotary, Stack, Tied, mesh, meta, place
 
 FULL = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 NO_ACCELERATE = "accelerate is not installed: pip install -r requirements-dev.txt"
-
-
-def sharded(dtype: torch.dtype = torch.float32) -> Any:
-    """Uneven and empty shards over 4 ranks, on meta."""
-    model = meta(lambda: Mlp(7, 5, 3).to(dtype))
-    return fully_shard(model, mesh=mesh(("all", 4)))
-
-
-def on_rank_0(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return values if dist.get_rank() == 0 else {}
-
-
-def wrong(model: nn.Module, values: dict[str, Tensor]) -> list[str]:
-    state = full_state(model)
-    return [name for name, value in values.items() if not torch.equal(as_bytes(state[name]), as_bytes(value))]
-
-
-def raised(action: Callable[[], Any]) -> str:
-    """The error's type and text, or nothing."""
-    try:
-        action()
-        return ""
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def everywhere(value: Any) -> list[Any]:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 # ---- torch ----
@@ -271,7 +240,7 @@ def test_patch_of_accelerate() -> None:
 
 def _back(rank: int, folder: Path) -> list[str]:
     """A published checkpoint (experts one by one) into a model on ep 2 x fsdp 2, gathered again: the same file."""
-    from test_models import build, by_the_library
+    from support.pretrained import build, by_the_library
 
     file = load_file(folder / "model.safetensors")
     model = by_the_library(meta(lambda: build("qwen3_moe")), ep_size=2, fsdp_size=4)
@@ -282,7 +251,7 @@ def _back(rank: int, folder: Path) -> list[str]:
 
 
 def test_what_was_loaded_gathers_back_to_the_file(tmp_path: Path) -> None:
-    from test_models import build
+    from support.pretrained import build
 
     build("qwen3_moe").save_pretrained(tmp_path)
     all_fine(ranks.run(4, _back, tmp_path))

@@ -21,17 +21,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import epload
-import ranks
 from epload import OuterShard
 from epload.compat import accelerate as our_accelerate
 from epload.compat import skyrl, veomni, verl
-from gather import full_state
-from test_compat import everywhere, on_rank_0, raised, sharded, wrong
-from test_expert_parallel import Fused
-from test_expert_parallel import store as store_fused
-from test_layouts import Mlp, Stack, as_bytes, differences, full_values, local_of, mesh
-from test_loader import all_fine
-from test_state import Rotary, meta
+from support import ranks
+from support.checks import all_fine, as_bytes, differences, full_values, local_of
+from support.drop_ins import everywhere, on_rank_0, raised, sharded, wrong
+from support.fused_experts import Fused
+from support.fused_experts import store as store_fused
+from support.gather import full_state
+from support.models import Mlp, Rotary, Stack, mesh, meta
 
 NO_ACCELERATE = "accelerate is not installed: pip install -r requirements-dev.txt"
 
@@ -218,7 +217,7 @@ def planned(model: Any, on: DeviceMesh, names: Sequence[str]) -> Any:
 
 
 def _veomni(rank: int, folder: Path) -> list[str]:
-    from test_models import build
+    from support.pretrained import build
 
     said = []
     on = mesh(("fsdp", 2), ("ep", 2))
@@ -250,7 +249,7 @@ def _veomni(rank: int, folder: Path) -> list[str]:
 
 
 def test_veomni_rank0_load_and_broadcast_weights(tmp_path: Path) -> None:
-    from test_models import build
+    from support.pretrained import build
 
     torch.manual_seed(0)
     model = build("qwen3_moe")
@@ -263,7 +262,7 @@ def _veomni_missing(rank: int, folder: Path) -> list[str]:
     """The original initializes what is missing and leaves out what is unexpected; a plain model cannot initialize."""
     import peft
 
-    from test_state import small_llama
+    from support.pretrained import small_llama
 
     said = []
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
@@ -285,7 +284,7 @@ def _veomni_missing(rank: int, folder: Path) -> list[str]:
 
 
 def test_veomni_what_the_checkpoint_lacks_is_initialized(tmp_path: Path) -> None:
-    from test_state import small_llama
+    from support.pretrained import small_llama
 
     pytest.importorskip("peft", reason="peft is not installed: pip install -r requirements-dev.txt")
     torch.manual_seed(0)

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-import ranks
 from epload.compat import accelerate as our_accelerate
 from epload.compat import skyrl, veomni, verl
 from epload.compat import torch as our_torch
-from test_layouts import as_bytes, local_of
-from test_loader import all_fine
-from test_models import MATRIX, build, prepare, whole
-from test_state import meta
+from support import ranks
+from support.checks import all_fine, as_bytes, local_of
+from support.models import meta
+from support.pretrained import MATRIX, build, prepare, whole
 
 State = dict[str, Tensor]
 Load = Callable[[nn.Module, State], Any]

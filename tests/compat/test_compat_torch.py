@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import epload
-import ranks
 from epload.compat import skyrl, verl
 from epload.compat import torch as ours
 from epload.compat.full_state import loading_of_its_own
+from support import ranks
 
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 LENIENT = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)

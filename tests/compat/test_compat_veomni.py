@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import epload
-import ranks
 from epload.checkpoint.base import Checkpoint
 from epload.compat import veomni
 from epload.compat.converted import ConvertedCheckpoint
 from epload.core.pieces import Piece
 from epload.errors import CheckpointError
-from gather import full_state
+from support import ranks
+from support.gather import full_state
 
 LAYERS, EXPERTS, WIDTH, INNER, VOCAB = 3, 5, 7, 3, 11
 

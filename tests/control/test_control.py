@@ -10,12 +10,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ranks
 from epload.cluster.meeting import meet
 from epload.control.control import Control
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
 from epload.planning.plan import HEADER_BYTES
 from epload.transport.framing import STATUS_ABORT, STATUS_OK, BucketHeader
+from support import ranks
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)

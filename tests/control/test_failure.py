@@ -16,15 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ranks
 from epload import HierarchicalLoader, Topology
-from epload.checkpoint.base import Checkpoint
 from epload.control.failure import FailureStore
 from epload.control.watch import Beats
-from epload.core.pieces import Piece
 from epload.native import ops
 from epload.staging.node_memory import Board
-from test_loader import BUCKET, NODES, meta_net, only_readers, state_for, wrong
+from support import ranks
+from support.failures import Raised, Slow, check_told, told
+from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 WAYS = (
     ("one", "two_level"),
@@ -35,8 +34,6 @@ WAYS = (
     ("partitioned", "striped"),
     ("every", "two_level"),
 )
-Raised = tuple[str, str, float]
-"""Class and text of what a load raised, and the seconds that it took."""
 
 
 @contextmanager
@@ -55,15 +52,6 @@ def at_unpack(number: int, action: Callable[[], None]) -> Iterator[None]:
 
     with mock.patch.object(ops, "unpack_bound", side_effect=one):
         yield
-
-
-def told(action: Callable[[], Any]) -> Raised:
-    began = time.monotonic()
-    try:
-        action()
-    except BaseException as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "", "", time.monotonic() - began
 
 
 def failing_load(
@@ -102,14 +90,6 @@ def leave() -> None:
 
 def run_out_of_memory() -> None:
     raise MemoryError("no room for 7 bytes")
-
-
-def check_told(said: list[Raised], *parts: str, seconds: float) -> None:
-    assert len({text for _, text, _ in said}) == 1, said
-    for part in parts:
-        assert part in said[0][1], said[0][1]
-    assert {kind for kind, _, _ in said} == {"LoadError"}
-    assert max(took for *_, took in said) < seconds, said
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way[1] != "flat"], ids="-".join)
@@ -241,26 +221,6 @@ def test_a_stopped_rank_is_named_when_the_timeout_has_passed(way: tuple[str, str
     if way[0] != "every":
         assert "rank 2" in said[0][1].split("silent")[0].splitlines()[-1], said[0][1]
     check_told(said, seconds=60)
-
-
-class Slow(Checkpoint):
-    """A state dict that takes its time."""
-
-    def __init__(self, state: dict[str, torch.Tensor], seconds: float) -> None:
-        self._inner = Checkpoint.from_state_dict(state)
-        self._seconds = seconds
-        self.first = 0.0
-        """Seconds that the first bucket takes, if more."""
-        self.calls = 0
-
-    @property
-    def manifest(self) -> Any:
-        return self._inner.manifest
-
-    def fill(self, bucket: torch.Tensor, pieces: list[Piece]) -> None:  # type: ignore[override]
-        self.calls += 1
-        time.sleep(self._seconds if self.calls > 1 else max(self._seconds, self.first))
-        self._inner.fill(bucket, pieces)
 
 
 def slow_load(rank: int) -> list[str]:

@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import ranks
 from epload import HierarchicalLoader, Topology
 from epload.planning import schedule
 from epload.staging.node_memory import BUFFERS
 from epload.transport.transfer import Transfer
-from test_loader import all_fine
-from test_memory import anonymous_and_shared
+from support import ranks
+from support.checks import all_fine
+from support.memory import anonymous_and_shared
 
 NODES = [[0, 1], [2, 3]]
 BUCKET = 4 << 20

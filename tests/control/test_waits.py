@@ -19,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ranks
 from epload import HierarchicalLoader, Topology, coalesced_bcast
 from epload.control.control import Control
-from test_loader import BUCKET, NODES, meta_net, only_readers, state_for, wrong
+from support import ranks
+from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 Raised = tuple[str, str, float]
 """Class and text of what was raised, and the seconds that it took."""

@@ -7,17 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import fakedev
-import ranks
-import test_layouts as contract
-from fakedev import build
-from test_accelerator_loader import DEVICE
+from support import fakedev, ranks
+from support import layout_loads as contract
+from support.accelerator import DEVICE
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    """Compiles what the ranks load, once and outside their time limit."""
-    build.device()
+pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 # Semantics are one broadcast's affair and know no layouts, so that one world shows HCCL's: the smallest with uneven nodes.

@@ -21,45 +21,31 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
-import fakedev
-import ranks
-import test_loader
 from epload import Checkpoint, HierarchicalLoader, Manifest, Topology
 from epload.core.pieces import Piece
 from epload.staging.device import DeviceStaging
-from fakedev import build
-from test_accelerator_op import ExternalStream
-from test_loader import BUCKET, Net, State, all_fine, sharded, state_for
-from test_loader_errors import Failing, Outcome, check, outcome, unpack_breaks_once
-
-DEVICE = f"{fakedev.NAME}:0"
-OTHER = f"{fakedev.NAME}:1"
-SEMANTICS = pytest.mark.parametrize("semantics", fakedev.SEMANTICS)
-NODES = {1: [[0]], 2: [[0], [1]], 3: [[0, 1], [2]], 4: [[0, 1], [2, 3]]}
-WAYS = (
-    ("one", "two_level"),
-    ("one", "striped"),
-    ("one", "flat"),
-    ("per_node", "two_level"),
-    ("partitioned", "two_level"),
-    ("partitioned", "striped"),
-    ("partitioned", "flat"),
-    ("every", "two_level"),
+from support import fakedev, ranks
+from support.accelerator import (
+    DEVICE,
+    NODES,
+    SEMANTICS,
+    WAYS,
+    ExternalStream,
+    Odd,
+    aborted_into,
+    for_readers,
+    meta_net,
+    odd_state,
+    wrong,
 )
+from support.checks import all_fine
+from support.failures import Failing, Outcome, check, outcome, unpack_breaks_once
+from support.small_model import BUCKET, Net, sharded, state_for
+
+OTHER = f"{fakedev.NAME}:1"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    """Compiles what the ranks load, once and outside their time limit."""
-    build.device()
-
-
-meta_net = partial(test_loader.meta_net, where=DEVICE)
-wrong = partial(test_loader.wrong, where=DEVICE)
-
-
-def for_readers(state: State, readers: str) -> State | None:
-    return state if readers != "one" or dist.get_rank() == 0 else None
+pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 # ---- what a load leaves ----
@@ -108,29 +94,6 @@ class Bare(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(7, 5)])
         self.register_buffer("angles", torch.arange(4.0), persistent=False)
-
-
-class Odd(nn.Module):
-    """Ties, 0-d, empty, uneven, larger than a bucket, computed buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(7, 5)])
-        self.head, self.tail = nn.Linear(3, 5, bias=False), nn.Linear(3, 5, bias=False)
-        self.head.weight = self.tail.weight
-        self.large = nn.Parameter(torch.empty(37, 53))
-        self.empty = nn.Parameter(torch.empty(0, 3))
-        self.register_buffer("scalar", torch.zeros(()))
-        self.register_buffer("angles", torch.arange(4.0), persistent=False)
-
-
-def odd_state(number: int) -> State:
-    shapes = {"layers.0.weight": (5, 7), "layers.0.bias": (5,), "large": (37, 53), "empty": (0, 3), "scalar": ()}
-    shapes["tail.weight"] = (5, 3)
-    return {
-        name: torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 3000 * i + 20_000 * number
-        for i, (name, shape) in enumerate(shapes.items())
-    }
 
 
 def _kinds(rank: int) -> list[str]:
@@ -221,12 +184,6 @@ def _in_the_middle(rank: int, readers: str, algorithm: str) -> Outcome:
         with unpack_breaks_once(3, "unpack"):
             fails(f"unpack, {where}", model, for_readers(one, readers))
     return failures, said
-
-
-def aborted_into(model: nn.Module) -> list[str]:
-    """Names that hold a part of the error's text."""
-    locals_ = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in model.state_dict().items()}
-    return [name for name, local in locals_.items() if b"on fire" in bytes(local.cpu().flatten().view(torch.uint8))]
 
 
 @SEMANTICS

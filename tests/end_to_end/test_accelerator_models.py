@@ -14,20 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import fakedev
-import ranks
-import test_quantized as fp8
 from epload import HierarchicalLoader, Topology
 from epload.planning import choose, costs
-from fakedev import build
-from test_accelerator_loader import DEVICE, NODES, SEMANTICS, meta_net, wrong
-from test_loader import BUCKET, all_fine, state_for
+from support import fakedev, ranks
+from support import fp8 as fp8
+from support.accelerator import DEVICE, NODES, SEMANTICS, meta_net, wrong
+from support.checks import all_fine
+from support.small_model import BUCKET, state_for
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    """Compiles what the ranks load, once and outside their time limit."""
-    build.device()
+pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 def _dequantized(rank: int, folder: Path) -> list[str]:

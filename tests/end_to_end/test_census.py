@@ -1,4 +1,4 @@
-"""A sample of the census (see ``tests/census``): classes of transformers, judged as the program judges them."""
+"""A sample of the census (see ``tests/campaigns/census``): classes of transformers, judged as the program judges them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from census.classes import ALWAYS, LIST, auto_classes, listed, sample
-from census.pool import Worker, verdict_of
+from campaigns.census.classes import ALWAYS, LIST, auto_classes, listed, sample
+from campaigns.census.pool import Worker, verdict_of
 
 COUNT = 40
 

@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import ranks
 from epload import HierarchicalLoader, Topology
-from test_failure import Raised, Slow, check_told, told
-from test_loader import BUCKET, NODES, all_fine, meta_net, only_readers, state_for, wrong
+from support import ranks
+from support.checks import all_fine
+from support.failures import Raised, Slow, check_told, told
+from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 
 def skewed(rank: int) -> list[str]:

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-import ranks
 from epload import HierarchicalLoader, Topology
-from test_accelerator_loader import NODES, WAYS, for_readers, meta_net, wrong
-from test_cuda import DEVICE, _gpu, gloo, nccl  # noqa: F401  (the fixture)
-from test_loader import BUCKET, all_fine, state_for
+from support import ranks
+from support.accelerator import NODES, WAYS, for_readers, meta_net, wrong
+from support.checks import all_fine
+from support.cuda import DEVICE, gloo, nccl
+from support.small_model import BUCKET, state_for
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("gpu")]
 
 
 def contract(rank: int, folder: Path) -> list[str]:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import ranks
 from epload import HierarchicalLoader, Topology
-from test_loader import NODES, all_fine
+from support import ranks
+from support.checks import all_fine
+from support.small_model import NODES
 
 BUCKET = 16 << 10
 

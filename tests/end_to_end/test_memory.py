@@ -11,15 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import epload
-import ranks
+from support import ranks
+from support.memory import anonymous_and_shared
 
 BUCKET = 8 << 20
 LAYERS, WIDTH = 96, 768  # 226 MB of float32
-
-
-def anonymous_and_shared() -> int:
-    with open("/proc/self/status") as status:
-        return sum(int(line.split()[1]) << 10 for line in status if line.startswith(("RssAnon", "RssShmem")))
 
 
 def load_and_watch(rank: int, path: str, readers: str) -> tuple[int, int]:

@@ -14,11 +14,10 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-import fakedev
-import ranks
 from epload import HierarchicalLoader, LoadError, Topology
-from fakedev import build
-from test_loader import BUCKET, NODES, all_fine, meta_net, state_for, wrong
+from support import fakedev, ranks
+from support.checks import all_fine
+from support.small_model import BUCKET, NODES, meta_net, state_for, wrong
 
 WARM, LOADS = 10, 40
 WAYS: dict[str, list[dict[str, Any]]] = {
@@ -108,10 +107,10 @@ def test_loads_leave_nothing_behind(way: str, refused: bool, anew: bool, tmp_pat
     all_fine(ranks.run(4, repeated, way, tmp_path, refused, anew))
 
 
+@pytest.mark.usefixtures("fake_device")
 @pytest.mark.parametrize("semantics", fakedev.SEMANTICS)
 @pytest.mark.parametrize("way", ["auto", "partitioned, striped, checked", "two timeouts"])
 def test_loads_into_a_model_on_a_device_leave_nothing_behind(way: str, semantics: str, tmp_path: Path) -> None:
-    build.device()
     write(tmp_path)
     setup = partial(fakedev.setup, semantics)
     all_fine(ranks.run(4, repeated, way, tmp_path, False, False, f"{fakedev.NAME}:0", setup=setup))

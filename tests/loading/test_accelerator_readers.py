@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import fakedev
-import ranks
-import test_readers as contract
-from fakedev import build
-from test_accelerator_loader import DEVICE
-from test_loader import NODES, all_fine
+from support import fakedev, ranks
+from support import readers as contract
+from support.accelerator import DEVICE
+from support.checks import all_fine
+from support.small_model import NODES
 
 WAYS = [
     *contract.WAYS,
@@ -25,10 +24,7 @@ WAYS = [
 """With those that on CPU are like others, but for a model on a device go another way."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    """Compiles what the ranks load, once and outside their time limit."""
-    build.device()
+pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 @pytest.mark.parametrize("world", contract.SHAPES)

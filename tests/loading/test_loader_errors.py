@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import epload
-import ranks
-from epload import Checkpoint, HierarchicalLoader, Manifest, Topology
-from epload.core.pieces import Piece
+from epload import Checkpoint, HierarchicalLoader, Topology
 from epload.native import ops
-from test_loader import BUCKET, NODES, all_fine, local_of, meta_net, only_readers, state_for, wrong
-
-Failure = tuple[str, str] | None
-"""Class and text of what a load raised."""
-Outcome = tuple[dict[str, Failure], list[str]]
-"""The failure of each case on one rank, and what else was wrong there."""
-
-
-def outcome(action: Callable[[], Any]) -> Failure:
-    try:
-        action()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None
+from support import ranks
+from support.checks import all_fine
+from support.failures import Failing, Failure, Outcome, check, outcome, unpack_breaks_once
+from support.small_model import BUCKET, NODES, local_of, meta_net, only_readers, state_for, wrong
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
@@ -46,25 +31,6 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 def moved(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
     return [name for name, value in snapshot(model).items() if not torch.equal(value, before[name])]
-
-
-def check(outcomes: Sequence[Outcome], expected: dict[str, tuple[str, list[str]]]) -> None:
-    """Every case failed on all ranks with one class and one text, which says each of the expected things."""
-    problems = [f"rank {rank}: {text}" for rank, (_, said) in enumerate(outcomes) for text in said]
-    for case, (kind, texts) in expected.items():
-        first = outcomes[0][0][case]
-        problems += [
-            f"{case}: rank {rank} raised {failures[case]}, rank 0 {first}"
-            for rank, (failures, _) in enumerate(outcomes)
-            if failures[case] != first
-        ]
-        if first is None or first[0] != kind:
-            problems.append(f"{case}: expected {kind}, got {first}")
-        else:
-            problems += [f"{case}: {text!r} is not in {first[1]!r}" for text in texts if text not in first[1]]
-    if problems:
-        pytest.fail("\n".join(problems), pytrace=False)
-    assert set(outcomes[0][0]) == set(expected)
 
 
 # ---- found before data moves ----
@@ -253,39 +219,6 @@ def test_a_rank_whose_model_does_not_fit_disagrees_with_the_rest() -> None:
 
 
 # ---- in the middle of the data ----
-
-
-class Failing(Checkpoint):
-    """A state dict of which one bucket cannot be read."""
-
-    def __init__(self, state: dict[str, Tensor], error: Exception, bucket: int = 3) -> None:
-        self._inner = Checkpoint.from_state_dict(state)
-        self._error = error
-        self._bucket = bucket
-        self.calls = 0
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._inner.manifest
-
-    def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
-        self.calls += 1
-        if self.calls == self._bucket + 1:
-            raise self._error
-        self._inner.fill(bucket, pieces)
-
-
-@contextmanager
-def unpack_breaks_once(rank: int, op: str = "unpack_bound") -> Iterator[None]:
-    """``op``: the one that unpacks, on CPU."""
-
-    def once(*args: Any) -> None:
-        broken.side_effect = unpack
-        raise RuntimeError("no room to unpack")
-
-    unpack = getattr(ops, op)
-    with mock.patch.object(ops, op, side_effect=once if dist.get_rank() == rank else unpack) as broken:
-        yield
 
 
 def _in_the_middle(rank: int, readers: str) -> Outcome:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import epload
-import ranks
 from epload import Concatenate, Convert, LocalModules, Mapping, ModelMismatch, Rename, Stack
-from test_layouts import Block, as_bytes, full_values, local_of, mesh
-from test_loader import NODES, all_fine, only_readers
-from test_quantized import Tree
+from support import ranks
+from support.checks import all_fine, as_bytes, full_values, local_of
+from support.fp8 import Tree
+from support.models import Block, mesh
+from support.small_model import NODES, only_readers
 
 State = dict[str, Tensor]
 MAPPING = Mapping(

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import epload
-import ranks
 from epload import Checkpoint, HierarchicalLoader, LocalModules, Manifest, ModelMismatch
 from epload.core.pieces import Piece
 from epload.errors import LoadError
+from support import ranks
 
 CONFIG = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 131,

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 import epload
-import ranks
 from epload import Mapping, ModelMismatch
+from support import ranks
 
 Made = tuple[type[Any], Any]
 

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import epload
-import ranks
-from gather import full_state
+from support import ranks
+from support.gather import full_state
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install -r requirements-dev.txt")
 _OPTIONS = {

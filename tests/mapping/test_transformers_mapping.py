@@ -31,7 +31,7 @@ from epload import Mapping, ModelMismatch
 from epload.mapping.mapping import resolve
 from epload.mapping.rules import Convert
 from epload.mapping.transformers import _convert, _renames
-from test_mapping import Shapes, assemble, shapes_of
+from support.mappings import Shapes, assemble, shapes_of
 
 DECLARED: dict[str, list[Any]] = library._build_checkpoint_conversion_mapping()
 CONFIG = SimpleNamespace(num_attention_heads=2, vision_config=SimpleNamespace(num_attention_heads=3))

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import epload
-import ranks
 from epload import Mapping, Rename
 from epload.loading.hints import prefix_hint
 from epload.mapping.wrappers import unwrap
+from support import ranks
 
 
 class Net(nn.Module):

@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import epload
-import ranks
 from epload import Concatenate, Convert, LocalModules, Mapping, OuterShard, Rename, Stack
-from test_layouts import as_bytes, local_of, mesh
-from test_loader import all_fine
+from support import ranks
+from support.checks import all_fine, as_bytes, local_of
+from support.fused_experts import EXPERTS, HIDDEN, WIDTH, Fused, checkpoint, fused, store
+from support.models import mesh
 
-EXPERTS, WIDTH, HIDDEN = 12, 6, 4
 FUSED = Mapping(
     converts=(
         Convert(
@@ -29,31 +28,6 @@ FUSED = Mapping(
         ),
     )
 )
-
-
-def checkpoint() -> dict[str, Tensor]:
-    """Experts one by one, every element of its own value."""
-    made = {
-        f"experts.{i}.{part}": (i * 2 + n) * 1000.0 + torch.arange(WIDTH * HIDDEN).reshape(WIDTH, HIDDEN)
-        for i in range(EXPERTS)
-        for n, part in enumerate(("gate", "up"))
-    }
-    return made | {"norm": torch.arange(7.0)}
-
-
-def fused() -> Tensor:
-    file = checkpoint()
-    return torch.stack([torch.cat([file[f"experts.{i}.gate"], file[f"experts.{i}.up"]]) for i in range(EXPERTS)])
-
-
-class Fused(nn.Module):
-    """This rank's experts in one plain parameter, which looks like a whole one."""
-
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.experts = nn.Module()
-        self.experts.gate_up = nn.Parameter(torch.empty(experts, 2 * WIDTH, HIDDEN))
-        self.norm = nn.Parameter(torch.empty(7))
 
 
 class Expert(nn.Module):
@@ -116,11 +90,6 @@ def _plain_shards(rank: int, folder: Path) -> list[str]:
 def test_transformers_45662_ep_ranks_get_their_own_experts(tmp_path: Path) -> None:
     store(tmp_path)
     all_fine(ranks.run(4, _plain_shards, tmp_path))
-
-
-def store(folder: Path) -> None:
-    save_file(checkpoint(), folder / "model.safetensors")
-    save_file({"experts.gate_up": fused(), "norm": checkpoint()["norm"]}, folder / "fused.safetensors")
 
 
 def _outer_and_fsdp(rank: int, folder: Path) -> list[str]:

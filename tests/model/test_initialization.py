@@ -18,9 +18,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import epload
-import ranks
 from epload import LocalModules, OuterShard, Topology
 from epload.model import initialization, memory_pattern
+from support import ranks
 
 NODES = [[0, 1], [2, 3]]
 HEAD = "lm_head.weight"

@@ -14,12 +14,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard
 
 import epload
-import ranks
 from epload import HierarchicalLoader, Topology
 from epload.model.dtensor import private_path_available
 from epload.model.materialize import materialize
 from epload.model.targets import collect
-from test_loader import BUCKET, NODES, Net, all_fine, local_of, only_readers, sharded, state_for, wrong
+from support import ranks
+from support.checks import all_fine
+from support.small_model import BUCKET, NODES, Net, local_of, only_readers, sharded, state_for, wrong
 
 CPU = torch.device("cpu")
 

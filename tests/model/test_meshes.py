@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import ranks
 from epload import HierarchicalLoader, ManifestMismatch, OuterShard, Topology
+from support import ranks
 
 NODES = [[0, 1], [2, 3]]
 ROWS, COLUMNS = 7, 5

@@ -18,13 +18,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-import ranks
 from epload import _C, HierarchicalLoader, Topology
 from epload.model import dtensor
 from epload.model.devices import devices_of
 from epload.model.snapshot import Snapshot
 from epload.model.targets import Targets, collect
-from test_loader import BUCKET, Net, all_fine, meta_net, sharded, state_for, wrong
+from support import ranks
+from support.checks import all_fine
+from support.small_model import BUCKET, Net, meta_net, sharded, state_for, wrong
 
 
 class Small(nn.Module):

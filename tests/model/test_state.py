@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import epload
-import ranks
 from epload import LocalModules, Topology
-from test_layouts import Block, Mlp, Tied, as_bytes, bits, differences, full_values, local_of, mesh, tp_then_fsdp
-from test_loader import all_fine
+from support import ranks
+from support.checks import all_fine, as_bytes, bits, differences, full_values, local_of
+from support.models import Block, Mlp, Rotary, Tied, mesh, meta, tp_then_fsdp
+from support.pretrained import small_llama
 
 NODES = [[0, 1], [2, 3]]
 
@@ -26,11 +27,6 @@ def loader(**options: Any) -> epload.HierarchicalLoader:
     return epload.HierarchicalLoader(
         Topology.from_nodes(NODES), bucket_bytes=400, progress=False, timeout=60, **options
     )
-
-
-def meta(make: Callable[[], Any]) -> Any:
-    with torch.device("meta"):
-        return make()
 
 
 def like_sharding_the_loaded_model(make: Callable[[], nn.Module], parallelize: Callable[[nn.Module], Any]) -> list[str]:
@@ -60,15 +56,6 @@ def _plain_buffers(rank: int) -> list[str]:
 
 def test_accelerate_3898_plain_buffers() -> None:
     all_fine(ranks.run(4, _plain_buffers))
-
-
-class Rotary(nn.Module):
-    """A bf16 weight, and an fp32 buffer that no checkpoint holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.empty(6, 4, dtype=torch.bfloat16))
-        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(5) / 5), persistent=False)
 
 
 def _inv_freq(rank: int) -> list[str]:
@@ -246,14 +233,6 @@ def _pipeline(rank: int, folder: Path) -> list[str]:
 def test_pipeline_stages(tmp_path: Path) -> None:
     save_file(full_values(meta(lambda: Stages(range(5)))), tmp_path / "all.safetensors")
     all_fine(ranks.run(4, _pipeline, tmp_path))
-
-
-def small_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2)
-    )
 
 
 def _lora(rank: int, folder: Path) -> list[str]:

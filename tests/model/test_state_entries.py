@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 
 import epload
-import ranks
 from epload import Topology
+from support import ranks
 
 
 def meta(make: Any) -> Any:

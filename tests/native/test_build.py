@@ -14,7 +14,7 @@ import epload
 from epload import _C
 from epload.native.build import check_torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(epload.__file__).parent
 LIBRARY = PACKAGE / "libepload.so"
 SYSTEM_LIBRARIES = ("libstdc++.so", "libgcc_s.so", "libm.so", "libc.so", "libpthread.so", "ld-linux", "libdl.so")

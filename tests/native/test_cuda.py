@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -13,25 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import epload
-import ranks
-import test_coalesced_bcast as contract
 from epload.native import ops
-from test_cuda_region_copy import check_conversions, long_runs
-from test_region_copy import Problem, big_problem, check_equal, problems
+from support import broadcasts as contract
+from support import ranks
+from support.cuda import DEVICE, gloo, nccl
+from support.region_copies import Problem, big_problem, check_conversions, check_equal, long_runs, problems
 
-pytestmark = pytest.mark.cuda
-DEVICE = "cuda:0"
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("gpu")]
 MANY = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _gpu() -> Iterator[None]:
-    if not torch.cuda.is_available():
-        if os.environ.get("EPLOAD_FAIL_WITHOUT_CUDA") == "1":
-            pytest.fail(f"EPLOAD_FAIL_WITHOUT_CUDA=1, but torch {torch.__version__} finds no CUDA device")
-        pytest.skip(f"torch {torch.__version__} finds no CUDA device")
-    yield
-    torch.cuda.synchronize()
 
 
 def test_this_build_has_kernels() -> None:
@@ -105,15 +93,6 @@ def test_ordered_on_the_current_stream() -> None:
         stream.synchronize()
         assert torch.equal(got, want.view(torch.float32))
         assert len(others) == 8
-
-
-def gloo() -> str:
-    return "cpu:gloo,cuda:gloo"
-
-
-def nccl() -> str:
-    torch.cuda.set_device(0)
-    return "cpu:gloo,cuda:nccl"
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -13,24 +13,26 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-import fakedev
-import ranks
-import sass
-from fakedev import build
-from test_region_copy import Problem, Row, big_problem, check_equal, problems, random_values, table_of
+from support import fakedev, ranks, sass
+from support.fakedev import build
+from support.region_copies import (
+    Problem,
+    Row,
+    big_problem,
+    check_conversions,
+    check_equal,
+    long_runs,
+    packed,
+    problems,
+    table_of,
+)
 
 DEVICE = f"{fakedev.NAME}:0"
-NUMBERS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
-"""The formats between which the kernel converts."""
 MANY = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    """Compiles what the processes load, once and outside their time limit."""
-    build.library()
+pytestmark = pytest.mark.usefixtures("fake_device_library")
 
 
 def alone(function: Callable[..., None], *args: Any) -> None:
@@ -46,47 +48,6 @@ def in_process(rank: int, function: Callable[..., None], *args: Any) -> None:
 def op(unpack: bool) -> Callable[..., None]:
     library = torch.ops.epload_test
     return library.unpack if unpack else library.pack  # type: ignore[no-any-return]
-
-
-def in_range(count: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Numbers of all sizes that every format can hold; random bits for what is never converted."""
-    if dtype not in NUMBERS:
-        return random_values(count, dtype, seed)
-    generator = torch.Generator().manual_seed(seed)
-    exponent = torch.randint(-20, 9, (count,), generator=generator)
-    values = torch.rand(count, generator=generator, dtype=torch.float64) * torch.pow(2.0, exponent)
-    return (values.clamp(max=440) * torch.where(exponent % 2 == 0, 1.0, -1.0)).to(dtype)
-
-
-@st.composite
-def long_runs(draw: st.DrawFn) -> Problem:
-    """Runs long enough to be cut into wide units, at every alignment, some of them converted."""
-    bases, views, rows = [], [], []
-    at = draw(st.integers(0, 17))
-    for index in range(draw(st.integers(1, 3))):
-        dtype = draw(st.sampled_from([*NUMBERS, torch.uint8, torch.int64]))
-        inside = draw(st.sampled_from(NUMBERS)) if dtype in NUMBERS and draw(st.booleans()) else dtype
-        outer = draw(st.lists(st.integers(1, 3), max_size=2))
-        start, run = (
-            draw(st.sampled_from([0, 1, 3, 8, 16])),
-            draw(st.sampled_from([1, 7, 8, 15, 16, 31, 64, 256, 1000])),
-        )
-        shape, size = [*outer, start + run + draw(st.sampled_from([0, 1, 8, 16]))], [*outer, run]
-        strides, bucket = packed(shape), packed([*outer, run + draw(st.sampled_from([0, 1, 8]))])
-        front = draw(st.sampled_from([0, 1, 2, 8]))
-        bases.append(in_range(front + strides[0] * shape[0], dtype, 7 + index))
-        views.append((shape, strides, front))
-        at = -(-at // 16) * 16 if draw(st.booleans()) else at
-        rows.append(Row(index, at, inside, [0] * len(outer) + [start], size, bucket))
-        at += rows[-1].span + draw(st.integers(0, 17))
-    return Problem(bases, views, rows, at, draw(st.integers(0, 17)), 3, in_range)
-
-
-def packed(shape: list[int]) -> list[int]:
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * shape[dim]
-    return strides
 
 
 @MANY
@@ -118,55 +79,8 @@ def test_equal_to_plain_torch(agree: str) -> None:
     alone(call, agree)
 
 
-def every_code(dtype: torch.dtype) -> Tensor:
-    """Every value of a format of 8 or 16 bits; of a wider one those near every value, bound and tie of the narrow ones."""
-    if dtype.itemsize == 1:
-        return torch.arange(256).to(torch.uint8).view(dtype)
-    if dtype.itemsize == 2:
-        return torch.arange(1 << 16).to(torch.int32).to(torch.int16).view(dtype)
-    near = []
-    for small in NUMBERS:
-        if small.itemsize <= 2:
-            values = every_code(small).float()
-            values = values[values.isfinite()].unique()
-            ties = (values[1:].double() + values[:-1].double()) / 2
-            for exact in (values.double(), ties):
-                near += [exact, *(exact.float().nextafter(torch.tensor(to)).double() for to in (-1e38, 1e38))]
-    extremes = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-45, 3.4e38, 1e300, -1e300, 1e-300])
-    noise = torch.randn(100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    return torch.cat([*near, extremes.double(), noise * torch.exp2(torch.linspace(-160, 130, 100_000))]).to(dtype)
-
-
-def check_conversions(pack: Callable[..., None], unpack: Callable[..., None], device: str) -> None:
-    """Rounding, overflow, subnormals and NaN as in Tensor.copy_, in wide units and one by one, packing and unpacking."""
-    for source in NUMBERS:
-        values = every_code(source)
-        for target in NUMBERS:
-            want = torch.empty(len(values), dtype=target).copy_(values)
-            for step in (1, 3):
-                row = Row(0, 0, target, [0], [len(values)], [1])
-                bucket = torch.zeros(want.nbytes, dtype=torch.uint8, device=device)
-                spread = torch.zeros(len(values) * step, dtype=source)
-                spread[::step] = values
-                pack(bucket, [spread.to(device)[::step]], table_of([row], 1))
-                same(bucket.cpu().view(target), want, f"pack {source} to {target}")
-                row.dtype = source
-                got = torch.zeros(len(values) * step, dtype=target, device=device)
-                unpack(values.view(torch.uint8).to(device), [got[::step]], table_of([row], 1))
-                same(got.cpu()[::step], want, f"unpack {source} to {target}")
-
-
 def every_conversion() -> None:
     check_conversions(op(False), op(True), DEVICE)
-
-
-def same(got: Tensor, want: Tensor, what: str) -> None:
-    """Equal bits, but any NaN equals any: which one a conversion gives differs between torch's own devices."""
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[want.itemsize]
-    nan = want.float().isnan()
-    assert torch.equal(got.float().isnan(), nan), what
-    got, want = got.contiguous(), want.contiguous()
-    assert torch.equal(got.view(bits)[~nan], want.view(bits)[~nan]), what
 
 
 def test_conversion_is_that_of_copy() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from epload.core import dtypes
 from epload.native import ops
-from test_region_copy import Problem, problems, table_of
+from support.region_copies import Problem, problems, table_of
 
 
 @settings(max_examples=150, deadline=None)

@@ -11,16 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import fakedev
-import ranks
-from fakedev import build
+from support import fakedev, ranks
 
 DEVICE = f"{fakedev.NAME}:0"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    build.device()
+pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 @contextmanager

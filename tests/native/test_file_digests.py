@@ -14,7 +14,7 @@ import torch
 
 from epload.core import dtypes
 from epload.native import ops
-from test_region_read import BF16, F32, Files, Row, table_of
+from support.region_reads import BF16, F32, Files, Row, table_of
 
 
 @pytest.fixture

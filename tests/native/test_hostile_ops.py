@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import hostile_ops
+from campaigns import hostile_ops
 from epload.native import ops
 
 SCRIPT = Path(hostile_ops.__file__)

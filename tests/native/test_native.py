@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent / "native"
+HERE = Path(__file__).parent / "cpp"
 
 
 def test_the_kept_corpus_and_random_inputs(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import launch
 from epload.planning import costs
 from epload.planning.simulator import Cluster, Traffic, predict, traffic, waves
 from netbed import INTERFACE, NetBed
-from test_netbed import require
+from support.testbed import require
 from workload import Size, plan_buckets
 
 SHAPES = ((2, 2), (4, 2), (3, 1), (8, 1))

@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import ranks
 from epload import HierarchicalLoader, LoadError, Topology
 from epload.errors import RemoteFailure
 from epload.native import ops
 from epload.staging.node_memory import STAGES, Board, NodeMemory
-from test_loader import BUCKET, all_fine, meta_net, state_for, wrong
+from support import ranks
+from support.checks import all_fine
+from support.small_model import BUCKET, meta_net, state_for, wrong
 
 LONG = 60.0
 """Seconds nobody is to wait."""

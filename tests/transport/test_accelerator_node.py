@@ -19,26 +19,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-import fakedev
-import ranks
 from epload import HierarchicalLoader, Topology
 from epload.staging import node_memory
 from epload.staging.device import DeviceStaging
 from epload.transport.upload import Uploader
-from fakedev import build
-from test_accelerator_loader import (
-    DEVICE,
-    NODES,
-    SEMANTICS,
-    aborted_into,
-    for_readers,
-    meta_net,
-    odd_state,
-    wrong,
-)  # fmt: skip
-from test_accelerator_loader import Odd as OddNet
-from test_loader import BUCKET, all_fine, sharded, state_for
-from test_loader_errors import Failing, Outcome, check, outcome, unpack_breaks_once
+from support import fakedev, ranks
+from support.accelerator import DEVICE, NODES, SEMANTICS, aborted_into, for_readers, meta_net, odd_state, wrong
+from support.accelerator import Odd as OddNet
+from support.checks import all_fine
+from support.failures import Failing, Outcome, check, outcome, unpack_breaks_once
+from support.small_model import BUCKET, sharded, state_for
 
 WAYS = {
     2: ([[0, 1]], ("one", "per_node", "partitioned", "auto")),
@@ -47,10 +37,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    """Compiles what the ranks load, once and outside their time limit."""
-    build.device()
+pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 def contract(rank: int, folder: Path) -> list[str]:

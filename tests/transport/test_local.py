@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-import ranks
 from epload import Checkpoint, HierarchicalLoader, LoadError, Topology
 from epload.mapping.mapping import resolve
 from epload.model.targets import collect
 from epload.native import ops
 from epload.planning.plan import LoadPlan, make_plan
 from epload.transport.local import Bound, Local
-from test_loader import BUCKET, NODES, State, all_fine, meta_net, state_for, wrong
+from support import ranks
+from support.checks import all_fine
+from support.small_model import BUCKET, NODES, State, meta_net, state_for, wrong
 
 TABLE = torch.tensor([[0, 64, 6, 1, 0, 4, 1], [1, 80, 6, 1, 1, 2, 1]])
 """Four floats at byte 64 of a bucket, two at byte 80, for elements 0 to 4 of one tensor and 1 to 3 of another."""

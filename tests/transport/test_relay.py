@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import ranks
 from epload.native import ops
 from epload.planning.schedule import Flow, stripe
-from test_loader import all_fine
+from support import ranks
+from support.checks import all_fine
 
 SIZE = 10_007
 CHUNKS = (1 << 20, SIZE, 4099, 64)

@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import ranks
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, LocalModules, Topology
 from epload.checkpoint.base import SafetensorsCheckpoint
 from epload.mapping.mapping import resolve
@@ -26,7 +25,9 @@ from epload.native import ops
 from epload.planning.plan import HEADER_BYTES, LoadPlan, make_plan
 from epload.transport.local import Local, _BoundLocal
 from epload.verify.proof import SAMPLED, Proof
-from test_loader import BUCKET, NODES, State, all_fine, meta_net, only_readers, state_for, wrong
+from support import ranks
+from support.checks import all_fine
+from support.small_model import BUCKET, NODES, State, meta_net, only_readers, state_for, wrong
 
 WAYS = (
     ("one", "two_level"),

@@ -1,8 +1,8 @@
 """Loads every class that an Auto class of the installed transformers can make, from a shrunken configuration, and judges it.
 
-    python tests/census                          # all classes, one at a time
-    python tests/census --workers 4 --results results.json
-    python tests/census Llava FalconH1           # those with one of these in their names
+    python -m campaigns.census                          # all classes, one at a time
+    python -m campaigns.census --workers 4 --results results.json
+    python -m campaigns.census Llava FalconH1           # those with one of these in their names
 
 Each class is built normally, saved, and loaded into a model on meta: once all of it, once without a few of its tensors. Every
 tensor is then what it was, or what ``from_pretrained`` computes. A class of ``classes.txt`` that stops building is an error;
@@ -15,10 +15,8 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from census.classes import LIST, auto_classes, listed
-from census.pool import census
+from campaigns.census.classes import LIST, auto_classes, listed
+from campaigns.census.pool import census
 
 
 def main() -> int:

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import epload
-from census.classes import resolve
-from census.shrink import Rung, candidates, copy_of
+from campaigns.census.classes import resolve
+from campaigns.census.shrink import Rung, candidates, copy_of
 
 LIMIT = 64_000_000
 """Parameters of a model that is judged."""

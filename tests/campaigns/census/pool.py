@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from census.classes import auto_classes
+from campaigns.census.classes import auto_classes
 
 _context = multiprocessing.get_context("spawn")
 SECONDS = 180.0
@@ -33,7 +33,7 @@ def work(link: Connection) -> None:
     import torch
     import transformers
 
-    from census.judge import judge
+    from campaigns.census.judge import judge
 
     resource.setrlimit(resource.RLIMIT_DATA, (int(GIGABYTES * 1e9),) * 2)
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """A campaign of seeded faults, each judged: the right result, or one same error on every live rank, in time; and nothing left.
 
-    python tests/chaos --faults 300 --seed 0
-    python tests/chaos --faults 300 --seed 0 --links     # each node in a network namespace; needs root
+    python -m campaigns.chaos --faults 300 --seed 0
+    python -m campaigns.chaos --faults 300 --seed 0 --links     # each node in a network namespace; needs root
 
 With --links the two nodes are joined by links of a given rate, and a slow link is one of 64 kbit/s; without, it is a relay that
 is held up.
@@ -21,16 +21,13 @@ from contextlib import nullcontext
 from multiprocessing.connection import wait
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from chaos.faults import HARMLESS, KINDS, WORLD, Fault
-from chaos.job import TIMEOUT, Outcome, Place, main
+from campaigns.chaos.faults import HARMLESS, KINDS, WORLD, Fault
+from campaigns.chaos.job import TIMEOUT, Outcome, Place, main
 from netbed import HOST, NetBed
-from test_loader import NODES, state_for
+from support.small_model import NODES, state_for
 
 _context = multiprocessing.get_context("forkserver")
 HANG = 90.0

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chaos.faults import ANEW, WORLD, Fault, Moments, broken, moments_of
+from campaigns.chaos.faults import ANEW, WORLD, Fault, Moments, broken, moments_of
 from epload import HierarchicalLoader, Topology
 from netbed import INTERFACE, enter
-from test_loader import NODES, meta_net, state_for, wrong
+from support.small_model import NODES, meta_net, state_for, wrong
 
 TIMEOUT = 4.0
 """Seconds without progress; short, as a stopped rank takes it whole."""

@@ -4,7 +4,7 @@ set -euo pipefail
 python=$1 output=$2 main=$3
 shift 3
 here=$(cd "$(dirname "$0")" && pwd)
-csrc=$here/../../csrc
+csrc=$here/../../../csrc
 torch=$("$python" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')
 objects=$(mktemp -d)
 trap 'rm -rf "$objects"' EXIT

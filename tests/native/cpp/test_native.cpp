@@ -141,7 +141,7 @@ void several_threads() {
 } // namespace
 
 int main(int argc, char** argv) {
-  const auto corpus = std::filesystem::path(argc > 1 ? argv[1] : "tests/native/corpus");
+  const auto corpus = std::filesystem::path(argc > 1 ? argv[1] : "tests/native/cpp/corpus");
   const unsigned seed = argc > 2 ? static_cast<unsigned>(std::atoi(argv[2])) : 0;
   const int count = argc > 3 ? std::atoi(argv[3]) : 3000;
   std::mt19937 random(seed);

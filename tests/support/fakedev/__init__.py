@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fakedev import build
+from support.fakedev import build
 
 NAME = "fakedev"
 BACKENDS = f"cpu:gloo,{NAME}:fakeccl"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 CSRC = ROOT / "csrc"
 TORCH = Path(torch.__file__).parent
@@ -23,7 +23,7 @@ FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-DUSE_DISTRIBUTED
 
 CHANGES: dict[str, list[tuple[str, str]]] = {
     "ops.cpp": [("TORCH_LIBRARY(epload,", "TORCH_LIBRARY(epload_test,"), ("_IMPL(epload,", "_IMPL(epload_test,")],
-    # The CUDA region copy, with tests/fakedev/kernels.cpp in the place of libepload_cuda.
+    # The CUDA region copy, with tests/support/fakedev/kernels.cpp in the place of libepload_cuda.
     "cuda/region_copy.cpp": [("c10::DeviceType::CUDA", "c10::DeviceType::PrivateUse1")],
     # Each rule of the op can be broken, one at a time, by the environment.
     "stream.h": [
