@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import epload.checkpoint.base
 from epload import HierarchicalLoader, Topology
 from epload.checkpoint.base import Checkpoint
 from epload.verify.proof import Proof
@@ -58,7 +57,6 @@ _LAYERS, _FILES = 9, 3
 _BUCKET = 6000
 _SECONDS = 0.3
 """About as long as a load here takes."""
-_READ = ("SafetensorsCheckpoint", "TorchCheckpoint", "StateDictCheckpoint")
 
 State = dict[str, Tensor]
 
@@ -218,19 +216,26 @@ def _meanwhile(run: Run, rank: int, action: Callable[[], None]) -> Iterator[_Onc
         "before opening": [(Checkpoint, "open")],
         "after opening": [(Checkpoint, "open")],
         "before joining": [(Checkpoint, "join")],
-        "read": [(getattr(epload.checkpoint, kind, None), name) for kind in _READ for name in ("fill", "read_regions")],
+        "read": [
+            (kind, name) for kind in _subclasses(Checkpoint) for name in ("fill", "read_regions") if name in vars(kind)
+        ],
         "before proof": [(HierarchicalLoader, "_prove")],
         "in proof": [(Proof, "_right")],
         "at the end": [(HierarchicalLoader, "_initialize")],
     }[run.moment]
     with ExitStack() as stack:
         for owner, name in places:
-            if owner is not None:
-                wrapped = once(getattr(owner, name))
-                stack.enter_context(
-                    mock.patch.object(owner, name, staticmethod(wrapped) if owner is Checkpoint else wrapped)
-                )
+            wrapped = once(getattr(owner, name))
+            stack.enter_context(
+                mock.patch.object(owner, name, staticmethod(wrapped) if owner is Checkpoint else wrapped)
+            )
         yield once
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for sub in kind.__subclasses__():
+        yield sub
+        yield from _subclasses(sub)
 
 
 class Rank:

@@ -1,10 +1,10 @@
 #include "cases.h"
 
-#include "../../csrc/bucket_plan.h"
-#include "../../csrc/cpu/bound.h"
-#include "../../csrc/cpu/file_digests.h"
-#include "../../csrc/digest.h"
-#include "../../csrc/region_copy.h"
+#include "../../../csrc/bucket_plan.h"
+#include "../../../csrc/cpu/bound.h"
+#include "../../../csrc/cpu/file_digests.h"
+#include "../../../csrc/digest.h"
+#include "../../../csrc/region_copy.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>

@@ -2,9 +2,9 @@
 // checksum however its stream is cut, and a board and a region copy that several threads work on.
 #include "cases.h"
 
-#include "../../csrc/board.h"
-#include "../../csrc/checksum.h"
-#include "../../csrc/region_copy.h"
+#include "../../../csrc/board.h"
+#include "../../../csrc/checksum.h"
+#include "../../../csrc/region_copy.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>

@@ -1,6 +1,6 @@
 // A c10d backend for the fake accelerator: gloo, run from a stream, in the manner of NCCL or of HCCL. And the Python
 // module.
-#include "../../csrc/cuda/chunk.h"
+#include "../../../csrc/cuda/chunk.h"
 #include "runtime.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>

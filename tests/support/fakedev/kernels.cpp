@@ -1,7 +1,7 @@
 // The interface of libepload_cuda, with the kernel's own code run lane by lane on a stream of the fake accelerator.
-#include "../../csrc/cuda/api.h"
+#include "../../../csrc/cuda/api.h"
 
-#include "../../csrc/cuda/chunk.h"
+#include "../../../csrc/cuda/chunk.h"
 #include "runtime.h"
 
 #include <c10/util/Exception.h>
