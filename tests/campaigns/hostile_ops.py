@@ -336,8 +336,7 @@ SEQUENCES: dict[str, Callable[[], None]] = {
 }
 
 
-if __name__ == "__main__":
-    what, name = sys.argv[1:]
+def main(what: str, name: str) -> None:
     torch.set_num_threads(2)
     if what == "arguments":
         print(arguments(name))
@@ -346,3 +345,7 @@ if __name__ == "__main__":
         print("survived")
     sys.stdout.flush()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -6,28 +6,22 @@ is ``hostile_ops.py``.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from campaigns import hostile_ops
 from epload.native import ops
+from support import ranks
 
-SCRIPT = Path(hostile_ops.__file__)
 LIMIT = 300.0
 """Seconds."""
 
 
 def run_script(*words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=LIMIT, check=False
-    )
-    last = "\n".join(done.stdout.splitlines()[-3:])
-    assert done.returncode == 0, f"ended with {done.returncode} after:\n{last}\n{done.stderr[-2000:]}"
-    return done.stdout.splitlines()[-1]
+    status, output = ranks.run_alone(hostile_ops.main, *words, limit=LIMIT)
+    lines = output.splitlines()
+    assert status == 0, f"ended with {status} after:\n" + "\n".join(lines[-12:])
+    return lines[-1]
 
 
 def test_every_op_is_covered() -> None:

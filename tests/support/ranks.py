@@ -1,7 +1,7 @@
 """Runs a function on several real processes joined by gloo, each with a hard limit that shows every rank's stack.
 
-A server process imports torch and transformers once and forks the ranks from it, so that a test of seven ranks costs no
-seven imports.
+A server process imports what all tests import once and forks the ranks from it, so that a test of seven ranks does not
+cost seven imports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        "torch", "torch.distributed.fsdp", "torch.distributed.tensor", "epload",
+        "torch", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "epload", "pytest", "hypothesis",
         "transformers.models.auto.modeling_auto", "transformers.modeling_utils", "transformers.conversion_mapping",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
     ]
@@ -83,6 +83,30 @@ def run(
                     errors[rank] = f"{errors.get(rank, '')}\nstack at the limit of {limit} s:\n{stack}"
             raise RankFailed("\n".join(f"---- rank {rank}: {text}" for rank, text in sorted(errors.items())))
         return [values.get(rank) for rank in range(world)]
+
+
+def run_alone(function: Callable[..., Any], *args: Any, limit: float = LIMIT) -> tuple[int | None, str]:
+    """Calls a function in a process of its own, without a group, that it may crash.
+
+    Returns the exit status (negative for a signal, None if it had to be killed at the limit) and what the process printed.
+    """
+    with tempfile.NamedTemporaryFile("w+", prefix="epload-test-") as output:
+        process = _context.Process(target=_alone, args=(output.name, function, args), daemon=True)
+        process.start()
+        process.join(limit)
+        status = process.exitcode
+        if status is None:
+            process.kill()
+            process.join()
+        return status, output.read()
+
+
+def _alone(output: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable()
+    function(*args)
 
 
 def _collect(links: list[Connection], until: float) -> tuple[dict[int, Any], dict[int, str]]:
