@@ -105,7 +105,6 @@ def _alone(output: str, function: Callable[..., Any], args: tuple[Any, ...]) -> 
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    faulthandler.enable()
     function(*args)
 
 

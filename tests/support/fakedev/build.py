@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -46,8 +46,8 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
 }
 """How the library that is tested here differs from the one that is shipped: in each file, text and what replaces it."""
 
-LEFT_OUT = ("module.cpp", "npu/ascend.cpp", "npu/region_copy.cpp")
-"""The planner's Python module; Ascend, whose place the fake accelerator has."""
+LEFT_OUT = ("module.cpp", "containers.cpp", "npu/ascend.cpp", "npu/region_copy.cpp")
+"""The Python module; Ascend, whose place the fake accelerator has."""
 
 BROKEN = """#pragma once
 #include <cstdlib>
@@ -95,6 +95,18 @@ def library() -> Path:
     return kept("epload", inputs, make) / "libepload_test.so"
 
 
+def program(sources: list[Path]) -> Path:
+    """A program without Python: these sources, linked with those objects of :func:`library` that they need."""
+    objects = sorted(library().parent.glob("*.o"))
+
+    def make(folder: Path) -> None:
+        command(["ar", "rcs", str(folder / "objects.a"), *map(str, objects)])
+        compile_all(sources, folder / "program", ["c10", "torch_cpu"], [folder / "objects.a"])
+
+    inputs = [*sources, *(path for source in sources for path in source.parent.glob("*.h")), library()]
+    return kept("program", inputs, make) / "program"
+
+
 def kept(name: str, inputs: Iterable[Path], make: Callable[[Path], None]) -> Path:
     """The folder that ``make`` has filled from these inputs, now or earlier; one process makes it, others wait."""
     digest = hashlib.blake2b(
@@ -118,8 +130,9 @@ def kept(name: str, inputs: Iterable[Path], make: Callable[[Path], None]) -> Pat
     return folder
 
 
-def compile_all(sources: list[Path], output: Path, libraries: list[str]) -> None:
-    """One object a source, as many at a time as there are cores, linked to ``output``."""
+def compile_all(sources: list[Path], output: Path, libraries: list[str], archives: Sequence[Path] = ()) -> None:
+    """One object a source, as many at a time as there are cores, kept beside ``output``. It is a shared library if it is a
+    ``.so``, else a program, which is linked with ``archives`` too."""
     compiler = os.environ.get("CXX", "g++")
     includes = [flag for path in INCLUDES for flag in ("-isystem", str(path))]
 
@@ -130,11 +143,10 @@ def compile_all(sources: list[Path], output: Path, libraries: list[str]) -> None
         return target
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        objects = [str(path) for path in pool.map(compile_one, enumerate(sources))]
-    links = [f"-l{name}" for name in libraries]
-    command([compiler, "-shared", *objects, "-o", str(output), f"-L{TORCH / 'lib'}", *links, "-lpthread", "-ldl"])
-    for path in objects:
-        os.unlink(path)
+        linked = [str(path) for path in (*pool.map(compile_one, enumerate(sources)), *archives)]
+    kind = ["-shared"] if output.suffix == ".so" else [f"-Wl,-rpath,{TORCH / 'lib'}"]
+    links = [f"-L{TORCH / 'lib'}", *(f"-l{name}" for name in libraries), "-lpthread", "-ldl"]
+    command([compiler, *kind, *linked, "-o", str(output), *links])
 
 
 def command(words: list[str]) -> None:
