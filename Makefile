@@ -3,11 +3,13 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 RUN := $(VENV)/bin
+CAMPAIGN := PYTHONPATH=tests:benchmarks $(RUN)/python -m campaigns
 BENCH_VENV ?= .venv-bench
 BENCH := $(BENCH_VENV)/bin
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
-FAKES := $(wildcard tests/fakedev/*.cpp tests/fakedev/*.h tests/native/*.cpp tests/native/*.h tests_npu/*.cpp)
-SOURCES := python tests tests_npu benchmarks examples setup.py
+CPP := tests/native/cpp
+FAKES := $(wildcard tests/support/fakedev/*.cpp tests/support/fakedev/*.h $(CPP)/*.cpp $(CPP)/*.h tests/npu/*.cpp)
+SOURCES := python tests benchmarks examples setup.py
 FAULTS ?= 300
 SEED ?= 0
 CHAOS_SECONDS ?= inf
@@ -64,7 +66,7 @@ $(VENV)-npu/ready:
 test-npu: $(VENV)-npu/ready ## the Ascend part with the real torch_npu over a fake CANN, in an environment of its own
 	EPLOAD_NPU=1 EPLOAD_CUDA=0 PATH="$(abspath $(VENV)-npu/bin):$$PATH" \
 	  $(VENV)-npu/bin/pip install --quiet --force-reinstall --no-build-isolation --no-deps .
-	cd tests_npu && $(abspath $(VENV)-npu/bin/python) -m pytest --override-ini testpaths=. --override-ini pythonpath=.
+	cd tests/npu && $(abspath $(VENV)-npu/bin/python) -m pytest --confcutdir . --override-ini testpaths=. --override-ini pythonpath=.
 
 lint: $(VENV)/ready ## ruff, mypy (strict, on python/), the order of the packages, and clang-format
 	$(RUN)/ruff check $(SOURCES)
@@ -82,22 +84,22 @@ demo: build ## load a Mixture-of-Experts checkpoint over two emulated nodes
 	$(RUN)/python examples/demo.py
 
 chaos: build ## FAULTS=300 seeded faults from SEED=0 on, on 4 ranks, each judged; LINKS=1: over shaped links, as root
-	$(RUN)/python tests/chaos --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS) $(if $(LINKS),--links)
+	$(CAMPAIGN).chaos --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS) $(if $(LINKS),--links)
 
 census: build ## every class of the installed transformers that builds from a shrunken config, loaded and judged; WORKERS=1
-	$(RUN)/python tests/census --workers $(WORKERS)
+	$(CAMPAIGN).census --workers $(WORKERS)
 
 fuzz: build ## hostile input for FUZZ_SECONDS=600: hypothesis, and AFL++ where it is installed
-	$(RUN)/python tests/fuzz.py --seconds $(FUZZ_SECONDS)
+	$(CAMPAIGN).fuzz --seconds $(FUZZ_SECONDS)
 
 replaced: build ## RUNS=100 loads from SEED=0 on whose checkpoint is replaced meanwhile: each right, or refused on every rank
-	$(RUN)/python tests/replaced.py --runs $(RUNS) --seed $(SEED)
+	$(CAMPAIGN).replaced --runs $(RUNS) --seed $(SEED)
 
 sanitize: build ## the native code under AddressSanitizer with UBSan, and under ThreadSanitizer
-	tests/native/build.sh $(RUN)/python build/native/address test_native.cpp -fsanitize=address,undefined -fno-sanitize-recover=all
-	build/native/address tests/native/corpus
-	tests/native/build.sh $(RUN)/python build/native/thread test_native.cpp -fsanitize=thread
-	TSAN_OPTIONS=halt_on_error=1 build/native/thread tests/native/corpus
+	$(CPP)/build.sh $(RUN)/python build/native/address test_native.cpp -fsanitize=address,undefined -fno-sanitize-recover=all
+	build/native/address $(CPP)/corpus
+	$(CPP)/build.sh $(RUN)/python build/native/thread test_native.cpp -fsanitize=thread
+	TSAN_OPTIONS=halt_on_error=1 build/native/thread $(CPP)/corpus
 
 $(BENCH_VENV)/built: benchmarks/requirements.txt $(NATIVE) CMakeLists.txt setup.py pyproject.toml
 	$(PYTHON) -m venv $(BENCH_VENV)

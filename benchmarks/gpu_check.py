@@ -80,8 +80,8 @@ def tests() -> str:
         "no:cacheprovider",
         "-m",
         "cuda",
-        "tests/test_cuda.py",
-        "tests/test_cuda_loader.py",
+        "tests/native/test_cuda.py",
+        "tests/end_to_end/test_cuda_loader.py",
     ]
     return command(words, 540, EPLOAD_FAIL_WITHOUT_CUDA="1").splitlines()[-1]
 

@@ -1,0 +1,84 @@
+"""The benchmarks' promises about peers: one short file each; what fails is told and stops nothing; wrong bytes do not count."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tables
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+PEERS = {
+    "missing": "import a_library_that_nobody_has\n",
+    "raises": "def load(job):\n    if job.rank == 1:\n        raise OSError('the disk is gone')\n    job.materialize()\n",
+    "wrong": "def load(job):\n    job.materialize()\n",
+}
+RUN = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+import launch
+from workload import Size
+
+size, outcome = Size(layers=1, experts=2), launch.Outcome()
+folder = Path(sys.argv[1])
+entries = launch.loaders(("reload",), outcome, sys.argv[2])
+plan = launch.Plan(1, 2, asdict(size), launch.checkpoints(folder / "data", size), entries, repeat=2)
+(folder / "run").mkdir()
+launch.run(plan, folder / "run", outcome)
+(folder / "outcome").write_text(json.dumps(asdict(outcome)))
+"""
+
+
+def example() -> str:
+    """The peer that docs/performance.md shows."""
+    found = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "performance.md").read_text(), re.S)
+    assert found
+    return found[1]
+
+
+@pytest.mark.parametrize("peer", sorted((BENCHMARKS / "peers").glob("[!_]*.py")), ids=lambda path: path.stem)
+def test_a_peer_is_a_short_file(peer: Path) -> None:
+    assert len(peer.read_text().splitlines()) < 40
+
+
+def test_what_fails_is_told_and_stops_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks"
+    shutil.copytree(BENCHMARKS, folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    for name, text in {**PEERS, "zz_example": example()}.items():
+        (folder / "peers" / f"{name}.py").write_text(text)
+    names = [*PEERS, "zz_example", "safe_open_slices"]
+    subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path), ",".join(names)], cwd=folder, timeout=240, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
+    )  # fmt: skip
+    outcome = json.loads((tmp_path / "outcome").read_text())
+    errors = {failure["entry"]: failure["error"] for failure in outcome["failures"]}
+    assert set(errors) == set(PEERS)
+    assert errors["missing"].startswith("missing: ")
+    assert "a_library_that_nobody_has" in errors["missing"]
+    assert errors["raises"] == "rank 1: OSError: the disk is gone"
+    assert "wrong result" in errors["wrong"]
+    counted = [sample["entry"] for sample in outcome["samples"]]
+    assert sorted(counted) == sorted(["safe_open_slices", "zz_example"] * 2), "two timed runs of each that works"
+    assert all(sample["seconds"] > 0 for sample in outcome["samples"])
+
+
+def test_tables_are_written_between_their_marks(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- begin x -->\nold\n<!-- end x -->\nafter\n")
+    table = tables.Table("T", ("what", "s"), [["one | two", "1.0"], ["none", "FAILED: why"]])
+    tables.write(page, "x", [table.markdown()])
+    text = page.read_text()
+    assert text.startswith("before\n<!-- begin x -->\n**T**\n\n| what | s |\n| --- | ---: |\n| one / two | 1.0 |\n")
+    assert text.endswith("| none | FAILED: why |\n<!-- end x -->\nafter\n")
+    with pytest.raises(ValueError, match="begin y"):
+        tables.write(page, "y", [])

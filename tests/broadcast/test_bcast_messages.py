@@ -1,0 +1,95 @@
+"""The messages that one call of the op sends: as many as its plan says, each byte over each link once, and no collective."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from epload import _C, Topology, coalesced_bcast
+from support import ranks
+from support.broadcasts import SHAPES
+
+
+def _messages(topo: Topology, rank: int, algorithm: str) -> list[str]:
+    """What moves a bucket from rank 0: one broadcast if flat; else each rank passes it on in the chain of the leaders and in
+    that of its node."""
+    if algorithm == "flat":
+        return ["c10d::broadcast_"]
+    chains = [topo.leaders(0), topo.node]
+    sends = sum(rank in chain and rank != chain[-1] for chain in chains)
+    return ["c10d::recv_"] * (rank != 0) + ["c10d::send"] * sends
+
+
+def count_steps(rank: int) -> list[str]:
+    wrong = []
+    for nodes in ([[0, 1], [2]], [[0, 1, 2]]):
+        topo = Topology.from_nodes(nodes)
+        for algorithm, bucket_bytes in product(("two_level", "flat"), (100, 1 << 20)):
+            tensors = [torch.ones(shape) for shape in (*SHAPES, (90,), (3, 17))]
+            options: dict[str, Any] = {"topology": topo, "bucket_bytes": bucket_bytes, "algorithm": algorithm}
+            coalesced_bcast(tensors, **options)
+            extents = [_C.extent_of(list(t.shape), 4, bucket_bytes) for t in tensors]
+            buckets = len(_C.plan_buckets(extents, bucket_bytes, 16, 0)[1])
+            messages = _messages(topo, rank, algorithm)
+            text = _unexpected(messages * buckets, tensors, **options)
+            wrong += [f"{nodes} {algorithm} {bucket_bytes}, {buckets} buckets: {text}"] if text else []
+    return wrong
+
+
+def _unexpected(messages: list[str], tensors: list[Tensor], **options: Any) -> str:
+    """What a profiler sees of a call if it is not these calls of c10d and no collective."""
+    with (
+        CommDebugMode() as comm,
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
+        ) as profile,
+    ):
+        coalesced_bcast(tensors, **options)
+    seen = Counter(event.name for event in profile.events() if event.name.startswith("c10d::"))
+    if comm.get_total_counts():
+        return f"CommDebugMode saw {comm.get_comm_counts()}"
+    return "" if seen == Counter(messages) else f"expected {Counter(messages)}, saw {seen}"
+
+
+def test_profiler_sees_the_steps_of_the_plan_and_no_more() -> None:
+    assert ranks.run(3, count_steps) == [[]] * 3
+
+
+def count_default_buckets(rank: int) -> list[str]:
+    tensors = [torch.zeros(5 << 20, dtype=torch.uint8) for _ in range(5)]
+    topo = Topology.from_nodes([[0, 1]])
+    coalesced_bcast(tensors, topology=topo, algorithm="flat")
+    text = _unexpected(["c10d::broadcast_"] * 2, tensors, topology=topo, algorithm="flat")
+    return [text] if text else []
+
+
+def test_buckets_on_cpu_have_16_mib_by_default() -> None:
+    assert ranks.run(2, count_default_buckets) == [[]] * 2
+
+
+def count_striped_steps(rank: int) -> list[str]:
+    """One bucket from rank 0. It gives each half to rank 1, and both pass one on; those of the other node swap theirs."""
+    counts = {
+        ((0, 1), (2, 3)): [(3, 0), (1, 2), (1, 2), (1, 2)],
+        ((0,), (1,), (2,), (3,)): [(1, 0), (1, 1), (1, 1), (0, 1)],
+    }
+    wrong = []
+    for nodes, of_rank in counts.items():
+        topo = Topology.from_nodes([list(node) for node in nodes])
+        tensors = [torch.ones(90), torch.ones(3, 17)]
+        options: dict[str, Any] = {"topology": topo, "bucket_bytes": 1 << 20, "algorithm": "striped"}
+        coalesced_bcast(tensors, **options)
+        sent, received = of_rank[rank]
+        text = _unexpected(["c10d::send"] * sent + ["c10d::recv_"] * received, tensors, **options)
+        wrong += [f"{nodes}: {text}"] if text else []
+    return wrong
+
+
+def test_profiler_sees_each_stripe_cross_once() -> None:
+    assert ranks.run(4, count_striped_steps) == [[]] * 4

@@ -1,0 +1,351 @@
+"""Calls one op with hostile arguments: ``hostile_ops.py arguments OP`` or ``hostile_ops.py sequence CASE``.
+
+``arguments`` replaces one or two arguments of a good call by hostile values of every kind, and prints how many calls it made and
+how many were refused. It prints what it is about to do first, so that the last line tells what ended the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epload.core import dtypes
+from epload.native import ops
+
+INT64_MAX = 2**63 - 1
+FLOAT = dtypes.code(torch.float32)
+ROW = [0, 0, FLOAT, 1, 0, 4, 1]
+"""Four floats at the start of a bucket, for elements 0 to 4 of the first tensor."""
+
+
+def freed(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def wrapper() -> Tensor:
+    """A tensor of a subclass that has no memory, as those of a library for quantized weights."""
+
+    class Wraps(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise NotImplementedError("this class does nothing")
+
+    return Tensor._make_wrapper_subclass(Wraps, (4,), dtype=torch.float32)  # type: ignore[attr-defined]
+
+
+def misaligned() -> Tensor:
+    return torch.frombuffer(bytearray(65), dtype=torch.int32, offset=1, count=8)
+
+
+def tensors_of_every_kind() -> list[Tensor]:
+    plain: list[Tensor] = []
+    dtypes_tried = (
+        torch.int64, torch.int32, torch.uint8, torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn,
+    )  # fmt: skip
+    for dtype in dtypes_tried:
+        plain += [torch.zeros(shape, dtype=dtype) for shape in ((), (0,), (1,), (4,), (2, 6), (2, 7), (3, 4, 5), (64,))]
+    big = torch.full((2, 7), INT64_MAX)
+    return [
+        *plain,
+        big,
+        -big,
+        big[:, 0],
+        torch.full((7,), -1),
+        torch.arange(14).reshape(7, 2).t(),
+        torch.zeros(128, dtype=torch.uint8)[::2],
+        torch.zeros(1, dtype=torch.uint8).expand(64),
+        torch.zeros(1, dtype=torch.int64).expand(2, 7),
+        torch.zeros(64, dtype=torch.uint8)[3:],
+        *(freed(torch.zeros(shape, dtype=torch.int64)) for shape in ((1,), (4,), (1, 2), (1, 6), (1, 7))),
+        freed(torch.zeros(16, dtype=torch.uint8)),
+        freed(torch.zeros(8, dtype=torch.int32)),
+        freed(torch.zeros(4)),
+        torch.zeros((1, 7), dtype=torch.int64, device="meta"),
+        torch.zeros(16, dtype=torch.uint8, device="meta"),
+        torch.zeros(1, 7, dtype=torch.int64).to_sparse(),
+        torch.zeros(4, dtype=torch.int64).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+        torch.zeros(4).to_mkldnn(),
+        torch.zeros(4, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.zeros(4)),
+        torch._neg_view(torch.zeros(1, 7, dtype=torch.int64)),
+        torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.quint8),
+        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+        torch._lazy_clone(torch.zeros(16, dtype=torch.uint8)),
+        torch.nn.Parameter(torch.zeros(4)),
+        wrapper(),
+        misaligned(),
+    ]
+
+
+NUMBERS = [0, 1, -1, 2, 3, 7, 64, 2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**62, INT64_MAX, -INT64_MAX - 1, -(2**32)]
+FLOATS = [0.0, -1.0, float("nan"), float("inf"), -float("inf"), 1e-300, 1e308, 1e9]
+TEXTS = ["", "0", "default_pg", "two_level", "striped", "flat", "\0", "x" * 10_000, "\N{SNOWMAN}"]
+OBJECTS: list[Any] = [None, "text", object(), b"bytes", [], {}, 1.5]
+
+
+def hostile(value: Any, objects: dict[str, list[Any]]) -> list[Any]:
+    """Values to put in place of a good one."""
+    tensors = tensors_of_every_kind()
+    if isinstance(value, torch.ScriptObject):
+        return [*itertools.chain(*objects.values()), *OBJECTS]
+    if isinstance(value, Tensor):
+        return [*tensors, *changed_entries(value), *OBJECTS]
+    if isinstance(value, float):
+        return [*(x for x in FLOATS if not x > 1.0 or x != x or x >= 1e9), *OBJECTS]
+    if isinstance(value, int):
+        return [*NUMBERS, *OBJECTS]
+    if isinstance(value, str):
+        return [*TEXTS, *OBJECTS]
+    if isinstance(value, list) and value and isinstance(value[0], Tensor):
+        return [[], *([t] for t in tensors), *([t, *value] for t in tensors), [*value] * 3, *OBJECTS]
+    assert isinstance(value, list)
+    return [[], *([n] for n in NUMBERS), *([n, *value] for n in NUMBERS), NUMBERS, list(range(100)), *OBJECTS]
+
+
+def changed_entries(table: Tensor) -> list[Tensor]:
+    """A table with each of its numbers replaced."""
+    if table.dtype is not torch.int64:
+        return []
+    found = []
+    for at in range(table.numel()):
+        for number in NUMBERS:
+            changed = table.clone()
+            changed.view(-1)[at] = number
+            found.append(changed)
+    return found
+
+
+class Setting:
+    """Good arguments of every op."""
+
+    def __init__(self) -> None:
+        self.bucket = torch.arange(16, dtype=torch.uint8)
+        self.tensors = [torch.zeros(4), torch.zeros(3, 2)]
+        self.copies = torch.tensor([ROW])
+        self.which = [0]
+        descriptor, path = tempfile.mkstemp()
+        os.write(descriptor, bytes(range(256)))
+        os.unlink(path)
+        self.descriptors = [descriptor]
+        self.files, self.offsets, self.origins = torch.tensor([0]), torch.tensor([16]), torch.tensor([[0, 4]])
+        self.board = torch.zeros(6, dtype=torch.int32)
+        self.steps = torch.tensor([[0, 16, -1, -1, -1, -1]])
+        self.gathered, _ = ops.gather(self.tensors)
+        self.layouts = ops.layouts(self.gathered)
+        places = self.files, self.offsets, self.origins, 1
+        others = [torch.zeros(4, dtype=torch.float64), torch.zeros(500)]
+        foreign, _ = ops.gather([torch.zeros(4), wrapper()])
+        other, _ = ops.gather(others)
+        nothing, _ = ops.gather([])
+        odd, _ = ops.gather([t for t in tensors_of_every_kind() if type(t) is Tensor])
+        self.reads = ops.bind_reads(self.gathered, self.which, self.copies, *places)
+        self.digests = ops.bind_digests(self.gathered, self.which, self.copies)
+        self.bound = ops.bind_copies(self.gathered, self.which, self.copies, 16)
+        far = torch.tensor([[1, 0, FLOAT, 1, 400, 4, 1]])
+        self.objects: dict[str, list[Any]] = {
+            "gathered": [other, foreign, nothing, odd],
+            "layouts": [ops.layouts(other), ops.layouts(nothing)],
+            "copies": [ops.bind_copies(other, [0, 1], far, 16)],
+            "reads": [ops.bind_reads(other, [0, 1], far, *places)],
+            "digests": [ops.bind_digests(other, [0, 1], far)],
+            "good": [self.gathered, self.layouts, self.bound, self.reads, self.digests],
+        }
+
+
+GROUP = "0"
+"""The name that torch gives the default group."""
+
+CALLS: dict[str, Callable[[Setting], list[Any]]] = {
+    "coalesced_bcast": lambda s: [s.tensors, 0, GROUP, "", 64, "flat", None],
+    "pack": lambda s: [s.bucket, s.tensors, s.copies],
+    "unpack": lambda s: [s.bucket, s.tensors, s.copies],
+    "read_regions": lambda s: [s.descriptors, s.files, s.offsets, s.origins, s.tensors, s.copies, 2],
+    "gather": lambda s: [ops._C.hand_over(s.tensors), s.layouts],
+    "layouts": lambda s: [s.gathered],
+    "has_layouts": lambda s: [s.gathered, s.layouts],
+    "bind_copies": lambda s: [s.gathered, s.which, s.copies, 16],
+    "unpack_bound": lambda s: [s.bucket, s.gathered, s.bound],
+    "bind_reads": lambda s: [s.gathered, s.which, s.copies, s.files, s.offsets, s.origins, 1],
+    "read_bound": lambda s: [s.descriptors, s.gathered, s.reads, 2],
+    "bind_digests": lambda s: [s.gathered, s.which, s.copies],
+    "digest_bound": lambda s: [s.gathered, s.digests],
+    "relay": lambda s: [s.bucket, s.steps, GROUP, "", 8, s.board, 1.0],
+    "checksum": lambda s: [s.bucket],
+    "digest_tensors": lambda s: [s.tensors, s.copies],
+    "digest_bucket": lambda s: [s.bucket, torch.tensor([[FLOAT, *ROW[1:]]])],
+    "digest_files": lambda s: [
+        s.descriptors, s.files, s.offsets, s.origins, torch.tensor([[FLOAT, *ROW[1:]]]), 2,
+    ],
+    "board_post": lambda s: [s.board, 0, 1],
+    "board_wait": lambda s: [s.board, [0, 1], 0, 0.01],
+}  # fmt: skip
+"""For each op the arguments of a call that is right."""
+
+
+def arguments(op: str) -> str:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD.group_name == GROUP  # type: ignore[union-attr]
+    call = getattr(torch.ops.epload, op).default
+    setting = Setting()
+    call(*CALLS[op](setting))  # which is refused by none
+    calls = refused = 0
+    rng = random.Random(op)
+    good = CALLS[op](setting)
+    bad = [hostile(value if value is not None else 1.5, setting.objects) for value in good]
+    changes: list[dict[int, Any]] = [{i: value} for i, values in enumerate(bad) for value in values]
+    for i, j in itertools.combinations(range(len(good)), 2):
+        changes += [{i: rng.choice(bad[i]), j: rng.choice(bad[j])} for _ in range(60)]
+    for number, change in enumerate(changes):
+        print(f"{op}: change {number}: {describe(change)}", flush=True)
+        given = CALLS[op](setting)
+        for i, value in change.items():
+            given[i] = value
+        calls += 1
+        try:
+            call(*given)
+        except Exception:
+            refused += 1
+    return f"{calls} {refused}"
+
+
+def describe(change: dict[int, Any]) -> str:
+    def shown(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{type(value).__name__} {value.dtype} {value.layout}"
+        if isinstance(value, list):
+            return f"[{', '.join(map(shown, value[:3]))}{', ...' if len(value) > 3 else ''}]"
+        return repr(value)[:60]
+
+    return ", ".join(f"argument {i} = {shown(value)}" for i, value in change.items())
+
+
+def refused(what: Callable[[], object]) -> None:
+    try:
+        what()
+    except (ValueError, RuntimeError):
+        return
+    raise AssertionError("was not refused")
+
+
+def changed_after_gather(change: Callable[[list[Tensor]], object]) -> Callable[[], None]:
+    """Fills, reads and digests tensors that were changed after they were gathered, and bound."""
+
+    def sequence() -> None:
+        setting = Setting()
+        count = 1 << 20
+        tensors = [torch.zeros(count), torch.zeros(count)]
+        row = torch.tensor([[0, 0, FLOAT, 1, 0, count, 1], [1, 0, FLOAT, 1, 0, count, 1]])
+        gathered, _ = ops.gather(tensors)
+        places = torch.tensor([0]), torch.tensor([0]), torch.zeros(2, 2, dtype=torch.int64)
+        copies = ops.bind_copies(gathered, [0, 1], row, 4 * count)
+        reads = ops.bind_reads(gathered, [0, 1], row, *places, 1)
+        digests = ops.bind_digests(gathered, [0, 1], row)
+        change(tensors)
+        bucket = torch.ones(4 * count, dtype=torch.uint8)
+        os.truncate(setting.descriptors[0], 4 * count)
+        refused(lambda: ops.unpack_bound(bucket, gathered, copies))
+        refused(lambda: ops.read_bound(setting.descriptors, gathered, reads, 2))
+        refused(lambda: ops.digest_bound(gathered, digests))
+
+    return sequence
+
+
+def dropped_after_gather() -> None:
+    """The tensors of a load live as long as it does."""
+    gathered, _ = ops.gather([torch.zeros(1 << 20), torch.zeros(1 << 20)])
+    row = torch.tensor([[0, 0, FLOAT, 1, 0, 1 << 20, 1]])
+    copies = ops.bind_copies(gathered, [1], row, 4 << 20)
+    for _ in range(20):
+        ops.unpack_bound(torch.ones(4 << 20, dtype=torch.uint8), gathered, copies)
+
+
+def swapped_after_gather() -> None:
+    tensors = [torch.zeros(1 << 20)]
+    gathered, _ = ops.gather(tensors)
+    copies = ops.bind_copies(gathered, [0], torch.tensor([[0, 0, FLOAT, 1, 0, 1 << 20, 1]]), 4 << 20)
+    refused(lambda: torch.utils.swap_tensors(tensors[0], torch.zeros(3)))
+    ops.unpack_bound(torch.ones(4 << 20, dtype=torch.uint8), gathered, copies)
+    assert tensors[0].view(torch.uint8).all()
+
+
+def layouts_cannot_be_written() -> None:
+    """Else what is bound to small tensors could be made to fit, in name, large ones."""
+    small, large = [torch.zeros(4)], [torch.zeros(1 << 22)]
+    gathered, _ = ops.gather(large)
+    copies = ops.bind_copies(gathered, [0], torch.tensor([[0, 0, FLOAT, 1, (1 << 22) - 4, 4, 1]]), 16)
+    known = ops.layouts(gathered)
+    if isinstance(known, Tensor):
+        known.copy_(ops.layouts(ops.gather(small)[0]))
+    again, _ = ops.gather(small, known)
+    refused(lambda: ops.unpack_bound(torch.ones(16, dtype=torch.uint8), again, copies))
+
+
+def classes_cannot_be_made() -> None:
+    for name in ("Gathered", "Layouts", "BoundCopies", "BoundReads", "BoundDigests"):
+        refused(lambda name=name: getattr(torch.classes.epload, name)())  # type: ignore[misc]
+
+
+def handed_over_and_never_taken() -> None:
+    for _ in range(3):
+        ops._C.hand_over([torch.zeros(10) for _ in range(1000)])
+
+
+def a_class_that_takes_part_in_functions() -> None:
+    class Lies(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return 1
+
+    lies = torch.zeros(4).as_subclass(Lies)
+    gathered, _ = ops.gather([lies])
+    ops.unpack_bound(
+        torch.ones(16, dtype=torch.uint8), gathered, ops.bind_copies(gathered, [0], torch.tensor([ROW]), 16)
+    )
+    for wrong in ([3], [None], [torch.Tensor], (torch.zeros(1),), None, torch.zeros(3)):
+        try:
+            ops._C.hand_over(wrong)
+        except TypeError:
+            continue
+        raise AssertionError(f"{wrong!r} was not refused")
+
+
+SEQUENCES: dict[str, Callable[[], None]] = {
+    "dropped after gather": dropped_after_gather,
+    "swapped after gather": swapped_after_gather,
+    "freed after gather": changed_after_gather(lambda tensors: freed(tensors[1])),
+    "shrunk after gather": changed_after_gather(lambda tensors: tensors[1].untyped_storage().resize_(8)),
+    "resized after gather": changed_after_gather(lambda tensors: tensors[0].resize_(3)),
+    "set after gather": changed_after_gather(lambda tensors: tensors[1].set_(torch.zeros(2))),
+    "given other data after gather": changed_after_gather(lambda ts: setattr(ts[0], "data", torch.zeros(5))),
+    "transposed after gather": changed_after_gather(lambda ts: ts[0].as_strided_((1 << 10, 1 << 10), (1, 1 << 10))),
+    "layouts cannot be written": layouts_cannot_be_written,
+    "classes cannot be made": classes_cannot_be_made,
+    "handed over and never taken": handed_over_and_never_taken,
+    "a class that takes part in functions": a_class_that_takes_part_in_functions,
+}
+
+
+def main(what: str, name: str) -> None:
+    torch.set_num_threads(2)
+    if what == "arguments":
+        print(arguments(name))
+    else:
+        SEQUENCES[name]()
+        print("survived")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

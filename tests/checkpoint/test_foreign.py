@@ -1,0 +1,266 @@
+"""What is passed by mistake: each says in a sentence what it is and what to do, the same on every rank, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import epload
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, Mapping, ModelMismatch, Rename
+from support import ranks
+from support.checkpoints import assert_same, read_all, tensor
+
+State = dict[str, torch.Tensor]
+
+
+def _state() -> State:
+    return {"weight": tensor(1, (4, 3)), "bias": tensor(2, (4,))}
+
+
+def _touch(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_bytes(b"\x00" * 20)
+    return folder
+
+
+def _saved(path: Path, value: Any) -> Path:
+    path.parent.mkdir(exist_ok=True, parents=True)
+    torch.save(value, path)
+    return path
+
+
+def _config(folder: Path) -> Path:
+    save_file(_state(), folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder / "config.json"
+
+
+def _gguf(folder: Path) -> Path:
+    (folder / "model.q4").write_bytes(b"GGUF\x03\x00\x00\x00" + bytes(100))
+    return folder / "model.q4"
+
+
+def _gguf_folder(folder: Path) -> Path:
+    _gguf(folder).rename(folder / "model-q4_k_m.gguf")
+    return folder
+
+
+def _dcp(folder: Path) -> Path:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(_state(), checkpoint_id=str(folder / "dcp"), no_dist=True)
+    return folder / "dcp"
+
+
+def _zero_step(folder: Path) -> Path:
+    _saved(folder / "global_step7" / "mp_rank_00_model_states.pt", {"module": _state()})
+    return _saved(folder / "global_step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt", {}).parent
+
+
+def _zero(folder: Path) -> Path:
+    _zero_step(folder)
+    (folder / "latest").write_text("global_step7")
+    return folder
+
+
+def _pointer(name: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'1' * 64}\nsize 4976698672\n"
+        (folder / name).write_text(text)
+        return folder / name
+
+    return write
+
+
+def _of_one_rank(name: str, offsets: list[int]) -> Callable[[Path], Path]:
+    """As torch.distributed.checkpoint's HuggingFaceStorageWriter saves it."""
+
+    def write(folder: Path) -> Path:
+        said = {"weight": {"saved_offsets": offsets}}
+        save_file({"weight": tensor(1, (2, 3))}, folder / name, metadata={"DCP_SHARDING_INFO": json.dumps(said)})
+        return folder
+
+    return write
+
+
+FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "config.json": (_config, r"config\.json is a JSON file, which holds no weights: pass the folder it lies in"),
+    "GGUF": (_gguf, r"model\.q4 is a GGUF file.*pass the checkpoint it was converted from"),
+    "GGUF folder": (_gguf_folder, r"model-q4_k_m\.gguf is a GGUF file"),
+    "DCP": (_dcp, r"dcp is a checkpoint of torch\.distributed\.checkpoint.*format_utils dcp_to_torch"),
+    "DCP metadata": (lambda f: _dcp(f) / ".metadata", r"\.metadata is part of a checkpoint of torch\.distributed\.checkpoint"),
+    "DCP part": (lambda f: _dcp(f) / "__0_0.distcp", r"distcp is part of a checkpoint of torch\.distributed\.checkpoint"),
+    "DCP safetensors shard": (
+        _of_one_rank("shard-00001-model-00001-of-00001.safetensors", [0, 0]),
+        r"holds one rank's shards.*consolidate_safetensors_files",
+    ),
+    "DCP safetensors shard, renamed": (_of_one_rank("part.safetensors", [2, 0]), "holds one rank's shards"),
+    "DeepSpeed": (_zero, r"is a DeepSpeed checkpoint.*zero_to_fp32\.py"),
+    "DeepSpeed step": (_zero_step, r"global_step7 is a DeepSpeed checkpoint.*zero_to_fp32\.py"),
+    "DeepSpeed file": (
+        lambda f: _zero_step(f) / "mp_rank_00_model_states.pt",
+        r"mp_rank_00_model_states\.pt is part of a DeepSpeed checkpoint",
+    ),
+    "list of files": (lambda f: [f / "a.safetensors", f / "b.safetensors"], "as one path, got a list of 2: pass the folder"),
+    "hub id": (lambda f: "meta-llama/Llama-3.1-8B", r"huggingface_hub\.snapshot_download\('meta-llama/Llama-3\.1-8B'\)"),
+    "object store": (lambda f: "s3://bucket/model", r"s3://bucket/model: .*no object stores; download it first"),
+    "web address": (lambda f: "https://example.com/model.safetensors", "no web addresses.*download it first"),
+    "absent": (lambda f: f / "nothing here", "nothing here: expected a file or a folder$"),
+    "user that is none": (lambda f: "~no-such-user-here/model", "no checkpoint at ~no-such-user-here"),
+    "Git LFS": (_pointer("model.safetensors"), "is a Git LFS pointer in place of the file: run `git lfs pull`"),
+    "Git LFS, torch": (_pointer("pytorch_model.bin"), "is a Git LFS pointer in place of the file"),
+    "number": (lambda f: 3, "expected a checkpoint as a path, a dict of tensors or an epload.Checkpoint, got int"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_what_is_no_checkpoint_is_named(what: str, tmp_path: Path) -> None:
+    make, said = FOREIGN[what]
+    with pytest.raises((CheckpointError, TypeError), match=said) as caught:
+        Checkpoint.open(make(tmp_path))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def _load_each(rank: int, sources: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    loader, found = HierarchicalLoader(progress=False), {}
+    model = nn.Linear(3, 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for what, source in sources.items():
+        try:
+            loader.load(model, source)
+        except (CheckpointError, TypeError) as error:
+            found[what] = type(error).__name__, str(error)
+    assert_same(model.state_dict(), before)
+    return found
+
+
+def test_every_rank_hears_it(tmp_path: Path) -> None:
+    sources = {}
+    for number, (what, (make, _)) in enumerate(FOREIGN.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        sources[what] = make(folder)
+    by_rank = ranks.run(2, _load_each, sources)
+    assert by_rank[0] == by_rank[1]
+    assert set(by_rank[0]) == set(FOREIGN)
+
+
+def test_a_job_of_one_rank_saves_whole_tensors(tmp_path: Path) -> None:
+    """With the key that in other files stands for parts."""
+    folder = _of_one_rank("model-00001-of-00001.safetensors", [0, 0])(tmp_path)
+    assert_same(read_all(Checkpoint.open(folder)), {"weight": tensor(1, (2, 3))})
+
+
+@pytest.mark.parametrize("name", ["index.json", "model.safetensors.index.json", "mine.json"])
+def test_an_index_by_any_name(name: str, tmp_path: Path) -> None:
+    save_file(_state(), tmp_path / "a.safetensors")
+    (tmp_path / name).write_text(json.dumps({"weight_map": dict.fromkeys(_state(), "a.safetensors")}))
+    checkpoint = Checkpoint.open(tmp_path / name)
+    assert_same(read_all(checkpoint), _state())
+    assert_same(read_all(Checkpoint.join(tmp_path / name, checkpoint.manifest)), _state())
+
+
+def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_file(_state(), tmp_path / "model.safetensors")
+    for path in ("~", "~/model.safetensors"):
+        checkpoint = Checkpoint.open(path)
+        assert_same(read_all(checkpoint), _state())
+        assert_same(read_all(Checkpoint.join(path, checkpoint.manifest)), _state())
+
+
+# ---- the other arguments ----
+
+
+def _linear() -> nn.Module:
+    return nn.Linear(3, 4)
+
+
+ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "dtype": (
+        _linear,
+        {"dtype": "bfloat16"},
+        r"expected dtype to be a torch\.dtype, such as torch\.bfloat16.*got 'bfloat16'",
+    ),
+    "dtypes": (_linear, {"dtype": {"weight": "float32"}}, r"expected dtype to be .*got \{'weight': 'float32'\}"),
+    "dtype by number": (_linear, {"dtype": {0: torch.float32}}, "a dict from regular expressions to dtypes"),
+    "bucket_bytes": (
+        _linear,
+        {"bucket_bytes": "500MB"},
+        r"bucket_bytes to be a number of bytes as an int.*got '500MB'",
+    ),
+    "bucket_bytes, half": (_linear, {"bucket_bytes": 1e6}, "bucket_bytes to be a number of bytes as an int"),
+    "timeout": (
+        _linear,
+        {"timeout": "5 minutes"},
+        "timeout to be a number of seconds or a timedelta, got '5 minutes'",
+    ),
+    "model": (_state, {}, r"expected model to be a torch\.nn\.Module, got a dict"),
+    "class": (lambda: nn.Linear, {}, r"expected model to be a torch\.nn\.Module, got the class Linear"),
+    "hook": (_linear, {"init_missing": "zeros"}, "expected init_missing to be a function, got 'zeros'"),
+}
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_an_argument_of_another_type(argument: str) -> None:
+    make, options, said = ARGUMENTS[argument]
+    with pytest.raises(TypeError, match=said):
+        epload.load(make(), _state(), progress=False, **options)
+
+
+def test_arguments_that_look_odd_and_are_not() -> None:
+    epload.load(
+        _linear(),
+        _state(),
+        dtype={"weight": torch.float32},
+        timeout=timedelta(seconds=5),
+        progress=False,
+        bucket_bytes=500,
+    )
+
+
+def _argument(rank: int, argument: str) -> tuple[str, str]:
+    make, options, _ = ARGUMENTS[argument]
+    try:
+        # What is wrong on one rank only is heard of by the others.
+        epload.load(make() if rank else _linear(), _state(), progress=False, **(options if rank else {}))
+    except TypeError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("argument", ["dtype", "model", "hook"])
+def test_every_rank_hears_of_an_argument(argument: str) -> None:
+    first, second = ranks.run(2, _argument, argument)
+    assert first == second
+    assert "expected" in first[1]
+
+
+# ---- renames ----
+
+
+def test_keys_are_shown_as_they_were_renamed() -> None:
+    state = {f"old.{name}": value for name, value in _state().items()}
+    with pytest.raises(
+        ModelMismatch, match=r"2 unexpected in it: old\.weight \(renamed to odd\.weight\), old\.bias \(ren"
+    ):
+        epload.load(_linear(), state, mapping=Mapping(renames=(Rename(r"^old\.", "odd."),)), progress=False)
+
+
+def test_a_rule_that_matches_nothing_is_shown() -> None:
+    state = {"a.weight": tensor(1, (4, 3)), "bias": tensor(2, (4,))}
+    rules = Mapping(renames=(Rename(r"^a\.", "b."), Rename(r"^never\.", "c.")))
+    with pytest.raises(ModelMismatch, match=r"rules of the mapping that match none of its names: '\^never\\\\\.'\."):
+        epload.load(_linear(), state, mapping=rules, progress=False)
+    epload.load(
+        _linear(), state, mapping=Mapping(renames=(Rename(r"^a\.", ""), Rename(r"^never\.", "c."))), progress=False
+    )

@@ -1,0 +1,302 @@
+"""Torch files as ranges of bytes, entries that hold no tensor, and state dicts of which no more than a piece is copied."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, Manifest, ModelMismatch
+from epload.checkpoint.base import TorchCheckpoint, _boxes_of_range
+from epload.core.dtypes import SAFETENSORS
+from epload.core.pieces import Piece
+from support import fakedev, ranks
+from support.checkpoints import assert_same, raw_bytes, read_all, tensor
+
+
+def _state() -> dict[str, Any]:
+    base = tensor(1, (7, 6))
+    return {
+        **{f"of.{name}": tensor(i, (3, 5), dtype) for i, (name, dtype) in enumerate(SAFETENSORS.items())},
+        "base": base,
+        "tied": base,
+        "rows of base": base[2:5],
+        "parameter": nn.Parameter(tensor(2, (4,))),
+        "scalar": tensor(3, ()),
+        "empty": torch.empty(0, 3),
+    }
+
+
+VIEWS: dict[str, Callable[[], Tensor]] = {
+    "transposed": lambda: tensor(4, (5, 3)).t(),
+    "columns": lambda: tensor(5, (6, 8))[:, 2:5],
+    "conjugate": lambda: torch.complex(tensor(6, (4,)).nan_to_num(), torch.ones(4)).conj(),
+    "expanded": lambda: tensor(7, (1, 3)).expand(4, 3),
+}
+
+
+def _loader() -> HierarchicalLoader:
+    return HierarchicalLoader(progress=False)
+
+
+def test_tensors_of_a_torch_file_are_ranges_of_it(tmp_path: Path) -> None:
+    torch.save(_state(), tmp_path / "model.pt")
+    checkpoint = Checkpoint.open(tmp_path / "model.pt")
+    assert type(checkpoint) is TorchCheckpoint
+    assert_same(read_all(checkpoint), _state())
+    assert checkpoint.manifest.places is not None
+    assert all(a <= b for a, b in pairwise(checkpoint.manifest.places.offset.tolist()))
+    joined = Checkpoint.join(
+        tmp_path / "model.pt", Manifest.from_compact(checkpoint.manifest.compact, checkpoint.manifest.about)
+    )
+    assert_same(read_all(joined), _state())
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_that_are_no_range_are_read_all_the_same(view: str, tmp_path: Path) -> None:
+    state = {**_state(), "view": VIEWS[view]()}
+    torch.save(state, tmp_path / "model.pt")
+    expected = {**state, "view": state["view"].resolve_conj()}
+    assert_same(read_all(Checkpoint.open(tmp_path / "model.pt")), expected)
+
+
+def test_the_format_before_torch_1_6(tmp_path: Path) -> None:
+    since = {
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        *(dtype for dtype in SAFETENSORS.values() if "float8" in str(dtype)),
+    }
+    state = {name: value for name, value in _state().items() if value.dtype not in since}
+    torch.save(state, tmp_path / "model.bin", _use_new_zipfile_serialization=False)
+    checkpoint = Checkpoint.open(tmp_path / "model.bin")
+    assert_same(read_all(checkpoint), state)
+    assert checkpoint.changed() == ""
+    os.truncate(tmp_path / "model.bin", 5)
+    assert "was truncated" in checkpoint.changed()
+
+
+@contextmanager
+def _parses() -> Iterator[list[str]]:
+    """The files that torch parses."""
+    seen: list[str] = []
+    load = torch.load
+
+    def noted(file: Any, *args: Any, **options: Any) -> Any:
+        seen.append(str(file))
+        return load(file, *args, **options)
+
+    with mock.patch.object(torch, "load", noted):
+        yield seen
+
+
+def test_a_torch_file_is_parsed_once_for_many_loads(tmp_path: Path) -> None:
+    model, path, loader = nn.Linear(3, 4), tmp_path / "model.pt", _loader()
+    with _parses() as seen:
+        for number in range(4):
+            state = {"weight": tensor(number, (4, 3)), "bias": tensor(number + 10, (4,))}
+            torch.save(state, path)  # other values, laid out as before
+            loader.load(model, path)
+            assert_same(model.state_dict(), state)
+    assert len(seen) == 1
+
+
+def test_a_torch_file_that_is_laid_out_otherwise_is_parsed_again(tmp_path: Path) -> None:
+    model, path, loader = nn.Linear(4, 4), tmp_path / "model.pt", _loader()
+    states = [
+        {"weight": tensor(1, (4, 4)), "bias": tensor(2, (4,))},
+        {"bias": tensor(3, (4,)), "weight": tensor(4, (4, 4))},
+        {"weight": tensor(5, (4, 4)).t(), "bias": tensor(6, (4,))},
+        {"weight": tensor(7, (4, 4)), "bias": tensor(8, (16,))[4:8]},
+    ]
+    for state in states * 2:
+        torch.save(state, path)
+        loader.load(model, path)
+        assert_same(model.state_dict(), state)
+
+
+def _reload(rank: int, folder: str) -> tuple[int, list[str]]:
+    loader, model = HierarchicalLoader(readers="every", progress=False), nn.Linear(3, 4)
+    with _parses() as seen:
+        for _ in range(3):
+            loader.load(model, folder)
+    state = torch.load(Path(folder) / "pytorch_model.bin")
+    return len(seen), [name for name, value in model.state_dict().items() if not torch.equal(value, state[name])]
+
+
+def test_only_the_source_rank_parses_a_torch_file(tmp_path: Path) -> None:
+    torch.save({"weight": tensor(1, (4, 3)), "bias": tensor(2, (4,))}, tmp_path / "pytorch_model.bin")
+    assert ranks.run(3, _reload, str(tmp_path)) == [(1, []), (0, []), (0, [])]
+
+
+# ---- entries that hold no tensor ----
+
+OTHERS: dict[str, Any] = {
+    "head._extra_state": {"scale": 3, "raw": b"\x00"},
+    "step": 17,
+    "name": "a model",
+    "nothing": None,
+    "config": {"hidden": {"size": 3}},
+    "sizes": [1, 2],
+}
+
+
+@pytest.mark.parametrize("wrapper", ["", "state_dict", "model"])
+@pytest.mark.parametrize("source", ["zip", "before 1.6", "views", "index", "dict"])
+def test_entries_that_hold_no_tensor_are_listed_and_left_alone(source: str, wrapper: str, tmp_path: Path) -> None:
+    weight = tensor(1, (4, 3)) if source != "views" else tensor(1, (3, 4)).t()
+    state: dict[str, Any] = {"weight": weight, **OTHERS, "bias": tensor(2, (4,))}
+    whole = {wrapper: state, "epoch": 3, "optimizer": {"state": {0: {"m": torch.ones(2)}}}} if wrapper else state
+    path: Any = tmp_path / "pytorch_model.bin"
+    if source == "dict":
+        path = state
+    else:
+        torch.save(whole, path, _use_new_zipfile_serialization=source != "before 1.6")
+    if source == "index":
+        path = tmp_path / "pytorch_model.bin.index.json"
+        path.write_text(
+            '{"weight_map": {"weight": "pytorch_model.bin", "bias": "pytorch_model.bin", "step": "pytorch_model.bin"}}'
+        )
+    model = nn.Linear(3, 4)
+    report = _loader().load(model, path)
+    assert_same(model.state_dict(), {"weight": weight, "bias": state["bias"]})
+    beside = {"epoch", "optimizer"} if wrapper and source != "dict" else set()
+    assert set(report.ignored_keys) == {*OTHERS, *beside}
+    assert report.unexpected_keys == []
+    assert "ignored: " in str(report)
+
+
+def _ignored(rank: int, folder: str) -> list[str]:
+    return HierarchicalLoader(progress=False).load(nn.Linear(3, 4), folder).ignored_keys
+
+
+def test_every_rank_lists_them(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(4, 3), "bias": torch.ones(4), "_extra_state": 3}, tmp_path / "pytorch_model.bin")
+    assert ranks.run(3, _ignored, str(tmp_path)) == [["_extra_state"]] * 3
+
+
+def test_a_part_of_a_model_that_is_called_as_a_wrapper(tmp_path: Path) -> None:
+    """A nested dict of no tensors is an entry like any other."""
+    torch.save(
+        {"weight": tensor(1, (4, 3)), "bias": tensor(2, (4,)), "model": {"type": "linear"}}, tmp_path / "model.pt"
+    )
+    report = _loader().load(nn.Linear(3, 4), tmp_path / "model.pt")
+    assert report.ignored_keys == ["model"]
+
+
+def test_a_dict_of_no_tensors(tmp_path: Path) -> None:
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    for known in (None, Checkpoint.open({}).manifest):
+        with pytest.raises(
+            CheckpointError, match=r"optimizer\.pt: no tensors found; top-level keys: state, param_groups$"
+        ):
+            Checkpoint.open(tmp_path / "optimizer.pt", known)
+    with pytest.raises(TypeError, match="state dict: no tensors found; top-level keys: state, param_groups"):
+        _loader().load(model, optimizer.state_dict())
+
+
+def test_a_parameter_whose_entry_holds_no_tensor_is_missing(tmp_path: Path) -> None:
+    torch.save({"weight": tensor(1, (4, 3)), "bias": [0.0] * 4}, tmp_path / "model.pt")
+    with pytest.raises(ModelMismatch, match="1 missing from it: bias"):
+        _loader().load(nn.Linear(3, 4), tmp_path / "model.pt")
+
+
+# ---- no more than the piece is copied ----
+
+
+class _Copied(TorchDispatchMode):
+    """Counts the bytes of what operations make anew."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (
+            torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.cat, torch.ops.aten.resolve_conj,
+        ):  # fmt: skip
+            self.nbytes += made.nbytes
+        return made
+
+
+def _pieces(nbytes: int, length: int) -> list[Piece]:
+    return [Piece(0, begin, 64, min(length, nbytes - begin)) for begin in range(0, nbytes, length)]
+
+
+def _fill_all(value: Tensor, length: int) -> list[str]:
+    """Reads a tensor piece by piece, and says what was wrong with it."""
+    expected = raw_bytes(value.detach().cpu().resolve_conj().resolve_neg())
+    checkpoint = Checkpoint.open({"value": value})
+    said = []
+    for piece in _pieces(value.nbytes, length):
+        bucket = torch.full((64 + piece.nbytes + 8,), 255, dtype=torch.uint8)
+        with _Copied() as copied:
+            checkpoint.fill(bucket, [piece])
+        got = bytes(bucket.tolist())
+        if got != b"\xff" * 64 + expected[piece.tensor_offset :][: piece.nbytes] + b"\xff" * 8:
+            said.append(f"{piece} is wrong")
+        if copied.nbytes > 2 * (piece.nbytes + 2 * value.element_size()):
+            said.append(f"{copied.nbytes} bytes were copied for {piece}")
+    return said
+
+
+SHAPED: dict[str, Callable[[], Tensor]] = {
+    "transposed": lambda: tensor(1, (64, 50)).t(),
+    "inner columns": lambda: tensor(2, (30, 80))[:, 3:70],
+    "permuted": lambda: tensor(3, (9, 10, 11)).permute(2, 0, 1),
+    "every other": lambda: tensor(4, (40, 60))[::2, ::3],
+    "conjugate": lambda: torch.complex(torch.arange(900.0), torch.ones(900)).view(30, 30).conj(),
+    "negative": lambda: torch._neg_view(torch.arange(900.0).view(30, 30)),
+    "contiguous": lambda: tensor(5, (30, 50)),
+}
+
+
+@pytest.mark.parametrize("length", [100, 402, 1000])
+@pytest.mark.parametrize("shaped", SHAPED)
+def test_only_the_piece_is_copied(shaped: str, length: int) -> None:
+    """Pieces that are no box of the tensor, some of them not even whole elements."""
+    assert _fill_all(SHAPED[shaped](), length) == []
+
+
+def _on_device(rank: int) -> list[str]:
+    values = (tensor(1, (60, 50)), tensor(2, (50, 60)).t(), tensor(3, (30, 80))[:, 3:70])
+    return [text for value in values for text in _fill_all(value.to("fakedev:0"), 1000)]
+
+
+@pytest.mark.usefixtures("fake_device")
+def test_only_the_piece_is_copied_from_a_device() -> None:
+    assert ranks.run(1, _on_device, setup=fakedev.setup) == [[]]
+
+
+def test_boxes_of_a_range_are_its_elements() -> None:
+    for shape in ((), (7,), (3, 4), (2, 3, 4), (1, 5, 1, 3)):
+        value = torch.arange(int(torch.tensor(shape).prod())).view(shape)
+        for begin in range(value.numel()):
+            for end in range(begin + 1, value.numel() + 1):
+                boxes = _boxes_of_range(shape, begin, end)
+                assert torch.cat([value[box].reshape(-1) for box in boxes]).tolist() == list(range(begin, end))
+                assert len(boxes) <= max(2 * len(shape) - 1, 1)
+
+
+def test_one_file_beside_another_kind(tmp_path: Path) -> None:
+    """An index that names a safetensors file and a torch file."""
+    save_file({"weight": tensor(1, (4, 3))}, tmp_path / "a.safetensors")
+    torch.save({"bias": tensor(2, (4,))}, tmp_path / "b.bin")
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"weight": "a.safetensors", "bias": "b.bin"}}'
+    )
+    with pytest.raises(CheckpointError, match=r"both safetensors and torch files.*a\.safetensors.*b\.bin"):
+        Checkpoint.open(tmp_path)

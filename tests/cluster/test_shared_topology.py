@@ -1,0 +1,163 @@
+"""What one load leaves to the next call on its topology, reports that are larger than a value of the store, and ranks that load
+alone because nobody joined them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import epload
+from epload import HierarchicalLoader, ManifestMismatch, Topology, coalesced_bcast
+from epload.control.control import DEFAULT_TIMEOUT, Control
+from support import ranks
+from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
+
+
+def timeouts_of_groups(topology: Topology) -> list[timedelta]:
+    found = []
+    for name in {*vars(topology.route(0)).values()} if topology.ranks else ():
+        if isinstance(name, str) and name:
+            group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+            found.append(group._get_backend(torch.device("cpu")).options._timeout)
+    return found
+
+
+def broadcast_after_a_load(rank: int, fails: bool) -> list[str]:
+    topology = Topology.from_nodes(NODES)
+    loader = HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, timeout=7.0)
+    model = meta_net()
+    state = state_for(1)
+    if fails:
+        state.popitem()
+    with pytest.raises(epload.LoadError, match="missing") if fails else nullcontext():
+        loader.load(model, only_readers(state, "one"))
+    tensor = torch.tensor([rank])
+    coalesced_bcast([tensor], 1, topology)
+    timeouts = timeouts_of_groups(topology)
+    said = [] if int(tensor) == 1 else ["the broadcast is wrong"]
+    if topology.control.timeout != DEFAULT_TIMEOUT or set(timeouts) - {DEFAULT_TIMEOUT} or not timeouts:
+        said.append(f"a timeout of {topology.control.timeout} and groups with timeouts of {timeouts}")
+    return said
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_loaders_timeout_ends_with_its_load(fails: bool) -> None:
+    assert ranks.run(4, broadcast_after_a_load, fails, limit=60) == [[]] * 4
+
+
+def memfds() -> int:
+    found = 0
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            found += "memfd:epload" in os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue
+    return found
+
+
+def failing_offer(rank: int) -> list[str]:
+    """The round in which a node's leader offers its memory fails: another rank was interrupted in it."""
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=30)
+    before = memfds()
+    settle = Control.settle
+
+    def interrupted(self: Control, what: str, *args: Any, **options: Any) -> Any:
+        if what == "sharing memory":
+            raise MemoryError("no room for a round")
+        return settle(self, what, *args, **options)
+
+    model = meta_net()
+    with mock.patch.object(Control, "settle", interrupted) if rank == 3 else nullcontext():
+        try:
+            loader.load(model, only_readers(state_for(1), "one"))
+            return ["the load did not fail"]
+        except epload.LoadError as error:
+            said = [] if "no room for a round" in str(error) else [str(error)]
+    if memfds() != before:
+        said.append(f"{memfds() - before} descriptors of shared memory are left")
+    loader.load(model, only_readers(state_for(2), "one"))
+    return said + wrong(model, state_for(2))
+
+
+def test_a_round_that_fails_leaves_no_descriptor_of_shared_memory() -> None:
+    assert ranks.run(4, failing_offer, limit=60) == [[]] * 4
+
+
+NAMES = [f"{'x' * 6000}{number}" for number in range(1500)]
+"""9 MB of them; the store takes values of 8 MiB."""
+
+
+def large_mismatch(rank: int) -> str:
+    model = nn.Module()
+    for number, name in enumerate(NAMES):
+        odd = rank == 1 and number == 1234
+        model.register_parameter(name, nn.Parameter(torch.zeros(3, dtype=torch.float64 if odd else torch.float32)))
+    loader = HierarchicalLoader(Topology.from_nodes([[0], [1]]), readers="one", progress=False, timeout=60)
+    try:
+        loader.load(model, {name: torch.ones(3) for name in NAMES} if rank == 0 else None)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def test_a_mismatch_of_models_larger_than_a_value_of_the_store() -> None:
+    said = ranks.run(2, large_mismatch, tcp=True, limit=100)
+    assert said[0] == said[1]
+    assert said[0].startswith(ManifestMismatch.__name__)
+    assert re.search("rank 0 has 'model x+1234: float32 .* where rank 1 has 'model x+1234: float64", said[0])
+
+
+def large_lists(rank: int) -> str:
+    tensors = [torch.zeros((1,) * 60) for _ in range(50_000 + (rank == 1))]
+    try:
+        coalesced_bcast(tensors, 0, Topology.from_nodes([[0], [1]]))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def test_a_mismatch_of_lists_larger_than_a_value_of_the_store() -> None:
+    said = ranks.run(2, large_lists, tcp=True, limit=100)
+    assert said[0] == said[1]
+    assert "rank 0 has 50000 tensors but rank 1 has 50001" in said[0]
+
+
+@contextmanager
+def launched(size: str) -> Iterator[None]:
+    with (
+        mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": size}),
+        mock.patch("epload.cluster.topology._default", None),
+    ):
+        yield
+
+
+@pytest.mark.parametrize(("size", "warned"), [("4", True), ("1", False)])
+def test_a_launched_rank_that_loads_alone_is_warned(
+    size: str, warned: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Under torchrun without init_process_group, every rank would load the whole model by itself without a word."""
+    assert not dist.is_initialized()
+    model = nn.Linear(3, 2)
+    state = {"weight": torch.arange(6.0).view(2, 3), "bias": torch.arange(2.0)}
+    with launched(size):
+        report = epload.load(model, state, progress=False)
+    assert torch.equal(model.weight, state["weight"])
+    texts = [str(each.message) for each in recwarn if "torch.distributed is not initialized" in str(each.message)]
+    assert len(texts) == len(report.warnings) == warned
+    if warned:
+        assert report.warnings == texts
+        assert "rank 1 loads by itself" in texts[0]
+        assert "init_process_group()" in texts[0]
+        assert f"warning: {texts[0]}" in str(report)
+        assert report.to_dict()["warnings"] == texts

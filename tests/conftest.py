@@ -1,0 +1,38 @@
+"""Fixtures of all folders. ``tests/npu`` needs torch_npu and is run by ``make test-npu`` in an environment of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+collect_ignore = ["npu"]
+pytest.register_assert_rewrite("support")
+
+
+@pytest.fixture(scope="session")
+def fake_device() -> None:
+    """Compiles the fake accelerator once, outside the time limit of the ranks that load it."""
+    from support.fakedev import build
+
+    build.device()
+
+
+@pytest.fixture(scope="session")
+def fake_device_library() -> None:
+    """Compiles epload's native library for the fake accelerator, likewise."""
+    from support.fakedev import build
+
+    build.library()
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Iterator[None]:
+    if not torch.cuda.is_available():
+        if os.environ.get("EPLOAD_FAIL_WITHOUT_CUDA") == "1":
+            pytest.fail(f"EPLOAD_FAIL_WITHOUT_CUDA=1, but torch {torch.__version__} finds no CUDA device")
+        pytest.skip(f"torch {torch.__version__} finds no CUDA device")
+    yield
+    torch.cuda.synchronize()

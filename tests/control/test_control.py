@@ -1,0 +1,221 @@
+"""Agreement rounds, and the headers of buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epload.cluster.meeting import meet
+from epload.control.control import Control
+from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
+from epload.planning.buckets import HEADER_BYTES
+from epload.transport.framing import STATUS_ABORT, STATUS_OK, BucketHeader
+from support import ranks
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+
+
+@given(U32, st.sampled_from([STATUS_OK, STATUS_ABORT]), U64, U64, st.binary(min_size=16, max_size=16))
+def test_header_round_trip(index: int, status: int, nbytes: int, checksum: int, fingerprint: bytes) -> None:
+    header = BucketHeader(index, status, nbytes, checksum, fingerprint)
+    raw = header.pack()
+    assert len(raw) == HEADER_BYTES
+    assert BucketHeader.unpack(raw) == header
+    assert BucketHeader.unpack(memoryview(bytearray(raw))) == header
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+def test_garbage_is_no_header(raw: bytes) -> None:
+    with pytest.raises(LoadError, match="out of step"):
+        BucketHeader.unpack(raw)
+
+
+def test_damaged_header() -> None:
+    raw = BucketHeader(3, STATUS_OK, 100, 0, b"f" * 16).pack()
+    for wrong in (bytes(HEADER_BYTES), raw[1:] + raw[:1], b"E" + raw[1:]):
+        with pytest.raises(LoadError, match="epload01"):
+            BucketHeader.unpack(wrong)
+
+
+def test_one_rank_needs_no_store() -> None:
+    control = Control(None, (0,), 0)
+    assert control.settle("alone", None, [1], lambda views: views[0]) == [1]
+    with pytest.raises(CheckpointError, match="broken"):
+        control.settle("alone", CheckpointError("broken"))
+    with pytest.raises(ValueError, match="init_process_group"):
+        Control(None, (0, 1), 0)
+
+
+def make_control(rank: int, members: tuple[int, ...]) -> Control:
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
+    control, _ = meet(store, members, rank, timedelta(minutes=1), None, None, lambda views: None)
+    return control
+
+
+def raised(call: Callable[[], object]) -> tuple[str, str]:
+    """Class and text of what a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "raised nothing"
+
+
+def settle_errors(rank: int) -> list[tuple[str, str]]:
+    control = make_control(rank, (0, 1, 2))
+    assert control.settle("first", None, rank, lambda views: sum(views.values())) == 3
+    cases: list[dict[int, Exception]] = [
+        {1: CheckpointError("file x is short")},
+        {0: ValueError("bad src")},
+        {2: TypeError("a DTensor")},
+        {0: ModelMismatch("no such key"), 2: ModelMismatch("no such key")},
+        {1: ManifestMismatch("one"), 2: ManifestMismatch("two")},
+        {1: MemoryError("no room")},
+        {2: OSError(2, "gone", "model.bin")},
+        {1: KeyError("lost")},
+        {0: LoadError("a"), 1: LoadError("b"), 2: LoadError("a")},
+        {2: CheckpointError('text with "quotes", \n a line break and ünïcode')},
+    ]
+    seen = [raised(lambda case=case: control.settle("check", case.get(rank))) for case in cases]  # type: ignore[misc]
+
+    def broken(views: dict[int, object]) -> object:
+        raise ManifestMismatch(f"ranks {sorted(views)} differ")
+
+    seen.append(raised(lambda: control.settle("decide", None, rank, broken)))
+    assert control.settle("after", None, {"rank": rank}, lambda views: views[2]["rank"]) == 2
+    return seen
+
+
+def test_errors_of_some_reach_all() -> None:
+    views = ranks.run(3, settle_errors)
+    assert views[0] == views[1] == views[2]
+    assert [kind for kind, _ in views[0]] == [
+        "CheckpointError",
+        "ValueError",
+        "TypeError",
+        "ModelMismatch",
+        "ManifestMismatch",
+        "MemoryError",
+        "LoadError",
+        "LoadError",
+        "LoadError",
+        "CheckpointError",
+        "ManifestMismatch",
+    ]
+    texts = [text for _, text in views[0]]
+    assert texts[0] == "file x is short [rank 1]"
+    assert texts[1] == "bad src [rank 0]"
+    assert texts[3] == "no such key [ranks 0, 2]"
+    assert texts[4] == "one [rank 1]\ntwo [rank 2]"
+    assert "no room" in texts[5]
+    assert "FileNotFoundError" in texts[6]
+    assert "model.bin" in texts[6]
+    assert "KeyError" in texts[7]
+    assert texts[8] == "a [ranks 0, 2]\nb [rank 1]"
+    assert "ünïcode" in texts[9]
+    assert texts[10] == "ranks [0, 1, 2] differ"
+
+
+def absent_rank(rank: int, absent: int) -> tuple[str, str]:
+    """The absent rank looks on until the others have finished, then arrives late."""
+    assert dist.group.WORLD is not None
+    control = make_control(rank, (0, 1, 2))
+    control.timeout = timedelta(seconds=2)
+    control.settle("all here", None)
+    store = dist.group.WORLD.get_group_store()
+    if rank == absent:
+        store.wait([f"test/done/{other}" for other in range(3) if other != absent], timedelta(seconds=60))
+        return raised(lambda: control.settle("the manifest", None)) if absent != control.coordinator else ("", "")
+    result = raised(lambda: control.settle("the manifest", None))
+    store.set(f"test/done/{rank}", "")
+    return result
+
+
+def test_absent_rank_is_named_on_all_others() -> None:
+    said = ranks.run(3, absent_rank, 2)
+    assert said[0] == said[1] == said[2], "the late one hears it too"
+    kind, text = said[0]
+    assert kind == "LoadError"
+    assert text.startswith("the manifest: rank 2 did not arrive within 2 s\n")
+
+
+def test_absent_coordinator_is_named_on_all_others() -> None:
+    _, (kind, text), other = ranks.run(3, absent_rank, 0)
+    assert (kind, text) == other, "one text, of whoever noticed first"
+    assert kind == "LoadError"
+    assert text.startswith("the manifest: rank 0, which coordinates, gave no verdict within ")
+    assert "seen by rank 1" in text or "seen by rank 2" in text
+
+
+def counted_keys(rank: int, failing: bool) -> list[tuple[int, int]]:
+    """How many keys the store has after ever more rounds, and how many texts a control keeps."""
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
+    control = make_control(rank, (0, 1, 2))
+    counts = []
+    for _ in range(4):
+        for turn in range(10):
+            if turn % 5 == 0:
+                control.begin(timedelta(minutes=1))
+            control.settle("turn", None, turn)
+        if failing:
+            raised(lambda: control.settle("fail", ValueError("no") if rank == 1 else None))
+            control.settle("turn", None)
+        dist.barrier()  # keys are counted while nobody writes
+        kept = sum(len(value) for value in vars(control).values() if isinstance(value, list))
+        counts.append((store.num_keys(), kept))
+        dist.barrier()
+    return counts
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_keys_do_not_grow_with_the_number_of_rounds(failing: bool) -> None:
+    """Those of the last round may be there; the first barriers leave keys too."""
+    for counts in ranks.run(3, counted_keys, failing):
+        assert len(set(counts[1:])) == 1, counts
+
+
+def controls_do_not_meet(rank: int) -> list[int]:
+    """Two controls over the same ranks, and one over some of them, on one store."""
+    first, second = make_control(rank, (0, 1, 2)), make_control(rank, (0, 1, 2))
+    seen = [second.settle("b", None, rank, lambda views: 10 * sum(views.values()))]
+    if rank != 1:
+        part = make_control(rank, (0, 2))
+        seen.append(part.settle("c", None, rank, lambda views: 100 * sum(views.values())))
+    seen.append(first.settle("a", None, rank, lambda views: sum(views.values())))
+    return seen
+
+
+def test_controls_share_a_store() -> None:
+    assert ranks.run(3, controls_do_not_meet) == [[30, 200, 3], [30, 3], [30, 200, 3]]
+
+
+def early_retry(rank: int) -> list[str]:
+    """Rank 1 gives up a load while rank 2 has yet to read what it sent, and begins another."""
+    assert dist.group.WORLD is not None
+    control = make_control(rank, (0, 1, 2))
+    control.begin(timedelta(minutes=1))
+    read = control._read_letter
+    if rank == 2:
+        control._read_letter = lambda prefix: (dist.barrier(), read(prefix))[1]  # type: ignore[method-assign]
+    if rank != 2:
+        letters = control.deal("letters", {2: bytes([rank])})
+        if rank == 1:
+            control.begin(timedelta(minutes=1))
+        for _ in range(3):
+            dist.barrier()
+    else:
+        letters = control.deal("letters", {2: b"2"})
+    control.begin(timedelta(minutes=1))
+    return [f"{sender}: {letter!r}" for sender, letter in sorted(letters.items())]
+
+
+def test_letters_outlive_a_load_that_was_given_up() -> None:
+    assert ranks.run(3, early_retry)[2] == ["0: b'\\x00'", "1: b'\\x01'", "2: b'2'"]

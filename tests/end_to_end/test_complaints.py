@@ -1,0 +1,174 @@
+"""What users of other loaders report as a hang, or as a load that was silently wrong; named after their threads.
+
+Those about state and layouts are in test_state.py and test_expert_parallel.py, a hang without a word in test_failure.py.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from epload import HierarchicalLoader, Topology
+from support import ranks
+from support.checks import all_fine
+from support.failures import Raised, Slow, check_told, told
+from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
+
+
+def skewed(rank: int) -> list[str]:
+    """Rank 3 comes 3 s late, and then the source takes longer for the whole than the timeout."""
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, timeout=6)
+    if rank == 3:
+        time.sleep(3)
+    model, state = meta_net(), state_for(1)
+    loader.load(model, Slow(state, 0.6) if rank == 0 else None)
+    return wrong(model, state)
+
+
+def test_transformers_48228_axolotl_3443_ranks_that_come_late() -> None:
+    all_fine(ranks.run(4, skewed))
+
+
+def forbidden(*_: Any, **__: Any) -> None:
+    raise AssertionError("a collective that nobody asked for")
+
+
+def without_collectives(rank: int) -> list[str]:
+    """All that torch offers to divide or gather a tensor raises; so does each of its collectives."""
+    model, state = meta_net(), state_for(1)
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
+    names = ("broadcast", "scatter", "all_gather_into_tensor", "all_reduce", "all_to_all", "broadcast_object_list")
+    with (
+        mock.patch.multiple(dist, **dict.fromkeys(names, forbidden)),
+        mock.patch.multiple(DTensor, redistribute=forbidden, full_tensor=forbidden),
+        mock.patch("torch.distributed.tensor.distribute_tensor", forbidden),
+    ):
+        loader.load(model, only_readers(state))
+    return wrong(model, state)
+
+
+def test_axolotl_3476_veomni_642_no_collective_is_implicit() -> None:
+    all_fine(ranks.run(4, without_collectives))
+
+
+def other_order(rank: int, shuffle_model: bool) -> tuple[Raised, list[str]]:
+    """Every rank reads; its dict, or its model, names the tensors in an order of its own."""
+    names = [f"w{i}" for i in range(12)]
+    state = {name: torch.arange(20.0) + 100 * i for i, name in enumerate(names)}
+    turned = names[rank:] + names[:rank]
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(20)) for name in (turned if shuffle_model else names)})
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="partitioned", bucket_bytes=BUCKET, timeout=20)
+    first = told(lambda: loader.load(model, state if shuffle_model else {name: state[name] for name in turned}))
+    return first, [name for name in names if not torch.equal(model[name].detach(), state[name])]
+
+
+@pytest.mark.parametrize("shuffle_model", [False, True], ids=["checkpoint", "model"])
+def test_verl_6365_6002_another_order_on_each_rank(shuffle_model: bool) -> None:
+    """No deadlock: the load is right, or all ranks refuse it before anything moves, naming what differs."""
+    said = ranks.run(4, other_order, shuffle_model)
+    kinds = {kind for (kind, _, _), _ in said}
+    assert len({(kind, text) for (kind, text, _), _ in said}) == 1, said
+    assert kinds in ({""}, {"ManifestMismatch"}), said
+    if kinds == {""}:
+        assert [bad for _, bad in said] == [[]] * 4
+    else:
+        assert "rank" in said[0][0][1]
+        assert "w" in said[0][0][1]
+
+
+def one_sided_key(rank: int, change: str) -> Raised:
+    """Only the source rank can know that a key is missing or too many."""
+    state = state_for(1)
+    if change == "unexpected":
+        state["stray"] = torch.zeros(3)
+    else:
+        del state["norm.weight"]
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, timeout=20)
+    return told(lambda: loader.load(meta_net(), only_readers(state)))
+
+
+@pytest.mark.parametrize(("change", "name"), [("unexpected", "stray"), ("missing", "norm.weight")])
+def test_a_key_that_only_rank_0_sees_raises_on_all(change: str, name: str) -> None:
+    """torch's set_model_state_dict and accelerate's loader raise on rank 0 alone, and the others wait for ever."""
+    said = ranks.run(4, one_sided_key, change)
+    assert {kind for kind, *_ in said} == {"ModelMismatch"}
+    assert len({text for _, text, _ in said}) == 1
+    assert f"1 {change}" in said[0][1]
+    assert name in said[0][1]
+
+
+def several_topologies(rank: int) -> list[str]:
+    """Groups of other nodes, of parts of the job, and again the first ones."""
+    said = []
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for number, (nodes, group) in enumerate(
+        [
+            ([[0, 1], [2, 3]], None),
+            ([[0, 2], [1, 3]], None),
+            ([[0], [1]] if rank < 2 else [[2, 3]], halves[rank // 2]),
+            ([[0, 1], [2, 3]], None),
+        ]
+    ):
+        src = 0 if group is None or rank < 2 else 2
+        topology = Topology.from_nodes(nodes, group)
+        model, state = nn.ParameterDict({"w": nn.Parameter(torch.zeros(300))}), {"w": torch.arange(300.0) + number}
+        loader = HierarchicalLoader(topology, src=src, readers="one", bucket_bytes=BUCKET, timeout=20)
+        loader.load(model, state if rank == src else None)
+        if not torch.equal(model["w"].detach(), state["w"]):
+            said.append(f"{nodes}: wrong")
+    return said
+
+
+def test_twinkle_207_groups_of_other_members_do_not_meet() -> None:
+    all_fine(ranks.run(4, several_topologies))
+
+
+def uneven(rank: int) -> list[str]:
+    """Dims of 1, 2, 3, 5 and 7 over 4 ranks: some hold nothing, none waits for them."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(3, rows, bias=False) for rows in (1, 2, 3, 5, 7)))
+    fully_shard(model)
+    state = {f"{i}.weight": torch.arange(3.0 * rows).view(rows, 3) + 100 * i for i, rows in enumerate((1, 2, 3, 5, 7))}
+    HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, timeout=20).load(model, only_readers(state))
+    return wrong(model, state)
+
+
+def test_pytorch_136228_uneven_shards() -> None:
+    all_fine(ranks.run(4, uneven))
+
+
+def leaders_first(rank: int) -> list[str]:
+    """The source is no leader by number, and what ranks held before must not spread."""
+    said = []
+    for src in range(4):
+        loader = HierarchicalLoader(Topology.from_nodes(NODES), src=src, readers="one", bucket_bytes=BUCKET, timeout=20)
+        model = nn.ParameterDict({"w": nn.Parameter(torch.full((300,), -1.0 - rank))})
+        loader.load(model, {"w": torch.arange(300.0)} if rank == src else None)
+        if not torch.equal(model["w"].detach(), torch.arange(300.0)):
+            said.append(f"from {src}: {model['w'][:3]}")
+    return said
+
+
+def test_pytorch_178569_the_inter_node_step_comes_first() -> None:
+    all_fine(ranks.run(4, leaders_first))
+
+
+def late_failure(rank: int) -> Raised:
+    """Rank 2 has no room when the last bucket comes."""
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, timeout=20)
+    failing = mock.patch("epload.loading.run.fill_missing", side_effect=MemoryError("no room"))
+    with failing if rank == 2 else nullcontext():
+        return told(lambda: loader.load(meta_net(), only_readers(state_for(1))))
+
+
+def test_pytorch_134095_one_rank_that_fails_leaves_nobody_waiting() -> None:
+    check_told(ranks.run(4, late_failure), "rank 2", "no room", seconds=15)

@@ -1,0 +1,90 @@
+"""Real models, as the transformers library makes, saves and parallelizes them: architectures x checkpoint layouts x meshes.
+
+Each is loaded from meta by epload, its readers taking turns. The oracle is the library's own single-process
+``from_pretrained``, parallelized the same way: each rank's tensors bit for bit, and the logits of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import epload
+from support import ranks
+from support.checks import all_fine, differences
+from support.pretrained import MATRIX, build, prepare, whole
+
+# ---- parallelizations ----
+
+
+# ---- checkpoints and comparison ----
+
+
+def prompt() -> Tensor:
+    return torch.arange(22).reshape(2, 11) * 37 % 60 + 2
+
+
+def check(world: int, kind: str, folder: Path, loaders: Iterator[epload.HierarchicalLoader]) -> Iterator[str]:
+    reference = whole(folder, kind)
+    buffers = dict(reference.named_buffers())
+    with torch.no_grad():
+        logits = reference(prompt()).logits
+    layouts = sorted(path.name for path in folder.iterdir() if path.name.split(",")[0] == kind)
+    ways = {name: way for table in MATRIX[kind] for name, way in table[world].items()}
+    for name, way in ways.items():
+        expected = way.parallelize(deepcopy(reference))
+        for layout in layouts:
+            with torch.device("meta"):
+                model = build(kind)
+            model = way.parallelize(model)
+            loader = next(loaders)
+            report = loader.load(model, folder / layout)
+            what = f"{layout}, {name} on {world}, readers={loader.options.readers}"
+            if report.missing_keys or report.unexpected_keys:
+                yield f"{what}: missing {report.missing_keys}, unexpected {report.unexpected_keys}"
+            yield from (f"{what}: {wrong}" for wrong in differences(expected, model))
+            for buffer, value in model.named_buffers():
+                if not torch.equal(value, buffers[buffer]) or value.dtype != buffers[buffer].dtype:
+                    yield f"{what}: buffer {buffer} differs"
+            with torch.no_grad():
+                got = model(prompt()).logits
+            got = got.full_tensor() if hasattr(got, "full_tensor") else got
+            off = (got - logits).abs().max().item()
+            if not off <= way.tolerance:
+                yield f"{what}: logits are off by {off}"
+
+
+def _on_rank(rank: int, world: int, kind: str, folder: Path) -> list[str]:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # plans with rules that match nothing in a small model
+    topology = epload.Topology.from_nodes([list(range(world // 2)), list(range(world // 2, world))])
+    loaders = cycle(
+        epload.HierarchicalLoader(topology, readers=readers, bucket_bytes=16 << 10, progress=False)
+        for readers in ("one", "every", "partitioned")
+    )
+    return list(check(world, kind, folder, loaders))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)  # as on the ranks: the order of a sum's terms depends on it
+    folder = tmp_path_factory.mktemp("models")
+    prepare(folder)
+    others = {path.name for path in folder.iterdir()} - set(MATRIX)
+    fused = {f"{kind}, fused" for kind in ("qwen3_moe", "mixtral", "deepseek_v3")}
+    assert others == fused | {"qwen3_vl_moe, transposed"}
+    return folder
+
+
+@pytest.mark.parametrize("kind", MATRIX)
+@pytest.mark.parametrize("world", [4, 6])
+def test_models_are_those_of_one_process(world: int, kind: str, checkpoints: Path) -> None:
+    all_fine(ranks.run(world, _on_rank, world, kind, checkpoints))

@@ -1,0 +1,145 @@
+"""Who reads: partitioned, every, and the choice between ways; what each rank reads; files that differ between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from epload import HierarchicalLoader, Topology
+from epload.planning import choose, costs
+from support import ranks
+from support.checks import all_fine
+from support.readers import (
+    IN_THE_MIDDLE,
+    SHAPES,
+    Nodes,
+    differences_are_told,
+    each_byte_once,
+    first_failure_is_told,
+    in_the_middle,
+    matrix,
+    one_differs,
+    own_and_no_more,
+    own_bytes,
+    pieces_read,
+    save,
+    saved,
+    six_tensors,
+    small_waves,
+    with_others,
+)
+from support.small_model import BUCKET, NODES, meta_net, state_for, wrong
+
+# ---- everything everywhere ----
+
+
+@pytest.mark.parametrize("world", SHAPES)
+def test_every_way_from_every_source(world: int, tmp_path: Path) -> None:
+    for number in (1, 2):
+        save(tmp_path / str(number), number)
+    all_fine(ranks.run(world, matrix, world, tmp_path))
+
+
+# ---- the choice ----
+
+
+@contextmanager
+def cheapest(way: str) -> Iterator[None]:
+    """Both trials take place, and one way is predicted to cost least."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(choose, "SMALL_BYTES", -1))
+        stack.enter_context(mock.patch.object(costs, "WORTH_A_TRIAL", -1.0))
+        for name in ("every", "partitioned", "per_node", "one"):
+            stack.enter_context(mock.patch.object(costs, name, lambda *_, name=name: 0.1 if name == way else 7.0))
+        yield
+
+
+def choices(rank: int, folder: Path, algorithms: Sequence[str]) -> list[str]:
+    small_waves()
+    said = []
+    for nodes, algorithm in product(([[0, 1], [2, 3]], [[0, 1, 2], [3]], [[0, 1, 2, 3]]), algorithms):
+        for way in ("every", "partitioned", "per_node", "one"):
+            loader = HierarchicalLoader(
+                Topology.from_nodes(nodes), src=2, algorithm=algorithm, bucket_bytes=BUCKET, timeout=20
+            )
+            model = meta_net()
+            for number in (1, 2):
+                case = f"{nodes}, {algorithm}, {way} chosen"
+                with cheapest(way):
+                    report = loader.load(model, folder / str(number) / "one.safetensors")
+                said += [f"{case}: {text}" for text in wrong(model, state_for(number))]
+                if report.readers != way or f"chose {way}: predicted 0.1 s" not in report.chosen:
+                    said.append(f"{case}: {report.readers}, {report.chosen}")
+                if report.chosen.count(" 7 s") != 3:
+                    said.append(f"{case}: does not say what the others cost: {report.chosen}")
+    return said
+
+
+def test_whatever_auto_chooses_is_loaded_right(tmp_path: Path) -> None:
+    all_fine(ranks.run(4, choices, saved(tmp_path), ["two_level", "striped"]))
+
+
+def flat_choices(rank: int, folder: Path) -> list[str]:
+    """Flat does not go with per_node, so that auto must choose another."""
+    small_waves()
+    said = []
+    model = meta_net()
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), algorithm="flat", bucket_bytes=BUCKET, timeout=10)
+    with cheapest("per_node"):
+        report = loader.load(model, folder / "1" / "one.safetensors")
+    if report.readers == "per_node":
+        said.append("per_node was chosen")
+    return said + wrong(model, state_for(1))
+
+
+def test_auto_does_not_choose_what_flat_cannot_do(tmp_path: Path) -> None:
+    all_fine(ranks.run(4, flat_choices, saved(tmp_path), limit=60))
+
+
+# ---- who reads what ----
+
+
+@pytest.mark.parametrize(("nodes", "algorithm"), [(NODES, "striped"), ([[0, 1, 2], [3]], "two_level"), (NODES, "flat")])
+def test_partitioned_reads_each_byte_once_in_the_whole_job(nodes: Nodes, algorithm: str, tmp_path: Path) -> None:
+    per_rank = ranks.run(4, pieces_read, saved(tmp_path), nodes, algorithm)
+    each_byte_once(per_rank, readers=2 if algorithm == "flat" else 4)
+
+
+def test_every_reads_what_it_owns_and_moves_nothing(tmp_path: Path) -> None:
+    own_and_no_more(ranks.run(4, own_bytes, six_tensors(tmp_path)))
+
+
+# ---- files that differ ----
+
+
+@pytest.mark.parametrize("readers", ["every", "partitioned", "auto"])
+def test_a_file_that_is_another_on_one_rank(readers: str, tmp_path: Path) -> None:
+    differences_are_told(ranks.run(4, one_differs, with_others(tmp_path), readers), tmp_path, readers)
+
+
+def without_a_path(rank: int, folder: Path, what: str) -> list[str]:
+    """Rank 0 has a path. The others pass what they may where only rank 0 reads, or look in another way at the same."""
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, timeout=60)
+    others = {"nothing": None, "its first file": folder / "1" / "parts" / "part-0.safetensors"}[what]
+    model = meta_net()
+    report = loader.load(model, folder / "1" / "parts" if rank == 0 else others)
+    return wrong(model, state_for(1)) + ([] if report.readers == "one" else [report.chosen])
+
+
+@pytest.mark.parametrize("what", ["nothing", "its first file"])
+def test_auto_needs_the_checkpoint_on_the_source_alone(what: str, tmp_path: Path) -> None:
+    all_fine(ranks.run(4, without_a_path, saved(tmp_path), what))
+
+
+# ---- failures in the middle ----
+
+
+@IN_THE_MIDDLE
+def test_a_reader_that_fails_in_the_middle(readers: str, algorithm: str, nodes: Nodes) -> None:
+    outcomes = ranks.run(4, in_the_middle, readers, algorithm, nodes)
+    first_failure_is_told(outcomes, 26 if readers == "every" else 14)

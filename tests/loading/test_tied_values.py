@@ -1,0 +1,182 @@
+"""A checkpoint that holds a tied parameter under both of its names: taken if the values are equal, refused if they differ."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import epload
+from epload import Checkpoint, HierarchicalLoader, LocalModules, Manifest, ModelMismatch
+from epload.core.pieces import Piece
+from epload.errors import LoadError
+from support import ranks
+
+CONFIG = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 131,
+}  # fmt: skip
+
+
+def llama() -> nn.Module:
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **CONFIG))
+
+
+def state() -> dict[str, Tensor]:
+    """Both names, with equal values in memory of their own."""
+    torch.manual_seed(5)
+    made = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **CONFIG)).state_dict()
+    made["lm_head.weight"] = made["model.embed_tokens.weight"].clone()
+    return {name: tensor.clone() for name, tensor in made.items()}
+
+
+def other(values: dict[str, Tensor], element: int) -> dict[str, Tensor]:
+    """The same with one element of the output embedding changed."""
+    changed = values["lm_head.weight"].clone()
+    changed.view(-1)[element] += 1
+    return {**values, "lm_head.weight": changed}
+
+
+class Reads(Checkpoint):
+    """Counts the bytes that are read of another checkpoint."""
+
+    def __init__(self, inner: Checkpoint) -> None:
+        self._inner = inner
+        self.nbytes = 0
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._inner.manifest
+
+    def fill(self, bucket: Tensor, pieces: Any) -> None:
+        self.nbytes += sum(Piece(*piece).nbytes for piece in pieces)
+        self._inner.fill(bucket, pieces)
+
+
+def test_equal_values_are_one_parameter(tmp_path: Path) -> None:
+    values = state()
+    save_file(values, tmp_path / "model.safetensors")
+    for source in (tmp_path, values):
+        model = llama()
+        report = epload.load(model, source, progress=False)
+        assert len(report.tied_keys) == 1
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert torch.equal(model.lm_head.weight, values["lm_head.weight"])
+
+
+@pytest.mark.parametrize("element", [0, 131 * 16 - 1])
+@pytest.mark.parametrize("kind", ["file", "dict", "consumed"])
+def test_differing_values_are_refused(kind: str, element: int, tmp_path: Path) -> None:
+    values = other(state(), element)
+    save_file(values, tmp_path / "model.safetensors")
+    source = {"file": tmp_path, "dict": values, "consumed": Checkpoint.from_state_dict(values, consume=True)}[kind]
+    model = llama()
+    with pytest.raises(ModelMismatch) as raised:
+        epload.load(model, source, progress=False)
+    for said in ("lm_head.weight", "model.embed_tokens.weight", "different values", "tie_word_embeddings=False"):
+        assert said in str(raised.value)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert len(values) == len(state())
+
+
+def test_without_the_tie_both_are_loaded(tmp_path: Path) -> None:
+    values = other(state(), 7)
+    save_file(values, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **CONFIG))
+    epload.load(model, tmp_path, progress=False)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, values[name]), name
+
+
+def test_values_are_compared_in_the_model_s_dtype() -> None:
+    values = state()
+    values["lm_head.weight"] = values["lm_head.weight"].double()
+    epload.load(llama(), values, progress=False)
+    values["lm_head.weight"][0, 0] += 1
+    with pytest.raises(ModelMismatch, match="different values"):
+        epload.load(llama(), values, progress=False)
+
+
+def test_one_storage_is_not_read_twice(tmp_path: Path) -> None:
+    values = state()
+    values["lm_head.weight"] = values["model.embed_tokens.weight"]
+    torch.save(values, tmp_path / "pytorch_model.bin")
+    report = epload.load(llama(), tmp_path, progress=False)
+    assert len(report.tied_keys) == 1
+
+
+def test_a_second_load_of_the_same_file_does_not_compare_again(tmp_path: Path) -> None:
+    values = state()
+    path = tmp_path / "model.safetensors"
+    save_file(values, path)
+    loader, model = HierarchicalLoader(progress=False, readers="one"), llama()
+    counts = []
+    for _ in range(3):
+        checkpoint = Reads(Checkpoint.open(path))
+        loader.load(model, checkpoint)
+        counts.append(checkpoint.nbytes)
+    tied = values["lm_head.weight"].nbytes
+    assert counts[0] == counts[1] + 2 * tied
+    assert counts[1] == counts[2]
+    save_file(other(values, 3), tmp_path / "new")
+    os.replace(tmp_path / "new", path)
+    with pytest.raises(ModelMismatch, match="different values"):
+        loader.load(model, Reads(Checkpoint.open(path)))
+
+
+def _sharded(rank: int, folder: str, readers: str) -> str:
+    model = fully_shard(llama())
+    try:
+        epload.load(model, folder, readers=readers, progress=False)
+    except ModelMismatch as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize("readers", ["one", "auto"])
+def test_every_rank_refuses_alike(readers: str, tmp_path: Path) -> None:
+    save_file(other(state(), 11), tmp_path / "model.safetensors")
+    told = ranks.run(2, _sharded, str(tmp_path), readers)
+    assert told[0] == told[1]
+    assert "different values" in told[0]
+
+
+class Stage(nn.Module):
+    """Rank 1's part of a pipeline, which has a tie; rank 0's has none."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        if rank == 0:
+            self.first = nn.Linear(3, 3)
+        else:
+            self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+
+def _stages(rank: int) -> list[str]:
+    told = []
+    for head in (torch.ones(5, 3), torch.zeros(5, 3)):
+        whole = {"first.weight": torch.ones(3, 3), "first.bias": torch.ones(3)}
+        whole |= {"embed.weight": torch.ones(5, 3), "head.weight": head}
+        stage = Stage(rank)
+        try:
+            epload.load(stage, whole if rank == 0 else None, local_modules=[LocalModules("")], progress=False)
+            told.append("loaded" if all(bool((p == 1).all()) for p in stage.parameters()) else "wrong")
+        except LoadError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_tie_that_the_reading_rank_lacks() -> None:
+    told = ranks.run(2, _stages)
+    assert told[0] == told[1]
+    assert told[0][0] == "loaded"
+    assert "different values" in told[0][1]

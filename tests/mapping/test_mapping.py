@@ -1,0 +1,351 @@
+"""Mapping: checkpoint names and layouts to boxes of the model's tensors, assembled and compared with plain torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
+
+from epload import Concatenate, Convert, Mapping, ModelMismatch, Rename, Reshape, Split, Stack, Transpose, Unstack
+from epload.core.views import View
+from epload.mapping.mapping import resolve
+from support.mappings import Shapes, assemble, box, place, shapes_of
+
+EXPERTS = Mapping(
+    converts=(
+        Convert(
+            (r"experts\.(?P<index>\d+)\.gate\.weight$", r"experts\.(?P<index>\d+)\.up\.weight$"),
+            ("experts.gate_up",),
+            (Stack(0), Concatenate(1)),
+        ),
+        Convert((r"experts\.(?P<index>\d+)\.down\.weight$",), ("experts.down",), (Stack(0),)),
+        Convert((r"q\.weight$", r"k\.weight$", r"v\.weight$"), ("qkv.weight",), (Concatenate(0),)),
+    )
+)
+
+
+def tensor(number: int, *shape: int) -> Tensor:
+    return torch.arange(prod(shape), dtype=torch.float64).reshape(shape) + 1000 * number
+
+
+def take_apart(mapping: Mapping, state: dict[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
+    """The checkpoint from the model: every region copied the other way."""
+    dtype = next(iter(state.values())).dtype
+    regions = mapping.reverse(list(shapes), list(shapes.values()), shapes_of(state))
+    made = {name: torch.full(shapes[name], -1, dtype=dtype) for name in regions}
+    for name, places in regions.items():
+        for target, view in places:
+            made[name].as_strided(view.size, view.strides, view.offset).copy_(state[target][box(view.start, view.size)])
+    return made
+
+
+def equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return set(got) == set(expected) and all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def test_identity() -> None:
+    sources = {"a": tensor(1, 3, 4), "b.c": tensor(2), "d": tensor(3, 0, 2)}
+    assert equal(assemble(Mapping.identity(), sources, shapes_of(sources)), sources)
+
+
+def test_what_the_model_does_not_have() -> None:
+    sources: Shapes = {"a": (2,), "stray": (3,), "layer.experts.0.gate.weight": (1, 2)}
+    assert place(EXPERTS, sources, {"a": (2,)}) == [(("a", View((0,), (2,), 0, (1,))),), (), ()]
+
+
+def test_rename() -> None:
+    mapping = Mapping(renames=(Rename(r"^transformer\.", "model."), Rename(r"\.h\.(\d+)\.", r".layers.\1.")))
+    w, v = tensor(1, 2, 3), tensor(2, 4)
+    got = assemble(mapping, {"transformer.h.10.w": w, "same": v}, {"model.layers.10.w": (2, 3), "same": (4,)})
+    assert equal(got, {"model.layers.10.w": w, "same": v})
+
+
+def test_a_name_whose_new_form_the_model_lacks_stays() -> None:
+    mapping = Mapping(renames=(Rename("gamma", "weight"),))
+    value = tensor(1, 2)
+    assert equal(assemble(mapping, {"gamma": value}, {"gamma": (2,), "other": (2,)}), {"gamma": value})
+    assert equal(assemble(mapping, {"gamma": value}, {"gamma": (2,), "weight": (2,)}), {"weight": value})
+
+
+def test_a_conversion_whose_targets_the_model_lacks_leaves_names_as_they_are() -> None:
+    downs = {f"experts.{i}.down.weight": tensor(i, 3, 4) for i in range(3)}
+    assert equal(assemble(EXPERTS, downs, shapes_of(downs)), downs)
+
+
+def test_the_base_model_comes_with_and_without_its_head() -> None:
+    mapping = Mapping(base="model")
+    w, head = tensor(1, 2), tensor(2, 3)
+    for source in ("model.w", "w"):
+        for target in ("model.w", "w"):
+            assert equal(
+                assemble(mapping, {source: w, "head": head}, {target: (2,), "head": (3,)}), {target: w, "head": head}
+            )
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_stack(order: list[int]) -> None:
+    downs = [tensor(i, 3, 4) for i in range(3)]
+    sources = {f"layers.7.experts.{i}.down.weight": downs[i] for i in order}
+    got = assemble(EXPERTS, sources, {"layers.7.experts.down": (3, 3, 4)})
+    assert equal(got, {"layers.7.experts.down": torch.stack(downs)})
+
+
+def test_stack_along_an_inner_dim() -> None:
+    mapping = Mapping(converts=(Convert((r"e(?P<index>\d+)",), ("all",), (Stack(1),)),))
+    parts = [tensor(i, 2, 3) for i in range(4)]
+    got = assemble(mapping, {f"e{i}": part for i, part in enumerate(parts)}, {"all": (2, 4, 3)})
+    assert equal(got, {"all": torch.stack(parts, dim=1)})
+
+
+def test_stack_of_0d() -> None:
+    mapping = Mapping(converts=(Convert((r"scale\.(?P<index>\d+)",), ("scales",), (Stack(),)),))
+    parts = [tensor(i) for i in range(3)]
+    got = assemble(mapping, {f"scale.{i}": part for i, part in enumerate(parts)}, {"scales": (3,)})
+    assert equal(got, {"scales": torch.stack(parts)})
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_concat_of_unequal_parts(dim: int) -> None:
+    mapping = Mapping(converts=(Convert(("q.weight", "k.weight", "v.weight"), ("qkv.weight",), (Concatenate(dim),)),))
+    parts = {
+        name: tensor(i, *((size, 5) if dim == 0 else (5, size)))
+        for i, (name, size) in enumerate({"v": 1, "q": 4, "k": 2}.items())
+    }
+    expected = torch.cat([parts["q"], parts["k"], parts["v"]], dim)
+    sources = {f"attn.{name}.weight": part for name, part in parts.items()}
+    got = assemble(mapping, sources, {"attn.qkv.weight": tuple(expected.shape)})
+    assert equal(got, {"attn.qkv.weight": expected})
+
+
+def test_stack_and_concat() -> None:
+    gates, ups = [tensor(i, 3, 4) for i in range(12)], [tensor(100 + i, 2, 4) for i in range(12)]
+    sources = {f"l.experts.{i}.up.weight": ups[i] for i in reversed(range(12))}
+    sources |= {f"l.experts.{i}.gate.weight": gates[i] for i in range(12)}
+    got = assemble(EXPERTS, sources, {"l.experts.gate_up": (12, 5, 4)})
+    stacked = torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
+    assert equal(got, {"l.experts.gate_up": stacked})
+
+
+def test_rename_then_merge() -> None:
+    mapping = Mapping((Rename("block_sparse_moe", "mlp"),), EXPERTS.converts)
+    downs = [tensor(i, 2, 2) for i in range(2)]
+    sources = {f"l.block_sparse_moe.experts.{i}.down.weight": down for i, down in enumerate(downs)}
+    got = assemble(mapping, sources, {"l.mlp.experts.down": (2, 2, 2)})
+    assert equal(got, {"l.mlp.experts.down": torch.stack(downs)})
+
+
+def test_several_modules_at_once() -> None:
+    sources, expected = {}, {}
+    for layer in range(3):
+        downs = [tensor(10 * layer + i, 2, 3) for i in range(2)]
+        sources |= {f"{layer}.experts.{i}.down.weight": down for i, down in enumerate(downs)}
+        sources[f"{layer}.norm"] = expected[f"{layer}.norm"] = tensor(50 + layer, 5)
+        expected[f"{layer}.experts.down"] = torch.stack(downs)
+    assert equal(assemble(EXPERTS, sources, shapes_of(expected)), expected)
+
+
+def experts(count: Sequence[int], kinds: Sequence[str] = ("gate", "up"), shape: tuple[int, ...] = (2, 4)) -> Shapes:
+    return {f"l.experts.{i}.{kind}.weight": shape for i in count for kind in kinds}
+
+
+GATE_UP: Shapes = {"l.experts.gate_up": (3, 4, 4)}
+CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
+    "whole, wrong shape": (Mapping(), {"a": (2, 3)}, {"a": (3, 2)}, ["a ", "[2, 3]", "[3, 2]"]),
+    "all wrong shapes": (
+        Mapping(), {"a": (2,), "b": (2,), "c": (4,)}, {"a": (2,), "b": (3,), "c": (5,)}, ["b has shape [2]", "c has shape [4]"]
+    ),
+    "renamed, wrong shape": (
+        Mapping(renames=(Rename("^old", "new"),)), {"old.a": (2,)}, {"new.a": (3,)}, ["old.a", "new.a", "[2]", "[3]"]
+    ),
+    "missing expert": (EXPERTS, experts([0, 2]), GATE_UP, ["l.experts.gate_up", "2 of its 6", "experts.1.gate.weight"]),
+    "missing half of an expert": (
+        EXPERTS, {**experts([0, 1]), **experts([2], ["gate"])}, GATE_UP, ["1 of its 6", "experts.2.up.weight"]
+    ),
+    "missing part": (
+        EXPERTS, {"a.q.weight": (2, 4), "a.v.weight": (1, 4)}, {"a.qkv.weight": (4, 4)}, ["a.qkv.weight", "k.weight"]
+    ),
+    "index out of range": (EXPERTS, experts([0, 1, 2, 3]), GATE_UP, ["l.experts.gate_up", "l.experts.3.", "index 3"]),
+    "same index twice": (
+        EXPERTS, {**experts([0, 1, 2]), "l.experts.01.up.weight": (2, 4)}, GATE_UP,
+        ["l.experts.1.up.weight", "l.experts.01.up.weight"],
+    ),
+    "two names become one": (
+        Mapping(renames=(Rename("^old[.]", ""),)), {"w": (2, 4), "old.w": (2, 4)}, {"w": (2, 4)}, ["w", "old.w"]
+    ),
+    "two old names become one": (
+        Mapping(renames=(Rename("^(old|older)[.]", ""),)), {"older.w": (2,), "old.w": (2,)}, {"w": (2,)},
+        ["older.w", "old.w"],
+    ),
+    "whole and in parts": (
+        EXPERTS, {"l.experts.gate_up": (3, 4, 4), **experts([0, 1, 2])}, GATE_UP, ["l.experts.gate_up", "l.experts.0"]
+    ),
+    "part of the wrong rank": (EXPERTS, experts([0, 1, 2], shape=(8,)), GATE_UP, ["l.experts.0.gate.weight", "[8]"]),
+    "part too large": (EXPERTS, experts([0, 1, 2], shape=(2, 5)), GATE_UP, ["l.experts.0.gate.weight", "[2, 5]"]),
+    "parts too long": (EXPERTS, experts([0, 1, 2], shape=(3, 4)), GATE_UP, ["l.experts.0.up.weight", "[3, 4]"]),
+    "parts that do not fill": (EXPERTS, experts([0, 1, 2], shape=(1, 4)), GATE_UP, ["l.experts.gate_up", "[3, 2, 4]"]),
+    "parts that nothing keeps apart": (
+        Mapping(converts=(Convert(("a", "b"), ("ab",)),)), {"a": (2, 4), "b": (2, 4)}, {"ab": (4, 4)}, ["ab", "a, b"]
+    ),
+    "stacked parts that nothing keeps apart": (
+        Mapping(converts=(Convert((r"(?P<index>\d)\.a", r"(?P<index>\d)\.b"), ("ab",), (Stack(),)),)),
+        {f"{i}.{part}": (1, 4) for i in range(3) for part in "ab"}, {"ab": (3, 2, 4)}, ["ab"],
+    ),
+    "stacked into a 0-d target": (
+        Mapping(converts=(Convert((r"e\.(?P<index>\d+)",), ("all",), (Stack(),)),)), {"e.0": ()}, {"all": ()}, ["all", "e.0"]
+    ),
+    "stacked along a dim the target lacks": (
+        Mapping(converts=(Convert((r"e\.(?P<index>\d+)",), ("all",), (Stack(2),)),)), {"e.0": (1, 1)}, {"all": (1, 1)},
+        ["all", "e.0"],
+    ),
+    "concatenated along a dim the target lacks": (
+        Mapping(converts=(Convert(("a", "b"), ("ab",), (Concatenate(1),)),)), {"a": (2,), "b": (2,)}, {"ab": (4,)}, ["ab", "a"]
+    ),
+    "concatenated with unequal other dims": (
+        Mapping(converts=(Convert(("a", "b"), ("ab",), (Concatenate(0),)),)), {"a": (2, 3), "b": (2, 4)}, {"ab": (4, 3)},
+        ["ab", "[2, 3]", "[2, 4]"],
+    ),
+    "stacked without an index": (
+        Mapping(converts=(Convert(("a", "b"), ("ab",), (Stack(),)),)), {"a": (2,), "b": (2,)}, {"ab": (2, 2)}, ["ab", "a"]
+    ),
+    "split into sizes that are not there": (
+        Mapping(converts=(Convert(("qkv",), ("q", "k"), (Split(0, "targets"),)),)), {"qkv": (5, 2)}, {"q": (3, 2), "k": (1, 2)},
+        ["qkv", "[5, 2]", "[3, 1]"],
+    ),
+    "split equally into unequal targets": (
+        Mapping(converts=(Convert(("qkv",), ("q", "k"), (Split(),)),)), {"qkv": (6, 2)}, {"q": (4, 2), "k": (2, 2)},
+        ["qkv", "model's q", "[4, 2]", "[3, 2]"],
+    ),
+    "viewed in a shape that does not fit": (
+        Mapping(converts=(Convert(("w",), ("v",), (Reshape((4, -1)),)),)), {"w": (3, 2)}, {"v": (4, 2)},
+        ["w", "[3, 2]", "[4, -1]"],
+    ),
+    "two rules for one target": (
+        Mapping(converts=(Convert(("^a$",), ("t",)), Convert(("^b$",), ("t",)))), {"a": (2,), "b": (2,)}, {"t": (2,)}, ["a and b"]
+    ),
+    "a mapping that matches nothing": (
+        EXPERTS, {"x.y": (2,)}, {"l.experts.down": (2, 2)}, ["matches nothing", "x.y", "experts"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refusals_name_the_keys(case: str) -> None:
+    mapping, sources, targets, said = CASES[case]
+    with pytest.raises(ModelMismatch) as caught:
+        place(mapping, sources, targets)
+    assert [text for text in said if text not in str(caught.value)] == [], str(caught.value)
+
+
+def one_of(mapping_of: Convert) -> Mapping:
+    return Mapping(converts=(mapping_of,))
+
+
+def test_split() -> None:
+    q, k, v = tensor(1, 4, 3), tensor(2, 2, 3), tensor(3, 1, 3)
+    by_target = one_of(Convert((r"qkv\.weight$",), ("q.weight", "k.weight", "v.weight"), (Split(0, "targets"),)))
+    expected = {"l.q.weight": q, "l.k.weight": k, "l.v.weight": v}
+    fused = {"l.qkv.weight": torch.cat([q, k, v])}
+    assert equal(assemble(by_target, fused, shapes_of(expected)), expected)
+    given = one_of(Convert((r"qkv\.weight$",), ("q.weight", "k.weight", "v.weight"), (Split(0, (4, 2, 1)),)))
+    assert equal(assemble(given, fused, shapes_of(expected)), expected)
+    halves = {"up": tensor(4, 2, 3), "gate": tensor(5, 2, 2)}
+    chunked = one_of(Convert(("both",), ("up", "gate"), (Split(1),)))
+    assert equal(assemble(chunked, {"both": torch.cat(list(halves.values()), 1)}, shapes_of(halves)), halves)
+
+
+def test_a_stage_that_lacks_some_of_the_targets() -> None:
+    mapping = one_of(Convert(("both",), ("up", "gate"), (Split(0),)))
+    assert equal(assemble(mapping, {"both": tensor(1, 4)}, {"gate": (2,)}), {"gate": tensor(1, 4)[2:]})
+    with pytest.raises(ModelMismatch, match="both cannot be made from the model, which holds 2 of its 4 elements"):
+        mapping.reverse(["both"], [(4,)], {"gate": (2,)})
+
+
+def test_fused_experts_to_one_module_each() -> None:
+    """Fused in the file, gate and up interleaved by row and transposed; one module an expert in the model."""
+    gates, ups = [tensor(i, 3, 4) for i in range(5)], [tensor(50 + i, 3, 4) for i in range(5)]
+    pairs = [torch.stack([gate, up], 1).reshape(6, 4).T for gate, up in zip(gates, ups, strict=True)]
+    mapping = one_of(
+        Convert(
+            (r"experts\.gate_up$",),
+            (r"experts.{index}.gate", r"experts.{index}.up"),
+            (Transpose(1, 2), Reshape((5, 3, 2, 4)), Transpose(1, 2), Split(1), Reshape((5, 3, 4)), Unstack(0)),
+        )
+    )
+    expected = {f"l.experts.{i}.{name}": t for name, ts in (("gate", gates), ("up", ups)) for i, t in enumerate(ts)}
+    got = assemble(mapping, {"l.experts.gate_up": torch.stack(pairs)}, shapes_of(expected))
+    assert equal(got, expected)
+    held = {name: t for name, t in expected.items() if ".1." in name or ".4." in name}  # this rank's experts only
+    assert equal(assemble(mapping, {"l.experts.gate_up": torch.stack(pairs)}, shapes_of(held)), held)
+
+
+def test_reverse_gives_the_file_back() -> None:
+    mapping = Mapping((Rename("^old[.]", "new."),), EXPERTS.converts)
+    file = {
+        f"old.experts.{i}.{part}.weight": tensor(10 * i + n, 2, 3)
+        for i in range(3)
+        for n, part in enumerate(["gate", "up"])
+    }
+    file |= {f"old.{part}.weight": tensor(100 + n, n + 1, 4) for n, part in enumerate("qkv")} | {"norm": tensor(7, 5)}
+    model: Shapes = {"new.experts.gate_up": (3, 4, 3), "new.qkv.weight": (6, 4), "norm": (5,)}
+    state = assemble(mapping, file, model)
+    assert set(state) == set(model)
+    assert equal(take_apart(mapping, state, shapes_of(file)), file)
+
+
+def test_resolve() -> None:
+    model = nn.Linear(2, 2)
+    assert resolve("auto", model, []) == Mapping.identity()
+    assert resolve(EXPERTS, model, []) is EXPERTS
+    for wrong in ("nonsense", None, 3):
+        with pytest.raises(ValueError, match=r"expected mapping to be 'auto' or an epload\.Mapping"):
+            resolve(wrong, model, [])  # type: ignore[arg-type]
+
+
+# ---- what transformers declares ----
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 8, "intermediate_size": 24, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+}  # fmt: skip
+CONFIGS: dict[str, PretrainedConfig] = {
+    "qwen3_moe": Qwen3MoeConfig(**SMALL, moe_intermediate_size=12, num_experts=12, num_experts_per_tok=2),
+    "qwen3_moe, some layers dense": Qwen3MoeConfig(
+        **SMALL, moe_intermediate_size=12, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0]
+    ),
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=3, num_experts_per_tok=2),
+    "llama": LlamaConfig(**SMALL),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_transformers_declares(name: str, tmp_path: Path) -> None:
+    """The regions give what the library's own loading gives, from a checkpoint in the published form, and back."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    sources = load_file(tmp_path / "model.safetensors")
+    if name != "llama":
+        assert set(sources) != set(model.state_dict())  # the file has per-expert tensors: a mapping is called for
+    expected = type(model).from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    got = assemble(resolve("auto", meta, shapes_of(expected)), sources, shapes_of(expected))
+    assert sorted(set(expected) - set(got)) == []
+    assert [key for key, value in expected.items() if not torch.equal(got[key], value)] == []
+    placed = place(resolve("auto", meta, shapes_of(expected)), shapes_of(sources), shapes_of(expected))
+    assert [key for key, at in zip(sources, placed, strict=True) if not at] == []
+    assert equal(take_apart(resolve("auto", meta, shapes_of(expected)), expected, shapes_of(sources)), sources)
+
+
+def test_a_plain_model_does_not_import_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    assert resolve("auto", nn.Linear(1, 1), []) == Mapping.identity()

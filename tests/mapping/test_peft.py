@@ -1,0 +1,267 @@
+"""Base checkpoints and adapters' own files into PEFT models, sharded; what PEFT itself loads is the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import epload
+from support import ranks
+from support.gather import full_state
+
+peft = pytest.importorskip("peft", reason="peft is not installed: pip install -r requirements-dev.txt")
+_OPTIONS = {
+    "vocab_size": 17,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+def base(tie: bool = False) -> Any:
+    return LlamaForCausalLM(LlamaConfig(**_OPTIONS, tie_word_embeddings=tie))
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "lora": lambda: peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+    "modules_to_save": lambda: peft.LoraConfig(
+        r=3, target_modules=["q_proj"], modules_to_save=["lm_head", "norm"], init_lora_weights=False
+    ),
+    "dora": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, init_lora_weights=False),
+    "bias": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], bias="all", init_lora_weights=False),
+    "embedding": lambda: peft.LoraConfig(r=2, target_modules=["embed_tokens", "o_proj"], init_lora_weights=False),
+    "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "loha": lambda: peft.LoHaConfig(r=2, target_modules=["q_proj"], init_weights=False),
+}
+
+
+def adapted(kind: str, tie: bool = False) -> Any:
+    return peft.get_peft_model(base(tie), CONFIGS[kind]())
+
+
+def sharded(make: Callable[[], nn.Module]) -> Any:
+    with torch.device("meta"):
+        model: Any = make()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def draw(model: nn.Module) -> nn.Module:
+    """Every parameter anew, also those that start as constants."""
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+def zeros(model: nn.Module, paths: str, names: tuple[str, ...]) -> None:
+    """For what no base checkpoint holds."""
+    for name in names:
+        nn.init.zeros_(getattr(model, name))
+
+
+def error_of(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def everywhere(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def differ(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    assert set(state) == set(wanted), set(state) ^ set(wanted)
+    return [name for name, value in wanted.items() if not torch.equal(state[name], value)]
+
+
+def fine(by_rank: Sequence[list[str]]) -> None:
+    assert by_rank == [[]] * len(by_rank), by_rank
+
+
+# ---- a base checkpoint ----
+
+
+def _base(rank: int, folder: Path) -> list[str]:
+    said = []
+    for tie in (False, True):
+        path = folder / f"base-{tie}"
+        reference = peft.get_peft_model(LlamaForCausalLM.from_pretrained(path), CONFIGS["modules_to_save"]())
+        model = sharded(lambda tie=tie: adapted("modules_to_save", tie))
+        report = epload.load(model, path, strict="shapes", init_missing=zeros, progress=False)
+        said += [f"missing: {name}" for name in report.missing_keys if ".lora_" not in name]
+        said += [f"unexpected: {name}" for name in report.unexpected_keys]
+        state = full_state(model)
+        for name, value in reference.state_dict().items():
+            if ".lora_" not in name and not torch.equal(state[name], value):
+                said.append(f"tie={tie}: {name}")
+    return said
+
+
+def test_a_base_checkpoint_fills_the_originals_and_the_copies(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    for tie in (False, True):
+        draw(base(tie)).save_pretrained(tmp_path / f"base-{tie}")
+    fine(ranks.run(2, _base, tmp_path))
+
+
+def _two_adapters(rank: int, folder: Path) -> list[str]:
+    model = adapted("modules_to_save")
+    model.add_adapter("other", CONFIGS["modules_to_save"]())
+    report = epload.load(model, folder / "base-False", strict=False, progress=False)
+    wanted = load_file(folder / "base-False" / "model.safetensors")["lm_head.weight"]
+    head = model.base_model.model.lm_head
+    held = [head.original_module.weight, head.modules_to_save["default"].weight, head.modules_to_save["other"].weight]
+    whole = {name: torch.full_like(tensor, i) for i, (name, tensor) in enumerate(model.state_dict().items())}
+    epload.load(model, whole, progress=False)  # a whole PEFT model's state, which has a value for each copy
+    return [
+        *(str(i) for i, tensor in enumerate(held) if not torch.equal(tensor, wanted) and not report.missing_keys),
+        *differ(model.state_dict(), whole),
+    ]
+
+
+def test_each_adapter_has_its_copy(tmp_path: Path) -> None:
+    draw(base()).save_pretrained(tmp_path / "base-False")
+    fine(ranks.run(1, _two_adapters, tmp_path))
+
+
+# ---- an adapter's own file ----
+
+
+def _adapter(rank: int, folder: Path, kind: str, wrap: str) -> list[str]:
+    said = []
+    reference = adapted(kind)
+    reference.load_state_dict(torch.load(folder / "before.pt"))
+    result = peft.set_peft_model_state_dict(reference, load_file(folder / "adapter" / "adapter_model.safetensors"))
+    assert not result.unexpected_keys
+    model: Any
+    if wrap == "fsdp2":
+        model = sharded(lambda: adapted(kind))
+        epload.load(model, torch.load(folder / "before.pt"), progress=False)
+        wrapped = model
+    else:
+        model = adapted(kind)
+        model.load_state_dict(torch.load(folder / "before.pt"))
+        wrapped = DistributedDataParallel(model) if wrap == "ddp" else torch.compile(model)
+    report = epload.load(wrapped, folder / "adapter", progress=False)
+    if report.missing_keys or report.unexpected_keys or not report.tensors:
+        said.append(f"{report}")
+    state = full_state(model) if wrap == "fsdp2" else model.state_dict()
+    return said + differ(dict(state), dict(reference.state_dict()))
+
+
+def save_both(folder: Path, kind: str) -> None:
+    """The state of a model before, and an adapter of another."""
+    torch.manual_seed(0)
+    torch.save(draw(adapted(kind)).state_dict(), folder / "before.pt")
+    draw(adapted(kind)).save_pretrained(folder / "adapter")
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_an_adapters_file_fills_what_peft_fills(kind: str, tmp_path: Path) -> None:
+    save_both(tmp_path, kind)
+    fine(ranks.run(2, _adapter, tmp_path, kind, "fsdp2"))
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "compiled"])
+def test_an_adapters_file_into_a_wrapped_model(wrap: str, tmp_path: Path) -> None:
+    save_both(tmp_path, "modules_to_save")
+    fine(ranks.run(2, _adapter, tmp_path, "modules_to_save", wrap))
+
+
+def _active(rank: int, folder: Path) -> list[str]:
+    """The active adapter's tensors, and no others."""
+    said = []
+    model = adapted("lora")
+    model.add_adapter("other", CONFIGS["lora"]())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.set_adapter("other")
+    epload.load(model, folder / "adapter", progress=False)
+    reference = adapted("lora")
+    reference.add_adapter("other", CONFIGS["lora"]())
+    reference.load_state_dict(before)
+    peft.set_peft_model_state_dict(
+        reference, load_file(folder / "adapter" / "adapter_model.safetensors"), adapter_name="other"
+    )
+    said += differ(model.state_dict(), reference.state_dict())
+    model.base_model.set_adapter(["default", "other"])
+    error = error_of(lambda: epload.load(model, folder / "adapter", progress=False))
+    if "2 are active in the model (default, other); choose one with model.set_adapter(name)" not in error:
+        said.append(error)
+    return said
+
+
+def test_the_active_adapter_is_filled(tmp_path: Path) -> None:
+    save_both(tmp_path, "lora")
+    fine(ranks.run(1, _active, tmp_path))
+
+
+def _misfits(rank: int, folder: Path) -> list[str]:
+    said = []
+    model = sharded(lambda: adapted("lora"))
+    error = error_of(lambda: epload.load(model, folder / "adapter", progress=False))
+    if "holds none of the base weights" not in error or "load the base checkpoint first" not in error:
+        said.append(f"base weights on meta: {error}")
+    if len(set(everywhere(error))) > 1 or any(not p.is_meta for p in model.parameters()):
+        said.append("ranks differ, or something was moved")
+    epload.load(model, torch.load(folder / "before.pt"), progress=False)
+    for file, texts in {
+        "short": ("1 missing from it: base_model.model.model.layers.1.self_attn.v_proj.lora_B.default.weight",),
+        "stray": ("1 unexpected in it: base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight",),
+        "shape": ("1 of another shape", "lora_A.weight has shape [4, 8] in the checkpoint"),
+    }.items():
+        error = error_of(lambda file=file: epload.load(model, folder / f"{file}.safetensors", progress=False))
+        said += [f"{file}: {error}" for text in texts if text not in error or len(set(everywhere(error))) > 1]
+    report = epload.load(model, folder / "short.safetensors", strict=False, progress=False)
+    if len(report.missing_keys) != 1:
+        said.append(str(report.missing_keys))
+    return said
+
+
+def test_an_adapters_file_that_does_not_fit(tmp_path: Path) -> None:
+    save_both(tmp_path, "lora")
+    state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    at = "base_model.model.model.layers.0.self_attn"
+    short = {name: t for name, t in state.items() if name != f"{at.replace('.0.', '.1.')}.v_proj.lora_B.weight"}
+    save_file(short, tmp_path / "short.safetensors")
+    save_file(state | {f"{at}.k_proj.lora_A.weight": torch.ones(3, 8)}, tmp_path / "stray.safetensors")
+    save_file(state | {f"{at}.q_proj.lora_A.weight": torch.ones(4, 8)}, tmp_path / "shape.safetensors")
+    fine(ranks.run(2, _misfits, tmp_path))
+
+
+def test_a_prompt_tuning_model_takes_a_base_checkpoint(tmp_path: Path) -> None:
+    """Its base model is one module less deep."""
+    draw(base()).save_pretrained(tmp_path)
+    model = peft.get_peft_model(base(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    report = epload.load(model, tmp_path, strict="shapes", progress=False)
+    assert all("prompt" in name for name in report.missing_keys)
+    assert differ(model.get_base_model().state_dict(), LlamaForCausalLM.from_pretrained(tmp_path).state_dict()) == []
+
+
+def test_an_adapter_that_transformers_has_put_in_place(tmp_path: Path) -> None:
+    draw(base()).save_pretrained(tmp_path)
+    model = base()
+    model.add_adapter(CONFIGS["modules_to_save"]())
+    report = epload.load(model, tmp_path, strict="shapes", progress=False)
+    assert all(".lora_" in name for name in report.missing_keys)
+    wanted = LlamaForCausalLM.from_pretrained(tmp_path)
+    wanted.add_adapter(CONFIGS["modules_to_save"]())
+    state = model.state_dict()
+    assert [n for n, t in wanted.state_dict().items() if ".lora_" not in n and not torch.equal(t, state[n])] == []

@@ -1,0 +1,159 @@
+"""fp8 weights with block scales: kept as they are, or dequantized while loading; and dtypes by pattern."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import epload
+from epload import Convert, Manifest, Mapping, ModelMismatch, Reshape
+from epload.core.placement import Layout, Sharded
+from epload.model.targets import collect
+from epload.planning.plan import make_plan
+from support import ranks
+from support.checks import all_fine, as_bytes, local_of
+from support.fp8 import BF16, COLUMNS, FP8, MAPPING, ROWS, Tree, checkpoint, expected, store, weight
+from support.models import mesh
+
+
+def _load(rank: int, folder: Path) -> list[str]:
+    said = []
+    file = checkpoint()
+    topology = epload.Topology.from_nodes([[0, 1], [2, 3]])
+    for dtype, readers in ((BF16, "one"), (torch.float16, "every"), (torch.float32, "partitioned")):
+        loader = epload.HierarchicalLoader(topology, readers=readers, bucket_bytes=20000, progress=False)
+        values = expected(file, dtype)
+        for dim in (0, 1):
+            model, whole = Tree(values), Tree(values)
+            for name, tensor in values.items():
+                path, _, leaf = name.rpartition(".")
+                whole.get_submodule(path)._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+            for each in (model, whole):
+                fully_shard(each, mesh=mesh(("all", 4)), shard_placement_fn=_sharded(dim))
+            report = loader.load(model, folder, mapping=MAPPING)
+            if report.missing_keys or report.unexpected_keys:
+                said.append(str(report))
+            wanted = whole.state_dict()
+            for name, got in model.state_dict().items():
+                if not torch.equal(as_bytes(local_of(got)), as_bytes(local_of(wanted[name]))):
+                    off = (local_of(got).float() - local_of(wanted[name]).float()).abs().max()
+                    said.append(f"{name} {dtype} dim {dim}: off by {off}")
+    kept = Tree(file)
+    loader.load(kept, folder)
+    for name, got in kept.state_dict().items():
+        if got.dtype != file[name].dtype or not torch.equal(as_bytes(got), as_bytes(file[name])):
+            said.append(f"{name} was not kept")
+    return said
+
+
+def _sharded(dim: int) -> Any:
+    from torch.distributed.tensor import Shard
+
+    # torch wants even shards along other dims than the first.
+    return lambda parameter: Shard(dim if parameter.ndim > dim and parameter.shape[dim] % 4 == 0 else 0)
+
+
+def test_pytorch_175884_fp8_weights_are_kept_or_dequantized(tmp_path: Path) -> None:
+    store(tmp_path)
+    all_fine(ranks.run(4, _load, tmp_path))
+
+
+def one_rank(source: dict[str, Tensor], target: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+    model = Tree(target)
+    epload.load(model, source, progress=False, **options)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (6,), (6, 1), (3, 2), (1, 4), (6, 4)])
+def test_scales_of_other_shapes(shape: tuple[int, ...]) -> None:
+    """One for all, one a row, or one for each block of an even division."""
+    value, scale = torch.randn(6, 4).to(FP8), torch.rand(shape) + 0.1
+    grid = scale.reshape((*shape, *[1] * (2 - len(shape))) if len(shape) else (1, 1))
+    full = grid.repeat_interleave(6 // grid.shape[0], 0).repeat_interleave(4 // grid.shape[1], 1)
+    got = one_rank({"w": value, "w_scale": scale}, {"w": torch.empty(6, 4, dtype=BF16)})
+    assert torch.equal(got["w"], (value.float() * full).to(BF16))
+
+
+def test_scales_of_fused_experts() -> None:
+    value, scale = torch.randn(3, 256, 130).to(FP8), torch.rand(3, 2, 2) + 0.1
+    got = one_rank({"w": value, "w_scale_inv": scale}, {"w": torch.empty(3, 256, 130)})
+    full = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :, :130]
+    assert torch.equal(got["w"], value.float() * full)
+
+
+VALUE, SCALE = weight(0)
+WIDE = {"a.weight": torch.empty(ROWS, COLUMNS, dtype=BF16)}
+MISTAKES: dict[str, tuple[dict[str, Tensor], dict[str, Tensor], str]] = {
+    "a weight without its scale": ({"a.weight": VALUE}, WIDE, "its scale a.weight_scale_inv is not in the checkpoint"),
+    "a scale without its weight": (
+        {"a.weight": VALUE.to(BF16), "b.weight_scale_inv": SCALE}, WIDE, "b.weight_scale_inv is a scale without its weight"
+    ),
+    "a scale of the wrong shape": (
+        {"a.weight": VALUE, "a.weight_scale_inv": SCALE[:, :1].repeat(1, 7)}, WIDE,
+        r"a.weight_scale_inv has shape \[3, 7\].*a.weight of shape \[300, 200\]",
+    ),
+    "an integer in the model": (
+        {"a.weight": VALUE, "a.weight_scale_inv": SCALE}, {"a.weight": torch.empty(ROWS, COLUMNS, dtype=torch.int32)},
+        "a.weight cannot be dequantized to int32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+@pytest.mark.parametrize("strict", [True, False])
+def test_mistakes_are_named(case: str, strict: bool) -> None:
+    source, target, said = MISTAKES[case]
+    with pytest.raises(ModelMismatch, match=said):
+        one_rank(source, target, strict=strict)
+
+
+def test_a_view_across_rows_is_refused() -> None:
+    mapping = Mapping(converts=(Convert(("w$",), ("w",), (Reshape((200, 300)),)),))
+    model = Tree({"w": torch.empty(200, 300, dtype=BF16)})
+    with pytest.raises(ModelMismatch, match="across its rows"):
+        epload.load(model, {"w": VALUE, "w_scale_inv": SCALE}, mapping=mapping, progress=False)
+    assert model.w.is_meta
+
+
+def test_dtypes_by_pattern() -> None:
+    names = ("layer.norm", "layer.weight", "gate.weight", "count", "flag")
+    source = {name: torch.randn(4, 3) for name in names[:3]}
+    source |= {"count": torch.arange(3), "flag": torch.tensor([True, False])}
+    target = {name: torch.empty_like(t) for name, t in source.items()}
+    got = one_rank(source, target, dtype={r"gate\.": torch.float16, r"weight$": BF16, "": torch.float64})
+    kinds = {"layer.norm": torch.float64, "layer.weight": BF16, "gate.weight": torch.float16}
+    for name, value in source.items():
+        assert torch.equal(got[name], value.to(kinds.get(name, value.dtype))), name
+        assert got[name].dtype == kinds.get(name, value.dtype)
+    with pytest.raises(ValueError, match=r"the pattern 'nowhere' matches no tensor"):
+        one_rank(source, target, dtype={"nowhere": BF16})
+
+
+def test_each_rank_keeps_the_scales_of_what_it_owns() -> None:
+    """Of 5 x 2 scales, those of rows 0-159, 160-319, 320-479, and 480-599."""
+    manifest = Manifest(("w", "w_scale_inv"), ((600, 200), (5, 2)), (FP8, torch.float32), "x")
+    targets = collect(Tree({"w": torch.empty(600, 200, dtype=BF16)}))
+    shapes = []
+    for rank in range(4):
+        mine = replace(targets, layouts=[Layout((600, 200), (4,), (Sharded(0),))], coordinates=[(rank,)])
+        plan = make_plan(manifest, mine, Mapping(), 1 << 20)
+        shapes.append((plan.scalings[0].first, plan.targets.layouts[plan.targets.layout[1]].shape))
+    assert shapes == [((0, 0), (2, 2)), ((1, 0), (2, 2)), ((2, 0), (2, 2)), ((3, 0), (2, 2))]
+    empty = replace(targets, layouts=[Layout((600, 200), (601,), (Sharded(0),))], coordinates=[(600,)])
+    plan = make_plan(manifest, empty, Mapping(), 1 << 20)
+    assert (plan.targets.layouts[plan.targets.layout[1]].shape, plan.unexpected, plan.missing) == ((0, 0), (), ())
+
+
+def test_plans_of_ordinary_checkpoints_have_no_scales() -> None:
+    model = nn.Linear(2, 2)
+    names = tuple(model.state_dict())
+    manifest = Manifest(names, ((2, 2), (2,)), (torch.float32,) * 2, "x")
+    plan = make_plan(manifest, collect(model), Mapping(), 1000)
+    assert plan.scalings == ()
+    assert plan.targets.names == list(names)

@@ -1,0 +1,225 @@
+"""Everything that the transformers library declares about checkpoints: its names and its conversions against ours."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import conversion_mapping as library
+from transformers.core_model_loading import (
+    Chunk,
+    Conv3dToLinear,
+    ConversionOps,
+    Interleave,
+    LinearToConv3d,
+    PermuteForRope,
+    SplitModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+from epload import Mapping, ModelMismatch
+from epload.mapping.mapping import resolve
+from epload.mapping.rules import Convert
+from epload.mapping.transformers import _convert, _renames
+from support.mappings import Shapes, assemble, shapes_of
+
+DECLARED: dict[str, list[Any]] = library._build_checkpoint_conversion_mapping()
+CONFIG = SimpleNamespace(num_attention_heads=2, vision_config=SimpleNamespace(num_attention_heads=3))
+
+
+def converters() -> Iterator[tuple[str, WeightConverter]]:
+    for architecture, transforms in DECLARED.items():
+        for transform in transforms:
+            if isinstance(transform, WeightConverter):
+                yield architecture, transform
+
+
+def spelled(pattern: str, layer: int = 3, expert: int = 0) -> list[str]:
+    """Names that a pattern of the library's may be meant for."""
+    text = re.sub(r"\(\?[=!<][^)]*\)", "", pattern.replace("*.", f"{expert}.").replace(r"\d+", str(layer)))
+    text = re.sub(r"\(\?:", "(", text)
+    found = [""]
+    for piece in re.split(r"(\([^()]*\))", text):
+        options = piece[1:-1].split("|") if piece.startswith("(") else [piece]
+        found = [name + option for name in found for option in options]
+    found = [re.sub(r"\.\+|\.\*", "block.7.weight", name) for name in found]
+    return [re.sub(r"[\\^$?+]", "", name) for name in found]
+
+
+def names_for(transforms: list[Any]) -> list[str]:
+    names = {"model.embed_tokens.weight", "lm_head.weight", "layers.0.norm.weight", "LayerNorm.gamma", "vision.weight"}
+    for transform in transforms:
+        for pattern in transform.source_patterns:
+            for name in spelled(pattern):
+                for start in ("", "model.", "model.layers.11", "text.", "model.text.", "text.model."):
+                    for end in ("", ".weight", ".bias"):
+                        names.add(re.sub(r"\.\.+", ".", f"{start}{name}{end}"))
+    return sorted(names)
+
+
+@pytest.mark.parametrize("scope", [None, "", "text"])
+def test_every_declared_rename(scope: str | None) -> None:
+    """Whatever the library makes of a name, our rules make of it."""
+    checked = changed = 0
+    for architecture, transforms in library._build_checkpoint_conversion_mapping().items():
+        for transform in transforms:
+            if scope is not None:
+                transform.scope_prefix, transform.base_model_prefix = scope, "model"
+        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        names = names_for(transforms)
+        ours = names
+        for renaming in renamings:
+            for rename in _renames(renaming):
+                ours = rename.apply(ours)
+        for name, got in zip(names, ours, strict=True):
+            expected, _ = rename_source_key(name, renamings, [])
+            assert got == expected, f"{architecture}: {name}"
+            checked, changed = checked + 1, changed + (got != name)
+    assert checked > 10000
+    assert changed > 3000
+
+
+def values(convert: WeightConverter, config: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Made-up checkpoint tensors that a converter takes, and what the library makes of them; names without a prefix."""
+    many = any("*" in pattern for pattern in convert.source_patterns)
+    rope = any(isinstance(op, PermuteForRope) for op in convert.operations)
+    shape = (36, 8) if rope or len(convert.operations) == 1 else (12, 12, 4)
+    if isinstance(convert.operations[0], Interleave | Conv3dToLinear) or (len(shape) == 2 and _dims(convert) > 1):
+        shape = (12, 12, 4)
+    sources, collected = {}, {}
+    for number, pattern in enumerate(convert.source_patterns):
+        tensors = []
+        for expert in range(4 if many else 1):
+            tensors.append(
+                torch.arange(12 * 12 * 4)[: torch.Size(shape).numel()].reshape(shape) + 1000 * (expert + 8 * number)
+            )
+            sources[spelled(pattern, expert=expert)[0]] = tensors[-1]
+        collected[pattern] = tensors
+    for operation in convert.operations:
+        made = spelled(convert.target_patterns[0])[0]
+        collected = operation.convert(
+            collected, source_patterns=convert.source_patterns, target_patterns=convert.target_patterns, config=config,
+            full_layer_name=made, model=_Sizes(collected, convert),
+        )  # fmt: skip
+    return sources, {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in collected.items()}
+
+
+def _dims(convert: WeightConverter) -> int:
+    return max(max(getattr(op, name, 0) for name in ("dim", "dim0", "dim1")) for op in convert.operations)
+
+
+class _Sizes:
+    """Stands for the model of which the library asks a parameter's shape: transposed, or thirds of what there is."""
+
+    def __init__(self, collected: dict[str, Any], convert: WeightConverter) -> None:
+        tensor = next(iter(collected.values()))[0]
+        self.shape = (tensor.shape[0] // len(convert.target_patterns), *tensor.shape[1:])
+        if len(convert.target_patterns) == 1:
+            self.shape = (-1,)
+
+    def get_parameter(self, name: str) -> Any:
+        return SimpleNamespace(shape=self.shape)
+
+
+def test_every_declared_conversion() -> None:
+    """The regions of each give what the library computes, for made-up tensors."""
+    checked = 0
+    for architecture, transform in converters():
+        sources, expected = values(transform, CONFIG)
+        mapping = Mapping(converts=(_convert(transform, CONFIG),), required=False)
+        targets = shapes_of(expected)
+        got = assemble(mapping, sources, targets)
+        assert set(got) == set(expected), f"{architecture}: {transform}"
+        for name, value in expected.items():
+            assert torch.equal(got[name], value), f"{architecture}: {name}"
+        checked += 1
+    assert checked > 150
+
+
+@pytest.mark.parametrize(
+    ("operation", "shape"),
+    [
+        (Interleave(0, inverse=True), (8, 3)),
+        (Interleave(1), (2, 6)),
+        (PermuteForRope(inverse=True), (12, 3)),
+        (PermuteForRope(), (12,)),
+        (Conv3dToLinear(3, (2, 2, 2)), (5, 3, 2, 2, 2)),
+        (Conv3dToLinear(3, (2, 2, 2)), (5, 24)),
+        (LinearToConv3d(3, (2, 2, 2)), (5, 24)),
+    ],
+    ids=str,
+)
+def test_operations_of_one_tensor(operation: ConversionOps, shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    converter = WeightConverter(["old"], ["new"], [operation])
+    expected = operation.convert({"old": [tensor]}, ["old"], ["new"], config=CONFIG)["new"]
+    got = assemble(Mapping(converts=(_convert(converter, CONFIG),)), {"old": tensor}, {"new": tuple(expected.shape)})
+    assert torch.equal(got["new"], expected)
+
+
+def test_splitting_into_a_list() -> None:
+    tensor = torch.arange(24).reshape(3, 4, 2)
+    converter = WeightConverter(["experts.up"], ["experts.*.up.weight"], [SplitModulelist(1)])
+    expected = {f"experts.{i}.up.weight": part for i, part in enumerate(tensor.unbind(1))}
+    got = assemble(Mapping(converts=(_convert(converter, CONFIG),)), {"experts.up": tensor}, shapes_of(expected))
+    assert {name: part.tolist() for name, part in got.items()} == {n: part.tolist() for n, part in expected.items()}
+
+
+class Doubled(ConversionOps):
+    """Computes values, so that no regions can stand for it."""
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        raise AssertionError("never run")
+
+
+def test_an_operation_that_computes_is_named() -> None:
+    converter = WeightConverter(["experts.*.w"], ["experts.all"], [Doubled(), Chunk()])
+    mapping = Mapping(converts=(_convert(converter, CONFIG),), required=False)
+    shapes: Shapes = {"l.experts.0.w": (2,), "l.experts.1.w": (2,)}
+    with pytest.raises(ModelMismatch, match=r"l\.experts\.all .*l\.experts\.0\.w, l\.experts\.1\.w.* Doubled"):
+        mapping.place(list(shapes), list(shapes.values()), {"l.experts.all": (2, 2)})
+    assert mapping.place(["other"], [(2,)], {"other": (2,)}) != [()]  # nothing is wrong while no tensor needs it
+
+
+def test_all_declared_operations_are_understood() -> None:
+    """Or this fails with a new version of the library, and someone looks."""
+    unknown = {
+        (architecture, operation.name)
+        for architecture, transform in converters()
+        for operation in _convert(transform, CONFIG).operations
+        if type(operation).__name__ == "Inexpressible"
+    }
+    assert unknown == set()
+    assert isinstance(_convert(next(converters())[1], CONFIG), Convert)
+    assert "transformers" in sys.modules
+
+
+@pytest.mark.parametrize("scope", ["the whole", "every module"])
+def test_a_sharded_model_declares_what_it_did_before(scope: str) -> None:
+    """fully_shard gives a module a class of its own, by which the library would not know it."""
+    config = Qwen3MoeConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_experts=2, vocab_size=8)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    before = Mapping.from_transformers(model)
+    for module in model.modules() if scope == "every module" else [model]:
+        cls = type(module)
+        module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+    assert Mapping.from_transformers(model) == before
+    assert len(before.converts) == 2
+
+
+def test_a_layer_by_itself_declares_nothing() -> None:
+    config = Qwen3MoeConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_experts=2, vocab_size=8)
+    with torch.device("meta"):
+        layer = AutoModelForCausalLM.from_config(config).model.layers[0]
+    assert resolve("auto", layer, []) == Mapping.identity()

@@ -1,0 +1,176 @@
+"""Wrappers that give tensors other names: DDP, torch.compile and PEFT, around a model, in one another, around a module of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import epload
+from epload import Mapping, Rename
+from epload.loading.hints import prefix_hint
+from epload.mapping.wrappers import unwrap
+from support import ranks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.module = nn.Linear(5, 2)  # called as a wrapper's
+        self.register_buffer("step", torch.zeros(2))
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Each element unique."""
+    made, start = {}, 1
+    for name, tensor in model.state_dict().items():
+        made[name] = (torch.arange(tensor.numel()) + float(start)).reshape(tensor.shape)
+        start += tensor.numel()
+    return made
+
+
+def differ(model: nn.Module, wanted: dict[str, Tensor]) -> list[str]:
+    state = model.state_dict()
+    assert set(state) == set(wanted)
+    return [name for name, value in wanted.items() if not torch.equal(state[name], value)]
+
+
+def fine(by_rank: Sequence[list[str]]) -> None:
+    assert by_rank == [[]] * len(by_rank), by_rank
+
+
+WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
+    "ddp": DistributedDataParallel,
+    "ddp of compiled": lambda model: DistributedDataParallel(torch.compile(model)),
+    "compiled ddp": lambda model: torch.compile(DistributedDataParallel(model)),
+    "ddp of ddp": lambda model: DistributedDataParallel(DistributedDataParallel(model)),
+    "data parallel": nn.DataParallel,
+}
+
+
+def _around(rank: int) -> list[str]:
+    said = []
+    whole = values(Net())
+    for name, wrap in WRAPPED.items():
+        plain = Net()
+        wrapper = wrap(plain)
+        report = epload.load(wrapper, whole, progress=False)
+        said += [f"{name}: {text}" for text in differ(plain, whole)]
+        if report.tensors != len(whole) or report.missing_keys or report.unexpected_keys:
+            said.append(f"{name}: {report}")
+        plain.load_state_dict({key: torch.zeros_like(value) for key, value in whole.items()})
+        epload.load(
+            wrapper, {f"module.{key}": value for key, value in whole.items()}, progress=False
+        )  # as DDP saves it
+        said += [f"{name}, saved from DDP: {text}" for text in differ(plain, whole)]
+    return said
+
+
+def test_a_wrapped_model_is_loaded_by_its_own_names() -> None:
+    fine(ranks.run(2, _around))
+
+
+def _inside(rank: int) -> list[str]:
+    plain = Net()
+    model = nn.Sequential(DistributedDataParallel(plain), torch.compile(nn.Linear(2, 2)))
+    whole = {f"0.{name}": value for name, value in values(Net()).items()} | {
+        "1.weight": torch.eye(2),
+        "1.bias": torch.ones(2),
+    }
+    epload.load(torch.compile(model), whole, progress=False)
+    wanted = {name.removeprefix("0."): value for name, value in whole.items() if name.startswith("0.")}
+    return differ(plain, wanted) + ([] if torch.equal(model[1].weight, torch.eye(2)) else ["1.weight"])
+
+
+def test_a_module_of_the_model_is_wrapped() -> None:
+    fine(ranks.run(2, _inside))
+
+
+def test_unwrapping_finds_the_model() -> None:
+    plain = Net()
+    found = unwrap(torch.compile(nn.DataParallel(plain)), ["_orig_mod.module.first.weight"])
+    assert found.model is plain
+    names = ["_orig_mod.module.first.weight"]
+    for alias in found.aliases:
+        names = alias.apply(names)
+    assert names == ["first.weight"]
+
+
+# ---- ties between more than two ----
+
+
+def test_one_value_under_many_names() -> None:
+    """Pairs in any order; what the checkpoint holds is never replaced, and other shapes are no ties."""
+    pairs = (("c", "d"), ("b", "c"), ("a", "b"), ("a", "odd"))
+    shapes = {"a": (2,), "b": (2,), "c": (2,), "d": (2,), "odd": (3,)}
+    (places,) = Mapping(ties=pairs).place(["a"], [(2,)], shapes)
+    assert sorted(name for name, _ in places) == ["a", "b", "c", "d"]
+    first, second = Mapping(ties=pairs).place(["a", "c"], [(2,), (2,)], shapes)
+    assert sorted(name for name, _ in first) == ["a"]
+    assert sorted(name for name, _ in second) == ["b", "c", "d"]
+
+
+# ---- the way out, where names have another prefix ----
+
+
+@pytest.mark.parametrize("prefix", ["module.", "base_model.model.", "a+b."])
+@pytest.mark.parametrize("added", [True, False], ids=["in the checkpoint", "in the model"])
+def test_the_error_for_another_prefix_gives_a_mapping_that_works(prefix: str, added: bool, tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model: nn.Module = plain
+    for part in reversed(prefix[:-1].split(".")) if not added else ():
+        outer = nn.Module()
+        outer.register_module(part, model)
+        model = outer
+    whole = values(plain)
+    stored = {f"{prefix}{name}" if added else name: value for name, value in whole.items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(epload.ModelMismatch) as caught:
+        epload.load(model, tmp_path, progress=False)
+    said, _, way = str(caught.value).removesuffix(" [rank 0]").partition("pass mapping=")
+    assert "4 of the unexpected keys match" in said
+    epload.load(model, tmp_path, mapping=eval(way, {"epload": epload}), progress=False)
+    assert differ(plain, whole) == []
+
+
+def test_the_hint_for_a_model_with_rules_keeps_them(tmp_path: Path) -> None:
+    import dataclasses
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tiny = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2)
+    model, other = LlamaForCausalLM(tiny), LlamaForCausalLM(tiny)
+    save_file({f"module.{n}": t for n, t in other.state_dict().items()}, tmp_path / "model.safetensors")
+    with pytest.raises(epload.ModelMismatch) as caught:
+        epload.load(model, tmp_path, progress=False)
+    rules, mapping = str(caught.value).removesuffix(" [rank 0]").partition("rules = ")[2].split(", then mapping=")
+    names: dict[str, Any] = {"epload": epload, "dataclasses": dataclasses, "model": model}
+    names["rules"] = eval(rules, names)
+    epload.load(model, tmp_path, mapping=eval(mapping, names), progress=False)
+    assert differ(model, other.state_dict()) == []
+
+
+def test_no_hint_where_no_prefix_helps() -> None:
+    assert prefix_hint([], []) == ""
+    assert prefix_hint(["a.weight"], ["b.weight"]) == ""
+    assert prefix_hint(["x", "y", "z", "w"], ["module.x", "q", "r", "s"]) == ""  # one of four is chance
+    assert 'Rename(r"^module\\.", "")' in prefix_hint(["x", "y"], ["module.x", "module.y", "stray"])
+    assert 'Rename(r"^", "model.")' in prefix_hint(["model.x.w", "head"], ["x.w"])
+    # As many names as a large model has.
+    many = [f"layers.{i}.weight" for i in range(20000)]
+    assert "20000 of the unexpected" in prefix_hint(many, [f"module.{name}" for name in many])
+
+
+def test_a_rename_of_ours_reaches_a_wrapped_model() -> None:
+    """Rules speak of the model's names as they are where a mapping is given: wrappers and all."""
+    model: Any = torch.compile(nn.Linear(3, 5))
+    whole = {"w.weight": torch.ones(5, 3), "w.bias": torch.ones(5)}
+    epload.load(model, whole, mapping=Mapping(renames=(Rename(r"^w\.", "_orig_mod."),)), progress=False)
+    assert bool((model.weight == 1).all())

@@ -1,0 +1,213 @@
+"""Expert parallelizm in the forms in use, where the model itself does not say what its experts are a part of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import epload
+from epload import Concatenate, Convert, LocalModules, Mapping, OuterShard, Rename, Stack
+from support import ranks
+from support.checks import all_fine, as_bytes, local_of
+from support.fused_experts import EXPERTS, HIDDEN, WIDTH, Fused, checkpoint, fused, store
+from support.models import mesh
+
+FUSED = Mapping(
+    converts=(
+        Convert(
+            (r"experts\.(?P<index>\d+)\.gate$", r"experts\.(?P<index>\d+)\.up$"),
+            ("experts.gate_up",),
+            (Stack(0), Concatenate(1)),
+        ),
+    )
+)
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(WIDTH, HIDDEN))
+        self.up = nn.Parameter(torch.empty(WIDTH, HIDDEN))
+
+
+class Listed(nn.Module):
+    """A module for each of this rank's experts, and None or nothing in place of the others."""
+
+    def __init__(self, held: range, numbering: str) -> None:
+        super().__init__()
+        modules: dict[str, nn.Module] = {str(i if numbering == "global" else i - held.start): Expert() for i in held}
+        self.experts = nn.ModuleDict(modules)
+        self.norm = nn.Parameter(torch.empty(7))
+
+
+def on_meta(make: Callable[[], nn.Module]) -> Any:
+    with torch.device("meta"):
+        return make()
+
+
+def loader(world: int) -> epload.HierarchicalLoader:
+    nodes = [list(range(world // 2)), list(range(world // 2, world))]
+    return epload.HierarchicalLoader(epload.Topology.from_nodes(nodes), bucket_bytes=700, progress=False, timeout=60)
+
+
+def wrong(name: str, got: Tensor, expected: Tensor) -> Iterator[str]:
+    got = local_of(got)
+    if got.is_meta or got.shape != expected.shape or not torch.equal(as_bytes(got), as_bytes(expected)):
+        yield f"{name}: expected {expected.flatten()[:8]}, got {got.flatten()[:8]} of shape {list(got.shape)}"
+
+
+def _plain_shards(rank: int, folder: Path) -> list[str]:
+    """Plain tensors of this rank's experts: loaders that broadcast rank 0's tensors give all ranks experts 0 to 2."""
+    on = mesh(("ep", 4))
+    mine = slice(rank * 3, rank * 3 + 3)
+    said: list[str] = []
+    for source, mapping in ((folder / "model.safetensors", FUSED), (folder / "fused.safetensors", "auto")):
+        model = on_meta(lambda: Fused(3))
+        report = loader(4).load(
+            model, source, mapping=mapping, outer_shards=[OuterShard(r"experts\.", on, dim=0)]
+        )  # fmt: skip
+        said += wrong(source.name, model.experts.gate_up, fused()[mine])
+        said += wrong("norm", model.norm, checkpoint()["norm"])
+        if report.missing_keys or report.unexpected_keys:
+            said.append(str(report))
+
+    model = on_meta(lambda: Fused(EXPERTS))  # and the form that says so itself: a DTensor on the EP mesh
+    placed = distribute_tensor(model.experts.gate_up, on, [Shard(0)], src_data_rank=None)
+    model.experts.gate_up = nn.Parameter(placed)
+    model.norm = nn.Parameter(distribute_tensor(model.norm, on, [Replicate()], src_data_rank=None))
+    loader(4).load(model, folder / "model.safetensors", mapping=FUSED)
+    said += wrong("dtensor", model.experts.gate_up, fused()[mine])
+    return said
+
+
+def test_transformers_45662_ep_ranks_get_their_own_experts(tmp_path: Path) -> None:
+    store(tmp_path)
+    all_fine(ranks.run(4, _plain_shards, tmp_path))
+
+
+def _outer_and_fsdp(rank: int, folder: Path) -> list[str]:
+    """FSDP over tensors whose shape is already E / ep, along either dim; ep 3 x fsdp 2 and ep 2 x fsdp 3."""
+    said = []
+    for fsdp, ep in ((2, 3), (3, 2)):
+        on = mesh(("fsdp", fsdp), ("ep", ep))
+        at_fsdp, at_ep = divmod(rank, ep)
+        each = EXPERTS // ep
+        for dim in (0, 1):
+            model = on_meta(lambda each=each: Fused(each))
+            fully_shard(model.experts, mesh=on["fsdp"], shard_placement_fn=lambda parameter, dim=dim: Shard(dim))
+            fully_shard(model, mesh=mesh(("all", 6)))
+            loader(6).load(
+                model, folder / "model.safetensors", mapping=FUSED, outer_shards=[OuterShard("gate_up", on["ep"])]
+            )  # fmt: skip
+            expected = fused()[at_ep * each : (at_ep + 1) * each].chunk(fsdp, dim)[at_fsdp]
+            said += wrong(f"ep {ep} x fsdp {fsdp} on dim {dim}", model.experts.gate_up, expected.contiguous())
+            norm = checkpoint()["norm"].chunk(6)
+            said += wrong("norm", model.norm, norm[rank] if rank < len(norm) else torch.empty(0))
+    return said
+
+
+def test_fsdp_over_tensors_that_are_one_ranks_experts(tmp_path: Path) -> None:
+    store(tmp_path)
+    all_fine(ranks.run(6, _outer_and_fsdp, tmp_path))
+
+
+HELD = (range(5), range(5, 6), range(6, 12), range(12, 12))
+"""Which experts each of four ranks has: uneven, and none at all."""
+
+
+def _lists(rank: int, folder: Path) -> list[str]:
+    said: list[str] = []
+    held, file = HELD[rank], checkpoint()
+    runs = loader(4)
+    for numbering in ("global", "local"):
+        first = 0 if numbering == "global" else held.start
+        local = [LocalModules(r"experts\.(\d+)\.", first=first)]
+        for where in ("meta", "loaded"):
+            model = on_meta(lambda numbering=numbering: Listed(held, numbering))
+            fully_shard(model, mesh=mesh(("all", 4)), ignored_params=set(model.experts.parameters()))
+            report = runs.load(model, folder / "model.safetensors", local_modules=local)
+            for i in held:
+                expert = model.experts[str(i - first)]
+                said += wrong(f"{numbering} {where} gate {i}", expert.gate, file[f"experts.{i}.gate"])
+                said += wrong(f"{numbering} {where} up {i}", expert.up, file[f"experts.{i}.up"])
+            if report.missing_keys or report.unexpected_keys or report.tensors != 2 * EXPERTS + 1:
+                said.append(str(report))
+    # A name that no rank has a place for is unexpected on every rank; one that the file lacks is missing on every rank.
+    odd = {name: t for name, t in file.items() if name != "experts.7.up"} | {"experts.99.up": file["norm"]}
+    for strict in (True, False):
+        model = Listed(held, "global")
+        options: Any = {"local_modules": [LocalModules(r"experts\.\d+\.")], "strict": strict}
+        try:
+            report = runs.load(model, odd if rank == 0 else None, **options)
+            keys = (report.missing_keys, report.unexpected_keys)
+            if strict or keys != (["experts.7.up"], ["experts.99.up"]):
+                said.append(f"{keys}")
+        except epload.ModelMismatch as error:
+            if not strict or "experts.7.up" not in str(error) or "experts.99.up" not in str(error):
+                said.append(str(error))
+    # Only some ranks say so.
+    try:
+        runs.load(on_meta(lambda: Listed(held, "global")), folder / "model.safetensors", local_modules=local[:rank])
+        said.append("ranks disagreed about local_modules, and nobody noticed")
+    except epload.ManifestMismatch as error:
+        if "local_modules" not in str(error):
+            said.append(str(error))
+    return said
+
+
+def test_module_lists_that_hold_one_ranks_experts(tmp_path: Path) -> None:
+    store(tmp_path)
+    all_fine(ranks.run(4, _lists, tmp_path))
+
+
+def _mistakes(rank: int, folder: Path) -> list[str]:
+    said = []
+    two, one = mesh(("fsdp", 2), ("ep", 2)), mesh(("ep", 4))
+    cases: dict[str, tuple[Any, type[Exception], str]] = {
+        "nothing": ({"outer_shards": [OuterShard("expertz", one)]}, ValueError, "'expertz', dim=0) matches no tensor"),
+        "axes": ({"outer_shards": [OuterShard("gate_up", two)]}, ValueError, r"one axis of yours: mesh['ep']"),
+        "dim": ({"outer_shards": [OuterShard("gate_up", one, dim=3)]}, ValueError, "experts.gate_up, which has shape [3"),
+        "forgotten": ({}, epload.ModelMismatch, "has index 11"),
+        "too many": (
+            {"outer_shards": [OuterShard("gate_up", mesh(("rep", 2), ("ep", 2))["ep"])]}, epload.ModelMismatch, "has index 11"
+        ),
+        "a mapping that matches nothing": (
+            {"mapping": Mapping((Rename("^nowhere[.]", ""),)), "strict": False}, epload.ModelMismatch, "matches nothing"
+        ),
+    }  # fmt: skip
+    for name, (options, kind, text) in cases.items():
+        model = on_meta(lambda: Fused(3))
+        try:
+            loader(4).load(model, folder / "model.safetensors", **({"mapping": FUSED} | options))
+            said.append(f"{name}: loaded")
+        except Exception as error:
+            if type(error) is not kind or text not in str(error):
+                said.append(f"{name}: {type(error).__name__}: {error}")
+        if not model.norm.is_meta:
+            said.append(f"{name}: changed the model")
+    return said
+
+
+def test_mistakes_about_experts_are_named(tmp_path: Path) -> None:
+    store(tmp_path)
+    all_fine(ranks.run(4, _mistakes, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "first", "name", "called"),
+    [
+        (r"experts\.(\d+)\.", 8, "l.3.experts.2.up", "l.3.experts.10.up"),
+        (r"experts\.(\d+)\.", 0, "l.3.experts.2.up", "l.3.experts.2.up"),
+        (r"experts\.\d+\.", 8, "experts.2.up", "experts.2.up"),
+        (r"experts\.(\d+)\.", 8, "norm", None),
+    ],
+)
+def test_what_local_modules_are_called(pattern: str, first: int, name: str, called: str | None) -> None:
+    assert LocalModules(pattern, first).called(name) == called

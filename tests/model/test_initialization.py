@@ -1,0 +1,473 @@
+"""What no checkpoint holds is what the model computes itself: on every rank, in every layout, without a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import epload
+from epload import LocalModules, OuterShard, Topology
+from epload.model import initialization, memory_pattern
+from support import ranks
+
+NODES = [[0, 1], [2, 3]]
+HEAD = "lm_head.weight"
+
+
+def loader() -> epload.HierarchicalLoader:
+    return epload.HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=4096, progress=False, timeout=60)
+
+
+def meta(make: Callable[[], Any]) -> Any:
+    with torch.device("meta"):
+        return make()
+
+
+def llama(**options: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "vocab_size": 37}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 3, "tie_word_embeddings": False}
+    return LlamaForCausalLM(LlamaConfig(**(sizes | options)))
+
+
+def llava() -> Any:
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, MistralConfig
+
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    text = MistralConfig(
+        hidden_size=24, intermediate_size=36, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=37, head_dim=6,
+    )  # fmt: skip
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gathered by the test itself, over a group of its own: DTensor's own gathering is what is under test."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    return tensor.detach().full_tensor()
+
+
+def differences(model: Any, expected: Any, without: tuple[str, ...] = ()) -> list[str]:
+    said = []
+    for kind in ("named_parameters", "named_buffers"):
+        for name, tensor in getattr(expected, kind)():
+            found = whole(dict(getattr(model, kind)())[name])
+            if name not in without and not torch.equal(found, tensor):
+                said.append(f"{name} is {found.flatten()[:4]} where {tensor.flatten()[:4]} was expected")
+    return said
+
+
+def all_fine(failures: list[list[str]]) -> None:
+    said = [f"rank {rank}: {text}" for rank, texts in enumerate(failures) for text in texts]
+    assert not said, "\n".join(said)
+
+
+# ---- non-persistent buffers ----
+
+
+def _composite(rank: int, folder: Path) -> list[str]:
+    from transformers import LlavaForConditionalGeneration
+
+    model = meta(llava)
+    fully_shard(model.model.language_model.layers[0])
+    fully_shard(model)
+    report = loader().load(model, folder)
+    expected = LlavaForConditionalGeneration.from_pretrained(folder)
+    lost = ["inv_freq", "original_inv_freq", "position_ids"]
+    said = [] if sorted(n.rpartition(".")[2] for n in report.initialized) == lost else [str(report)]
+    return said + differences(model, expected)
+
+
+def test_buffers_of_composite_models_are_what_from_pretrained_computes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    llava().save_pretrained(tmp_path)
+    all_fine(ranks.run(4, _composite, tmp_path))
+
+
+def _hooked(rank: int, folder: Path) -> list[str]:
+    """A hook for one layer's weights is not asked for buffers that the model computes."""
+    model = meta(llava)
+    head = model.lm_head
+    head.extra = nn.Parameter(torch.empty(7, 3, device="meta"))
+    fully_shard(model)
+    calls = []
+
+    def hook(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
+        calls.append((path, names))
+        for name in names:
+            if name == "extra":
+                getattr(module, name).to_local().detach().fill_(5.0)
+
+    loader().load(model, folder, strict=False, init_missing=hook)
+    said = [] if calls == [("lm_head", ("extra",))] else [str(calls)]
+    if not bool((whole(head.extra) == 5).all()):
+        said.append(f"extra is {head.extra}")
+    from transformers import LlavaForConditionalGeneration
+
+    return said + differences(model, LlavaForConditionalGeneration.from_pretrained(folder))
+
+
+def test_a_hook_gets_only_what_the_model_does_not_compute(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    llava().save_pretrained(tmp_path)
+    all_fine(ranks.run(4, _hooked, tmp_path))
+
+
+# ---- parameters ----
+
+
+def _fsdp(model: Any) -> None:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def _hsdp(model: Any) -> None:
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def _tp_then_fsdp(model: Any) -> None:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for layer in model.model.layers:
+        plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+        parallelize_module(layer.mlp, grid["tp"], plan)
+    parallelize_module(model, grid["tp"], {"lm_head": ColwiseParallel(output_layouts=Shard(-1))})
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=grid["dp"])
+    fully_shard(model, mesh=grid["dp"])
+
+
+def _plain(model: Any) -> None:
+    """Replicated on all ranks."""
+
+
+DROPPED = (HEAD, "model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight")
+
+
+def _missing(rank: int, state: dict[str, Tensor]) -> list[Any]:
+    """What each layout was given, as lists: tensors would travel as shared memory, which must outlive the rank."""
+    said = []
+    values = []
+    for parallelize in (_fsdp, _hsdp, _tp_then_fsdp, _plain):
+        model = meta(llama)
+        parallelize(model)
+        torch.manual_seed(rank)  # what ranks draw may not depend on it, nor change it
+        before = torch.get_rng_state()
+        with CommDebugMode() as collectives:
+            report = loader().load(model, state if rank == 0 else None, strict=False)
+        if collectives.get_total_counts() or not torch.equal(before, torch.get_rng_state()):
+            said.append(f"{parallelize.__name__}: {collectives.get_comm_counts()} or the generator has moved")
+        if sorted(report.missing_keys) != sorted(DROPPED) or not set(DROPPED) <= set(report.initialized):
+            said.append(str(report))
+        found = {name: whole(tensor) for name, tensor in model.named_parameters()}
+        said += [f"{name} differs" for name, t in state.items() if not torch.equal(found[name], t)]
+        values.append([found[name] for name in DROPPED])
+        for name, tensor in zip(DROPPED, values[-1], strict=True):
+            rows = tensor[tensor.abs().sum(1) > 0] if tensor.ndim > 1 else tensor
+            if tensor.ndim > 1 and len(torch.unique(rows, dim=0)) != len(rows):
+                said.append(f"{parallelize.__name__}: rows of {name} repeat one another")
+    return said or [[tensor.tolist() for tensor in tensors] for tensors in values]
+
+
+def test_missing_parameters_are_initialized_as_from_pretrained_does(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = {name: tensor for name, tensor in llama().state_dict().items() if name not in DROPPED}
+    by_rank: Any = ranks.run(4, _missing, state)
+    assert all(not isinstance(value, str) for values in by_rank for value in values), by_rank
+    first = by_rank[0][0]
+    for values in by_rank:  # of each rank, in each layout: the same whole tensors
+        for tensors in values:
+            assert tensors == first
+    head, embed, down, norm = map(torch.tensor, first)
+    for drawn in (head, embed, down):
+        assert 0.015 < float(drawn.std()) < 0.025  # initializer_range is 0.02
+        assert abs(float(drawn.mean())) < 0.003
+    assert not bool(embed[3].any())  # the padding token's
+    assert torch.equal(norm, torch.ones(24))
+    assert not torch.equal(head, embed)
+
+
+def test_the_seed_is_the_callers() -> None:
+    """As with from_pretrained, torch.manual_seed decides what is drawn."""
+    state = llama().state_dict()
+    del state[HEAD]
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        model = meta(llama)
+        epload.load(model, state, strict=False, progress=False)
+        drawn.append(model.lm_head.weight)
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def _uneven(rank: int, state: dict[str, Tensor]) -> list[str]:
+    """Only rank 0 built its model for real: what it drew is not what the others have, so that all initialize alike."""
+    model = llama() if rank == 0 else meta(llama)
+    report = loader().load(model, state if rank == 0 else None, strict=False)
+    heads = [torch.empty_like(model.lm_head.weight) for _ in range(4)]
+    dist.all_gather(heads, model.lm_head.weight.detach())
+    same = all(torch.equal(head, heads[0]) for head in heads)
+    return [] if same and HEAD in report.initialized and bool(heads[0].isfinite().all()) else [str(heads), str(report)]
+
+
+def test_a_head_that_some_ranks_lack_is_equal_on_all() -> None:
+    state = llama().state_dict()
+    del state[HEAD]
+    all_fine(ranks.run(4, _uneven, state))
+
+
+def test_values_from_before_the_load_are_kept() -> None:
+    model = llama()
+    before = model.lm_head.weight.detach().clone()
+    state = llama().state_dict()
+    del state[HEAD]
+    report = epload.load(model, state, strict=False, progress=False)
+    assert torch.equal(model.lm_head.weight, before)
+    assert (report.missing_keys, report.initialized) == ([HEAD], [])
+    assert torch.equal(model.model.norm.weight, state["model.norm.weight"])
+
+
+# ---- parts of larger tensors ----
+
+
+class Experts(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(count, 6, 5))
+
+
+class Mixture(nn.Module):
+    """Of another library, with an initializer of the same kind."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(5, 4)
+        self.experts = Experts(count)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Experts):
+            nn.init.normal_(module.up, std=0.5)
+
+
+def _experts(rank: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
+    model = meta(lambda: Mixture(2))
+    fully_shard(model.experts, mesh=mesh["fsdp"])
+    state = {"gate.weight": torch.arange(20.0).reshape(4, 5), "gate.bias": torch.arange(4.0)}
+    loader().load(model, state if rank == 0 else None, strict=False, outer_shards=[OuterShard("experts", mesh["ep"])])
+    return list(whole(model.experts.up).tolist())
+
+
+def test_experts_of_one_rank_are_no_repeat_of_anothers() -> None:
+    first, again, second, again2 = map(torch.tensor, ranks.run(4, _experts))  # ep is the first axis
+    assert torch.equal(first, again)
+    assert torch.equal(second, again2)
+    every = torch.cat([first, second])
+    assert len(torch.unique(every)) == every.numel()
+
+
+class Listed(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(5)
+        self.experts = nn.ModuleList(nn.Linear(5, 6, bias=False) for _ in range(count))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+
+
+def _local_modules(rank: int) -> list[Any]:
+    model = meta(lambda: Listed(1))
+    state = {"norm.weight": torch.ones(5), "norm.bias": torch.ones(5)}
+    parts = [LocalModules(r"experts\.(\d+)\.", first=rank // 2)]
+    loader().load(model, state if rank == 0 else None, strict=False, local_modules=parts)
+    return list(model.experts[0].weight.tolist())
+
+
+def test_local_modules_are_known_by_their_number() -> None:
+    first, again, second, again2 = ranks.run(4, _local_modules)
+    assert first == again  # ranks 0 and 1 have expert 0
+    assert second == again2
+    assert first != second
+
+
+# ---- adapters ----
+
+
+def test_adapters_are_initialized_by_their_own_layers(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install -r requirements-dev.txt")
+    llama().save_pretrained(tmp_path)
+    model = meta(lambda: peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"])))
+    report = epload.load(model, tmp_path, strict=False, progress=False)
+    assert len(report.missing_keys) == 4
+    for name, tensor in model.named_parameters():
+        assert bool(tensor.isfinite().all()), name
+        if "lora_B" in name:
+            assert not bool(tensor.any()), name
+        if "lora_A" in name:
+            assert 0 < float(tensor.detach().abs().max()) < 1, name
+    for name, buffer in model.named_buffers():
+        assert bool(buffer.isfinite().all()), name
+
+
+# ---- what nobody fills ----
+
+
+class Stray(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(3, 2))
+        self.v = nn.Parameter(torch.empty(5))
+        self.register_buffer("table", torch.empty(4), persistent=False)
+
+
+def _unfilled(rank: int) -> list[str]:
+    said = []
+    for drop, names in (((), "table: 1"), (("v",), "table, v: 2")):
+        model = meta(Stray)
+        fully_shard(model)
+        full = {"w": torch.ones(3, 2), "v": torch.ones(5)}
+        state = {name: tensor for name, tensor in full.items() if name not in drop}
+        try:
+            loader().load(model, state if rank == 0 else None, strict=False)
+            said.append("loaded")
+        except epload.ModelMismatch as error:
+            if f"{names} of the model's tensors are on meta" not in str(error) or "init_missing" not in str(error):
+                said.append(str(error))
+        said += [
+            f"{name} left meta" for name, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta
+        ]
+        try:
+            loader().load(model, state if rank == 0 else None, strict=False, init_missing=lambda *_: None)
+            said.append("loaded with a hook that does nothing")
+        except epload.LoadError as error:
+            if "init_missing left table" not in str(error):
+                said.append(str(error))
+    return said
+
+
+def test_what_nobody_fills_is_an_error_on_all_ranks() -> None:
+    all_fine(ranks.run(4, _unfilled))
+
+
+def _nothing(rank: int) -> list[str]:
+    said = []
+    for make in (Stray, lambda: meta(Stray)):
+        model = make()
+        fully_shard(model)
+        try:
+            state = {"module.w": torch.ones(3, 2), "module.v": torch.ones(5)}
+            loader().load(model, state if rank == 0 else None, strict=False)
+            said.append("a load that filled nothing has succeeded")
+        except epload.ModelMismatch as error:
+            if "the load would fill nothing" not in str(error) or "module.w" not in str(error):
+                said.append(str(error))
+    return said
+
+
+def test_a_load_that_fills_nothing_is_an_error() -> None:
+    all_fine(ranks.run(4, _nothing))
+
+
+# ---- the skeleton ----
+
+
+class Careless(nn.Module):
+    """Its initializer writes wherever it can, by every way there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+        self.b = nn.Linear(3, 3)
+        self.b.weight = self.a.weight
+        self.register_buffer("t", torch.arange(3.0), persistent=False)
+        self.friends = [self.a]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        for each in (self.a, self.b, self.friends[0], *self.children(), self.get_submodule("a")):
+            each.weight.data.fill_(7)
+            nn.init.constant_(each.bias, 8)
+        if module is self:
+            self.t = torch.full((3,), 9.0)
+            self.scale = 0.25
+
+
+def test_an_initializer_cannot_touch_what_was_loaded() -> None:
+    model = meta(Careless)
+    state = {"a.weight": torch.rand(3, 3), "b.weight": torch.zeros(0), "a.bias": torch.rand(3), "b.bias": torch.rand(3)}
+    del state["b.weight"]
+    report = epload.load(model, state, progress=False)
+    assert report.initialized == ["t"]
+    assert torch.equal(model.a.weight, state["a.weight"])
+    assert model.b.weight is model.a.weight
+    assert torch.equal(model.b.bias, state["b.bias"])
+    assert torch.equal(model.t, torch.full((3,), 9.0))
+    assert model.scale == 0.25
+    assert isinstance(model.friends[0], nn.Linear)
+    assert model.friends[0] is model.a
+
+
+class Failing(Stray):
+    def _init_weights(self, module: nn.Module) -> None:
+        raise KeyError("rope")
+
+
+def test_an_initializer_that_fails_is_named() -> None:
+    model = meta(Failing)
+    with pytest.raises(epload.ModelMismatch, match=r"Failing\._init_weights failed .* \(KeyError: 'rope'\).* table"):
+        epload.load(model, {"w": torch.ones(3, 2), "v": torch.ones(5)}, progress=False)
+    assert model.w.is_meta
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.complex64]
+DTYPES += [torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_marked_memory_is_found_however_little_is_left(dtype: torch.dtype) -> None:
+    tensor = torch.empty(7, 6, dtype=dtype).t()[::2]
+    memory_pattern.mark(tensor)
+    assert memory_pattern.is_marked(tensor)
+    tensor.data[:2].zero_()
+    assert memory_pattern.is_marked(tensor) is (dtype not in (torch.uint8, torch.int8))
+    tensor.copy_(torch.ones(()).to(dtype).expand(tensor.shape))
+    assert not memory_pattern.is_marked(tensor)
+    assert not memory_pattern.is_marked(torch.empty(0, 3, dtype=dtype))
+
+
+def test_nothing_is_computed_for_nothing() -> None:
+    made = initialization.compute(llama(), {}, {}, 0)
+    assert (made.values, made.attributes) == ({}, [])
+
+
+def test_a_tied_head_is_not_drawn(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    source = llama(tie_word_embeddings=True)
+    source.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    assert HEAD not in state
+    save_file(state, file)
+    model = meta(lambda: llama(tie_word_embeddings=True))
+    report = epload.load(model, tmp_path, progress=False)
+    assert HEAD not in report.initialized
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, source.lm_head.weight)

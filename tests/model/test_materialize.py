@@ -1,0 +1,285 @@
+"""Materializing: the private and the public path give equal models, which FSDP2 can run and a load can fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import epload
+from epload import HierarchicalLoader, Topology
+from epload.model.dtensor import private_path_available
+from epload.model.materialize import materialize
+from epload.model.targets import collect
+from support import ranks
+from support.checks import all_fine
+from support.small_model import BUCKET, NODES, Net, local_of, only_readers, sharded, state_for, wrong
+
+CPU = torch.device("cpu")
+
+
+class Tied(nn.Module):
+    """Ties, frozen parameters, buffers of both kinds, strides that are not row-major, several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.layers[1].weight.requires_grad_(False)
+        self.layers[2].bias = self.layers[1].bias
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.narrow = nn.Parameter(torch.zeros(5, 2, dtype=torch.bfloat16), requires_grad=False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("angles", torch.zeros(4), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.head(self.norm(hidden)) + self.narrow.sum()
+
+
+class Plain(Tied):
+    """The same without any DTensor, and with a parameter of odd strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.zeros(3, 4).t())
+        self.also = self.turned
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def by_layer() -> nn.Module:
+    """The tied bias lies in two modules, so they are one group."""
+    model = on_meta(Tied)
+    fully_shard(model.layers[0])
+    return fully_shard(model)
+
+
+def as_one(**options: Any) -> nn.Module:
+    return fully_shard(on_meta(Tied), **options)
+
+
+def on_two_axes(**options: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(on_meta(Tied), mesh=mesh, **options)
+
+
+def partly_made() -> nn.Module:
+    model = on_meta(Tied)
+    model.norm.to_empty(device="cpu")
+    return model
+
+
+def description(model: nn.Module) -> dict[str, Any]:
+    first: dict[int, str] = {}
+    said: dict[str, Any] = {}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in tensors:
+        dtensor = isinstance(tensor, DTensor)
+        local = tensor.to_local() if dtensor else tensor
+        said[name] = (
+            type(tensor).__name__, isinstance(tensor, nn.Parameter), tuple(tensor.shape), tensor.stride(), tensor.dtype,
+            str(tensor.device), tensor.requires_grad, tensor.is_leaf, tuple(local.shape), local.stride(), local.dtype,
+            str(local.device), first.setdefault(id(tensor), name),
+            (tensor.device_mesh, tensor.placements, tensor._spec.tensor_meta) if dtensor else None,
+        )  # fmt: skip
+    return said
+
+
+def full_state(model: nn.Module, number: int) -> dict[str, Tensor]:
+    made: dict[int, Tensor] = {}
+    state = {}
+    for i, (name, tensor) in enumerate(model.state_dict(keep_vars=True).items()):
+        if id(tensor) not in made:
+            values = torch.arange(tensor.numel()).reshape(tensor.shape) + 200 * i + 5000 * number
+            values = values / 10_000 if tensor.is_floating_point() else values
+            made[id(tensor)] = values.to(tensor.dtype)
+        state[name] = made[id(tensor)]
+    return state
+
+
+def _both_paths(rank: int) -> list[str]:
+    said = []
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
+    makers: list[Callable[[], nn.Module]] = [
+        lambda: on_meta(Plain), partly_made, by_layer, as_one, on_two_axes,
+        lambda: as_one(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+        lambda: as_one(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        lambda: on_two_axes(shard_placement_fn=lambda p: Shard(p.ndim - 1)),
+    ]  # fmt: skip
+    for number, make in enumerate(makers):
+        for dtype in (None, torch.float16):
+            case = f"model {number} dtype={dtype}"
+            if number == 1 and dtype is not None:
+                continue  # part of it has storage of another dtype, which is refused
+            described, outputs = [], []
+            for private in (True, False):
+                model = make()
+                objects = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor) or not p.is_meta}
+                before = description(model)
+                targets = collect(model, dtype)
+                materialize(model, targets, CPU, private=private)
+                described.append(description(model))
+                after = dict(model.named_parameters())
+                said += [
+                    f"{case} private={private}: {n} is another object" for n in objects if objects[n] is not after[n]
+                ]
+                state = model.state_dict(keep_vars=True)
+                if any(t is not state[n] for n, t in zip(targets.names, targets.tensors, strict=True)):
+                    said.append(f"{case} private={private}: targets are not the model's tensors")
+                ties = {name: entry[-2] for name, entry in before.items()}
+                if ties != {name: entry[-2] for name, entry in described[-1].items()}:
+                    said.append(f"{case} private={private}: ties differ")
+                if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+                    said.append(f"{case} private={private}: something is on meta")
+                full = full_state(model, number)
+                loader.load(model, only_readers(full))
+                said += [f"{case} private={private}: {text}" for text in wrong(model, full)]
+                if dtype is None:
+                    outputs.append(model(torch.arange(13)))
+                    loader.load(model, only_readers(full_state(model, number + 1)))
+                    outputs.append(model(torch.arange(13)))
+            if described[0] != described[1]:
+                differ = [n for n in described[0] if described[0][n] != described[1][n]]
+                said.append(f"{case}: {differ[0]}: {described[0][differ[0]]} and {described[1][differ[0]]}")
+            if dtype is None and not (torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])):
+                said.append(f"{case}: the two paths' models give different outputs")
+    return said
+
+
+def test_both_paths_give_equal_models() -> None:
+    all_fine(ranks.run(4, _both_paths))
+
+
+def test_the_private_path_is_taken_here_if_this_torch_was_tried() -> None:
+    minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    assert private_path_available() == (minor in {(2, 13), (2, 14)})
+
+
+def _training(rank: int) -> list[str]:
+    """After a load from meta the model trains as one that was never on meta."""
+    said = []
+    tokens = torch.arange(13)
+    reference = Tied()
+    with torch.no_grad():
+        for i, tensor in enumerate(reference.parameters()):
+            tensor.copy_((torch.arange(tensor.numel()).reshape(tensor.shape) % 7 - 3 + i) / 10)
+    full = {name: value.detach().clone() for name, value in reference.state_dict().items()}
+    rate = torch.optim.SGD((p for p in reference.parameters() if p.requires_grad), lr=0.1)
+    reference(tokens).float().square().mean().backward()
+    rate.step()
+    for private in (True, False):
+        model = as_one()
+        materialize(model, collect(model), CPU, private=private)
+        HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET).load(
+            model, only_readers(full), init_missing=lambda module, path, names: None
+        )
+        rate = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+        model(tokens).float().square().mean().backward()
+        rate.step()
+        for name, tensor in model.named_parameters():
+            expected = local_of(reference.get_parameter(name).detach(), tensor)
+            if not torch.allclose(tensor.to_local().detach().float(), expected.float(), rtol=1e-2, atol=1e-3):
+                said.append(f"private={private}: {name} after a step is {tensor.to_local()} instead of {expected}")
+    return said
+
+
+def test_a_loaded_model_trains() -> None:
+    all_fine(ranks.run(4, _training))
+
+
+def _offloaded(rank: int) -> list[str]:
+    with torch.device("meta"):
+        model = sharded(Net(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
+    said = []
+    for number in (1, 2):
+        full = {n: v / 100_000 if v.is_floating_point() else v for n, v in state_for(number).items()}
+        loader.load(model, only_readers(full))
+        said += wrong(model, full)
+        whole = Net()
+        whole.load_state_dict(full)
+        got, expected = model(torch.arange(13)), whole(torch.arange(13))
+        if not torch.allclose(got, expected, rtol=1e-4):
+            said.append(f"load {number}: {got[:2]} instead of {expected[:2]}")
+    return said
+
+
+def test_parameters_offloaded_to_host_memory() -> None:
+    all_fine(ranks.run(4, _offloaded))
+
+
+def test_one_process() -> None:
+    models = []
+    for private in (True, False):
+        model = on_meta(Plain)
+        targets = collect(model, torch.bfloat16)
+        materialize(model, targets, CPU, private=private)
+        models.append(description(model))
+        assert model.head.weight is model.embed.weight
+        assert model.also is model.turned
+        assert model.turned.stride() == (1, 4)
+        assert model.angles.dtype == torch.float32
+        assert not dist.is_initialized()
+        full = full_state(model, 1)
+        epload.load(model, full, bucket_bytes=BUCKET)
+        assert wrong(model, full) == []
+    assert models[0] == models[1]
+
+
+class Shares(torch.nn.Module):
+    """One buffer in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        shared = torch.arange(3.0)
+        self.a.register_buffer("x", shared)
+        self.b.register_buffer("x", shared)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_buffer_of_two_modules_stays_one(private: bool) -> None:
+    with torch.device("meta"):
+        model = Shares()
+        model.b.x = model.a.x
+    state = {name: torch.full(t.shape, 1.0 + i) for i, (name, t) in enumerate(Shares().state_dict().items())}
+    state["b.x"] = state["a.x"]
+    materialize(model, collect(model), torch.device("cpu"), private=private)
+    assert model.a.x is model.b.x
+    epload.load(model, state, progress=False)
+    assert torch.equal(model.b.x, state["a.x"])
+
+
+def test_computing_buffers_leaves_loaded_weights_alone() -> None:
+    """A CLIP embedding owns weights beside its non-persistent buffer, and its initializer would draw them anew."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    config = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    whole = CLIPVisionModel(config)
+    with torch.device("meta"):
+        model = CLIPVisionModel(config)
+    epload.load(model, whole.state_dict(), progress=False)
+    for (name, got), (_, want) in zip(
+        [*model.named_parameters(), *model.named_buffers()],
+        [*whole.named_parameters(), *whole.named_buffers()],
+        strict=True,
+    ):
+        assert torch.equal(got, want), name
+        assert not hasattr(got, "_is_hf_initialized")

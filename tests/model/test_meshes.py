@@ -1,0 +1,156 @@
+"""Ranks that disagree about a device mesh are refused; meshes that rightly differ between ranks are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from epload import HierarchicalLoader, ManifestMismatch, OuterShard, Topology
+from support import ranks
+
+NODES = [[0, 1], [2, 3]]
+ROWS, COLUMNS = 7, 5
+
+
+def values() -> dict[str, torch.Tensor]:
+    return {
+        "up.weight": torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS),
+        "up.bias": torch.arange(ROWS) + 1000.0,
+        "down.weight": torch.arange(ROWS * COLUMNS).view(COLUMNS, ROWS) + 2000.0,
+        "down.bias": torch.arange(COLUMNS) + 3000.0,
+    }
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(COLUMNS, ROWS)
+        self.down = nn.Linear(ROWS, COLUMNS)
+
+
+def place(model: nn.Module, mesh: DeviceMesh, placements: list[Any]) -> None:
+    """Shards each parameter, without a collective."""
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            sharded = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+            module.register_parameter(key, nn.Parameter(sharded))
+
+
+def zeros() -> Net:
+    model = Net()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+def in_order(order: list[Any], **options: Any) -> DeviceMesh:
+    return DeviceMesh("cpu", order, _init_backend=False, **options)
+
+
+def made(readers: str = "one") -> HierarchicalLoader:
+    return HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, progress=False, timeout=30)
+
+
+def load(rank: int, model: nn.Module, loader: HierarchicalLoader) -> str:
+    try:
+        loader.load(model, values() if loader.options.readers == "every" or rank == 0 else None)
+    except ManifestMismatch as error:
+        return str(error)
+    return "loaded"
+
+
+def another_order(rank: int, odd: int, readers: str) -> str:
+    model = zeros()
+    place(model, in_order([0, 1, 3, 2] if rank == odd else [0, 1, 2, 3]), [Shard(0)])
+    said = load(rank, model, made(readers))
+    if any(bool(parameter.to_local().any()) for parameter in model.parameters()):
+        return f"something was written: {said}"
+    return said
+
+
+@pytest.mark.parametrize(("odd", "readers"), [(2, "one"), (0, "one"), (3, "every")])
+def test_a_mesh_in_another_order_on_one_rank(odd: int, readers: str) -> None:
+    """Two ranks would hold the same shard, and nobody the fourth."""
+    said = ranks.run(4, another_order, odd, readers)
+    assert len(set(said)) == 1, said
+    others = [rank for rank in range(4) if rank != odd]
+    assert f"ranks {others} have mesh [0, 1, 2, 3] of shape [4], e.g. for up.weight" in said[0]
+    assert f"ranks [{odd}] have mesh [0, 1, 3, 2] of shape [4], e.g. for up.weight" in said[0]
+    assert "the same order on all ranks" in said[0]
+
+
+def another_outer_mesh(rank: int) -> str:
+    order = [0, 1, 3, 2] if rank == 1 else [0, 1, 2, 3]
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(2, COLUMNS))
+    mesh = in_order(order)
+    loader = made()
+    state = {"weight": torch.arange(8.0 * COLUMNS).view(8, COLUMNS)}
+    try:
+        loader.load(model, state if rank == 0 else None, outer_shards=[OuterShard("weight", mesh)])
+    except ManifestMismatch as error:
+        assert not model.weight.any(), "nothing moved"
+        return str(error)
+    return "loaded"
+
+
+def test_outer_shards_of_another_mesh_on_one_rank() -> None:
+    said = ranks.run(4, another_outer_mesh)
+    assert len(set(said)) == 1, said
+    assert "ranks [1] have mesh [0, 1, 3, 2]" in said[0]
+    assert "for weight" in said[0]
+
+
+def of_other_tensors(rank: int) -> str:
+    """The same two meshes on all ranks, which rank 3 uses the other way round. They differ in their order alone."""
+    meshes = [in_order(order) for order in ([0, 1, 2, 3], [3, 2, 1, 0])]
+    model = zeros()
+    first, second = reversed(meshes) if rank == 3 else meshes
+    place(model.up, first, [Shard(0)])
+    place(model.down, second, [Shard(0)])
+    return load(rank, model, made())
+
+
+def test_meshes_that_are_swapped_on_one_rank() -> None:
+    said = ranks.run(4, of_other_tensors)
+    assert len(set(said)) == 1, said
+    assert "disagree about the device mesh" in said[0]
+
+
+def rightly_different(rank: int) -> list[str]:
+    """Rows and columns of a mesh are other meshes on other ranks; a mesh in another order is right if all have it."""
+    whole = values()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    reordered = in_order([[3, 1], [0, 2]], mesh_dim_names=("dp", "tp"))
+    wrong = []
+    for name, given, placements in (
+        ("tp rows", mesh["tp"], [Shard(0)]),
+        ("dp columns", mesh["dp"], [Shard(0)]),
+        ("hsdp", mesh, [Replicate(), Shard(0)]),
+        ("reordered", reordered, [Replicate(), Shard(0)]),
+        ("reordered, both", reordered, [Shard(0), Shard(0)]),
+    ):
+        model, expected = zeros(), Net()
+        expected.load_state_dict(whole)
+        place(model, given, placements)
+        place(expected, given, placements)
+        loader = made()
+        for turn in range(4):  # the last of which takes the way of reloads
+            for parameter in model.parameters():
+                torch.nn.init.zeros_(parameter.to_local())
+            if (said := load(rank, model, loader)) != "loaded":
+                wrong.append(f"{name}, load {turn}: {said}")
+            for (key, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+                if not torch.equal(ours.to_local(), theirs.to_local()):
+                    wrong.append(f"{name}, load {turn}: {key}")
+    return wrong
+
+
+def test_meshes_that_rightly_differ_between_ranks() -> None:
+    assert ranks.run(4, rightly_different) == [[]] * 4

@@ -1,0 +1,287 @@
+"""State that is more than sharded parameters, each test named after the thread in which a user met it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+import epload
+from epload import LocalModules, Topology
+from support import ranks
+from support.checks import all_fine, as_bytes, bits, differences, full_values, local_of
+from support.models import Block, Mlp, Rotary, Tied, mesh, meta, tp_then_fsdp
+from support.pretrained import small_llama
+
+NODES = [[0, 1], [2, 3]]
+
+
+def loader(**options: Any) -> epload.HierarchicalLoader:
+    return epload.HierarchicalLoader(
+        Topology.from_nodes(NODES), bucket_bytes=400, progress=False, timeout=60, **options
+    )
+
+
+def like_sharding_the_loaded_model(make: Callable[[], nn.Module], parallelize: Callable[[nn.Module], Any]) -> list[str]:
+    """Loads on 4 ranks from a dict that rank 0 has; the oracle is the parallelized model that held the values already."""
+    expected, model = make(), meta(make)
+    values = full_values(model)
+    with torch.no_grad():
+        for name, tensor in expected.state_dict(keep_vars=True).items():
+            tensor.copy_(values[name])
+    parallelize(expected)
+    parallelize(model)
+    report = loader().load(model, values if torch.distributed.get_rank() == 0 else None)
+    return [*differences(expected, model), *report.missing_keys, *report.unexpected_keys]
+
+
+def fsdp(model: nn.Module, **options: Any) -> None:
+    fully_shard(model, mesh=mesh(("all", 4)), **options)
+
+
+# ---- buffers ----
+
+
+def _plain_buffers(rank: int) -> list[str]:
+    spec: Any = {"step": ((), torch.int64), "mask": ((3, 5), torch.bool), "mean": ((5,), torch.float64)}
+    return like_sharding_the_loaded_model(partial(Block, {"w": (5, 3)}, spec), fsdp)
+
+
+def test_accelerate_3898_plain_buffers() -> None:
+    all_fine(ranks.run(4, _plain_buffers))
+
+
+def _inv_freq(rank: int) -> list[str]:
+    """Only some ranks made their model for real; the others get what they cannot compute from the lowest of these."""
+    said = []
+    expected = Rotary().inv_freq
+    for makers in ((0,), (2, 3)):
+        model: Any = Rotary() if rank in makers else meta(Rotary)
+        if rank == 3 and rank in makers:
+            model.inv_freq.zero_()  # not the lowest rank: its own values are replaced too
+        fsdp(model)
+        report = loader().load(model, {"w": bits("w", (6, 4), torch.bfloat16)} if rank == 0 else None)
+        if model.inv_freq.dtype != torch.float32 or not torch.equal(model.inv_freq, expected) or report.initialized:
+            said.append(f"{makers}: inv_freq is {model.inv_freq}, initialized {report.initialized}")
+    for make, kind, text in (
+        (
+            lambda: meta(Rotary),
+            epload.ModelMismatch,
+            "inv_freq: 1 of the model's tensors are on meta, no checkpoint",
+        ),
+        (
+            lambda: Rotary() if rank == 1 else meta(lambda: Rotary().bfloat16()),
+            epload.ManifestMismatch,
+            "buffer inv_freq is",
+        ),
+    ):
+        model = make()
+        fsdp(model)
+        try:
+            loader().load(model, {"w": bits("w", (6, 4), torch.bfloat16)} if rank == 0 else None)
+            said.append(f"no {kind.__name__}")
+        except epload.LoadError as error:
+            if (
+                type(error) is not kind
+                or text not in str(error)
+                or model.w.is_meta is (rank == 1 and kind is not epload.ModelMismatch)
+            ):
+                said.append(repr(error))
+    return said
+
+
+def test_skyrl_1709_lmms_engine_185_inv_freq() -> None:
+    all_fine(ranks.run(4, _inv_freq))
+
+
+# ---- layouts and ties, through a full state dict on one rank ----
+
+
+def _tied(rank: int) -> list[str]:
+    said = []
+    for names in (("embed.weight",), ("head.weight",), ("embed.weight", "head.weight")):
+        model = meta(Tied)
+        fsdp(model)
+        values = full_values(meta(Tied))
+        given = {n: t for n, t in values.items() if n not in ("embed.weight", "head.weight") or n in names}
+        loader().load(model, given if rank == 0 else None)
+        if model.head.weight is not model.embed.weight:
+            said.append(f"{names}: untied")
+        part = values["embed.weight"].chunk(4)
+        mine = part[rank] if rank < len(part) else torch.empty(0)
+        if not torch.equal(as_bytes(local_of(model.head.weight)), as_bytes(mine)):
+            said.append(f"{names}: wrong rows")
+    return said
+
+
+def test_skyrl_870_verl_7834_tied_weights() -> None:
+    all_fine(ranks.run(4, _tied))
+
+
+def _broken_ties(rank: int) -> list[str]:
+    """Parallelizing part by part makes two parameters of one; a declared tie fills both."""
+    model = meta(Tied)
+    fully_shard(model.embed, mesh=mesh(("all", 4)))
+    fsdp(model)
+    if model.head.weight is model.embed.weight:
+        return ["expected fully_shard to break the tie"]
+    values = full_values(meta(Tied))
+    weight = values.pop("head.weight")
+    ties = epload.Mapping(ties=(("head.weight", "embed.weight"),))
+    loader().load(model, values if rank == 0 else None, mapping=ties)
+    part = weight.chunk(4)
+    mine = as_bytes(part[rank] if rank < len(part) else torch.empty(0))
+    return [n for n in ("head", "embed") if not torch.equal(as_bytes(local_of(getattr(model, n).weight)), mine)]
+
+
+def test_ties_that_parallelizing_broke() -> None:
+    all_fine(ranks.run(4, _broken_ties))
+
+
+def _empty_shards(rank: int) -> list[str]:
+    return like_sharding_the_loaded_model(partial(Block, {"one": (1, 3), "none": (0, 2), "three": (3,)}), fsdp)
+
+
+def test_transformers_48237_empty_shards() -> None:
+    all_fine(ranks.run(4, _empty_shards))
+
+
+def _meshes(rank: int) -> list[str]:
+    hsdp = partial(fully_shard, mesh=mesh(("replicate", 2), ("shard", 2)))
+    tp = partial(tp_then_fsdp, axes=[("dp", 2), ("tp", 2)])
+    make = partial(Mlp, 7, 5, 3)
+    return like_sharding_the_loaded_model(make, hsdp) + like_sharding_the_loaded_model(make, tp)
+
+
+def test_accelerate_3740_pytorch_134095_136228_n_d_meshes_and_uneven_shards() -> None:
+    all_fine(ranks.run(4, _meshes))
+
+
+def _offloaded(rank: int) -> list[str]:
+    policy = CPUOffloadPolicy(pin_memory=False)
+    return like_sharding_the_loaded_model(partial(Mlp, 7, 5, 3), partial(fsdp, offload_policy=policy))
+
+
+def test_parameters_offloaded_to_cpu() -> None:
+    all_fine(ranks.run(4, _offloaded))
+
+
+def _dtypes(rank: int) -> list[str]:
+    """The checkpoint is fp32, the model bf16; and an integer where the model wants a float."""
+    said = []
+    make = partial(Block, {"w": ((5, 3), torch.bfloat16), "b": ((3,), torch.float16)})
+    wide = {"w": torch.randn(5, 3, generator=torch.Generator().manual_seed(1)), "b": torch.arange(3.0)}
+    model = meta(make)
+    fsdp(model)
+    report = loader().load(model, wide if rank == 0 else None)
+    part = wide["w"].bfloat16().chunk(4)
+    mine = part[rank] if rank < len(part) else torch.empty(0, dtype=torch.bfloat16)
+    if report.casts != 2 or not torch.equal(as_bytes(local_of(model.w)), as_bytes(mine)):
+        said.append(f"{report.casts} casts, {model.w}")
+    model = meta(make)
+    fsdp(model)
+    try:
+        loader().load(model, wide | {"w": torch.arange(15).reshape(5, 3)} if rank == 0 else None)
+        said.append("an integer was taken for a float")
+    except epload.ModelMismatch as error:
+        if "w is int64 in the checkpoint" not in str(error) or not model.w.is_meta:
+            said.append(repr(error))
+    return said
+
+
+def test_accelerate_4021_dtype_mismatch() -> None:
+    all_fine(ranks.run(4, _dtypes))
+
+
+# ---- wrapped models, and parts of models ----
+
+
+class Stages(nn.Module):
+    def __init__(self, held: range) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): nn.Linear(3, 5) for i in held})
+        if 0 in held:
+            self.embed = nn.Embedding(7, 3)
+
+
+def _pipeline(rank: int, folder: Path) -> list[str]:
+    """Two stages of two ranks each; FSDP inside a stage."""
+    stages = [range(3), range(3, 5)]
+    on = mesh(("pp", 2), ("fsdp", 2))["fsdp"]
+    whole = full_values(meta(lambda: Stages(range(5))))
+    said = []
+    for readers in ("one", "every"):
+        model = meta(lambda: Stages(stages[rank // 2]))
+        fully_shard(model, mesh=on)
+        report = loader(readers=readers).load(model, folder / "all.safetensors", local_modules=[LocalModules("")])
+        for name, tensor in model.state_dict().items():
+            part = whole[name].chunk(2)[rank % 2]
+            if not torch.equal(as_bytes(local_of(tensor)), as_bytes(part)):
+                said.append(f"{readers}: {name} differs")
+        if report.missing_keys or report.unexpected_keys:
+            said.append(str(report))
+    return said
+
+
+def test_pipeline_stages(tmp_path: Path) -> None:
+    save_file(full_values(meta(lambda: Stages(range(5)))), tmp_path / "all.safetensors")
+    all_fine(ranks.run(4, _pipeline, tmp_path))
+
+
+def _lora(rank: int, folder: Path) -> list[str]:
+    import peft
+
+    said = []
+    base = small_llama().from_pretrained(folder)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    model: Any = meta(lambda: peft.get_peft_model(small_llama(), config))
+    fully_shard(model.base_model.model.model.layers[0], mesh=mesh(("all", 4)))
+    fsdp(model)
+
+    def init(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
+        for name in names:
+            if "lora" in path or "lora" in name:
+                nn.init.zeros_(module.get_parameter(name))
+            else:
+                base._init_weights(module)  # the rotary buffers
+
+    report = loader().load(model, folder, strict=False, init_missing=init)
+    if report.unexpected_keys or not report.missing_keys or not all(".lora_" in name for name in report.missing_keys):
+        said.append(str(report))
+    state = model.state_dict()
+    for name, value in base.state_dict().items():
+        inner = f"base_model.model.{name}"
+        found = state.get(inner, state.get(inner.replace("_proj.weight", "_proj.base_layer.weight")))
+        part = value.chunk(4)
+        mine = part[rank] if rank < len(part) else value[:0]
+        if found is None or not torch.equal(as_bytes(local_of(found)), as_bytes(mine)):
+            said.append(f"{name} differs")
+    if any(p.requires_grad != ("lora_" in name) for name, p in model.named_parameters()):
+        said.append("frozen and trained parameters are mixed up")
+    return said
+
+
+def test_lora_wrapped_base_weights(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed: pip install -r requirements-dev.txt")
+    torch.manual_seed(0)
+    small_llama().save_pretrained(tmp_path)
+    all_fine(ranks.run(4, _lora, tmp_path))
+
+
+def test_a_compiled_model(tmp_path: Path) -> None:
+    model = small_llama()
+    model.save_pretrained(tmp_path)
+    other: Any = torch.compile(small_llama())
+    report = epload.load(other, tmp_path, progress=False)
+    assert not report.missing_keys
+    assert not report.unexpected_keys
+    for name, value in model.state_dict().items():
+        found: Tensor = other.state_dict()[f"_orig_mod.{name}"]
+        assert torch.equal(found, value), name

@@ -1,0 +1,232 @@
+#include "cases.h"
+
+#include "../../../csrc/bucket_plan.h"
+#include "../../../csrc/cpu/bound.h"
+#include "../../../csrc/cpu/file_digests.h"
+#include "../../../csrc/digest.h"
+#include "../../../csrc/region_copy.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+#include <vector>
+
+namespace {
+
+void require(bool holds, const char* what) {
+  if (!holds) {
+    std::fprintf(stderr, "does not hold: %s\n", what);
+    std::abort();
+  }
+}
+
+// Numbers out of arbitrary bytes; zeros when they are used up.
+class Input {
+ public:
+  Input(const uint8_t* data, size_t size) : data_(data), left_(size) {
+  }
+
+  uint8_t byte() {
+    if (left_ == 0) {
+      return 0;
+    }
+    --left_;
+    return *data_++;
+  }
+
+  int64_t below(int64_t limit) {
+    return byte() % limit;
+  }
+
+  // Mostly small, sometimes any number at all.
+  int64_t number() {
+    const auto kind = byte();
+    if (kind < 200) {
+      return kind % 12;
+    }
+    if (kind < 220) {
+      return -static_cast<int64_t>(byte());
+    }
+    uint64_t value = 0;
+    for (int i = 0; i < 8; ++i) {
+      value = value << 8 | byte();
+    }
+    return static_cast<int64_t>(value);
+  }
+
+ private:
+  const uint8_t* data_;
+  size_t left_;
+};
+
+// Block of just so many bytes, so that a sanitizer sees whatever reaches past them.
+using Block = std::unique_ptr<uint8_t, decltype(&std::free)>;
+
+Block exactly(size_t nbytes) {
+  Block memory(static_cast<uint8_t*>(std::malloc(nbytes + (nbytes == 0))), &std::free);
+  std::memset(memory.get(), 0x11, nbytes);
+  return memory;
+}
+
+constexpr std::array kDtypes = {at::kFloat, at::kByte, at::kShort, at::kBFloat16, at::kDouble};
+
+// What is bound to tensors fills them from the bucket, and from a file of the same bytes, as the copies did.
+void bound_case(
+    const at::Tensor& bucket,
+    const std::vector<at::Tensor>& tensors,
+    const at::Tensor& table,
+    const std::vector<epload::RegionCopy>& copies,
+    const std::vector<uint64_t>& held) {
+  std::vector<int64_t> which, offsets;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    which.push_back(static_cast<int64_t>(which.size()));
+  }
+  for (const auto& copy : copies) {
+    offsets.push_back(copy.bucket_offset);
+  }
+  const auto clear = [&] {
+    for (const auto& tensor : tensors) {
+      if (tensor.nbytes() > 0) {
+        std::memset(tensor.data_ptr(), 0x11, tensor.nbytes());
+      }
+    }
+  };
+  const epload::Gathered gathered(tensors, {});
+  const epload::BoundCopies bound(gathered, which, table, bucket.numel());
+  const epload::BoundReads reads(gathered, which, table, std::vector<int64_t>(copies.size()), offsets, 1);
+  const epload::BoundDigests digests(gathered, which, table);
+  const epload::Gathered again(tensors, gathered.layouts());
+  clear();
+  bound.unpack(bucket, again);
+  require(epload::digest_tensors(tensors, copies) == held, "what is bound unpacks the same");
+  const int file = memfd_create("bucket", 0);
+  require(write(file, bucket.const_data_ptr(), bucket.nbytes()) == static_cast<ssize_t>(bucket.nbytes()), "a file");
+  std::vector<at::ScalarType> dtypes;
+  for (const auto& copy : copies) {
+    dtypes.push_back(tensors[copy.tensor].scalar_type());
+  }
+  require(digests.digests(again) == held, "what is bound has the digests");
+  for (const int64_t piece_bytes : {16, 1 << 10}) { // so that regions are digested in parts, and whole
+    const auto in_file =
+        epload::digest_files({file}, std::vector<int64_t>(copies.size()), copies, dtypes, 1, piece_bytes);
+    require(in_file.outcome.file == -1, "all is digested");
+    require(copies.size() != 1 || in_file.digests == held, "what was unpacked has the digests of the file");
+  }
+  clear();
+  const auto outcome = reads.run({file}, again, 1);
+  close(file);
+  require(outcome.file == -1, "all is read");
+  // Random rows may lie on one another, and are read in the order of the file.
+  require(copies.size() != 1 || epload::digest_tensors(tensors, copies) == held, "what is bound reads the same");
+}
+
+} // namespace
+
+void copy_table_case(const uint8_t* data, size_t size) {
+  Input input(data, size);
+  std::vector<Block> memories;
+  std::vector<at::Tensor> tensors;
+  for (int64_t i = 1 + input.below(3); i > 0; --i) {
+    const auto dtype = kDtypes.at(input.below(kDtypes.size()));
+    std::vector<int64_t> shape;
+    for (int64_t d = input.below(4); d > 0; --d) {
+      shape.push_back(input.below(5));
+    }
+    const auto count = std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+    memories.push_back(exactly(count * c10::elementSize(dtype)));
+    tensors.push_back(at::from_blob(memories.back().get(), shape, at::TensorOptions().dtype(dtype)));
+  }
+  const int64_t nbytes = input.below(256);
+  memories.push_back(exactly(nbytes));
+  const auto bucket = at::from_blob(memories.back().get(), {nbytes}, at::TensorOptions().dtype(at::kByte));
+  const int64_t dims = input.below(4);
+  const auto table = at::empty({input.below(6), 4 + 3 * dims}, at::kLong);
+  auto* entry = table.mutable_data_ptr<int64_t>();
+  for (int64_t i = 0; i < table.numel(); ++i) {
+    entry[i] = input.number();
+  }
+  for (int64_t row = 0; row < table.size(0); ++row) { // or hardly any row would be a good one
+    auto* const code = entry + row * (4 + 3 * dims) + 2;
+    if (*code >= 0 && *code < 12) {
+      *code = static_cast<int64_t>(kDtypes.at(*code % kDtypes.size()));
+    }
+  }
+  try {
+    const auto copies = epload::decode_copies(bucket, tensors, table);
+    epload::region_copy(bucket, tensors, copies, epload::Direction::kUnpack);
+    const auto held = epload::digest_tensors(tensors, copies);
+    require(held.size() == copies.size(), "a digest for each row");
+    bound_case(bucket, tensors, table, copies, held);
+    for (const auto& copy : copies) {
+      const auto sent = epload::digest_unpacked(bucket, copy, tensors[copy.tensor].scalar_type());
+      require(copies.size() != 1 || sent == held.front(), "what was unpacked has the digest of the bucket");
+    }
+    epload::region_copy(bucket, tensors, copies, epload::Direction::kPack);
+  } catch (const c10::Error&) {
+    // refused
+  }
+}
+
+void planner_case(const uint8_t* data, size_t size) {
+  Input input(data, size);
+  std::vector<epload::TensorExtent> tensors;
+  const auto blocks = input.number();
+  const auto capacity = blocks > -1000 && blocks < int64_t{1} << 40 ? blocks * 16 : blocks;
+  const auto alignment = int64_t{1} << input.below(6);
+  const auto header = input.below(80);
+  for (int64_t i = input.below(8); i > 0; --i) {
+    if (input.below(2) == 0) {
+      tensors.push_back({input.number(), input.number(), input.number()});
+      continue;
+    }
+    std::array<int64_t, 3> shape{};
+    for (auto& extent : shape) {
+      extent = input.number();
+    }
+    try {
+      tensors.push_back(epload::extent_of(shape.data(), input.below(4), 1 << input.below(4), capacity - header));
+    } catch (const std::invalid_argument&) {
+      return;
+    }
+  }
+  for (const auto& tensor : tensors) {
+    const bool many = tensor.nbytes > int64_t{1} << 16;
+    if (many && (capacity < tensor.nbytes >> 8 || (tensor.slab > 0 && tensor.slab < tensor.nbytes >> 16))) {
+      return; // more slots than fit into the time of a test; no shape has so many slabs that do not fill a bucket each
+    }
+  }
+  epload::BucketPlan plan;
+  try {
+    plan = epload::plan_buckets(tensors, capacity, alignment, header);
+  } catch (const std::invalid_argument&) {
+    return;
+  }
+  std::vector<int64_t> covered(tensors.size());
+  int64_t tensor = 0;
+  std::vector<int64_t> filled(plan.bucket_nbytes.size(), header);
+  for (const auto& slot : plan.slots) {
+    require(slot.tensor >= tensor && slot.tensor < static_cast<int64_t>(tensors.size()), "slots in tensor order");
+    tensor = slot.tensor;
+    require(slot.tensor_offset == covered[tensor] && slot.nbytes > 0, "pieces that follow one another");
+    covered[tensor] += slot.nbytes;
+    require(slot.bucket >= 0 && slot.bucket < static_cast<int64_t>(filled.size()), "a bucket that exists");
+    require(slot.bucket_offset % alignment == 0 && slot.bucket_offset >= filled[slot.bucket], "aligned, no overlap");
+    filled[slot.bucket] = slot.bucket_offset + slot.nbytes;
+    require(filled[slot.bucket] <= plan.bucket_nbytes[slot.bucket], "inside the bucket");
+    require(plan.bucket_nbytes[slot.bucket] <= capacity, "no bucket above the capacity");
+  }
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    require(covered[i] == tensors[i].nbytes, "all bytes of all tensors");
+  }
+}

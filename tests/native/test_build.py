@@ -1,0 +1,174 @@
+"""The native library: what it links, how a stale one is refused. And who may import whom."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import epload
+from epload import _C
+from epload.native.build import check_torch
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(epload.__file__).parent
+LIBRARY = PACKAGE / "libepload.so"
+SYSTEM_LIBRARIES = ("libstdc++.so", "libgcc_s.so", "libm.so", "libc.so", "libpthread.so", "ld-linux", "libdl.so")
+
+
+def test_build_info() -> None:
+    info = epload.build_info()
+    assert info["version"] == _C.version
+    assert info["torch_version"].split(".")[:2] == torch.__version__.split(".")[:2]
+    assert info["compiler"]
+    assert Path(info["library"]) == LIBRARY
+    assert LIBRARY.is_file()
+    assert info["cuda"] == (PACKAGE / "libepload_cuda.so").is_file()
+    assert info["cuda"] == ("sm_90" in info["cuda_architectures"])
+    assert info["npu"] == (PACKAGE / "libepload_npu.so").is_file()
+    assert info["npu"] == bool(info["torch_npu_version"])
+
+
+@pytest.mark.parametrize(
+    ("built", "running"),
+    [("2.13.0", "2.14.1"), ("2.14.0+cpu", "2.13.0+cu130"), ("2.1.0", "2.11.0"), ("1.13.0", "2.13.0")],
+)
+def test_other_minor_is_refused(built: str, running: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        check_torch(built, running)
+    for part in (built, running, "pip install"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("built", "running"), [("2.13.0", "2.13.0"), ("2.13.0", "2.13.1+cpu"), ("2.13.0a0+git1234", "2.13.0.dev20260101")]
+)
+def test_same_minor_is_accepted(built: str, running: str) -> None:
+    check_torch(built, running)
+
+
+IMPORT_WITH = """
+import sys
+from importlib import util
+from pathlib import Path
+
+spec = util.spec_from_file_location("epload._C", {module!r})
+module = util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.torch_version = {version!r}
+sys.modules["epload._C"] = module
+import torch
+try:
+    import epload
+except ImportError as error:
+    print(error)
+print("ops:", [name for name in ("coalesced_bcast", "pack", "unpack") if hasattr(torch.ops.epload, name)])
+print("mapped:", "libepload.so" in Path("/proc/self/maps").read_text())
+"""
+
+
+def import_with(version: str) -> str:
+    """What a new process says that imports epload as if it had been built for torch ``version``."""
+    script = IMPORT_WITH.format(module=_C.__file__, version=version)
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True
+    ).stdout
+
+
+def test_stale_build_is_refused_before_it_is_loaded() -> None:
+    said = import_with("2.7.1")
+    for part in ("2.7.1", torch.__version__, "pip install", "ops: []", "mapped: False"):
+        assert part in said, said
+
+
+def test_fresh_build_is_loaded() -> None:
+    """So that the test above fails for its own reason only."""
+    said = import_with(torch.__version__)
+    for part in ("ops: ['coalesced_bcast', 'pack', 'unpack']", "mapped: True"):
+        assert part in said, said
+
+
+@pytest.mark.parametrize(
+    ("wanted", "parts"),
+    [("1", ["EPLOAD_CUDA=1", "nvcc", "CUDA_HOME", "EPLOAD_CUDA=0"]), ("yes", ["auto, 0 or 1", "'yes'"])],
+)
+def test_a_build_with_cuda_that_cannot_be_is_refused(wanted: str, parts: list[str], tmp_path: Path) -> None:
+    """In one sentence, before anything is compiled."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path)]
+    environment = {**os.environ, "EPLOAD_CUDA": wanted, "CUDA_HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode != 0
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith("epload: "), done.stderr
+    assert [part for part in parts if part not in said] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "parts"),
+    [("1", ["EPLOAD_NPU=1", "torch_npu", "no CANN", "EPLOAD_NPU=0"]), ("auto", ["0 or 1", "'auto'"])],
+)
+def test_a_build_for_ascend_that_cannot_be_is_refused(wanted: str, parts: list[str], tmp_path: Path) -> None:
+    """The environment of these tests has no torch_npu: with it, importing torch alone would want CANN."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path)]
+    environment = {**os.environ, "EPLOAD_NPU": wanted, "EPLOAD_CUDA": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode != 0
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith("epload: "), done.stderr
+    assert [part for part in parts if part not in said] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def binutils(*command: str) -> list[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+
+
+def test_library_needs_no_python() -> None:
+    """It would otherwise be bound to one Python version."""
+    undefined = [line.split()[-1] for line in binutils("nm", "-D", "--undefined-only", str(LIBRARY))]
+    assert undefined
+    assert [symbol for symbol in undefined if symbol.lstrip("_").startswith("Py")] == []
+
+
+def needed(library: Path) -> list[str]:
+    lines = binutils("readelf", "-d", "-W", str(library))
+    return [line.split("[")[1].rstrip("]") for line in lines if "(NEEDED)" in line]
+
+
+def test_library_needs_only_torch_core() -> None:
+    names = needed(LIBRARY)
+    assert {"libc10.so", "libtorch_cpu.so"} <= set(names)
+    others = [name for name in names if name not in ("libc10.so", "libtorch_cpu.so")]
+    assert [name for name in others if not name.startswith(SYSTEM_LIBRARIES)] == []
+
+
+CUDA_LIBRARY = PACKAGE / "libepload_cuda.so"
+
+
+@pytest.mark.skipif(not epload.build_info()["cuda"], reason="this build has no CUDA kernels (EPLOAD_CUDA)")
+def test_cuda_library_needs_neither_torch_nor_a_driver() -> None:
+    """So that a build with kernels runs where there is no CUDA."""
+    assert [name for name in needed(CUDA_LIBRARY) if not name.startswith((*SYSTEM_LIBRARIES, "librt.so"))] == []
+    symbols = {line.split()[-1] for line in binutils("nm", "-D", "--defined-only", str(CUDA_LIBRARY))}
+    interface = {"epload_cuda_interface", "epload_cuda_ready", "epload_cuda_region_copy", "epload_cuda_error"}
+    assert symbols == interface
+
+
+MODULES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def holding(*texts: str) -> list[str]:
+    return [module for module, path in MODULES.items() if any(text in path.read_text() for text in texts)]
+
+
+def test_one_file_names_the_native_ops() -> None:
+    assert holding("torch.ops.epload") == ["native/ops.py"]
+
+
+def test_two_files_touch_private_dtensor_state() -> None:
+    assert sorted(holding("._spec", "._local_tensor")) == ["model/dtensor.py", "model/materialize.py"]

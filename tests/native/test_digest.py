@@ -1,0 +1,96 @@
+"""Checksums and digests of regions, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epload.core import dtypes
+from epload.native import ops
+from support.region_copies import Problem, problems, table_of
+
+
+@settings(max_examples=150, deadline=None)
+@given(size=st.integers(0, 300), seed=st.integers(0, 9), data=st.data())
+def test_a_checksum_sees_every_bit(size: int, seed: int, data: st.DataObject) -> None:
+    bytes_ = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    before = ops.checksum(bytes_)
+    assert 0 < before < 1 << 64
+    assert before == ops.checksum(bytes_.clone())
+    assert before != ops.checksum(torch.cat([bytes_, torch.zeros(1, dtype=torch.uint8)]))
+    if size:
+        bytes_[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        assert before != ops.checksum(bytes_)
+
+
+def test_words_that_change_places_are_seen() -> None:
+    words = torch.arange(64)
+    changed = {ops.checksum(words)}
+    for step in (1, 2, 4, 8, 32):
+        changed.add(ops.checksum(words.roll(step)))
+    assert len(changed) == 6
+
+
+def reference(data: bytes) -> int:
+    """As csrc/checksum.h describes it, a bit at a time."""
+    lanes = [0xFFFFFFFF] * 4
+    for at in range(0, len(data), 32):
+        block = data[at : at + 32].ljust(32, b"\0")
+        for i, byte in enumerate(block):
+            crc = lanes[i // 8] ^ byte
+            for _ in range(8):
+                crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+            lanes[i // 8] = crc
+    mixed = len(data)
+    for lane in lanes:
+        mixed = (mixed ^ lane) * 0x9E3779B97F4A7C15 % (1 << 64)
+        mixed ^= mixed >> 32
+    return mixed or 1
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 31, 32, 33, 64, 100, 1000])
+def test_a_checksum_is_that_of_the_description(size: int) -> None:
+    """Whatever instructions the machine has: ranks of different machines compare theirs."""
+    data = bytes(i * 37 % 256 for i in range(size))
+    assert ops.checksum(torch.tensor(list(data), dtype=torch.uint8)) == reference(data)
+
+
+def test_what_is_not_contiguous_is_refused() -> None:
+    with pytest.raises(ValueError, match="checksum: expected a contiguous tensor"):
+        ops.checksum(torch.zeros(4, 4)[:, 1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(problem=problems())
+def test_digests_are_those_of_the_regions(problem: Problem) -> None:
+    """Of tensors, the region's elements one after the other; of a bucket, what unpacking makes of it."""
+    bucket, tensors = problem.bucket(), problem.tensors([base.clone() for base in problem.bases])
+    table = table_of(problem.rows, problem.dims)
+    ops.unpack(bucket, tensors, table)
+    boxes = [
+        tensors[row.tensor][tuple(slice(a, a + n) for a, n in zip(row.start, row.size, strict=True))]
+        for row in problem.rows
+    ]
+    held = ops.digest_tensors(tensors, table).tolist()
+    assert [digest & (1 << 64) - 1 for digest in held] == [ops.checksum(box.contiguous()) for box in boxes]
+    gathered, _ = ops.gather(tensors)
+    bound = ops.bind_digests(gathered, range(len(tensors)), table)
+    assert ops.digest_bound(gathered, bound).tolist() == held
+    for row, number in zip(table, table[:, 0].tolist(), strict=True):
+        row[0] = dtypes.code(tensors[number].dtype)
+    assert ops.digest_bucket(bucket, table).tolist() == held
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [(0, 999, "dtype code"), (1, -1, "outside the bucket"), (1, 61, "outside the bucket"), (2, 999, "dtype code"),
+     (3, 2, "dims"), (5, 17, "outside the bucket"), (5, -1, "negative"), (6, 1 << 62, "outside the bucket")],
+)  # fmt: skip
+def test_a_table_that_reaches_outside_the_bucket_is_refused(column: int, value: int, said: str) -> None:
+    table = torch.tensor([[dtypes.code(torch.float32), 0, dtypes.code(torch.float32), 1, 0, 16, 1]])
+    ops.digest_bucket(torch.zeros(64, dtype=torch.uint8), table)
+    table[0, column] = value
+    with pytest.raises(ValueError, match=said):
+        ops.digest_bucket(torch.zeros(64, dtype=torch.uint8), table)

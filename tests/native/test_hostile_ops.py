@@ -1,0 +1,57 @@
+"""Hostile arguments for every op of torch.ops.epload: refused, or harmless, but never the end of the process.
+
+Each op is called many times in a process of its own, so that a crash is a failure here and not the end of pytest. What calls it
+is ``hostile_ops.py``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from campaigns import hostile_ops
+from epload.native import ops
+from support import ranks
+
+LIMIT = 300.0
+"""Seconds."""
+
+
+def run_script(*words: str) -> str:
+    status, output = ranks.run_alone(hostile_ops.main, *words, limit=LIMIT)
+    lines = output.splitlines()
+    assert status == 0, f"ended with {status} after:\n" + "\n".join(lines[-12:])
+    return lines[-1]
+
+
+def test_every_op_is_covered() -> None:
+    names = {schema.name.partition("::")[2] for schema in torch._C._jit_get_all_schemas() if "epload::" in schema.name}
+    assert set(hostile_ops.CALLS) == names
+
+
+@pytest.mark.parametrize("op", sorted(hostile_ops.CALLS))
+def test_no_argument_ends_the_process(op: str) -> None:
+    calls, refused = map(int, run_script("arguments", op).split())
+    assert calls >= 10
+    assert 0 < refused <= calls
+
+
+@pytest.mark.parametrize("case", sorted(hostile_ops.SEQUENCES))
+def test_no_order_of_calls_ends_the_process(case: str) -> None:
+    assert run_script("sequence", case) == "survived"
+
+
+def test_gather_takes_no_address() -> None:
+    schema = str(torch.ops.epload.gather.default._schema)
+    assert "Tensor" not in schema.replace("Tensor?", ""), schema
+    for ticket in (1, -1, 0, 1 << 62):
+        with pytest.raises(ValueError, match="gather: expected the ticket of tensors that were just handed over"):
+            torch.ops.epload.gather(ticket)
+
+
+def test_a_ticket_is_good_for_one_call() -> None:
+    tensors = [torch.arange(4.0)]
+    ticket = ops._C.hand_over(tensors)
+    torch.ops.epload.gather(ticket)
+    with pytest.raises(ValueError, match=f"just handed over .*, got {ticket}"):
+        torch.ops.epload.gather(ticket)

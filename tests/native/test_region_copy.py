@@ -1,0 +1,263 @@
+"""The batched region copy: equal to plain torch views and copy_."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx import operator_schemas
+
+from epload.native import ops
+from support.region_copies import (
+    DTYPES,
+    FLOATS,
+    Problem,
+    Row,
+    as_bytes,
+    big_problem,
+    check_equal,
+    problems,
+    random_values,
+    table_of,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(problems(), st.booleans())
+def test_equal_to_plain_torch(problem: Problem, unpack: bool) -> None:
+    check_equal(problem, unpack, ops.unpack if unpack else ops.pack)
+
+
+def unpack_bound(bucket: Tensor, tensors: list[Tensor], copies: Tensor) -> None:
+    """Bound among others and in another order; used for these, after it was for others of equal layouts."""
+    others = [torch.empty(t.untyped_storage().nbytes() // t.itemsize, dtype=t.dtype) for t in tensors]
+    others = [o.as_strided(t.shape, t.stride(), t.storage_offset()) for o, t in zip(others, tensors, strict=True)]
+    more = torch.zeros(3)
+    gathered, *_ = ops.gather([*others[::-1], more])
+    regions = ops.bind_copies(gathered, range(len(tensors))[::-1], copies, bucket.numel())
+    ops.unpack_bound(bucket, gathered, regions)
+    backwards = [*tensors[::-1], more]
+    again, _ = ops.gather(backwards, ops.layouts(gathered))
+    ops.unpack_bound(bucket, again, regions)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems())
+def test_what_is_bound_is_equal_to_plain_torch(problem: Problem) -> None:
+    check_equal(problem, True, unpack_bound)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_unpack_undoes_pack(problem: Problem) -> None:
+    """Bit for bit, where no dtype is converted."""
+    rows = [row for row in problem.rows if row.dtype == problem.bases[row.tensor].dtype]
+    bucket = problem.bucket()
+    ops.pack(bucket, problem.tensors(problem.bases), table_of(rows, problem.dims))
+    bases = [base.clone() for base in problem.bases]
+    for row in rows:
+        shape, strides, front = problem.views[row.tensor]
+        bytes_of = as_bytes(bases[row.tensor]).view(-1, row.dtype.itemsize)
+        ids = torch.arange(len(bytes_of)).as_strided(shape, strides, front)
+        for dim, (start, size) in enumerate(zip(row.start, row.size, strict=True)):
+            ids = ids.narrow(dim, start, size)
+        bytes_of[ids.reshape(-1)] = 0
+    ops.unpack(bucket, problem.tensors(bases), table_of(rows, problem.dims))
+    for got, want in zip(bases, problem.bases, strict=True):
+        assert torch.equal(as_bytes(got), as_bytes(want))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [0, 1, 16])
+def test_every_dtype_and_bit_pattern(dtype: torch.dtype, offset: int) -> None:
+    """All 256 byte values move unchanged, NaNs too."""
+    values = torch.arange(256, dtype=torch.uint8)
+    values = (values % 2 if dtype is torch.bool else values).view(dtype)
+    row = Row(0, offset, dtype, [0], [len(values)], [1])
+    bucket = torch.zeros(offset + 256, dtype=torch.uint8)
+    ops.pack(bucket, [values], table_of([row], 1))
+    assert torch.equal(bucket[offset:], as_bytes(values))
+    target = torch.zeros(256, dtype=torch.uint8).view(dtype)
+    ops.unpack(bucket, [target], table_of([row], 1))
+    assert torch.equal(as_bytes(target), as_bytes(values))
+
+
+@pytest.mark.parametrize("source", FLOATS, ids=str)
+@pytest.mark.parametrize("target", FLOATS, ids=str)
+@pytest.mark.parametrize("offset", [0, 1, 3, 8])
+def test_conversion_is_that_of_copy(source: torch.dtype, target: torch.dtype, offset: int) -> None:
+    values = random_values(60, source, 3).view(4, 15)
+    values[0, 0] = float("nan")
+    rows = [Row(0, offset, source, [1, 0], [3, 15], [15, 1]), Row(0, offset + 45 * 8, source, [0, 0], [1, 15], [1, 1])]
+    bucket = torch.full((offset + 60 * 8 + 1,), 0xA5, dtype=torch.uint8)
+    ops.pack(bucket, [values], table_of(rows, 2))
+    got = torch.zeros(15, 4, dtype=target).t()
+    ops.unpack(bucket, [got], table_of(rows, 2))
+    want = torch.empty(4, 15, dtype=target).copy_(values)
+    torch.testing.assert_close(got.contiguous(), want, rtol=0, atol=0, equal_nan=True)
+
+    rows = [Row(0, offset, source, [0, 0], [4, 15], [1, 4])]
+    converted = torch.full_like(bucket, 0x5A)
+    ops.pack(converted, [want], table_of(rows, 2))
+    raw = converted[offset : offset + 60 * source.itemsize].clone().view(source).view(15, 4).t()
+    torch.testing.assert_close(raw, torch.empty_like(raw).copy_(want), rtol=0, atol=0, equal_nan=True)
+    assert set(converted[:offset].tolist()) <= {0x5A}
+    assert set(converted[offset + 60 * source.itemsize :].tolist()) == {0x5A}
+
+
+@pytest.mark.parametrize("lazy", ["conj", "neg"])
+def test_lazy_views_are_resolved_or_refused(lazy: str) -> None:
+    """torch resolves them for an op that reads them and refuses them for one that writes a list of them."""
+    values = torch.arange(6, dtype=torch.float32).view(3, 2)
+    source = torch.view_as_complex(values)
+    source = source.conj() if lazy == "conj" else source.conj().imag
+    row = Row(0, 0, source.dtype, [0], [3], [1])
+    bucket = torch.zeros(source.nbytes, dtype=torch.uint8)
+    ops.pack(bucket, [source], table_of([row], 1))
+    assert torch.equal(bucket.view(source.dtype), source.clone())
+    before = bucket.clone()
+    with pytest.raises(RuntimeError, match="aterialize"):
+        ops.unpack(bucket, [source], table_of([row], 1))
+    assert torch.equal(bucket, before)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_two_threads_equal_one(two_threads: None) -> None:
+    tensors, rows, nbytes = big_problem()
+    table = table_of(rows, 2)
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        bucket = torch.zeros(nbytes, dtype=torch.uint8)
+        ops.pack(bucket, tensors, table)
+        targets = [torch.zeros_like(t) for t in tensors]
+        ops.unpack(bucket, targets, table)
+        results.append((bucket, targets))
+    assert torch.equal(results[0][0], results[1][0])
+    for index, tensor in enumerate(tensors):
+        want = tensor.bfloat16().float() if index == 2 else tensor
+        assert torch.equal(results[0][1][index], want)
+        assert torch.equal(results[1][1][index], want)
+
+
+MEGABYTES = 9 << 20
+"""Of each of two regions: enough for two threads."""
+
+
+@pytest.mark.parametrize("run", [1, 100, 1023, 1024, 1025, 1087, 1088, 5003])
+@pytest.mark.parametrize("shift", [0, 1, 33])
+def test_megabytes_of_no_alignment(two_threads: None, run: int, shift: int) -> None:
+    """A run a row on both sides, and one long run; the bytes between them stay as they were."""
+    rows_of = MEGABYTES // run
+    whole = torch.arange(shift + rows_of * (run + 3), dtype=torch.int32).to(torch.uint8)
+    bucket = torch.arange(rows_of * (run + 5) + MEGABYTES, dtype=torch.int32).mul_(7).to(torch.uint8)
+    target = whole[shift:].view(rows_of, run + 3)[:, 1 : 1 + run]
+    long = torch.zeros(shift + MEGABYTES, dtype=torch.uint8)
+    rows = [
+        Row(0, 2, torch.uint8, [0, 0], [rows_of, run], [run + 5, 1]),
+        Row(1, rows_of * (run + 5) + 3, torch.uint8, [0], [MEGABYTES - 9], [1]),
+    ]
+    expected, expected_long = whole.clone(), long.clone()
+    rows_in_bucket = bucket[: rows_of * (run + 5)].view(rows_of, run + 5)
+    expected[shift:].view(rows_of, run + 3)[:, 1 : 1 + run] = rows_in_bucket[:, 2 : 2 + run]
+    expected_long[shift : shift + MEGABYTES - 9] = bucket[rows_of * (run + 5) + 3 :][: MEGABYTES - 9]
+    ops.unpack(bucket, [target, long[shift:]], table_of(rows, 2))
+    assert torch.equal(whole, expected)
+    assert torch.equal(long, expected_long)
+
+
+def test_regions_that_interleave_in_the_bucket(two_threads: None) -> None:
+    """Two converted, misaligned regions share no byte but lie between each other's elements; two threads must not mix
+    them up."""
+    count = 4 << 20
+    tensors = [torch.full((count,), 1.0), torch.full((count,), 2.0)]
+    width = torch.bfloat16.itemsize
+    rows = [Row(i, 1 + i * width, torch.bfloat16, [0], [count], [2]) for i in range(2)]
+    bucket = torch.zeros(1 + 2 * count * width, dtype=torch.uint8)
+    for _ in range(3):
+        bucket.zero_()
+        ops.pack(bucket, tensors, table_of(rows, 1))
+        got = bucket[1:].clone().view(torch.bfloat16).view(count, 2).sum(dim=0, dtype=torch.float32)
+        assert got.tolist() == [count, 2 * count]
+
+
+def test_no_rows_and_empty_regions() -> None:
+    bucket = torch.zeros(0, dtype=torch.uint8)
+    ops.unpack(bucket, [], torch.empty((0, 4), dtype=torch.int64))
+    ops.unpack(bucket, [torch.zeros(3)], torch.empty((0, 16), dtype=torch.int64))
+    empty = Row(0, 0, torch.float32, [1, 0], [2, 0], [0, 1])
+    ops.unpack(bucket, [torch.zeros(3, 0)], table_of([empty], 2))
+    ops.pack(bucket, [torch.zeros(3, 0)], table_of([empty], 2))
+
+
+def test_parameters_record_no_gradient() -> None:
+    layer = torch.nn.Linear(4, 3)
+    before = layer(torch.ones(1, 4)).sum()
+    rows = [Row(0, 0, torch.float32, [0, 0], [3, 4], [4, 1]), Row(1, 48, torch.bfloat16, [0], [3], [1])]
+    bucket = torch.cat([torch.arange(12.0).view(torch.uint8), torch.ones(3, dtype=torch.bfloat16).view(torch.uint8)])
+    parameters = [layer.weight, layer.bias]
+    ops.unpack(bucket, parameters, table_of(rows, 2))
+    for parameter in parameters:
+        assert parameter.is_leaf
+        assert parameter.requires_grad
+        assert parameter.grad_fn is None
+    assert layer.weight.flatten().tolist() == list(range(12))
+    assert layer.bias.tolist() == [1, 1, 1]
+    packed = torch.zeros_like(bucket)
+    ops.pack(packed, parameters, table_of(rows, 2))
+    assert torch.equal(packed, bucket)
+    assert not packed.requires_grad
+    layer(torch.ones(1, 4)).sum().backward()
+    assert layer.weight.grad is not None
+    assert before.requires_grad
+
+
+def test_autograd_learns_of_the_write() -> None:
+    """A backward that needs the values from before must fail rather than use the new ones."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    loss = (weight * weight).sum()
+    row = Row(0, 0, torch.float32, [0], [4], [1])
+    ops.unpack(torch.zeros(16, dtype=torch.uint8), [weight], table_of([row], 1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.fixture
+def stream_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads schemas by evaluating their type names and does not know this one."""
+    monkeypatch.setitem(operator_schemas._type_eval_globals, "Stream", torch.Stream)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck(stream_type: None, requires_grad: bool) -> None:
+    tensors = [torch.randn(4, 6, requires_grad=requires_grad), torch.randn(3)]
+    rows = [Row(0, 0, torch.float32, [1, 2], [3, 4], [6, 1]), Row(1, 100, torch.bfloat16, [0], [3], [1])]
+    table = table_of(rows, 2)
+    bucket = torch.zeros(256, dtype=torch.uint8)
+    torch.library.opcheck(torch.ops.epload.pack.default, (bucket, tensors, table))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    # A leaf that requires grad cannot be changed in place inside a traced graph.
+    extra = () if requires_grad else ("test_aot_dispatch_dynamic",)
+    torch.library.opcheck(torch.ops.epload.unpack.default, (bucket, tensors, table), test_utils=tests + extra)
+    torch.library.opcheck(
+        torch.ops.epload.coalesced_bcast.default, (tensors, 0, "", "", 64, "two_level"), test_utils=tests + extra
+    )
+
+
+def test_reference_bytes() -> None:
+    """The table's columns, spelled out once without the helpers of this file."""
+    bucket = torch.tensor([9, 9, 1, 2, 3, 4, 5, 6], dtype=torch.uint8)
+    target = torch.zeros(3, 2, dtype=torch.uint8)
+    ops.unpack(bucket, [target], torch.tensor([[0, 2, 0, 2, 1, 0, 2, 2, 3, 1]]))
+    assert target.tolist() == [[0, 0], [1, 2], [4, 5]]

@@ -1,0 +1,291 @@
+"""Reading regions of files straight into tensors, against plain torch on the files' bytes."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from epload.core import dtypes
+from epload.native import ops
+from support.region_reads import BF16, F32, Files, Row, Shape, row_major, table_of
+
+SCRATCH = 4 << 20
+"""Bytes that go through a thread's buffer at once; what is more is read in parts."""
+
+
+def filled(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full((torch.Size(shape).numel() * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def test_contiguous_rows_are_one_request_each_byte_once(files: Files) -> None:
+    number = files.add(1 << 20)
+    rows = [Row(number, 4000 * i, (1000,), F32, (0,), (1000,), i, (0,)) for i in range(200)]
+    assert files.check(rows, [filled((1000,)) for _ in rows]) == 200 * 4000
+    assert files.check(rows[::-1], [filled((1000,)) for _ in rows]) == 200 * 4000, "in any order"
+
+
+@pytest.mark.parametrize("threads", [-1, 0, 1, 2, 7])
+def test_any_number_of_threads(files: Files, threads: int) -> None:
+    number = files.add(3 << 20)
+    rows = [Row(number, 12_000 * i, (100, 10), F32, (0, 3), (100, 4), 0, (100 * i, 1)) for i in range(250)]
+    files.check(rows, [filled((25_000, 6))], threads)
+
+
+@pytest.mark.parametrize("gap", [0, 1, 4095, 4096, 4097, 100_000])
+@pytest.mark.parametrize("length", [1000, 30_000])
+def test_gaps(files: Files, length: int, gap: int) -> None:
+    """What lies between is read where that is cheaper than a request of its own, and goes nowhere."""
+    step = length + gap
+    number = files.add(40 * step)
+    rows = [Row(number, step * i, (length,), torch.uint8, (0,), (length,), 0, (length * i,)) for i in range(40)]
+    nbytes = files.check(rows, [filled((40 * length,), torch.uint8)])
+    assert nbytes == 40 * length + 39 * gap if gap <= 4096 else nbytes == 40 * length
+
+
+@pytest.mark.parametrize("around", [0, 64, 4096, 64 << 10, 256 << 10, 4 << 20])
+def test_lengths_and_places_of_no_alignment(files: Files, around: int) -> None:
+    """Bytes before and after each row stay as they were."""
+    number = files.add(5 * (2 * around + 20_000))
+    rows = []
+    offset, place = 3, 5
+    for length in (max(around - 1, 1), around + 1, around + 65, around + 1027):
+        rows.append(Row(number, offset, (length,), torch.uint8, (0,), (length,), 0, (place,)))
+        offset += length + 5001
+        place += length + 7
+    files.check(rows, [filled((place + 100,), torch.uint8)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "start", "size"),
+    [
+        ((300, 1000), (0, 250), (300, 250)),  # Shard(1): most of a span is not wanted
+        ((300, 1000), (10, 0), (7, 1000)),
+        ((40, 30, 20), (3, 5, 7), (30, 20, 10)),
+        ((2000, 4096), (0, 1), (2000, 1)),  # one element in 16 kB
+        ((3, 2, 1 << 20), (0, 1, 5), (3, 1, (1 << 20) - 9)),  # rows larger than a quarter of the scratch buffer
+        ((1 << 18, 9), (0, 2), (1 << 18, 7)),  # a span of 9 MB
+        ((2, 3 << 19), (0, 7), (2, (3 << 19) - 7)),  # halves of 6 MB
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_strided_in_the_file(files: Files, shape: Shape, start: Shape, size: Shape, turned: bool) -> None:
+    number = files.add(64 + 4 * torch.Size(shape).numel())
+    dims = tuple(reversed(range(len(size))))
+    target = filled(tuple(size[d] for d in dims)).permute(dims) if turned else filled(size)
+    nbytes = files.check([Row(number, 64, shape, F32, start, size, 0, (0,) * len(size))], [target])
+    span = 1 + sum((n - 1) * stride for n, stride in zip(size, row_major(shape), strict=True))
+    assert target.nbytes <= nbytes <= 4 * span, "no byte is read twice"
+
+
+def test_sparse_spans_are_read_in_parts(files: Files) -> None:
+    """A quarter of a percent of a 100 MB span: not all of it is read."""
+    number = files.add(100 << 20)
+    row = Row(number, 0, (1600, 16384), F32, (0, 5), (1600, 40), 0, (0, 0))
+    assert files.check([row], [filled((1600, 40))]) < 10 << 20
+
+
+def test_large_and_cast_rows_go_through_the_scratch_buffer(files: Files) -> None:
+    count = 5 * SCRATCH // 4 + 3
+    number = files.add(4 * count + 2)
+    files.check([Row(number, 2, (count,), F32, (0,), (count,), 0, (0,))], [filled((count,))])
+    files.check([Row(number, 2, (2 * count,), BF16, (1,), (2 * count - 1,), 0, (0,))], [filled((2 * count - 1,))])
+
+
+CASTS = [(F32, BF16), (BF16, F32), (torch.int64, torch.int32), (torch.uint8, torch.float64), (torch.int16, torch.bool)]
+
+
+@pytest.mark.parametrize(("stored", "wanted"), CASTS)
+def test_casts(files: Files, stored: torch.dtype, wanted: torch.dtype) -> None:
+    number = files.add(200_000)
+    rows = [
+        Row(number, 5, (60, 70), stored, (2, 3), (50, 60), 0, (1, 0)),
+        Row(number, 50_008, (4000,), stored, (0,), (4000,), 1, (0,)),
+        Row(number, 100_001, (), stored, (), (), 2, ()),
+    ]
+    targets = [filled((52, 60)), filled((4000,)), filled(())]
+    files.check(rows, [target.to(wanted) for target in targets])
+
+
+def test_many_tiny_rows_of_several_files(files: Files) -> None:
+    for _ in range(3):
+        files.add(90_001)
+    rows = [Row(i % 3, 3 * (i // 3), (3,), torch.uint8, (0,), (3,), i % 5, (3 * (i // 5),)) for i in range(90_000)]
+    assert files.check(rows, [filled((54_000,), torch.uint8) for _ in range(5)]) == 270_000
+
+
+def test_nothing_to_read(files: Files) -> None:
+    number = files.add(10)
+    rows = [
+        Row(number, 0, (0,), F32, (0,), (0,), 0, (0,)),
+        Row(number, 1 << 50, (3, 0), F32, (0, 0), (3, 0), 1, (0, 0)),
+    ]
+    assert files.check(rows, [filled((5,)), filled((3, 2))]) == 0
+    empty = torch.zeros(0, dtype=torch.int64)
+    nothing = empty, empty, empty.view(0, 2), [], empty.view(0, 7)
+    assert ops.read_regions([], *nothing, 2) == (0, -1, 0, 0)
+
+
+def test_the_same_bytes_for_several_targets(files: Files) -> None:
+    number = files.add(5000)
+    rows = [Row(number, offset, (100,), F32, (0,), (100,), i, (0,)) for i, offset in enumerate((0, 0, 40, 396, 400))]
+    files.check(rows, [filled((100,)) for _ in rows])
+
+
+# ---- failures ----
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_file_that_is_too_short(files: Files, threads: int, strided: bool) -> None:
+    files.add(100_000)
+    number = files.add(100_000)
+    os.truncate(files.paths[number], 50_001)
+    size = (25, 500) if strided else (25, 1000)
+    *where, table = table_of([Row(file, 0, (25, 1000), F32, (0, 0), size, file, (0, 0)) for file in (0, number)])
+    targets = [filled(size), filled(size)]
+    _, bad, offset, error = ops.read_regions(files.descriptors, *where, targets, table, threads)
+    assert (bad, offset, error) == (number, 50_001, 0)
+    table[:, 0] = dtypes.code(F32)
+    _, (_, *where_it_ended) = ops.digest_files(files.descriptors, *where, table, threads)
+    assert where_it_ended == [number, 50_001, 0]
+
+
+def test_descriptors_that_cannot_be_read(files: Files, tmp_path: Path) -> None:
+    files.add(1000)
+    *where, table = table_of([Row(i, 0, (10,), F32, (0,), (10,), i, (0,)) for i in range(2)])
+    write_only = os.open(tmp_path / "w", os.O_WRONLY | os.O_CREAT)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    read_end, write_end = os.pipe()
+    try:
+        for descriptor, expected in (
+            (-1, errno.EBADF),
+            (write_only, errno.EBADF),
+            (folder, errno.EISDIR),
+            (read_end, errno.ESPIPE),
+        ):
+            targets = [filled((10,)), filled((10,))]
+            descriptors = [files.descriptors[0], descriptor]
+            _, bad, offset, error = ops.read_regions(descriptors, *where, targets, table, 2)
+            assert (bad, offset, error) == (1, 0, expected)
+            codes = table.clone()
+            codes[:, 0] = dtypes.code(F32)
+            assert ops.digest_files(descriptors, *where, codes, 2)[1][1:] == (1, 0, expected)
+    finally:
+        for descriptor in (write_only, folder, read_end, write_end):
+            os.close(descriptor)
+
+
+def test_wrong_arguments_read_nothing(files: Files) -> None:
+    number = files.add(10_000)
+    good = Row(number, 0, (10, 10), F32, (0, 0), (10, 10), 0, (0, 0))
+    targets = [filled((10, 10)), filled((10, 10))]
+    before = [target.clone().view(torch.uint8) for target in targets]
+
+    def refused(
+        text: str,
+        change: list[tuple[int, int]],
+        file: int = number,
+        offset: int = 0,
+        origin: tuple[int, int] = (1, 0),
+        **others: object,
+    ) -> None:
+        """With some entries of the second row changed, and of the tensor that it is of."""
+        files_of, offsets, origins, table = table_of([good, Row(**{**vars(good), "target": 1})])
+        for column, value in change:
+            table[1, column] = value
+        files_of[1], offsets[1], origins[1] = file, offset, torch.tensor(origin)
+        arguments = {
+            "descriptors": files.descriptors, "files": files_of, "offsets": offsets, "origins": origins,
+            "targets": targets, "copies": table, **others,
+        }  # fmt: skip
+        with pytest.raises(ValueError, match=text):
+            ops.read_regions(*arguments.values(), 2)  # type: ignore[arg-type]
+        assert all(torch.equal(t.view(torch.uint8), b) for t, b in zip(targets, before, strict=True)), (
+            "nothing was read"
+        )
+
+    refused("outside tensor 1", [(4, 1)])
+    refused("outside tensor 1", [(7, 11)])
+    refused("outside tensor 1", [(4, -1)])
+    refused("row 1", [(0, 2)])
+    refused("row 1", [(0, -1)])
+    refused("row 1", [], offset=-4)
+    refused("row 1", [], offset=2**63 - 1)
+    refused("row 1", [], origin=(1, -1))
+    refused("row 1 starts at byte 8 of tensor 2 of 2", [], origin=(2, 8))
+    refused("row 1 starts at byte 8 of tensor -1 of 2", [], origin=(-1, 8))
+    refused("row 1 starts at byte 9223372036854775807 of tensor 1", [], offset=1, origin=(1, 2**63 - 1))
+    refused("row 1", [(2, 9999)])
+    refused("row 1", [(3, 1)])
+    refused("row 1 has a negative size or stride in dim 0", [(8, -10)])
+    refused("row 1", [(8, 2**62)])
+    refused("row 1 names file 1", [], 1)
+    refused("row 1 names file -1", [], -1)
+    refused("1 files and 2 offsets", [], files=torch.zeros(1, dtype=torch.int64))
+    refused("got origins of shape .1, 2. for rows of shape .2, ", [], origins=torch.zeros(1, 2, dtype=torch.int64))
+    refused("origins.* of shape .2, 3.", [], origins=torch.zeros(2, 3, dtype=torch.int64))
+    refused("origins .* got Float", [], origins=torch.zeros(2, 2))
+    refused("origins .* contiguous", [], origins=torch.zeros(2, 2, dtype=torch.int64).T)
+    refused("origins .* for rows of shape .14.", [], copies=torch.zeros(14, dtype=torch.int64))
+    for name in ("files", "offsets"):
+        refused(f"expected {name} as a contiguous 1-D int64", [], **{name: torch.zeros(2)})
+        refused(f"expected {name} as a contiguous 1-D int64", [], **{name: torch.zeros(2, 1, dtype=torch.int64)})
+    refused("meta", [], targets=[targets[0], targets[1].to("meta")])
+
+
+# ---- any shapes ----
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[list[int], list[tuple[Shape, list[int]]], list[Row], torch.dtype]:
+    """Sizes of files; shapes and orders of dims of targets; rows whose places in the targets do not overlap."""
+    sizes = draw(st.lists(st.integers(9000, 30_000), min_size=1, max_size=3))
+    wanted = draw(st.sampled_from((F32, BF16, torch.int64)))
+    targets: list[tuple[Shape, list[int]]] = []
+    rows = []
+    for i in range(draw(st.integers(1, 4))):
+        dims = draw(st.integers(0, 4))
+        shape = tuple(draw(st.lists(st.integers(1, 7), min_size=dims, max_size=dims)))
+        targets.append((shape, draw(st.permutations(range(dims)))))
+        cut = draw(st.integers(0, shape[0])) if dims else 0
+        for low, high in {(0, cut), (cut, shape[0])} if dims else {(0, 0)}:
+            stored = draw(st.sampled_from((wanted, F32, torch.int16)))
+            size = (high - low, *shape[1:]) if dims else ()
+            start = tuple(draw(st.integers(0, 2)) for _ in size)
+            around = tuple(a + n + draw(st.integers(0, 2)) for a, n in zip(start, size, strict=True))
+            offset = draw(st.integers(0, 300))
+            at = (low, *(0,) * (dims - 1)) if dims else ()
+            rows.append(Row(draw(st.integers(0, len(sizes) - 1)), offset, around, stored, start, size, i, at))
+    return sizes, targets, rows, wanted
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(jobs(), st.integers(1, 3))
+def test_any_boxes(
+    tmp_path: Path,
+    job: tuple[list[int], list[tuple[Shape, list[int]]], list[Row], torch.dtype],
+    threads: int,
+) -> None:
+    sizes, shapes, rows, wanted = job
+    files = Files(tmp_path)
+    try:
+        for row in rows:  # large enough for every row's tensor
+            need = row.offset + torch.Size(row.shape).numel() * row.dtype.itemsize
+            sizes[row.file] = max(sizes[row.file], need)
+        for size in sizes:
+            files.add(size)
+        targets = []
+        for shape, order in shapes:
+            lying = filled(tuple(shape[d] + 1 for d in order), wanted)  # one more in each dim, so that views have gaps
+            back = [order.index(d) for d in range(len(shape))]
+            targets.append(lying.permute(back)[tuple(slice(0, n) for n in shape)])
+        files.check(rows, targets, threads)
+    finally:
+        files.close()

@@ -1,0 +1,88 @@
+"""Which torch and Python versions are supported: one answer everywhere, and what differs between torch versions."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from epload.model import materialize
+from epload.model.targets import collect
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def alone() -> Any:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded() -> nn.Module:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+class OfTorch211:
+    """FSDPState as torch 2.11 has it: one parameter group, or none, and no list of them."""
+
+    def __init__(self, state: Any) -> None:
+        self._fsdp_param_group = state._fsdp_param_group
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("private", [True, False])
+def test_one_parameter_group_and_no_list(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sharded()
+    targets = collect(model)
+    expected = materialize.fsdp_parameters(model)
+    states = {id(module): module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
+    fully_shard(extra := nn.Sequential())  # of no parameters, and so of no group
+    states[id(extra)] = extra._get_fsdp_state()
+    targets = collect(model)  # asks torch's own code to reshard
+    old = {key: OfTorch211(state) for key, state in states.items()}
+    monkeypatch.setattr(FSDPModule, "_get_fsdp_state", lambda module: old[id(module)])
+    assert len(expected) == 3
+    assert list(map(id, materialize.fsdp_parameters(model))) == list(map(id, expected))
+    assert materialize.fsdp_parameters(extra) == []
+    if not private:
+        monkeypatch.undo()  # here torch's own code asks for the state
+    materialize.materialize(model, targets, torch.device("cpu"), private)
+    monkeypatch.undo()
+    found = {id(each.sharded_param): each for each in materialize.fsdp_parameters(model)}
+    assert set(found) == set(map(id, model.parameters()))
+    assert {each._sharded_param_data.device.type for each in found.values()} == {"cpu"}
+
+
+def minors(text: str, pattern: str) -> list[str]:
+    found = re.search(pattern, text)
+    assert found is not None, f"nothing like {pattern}"
+    return list(found.groups())
+
+
+def test_the_supported_versions_are_those_that_are_tested() -> None:
+    setup, makefile = (ROOT / "setup.py").read_text(), (ROOT / "Makefile").read_text()
+    readme, project = (ROOT / "README.md").read_text(), (ROOT / "pyproject.toml").read_text()
+    oldest, newest = minors(setup, r"FIRST_MINOR, LAST_MINOR = (\d+), (\d+)")
+    assert minors(setup, r'SUPPORTED_TORCH = ">=2\.(\d+),<2\.(\d+)"') == [oldest, str(int(newest) + 1)]
+    assert minors(makefile, r"OLDEST \?= torch==2\.(\d+)\.") == [oldest]
+    assert minors(makefile, r"NEWEST \?= torch==2\.(\d+)\.") == [newest]
+    assert minors(readme, r"\(2\.(\d+) to 2\.(\d+)\)") == [oldest, newest]
+    first, last = minors(readme, r"Python 3\.(\d+) to 3\.(\d+)")
+    assert minors(project, r'requires-python = ">=3\.(\d+),<3\.(\d+)"') == [first, str(int(last) + 1)]
+    assert int(oldest) <= int(torch.__version__.split(".")[1]) <= int(newest)
+    assert int(first) <= sys.version_info.minor <= int(last)
+    assert minors(project, r'target-version = "py3(\d+)"') == [first]
+    assert minors(project, r'python_version = "3\.(\d+)"') == [first]
+    classified = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', project)
+    assert classified == [str(minor) for minor in range(int(first), int(last) + 1)]

@@ -1,0 +1,124 @@
+"""Sources and operations that fail or are slow, and what every rank must raise then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epload import Checkpoint, Manifest
+from epload.core.pieces import Piece
+from epload.native import ops
+
+Failure = tuple[str, str] | None
+"""Class and text of what a load raised."""
+Outcome = tuple[dict[str, Failure], list[str]]
+"""The failure of each case on one rank, and what else was wrong there."""
+
+
+def outcome(action: Callable[[], Any]) -> Failure:
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def check(outcomes: Sequence[Outcome], expected: dict[str, tuple[str, list[str]]]) -> None:
+    """Every case failed on all ranks with one class and one text, which says each of the expected things."""
+    problems = [f"rank {rank}: {text}" for rank, (_, said) in enumerate(outcomes) for text in said]
+    for case, (kind, texts) in expected.items():
+        first = outcomes[0][0][case]
+        problems += [
+            f"{case}: rank {rank} raised {failures[case]}, rank 0 {first}"
+            for rank, (failures, _) in enumerate(outcomes)
+            if failures[case] != first
+        ]
+        if first is None or first[0] != kind:
+            problems.append(f"{case}: expected {kind}, got {first}")
+        else:
+            problems += [f"{case}: {text!r} is not in {first[1]!r}" for text in texts if text not in first[1]]
+    if problems:
+        pytest.fail("\n".join(problems), pytrace=False)
+    assert set(outcomes[0][0]) == set(expected)
+
+
+class Failing(Checkpoint):
+    """A state dict of which one bucket cannot be read."""
+
+    def __init__(self, state: dict[str, Tensor], error: Exception, bucket: int = 3) -> None:
+        self._inner = Checkpoint.from_state_dict(state)
+        self._error = error
+        self._bucket = bucket
+        self.calls = 0
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._inner.manifest
+
+    def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
+        self.calls += 1
+        if self.calls == self._bucket + 1:
+            raise self._error
+        self._inner.fill(bucket, pieces)
+
+
+@contextmanager
+def unpack_breaks_once(rank: int, op: str = "unpack_bound") -> Iterator[None]:
+    """``op``: the one that unpacks, on CPU."""
+
+    def once(*args: Any) -> None:
+        broken.side_effect = unpack
+        raise RuntimeError("no room to unpack")
+
+    unpack = getattr(ops, op)
+    with mock.patch.object(ops, op, side_effect=once if dist.get_rank() == rank else unpack) as broken:
+        yield
+
+
+Raised = tuple[str, str, float]
+"""Class and text of what a load raised, and the seconds that it took."""
+
+
+def told(action: Callable[[], Any]) -> Raised:
+    began = time.monotonic()
+    try:
+        action()
+    except BaseException as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def check_told(said: list[Raised], *parts: str, seconds: float) -> None:
+    assert len({text for _, text, _ in said}) == 1, said
+    for part in parts:
+        assert part in said[0][1], said[0][1]
+    assert {kind for kind, _, _ in said} == {"LoadError"}
+    assert max(took for *_, took in said) < seconds, said
+
+
+class Slow(Checkpoint):
+    """A state dict that takes its time."""
+
+    def __init__(self, state: dict[str, torch.Tensor], seconds: float) -> None:
+        self._inner = Checkpoint.from_state_dict(state)
+        self._seconds = seconds
+        self.first = 0.0
+        """Seconds that the first bucket takes, if more."""
+        self.calls = 0
+
+    @property
+    def manifest(self) -> Any:
+        return self._inner.manifest
+
+    def fill(self, bucket: torch.Tensor, pieces: list[Piece]) -> None:  # type: ignore[override]
+        self.calls += 1
+        time.sleep(self._seconds if self.calls > 1 else max(self._seconds, self.first))
+        self._inner.fill(bucket, pieces)

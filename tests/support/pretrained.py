@@ -1,0 +1,200 @@
+"""Small models of the transformers library, and how it and torch parallelize them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from support.models import mesh
+
+EXPERTS = 12
+SIZES: dict[str, Any] = {
+    "vocab_size": 66, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 48, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+}  # fmt: skip
+
+
+def build(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """On the default device, in eval mode."""
+    import transformers as hf
+
+    moe = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+    auto: Any = hf.AutoModelForCausalLM
+    if kind == "qwen3_moe":
+        config: Any = hf.Qwen3MoeConfig(**SIZES, **moe, num_experts=EXPERTS, mlp_only_layers=[0])
+    elif kind == "mixtral":
+        config = hf.MixtralConfig(**SIZES, num_local_experts=EXPERTS, num_experts_per_tok=2)
+    elif kind == "deepseek_v3":
+        config = hf.DeepseekV3Config(
+            **SIZES | {"num_key_value_heads": 4}, **moe, n_routed_experts=EXPERTS, n_shared_experts=1, n_group=2, topk_group=1,
+            first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        )  # fmt: skip
+    elif kind == "gpt_oss":
+        config = hf.GptOssConfig(**SIZES, num_local_experts=EXPERTS, num_experts_per_tok=2)
+    elif kind == "qwen3_vl_moe":
+        auto = hf.AutoModelForImageTextToText
+        text = (
+            SIZES | moe | {"num_experts": EXPERTS, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+        )
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+                  "num_position_embeddings": 4, "deepstack_visual_indexes": [0]}  # fmt: skip
+        config = hf.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    elif kind == "llama":
+        config = hf.LlamaConfig(**SIZES, tie_word_embeddings=True)
+    else:
+        auto = hf.AutoModelForMaskedLM
+        config = hf.BertConfig(**{k: v for k, v in SIZES.items() if k not in ("head_dim", "num_key_value_heads")})
+    return auto.from_config(config, dtype=dtype).eval()
+
+
+def fsdp(model: Any, **axes: int) -> Any:
+    """Two axes are HSDP."""
+    return fsdp_on(model, mesh(*axes.items()))
+
+
+def fsdp_on(model: Any, on: DeviceMesh) -> Any:
+    """Layers and submodels are sharded by themselves, as users do."""
+    for name, module in reversed(list(model.named_modules())):
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in ("layers", "layer", "blocks"):
+            for layer in module:
+                fully_shard(layer, mesh=on)
+        elif name == "model" and not model.all_tied_weights_keys:  # torch wants tied weights in one group
+            fully_shard(module, mesh=on)
+    return fully_shard(model, mesh=on)
+
+
+def by_the_library(model: Any, **sizes: int) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    for name in model.all_tied_weights_keys:  # the library ties after loading; parallelizing, it wants a tensor each
+        module, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(module)
+        setattr(owner, leaf, nn.Parameter(getattr(owner, leaf).detach().clone()))
+    config, _, manager = model.prepare_distribute_model(DistributedConfig(**sizes), None)
+    return model.maybe_distribute_model(model, config, manager)
+
+
+TP_PLAN: dict[str, ParallelStyle] = {
+    **{f"model.layers.*.self_attn.{name}_proj": ColwiseParallel(output_layouts=Replicate()) for name in "qkv"},
+    "model.layers.*.self_attn.o_proj": RowwiseParallel(input_layouts=Replicate()),
+    "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    "bert.encoder.layer.*.attention.self.query": ColwiseParallel(output_layouts=Replicate()),
+    "bert.encoder.layer.*.attention.output.dense": RowwiseParallel(input_layouts=Replicate()),
+    "bert.encoder.layer.*.intermediate.dense": ColwiseParallel(),
+    "bert.encoder.layer.*.output.dense": RowwiseParallel(),
+}
+"""For the models that the library has no plan for, of which some names are there."""
+
+
+def by_torch(model: Any, tp: int, dp: int) -> Any:
+    on = mesh(("dp", dp), ("tp", tp))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the plan's names that the model has not
+        parallelize_module(model, on["tp"], TP_PLAN)
+    return fsdp_on(model, on["dp"])
+
+
+@dataclass(frozen=True)
+class Way:
+    parallelize: Callable[[Any], Any]
+    tolerance: float
+    """Of the logits: sums are taken in another order than on one process."""
+
+
+DENSE: dict[int, dict[str, Way]] = {
+    4: {
+        "fsdp": Way(partial(fsdp, shard=4), 0),
+        "hsdp": Way(partial(fsdp, replicate=2, shard=2), 0),
+    },
+    6: {
+        "fsdp": Way(partial(fsdp, shard=6), 0),
+        "hsdp": Way(partial(fsdp, replicate=2, shard=3), 0),
+    },
+}
+TP: dict[int, dict[str, Way]] = {
+    4: {"tp x fsdp": Way(partial(by_the_library, tp_size=2, fsdp_size=2), 1e-5)},
+    6: {"tp x fsdp": Way(partial(by_the_library, tp_size=2, fsdp_size=3), 1e-5)},
+}
+TORCH_TP: dict[int, dict[str, Way]] = {
+    4: {"tp x fsdp": Way(partial(by_torch, tp=2, dp=2), 1e-5)},
+    6: {"tp x fsdp": Way(partial(by_torch, tp=2, dp=3), 1e-5)},
+}
+EP: dict[int, dict[str, Way]] = {
+    4: {
+        "ep": Way(partial(by_the_library, ep_size=4, fsdp_size=4), 1e-5),
+        "ep x fsdp": Way(partial(by_the_library, ep_size=2, fsdp_size=4), 1e-5),
+    },
+    6: {
+        "ep": Way(partial(by_the_library, ep_size=6, fsdp_size=6), 1e-5),
+        "ep x fsdp": Way(partial(by_the_library, ep_size=3, fsdp_size=6), 1e-5),
+    },
+}
+MATRIX: dict[str, tuple[dict[int, dict[str, Way]], ...]] = {
+    "qwen3_moe": (DENSE, TP, EP),
+    "mixtral": (DENSE, TP, EP),
+    "deepseek_v3": (DENSE, TP, EP),
+    "gpt_oss": (DENSE, TORCH_TP, EP),
+    "qwen3_vl_moe": (DENSE, TP, EP),
+    "llama": (DENSE, TP),
+    "bert": (DENSE, TORCH_TP),
+}
+
+
+def prepare(folder: Path, kinds: Iterable[str] = ()) -> None:
+    """Each model in the published form (experts one by one, where that is how they are published), and as it is in memory."""
+    for number, kind in enumerate(kinds or MATRIX):
+        torch.manual_seed(number)
+        model = build(kind)
+        with torch.no_grad():
+            for tensor in model.state_dict().values():  # biases and norms start as constants, which hides misplacement
+                if tensor.is_floating_point():
+                    tensor.add_(torch.randn_like(tensor) * 0.05)
+        model.save_pretrained(folder / kind, max_shard_size="40KB")
+        saved = published(folder / kind)
+        state = model.state_dict()
+        if any(f"experts.{EXPERTS - 1}." in name for name in saved):
+            store(folder / f"{kind}, fused", state)
+        elif (
+            kind == "qwen3_vl_moe"
+        ):  # published as (experts, in, out); the library saves (experts, out, in) and takes both
+            turned = {name: t.transpose(1, 2) if ".experts." in name else t for name, t in saved.items()}
+            store(folder / f"{kind}, transposed", turned)
+
+
+def store(folder: Path, state: dict[str, Tensor]) -> None:
+    folder.mkdir()
+    save_file(
+        {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()},
+        folder / "model.safetensors",
+    )
+
+
+def published(folder: Path) -> dict[str, Tensor]:
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def whole(folder: Path, kind: str) -> Any:
+    """The library's model, in memory of its own: on the mapped file tensors lie unaligned, and sums come out otherwise."""
+    model = build(kind)
+    model.load_state_dict(type(model).from_pretrained(folder / kind, dtype=torch.float32).state_dict())
+    return model
+
+
+def small_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2)
+    )

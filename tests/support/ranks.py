@@ -1,0 +1,174 @@
+"""Runs a function on several real processes joined by gloo, each with a hard limit that shows every rank's stack.
+
+A server process imports what all tests import once and forks the ranks from it, so that a test of seven ranks does not
+cost seven imports.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    [
+        "torch", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "epload", "pytest", "hypothesis",
+        "transformers.models.auto.modeling_auto", "transformers.modeling_utils", "transformers.conversion_mapping",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    ]
+)  # fmt: skip
+
+LIMIT = 120.0
+"""Seconds one run may take."""
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or hung; the text has what each rank said."""
+
+
+def run(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    limit: float = LIMIT,
+    setup: Callable[[], str] | None = None,
+    dying: Collection[int] = (),
+    tcp: bool = False,
+) -> list[Any]:
+    """Calls ``function(rank, *args)`` on ``world`` ranks of a gloo group and returns each rank's value, in order.
+
+    ``setup`` is called first on each rank and returns the backends to make the group with, in place of gloo. Ranks that are
+    ``dying`` have to end without a value, for which None is returned. With ``tcp``, they meet at a TCP store, as under torchrun.
+    """
+    with tempfile.TemporaryDirectory(prefix="epload-test-") as folder:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if tcp else None
+        port = store.port if store is not None else 0
+        links, processes = [], []
+        for rank in range(world):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_main,
+                args=(rank, world, folder, limit, theirs, setup, bool(dying), port, function, args),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            links.append(ours)
+            processes.append(process)
+        values, errors = _collect(links, time.monotonic() + limit + 10)
+        for rank, process in enumerate(processes):
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                errors.setdefault(rank, "did not exit after its value was returned")
+        for rank in dying:
+            if errors.pop(rank, None) != "died":
+                errors[rank] = f"was to die, but returned {values.pop(rank, None)}"
+        if errors:
+            for rank in range(world):
+                if stack := _read(Path(folder) / f"stack-{rank}"):
+                    errors[rank] = f"{errors.get(rank, '')}\nstack at the limit of {limit} s:\n{stack}"
+            raise RankFailed("\n".join(f"---- rank {rank}: {text}" for rank, text in sorted(errors.items())))
+        return [values.get(rank) for rank in range(world)]
+
+
+def run_alone(function: Callable[..., Any], *args: Any, limit: float = LIMIT) -> tuple[int | None, str]:
+    """Calls a function in a process of its own, without a group, that it may crash.
+
+    Returns the exit status (negative for a signal, None if it had to be killed at the limit) and what the process printed.
+    """
+    with tempfile.NamedTemporaryFile("w+", prefix="epload-test-") as output:
+        process = _context.Process(target=_alone, args=(output.name, function, args), daemon=True)
+        process.start()
+        process.join(limit)
+        status = process.exitcode
+        if status is None:
+            process.kill()
+            process.join()
+        return status, output.read()
+
+
+def _alone(output: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    function(*args)
+
+
+def _collect(links: list[Connection], until: float) -> tuple[dict[int, Any], dict[int, str]]:
+    values: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    waiting = dict(zip(links, range(len(links)), strict=True))
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
+        if not ready:
+            errors.update(dict.fromkeys(waiting.values(), "did not answer in time"))
+            break
+        for link in ready:
+            rank = waiting.pop(link)
+            try:
+                ok, value = link.recv()
+                (values if ok else errors)[rank] = value
+            except EOFError:
+                errors[rank] = "died"
+    return values, errors
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _meeting(folder: str, port: int) -> dict[str, Any]:
+    if port:
+        return {"store": dist.TCPStore("127.0.0.1", port, is_master=False)}
+    return {"init_method": f"file://{folder}/rendezvous"}
+
+
+def _main(
+    rank: int,
+    world: int,
+    folder: str,
+    limit: float,
+    link: Connection,
+    setup: Callable[[], str] | None,
+    some_die: bool,
+    port: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
+    with open(os.path.join(folder, f"stack-{rank}"), "w") as stacks:
+        faulthandler.dump_traceback_later(limit, file=stacks, exit=True)
+        try:
+            dist.init_process_group(
+                setup() if setup else "gloo",
+                **_meeting(folder, port),
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=limit),
+            )
+            value = function(rank, *args)
+            if not some_die:
+                dist.barrier()
+            link.send((True, value))
+            if some_die:
+                os._exit(0)
+        except BaseException:
+            link.send((False, traceback.format_exc()))
+            os._exit(1)  # without waiting for a group whose other ranks may be stuck
+        faulthandler.cancel_dump_traceback_later()
+    dist.destroy_process_group()

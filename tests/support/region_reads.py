@@ -1,0 +1,151 @@
+"""Files and the regions that are read from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from epload.core import dtypes
+from epload.native import ops
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Row:
+    """A box of a row-major tensor in a file that is wanted at the same or another place of a target."""
+
+    file: int
+    offset: int
+    """Of the tensor in the file, bytes."""
+    shape: Shape
+    dtype: torch.dtype
+    start: Shape
+    size: Shape
+    target: int
+    at: Shape
+
+
+def row_major(shape: Shape) -> list[int]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return strides[::-1]
+
+
+def table_of(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The files and offsets of as many tensors as rows, where in them rows start, and the copy table."""
+    dims = max(len(row.shape) for row in rows) or 1
+    table, origins = [], []
+    for i, row in enumerate(rows):
+        strides = row_major(row.shape)
+        origins.append([i, row.dtype.itemsize * sum(a * b for a, b in zip(row.start, strides, strict=True))])
+        fill = [0] * (dims - len(row.shape))
+        head = [row.target, -1, dtypes.code(row.dtype), len(row.shape)]
+        table.append([*head, *row.at, *fill, *row.size, *fill, *strides, *fill])
+    files, offsets = torch.tensor([row.file for row in rows]), torch.tensor([row.offset for row in rows])
+    return files, offsets, torch.tensor(origins), torch.tensor(table)
+
+
+def box(tensor: Tensor, start: Shape, size: Shape) -> Tensor:
+    return tensor[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+
+
+class Files:
+    """Files of bytes that tell where they are."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.paths: list[Path] = []
+        self.raw: list[bytearray] = []
+        self.descriptors: list[int] = []
+
+    def add(self, nbytes: int) -> int:
+        number = len(self.paths)
+        content = (torch.arange(nbytes // 4 + 1, dtype=torch.int32) * 2654435 + number * 7919).view(torch.uint8)
+        raw = bytearray(content[:nbytes].numpy().tobytes())
+        self.paths.append(self._folder / f"file-{number}")
+        self.paths[-1].write_bytes(raw)
+        self.raw.append(raw)
+        self.descriptors.append(os.open(self.paths[-1], os.O_RDONLY))
+        return number
+
+    def tensor(self, row: Row) -> Tensor:
+        """The tensor that a row is a box of."""
+        if 0 in row.shape:
+            return torch.empty(row.shape, dtype=row.dtype)
+        count = torch.Size(row.shape).numel()
+        part = self.raw[row.file][row.offset : row.offset + count * row.dtype.itemsize]
+        return torch.frombuffer(bytearray(part), dtype=torch.uint8).view(row.dtype).reshape(row.shape)
+
+    def check(self, rows: Sequence[Row], targets: Sequence[Tensor], threads: int = 2) -> int:
+        """Reads, and compares the targets' whole storages with what slicing and ``copy_`` do; returns bytes read."""
+        unread = [storage_of(target).clone() for target in targets]
+        before = [same_storage(target) for target in targets]
+        for row in rows:
+            place = box(before[row.target], row.at, row.size)
+            place.copy_(box(self.tensor(row), row.start, row.size))
+        *where, table = table_of(rows)
+        nbytes, bad, offset, error = ops.read_regions(self.descriptors, *where, targets, table, threads)
+        assert (bad, offset, error) == (-1, 0, 0)
+        for i, (target, expected) in enumerate(zip(targets, before, strict=True)):
+            assert torch.equal(storage_of(target), storage_of(expected)), f"target {i}"
+        reads, layouts = None, None
+        for _ in range(2):  # bound to some tensors, used for them and for others
+            others = [same_storage(target) for target in targets]
+            for other, blank in zip(others, unread, strict=True):
+                storage_of(other).copy_(blank)
+            gathered, *_ = ops.gather(others, layouts)
+            layouts = ops.layouts(gathered)
+            if reads is None:
+                reads = ops.bind_reads(gathered, range(len(targets)), table, *where, len(self.descriptors))
+            assert ops.read_bound(self.descriptors, gathered, reads, threads) == (nbytes, -1, 0, 0)
+            for i, (other, expected) in enumerate(zip(others, before, strict=True)):
+                assert torch.equal(storage_of(other), storage_of(expected)), f"bound target {i}"
+        self.check_digests(rows, [targets[row.target].dtype for row in rows], threads)
+        return nbytes
+
+    def check_digests(self, rows: Sequence[Row], kinds: Sequence[torch.dtype], threads: int = 2) -> int:
+        """Compares digests with the checksums of what slicing and ``to`` make; returns bytes read."""
+        *where, table = table_of(rows)
+        table[:, 0] = torch.tensor([dtypes.code(kind) for kind in kinds])
+        digests, (nbytes, *bad) = ops.digest_files(self.descriptors, *where, table, threads)
+        assert bad == [-1, 0, 0]
+        made = []
+        for row, kind in zip(rows, kinds, strict=True):
+            made.append(box(self.tensor(row), row.start, row.size).to(kind))
+            if kind != row.dtype and kind.is_floating_point:  # of one that is converted, all NaN count as equal
+                made[-1] = torch.where(made[-1].isnan(), torch.nan, made[-1])
+        assert [digest & (1 << 64) - 1 for digest in digests.tolist()] == [ops.checksum(t.contiguous()) for t in made]
+        return nbytes
+
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def storage_of(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def same_storage(tensor: Tensor) -> Tensor:
+    """The same view of a copy of the whole storage, so that bytes around the view are compared too."""
+    whole = storage_of(tensor).clone().view(tensor.dtype)
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Files]:
+    made = Files(tmp_path)
+    yield made
+    made.close()
+
+
+F32, BF16 = torch.float32, torch.bfloat16

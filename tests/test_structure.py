@@ -1,0 +1,91 @@
+"""The structure of the repository: no test imports another, and packages, files and functions stay small."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "python" / "epload"
+FILES_PER_PACKAGE, LINES_PER_FILE, LINES_PER_FUNCTION = 12, 400, 60
+
+TOO_LONG = {
+    "broadcast.py: coalesced_bcast",
+    "checkpoint/base.py",
+    "control/control.py",
+    "loader.py",
+    "loader.py: HierarchicalLoader.__init__",
+    "loader.py: HierarchicalLoader._transfer",
+    "loading/preparation.py",
+    "loading/preparation.py: Preparation._agree_on_plan",
+    "model/initialization.py",
+    "model/targets.py",
+    "model/targets.py: collect",
+    "planning/plan.py",
+    "planning/plan.py: _buckets",
+    "planning/plan.py: make_plan",
+}
+"""Files and functions of epload that are over the limit today. Take out what has become shorter; add nothing."""
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imported(module: ast.Module) -> Iterator[str]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """The qualified name of each function and its lines, from ``def`` to the last."""
+    for child in ast.iter_child_nodes(node):
+        name = prefix
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{prefix}{child.name}."
+            if not isinstance(child, ast.ClassDef):
+                assert child.end_lineno is not None
+                yield name[:-1], child.end_lineno - child.lineno + 1
+        yield from functions(child, name)
+
+
+def test_no_test_module_imports_another() -> None:
+    modules = {path.stem: path for path in TESTS.rglob("test_*.py")}
+    found = {
+        str(path.relative_to(TESTS)): names
+        for path in TESTS.rglob("*.py")
+        if (names := sorted({name for name in imported(parse(path)) if name.rpartition(".")[2] in modules}))
+    }
+    assert found == {}, "move what is shared to tests/support"
+
+
+def test_names_of_test_modules_are_unique() -> None:
+    """pytest imports them by file name alone, as ranks do that unpickle their functions."""
+    names = sorted(path.stem for path in TESTS.rglob("test_*.py"))
+    assert names == sorted(set(names))
+
+
+def test_shared_test_code_is_in_small_files() -> None:
+    lines = {path.name: len(path.read_text().splitlines()) for path in (TESTS / "support").glob("*.py")}
+    assert {name: count for name, count in lines.items() if count > LINES_PER_FILE} == {}
+
+
+def test_packages_have_at_most_a_dozen_files() -> None:
+    folders = [PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir())]
+    counts = {str(path.relative_to(PACKAGE)): len(list(path.glob("*.py"))) for path in folders}
+    assert {name: count for name, count in counts.items() if count > FILES_PER_PACKAGE} == {}
+
+
+def test_files_and_functions_are_short() -> None:
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        file = path.relative_to(PACKAGE).as_posix()
+        if len(path.read_text().splitlines()) > LINES_PER_FILE:
+            found.add(file)
+        found |= {f"{file}: {name}" for name, lines in functions(parse(path)) if lines > LINES_PER_FUNCTION}
+    assert sorted(found - TOO_LONG) == [], "these have become too long"
+    assert sorted(TOO_LONG - found) == [], "these are short now: take them out of TOO_LONG"

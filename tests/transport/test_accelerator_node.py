@@ -1,0 +1,285 @@
+"""Models on a device whose ranks take what they keep out of memory that their node shares: what a load leaves, what crosses to
+the devices, which waits it needs, and what happens where memory cannot be shared. On a fake asynchronous accelerator."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from epload import HierarchicalLoader, Topology
+from epload.staging import shared_memory
+from epload.staging.device import DeviceStaging
+from epload.transport.sinks import UploadSink
+from support import fakedev, ranks
+from support.accelerator import DEVICE, NODES, SEMANTICS, aborted_into, for_readers, meta_net, odd_state, wrong
+from support.accelerator import Odd as OddNet
+from support.checks import all_fine
+from support.failures import Failing, Outcome, check, outcome, unpack_breaks_once
+from support.small_model import BUCKET, sharded, state_for
+
+WAYS = {
+    2: ([[0, 1]], ("one", "per_node", "partitioned", "auto")),
+    3: (NODES[3], ("per_node",)),
+    4: (NODES[4], ("per_node",)),
+}
+
+
+pytestmark = pytest.mark.usefixtures("fake_device")
+
+
+def contract(rank: int, folder: Path) -> list[str]:
+    """From meta, reload, after a forward; the stream given, current and own."""
+    said: list[str] = []
+    world = dist.get_world_size()
+    nodes, every_way = WAYS[world]
+    topology = Topology.from_nodes(nodes)
+    streams = (None, torch.Stream(DEVICE), torch.accelerator.current_stream(DEVICE))
+    for number, readers in enumerate(every_way):
+        loader = HierarchicalLoader(topology, readers=readers, bucket_bytes=BUCKET, stream=streams[number % 3])
+        model = meta_net()
+        loader.load(model, folder / "one.safetensors")
+        said += [f"{readers}, from meta: {text}" for text in wrong(model, state_for(1))]
+        report = loader.load(model, for_readers(state_for(2), "one" if readers == "auto" else readers))
+        said += [f"{readers}, reload: {text}" for text in wrong(model, state_for(2))]
+        if (
+            loader._resources.memory is None
+            or not loader._resources.memory.shared
+            or report.phases["unpack"].nbytes == 0
+        ):
+            said.append(f"{readers}: not by way of the node's memory, {report}")
+        model(torch.arange(13).to(DEVICE))
+        loader.load(model, folder / "one.safetensors")
+        said += [f"{readers}, after a forward: {text}" for text in wrong(model, state_for(1))]
+    return said
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_model_has_its_shards(world: int, tmp_path: Path) -> None:
+    save_file(state_for(1), tmp_path / "one.safetensors")
+    all_fine(ranks.run(world, contract, tmp_path, setup=fakedev.setup))
+
+
+def _kinds(rank: int) -> list[str]:
+    """Ties, buffers, 0-d, empty and split tensors, casts, tensors that stay on CPU."""
+    said = []
+    topology = Topology.from_nodes([[0, 1]])
+    one = state_for(1)
+
+    def fill(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
+        for name in names:
+            getattr(module, name).fill_(-1)
+
+    for readers in ("one", "partitioned"):
+        loader = HierarchicalLoader(topology, readers=readers, bucket_bytes=BUCKET)
+        with torch.device("meta"):
+            odd = sharded(OddNet(), mesh=init_device_mesh(fakedev.NAME, (2,)))
+        for number in (1, 2):
+            loader.load(odd, for_readers(odd_state(number), readers), strict=False, init_missing=fill)
+            tied = {**odd_state(number), "head.weight": odd_state(number)["tail.weight"]}
+            said += [f"{readers}, odd: {text}" for text in wrong(odd, tied)]
+        model = meta_net(torch.bfloat16)
+        loader.load(model, for_readers(one, readers))
+        said += [f"{readers}, cast: {text}" for text in wrong(model, one, dtype=torch.bfloat16)]
+        model = meta_net(offload_policy=CPUOffloadPolicy(pin_memory=False))
+        loader.load(model, for_readers(one, readers))
+        on_device = [name for name, _ in model.named_buffers()]
+        on_cpu = [name for name in one if name not in on_device]
+        said += [f"{readers}, offloaded: {text}" for text in wrong(model, one, on_cpu=on_cpu)]
+    return said
+
+
+def test_kinds_of_tensors() -> None:
+    all_fine(ranks.run(2, _kinds, setup=fakedev.setup))
+
+
+def _traced(rank: int, semantics: str) -> list[str]:
+    """What a rank keeps crosses to its device once, on the copy stream; unpacking is on the one stream; no bucket is sent."""
+    said = []
+    stream = torch.Stream(DEVICE)
+    loader = HierarchicalLoader(
+        Topology.from_nodes([[0, 1]]), readers="partitioned", bucket_bytes=BUCKET, stream=stream
+    )
+    model = meta_net()
+    loader.load(model, state_for(1))
+    with fakedev.traced() as seen:
+        report = loader.load(model, state_for(2))
+    said += wrong(model, state_for(2))
+    where: dict[str, Counter[int]] = {}
+    for _, on, what in seen:
+        where.setdefault(what, Counter())[on] += 1
+    staging = loader._resources.device.staging
+    assert staging is not None
+    ours, copies = staging.stream.stream_id, staging.copies.stream_id
+    if ours != stream.stream_id or set(where["copy"]) != {ours}:
+        said.append(f"unpacked on {where['copy']}, not {stream.stream_id}")
+    if "broadcast" in where:
+        said.append(f"{where['broadcast']} broadcasts")
+    if where["copy to device"][copies] > report.buckets or set(where["copy to device"]) != {copies}:
+        said.append(f"host to device on {where['copy to device']}")
+    owned = sum(t.numel() * t.element_size() for t in (p.to_local() for p in model.parameters()))
+    owned += sum(b.numel() * b.element_size() for b in model.buffers())
+    crossed = report.phases["host_to_device"].nbytes
+    if not owned <= crossed <= owned + 16 * 40:  # each region begins at a multiple of 16
+        said.append(f"{crossed} bytes crossed for {owned} that the rank keeps")
+    return said
+
+
+@SEMANTICS
+def test_only_what_a_rank_keeps_crosses_to_its_device(semantics: str) -> None:
+    all_fine(ranks.run(2, _traced, semantics, setup=partial(fakedev.setup, semantics)))
+
+
+def _in_the_middle(rank: int) -> Outcome:
+    loader = HierarchicalLoader(Topology.from_nodes([[0, 1]]), readers="partitioned", bucket_bytes=BUCKET)
+    one, two = state_for(1), state_for(2)
+    failures: dict[str, tuple[str, str] | None] = {}
+    said: list[str] = []
+    loaded = meta_net()
+    loader.load(loaded, two)
+    for where, model in {"meta": meta_net(), "loaded": loaded}.items():
+        source = Failing(one, OSError(5, "the disk is on fire")) if rank == 1 else one
+        failures[f"read, {where}"] = outcome(partial(loader.load, model, source))
+        said += [f"{name} was aborted into" for name in aborted_into(model)]
+        with unpack_breaks_once(1, "unpack"):
+            failures[f"unpack, {where}"] = outcome(partial(loader.load, model, one))
+        loader.load(model, two)
+        said += [f"{where}: {text}" for text in wrong(model, two)]
+    return failures, said
+
+
+def test_failures_in_the_middle() -> None:
+    read = ("LoadError", ["rank 1 could not read bucket", "OSError", "the disk is on fire"])
+    unpack = ("LoadError", ["rank 1 could not unpack bucket", "RuntimeError: no room to unpack"])
+    expected = {"read, meta": read, "read, loaded": read, "unpack, meta": unpack, "unpack, loaded": unpack}
+    check(ranks.run(2, _in_the_middle, setup=fakedev.setup), expected)
+
+
+def _differently(rank: int) -> Outcome:
+    algorithm = "auto" if rank == 0 else "two_level"
+    loader = HierarchicalLoader(Topology.from_nodes([[0, 1]]), readers="one", algorithm=algorithm, bucket_bytes=BUCKET)
+    return {"differ": outcome(partial(loader.load, meta_net(), state_for(1)))}, []
+
+
+def test_ranks_that_ask_for_different_ways_are_told() -> None:
+    expected = {"differ": ("ManifestMismatch", ["ranks [0] have", "algorithm=two_level by node", "ranks [1] have"])}
+    check(ranks.run(2, _differently, setup=fakedev.setup), expected)
+
+
+def _apart(rank: int) -> list[str]:
+    loader = HierarchicalLoader(Topology.from_nodes([[0, 1]]), readers="partitioned", bucket_bytes=BUCKET)
+    model = meta_net()
+    with mock.patch.object(shared_memory, "_make", side_effect=OSError("no memfd here")):
+        report = loader.load(model, state_for(1))
+    assert loader._resources.memory is not None
+    said = ["the memory is shared"] * loader._resources.memory.shared
+    if report.transport_steps < report.buckets:
+        said.append(f"{report.transport_steps} steps for {report.buckets} buckets")
+    return said + wrong(model, state_for(1))
+
+
+def test_where_memory_cannot_be_shared_the_buckets_are_sent() -> None:
+    all_fine(ranks.run(2, _apart, setup=fakedev.setup))
+
+
+ROWS, BUCKETS = 2000, 6
+RULES = ("wait_until_copied", "wait_until_unpacked", "wait_for_copy")
+BROKEN_ROUNDS, RIGHT_ROUNDS = 10, 50
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList([nn.Parameter(torch.zeros(ROWS)) for _ in range(BUCKETS)])
+
+
+class Scene:
+    """Loads with a stream of rank 1's held, arranged so that a missing wait shows, and always does."""
+
+    def __init__(self, rank: int, rule: str) -> None:
+        self.rank, self.rule = rank, rule
+        self.stream = torch.Stream(DEVICE)
+        self.loader = HierarchicalLoader(
+            Topology.from_nodes([[0, 1]]), readers="one", bucket_bytes=64 + 4 * ROWS, stream=self.stream
+        )
+        self.model = Rows().to(DEVICE)
+        self.loader.load(self.model, self.state(0))
+        torch.accelerator.synchronize()
+        staging = self.loader._resources.device.staging
+        assert staging is not None
+        self.copies = staging.copies
+        self.held = self.stream if rule == "wait_until_unpacked" else staging.copies
+        self.taken = 0
+
+    def state(self, salt: int) -> dict[str, torch.Tensor]:
+        return {f"rows.{i}": torch.arange(float(ROWS)) + 10_000 * (i + salt) for i in range(BUCKETS)}
+
+    def harmed(self) -> bool:
+        """Whether a load without the wait has done what it should not."""
+        if self.rule == "wait_for_copy":
+            return self.taken >= 2 and self.stream.query()
+        return self.taken == BUCKETS and (self.rule == "wait_until_copied" or self.copies.query())
+
+    def load(self, salt: int, broken: bool) -> bool:
+        """Whether rank 1 has the right values. Its stream goes on once the harm is done, or the load is where it waits."""
+        if self.rank == 0:
+            self.loader.load(self.model, self.state(salt))
+            return True
+        unpack_really, settle_really = UploadSink.unpack, self.loader._control.settle
+        self.taken = 0
+
+        def unpack(sink: UploadSink, *args: Any) -> None:
+            unpack_really(sink, *args)
+            self.taken += 1
+
+        def release() -> None:
+            until = time.monotonic() + (20 if broken else 0.01)
+            while time.monotonic() < until and not self.harmed():
+                time.sleep(0.0005)
+            time.sleep(0.002)
+            fakedev.release(self.held)
+
+        releasing = threading.Thread(target=release)
+
+        def settle(what: str, *args: Any, **options: Any) -> Any:
+            answer = settle_really(what, *args, **options)
+            if what == "materializing the model":  # what is waited for on the host is over
+                fakedev.hold(self.held)
+                releasing.start()
+            return answer
+
+        with (
+            mock.patch.object(UploadSink, "unpack", unpack),
+            mock.patch.object(self.loader._control, "settle", settle),
+        ):
+            self.loader.load(self.model, None)
+        releasing.join()
+        torch.accelerator.synchronize()
+        wanted = self.state(salt)
+        return all(torch.equal(p.detach().cpu(), wanted[f"rows.{i}"]) for i, p in enumerate(self.model.rows))
+
+
+def _rounds(rank: int, rule: str) -> tuple[list[bool], list[bool]]:
+    scene = Scene(rank, rule)
+    right = [scene.load(salt, False) for salt in range(RIGHT_ROUNDS)]
+    with mock.patch.object(DeviceStaging, rule):
+        return [scene.load(salt, rank == 1) for salt in range(100, 100 + BROKEN_ROUNDS)], right
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_wait_is_needed(rule: str) -> None:
+    [_, (broken, right)] = ranks.run(2, _rounds, rule, setup=fakedev.setup)
+    assert right == [True] * RIGHT_ROUNDS
+    assert broken == [False] * BROKEN_ROUNDS

@@ -1,0 +1,229 @@
+"""The relay on real ranks: chains, rings and node chains, every byte in its place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epload.native import ops
+from epload.planning.schedule import Flow, stripe
+from support import ranks
+from support.checks import all_fine
+
+SIZE = 10_007
+CHUNKS = (1 << 20, SIZE, 4099, 64)
+Step = tuple[int, int, int, int, int, int]
+
+
+def content(size: int = SIZE, salt: int = 0) -> Tensor:
+    """No two runs of four bytes are alike."""
+    return (torch.arange(size // 4 + 1, dtype=torch.int32) * 2654435 + salt * 97).view(torch.uint8)[:size].clone()
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    return str(group.group_name)
+
+
+def raised(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "raised nothing"
+
+
+def table(steps: list[Step]) -> Tensor:
+    return torch.tensor(steps, dtype=torch.int64).reshape(-1, 6)
+
+
+def ring_step(rank: int, world: int, root: int, begin: int, end: int) -> Step:
+    """Once around from the root to the rank before it."""
+    source = -1 if rank == root else (rank - 1) % world
+    to = (rank + 1) % world
+    return begin, end, source, -1, -1 if to == root else to, -1
+
+
+def messages(steps: list[Step], chunk: int) -> int:
+    return sum(-(-(end - begin) // chunk) * sum(peer >= 0 for peer in peers) for begin, end, *peers in steps)
+
+
+def check(
+    what: str, rank: int, steps: list[Step], inter: str, intra: str, chunk: int, own: list[tuple[int, int]], salt: int
+) -> list[str]:
+    """One relay: this rank starts with its own ranges, and ends with what all steps together carry."""
+    whole = content(salt=salt)
+    bucket = torch.full((SIZE,), 0xEE, dtype=torch.uint8)
+    expected = bucket.clone()
+    for begin, end in own:
+        bucket[begin:end] = whole[begin:end]
+    for begin, end, *_ in steps:
+        expected[begin:end] = whole[begin:end]
+    count = ops.relay(bucket, table(steps), inter, intra, chunk)
+    said = []
+    if not torch.equal(bucket, expected):
+        at = int((bucket != expected).nonzero()[0])
+        said.append(f"{what}: {int((bucket != expected).sum())} bytes are wrong, the first at {at}")
+    if count != messages(steps, chunk):
+        said.append(f"{what}: {count} messages, expected {messages(steps, chunk)}")
+    return said
+
+
+def rings(rank: int, world: int) -> list[str]:
+    group = dist.new_group(list(range(world)))
+    said, salt = [], 0
+    for root in range(world):
+        for chunk in CHUNKS:
+            salt += 1
+            what = f"ring from {root} in chunks of {chunk}"
+            step = ring_step(rank, world, root, 5, SIZE - 3)
+            said += check(what, rank, [step], name_of(group), "", chunk, [step[:2]] if rank == root else [], salt)
+    return said + stripes_at_once(rank, world, group) + tiny_and_empty(rank, world, group)
+
+
+def stripes_at_once(rank: int, world: int, group: dist.ProcessGroup) -> list[str]:
+    """Every rank is the root of two stripes; each takes its own first, then those of the rank before, and so on."""
+    said = []
+    for chunk in (*CHUNKS, 331):
+        steps, own = [], []
+        for distance in range(world):
+            root = (rank - distance) % world
+            for number in (root, root + world):
+                begin, end = stripe(0, SIZE, 2 * world, number)
+                steps.append(ring_step(rank, world, root, begin, end))
+                own += [(begin, end)] if root == rank else []
+        said += check(f"stripes in chunks of {chunk}", rank, steps, name_of(group), "", chunk, own, chunk)
+    return said
+
+
+def tiny_and_empty(rank: int, world: int, group: dist.ProcessGroup) -> list[str]:
+    """A byte at a time, and pieces of no bytes, for which nothing is sent."""
+    cuts = [0, 0, 1, 1, 3, 40, 40, 40, 41]
+    pieces = [ring_step(rank, world, 0, low, high) for low, high in pairwise(cuts)]
+    own = [(0, 41)] if rank == 0 else []
+    said = check("byte by byte", rank, pieces, name_of(group), "", 1, own, 1)
+    said += check("only empty pieces", rank, [ring_step(rank, world, 0, 7, 7)] * 3, name_of(group), "", 1, [], 2)
+    return said + check("no piece", rank, [], name_of(group), "", 5, [], 3)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 7])
+def test_rings(world: int) -> None:
+    all_fine(ranks.run(world, rings, world))
+
+
+def node_chains(rank: int, shapes: list[list[list[int]]]) -> list[str]:
+    """Around the nodes from leader to leader, and from each leader on along its node."""
+    said, salt = [], 0
+    for nodes in shapes:
+        node = next(n for n in nodes if rank in n)
+        made = {tuple(n): dist.new_group(n) for n in nodes if len(n) > 1}
+        intra = name_of(made[tuple(node)]) if len(node) > 1 else ""
+        for src in sorted(r for n in nodes for r in n):
+            view = Flow(tuple(map(tuple, nodes)), rank, src, "one", "two_level", shared=False)
+            leaders = dist.new_group(sorted(view.leaders))
+            inter = name_of(leaders) if rank in view.leaders and len(nodes) > 1 else ""
+            for chunk in (1 << 20, 997):
+                salt += 1
+                steps = view.steps([(0, 0, 5000), (1, 5000, 5001), (2, 5056, SIZE)])
+                own = [(0, SIZE)] if rank == src else []
+                what = f"{nodes} from {src} in chunks of {chunk}"
+                before = len(said)
+                said += check(what, rank, steps, inter, intra, chunk, own, salt) if rank != src else []
+                if rank == src:
+                    bucket = content(salt=salt)
+                    if ops.relay(bucket, table(steps), inter, intra, chunk) != messages(steps, chunk):
+                        said.append(f"{what}: number of messages")
+                    if not torch.equal(bucket, content(salt=salt)):
+                        said.append(f"{what}: the source's own bytes changed")
+                assert len(said) - before < 5
+    return said
+
+
+SHAPES = {3: [[[0, 1], [2]], [[2], [1, 0]], [[1, 2, 0]]], 4: [[[0, 1], [3, 2]], [[0, 1, 2], [3]], [[0], [1], [2], [3]]]}
+
+
+@pytest.mark.parametrize("world", SHAPES)
+def test_leaders_pass_on_to_their_nodes(world: int) -> None:
+    all_fine(ranks.run(world, node_chains, SHAPES[world]))
+
+
+# ---- wrong use ----
+
+
+def wrong_arguments(rank: int) -> list[str]:
+    group = dist.new_group([0, 1])
+    pair = name_of(group)
+    said = []
+
+    def refused(what: str, text: str, bucket: Tensor, steps: Any, inter: str = pair, chunk: int = 10) -> None:
+        before = bucket.clone()
+        kind, message = raised(lambda: ops.relay(bucket, steps, inter, "", chunk))
+        if kind != "ValueError" or text not in message or not torch.equal(bucket, before):
+            said.append(f"{what}: {kind} {message}")
+
+    bucket = content()
+    one: Step = (0, 10, -1, -1, -1, -1)
+    refused("end", "step 1 covers bytes [0, 10008)", bucket, table([one, (0, SIZE + 1, -1, -1, -1, -1)]))
+    refused("begin", "step 0 covers bytes [-1", bucket, table([(-1, 4, -1, -1, -1, -1)]))
+    refused("turned", "step 0 covers bytes [9, 8)", bucket, table([(9, 8, -1, -1, -1, -1)]))
+    refused("two sources", "two ranks, 0 and 1", bucket, table([(0, 8, 0, 1, -1, -1)]))
+    refused("chunk", "chunk_bytes", bucket, table([one]), chunk=0)
+    refused("chunk", "chunk_bytes", bucket, table([one]), chunk=-5)
+    refused("dtype", "uint8", content().view(torch.int8), table([one]))
+    refused("dims", "1-D", content(10_000).reshape(100, 100), table([one]))
+    refused("strides", "contiguous", content()[::2], table([one]))
+    refused("columns", "steps of 6 numbers, got 5", bucket, torch.zeros(2, 5, dtype=torch.int64))
+    refused("dtype of steps", "int64", bucket, torch.zeros(1, 6, dtype=torch.int32))
+    refused("no such group", "no such name", bucket, table([one]), inter="no such name")
+    refused("a rank outside its group", "2", bucket, table([(0, 8, -1, -1, 2, -1)]))
+    refused("a source outside its group", "2", bucket, table([(0, 8, 2, -1, -1, -1)]))
+    refused("no group", "1", bucket, table([(0, 8, -1, -1, 1, -1)]), inter="")
+    said += check("afterwards", rank, [ring_step(rank, 2, 0, 0, SIZE)], pair, "", 999, [(0, SIZE)] * (rank == 0), 9)
+    return said
+
+
+def test_wrong_arguments() -> None:
+    all_fine(ranks.run(2, wrong_arguments))
+
+
+# ---- a peer that is gone ----
+
+
+def without_a_peer(rank: int, victim: int, killed: bool, folder: Path) -> None:
+    """After a first round in which all took part, one rank is killed, or alive and silent; the others write what they raise."""
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=4))
+    step = ring_step(rank, 3, 0, 0, 4 << 20)
+    bucket = content(4 << 20)
+    ops.relay(bucket, table([step]), name_of(group), "", 1 << 16)
+    dist.barrier()
+    others = [folder / str(other) for other in range(3) if other != victim]
+    if rank == victim and killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while rank == victim and not all(path.exists() for path in others):
+        time.sleep(0.05)
+    if rank != victim:
+        kind, _ = raised(lambda: [ops.relay(bucket, table([step]), name_of(group), "", 1 << 16) for _ in range(10_000)])
+        (folder / str(rank)).write_text(kind)
+
+
+@pytest.mark.parametrize("killed", [True, False])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_ranks_beside_one_that_is_gone_raise(victim: int, killed: bool, tmp_path: Path) -> None:
+    """The first can send no more, the last receives nothing, and who is between hears of it from either."""
+    if killed:
+        with pytest.raises(ranks.RankFailed, match=f"rank {victim}: died"):
+            ranks.run(3, without_a_peer, victim, killed, tmp_path, limit=60)
+    else:
+        ranks.run(3, without_a_peer, victim, killed, tmp_path, limit=60)
+    raised_by = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert raised_by == {str(rank): "RuntimeError" for rank in range(3) if rank != victim}
