@@ -111,18 +111,18 @@ def misreported(report: LoadReport, nodes: Nodes, readers: str, algorithm: str, 
         way = readers
     elif kind == "dict" and sum(map(len, nodes)) > 1:
         way = "one"
-        if f"chose one: only rank {src}" not in report.chosen:
-            yield f"does not say why one: {report.chosen!r}"
+        if f"chose one: only rank {src}" not in report.reason:
+            yield f"does not say why one: {report.reason!r}"
     else:
         way = "every"
-        if "chose every: each rank can read its own, which is little" not in report.chosen:
-            yield f"does not say why every: {report.chosen!r}"
+        if "auto -> every: per-rank data is small" not in report.reason:
+            yield f"does not say why every: {report.reason!r}"
     uneven = len(set(map(len, nodes))) > 1 and way != "every"  # where no bucket moves, no algorithm is in the way
     expected = "two_level" if algorithm == "auto" or (algorithm == "striped" and uneven) else algorithm
-    if algorithm == "striped" and uneven and "two_level in place of striped, as node sizes differ" not in report.chosen:
-        yield f"does not say why not striped: {report.chosen!r}"
-    if way == readers and algorithm != "striped" and report.chosen:
-        yield f"nothing was chosen, but: {report.chosen!r}"
+    if algorithm == "striped" and uneven and "two_level in place of striped, as node sizes differ" not in report.reason:
+        yield f"does not say why not striped: {report.reason!r}"
+    if way == readers and algorithm != "striped" and report.reason:
+        yield f"nothing was chosen, but: {report.reason!r}"
     if (report.readers, report.algorithm) != (way, expected):
         yield f"reports {report.readers}, {report.algorithm}, expected {way}, {expected}"
 
@@ -142,7 +142,7 @@ def cheapest(way: str) -> Iterator[None]:
     """Both trials take place, and one way is predicted to cost least."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(choose, "SMALL_BYTES", -1))
-        stack.enter_context(mock.patch.object(costs, "WORTH_A_TRIAL", -1.0))
+        stack.enter_context(mock.patch.object(costs, "MIN_SECONDS_FOR_TRIAL", -1.0))
         for name in ("every", "partitioned", "per_node", "one"):
             stack.enter_context(mock.patch.object(costs, name, lambda *_, name=name: 0.1 if name == way else 7.0))
         yield
@@ -162,10 +162,10 @@ def choices(rank: int, folder: Path, algorithms: Sequence[str]) -> list[str]:
                 with cheapest(way):
                     report = loader.load(model, folder / str(number) / "one.safetensors")
                 said += [f"{case}: {text}" for text in wrong(model, state_for(number))]
-                if report.readers != way or f"chose {way}: predicted 0.1 s" not in report.chosen:
-                    said.append(f"{case}: {report.readers}, {report.chosen}")
-                if report.chosen.count(" 7 s") != 3:
-                    said.append(f"{case}: does not say what the others cost: {report.chosen}")
+                if report.readers != way or f"auto -> {way}: predicted 0.1 s" not in report.reason:
+                    said.append(f"{case}: {report.readers}, {report.reason}")
+                if report.reason.count(" 7 s") != 3:
+                    said.append(f"{case}: does not say what the others cost: {report.reason}")
     return said
 
 
@@ -312,8 +312,8 @@ def one_differs(rank: int, folder: Path, readers: str, odd: int = 3, device: str
         if readers == "auto":
             report = loader.load(model, path)
             said += [f"{what}: {text}" for text in wrong(model, state_for(1), where=device)]
-            if report.readers != "one" or "chose one: only rank 0" not in report.chosen:
-                said.append(f"{what}: {report.readers}, {report.chosen}")
+            if report.readers != "one" or "chose one: only rank 0" not in report.reason:
+                said.append(f"{what}: {report.readers}, {report.reason}")
             continue
         failures[what] = outcome(lambda: loader.load(model, path))  # noqa: B023
         if not all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
@@ -352,7 +352,7 @@ def without_a_path(rank: int, folder: Path, what: str) -> list[str]:
     others = {"nothing": None, "its first file": folder / "1" / "parts" / "part-0.safetensors"}[what]
     model = meta_net()
     report = loader.load(model, folder / "1" / "parts" if rank == 0 else others)
-    return wrong(model, state_for(1)) + ([] if report.readers == "one" else [report.chosen])
+    return wrong(model, state_for(1)) + ([] if report.readers == "one" else [report.reason])
 
 
 @pytest.mark.parametrize("what", ["nothing", "its first file"])

@@ -38,7 +38,7 @@ def moved(way: str, nodes: list[list[int]], buckets: list[int] = BUCKETS, src: i
 def test_every_byte_that_leaves_a_node_comes_into_another(way: str, shape: tuple[int, int]) -> None:
     nodes = nodes_of(*shape)
     bytes_moved = moved(way, nodes)
-    assert sum(bytes_moved.into) == sum(bytes_moved.out) > 0
+    assert sum(bytes_moved.received) == sum(bytes_moved.sent) > 0
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -51,21 +51,21 @@ def test_nothing_moves_where_every_node_reads(way: str, shape: tuple[int, int]) 
 @pytest.mark.parametrize("way", MOVING[:2])
 def test_one_reader_is_a_chain_of_nodes(way: str, shape: tuple[int, int]) -> None:
     bytes_moved = moved(way, nodes_of(*shape))
-    assert bytes_moved.into == [0, *[TOTAL] * (shape[0] - 1)]
-    assert bytes_moved.out == [*[TOTAL] * (shape[0] - 1), 0]
+    assert bytes_moved.received == [0, *[TOTAL] * (shape[0] - 1)]
+    assert bytes_moved.sent == [*[TOTAL] * (shape[0] - 1), 0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("way", MOVING[3:])
 def test_partitioned_brings_in_what_others_read(way: str, shape: tuple[int, int]) -> None:
     count = shape[0]
-    assert moved(way, nodes_of(*shape)).into == [TOTAL * (count - 1) // count] * count
+    assert moved(way, nodes_of(*shape)).received == [TOTAL * (count - 1) // count] * count
 
 
 def test_a_source_elsewhere() -> None:
     bytes_moved = moved("one/two_level", nodes_of(3, 2), src=3)
-    assert (bytes_moved.into[1], bytes_moved.out[1]) == (0, TOTAL)
-    assert (bytes_moved.into[0], bytes_moved.out[0]) == (TOTAL, 0), (
+    assert (bytes_moved.received[1], bytes_moved.sent[1]) == (0, TOTAL)
+    assert (bytes_moved.received[0], bytes_moved.sent[0]) == (TOTAL, 0), (
         "the last of the chain, which goes from node 1 by 2 to 0"
     )
 
@@ -82,7 +82,7 @@ def test_the_flat_tree_of_gloo() -> None:
 
 GB = 10**9
 CLUSTER = Cluster(
-    nodes=4, ranks=8, link=10 * GB, links=4, intra=100 * GB, storage=20 * GB, reader=5 * GB, place=50 * GB
+    nodes=4, ranks=8, link=10 * GB, links=4, intra=100 * GB, storage=20 * GB, reader=5 * GB, unpack=50 * GB
 )
 
 
@@ -167,9 +167,9 @@ def test_bytes_are_those_that_the_links_count(shape: tuple[int, int], tmp_path: 
         buckets, per_wave = plan_buckets(Path(folders[0]), size, nodes, readers)
         said = traffic(buckets, per_wave, nodes, readers, algorithm)
         for node, counted in enumerate(sample["links"]):
-            for way, got, want in zip(("in", "out"), counted, (said.into[node], said.out[node]), strict=True):
+            for way, got, want in zip(("in", "out"), counted, (said.received[node], said.sent[node]), strict=True):
                 # Where a node sends but does not receive, acknowledgements come back.
-                allowed = 0.06 * (want or max(*said.into, *said.out, sum(buckets)))
+                allowed = 0.06 * (want or max(*said.received, *said.sent, sum(buckets)))
                 assert abs(got - want) <= allowed, (
                     f"{sample['entry']}, node {node} {way}: {got} counted, {want} simulated"
                 )

@@ -35,7 +35,7 @@ from epload.model.expert_parallel import LocalModules, OuterShard, Parts
 from epload.model.initialization import InitMissing
 from epload.model.state_entries import check_filled
 from epload.model.targets import DTypes, owned, stage
-from epload.planning.choose import Job, Measured, choose
+from epload.planning.choose import LoadProfile, WaveMeasurement, choose_readers
 from epload.planning.schedule import READERS, Flow
 from epload.report import LoadReport, progress_bar
 from epload.staging.device import DeviceStaging
@@ -265,7 +265,7 @@ class HierarchicalLoader:
             waves += transfer.waves
             return transfer
 
-        def move(readers: str, buckets: range, finish: Callable[[], None] | None = None) -> list[Measured]:
+        def move(readers: str, buckets: range, finish: Callable[[], None] | None = None) -> list[WaveMeasurement]:
             """Moves some buckets, and ends in a round where all ranks hear of a failure; gives what each rank saw.
 
             ``finish`` comes after the last of the load.
@@ -297,7 +297,7 @@ class HierarchicalLoader:
                 "the transfer", failure, seen, lambda views: [views[rank] for rank in self.topology.ranks],
                 patience=2, last=finish is not None,
             )  # fmt: skip
-            return [Measured(*view) for view in views]
+            return [WaveMeasurement(*view) for view in views]
 
         shown = self.progress and self.topology.rank == self.options.src
         with progress_bar(plan.nbytes, shown) as bar:
@@ -355,7 +355,7 @@ class HierarchicalLoader:
         work: Prepared,
         shared: bool,
         report: LoadReport,
-        move: Callable[[str, range], list[Measured]],
+        move: Callable[[str, range], list[WaveMeasurement]],
     ) -> tuple[str, int]:
         """How to read, and the first bucket that the trials have left."""
         said = []
@@ -367,28 +367,28 @@ class HierarchicalLoader:
         elif readers == "auto":
             plan = work.plan
 
-            def trial(way: str) -> list[Measured]:
+            def trial(way: str) -> list[WaveMeasurement]:
                 nonlocal begin
                 buckets = range(begin, min(begin + work.per_wave, len(plan.buckets)))
                 begin = buckets.stop
                 return move(way, buckets)
 
             nodes = self.topology.nodes
-            readers, why = choose(
-                Job(
+            readers, why = choose_readers(
+                LoadProfile(
                     total=plan.nbytes,
                     owned=work.owned,
                     node_of=[next(i for i, node in enumerate(nodes) if rank in node) for rank in self.topology.ranks],
                     reader=self.topology.ranks.index(self.options.src),
                     waves=-(-len(plan.buckets) // work.per_wave),
                     wave_bytes=plan.largest * work.per_wave,
-                    ways=[way for way in READERS if way != "per_node" or self.options.algorithm != "flat"],
+                    candidates=[way for way in READERS if way != "per_node" or self.options.algorithm != "flat"],
                 ),
                 trial,
             )
             said.append(why)
         said.append(self._ways.fallback(work.device, shared, readers))
-        report.chosen = "; ".join(filter(None, said))
+        report.reason = "; ".join(filter(None, said))
         return readers, begin
 
     def _reserve_on(self, work: Prepared, shared: bool) -> DeviceStaging:

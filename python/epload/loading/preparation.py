@@ -20,7 +20,7 @@ from epload.cluster.topology import Route, Topology
 from epload.control.watch import Watch
 from epload.core import dtypes
 from epload.core.log import logger
-from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, OutOfOrder, text_of
+from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, CallOrderError, message_of
 from epload.loading.buffers import find_holders
 from epload.loading.hints import Strict, misfit, spell_unfilled
 from epload.loading.routes import Options, Ways
@@ -288,7 +288,7 @@ class Preparation:
         except LoadError:
             raise
         except RuntimeError as error:
-            raise LoadError(f"sharing the manifest: {text_of(error)}") from error
+            raise LoadError(f"sharing the manifest: {message_of(error)}") from error
 
     def _share_manifest(self, opened: _Opened, route: Route, report: LoadReport) -> Manifest:
         """The source's manifest, on every rank."""
@@ -391,7 +391,7 @@ class Preparation:
                 self._control.settle("planning", failure)
             except ModelMismatch as error:
                 if isinstance(failure, ModelMismatch):
-                    error.adopt(failure)
+                    error.copy_keys(failure)
                 raise
             raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
         if odd:
@@ -615,7 +615,7 @@ def _odd_meshes(claims: dict[int, list[list[Any]]]) -> dict[str, list[int]]:
 def _same_loader(numbers: dict[int, int]) -> None:
     if len(set(numbers.values())) > 1:
         logger.info("ranks in loads of different loaders: %s", numbers)
-        raise OutOfOrder
+        raise CallOrderError
 
 
 def _all_equal(options: dict[int, str]) -> None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from epload.checkpoint.base import Checkpoint
 from epload.cluster.topology import Route
 from epload.control.control import Control
-from epload.errors import LoadError, RemoteFailure, WaitTimeout, text_of
+from epload.errors import LoadError, RemoteFailure, WaitTimeout, message_of
 from epload.native import ops
 from epload.planning.plan import HEADER_BYTES, Bucket, LoadPlan
 from epload.planning.schedule import Flow, Step
@@ -303,7 +303,7 @@ class Transfer:
 
     def _explain(self, error: RuntimeError, number: int) -> LoadError:
         """What a message that did not arrive means."""
-        text = text_of(error)
+        text = message_of(error)
         if "given up" in text:
             return RemoteFailure(text)
         late = "Timed out" in text or "timeout" in text
