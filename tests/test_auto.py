@@ -14,7 +14,9 @@ GB = 10**9
 WAVE = 64 * 10**6
 
 
-def profile(nodes: Sequence[int] = (2, 2), total: int = 40 * GB, waves: int = 600, wave_bytes: int = WAVE) -> LoadProfile:
+def profile(
+    nodes: Sequence[int] = (2, 2), total: int = 40 * GB, waves: int = 600, wave_bytes: int = WAVE
+) -> LoadProfile:
     """Sharded evenly; ``nodes`` are ranks on each."""
     node_of = [i for i, count in enumerate(nodes) for _ in range(count)]
     return LoadProfile(total, [total // len(node_of)] * len(node_of), node_of, 0, waves, wave_bytes, READERS)
@@ -105,7 +107,9 @@ def test_one_reader_where_it_alone_is_near_the_storage() -> None:
 def test_what_the_trials_have_moved_is_not_predicted_again() -> None:
     """A first wave of half the load leaves half to be read."""
     whole, half = (
-        predictions(choose_readers(profile(total=8 * GB, wave_bytes=wave), Cluster((2, 2), GB / 5, GB / 5, GB))[1])["every"]
+        predictions(choose_readers(profile(total=8 * GB, wave_bytes=wave), Cluster((2, 2), GB / 5, GB / 5, GB))[1])[
+            "every"
+        ]
         for wave in (1, 4 * GB)
     )
     assert half == pytest.approx(whole / 2, rel=0.05)

@@ -23,13 +23,13 @@ from epload.control.processes import Registry
 from epload.control.watch import Beats, Watch
 from epload.core.log import logger
 from epload.errors import (
-    LoadError,
     CallOrderError,
+    LoadError,
     RankExited,
     RemoteFailure,
     WaitTimeout,
-    kind_of,
     is_known,
+    kind_of,
     make_error,
     message_of,
 )

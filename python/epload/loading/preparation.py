@@ -20,7 +20,7 @@ from epload.cluster.topology import Route, Topology
 from epload.control.watch import Watch
 from epload.core import dtypes
 from epload.core.log import logger
-from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, CallOrderError, message_of
+from epload.errors import CallOrderError, CheckpointError, LoadError, ManifestMismatch, ModelMismatch, message_of
 from epload.loading.buffers import find_holders
 from epload.loading.hints import Strict, misfit, spell_unfilled
 from epload.loading.routes import Options, Ways

@@ -1,4 +1,4 @@
-"""Chooses the readers of a load with ``readers="auto"`` from measurements of its own first waves. Nothing is read only to measure.
+"""Chooses the readers of a load with ``readers="auto"`` from measurements of its first waves. Nothing is read only to measure.
 
 If every rank can read the checkpoint, each reads its own part of the first wave. In a fully sharded model this reads each byte
 once and moves none between ranks, so no mode is faster unless storage is slow with many readers. Only if the rest would take

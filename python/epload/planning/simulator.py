@@ -145,7 +145,9 @@ def _transfer_seconds(mode: str, total: int, tensors: int, cluster: Cluster) -> 
     all_read = min(c.storage, c.storage_all / c.nodes, c.reader * c.ranks) / c.ranks
     # A leader uses one of its node's cards. With "striped", each rank uses its own.
     cards = min(c.links, c.ranks) if algorithm == "striped" else 1
-    rates = Rates([all_read] * c.world, c.link * cards if c.nodes > 1 else INFINITE, c.unpack, c.intra, c.hop, c.message)
+    rates = Rates(
+        [all_read] * c.world, c.link * cards if c.nodes > 1 else INFINITE, c.unpack, c.intra, c.hop, c.message
+    )
     wave, per_wave = waves(total, nodes, readers if readers in ("partitioned", "auto") else "one")
     flow = Flow(tuple(map(tuple, nodes)), 0, 0, "partitioned" if readers == "partitioned" else "one", "two_level", True)
     chunk = min(flow.chunk_bytes(total, wave // per_wave, per_wave), wave // per_wave)
