@@ -1,4 +1,4 @@
-"""What a load costs: the formulas against numbers worked out by hand. Bytes and bytes/s."""
+"""The cost functions against numbers computed by hand, in bytes and bytes/s."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ OWNED = int(UNPACK * MEMORY_RATE)
 
 def test_every_is_as_slow_as_its_slowest_rank() -> None:
     assert costs.every([100, 300, 50], Rates([10.0, 100.0, 1.0], INFINITE)) == 50.0
-    assert costs.every([100, 0], Rates([10.0, 1e-9], INFINITE)) == 10.0, "who owns nothing is not waited for"
+    assert costs.every([100, 0], Rates([10.0, 1e-9], INFINITE)) == 10.0, "a rank that owns nothing takes no time"
     assert costs.every([], Rates([], INFINITE)) == 0.0
 
 
-def test_partitioned_on_one_node_is_reading_together() -> None:
+def test_partitioned_on_one_node_is_bound_by_reading() -> None:
     assert costs.partitioned(4000, [OWNED], 1, 100, Rates([200.0, 200.0], INFINITE)) == 4000 / 400 + UNPACK
     assert costs.partitioned(4000, [OWNED], 1, 100, Rates([200.0, 200.0], 1e12)) == 4000 / 400 + UNPACK
     assert costs.partitioned(4000, [OWNED], 1, 100, Rates([100.0, 300.0], 1e12)) == 2000 / 100 + UNPACK, "equal shares"
@@ -28,12 +28,12 @@ def test_partitioned_on_one_node_is_reading_together() -> None:
 @pytest.mark.parametrize(
     ("nodes", "link", "expected"),
     [
-        (2, 1e9, 10.0),  # links are no limit: reading
-        (2, 100.0, 20.0),  # half of all bytes come in
+        (2, 1e9, 10.0),  # bound by reading
+        (2, 100.0, 20.0),  # each node receives half of all bytes
         (4, 100.0, 30.0),  # three quarters
     ],
 )
-def test_partitioned_is_bound_by_reading_or_by_the_links(nodes: int, link: float, expected: float) -> None:
+def test_partitioned_is_bound_by_reading_or_by_the_link(nodes: int, link: float, expected: float) -> None:
     seconds = costs.partitioned(4000, [OWNED, 1], nodes, 200, Rates([200.0, 300.0], link))
     assert seconds == pytest.approx(expected + 200 / 400 + UNPACK), "the first wave is read before anything moves"
 
@@ -51,7 +51,7 @@ def test_per_node_is_as_slow_as_the_slowest_node() -> None:
     assert costs.per_node(4000, [1, OWNED], [100.0, 50.0]) == 80.0 + UNPACK
 
 
-def test_the_choice_in_a_sentence() -> None:
-    said = costs.describe_choice("every", {"every": 0.824, "one": 21.06}, "why not")
-    assert said == "auto -> every: predicted 0.82 s, one 21 s (why not)"
+def test_describe_choice() -> None:
+    text = costs.describe_choice("every", {"every": 0.824, "one": 21.06}, "why not")
+    assert text == "auto -> every: predicted 0.82 s, one 21 s (why not)"
     assert costs.describe_choice("one", {}, "no other way") == "auto -> one (no other way)"

@@ -57,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _verify(checkpoint: Checkpoint) -> int:
     """Reads the whole checkpoint and prints the tensors with NaN or Inf. Returns 1 if there are any, else 0."""
     found = 0
-    for oddity in oddities(checkpoint):
+    for finding in oddities(checkpoint):
         found += 1
-        print(oddity)
+        print(finding)
     manifest = checkpoint.manifest
     print(
         f"{len(manifest.names)} tensors, {manifest.nbytes / 1e9:.3f} GB: headers without overlaps or holes, every byte read, "

@@ -31,7 +31,7 @@ def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: Strict = 
             error.
 
     Raises:
-        ModelMismatch: the dict does not fit the model, or a module has loading code of its own. On every rank, and nothing has
+        ModelMismatch: the dict does not fit the model, or a module has custom loading code. On every rank, and nothing has
             moved.
     """
     if custom := find_custom_loading(model):
@@ -52,7 +52,7 @@ def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: Strict = 
 
 
 def find_custom_loading(model: nn.Module) -> str:
-    """The first module with loading code of its own, and what that is, in words. Empty if no module has any."""
+    """Describes the first module that has custom loading code (hooks or methods). Empty if none has any."""
     return next(filter(None, (loads_itself(path, module) for path, module in model.named_modules())), "")
 
 

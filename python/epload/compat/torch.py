@@ -26,7 +26,7 @@ def set_model_state_dict(
     """Drop-in for torch's function with ``full_state_dict=True`` and ``broadcast_from_rank0=True``. Collective.
 
     Torch's own function is called for other options, for FSDP1 models, and for models with a module that renames its keys by
-    ``dsd_fqn_modifiers`` or has loading code of its own (hooks or methods). ``cpu_offload`` is ignored, because parameters stay
+    ``dsd_fqn_modifiers`` or has custom loading code (hooks or methods). ``cpu_offload`` is ignored, because parameters stay
     on their device. The remaining options have no effect in torch's function either.
 
     Non-persistent buffers that are on meta on some ranks are filled from a rank that has them, where torch leaves them on meta.
