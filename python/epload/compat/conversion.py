@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,29 +17,20 @@ from epload.core.pieces import Piece
 from epload.errors import CheckpointError
 
 
-class Result(Protocol):
-    """A tensor that a converter returns."""
-
-    name: str
-    tensor: Tensor
-
-
 class Converter(Protocol):
     """The interface of VeOmni's converters, which a model creates in ``_create_checkpoint_tensor_converter``.
 
+    ``convert`` returns None or a result with a ``name`` and a ``tensor``. ``finalize`` returns the remaining results.
     ``finalize`` is optional, and so is ``can_handle_tensor(name, tensor)``, which is asked in addition to ``can_handle``.
     """
 
     def can_handle(self, name: str) -> bool: ...
-    def convert(self, name: str, tensor: Tensor) -> Result | None: ...
-    def finalize(self) -> Sequence[Result]: ...
+    def convert(self, name: str, tensor: Tensor) -> Any: ...
+    def finalize(self) -> Sequence[Any]: ...
 
 
-class Converted(NamedTuple):
-    """A tensor that a converter returned, and the checkpoint's tensor after which it did."""
-
-    origin: str
-    result: Any
+Converted = tuple[str, Any]
+"""The name of a tensor of the checkpoint, and what a converter returned after it."""
 
 
 class Conversion:
@@ -102,7 +93,7 @@ class Conversion:
             except Exception as error:
                 raise self._failure(converter, f"at {name}", error) from error
             if result is not None:
-                yield Converted(name, result)
+                yield name, result
         if not hasattr(converter, "finalize"):
             return
         try:
@@ -111,7 +102,7 @@ class Conversion:
         except Exception as error:
             raise self._failure(converter, "after the last tensor", error) from error
         for result in rest:
-            yield Converted("the end", result)
+            yield "the end", result
 
     def _on_meta(self, number: int) -> Tensor:
         manifest = self.source.manifest

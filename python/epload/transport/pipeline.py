@@ -49,9 +49,7 @@ def run(stages: Sequence[Stage], stop: Callable[[BaseException], None]) -> None:
         for name, stage in others:
             threads.start(f"epload-{name}", partial(run_in_thread, stage))
             started += 1
-    except (
-        BaseException
-    ) as error:  # no more threads, or an interrupt: stop the threads that run, and wait for them below
+    except BaseException as error:  # no more threads, or an interrupt: stop those that run, and wait for them below
         failures.append(error)
         stop(error)
     else:
