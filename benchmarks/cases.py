@@ -105,7 +105,7 @@ class Loads:
 
     def notes(self) -> str:
         report = self.job.keep.get("report")
-        return report.chosen if report is not None else ""
+        return report.reason if report is not None else ""
 
 
 class Collectives:

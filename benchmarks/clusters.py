@@ -98,15 +98,15 @@ class Node:
     card: float
     """Bytes/s of one network card, each way."""
     intra: float
-    place: float
+    unpack: float
     """Host to device, a rank."""
     message: float
     hop: float
     hop_inside: float
 
 
-NVLINK = Node("NVLink", card=400 * GBIT, intra=450e9, place=64e9, message=8.4e-6, hop=9.6e-6, hop_inside=3.4e-6)
-HCCS = Node("HCCS", card=200 * GBIT, intra=196e9, place=32e9, message=145e-6, hop=9.6e-6, hop_inside=3.4e-6)
+NVLINK = Node("NVLink", card=400 * GBIT, intra=450e9, unpack=64e9, message=8.4e-6, hop=9.6e-6, hop_inside=3.4e-6)
+HCCS = Node("HCCS", card=200 * GBIT, intra=196e9, unpack=32e9, message=145e-6, hop=9.6e-6, hop_inside=3.4e-6)
 NODES = (NVLINK, HCCS)
 INFINITE = float("inf")
 STORAGES = {"local": (35e9, 45e9, INFINITE), "shared": (35e9, 40e9, 80e9), "one rank's memory": (INFINITE,) * 3}
@@ -147,6 +147,6 @@ def cluster(node: Node, nodes: int, cards: int, storage: str, fixed: float, per_
     rank, one, everyones = STORAGES[storage]
     return Cluster(
         nodes=nodes, ranks=8, link=node.card, links=cards, intra=node.intra, storage=one, storage_all=everyones,
-        reader=rank, place=node.place, message=node.message, hop=node.hop, hop_inside=node.hop_inside,
+        reader=rank, unpack=node.unpack, message=node.message, hop=node.hop, hop_inside=node.hop_inside,
         fixed=fixed, per_rank=per_rank,
     )  # fmt: skip

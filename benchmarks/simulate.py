@@ -85,7 +85,7 @@ def _way(row: Row) -> str:
         return ""
     readers, _, algorithm = row["entry"].removeprefix("epload_modes:").partition("/")
     if readers == "auto":
-        return "every/two_level" if row["note"].startswith("chose every") else ""
+        return "every/two_level" if row["note"].startswith(("auto -> every", "chose every")) else ""
     return f"{readers}/{'two_level' if algorithm == 'auto' else algorithm}" if algorithm else ""
 
 
@@ -102,7 +102,7 @@ def testbed(smaller: Row, run: Row) -> Cluster:
     )
     return Cluster(
         nodes=run["nodes"], ranks=run["ranks"], link=PIECE / _least(run, "link"), storage=rate * run["ranks"],
-        storage_all=rate * world, reader=rate * run["ranks"], place=smaller["nbytes"] / world / phases["read"],
+        storage_all=rate * world, reader=rate * run["ranks"], unpack=smaller["nbytes"] / world / phases["read"],
         fixed=planning + max(rest, 0.0),
     )  # fmt: skip
 
@@ -129,7 +129,7 @@ def _compare(run: Row, row: Row, bed: Cluster) -> Row:
     return {
         "shape": run["shape"], "nodes": run["nodes"], "way": row["title"], "measured": row["median"],
         "predicted": seconds, "error": seconds / row["median"] - 1, "links": row["links"],
-        "moved": [list(pair) for pair in zip(moved.into, moved.out, strict=True)],
+        "moved": [list(pair) for pair in zip(moved.received, moved.sent, strict=True)],
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""epload: gets model weights into sharded models, fast and right."""
+"""epload loads model weights into sharded PyTorch models."""
 
 from epload.broadcast import coalesced_bcast
 from epload.checkpoint.base import Checkpoint
@@ -13,6 +13,8 @@ from epload.mapping.rules import Convert, Rename
 from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.native.build import build_info
 from epload.report import LoadReport
+
+__version__: str = build_info()["version"]
 
 __all__ = [
     "Checkpoint",
@@ -35,6 +37,7 @@ __all__ = [
     "Topology",
     "Transpose",
     "Unstack",
+    "__version__",
     "build_info",
     "coalesced_bcast",
     "load",

@@ -1,10 +1,11 @@
-"""The op with a topology: ``epload.coalesced_bcast``."""
+"""``epload.coalesced_bcast``: the native op with a topology, argument checks and agreement between ranks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,11 +17,11 @@ from epload.control.control import Control
 from epload.errors import ManifestMismatch
 from epload.model.devices import check_backend, check_stream
 from epload.native import ops
+from epload.planning.schedule import ALGORITHMS
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 DEFAULT_BUCKET_BYTES_ON_CPU = 16 << 20
-"""Less, as staging memory there is malloc's: what is larger than glibc keeps (32 MiB) is mapped and zeroed at every call."""
-ALGORITHMS = ("two_level", "striped", "flat")
+"""Smaller, because staging memory on CPU comes from malloc: glibc maps and zeroes blocks over 32 MiB anew in every call."""
 
 
 def coalesced_bcast(
@@ -33,90 +34,111 @@ def coalesced_bcast(
     stream: torch.Stream | None = None,
     check: bool = True,
 ) -> None:
-    """Broadcasts tensors in place from global rank ``src`` to all ranks of the topology, many to a message.
+    """Broadcasts tensors in place from global rank ``src`` to all ranks of the topology, packed into buckets.
+
+    Collective over the topology's ranks. The call returns when this rank's tensors hold the source's values, or on a device,
+    when the work that writes them is queued on ``stream``. No gradient is recorded.
 
     Args:
-        tensors: the same list on every rank (shapes and dtypes; strides may differ). Any dtype, 0-d and empty ones too,
-            parameters too (no gradient is recorded), all on one device.
+        tensors: dense plain tensors or parameters of any shape and dtype, including 0-d and empty ones, all on one device.
+            Every rank passes the same shapes and dtypes in the same order. Strides may differ.
         src: global rank whose values are sent.
-        topology: discovered over the whole job if None, which is itself a small exchange.
-        bucket_bytes: bytes a message holds at most; a larger tensor is split. By default 64 MiB, and 16 MiB on CPU.
-        algorithm: ``"two_level"`` (between the leaders, then inside each node), ``"striped"`` (every rank of a node passes its
-            part on to the same rank of the other nodes; two_level where node sizes differ) or ``"flat"`` (one group).
-        stream: where all device work goes; the current stream if None. Not for CPU tensors.
-        check: compare the lists of all ranks the first time a list is seen; a mismatch would otherwise hang or corrupt.
-            Once a list has been agreed on it is not compared again, so a rank that later passes another list while the
-            rest repeat theirs is found out by the timeout only.
+        topology: the ranks that take part and their nodes. If None, the nodes of the whole job, discovered at the first call.
+        bucket_bytes: maximum bytes of a bucket, from 16 to 2**60. A larger tensor is split. Default: 64 MiB, and 16 MiB for
+            CPU tensors.
+        algorithm: ``"two_level"`` sends each bucket along the leaders of the nodes and then inside each node. ``"striped"``
+            splits each bucket among the ranks of a node, each of which sends its part to its counterpart on the next node;
+            if node sizes differ, ``"two_level"`` is used instead. ``"flat"`` is one broadcast over all ranks.
+        stream: the stream for all device work. Default: the current stream. Must be None for CPU tensors.
+        check: compare ``src``, ``bucket_bytes``, ``algorithm`` and the tensors' shapes and dtypes on all ranks. Ranks that
+            disagree would otherwise hang or exchange wrong data. A list that all ranks have agreed on is not compared
+            again, so if one rank later passes another known list, only the timeout detects it.
 
     Raises:
-        TypeError: a DTensor was passed.
-        ValueError: any other wrong argument. Nothing has moved.
-        ManifestMismatch: the ranks' lists differ. Nothing has moved.
-        LoadError: another thread of this process is in a load or a broadcast; or a rank has failed or ended before data moved.
+        TypeError: an item is not a tensor, or is a DTensor. Nothing has moved.
+        ValueError: another argument is wrong. Nothing has moved.
+        ManifestMismatch: the ranks disagree. Nothing has moved.
+        LoadError: another thread of this process is in a load or a broadcast, or a rank failed or exited.
+
+    Example::
+
+        topology = epload.Topology.from_nodes([[0, 1], [2, 3]])
+        epload.coalesced_bcast(model.parameters(), src=0, topology=topology)
     """
-    tensors = list(tensors)
     topology = topology if topology is not None else Topology.default()
-    asked = (src, bucket_bytes, algorithm)
-    if bucket_bytes is None:
-        on_cpu = bool(tensors) and isinstance(tensors[0], Tensor) and tensors[0].device.type == "cpu"
-        bucket_bytes = DEFAULT_BUCKET_BYTES_ON_CPU if on_cpu else DEFAULT_BUCKET_BYTES
-
-    def send() -> None:
-        failure: Exception | None = None
-        try:
-            _check_arguments(tensors, src, topology, bucket_bytes, algorithm, stream)
-        except (TypeError, ValueError) as error:
-            failure = error
-        if check:
-            _check_same_list(topology.control, tensors, asked, failure)
-        elif failure is not None:
-            raise failure
-        sent = "two_level" if algorithm == "striped" and not topology.even else algorithm
-        routes = {"flat": topology.flat_route, "striped": topology.striped_route, "two_level": topology.route}
-        route = routes[sent](src)
-        leader = -1 if algorithm == "flat" else route.leader
-        ops.coalesced_bcast(
-            tensors, src, route.inter_group, route.intra_group, bucket_bytes, sent, stream, leader=leader
-        )
-
+    broadcast = partial(_broadcast, list(tensors), src, topology, bucket_bytes, algorithm, stream, check)
     if inside(topology):
-        send()
+        broadcast()
         return
     try:
         with alone(Call("coalesced_bcast()", topology)):
-            send()
+            broadcast()
             return
     except Refused as refused:
         error = refused.failure.error()
     raise error
 
 
+def _broadcast(
+    tensors: list[Tensor],
+    src: int,
+    topology: Topology,
+    bucket_bytes: int | None,
+    algorithm: str,
+    stream: torch.Stream | None,
+    check: bool,
+) -> None:
+    options = (src, bucket_bytes, algorithm)
+    if bucket_bytes is None:
+        on_cpu = bool(tensors) and isinstance(tensors[0], Tensor) and tensors[0].device.type == "cpu"
+        bucket_bytes = DEFAULT_BUCKET_BYTES_ON_CPU if on_cpu else DEFAULT_BUCKET_BYTES
+    failure: Exception | None = None
+    try:
+        _check_arguments(tensors, src, topology, bucket_bytes, algorithm, stream)
+    except (TypeError, ValueError) as error:
+        failure = error
+    if check:
+        _check_same_list(topology.control, tensors, options, failure)
+    elif failure is not None:
+        raise failure
+    if algorithm == "striped" and not topology.even:
+        algorithm = "two_level"
+    routes = {"flat": topology.flat_route, "striped": topology.striped_route, "two_level": topology.route}
+    route = routes[algorithm](src)
+    leader = -1 if algorithm == "flat" else route.leader
+    ops.coalesced_bcast(
+        tensors, src, route.inter_group, route.intra_group, bucket_bytes, algorithm, stream, leader=leader
+    )
+
+
 def _check_arguments(
     tensors: list[Tensor], src: int, topology: Topology, bucket_bytes: int, algorithm: str, stream: torch.Stream | None
 ) -> None:
-    """What the op would refuse too; found here, it can be told to the other ranks before they wait in a broadcast."""
+    """Checks what the op checks too, early enough to tell the other ranks before they wait in a broadcast."""
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"expected tensors, item {i} is a {type(tensor).__name__}")
+            raise TypeError(f"expected tensors, but item {i} is a {type(tensor).__name__}")
         if isinstance(tensor, DTensor):
-            raise TypeError(f"expected plain tensors, tensor {i} is a DTensor; pass its to_local()")
+            raise TypeError(f"expected plain tensors, but tensor {i} is a DTensor; pass tensor.to_local()")
         if tensor.device != tensors[0].device:
             raise ValueError(
-                f"expected all tensors on one device, tensor 0 is on {tensors[0].device} and tensor {i} on {tensor.device}"
+                f"expected all tensors on one device, but tensor 0 is on {tensors[0].device} and tensor {i} on {tensor.device}"
             )
         if tensor.is_meta:
-            raise ValueError(f"tensor {i} is on meta and holds no data; materialize it first (to_empty)")
+            raise ValueError(f"tensor {i} is on the meta device and has no data; materialize it first (to_empty)")
         if tensor.layout != torch.strided or tensor.is_quantized:
-            raise ValueError(f"expected dense strided tensors, tensor {i} is {tensor.layout} of {tensor.dtype}")
+            raise ValueError(f"expected dense strided tensors, but tensor {i} is {tensor.layout} of {tensor.dtype}")
         if tensor.is_conj() or tensor.is_neg():
-            raise ValueError(f"tensor {i} is a lazy conjugate or negation; pass resolve_conj() / resolve_neg() of it")
+            raise ValueError(f"tensor {i} is a lazy conjugate or negation; pass tensor.resolve_conj().resolve_neg()")
         if tensor.numel() and tensor.untyped_storage().nbytes() < _reach(tensor):
-            raise ValueError(f"tensor {i} of shape {list(tensor.shape)} lacks storage (was it freed by FSDP?)")
+            raise ValueError(
+                f"the storage of tensor {i} of shape {list(tensor.shape)} is too small (was it freed by FSDP?)"
+            )
     check_stream(stream)
     if stream is not None and tensors and stream.device != tensors[0].device:
-        raise ValueError(f"expected a stream of {tensors[0].device}, where the tensors are, got one of {stream.device}")
+        raise ValueError(f"expected a stream of the tensors' device {tensors[0].device}, got one of {stream.device}")
     if stream is not None and tensors and tensors[0].device.type == "cpu":
-        raise ValueError("expected stream=None for tensors on cpu")
+        raise ValueError("expected stream=None for tensors on cpu, got a stream")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"expected algorithm to be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     if not 16 <= bucket_bytes <= 1 << 60:
@@ -127,7 +149,7 @@ def _check_arguments(
 
 
 def _reach(tensor: Tensor) -> int:
-    """Bytes of storage that the tensor's last element needs."""
+    """Bytes of storage up to the end of the tensor's last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 
@@ -135,33 +157,38 @@ def _reach(tensor: Tensor) -> int:
 def _check_same_list(
     control: Control, tensors: list[Tensor], options: tuple[object, ...], failure: Exception | None
 ) -> None:
+    """Raises ``failure`` on all ranks if a rank has one, else ManifestMismatch if their options or tensors differ."""
     lines = [] if failure else [f"{str(t.dtype)[6:]} {list(t.shape)}" for t in tensors]
     digest = hashlib.blake2b(json.dumps([options, lines]).encode(), digest_size=16)
     key = digest.digest()
     if failure is None and key in control.agreed:
         return
-
     with control.guard():
         _compare_lists(control, [str(options), *lines], digest.hexdigest(), failure)
     control.agreed.add(key)
 
 
 def _compare_lists(control: Control, lines: list[str], digest: str, failure: Exception | None) -> None:
-    def same(views: dict[int, str]) -> list[int]:
-        return [rank for rank, view in views.items() if view != views[control.coordinator]]
+    def differing_ranks(digests: dict[int, str]) -> list[int]:
+        return [rank for rank, digest in digests.items() if digest != digests[control.coordinator]]
 
-    odd = control.settle("coalesced_bcast", failure, digest, same)
-    if odd:
-        speakers = {control.coordinator, odd[0]}
-        view = lines if control.rank in speakers else None
+    differing = control.settle("coalesced_bcast", failure, digest, differing_ranks)
+    if not differing:
+        return
+    pair = control.coordinator, differing[0]
 
-        def differ(views: dict[int, list[str] | None]) -> str:
-            ours, theirs = views[control.coordinator] or [], views[odd[0]] or []
-            for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-                if a != b:
-                    what = "src, bucket_bytes and algorithm are" if i == 0 else f"tensor {i - 1} is"
-                    return f"{what} {a} on rank {control.coordinator} but {b} on rank {odd[0]}"
-            return f"rank {control.coordinator} has {len(ours) - 1} tensors but rank {odd[0]} has {len(theirs) - 1}"
+    def explain(views: dict[int, list[str] | None]) -> str:
+        a, b = (views[rank] or [] for rank in pair)
+        return _first_difference(a, b, *pair)
 
-        text = control.settle("coalesced_bcast", None, view, differ)
-        raise ManifestMismatch(f"coalesced_bcast: the ranks' lists differ: {text}")
+    difference = control.settle("coalesced_bcast", None, lines if control.rank in pair else None, explain)
+    raise ManifestMismatch(f"coalesced_bcast: expected the same arguments on every rank, but {difference}")
+
+
+def _first_difference(a: list[str], b: list[str], rank_a: int, rank_b: int) -> str:
+    """``a`` and ``b``: the options and then the tensors of two ranks, one text each."""
+    for i, (of_a, of_b) in enumerate(zip(a, b, strict=False)):
+        if of_a != of_b:
+            what = "(src, bucket_bytes, algorithm) is" if i == 0 else f"tensor {i - 1} is"
+            return f"{what} {of_a} on rank {rank_a} and {of_b} on rank {rank_b}"
+    return f"rank {rank_a} has {len(a) - 1} tensors and rank {rank_b} has {len(b) - 1}"

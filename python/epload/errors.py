@@ -1,6 +1,7 @@
-"""Two classes of failure: the caller's mistake (ValueError, TypeError) and a run that failed (LoadError).
+"""The errors that epload raises.
 
-Every rank of a load raises the same error with the same text, and a caller's mistake moves nothing.
+There are two classes of failure. The caller's mistake raises ``ValueError`` or ``TypeError`` before any data moves. A run that
+failed raises :class:`LoadError` or one of its subclasses. Either way, every rank raises the same error with the same message.
 """
 
 from __future__ import annotations
@@ -9,67 +10,76 @@ from collections.abc import Iterable, Mapping
 
 
 class LoadError(RuntimeError):
-    """The run failed. Every rank raises it; the text names the rank, the tensor and the file."""
+    """The run failed. Every rank raises it, and the message names the rank, the tensor or the file at fault."""
 
 
 class CheckpointError(LoadError):
-    """The source is at fault: a missing, truncated or malformed file, or a tensor that cannot be read."""
+    """The checkpoint is at fault: a file is missing, truncated, malformed or changed, or a tensor cannot be read."""
 
 
 class ModelMismatch(LoadError):
-    """The checkpoint does not fit the model: keys, shapes or dtypes."""
+    """The checkpoint does not fit the model: keys, shapes or dtypes differ.
+
+    Args:
+        message: the error message.
+        missing_keys: see the attribute of the same name.
+        unexpected_keys: see the attribute of the same name.
+        mismatched_keys: see the attribute of the same name.
+    """
 
     def __init__(
         self,
-        text: str = "",
+        message: str = "",
         *,
         missing_keys: Iterable[str] = (),
         unexpected_keys: Iterable[str] = (),
         mismatched_keys: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(text)
-        self.missing_keys = list(missing_keys)
-        """Names of the model that the checkpoint lacks, where that is the error."""
-        self.unexpected_keys = list(unexpected_keys)
-        """Names of the checkpoint that the model lacks, where that is the error."""
-        self.mismatched_keys = dict(mismatched_keys or {})
-        """Names of the model that the checkpoint has in another shape, each with both shapes in words."""
+        super().__init__(message)
+        self.missing_keys: list[str] = list(missing_keys)
+        """Names of the model's tensors that the checkpoint lacks. Empty if they are not the error."""
+        self.unexpected_keys: list[str] = list(unexpected_keys)
+        """Names of the checkpoint's tensors that the model lacks. Empty if they are not the error."""
+        self.mismatched_keys: dict[str, str] = dict(mismatched_keys or {})
+        """Names of the model's tensors whose shape differs in the checkpoint, each with a text that states both shapes."""
 
-    def adopt(self, other: ModelMismatch) -> None:
-        """Takes over the keys, which do not travel with the text."""
+    def copy_keys(self, other: ModelMismatch) -> None:
+        """Copies the keys of ``other``. Errors are sent between ranks as text, without their keys."""
         self.missing_keys, self.unexpected_keys = other.missing_keys, other.unexpected_keys
         self.mismatched_keys = other.mismatched_keys
 
 
 class ManifestMismatch(LoadError):
-    """Ranks disagree about what is to be loaded into what."""
+    """The ranks disagree about what to load into which tensors."""
 
 
 class RemoteFailure(LoadError):
-    """Another rank said that the load is off. Never seen by users: the root cause is shown in its place."""
+    """Another rank failed. Internal: users get that rank's error instead."""
 
 
 class WaitTimeout(LoadError):
-    """A rank waited for another for longer than it may. Travels as LoadError."""
+    """Another rank made no progress within the timeout. Other ranks raise it as LoadError."""
 
 
-class RankEnded(LoadError):
-    """The process of a rank has ended in the middle of a load. Travels as LoadError."""
+class RankExited(LoadError):
+    """The process of a rank exited during a load. Other ranks raise it as LoadError."""
 
     def __init__(self, rank: int, process: int) -> None:
-        super().__init__(f"rank {rank} has ended (process {process}): killed, out of memory, or it left the load early")
+        super().__init__(
+            f"rank {rank} has exited (process {process}): it was killed, ran out of memory, or left the load early"
+        )
 
 
-class OutOfOrder(LoadError):
-    """Two calls at once in one process, or in another order on another rank. Travels as LoadError.
+class CallOrderError(LoadError):
+    """Two threads of a process called epload at once, or a rank made its calls in another order. Others raise it as LoadError.
 
-    One text for both, as ranks may see the two calls of one mistake in either way. What each rank saw is in its log.
+    Both mistakes have the same message because ranks cannot always tell them apart. Each rank logs what it saw.
     """
 
     def __init__(self) -> None:
         super().__init__(
-            "load() or coalesced_bcast() was called by two threads of a process at once, or in another order on another rank: "
-            "call one after the other, in the same order on every rank (EPLOAD_LOG=info shows which ranks and threads)"
+            "load() or coalesced_bcast() was called by two threads of a process at once, or in a different order on another "
+            "rank: make one call at a time, in the same order on every rank (EPLOAD_LOG=info shows the ranks and threads)"
         )
 
 
@@ -86,24 +96,25 @@ _BY_NAME: dict[str, type[Exception]] = {
         MemoryError,
     )
 }
+"""The error classes that every rank can raise again from a name and a message."""
 
 
 def kind_of(error: BaseException) -> str:
-    """The name under which an error travels to the other ranks: its own class if it is one that they know."""
+    """The class name under which an error is sent to other ranks: its own or the nearest base class in ``_BY_NAME``."""
     return next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _BY_NAME), LoadError.__name__)
 
 
-def known(error: BaseException) -> bool:
-    """Whether the error is one of epload's own or a caller's mistake, whose message says all there is to say."""
+def is_known(error: BaseException) -> bool:
+    """Whether the error is epload's own or a caller's mistake: its message suffices, without a class name or a stack."""
     return isinstance(error, LoadError) or (type(error).__name__ in _BY_NAME and not isinstance(error, MemoryError))
 
 
-def text_of(error: BaseException) -> str:
-    """The error's message, with its type where the message alone would not be understood."""
-    text = str(error).split("\nException raised from", 1)[0].strip()
-    return text if known(error) else f"{type(error).__name__}: {text}"
+def message_of(error: BaseException) -> str:
+    """The error's message without the C++ stack, prefixed by the class name unless :func:`is_known`."""
+    message = str(error).split("\nException raised from", 1)[0].strip()
+    return message if is_known(error) else f"{type(error).__name__}: {message}"
 
 
-def make_error(kind: str, text: str) -> Exception:
-    """The same error on another rank."""
-    return _BY_NAME.get(kind, LoadError)(text)
+def make_error(kind: str, message: str) -> Exception:
+    """The error that another rank sent as ``kind_of(error)`` and ``message_of(error)``."""
+    return _BY_NAME.get(kind, LoadError)(message)

@@ -1,4 +1,4 @@
-"""What a load did, and showing how far it is."""
+"""The report of a load, and its progress bar."""
 
 from __future__ import annotations
 
@@ -16,62 +16,68 @@ PHASES = ("plan", "materialize", "read", "host_to_device", "inter_node", "intra_
 
 @dataclass
 class Phase:
-    """Seconds this rank spent in a phase and the bytes it handled there. Phases of different buckets overlap.
-
-    Of work on a device, seconds are the host's: queueing it, and waiting for it where that cannot be avoided.
-    """
+    """What this rank spent in one phase of a load. Phases of different buckets overlap."""
 
     seconds: float = 0.0
+    """Wall time on the host. For device work, this is the time to queue it and to wait for it where that is unavoidable."""
     nbytes: int = 0
+    """Bytes handled in this phase."""
     cpu_seconds: float = 0.0
-    """On a processor, of the threads of epload alone: not those of gloo, nor those that read for a reader."""
+    """CPU time of epload's Python threads, without gloo's threads and the native threads that read files."""
 
 
 @dataclass
 class LoadReport:
-    """The result of a load, as seen by one rank."""
+    """The result of a load on one rank."""
 
     missing_keys: list[str] = field(default_factory=list)
-    """Names of the model that the checkpoint does not fill, except those in ``ignored_keys``."""
+    """Names of the model's tensors that the checkpoint does not fill, except those in ``ignored_keys``."""
     unexpected_keys: list[str] = field(default_factory=list)
-    """Names of the checkpoint that the model has no place for, except those in ``ignored_keys``."""
+    """Names of the checkpoint's tensors that the model lacks, except those in ``ignored_keys``."""
     mismatched_keys: list[str] = field(default_factory=list)
-    """Names of the model that the checkpoint has in another shape, and that were not filled."""
+    """Names of the model's tensors that were not filled because their shape differs in the checkpoint."""
     tied_keys: list[str] = field(default_factory=list)
-    """Names of the checkpoint that were left out because another name of the same parameter was loaded."""
+    """Names of the checkpoint's tensors that were skipped because another name of the same parameter was loaded."""
     ignored_keys: list[str] = field(default_factory=list)
-    """Keys that are no error in a strict load: missing names of the model and unexpected names of the checkpoint that the
-    mapping says to ignore, and entries of a torch file or a state dict that hold no tensor, such as ``_extra_state``. Missing
-    tensors among them are initialized like any others."""
+    """Keys that are not an error in a strict load: missing and unexpected keys that the mapping ignores, and entries of a torch
+    file or a state dict that are not tensors, such as ``_extra_state``. Missing tensors among them are initialized."""
     initialized: list[str] = field(default_factory=list)
-    """Names that no checkpoint tensor filled and a hook initialized, e.g. rotary ``inv_freq`` buffers."""
+    """Names of the model's tensors that were initialized instead of loaded, e.g. rotary ``inv_freq`` buffers."""
     phases: dict[str, Phase] = field(default_factory=lambda: {name: Phase() for name in PHASES})
+    """By name, see ``PHASES``."""
     seconds: float = 0.0
     """Wall time of the whole load."""
     nbytes: int = 0
-    """Bytes of the checkpoint tensors that were loaded."""
+    """Bytes of the checkpoint's tensors that were loaded, on all ranks together."""
     tensors: int = 0
+    """Number of the checkpoint's tensors that were loaded."""
     buckets: int = 0
+    """Number of buckets that they were packed into."""
     transport_steps: int = 0
-    """Messages this rank sent and received (broadcasts it took part in, for "flat"), the manifest's among them; there are no
-    others."""
+    """Number of messages that this rank sent and received, including the manifest's. With ``algorithm="flat"``, number of
+    broadcasts that it took part in."""
     casts: int = 0
-    """Checkpoint tensors whose dtype was converted."""
+    """Number of the checkpoint's tensors whose dtype was converted."""
     peak_staging: int = 0
-    """Bytes of bucket buffers on this rank, on the host and on the device."""
+    """Bytes of this rank's staging buffers, on the host and on the device together."""
     readers: str = ""
-    chosen: str = ""
-    """Why these readers and this algorithm, where they were left to the loader or could not be had."""
+    """Which ranks read the checkpoint: ``"one"``, ``"per_node"``, ``"partitioned"`` or ``"every"``."""
+    reason: str = ""
+    """Why these readers and this algorithm were used, if they were chosen by ``"auto"`` or differ from those asked for."""
     algorithm: str = ""
+    """How buckets were broadcast: ``"two_level"``, ``"striped"`` or ``"flat"``."""
     verify: str = "off"
+    """The ``verify`` option of the load."""
     topology: str = ""
+    """The topology that the load used, e.g. ``"Topology(4+4 ranks, rank 0)"``: ranks of each node, and this rank."""
     warnings: list[str] = field(default_factory=list)
-    """What is likely not as it was meant to be; each was also given as a Python warning."""
+    """Likely mistakes. Each was also issued as a Python warning."""
     stream: str = ""
-    """The stream that all device work but the copies to the device was on; ``""`` for a model on CPU."""
+    """The stream of all device work except host-to-device copies; ``""`` for a model on CPU."""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
+        """Adds the time that the calling thread spends in the block to a phase."""
         began, began_cpu = perf_counter(), thread_time()
         try:
             yield
@@ -80,7 +86,7 @@ class LoadReport:
             self.phases[phase].cpu_seconds += thread_time() - began_cpu
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The report as a dict of JSON values."""
         return {
             **{k: v for k, v in vars(self).items() if k != "phases"},
             "phases": {name: vars(phase) for name, phase in self.phases.items()},
@@ -92,15 +98,14 @@ class LoadReport:
             f"loaded {self.tensors} tensors, {self.nbytes / 1e6:.1f} MB in {self.buckets} buckets, "
             f"{self.seconds:.3f} s ({rate:.2f} GB/s); {self.topology}, readers={self.readers}, algorithm={self.algorithm}"
         ]
-        if self.chosen:
-            lines.append(f"  {self.chosen}")
+        if self.reason:
+            lines.append(f"  {self.reason}")
         for name, phase in self.phases.items():
             moved = f"  {phase.nbytes / 1e6:10.1f} MB" if phase.nbytes else ""
             lines.append(f"  {name:<12}{phase.seconds:8.3f} s{moved}")
         for title, keys in (
             ("missing", self.missing_keys),
             ("unexpected", self.unexpected_keys),
-            ("ignored", self.ignored_keys),
             ("mismatched", self.mismatched_keys),
             ("tied", self.tied_keys),
             ("ignored", self.ignored_keys),
@@ -113,12 +118,15 @@ class LoadReport:
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
-    """With a lock for threads, which other bars take too. tqdm's own is also for processes, and making it would settle how
-    ``multiprocessing`` starts them: a caller that chooses afterwards would fail."""
+    """A bar that uses tqdm's lock for threads only.
+
+    tqdm's default lock is also for processes. Creating it fixes the start method of ``multiprocessing``, so a caller that
+    sets the method later would fail.
+    """
 
     _lock = TqdmDefaultWriteLock.th_lock
 
 
 def progress_bar(total: int, shown: bool) -> tqdm[Any]:
-    """A bar over bytes; silent unless ``shown`` and standard error is a terminal."""
+    """A progress bar that counts ``total`` bytes. Prints nothing unless ``shown`` and standard error is a terminal."""
     return _Bar(total=total, unit="B", unit_scale=True, desc="epload", disable=None if shown else True, leave=False)

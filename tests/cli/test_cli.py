@@ -1,4 +1,4 @@
-"""The command line, called in this process and once as a module."""
+"""The command line, run in this process and once as a module."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", ["", "model.safetensors", "model.pt"])
 def test_inspect_lists_the_tensors(name: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(checkpoint / name)]) == 0
-    said = capsys.readouterr()
-    rows = {line.split()[-1]: line.split() for line in said.out.splitlines()[:-1]}
+    output = capsys.readouterr()
+    rows = {line.split()[-1]: line.split() for line in output.out.splitlines()[:-1]}
     assert rows == {"layer.weight": ["bfloat16", "[3,", "5]", "layer.weight"], "steps": ["int64", "[]", "steps"]}
-    assert said.out.splitlines()[-1] == "2 tensors, 0.000 GB"
-    assert said.err == ""
+    assert output.out.splitlines()[-1] == "2 tensors, 0.000 GB"
+    assert output.err == ""
 
 
-def test_info_tells_versions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
-    said = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert said["torch_version"].split("+")[0] == torch.__version__.split("+")[0]
-    assert said == {key: str(value) for key, value in epload.build_info().items()}
+    output = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert output["torch_version"].split("+")[0] == torch.__version__.split("+")[0]
+    assert output == {key: str(value) for key, value in epload.build_info().items()}
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\0" * 8, b"\xff" * 64], ids=["absent", "empty", "zeros", "ones"])
-def test_a_bad_file_is_one_line_and_status_1(
+def test_a_malformed_file_gives_one_line_and_status_1(
     content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "bad.safetensors"
     if content is not None:
         path.write_bytes(content)
     assert main(["inspect", str(path)]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("epload: ")
-    assert str(path) in said.err
-    assert len(said.err.splitlines()) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("epload: ")
+    assert str(path) in output.err
+    assert len(output.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("arguments", [[], ["inspect"], ["nonsense"], ["info", "more"]])
-def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
@@ -73,7 +73,9 @@ def test_as_a_module(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "model.safetensors", "model.pt"])
-def test_verify_reads_all_and_finds_nothing(name: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reads_everything_and_finds_nothing(
+    name: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", str(checkpoint / name)]) == 0
     assert capsys.readouterr().out.endswith("every byte read, no tensor with NaN or Inf\n")
 
@@ -81,10 +83,10 @@ def test_verify_reads_all_and_finds_nothing(name: str, checkpoint: Path, capsys:
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e5m2]
 )
-def test_verify_counts_what_is_no_number(
+def test_verify_counts_nan_and_inf(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where a tensor is read in several pieces."""
+    """Also if a tensor is read in several pieces."""
     monkeypatch.setattr("epload.checkpoint.audit._PIECE_BYTES", 64)
     values = torch.zeros(100)
     values[[1, 50, 99]], values[[0, 98]] = float("nan"), float("-inf")
@@ -104,6 +106,6 @@ def test_verify_names_a_malformed_file(checkpoint: Path, capsys: pytest.CaptureF
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     assert main(["verify", str(path)]) == 1
-    said = capsys.readouterr()
-    assert "is truncated" in said.err
-    assert said.out == ""
+    output = capsys.readouterr()
+    assert "is truncated" in output.err
+    assert output.out == ""

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import epload
 from epload.compat import skyrl, verl
 from epload.compat import torch as ours
-from epload.compat.full_state import loading_of_its_own
+from epload.compat.full_state import find_custom_loading
 from support import ranks
 
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -242,7 +242,7 @@ def _by_module(rank: int) -> list[str]:
     model = sharded()
     stranger = {nn.ReLU(): {"weight": torch.ones(1)}, model.first: {"bias": torch.ones(5)}}
     _, text = error_of(lambda: ours.set_model_state_dict(model, on_rank_0(stranger), options=BROADCAST))
-    if "<ReLU, which is no module of the model>.weight" not in text or '"second.bias"' not in text:
+    if "<ReLU, which is not a module of the model>.weight" not in text or '"second.bias"' not in text:
         said.append(text)
     return said + ([] if len(set(everywhere(text))) == 1 else ["ranks differ"])
 
@@ -363,9 +363,9 @@ def test_modules_that_load_in_a_way_of_their_own() -> None:
 def test_hooks_that_only_rename_are_let_pass() -> None:
     from transformers import MambaConfig, MambaModel
 
-    assert loading_of_its_own(MambaModel(MambaConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1))) == ""
+    assert find_custom_loading(MambaModel(MambaConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1))) == ""
     assert (
-        loading_of_its_own(nn.Sequential(nn.BatchNorm1d(3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))))
+        find_custom_loading(nn.Sequential(nn.BatchNorm1d(3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))))
         == ""
     )
 

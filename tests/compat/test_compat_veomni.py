@@ -374,7 +374,7 @@ def test_what_a_converter_does_wrong_is_told(tmp_path: Path) -> None:
         def result(self, name: str, tensor: Tensor) -> Any:
             return super().result("embed.weight", tensor)
 
-    with pytest.raises(CheckpointError, match=r"both embed.weight and .* become embed.weight"):
+    with pytest.raises(CheckpointError, match=r"both embed.weight and .* are converted to embed.weight"):
         converted(tmp_path, Same)[0].ready()
 
     class Fickle(FuseExperts):
@@ -382,7 +382,7 @@ def test_what_a_converter_does_wrong_is_told(tmp_path: Path) -> None:
             return super().result(name, tensor if tensor.is_meta else tensor.double())
 
     source, _ = converted(tmp_path, Fickle)
-    with pytest.raises(CheckpointError, match=r"float32 of meta tensors, but .* torch.float64 of the data"):
+    with pytest.raises(CheckpointError, match=r"float32 in its first pass, but .* torch.float64 in a later one"):
         read(source, "layers.0.experts.down")
     with pytest.raises(CheckpointError, match="no checkpoint at"):
         converted(tmp_path / "absent")[0].ready()

@@ -1,4 +1,4 @@
-"""``patch()`` of frameworks whose installed version lacks the function, or that are not installed."""
+"""``patch()`` with frameworks that are not installed, or whose installed version lacks the function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from epload.compat import torch as ours
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, version: str | None = None) -> ModuleType:
-    """A module, and the packages it is in, without anything in them."""
+    """Installs an empty module and its parent packages."""
     parts = name.split(".")
     for i in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(parts[i - 1]))
@@ -34,7 +34,7 @@ def test_a_framework_without_the_function_is_named(monkeypatch: pytest.MonkeyPat
     assert state_dict.set_model_state_dict is before
 
 
-def test_all_that_are_installed_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_skips_a_framework_without_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("accelerate.utils.fsdp_utils", "verl.utils.fsdp_utils", "veomni.models.module_utils"):
         install(monkeypatch, name)
     before = state_dict.set_model_state_dict
@@ -43,8 +43,8 @@ def test_all_that_are_installed_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -
     assert state_dict.set_model_state_dict is before
 
 
-def test_a_later_place_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SkyRL has had its function in two places; an old one that has lost it is not the end."""
+def test_later_modules_are_searched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SkyRL has moved its function, so a module without it does not end the search."""
     install(monkeypatch, "skyrl.backends.skyrl_train.distributed.fsdp_utils")
     later = install(monkeypatch, "skyrl_train.distributed.fsdp_utils")
     later.fsdp2_load_full_state_dict = original = lambda: None  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ def test_a_later_place_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert later.fsdp2_load_full_state_dict is original
 
 
-def test_a_framework_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_framework_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "veomni.models.module_utils", None)
     monkeypatch.setitem(sys.modules, "veomni", None)
     wanted = r"cannot patch veomni: veomni\.models\.module_utils cannot be imported"

@@ -117,7 +117,7 @@ def killed_in_discovery(rank: int, victim: int) -> Raised | None:
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_killed_in_discovery_is_named(victim: int) -> None:
     said = ranks.run(4, killed_in_discovery, victim, dying=(victim,), limit=60)
-    check(said, f"rank {victim} has ended (process ")
+    check(said, f"rank {victim} has exited (process ")
 
 
 def again_after_a_failure(rank: int) -> list[str]:
@@ -242,7 +242,7 @@ def killed_making_groups_of_a_broadcast(rank: int) -> Raised | None:
 
 
 def test_a_rank_killed_making_the_groups_of_a_broadcast_is_named() -> None:
-    check(ranks.run(4, killed_making_groups_of_a_broadcast, dying=(1,), limit=80), "rank 1 has ended")
+    check(ranks.run(4, killed_making_groups_of_a_broadcast, dying=(1,), limit=80), "rank 1 has exited")
 
 
 # ---- the store ----
@@ -273,7 +273,7 @@ def test_a_store_whose_host_dies_is_lost_for_all(step: str, tmp_path: Path) -> N
     said = ranks.run(4, store_dies, tmp_path, step, dying=(0,), limit=80)[1:]
     for kind, text, seconds in said:
         assert kind == "LoadError", text
-        assert "store is lost" in text or "rank 0 has ended" in text, text
+        assert "store is lost" in text or "rank 0 has exited" in text, text
         assert seconds < SOON
 
 

@@ -84,13 +84,13 @@ def _chosen(rank: int, folder: Path) -> list[str]:
         loader = HierarchicalLoader(Topology.from_nodes(nodes), bucket_bytes=BUCKET)
         for number, worth in enumerate((False, True)):
             if worth:
-                choose.SMALL_BYTES, costs.WORTH_A_TRIAL = 0, 0.0
+                choose.SMALL_BYTES, costs.MIN_SECONDS_FOR_TRIAL = 0, 0.0
             model = meta_net()
             report = loader.load(model, folder / f"{number}.safetensors")
             said += [f"{nodes}, worth {worth}: {text}" for text in wrong(model, state_for(number))]
-            if not report.chosen or report.readers == "auto" or report.buckets < 10:
-                said.append(f"{nodes}: {report} chose {report.chosen!r}")
-        choose.SMALL_BYTES, costs.WORTH_A_TRIAL = 64 << 20, 1.0
+            if not report.reason or report.readers == "auto" or report.buckets < 10:
+                said.append(f"{nodes}: {report} chose {report.reason!r}")
+        choose.SMALL_BYTES, costs.MIN_SECONDS_FOR_TRIAL = 64 << 20, 1.0
     return said
 
 

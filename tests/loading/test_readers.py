@@ -53,7 +53,7 @@ def cheapest(way: str) -> Iterator[None]:
     """Both trials take place, and one way is predicted to cost least."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(choose, "SMALL_BYTES", -1))
-        stack.enter_context(mock.patch.object(costs, "WORTH_A_TRIAL", -1.0))
+        stack.enter_context(mock.patch.object(costs, "MIN_SECONDS_FOR_TRIAL", -1.0))
         for name in ("every", "partitioned", "per_node", "one"):
             stack.enter_context(mock.patch.object(costs, name, lambda *_, name=name: 0.1 if name == way else 7.0))
         yield
@@ -73,10 +73,10 @@ def choices(rank: int, folder: Path, algorithms: Sequence[str]) -> list[str]:
                 with cheapest(way):
                     report = loader.load(model, folder / str(number) / "one.safetensors")
                 said += [f"{case}: {text}" for text in wrong(model, state_for(number))]
-                if report.readers != way or f"chose {way}: predicted 0.1 s" not in report.chosen:
-                    said.append(f"{case}: {report.readers}, {report.chosen}")
-                if report.chosen.count(" 7 s") != 3:
-                    said.append(f"{case}: does not say what the others cost: {report.chosen}")
+                if report.readers != way or f"auto -> {way}: predicted 0.1 s" not in report.reason:
+                    said.append(f"{case}: {report.readers}, {report.reason}")
+                if report.reason.count(" 7 s") != 3:
+                    said.append(f"{case}: does not say what the others cost: {report.reason}")
     return said
 
 
@@ -128,7 +128,7 @@ def without_a_path(rank: int, folder: Path, what: str) -> list[str]:
     others = {"nothing": None, "its first file": folder / "1" / "parts" / "part-0.safetensors"}[what]
     model = meta_net()
     report = loader.load(model, folder / "1" / "parts" if rank == 0 else others)
-    return wrong(model, state_for(1)) + ([] if report.readers == "one" else [report.chosen])
+    return wrong(model, state_for(1)) + ([] if report.readers == "one" else [report.reason])
 
 
 @pytest.mark.parametrize("what", ["nothing", "its first file"])

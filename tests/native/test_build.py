@@ -1,4 +1,4 @@
-"""The native library: what it links, how a stale one is refused. And who may import whom."""
+"""The native library: its version, what it links, and how a stale build is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SYSTEM_LIBRARIES = ("libstdc++.so", "libgcc_s.so", "libm.so", "libc.so", "libpth
 
 def test_build_info() -> None:
     info = epload.build_info()
-    assert info["version"] == _C.version
+    assert info["version"] == _C.version == epload.__version__
     assert info["torch_version"].split(".")[:2] == torch.__version__.split(".")[:2]
     assert info["compiler"]
     assert Path(info["library"]) == LIBRARY

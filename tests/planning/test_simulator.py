@@ -1,4 +1,4 @@
-"""The simulator: what its traffic must add up to, seconds worked out by hand, and bytes against a test-bed's link counters."""
+"""The simulator: properties of its traffic, seconds computed by hand, and bytes compared with a test-bed's link counters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from workload import Size, plan_buckets
 
 SHAPES = ((2, 2), (4, 2), (3, 1), (8, 1))
 MOVING = ("one/two_level", "one/striped", "one/flat", "partitioned/two_level", "partitioned/striped")
-STILL = ("per_node/two_level", "every/two_level")
+NOT_MOVING = ("per_node/two_level", "every/two_level")
 BUCKETS = [1000] * 48
-"""Divides evenly among the readers of all shapes."""
+"""Can be divided evenly among the readers of all shapes."""
 TOTAL = sum(BUCKETS)
 
 
@@ -27,51 +27,51 @@ def nodes_of(nodes: int, ranks: int) -> list[list[int]]:
     return [list(range(first, first + ranks)) for first in range(0, nodes * ranks, ranks)]
 
 
-def moved(way: str, nodes: list[list[int]], buckets: list[int] = BUCKETS, src: int = 0) -> Traffic:
-    readers, _, algorithm = way.partition("/")
+def moved(mode: str, nodes: list[list[int]], buckets: list[int] = BUCKETS, src: int = 0) -> Traffic:
+    readers, _, algorithm = mode.partition("/")
     per_wave = sum(map(len, nodes)) if readers == "partitioned" else 1
     return traffic(buckets, per_wave, nodes, readers, algorithm, src)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("way", MOVING)
-def test_every_byte_that_leaves_a_node_comes_into_another(way: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("mode", MOVING)
+def test_every_byte_sent_is_received(mode: str, shape: tuple[int, int]) -> None:
     nodes = nodes_of(*shape)
-    bytes_moved = moved(way, nodes)
-    assert sum(bytes_moved.into) == sum(bytes_moved.out) > 0
+    bytes_moved = moved(mode, nodes)
+    assert sum(bytes_moved.received) == sum(bytes_moved.sent) > 0
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("way", STILL)
-def test_nothing_moves_where_every_node_reads(way: str, shape: tuple[int, int]) -> None:
-    assert moved(way, nodes_of(*shape)) == Traffic([0] * shape[0], [0] * shape[0])
+@pytest.mark.parametrize("mode", NOT_MOVING)
+def test_nothing_moves_if_every_node_reads(mode: str, shape: tuple[int, int]) -> None:
+    assert moved(mode, nodes_of(*shape)) == Traffic([0] * shape[0], [0] * shape[0])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("way", MOVING[:2])
-def test_one_reader_is_a_chain_of_nodes(way: str, shape: tuple[int, int]) -> None:
-    bytes_moved = moved(way, nodes_of(*shape))
-    assert bytes_moved.into == [0, *[TOTAL] * (shape[0] - 1)]
-    assert bytes_moved.out == [*[TOTAL] * (shape[0] - 1), 0]
+@pytest.mark.parametrize("mode", MOVING[:2])
+def test_one_reader_is_a_chain_of_nodes(mode: str, shape: tuple[int, int]) -> None:
+    bytes_moved = moved(mode, nodes_of(*shape))
+    assert bytes_moved.received == [0, *[TOTAL] * (shape[0] - 1)]
+    assert bytes_moved.sent == [*[TOTAL] * (shape[0] - 1), 0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("way", MOVING[3:])
-def test_partitioned_brings_in_what_others_read(way: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("mode", MOVING[3:])
+def test_partitioned_receives_what_other_nodes_read(mode: str, shape: tuple[int, int]) -> None:
     count = shape[0]
-    assert moved(way, nodes_of(*shape)).into == [TOTAL * (count - 1) // count] * count
+    assert moved(mode, nodes_of(*shape)).received == [TOTAL * (count - 1) // count] * count
 
 
-def test_a_source_elsewhere() -> None:
+def test_a_source_on_another_node() -> None:
     bytes_moved = moved("one/two_level", nodes_of(3, 2), src=3)
-    assert (bytes_moved.into[1], bytes_moved.out[1]) == (0, TOTAL)
-    assert (bytes_moved.into[0], bytes_moved.out[0]) == (TOTAL, 0), (
-        "the last of the chain, which goes from node 1 by 2 to 0"
+    assert (bytes_moved.received[1], bytes_moved.sent[1]) == (0, TOTAL)
+    assert (bytes_moved.received[0], bytes_moved.sent[0]) == (TOTAL, 0), (
+        "the chain goes from node 1 over node 2 to node 0, which sends nothing"
     )
 
 
 def test_the_flat_tree_of_gloo() -> None:
-    """Eight ranks: the first sends to 1, 2 and 4, its neighbor to 3 and 5; two a node, four copies leave the first node."""
+    """Eight ranks: rank 0 sends to 1, 2 and 4, rank 1 to 3 and 5. With two ranks per node, four copies leave node 0."""
     assert costs.tree_edges(range(8), 0) == [(0, 1), (0, 2), (1, 3), (0, 4), (1, 5), (2, 6), (3, 7)]
     assert costs.tree_copies(nodes_of(4, 2), 0) == (4, 1)
     assert costs.tree_copies(nodes_of(8, 1), 0) == (3, 0)
@@ -82,7 +82,7 @@ def test_the_flat_tree_of_gloo() -> None:
 
 GB = 10**9
 CLUSTER = Cluster(
-    nodes=4, ranks=8, link=10 * GB, links=4, intra=100 * GB, storage=20 * GB, reader=5 * GB, place=50 * GB
+    nodes=4, ranks=8, link=10 * GB, links=4, intra=100 * GB, storage=20 * GB, reader=5 * GB, unpack=50 * GB
 )
 
 
@@ -98,24 +98,24 @@ def test_one_is_bound_by_reader_link_or_spreading() -> None:
 
 def test_a_flat_ring_uses_all_cards_and_two_level_one() -> None:
     fast = Cluster(nodes=4, ranks=8, link=10 * GB, links=8, intra=400 * GB)
-    ring, two_level = (predict(way, 1000 * GB, 10, fast) for way in ("ring", "one/two_level"))
+    ring, two_level = (predict(mode, 1000 * GB, 10, fast) for mode in ("ring", "one/two_level"))
     assert two_level == pytest.approx(8 * ring, rel=0.01)
 
 
-def test_a_broadcast_a_tensor_costs_a_message_each() -> None:
+def test_one_broadcast_per_tensor_costs_one_message_each() -> None:
     slow = Cluster(nodes=2, ranks=8, link=10 * GB, message=1e-3)
     buckets = -(-1000 * GB // waves(1000 * GB, nodes_of(2, 8), "one")[0])
     difference = predict("tensor ring", 1000 * GB, 50_000, slow) - predict("ring", 1000 * GB, 50_000, slow)
     assert difference == pytest.approx((50_000 - buckets) * 1e-3)
 
 
-def test_reading_ways() -> None:
+def test_modes_of_reading() -> None:
     total = 1000 * GB
     assert predict("every/two_level", total, 10, CLUSTER) == pytest.approx(total / (4 * 20 * GB), rel=0.01)
     shared = Cluster(nodes=4, ranks=8, link=10 * GB, storage=20 * GB, storage_all=40 * GB)
     assert predict("every/two_level", total, 10, shared) == pytest.approx(25, rel=0.01)
     assert predict("per_node/two_level", total, 10, shared) == pytest.approx(100, rel=0.01)
-    assert predict("partitioned/two_level", total, 10, shared) == pytest.approx(75, rel=0.01), "the link: 3/4 come in"
+    assert predict("partitioned/two_level", total, 10, shared) == pytest.approx(75, rel=0.01), "the link carries 3/4"
 
 
 def test_agreement_grows_with_the_ranks() -> None:
@@ -123,18 +123,18 @@ def test_agreement_grows_with_the_ranks() -> None:
     assert predict("every/two_level", 8, 1, large) - predict("every/two_level", 8, 1, small) == pytest.approx(16.376)
 
 
-@pytest.mark.parametrize("way", ["one/two_level", "one/striped", "partitioned/two_level", "every/two_level", "ring"])
-def test_seconds_fall_with_the_rate_of_every_link(way: str) -> None:
+@pytest.mark.parametrize("mode", ["one/two_level", "one/striped", "partitioned/two_level", "every/two_level", "ring"])
+def test_seconds_fall_with_the_rate_of_every_link(mode: str) -> None:
     rates = [
         predict(
-            way, 1000 * GB, 1000, Cluster(nodes=4, ranks=8, link=GB * f, intra=GB * f, storage=GB * f, reader=GB * f)
+            mode, 1000 * GB, 1000, Cluster(nodes=4, ranks=8, link=GB * f, intra=GB * f, storage=GB * f, reader=GB * f)
         )
         for f in (1, 2, 4)
     ]
     assert all(slow == pytest.approx(2 * fast, rel=0.02) for slow, fast in pairwise(rates))
 
 
-def test_no_such_way() -> None:
+def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'one/two_level'.*'by post'"):
         predict("by post", 1, 1, CLUSTER)
 
@@ -144,8 +144,8 @@ def test_no_such_way() -> None:
 
 @pytest.mark.netbed
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=["2x2", "4x1"])
-def test_bytes_are_those_that_the_links_count(shape: tuple[int, int], tmp_path: Path) -> None:
-    """Within 6 %: headers of TCP and IP, the manifest, agreement."""
+def test_simulated_bytes_match_the_link_counters(shape: tuple[int, int], tmp_path: Path) -> None:
+    """Within 6 %, for TCP and IP headers, the manifest and agreement."""
     require("the simulator's bytes against link counters")
     size = Size(layers=3)
     folders = launch.checkpoints(tmp_path, size)
@@ -165,11 +165,13 @@ def test_bytes_are_those_that_the_links_count(shape: tuple[int, int], tmp_path: 
         readers, _, algorithm = sample["entry"].removeprefix("epload_modes:").partition("/")
         readers, algorithm = readers.replace("auto", "every"), algorithm.replace("auto", "two_level")
         buckets, per_wave = plan_buckets(Path(folders[0]), size, nodes, readers)
-        said = traffic(buckets, per_wave, nodes, readers, algorithm)
+        simulated = traffic(buckets, per_wave, nodes, readers, algorithm)
         for node, counted in enumerate(sample["links"]):
-            for way, got, want in zip(("in", "out"), counted, (said.into[node], said.out[node]), strict=True):
-                # Where a node sends but does not receive, acknowledgements come back.
-                allowed = 0.06 * (want or max(*said.into, *said.out, sum(buckets)))
+            for direction, got, want in zip(
+                ("received", "sent"), counted, (simulated.received[node], simulated.sent[node]), strict=True
+            ):
+                # A node that only sends also receives acknowledgements.
+                allowed = 0.06 * (want or max(*simulated.received, *simulated.sent, sum(buckets)))
                 assert abs(got - want) <= allowed, (
-                    f"{sample['entry']}, node {node} {way}: {got} counted, {want} simulated"
+                    f"{sample['entry']}, node {node} {direction}: {got} counted, {want} simulated"
                 )

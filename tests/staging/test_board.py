@@ -328,7 +328,7 @@ def test_where_one_rank_cannot_share_all_have_their_own(odd: int, what: str) -> 
 def striped_without_sharing(rank: int) -> str:
     loader = HierarchicalLoader(Topology.from_nodes([[0, 1], [2, 3]]), algorithm="striped", readers="one", timeout=30)
     with mock.patch.object(os, "memfd_create", side_effect=PermissionError(13, "none here")):
-        return loader.load(meta_net(), state_for(1)).chosen
+        return loader.load(meta_net(), state_for(1)).reason
 
 
 def test_the_report_says_why_striped_could_not_be_had() -> None:

@@ -107,18 +107,18 @@ def misreported(report: LoadReport, nodes: Nodes, readers: str, algorithm: str, 
         way = readers
     elif kind == "dict" and sum(map(len, nodes)) > 1:
         way = "one"
-        if f"chose one: only rank {src}" not in report.chosen:
-            yield f"does not say why one: {report.chosen!r}"
+        if f"chose one: only rank {src}" not in report.reason:
+            yield f"does not say why one: {report.reason!r}"
     else:
         way = "every"
-        if "chose every: each rank can read its own, which is little" not in report.chosen:
-            yield f"does not say why every: {report.chosen!r}"
+        if "auto -> every: per-rank data is small" not in report.reason:
+            yield f"does not say why every: {report.reason!r}"
     uneven = len(set(map(len, nodes))) > 1 and way != "every"  # where no bucket moves, no algorithm is in the way
     expected = "two_level" if algorithm == "auto" or (algorithm == "striped" and uneven) else algorithm
-    if algorithm == "striped" and uneven and "two_level in place of striped, as node sizes differ" not in report.chosen:
-        yield f"does not say why not striped: {report.chosen!r}"
-    if way == readers and algorithm != "striped" and report.chosen:
-        yield f"nothing was chosen, but: {report.chosen!r}"
+    if algorithm == "striped" and uneven and "two_level in place of striped, as node sizes differ" not in report.reason:
+        yield f"does not say why not striped: {report.reason!r}"
+    if way == readers and algorithm != "striped" and report.reason:
+        yield f"nothing was chosen, but: {report.reason!r}"
     if (report.readers, report.algorithm) != (way, expected):
         yield f"reports {report.readers}, {report.algorithm}, expected {way}, {expected}"
 
@@ -229,8 +229,8 @@ def one_differs(rank: int, folder: Path, readers: str, odd: int = 3, device: str
         if readers == "auto":
             report = loader.load(model, path)
             said += [f"{what}: {text}" for text in wrong(model, state_for(1), where=device)]
-            if report.readers != "one" or "chose one: only rank 0" not in report.chosen:
-                said.append(f"{what}: {report.readers}, {report.chosen}")
+            if report.readers != "one" or "chose one: only rank 0" not in report.reason:
+                said.append(f"{what}: {report.readers}, {report.reason}")
             continue
         failures[what] = outcome(lambda: loader.load(model, path))  # noqa: B023
         if not all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):

@@ -1,4 +1,4 @@
-"""The pipeline: stages that run at the same time, and how it ends when one of them fails."""
+"""The pipeline: concurrent stages, and how it ends if one of them fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from epload.transport import pipeline
 
 LIMIT = 20.0
-"""Seconds after which a stage that waits for another gives up, so that a pipeline that runs them in turn fails."""
+"""Seconds that a stage waits for another, so that a pipeline that ran its stages in turn would fail."""
 
 
 def left_threads() -> list[str]:
@@ -22,14 +22,14 @@ def never(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_all_stages_run_at_the_same_time(count: int) -> None:
+def test_all_stages_run_concurrently(count: int) -> None:
     meet = threading.Barrier(count, timeout=LIMIT)
     pipeline.run([(f"s{i}", lambda: meet.wait() and None) for i in range(count)], never)
     assert not meet.broken
     assert left_threads() == []
 
 
-def test_threads_are_named_and_the_last_stage_is_on_the_callers() -> None:
+def test_threads_are_named_and_the_last_stage_runs_on_the_calling_thread() -> None:
     seen: dict[str, threading.Thread] = {}
     meet = threading.Barrier(3, timeout=LIMIT)
 
@@ -46,21 +46,21 @@ def test_threads_are_named_and_the_last_stage_is_on_the_callers() -> None:
     assert seen["read"].daemon, "a stuck stage must not keep the process from ending"
 
 
-def test_it_waits_for_stages_that_outlast_the_last() -> None:
-    last_is_over, ended = threading.Event(), []
+def test_run_waits_for_stages_that_outlast_the_last() -> None:
+    last_has_ended, ended = threading.Event(), []
 
     def slow() -> None:
-        assert last_is_over.wait(LIMIT)
+        assert last_has_ended.wait(LIMIT)
         ended.append("slow")
 
-    pipeline.run([("slow", slow), ("last", last_is_over.set)], never)
+    pipeline.run([("slow", slow), ("last", last_has_ended.set)], never)
     assert ended == ["slow"]
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), SystemExit(3), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize(("count", "failing"), [(n, i) for n in (1, 2, 3, 4) for i in range(n)])
-def test_what_a_stage_raises_is_raised_when_all_have_ended(count: int, failing: int, error: BaseException) -> None:
-    """The others work until they are told to stop."""
+def test_an_exception_of_a_stage_is_raised_when_all_have_ended(count: int, failing: int, error: BaseException) -> None:
+    """The other stages run until they are stopped."""
     stop, log, lock = threading.Event(), [], threading.Lock()
 
     def note(what: str) -> None:
@@ -89,7 +89,7 @@ def test_what_a_stage_raises_is_raised_when_all_have_ended(count: int, failing: 
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_of_several_failures_the_first_is_raised(first: int) -> None:
+def test_the_first_of_several_exceptions_is_raised(first: int) -> None:
     stop = threading.Event()
     stops: list[str] = []
 

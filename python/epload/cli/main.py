@@ -1,4 +1,4 @@
-"""The command line: parsing only."""
+"""The ``epload`` command: parses arguments and prints results."""
 
 from __future__ import annotations
 
@@ -14,17 +14,27 @@ from epload.native.build import build_info
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``epload info``, ``epload inspect CHECKPOINT``, ``epload verify CHECKPOINT``. Returns the exit status."""
+    """Runs ``epload info``, ``epload inspect CHECKPOINT`` or ``epload verify CHECKPOINT``.
+
+    Args:
+        arguments: default: ``sys.argv[1:]``.
+
+    Returns:
+        The exit status: 0, or 1 if the checkpoint cannot be read or verification finds NaN or Inf.
+
+    Raises:
+        SystemExit: the arguments are wrong (status 2), or ask for help.
+    """
     parser = argparse.ArgumentParser(prog="epload", description="Loads model weights into sharded PyTorch models.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="what this build has")
+    commands.add_parser("info", help="show the version and build options")
     inspect = commands.add_parser("inspect", help="check a checkpoint's headers and list its tensors")
-    what = "a safetensors or torch file, or a folder of them"
-    inspect.add_argument("checkpoint", help=what)
+    checkpoint_help = "a safetensors or torch file, or a folder of them"
+    inspect.add_argument("checkpoint", help=checkpoint_help)
     verify = commands.add_parser(
-        "verify", help="check a checkpoint's headers, read all of it, and name the tensors that hold NaN or Inf"
+        "verify", help="check a checkpoint's headers, read all of its data, and list the tensors with NaN or Inf"
     )
-    verify.add_argument("checkpoint", help=what)
+    verify.add_argument("checkpoint", help=checkpoint_help)
     options = parser.parse_args(arguments)
     if options.command == "info":
         for key, value in build_info().items():
@@ -45,11 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _verify(checkpoint: Checkpoint) -> int:
-    """0 if all of it can be read and every value is a number."""
+    """Reads the whole checkpoint and prints the tensors with NaN or Inf. Returns 1 if there are any, else 0."""
     found = 0
-    for oddity in oddities(checkpoint):
+    for finding in oddities(checkpoint):
         found += 1
-        print(oddity)
+        print(finding)
     manifest = checkpoint.manifest
     print(
         f"{len(manifest.names)} tensors, {manifest.nbytes / 1e9:.3f} GB: headers without overlaps or holes, every byte read, "

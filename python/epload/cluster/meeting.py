@@ -17,7 +17,7 @@ from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from epload.control.control import Control
-from epload.errors import LoadError, text_of
+from epload.errors import LoadError, message_of
 
 _OVER = "!"
 """Ends the number of a meeting that nobody can join any more."""
@@ -48,7 +48,7 @@ def meet(
             number = _join(place)
             control = Control(PrefixStore(number, place), ranks, rank, f"{name}/{number}")
         except DistNetworkError as error:
-            raise LoadError(f"topology: the store is lost: {text_of(error)} (seen by rank {rank})") from error
+            raise LoadError(f"topology: the store is lost: {message_of(error)} (seen by rank {rank})") from error
 
         def decide_all_here(views: dict[int, Any]) -> Any:
             _close(place, number)

@@ -19,7 +19,7 @@ from datetime import timedelta
 from epload.cluster.topology import Topology
 from epload.control.failure import Failure
 from epload.core.log import logger
-from epload.errors import OutOfOrder
+from epload.errors import CallOrderError
 
 _lock = threading.Lock()
 _current: Call | None = None
@@ -89,8 +89,8 @@ def _refuse(call: Call, number: int, other: Call) -> Refused:
     by = "the same thread" if other.thread is call.thread else f"thread {other.thread.name}"
     logger.info("rank %d refuses %s, as %s is in %s", control.rank, call.what, by, other.what)
     if not call.surely_paired(other):
-        other.topology.control.break_off(OutOfOrder())
-    failure = control.refuse(number, OutOfOrder())
+        other.topology.control.break_off(CallOrderError())
+    failure = control.refuse(number, CallOrderError())
     if not failure.clean:
         call.topology.stale = True
     return Refused(failure)

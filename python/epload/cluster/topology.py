@@ -18,7 +18,7 @@ from epload.cluster import groups
 from epload.cluster.groups import Group, Making
 from epload.cluster.meeting import meet
 from epload.control.control import DEFAULT_TIMEOUT, Control
-from epload.errors import LoadError, ManifestMismatch, RemoteFailure, text_of
+from epload.errors import LoadError, ManifestMismatch, RemoteFailure, message_of
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -257,7 +257,7 @@ class Topology:
             groups.dispose([group] if ended else [])
             if stopping.asked():
                 raise RemoteFailure("another rank failed")
-            why = text_of(making.error) if making.error is not None else f"not done within {timeout}"
+            why = message_of(making.error) if making.error is not None else f"not done within {timeout}"
             raise LoadError(
                 f"rank {self.rank} could not make the process group of ranks {ranks}: {why}"
             ) from making.error

@@ -1,7 +1,7 @@
-"""Loaders that people call today, with the same signatures: switch the import, or :func:`epload.patch` the original.
+"""Drop-in replacements for other libraries' loading functions: import them instead, or :func:`epload.patch` the originals.
 
-Each gives what the original gives where that is right, with these differences: a mistake is raised on every rank and before
-anything moves; parameters keep the dtype of the model and their ties; nothing goes through ``distribute_tensor``.
+They have the signatures of the originals and load the same values, with these differences. Errors are raised on every rank,
+before anything moves. Parameters keep the model's dtype and their ties. No tensor goes through ``distribute_tensor``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from epload.compat import accelerate, skyrl, torch, veomni, verl
 
-_PLACES: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
+_REPLACEMENTS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
     "torch": (("torch.distributed.checkpoint.state_dict",), torch.set_model_state_dict),
     "accelerate": (("accelerate.utils.fsdp_utils",), accelerate.fsdp2_load_full_state_dict),
     "verl": (("verl.utils.fsdp_utils",), verl.fsdp2_load_full_state_dict),
@@ -25,40 +25,46 @@ _PLACES: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
     ),
     "veomni": (("veomni.models.module_utils",), veomni.rank0_load_and_broadcast_weights),
 }
-"""Where the original is defined (the first module that there is), and what stands in for it under the same name."""
+"""For each framework, the modules that may define the original (the first that has it is used), and its replacement of the
+same name."""
 
 
 @contextmanager
 def patch(*frameworks: str) -> Iterator[None]:
-    """Within it, calls of the frameworks' own loading functions come here; for a framework that offers no hook.
+    """Context manager that replaces the loading functions of frameworks by epload's, for frameworks that offer no hook.
 
-    The function is replaced where it is defined and in every module that has imported it by name.
+    Each function is replaced in the module that defines it and in every module that has imported it by name. Not thread-safe.
 
     Args:
-        frameworks: among ``"torch"``, ``"accelerate"``, ``"verl"``, ``"skyrl"``, ``"veomni"``. If none is given, all of these
-            that are installed and have the function.
+        frameworks: any of ``"torch"``, ``"accelerate"``, ``"verl"``, ``"skyrl"`` and ``"veomni"``. Default: all of them that
+            are installed and have the function.
 
     Raises:
-        ValueError: another name.
-        ImportError: a framework that is named is not installed, or the installed version lacks the function.
+        ValueError: a name is none of these.
+        ImportError: a framework that was named is not installed, or the installed version lacks the function.
+
+    Example::
+
+        with epload.patch("accelerate"):
+            model = accelerator.prepare(model)
     """
     for name in frameworks:
-        if name not in _PLACES:
-            raise ValueError(f"expected frameworks among {', '.join(_PLACES)}, got {name!r}")
+        if name not in _REPLACEMENTS:
+            raise ValueError(f"expected frameworks among {', '.join(_REPLACEMENTS)}, got {name!r}")
     replaced: list[tuple[ModuleType, str, object]] = []
     try:
-        for name in frameworks or _PLACES:
-            modules, ours = _PLACES[name]
+        for name in frameworks or _REPLACEMENTS:
+            modules, replacement = _REPLACEMENTS[name]
             try:
-                original = _original(name, modules, ours.__name__)
+                original = _original(name, modules, replacement.__name__)
             except ImportError:
                 if frameworks:
                     raise
                 continue
             for module in list(sys.modules.values()):
-                if getattr(module, "__dict__", {}).get(ours.__name__) is original:
-                    replaced.append((module, ours.__name__, original))
-                    setattr(module, ours.__name__, ours)
+                if getattr(module, "__dict__", {}).get(replacement.__name__) is original:
+                    replaced.append((module, replacement.__name__, original))
+                    setattr(module, replacement.__name__, replacement)
         yield
     finally:
         for module, function, original in reversed(replaced):
@@ -66,10 +72,10 @@ def patch(*frameworks: str) -> Iterator[None]:
 
 
 def _original(framework: str, modules: tuple[str, ...], function: str) -> object:
-    """The framework's function, from the first of its modules that there is.
+    """The framework's function, from the first of ``modules`` that has it.
 
     Raises:
-        ImportError: there is none.
+        ImportError: none has it.
     """
     for number, name in enumerate(modules, 1):
         try:
@@ -84,9 +90,9 @@ def _original(framework: str, modules: tuple[str, ...], function: str) -> object
             ) from error
         if hasattr(module, function):
             return getattr(module, function)
-    version = getattr(sys.modules.get(framework), "__version__", "of unknown number")
+    version = getattr(sys.modules.get(framework), "__version__", "unknown")
     raise ImportError(
         f"cannot patch {framework}: the installed version ({version}) has no {modules[-1]}.{function}; call "
-        f"epload.compat.{framework}.{function} in place of what replaced it, or leave {framework} out of epload.patch(...)",
+        f"epload.compat.{framework}.{function} directly, or leave {framework} out of epload.patch(...)",
         name=modules[-1],
     )

@@ -1,81 +1,72 @@
-"""A checkpoint whose tensors pass through a converter, a piece of Python that takes one tensor at a time and gives back others:
-VeOmni's way of fusing experts and of dequantizing."""
+"""A checkpoint whose tensors pass through a converter, see :mod:`epload.compat.conversion`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
+from epload.compat.conversion import Conversion, Converted, Converter
 from epload.core.pieces import Piece, Pieces
-from epload.errors import CheckpointError, LoadError
+from epload.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
 
-class Converter(Protocol):
-    """What VeOmni's models make by ``_create_checkpoint_tensor_converter``. Results have a ``name`` and a ``tensor``.
-
-    It may also have ``can_handle_tensor(name, tensor)``.
-    """
-
-    def can_handle(self, name: str) -> bool: ...
-    def convert(self, name: str, tensor: Tensor) -> Any: ...
-    def finalize(self) -> Sequence[Any]: ...
-
-
-class _Made(NamedTuple):
+class _Entry(NamedTuple):
     """One tensor of the converted checkpoint."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    direct: int
-    """The number of the source's tensor that it is; -1 if the converter has made it."""
+    source_number: int
+    """Its number in the source. -1 if the converter returned it."""
     origin: str
-    """The name of the last tensor that it was made from, for messages."""
+    """Name of the last tensor of the source that it was made from, for error messages."""
 
 
 class ConvertedCheckpoint(Checkpoint):
-    """What a converter makes of another checkpoint's tensors.
+    """The tensors that a converter makes of another checkpoint's.
 
-    Names, shapes and dtypes come from a first pass over tensors without data. Data is converted when it is read: tensors that
-    no converter takes are read where they are wanted, the others in one pass through a new converter, in which a converted
-    tensor is kept until a later one is read. What is read again after that starts another pass.
+    A first pass over meta tensors yields names, shapes and dtypes. Data is converted when it is read. Tensors that the converter
+    does not take are read directly. The others come from one pass of a new converter, which keeps a converted tensor until a
+    later one is read. Reading an earlier tensor again starts another pass.
 
-    Opened on the rank that reads, when the manifest is asked for: other ranks need not have the files.
+    The source is opened when the manifest is first used, so only ranks that read need access to its files.
+
+    Args:
+        source: a path, or anything else that :meth:`Checkpoint.open` accepts.
+        make: creates a converter. Returns None if there is nothing to convert.
+        rename: the converter's name for a tensor of the source.
     """
 
     def __init__(self, source: Any, make: Callable[[], Converter | None], rename: Callable[[str], str]) -> None:
-        """
-        Args:
-            source: a path, or what else a checkpoint can be opened from.
-            make: a new converter; None if there is nothing to convert.
-            rename: the converter's name for a tensor of the source.
-        """
         self._source = source
         self._make = make
         self._rename = rename
         self._inner: Checkpoint | None = None
+        self._conversion: Conversion | None = None
         self._manifest: Manifest | None = None
-        self._made: list[_Made] = []
-        self._held: dict[int, Tensor] = {}
-        self._next = 0
-        """The number of the first tensor that the present pass has not come to."""
-        self._pass: Iterator[tuple[str, Any]] | None = None
+        self._entries: list[_Entry] = []
+        """Tensors that are read directly, then those of the converter in its order."""
+        self._direct = 0
+        """Number of tensors that are read directly."""
         self._inputs: list[int] = []
         """Numbers of the source's tensors that the converter takes."""
-        self._converted = 0
-        """The number of the first tensor that the converter makes; all others follow, in its order."""
+        self._cache: dict[int, Tensor] = {}
+        """Converted tensors, by number."""
         self._keep_all = False
+        """Whether the converter needs data to tell shapes, so that all its results stay in memory."""
+        self._pass: Iterator[Converted] | None = None
+        self._next = 0
+        """Number of the first tensor that the current pass has not reached."""
         self.passes = 0
-        """How often the source has been converted, but for the first pass without data."""
+        """How often the source's data has been converted."""
 
     @property
     def manifest(self) -> Manifest:
@@ -85,11 +76,17 @@ class ConvertedCheckpoint(Checkpoint):
         return self._manifest
 
     def ready(self) -> Checkpoint:
-        """Raises CheckpointError if the source cannot be opened, or the converter cannot make sense of it."""
+        """Opens the source and runs the first pass.
+
+        Raises:
+            CheckpointError: the source cannot be opened, or the converter failed.
+            TypeError: the converter lacks a method.
+        """
         if self._manifest is None:
             self._inner = Checkpoint.open(self._source)
-            self._describe()
-            columns = [(made.name, made.shape, made.dtype) for made in self._made]
+            self._conversion = Conversion(self._inner, self._make, self._rename)
+            self._list_entries(self._conversion)
+            columns = [(entry.name, entry.shape, entry.dtype) for entry in self._entries]
             names, shapes, kinds = zip(*columns, strict=True) if columns else ((), (), ())
             self._manifest = Manifest(names, shapes, kinds, self._inner.manifest.source)
         return self
@@ -97,10 +94,10 @@ class ConvertedCheckpoint(Checkpoint):
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         assert self._inner is not None
         direct = []
-        for piece in sorted(Pieces.of(pieces)):  # as they are made
-            made = self._made[piece.tensor]
-            if made.direct >= 0:
-                direct.append(piece._replace(tensor=made.direct))
+        for piece in sorted(Pieces.of(pieces)):  # in the order in which the converter returns them
+            entry = self._entries[piece.tensor]
+            if entry.source_number >= 0:
+                direct.append(piece._replace(tensor=entry.source_number))
                 continue
             data = self._tensor(piece.tensor).reshape(-1).view(torch.uint8)
             bucket[piece.bucket_offset : piece.bucket_offset + piece.nbytes] = data[
@@ -115,157 +112,101 @@ class ConvertedCheckpoint(Checkpoint):
     def reopen(self) -> None:
         if self._inner is not None:
             self._inner.reopen()
-        self._held.clear()  # what is asked for from now on is converted anew
-        self._pass = None
+        self._end_pass()
 
     def close(self) -> None:
         if self._inner is not None:
             self._inner.close()
-        self._held.clear()
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        self._cache.clear()
         self._pass = None
 
-    # ---- the pass without data ----
+    # ---- the first pass ----
 
-    def _describe(self) -> None:
-        """Fills ``_made``: what is read as it is, and what the converter makes of the rest."""
-        assert self._inner is not None
-        source = self._inner.manifest
-        converter = self._converter()
-        columns = zip(source.names, source.shapes, source.dtypes, strict=True)
-        known: dict[str, str] = {}
+    def _list_entries(self, conversion: Conversion) -> None:
+        source = conversion.source.manifest
+        converter = conversion.new_converter()
+        origins: dict[str, str] = {}
         inputs = []
-        for number, (original, shape, dtype) in enumerate(columns):
-            name = self._rename(original)
-            if self._takes(converter, name, torch.empty(shape, dtype=dtype, device="meta")):
+        for number, (origin, shape, dtype) in enumerate(zip(source.names, source.shapes, source.dtypes, strict=True)):
+            name = self._rename(origin)
+            if conversion.handles(converter, number, name):
                 inputs.append(number)
             else:
-                self._add(known, _Made(name, shape, dtype, number, original))
-        self._inputs, self._converted = inputs, len(self._made)
+                self._add(origins, _Entry(name, shape, dtype, number, origin))
+        self._inputs, self._direct = inputs, len(self._entries)
         if not inputs:
             return
-        try:
-            results = list(self._run(converter, meta=True))
-        except CheckpointError as error:
-            if not _for_lack_of_data(error.__cause__):
-                raise
-            _log.warning(
-                "%s: the model's converter %s cannot work on meta tensors, so that all that it makes is kept in memory at once",
-                source.source, type(converter).__name__,
-            )  # fmt: skip
-            self._keep_all = True
-            self.passes += 1
-            results = list(self._run(self._converter(), meta=False))
-        for origin, result in results:
+        for origin, result in self._first_pass(conversion, converter):
             if self._keep_all:
-                self._held[len(self._made)] = result.tensor.contiguous()
-            self._add(known, _Made(result.name, tuple(result.tensor.shape), result.tensor.dtype, -1, origin))
+                self._cache[len(self._entries)] = result.tensor.contiguous()
+            self._add(origins, _Entry(result.name, tuple(result.tensor.shape), result.tensor.dtype, -1, origin))
 
-    def _add(self, known: dict[str, str], made: _Made) -> None:
-        if made.name in known:
-            raise CheckpointError(f"{self._title}: both {known[made.name]} and {made.origin} become {made.name}")
-        known[made.name] = made.origin
-        self._made.append(made)
+    def _first_pass(self, conversion: Conversion, converter: Any) -> list[Converted]:
+        """What the converter returns for meta tensors, or if it cannot work on those, for the data."""
+        try:
+            return list(conversion.run(converter, self._inputs, meta=True))
+        except CheckpointError as error:
+            if not _is_for_lack_of_data(error.__cause__):
+                raise
+        _log.warning(
+            "%s: the model's converter %s cannot work on meta tensors, so all the tensors that it returns are kept in memory",
+            self._title, type(converter).__name__,
+        )  # fmt: skip
+        self._keep_all = True
+        self.passes += 1
+        return list(conversion.run(conversion.new_converter(), self._inputs, meta=False))
 
-    def _converter(self) -> Any:
-        converter = self._make()
-        lacking = [part for part in ("can_handle", "convert") if converter is not None and not hasattr(converter, part)]
-        if lacking:
-            raise TypeError(f"expected a converter with {' and '.join(lacking)}, got {type(converter).__name__}")
-        return converter
+    def _add(self, origins: dict[str, str], entry: _Entry) -> None:
+        if entry.name in origins:
+            raise CheckpointError(
+                f"{self._title}: both {origins[entry.name]} and {entry.origin} are converted to {entry.name}"
+            )
+        origins[entry.name] = entry.origin
+        self._entries.append(entry)
 
-    # ---- passes with data ----
+    # ---- passes over the data ----
 
     def _tensor(self, number: int) -> Tensor:
-        """A converted tensor; what comes before it is let go."""
-        if number not in self._held:
+        """A converted tensor. Frees those before it."""
+        if number not in self._cache:
             if number < self._next or self._pass is None:
+                assert self._conversion is not None
                 self._next, self.passes = 0, self.passes + 1
-                self._pass = self._run(self._converter(), meta=False)
-            self._held.clear()
+                self._pass = self._conversion.run(self._conversion.new_converter(), self._inputs, meta=False)
+            self._cache.clear()
             self._advance(self._pass, number)
         elif not self._keep_all:
-            for earlier in [held for held in self._held if held < number]:
-                del self._held[earlier]
-        return self._held[number]
+            for earlier in [cached for cached in self._cache if cached < number]:
+                del self._cache[earlier]
+        return self._cache[number]
 
-    def _advance(self, results: Iterator[tuple[str, Any]], wanted: int) -> None:
-        for number in range(max(self._next, self._converted), wanted + 1):
-            made = self._made[number]
+    def _advance(self, results: Iterator[Converted], target: int) -> None:
+        """Runs the pass up to the tensor of number ``target`` and caches that."""
+        for number in range(max(self._next, self._direct), target + 1):
+            entry = self._entries[number]
             origin, result = next(results, ("", None))
             if result is None:
-                raise CheckpointError(f"{self._title}: the converter has not made {made.name} again")
-            found = (result.name, tuple(result.tensor.shape), result.tensor.dtype)
-            if found != (made.name, made.shape, made.dtype):
                 raise CheckpointError(
-                    f"{self._title}: the converter made {made.name} {list(made.shape)} {made.dtype} of meta tensors, but "
-                    f"{found[0]} {list(found[1])} {found[2]} of the data (at {origin})"
+                    f"{self._title}: the converter returned {entry.name} in its first pass, but not in a later one"
+                )
+            name, shape, dtype = result.name, tuple(result.tensor.shape), result.tensor.dtype
+            if (name, shape, dtype) != (entry.name, entry.shape, entry.dtype):
+                raise CheckpointError(
+                    f"{self._title}: the converter returned {entry.name} {list(entry.shape)} {entry.dtype} in its first pass, "
+                    f"but {name} {list(shape)} {dtype} in a later one (at {origin})"
                 )
             self._next = number + 1
-            if number == wanted:
-                self._held[number] = result.tensor.detach().cpu().contiguous()
-
-    def _run(self, converter: Any, meta: bool) -> Iterator[tuple[str, Any]]:
-        """What the converter makes, each with the name of the tensor after which it did.
-
-        Raises:
-            CheckpointError: the converter failed, or the checkpoint is incomplete.
-        """
-        assert self._inner is not None
-        source = self._inner.manifest
-        for number in self._inputs:
-            original = source.names[number]
-            tensor = self._empty(number, "meta") if meta else self._read(number)
-            try:
-                with torch.no_grad():
-                    result = converter.convert(self._rename(original), tensor)
-            except Exception as error:
-                raise self._failed(converter, f"at {original}", error) from error
-            if result is not None:
-                yield original, result
-        if not hasattr(converter, "finalize"):
-            return
-        try:
-            with torch.no_grad():
-                rest = list(converter.finalize() or ())
-        except Exception as error:
-            raise self._failed(converter, "after the last tensor", error) from error
-        for result in rest:
-            yield "the end", result
-
-    def _takes(self, converter: Any, name: str, tensor: Tensor) -> bool:
-        if converter is None:
-            return False
-        try:
-            by_tensor = getattr(converter, "can_handle_tensor", None)
-            return bool((callable(by_tensor) and by_tensor(name, tensor)) or converter.can_handle(name))
-        except Exception as error:
-            raise self._failed(converter, f"at {name}", error) from error
-
-    def _failed(self, converter: Any, where: str, error: Exception) -> LoadError:
-        return CheckpointError(
-            f"{self._title}: the model's converter {type(converter).__name__} failed {where}: "
-            f"{type(error).__name__}: {error}"
-        )
-
-    def _empty(self, number: int, device: str) -> Tensor:
-        assert self._inner is not None
-        source = self._inner.manifest
-        return torch.empty(source.shapes[number], dtype=source.dtypes[number], device=device)
-
-    def _read(self, number: int) -> Tensor:
-        assert self._inner is not None
-        source = self._inner.manifest
-        shape, dtype = source.shapes[number], source.dtypes[number]
-        raw = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
-        if raw.numel():
-            self._inner.fill(raw, [Piece(number, 0, 0, raw.numel())])
-        return raw.view(dtype).reshape(shape)
+            if number == target:
+                self._cache[number] = result.tensor.detach().cpu().contiguous()
 
     @property
     def _title(self) -> str:
         return self._inner.manifest.source if self._inner is not None else str(self._source)
 
 
-def _for_lack_of_data(error: BaseException | None) -> bool:
-    """Whether something failed only because meta tensors hold nothing."""
+def _is_for_lack_of_data(error: BaseException | None) -> bool:
+    """Whether the error is likely due to meta tensors."""
     return isinstance(error, NotImplementedError) or "meta" in str(error).lower()

@@ -1,4 +1,4 @@
-"""A full state dict on rank 0 into a sharded model: what torch's, accelerate's, verl's and SkyRL's functions have in common."""
+"""Loads a full state dict from rank 0 into a sharded model, for the drop-ins of torch, accelerate, verl and SkyRL."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from epload.report import LoadReport
 
 
 def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: Strict = True, keep_meta: bool) -> LoadReport:
-    """Fills the model from rank 0's dict. Names are the model's own, with or without those of torch.compile and DDP.
+    """Fills the model from rank 0's state dict. Keys are the model's names, with or without prefixes of torch.compile and DDP.
 
     Args:
-        keep_meta: what is on meta, and neither in the dict nor computed by the model itself, stays there for the caller to
-            fill; else it is an error.
+        model: the model to fill in place.
+        full_state: full tensors by name. Only rank 0's is read.
+        strict: as for :func:`epload.load`.
+        keep_meta: leave a tensor on meta if it is on meta, not in the dict and not computed by the model. Otherwise that is an
+            error.
 
     Raises:
-        ModelMismatch: the dict and the model do not fit, or a module wants to load its part itself; on every rank, nothing
-            has moved.
+        ModelMismatch: the dict does not fit the model, or a module has custom loading code. On every rank, and nothing has
+            moved.
     """
-    if own := loading_of_its_own(model):
+    if custom := find_custom_loading(model):
         raise ModelMismatch(
-            f"{own}, which does not run when parameters are filled in place; call load_state_dict, or the framework's own "
+            f"{custom}, which does not run when parameters are filled in place; call load_state_dict, or the framework's own "
             "function, for this model"
         )
     tensors = dict(chain(model.named_parameters(), model.named_buffers()))
@@ -43,18 +46,18 @@ def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: Strict = 
         full_state if reads else None,
         mapping=Mapping(aliases=transparent(model, tensors)),
         strict=strict,
-        init_missing=_BackToMeta(tensors) if keep_meta else None,
+        init_missing=_KeepOnMeta(tensors) if keep_meta else None,
         progress=False,
     )
 
 
-def loading_of_its_own(model: nn.Module) -> str:
-    """Says which module has loading of its own; empty if none has."""
+def find_custom_loading(model: nn.Module) -> str:
+    """Describes the first module that has custom loading code (hooks or methods). Empty if none has any."""
     return next(filter(None, (loads_itself(path, module) for path, module in model.named_modules())), "")
 
 
-class _BackToMeta:
-    """The hook for tensors that nothing fills: puts them back where they were."""
+class _KeepOnMeta:
+    """An ``init_missing`` hook that moves tensors that were on meta back there."""
 
     def __init__(self, tensors: MappingType[str, Tensor]) -> None:
         self._on_meta = {name for name, tensor in tensors.items() if tensor.is_meta}
@@ -65,7 +68,7 @@ class _BackToMeta:
                 continue
             owner: Any = module
             while name not in owner._buffers and name not in owner._parameters:
-                owner = owner._checkpoint_wrapped_module  # a wrapper that hides in names
+                owner = owner._checkpoint_wrapped_module  # a wrapper that does not show in names
             if name in owner._buffers:
                 owner._buffers[name] = owner.get_buffer(name).to("meta")
             else:
@@ -73,16 +76,16 @@ class _BackToMeta:
                 owner._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
 
-def share_buffers(model: nn.Module) -> None:
-    """All ranks get rank 0's non-persistent buffers, in one broadcast.
+def broadcast_buffers(model: nn.Module) -> None:
+    """Broadcasts rank 0's non-persistent buffers to all ranks, in one call.
 
     Raises:
-        ManifestMismatch: other names, shapes or dtypes on another rank.
+        ManifestMismatch: the ranks' buffers differ in shape or dtype.
     """
-    unsaved = {
+    buffers = {
         id(buffer): buffer
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and name in module._non_persistent_buffers_set and not isinstance(buffer, DTensor)
     }
-    coalesced_bcast(list(unsaved.values()), src=0)
+    coalesced_bcast(list(buffers.values()), src=0)

@@ -10,6 +10,17 @@ from epload.compat import verl
 
 
 def fsdp2_load_full_state_dict(model: nn.Module, full_sd: dict[str, Any], cpu_offload: Any = None) -> nn.Module:
-    """As SkyRL's, which is verl's without the mesh, and returns the model."""
+    """Drop-in for SkyRL's function, which is verl's without the mesh. Collective.
+
+    Args:
+        model: the model to fill in place.
+        full_sd: full tensors by name. Only rank 0's is read.
+
+    Returns:
+        The model.
+
+    Raises:
+        ModelMismatch: as :func:`epload.compat.verl.fsdp2_load_full_state_dict`.
+    """
     verl.fsdp2_load_full_state_dict(model, full_sd, cpu_offload=cpu_offload)
     return model

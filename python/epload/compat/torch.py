@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.module import _IncompatibleKeys
 
-from epload.compat.full_state import load_full, loading_of_its_own
+from epload.compat.full_state import find_custom_loading, load_full
 from epload.errors import ModelMismatch
 from epload.mapping.wrappers import spelled, transparent
 
@@ -23,65 +23,77 @@ _EXTRA = "_extra_state"
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[Any, Any], *, options: StateDictOptions | None = None
 ) -> _IncompatibleKeys:
-    """As torch's, for options with ``full_state_dict`` and ``broadcast_from_rank0``: rank 0's dict is loaded on all ranks.
+    """Drop-in for torch's function with ``full_state_dict=True`` and ``broadcast_from_rank0=True``. Collective.
 
-    Other options go to torch's own function, which then acts on each rank by itself. So do FSDP1 models, modules that
-    rename their keys by ``dsd_fqn_modifiers``, and those that load in a way of their own, by hooks or methods. Parameters
-    stay where they are, so ``cpu_offload`` changes nothing; the remaining options change nothing in torch's function either.
+    Torch's own function is called for other options, for FSDP1 models, and for models with a module that renames its keys by
+    ``dsd_fqn_modifiers`` or has custom loading code (hooks or methods). ``cpu_offload`` is ignored, because parameters stay
+    on their device. The remaining options have no effect in torch's function either.
 
-    Non-persistent buffers that are on meta on some ranks are filled from another, where torch's function leaves them there.
-    With ``strict=False``, tensors on meta that nobody has stay on meta. Extra state (``set_extra_state``) is rank 0's.
+    Non-persistent buffers that are on meta on some ranks are filled from a rank that has them, where torch leaves them on meta.
+    With ``strict=False``, tensors on meta that no rank has stay on meta. Extra state (``set_extra_state``) comes from rank 0.
+
+    Args:
+        model: the model to fill in place.
+        model_state_dict: full tensors by name. Only rank 0's is read.
+        options: torch's options.
+
+    Returns:
+        The missing and unexpected keys.
 
     Raises:
-        ModelMismatch: a key is missing or unexpected (not with ``strict=False``) or of another shape, in torch's words; on
-            every rank, nothing has moved. It is a RuntimeError, which is what torch raises.
+        ModelMismatch: a key is missing or unexpected (unless ``strict=False``) or has another shape. The message has torch's
+            text, and ModelMismatch is a RuntimeError, which torch raises. On every rank, and nothing has moved.
     """
-    if options is None or not (options.full_state_dict and options.broadcast_from_rank0) or _not_ours(model, options):
+    if (
+        options is None
+        or not (options.full_state_dict and options.broadcast_from_rank0)
+        or _needs_original(model, options)
+    ):
         return _original(model, model_state_dict, options=options)  # type: ignore[arg-type]
     reads = not dist.is_initialized() or dist.get_rank() == 0
-    state = _by_name(model, model_state_dict) if reads else {}
-    extra = _share_extra_state(model, state, options.strict)
+    state = _flatten(model, model_state_dict) if reads else {}
+    extra = _broadcast_extra_state(model, state, options.strict)
     try:
         report = load_full(model, state, strict=options.strict or "shapes", keep_meta=True)
     except ModelMismatch as error:
         if not (error.missing_keys or error.unexpected_keys or error.mismatched_keys):
             raise
-        raise _in_torchs_words(model, error) from error
+        raise _with_torch_text(model, error) from error
     for module, value in extra:
         module.set_extra_state(value)
     return _IncompatibleKeys(report.missing_keys, report.unexpected_keys)
 
 
-def _not_ours(model: nn.Module, options: StateDictOptions) -> bool:
-    """Whether names, layouts or values of the model are known to torch's function alone."""
-    return bool(loading_of_its_own(model)) or any(
+def _needs_original(model: nn.Module, options: StateDictOptions) -> bool:
+    """Whether only torch's function can find names, layouts or values of the model."""
+    return bool(find_custom_loading(model)) or any(
         isinstance(module, FullyShardedDataParallel) or hasattr(module, options.dsd_fqn_modifiers)
         for module in model.modules()
     )
 
 
-def _by_name(model: nn.Module, state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A new dict by names of the model; ``state`` may have modules for keys, each with a dict of its own."""
+def _flatten(model: nn.Module, state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A new dict by the model's names. ``state`` may also have modules as keys, each with its own state dict as value."""
     flat: dict[Any, Any] = {}
     for key, value in state.items():
         if not isinstance(key, nn.Module):
             flat[key] = value
             continue
         paths = [path for path, module in model.named_modules(remove_duplicate=False) if module is key]
-        if not paths:  # a stray key like others, so that every rank hears of it
-            paths = [f"<{type(key).__name__}, which is no module of the model>"]
+        if not paths:  # an unexpected key, so that every rank raises
+            paths = [f"<{type(key).__name__}, which is not a module of the model>"]
         for path in paths:
             flat.update({f"{path}.{name}" if path else name: part for name, part in value.items()})
     return flat
 
 
-def _share_extra_state(model: nn.Module, state: dict[Any, Any], strict: bool) -> list[tuple[nn.Module, Any]]:
-    """Takes the extra state of modules out of rank 0's dict, and gives each rank that of its modules.
+def _broadcast_extra_state(model: nn.Module, state: dict[Any, Any], strict: bool) -> list[tuple[nn.Module, Any]]:
+    """Removes extra state from rank 0's dict and broadcasts it. Returns each module of this rank with its extra state.
 
-    What else is no tensor, and so is for nothing in the model, becomes an empty tensor, to be told of by its key.
+    Other entries that are not tensors are replaced by empty tensors, so that they are reported as unexpected keys.
 
     Raises:
-        ModelMismatch: some is missing (with ``strict``); on every rank.
+        ModelMismatch: extra state is missing and ``strict`` is set. On every rank.
     """
     modules = {
         f"{path}.{_EXTRA}" if path else _EXTRA: module
@@ -95,7 +107,7 @@ def _share_extra_state(model: nn.Module, state: dict[Any, Any], strict: bool) ->
         if isinstance(key, str) and (name := spelled(key, aliases)) in by_name:
             given[name] = state.pop(key)
         elif not isinstance(state[key], Tensor):
-            state[key] = Tensor()  # torch lets such an entry pass where keys may be unexpected
+            state[key] = Tensor()  # torch ignores such an entry with strict=False
     if not by_name:
         return []
     if dist.is_initialized():
@@ -103,19 +115,19 @@ def _share_extra_state(model: nn.Module, state: dict[Any, Any], strict: bool) ->
         dist.broadcast_object_list(shared, src=0)
         given = shared[0]
     if strict and (missing := [name for name in by_name if name not in given]):
-        raise _in_torchs_words(model, ModelMismatch(missing_keys=missing))
+        raise _with_torch_text(model, ModelMismatch(missing_keys=missing))
     return [(module, given[name]) for name, module in by_name.items() if name in given]
 
 
-def _in_torchs_words(model: nn.Module, error: ModelMismatch) -> ModelMismatch:
-    """As ``nn.Module.load_state_dict`` says it, followed by what epload says."""
-    said = []
+def _with_torch_text(model: nn.Module, error: ModelMismatch) -> ModelMismatch:
+    """The error with the text of ``nn.Module.load_state_dict``, followed by epload's."""
+    lines = []
     for title, keys in (("Missing", error.missing_keys), ("Unexpected", error.unexpected_keys)):
         if keys:
-            said.append(f"{title} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". ")
-    said += [f"size mismatch for {name}: {text}." for name, text in error.mismatched_keys.items()]
+            lines.append(f"{title} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". ")
+    lines += [f"size mismatch for {name}: {text}." for name, text in error.mismatched_keys.items()]
     if str(error):
-        said.append(str(error))
-    made = ModelMismatch(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t" + "\n\t".join(said))
-    made.adopt(error)
-    return made
+        lines.append(str(error))
+    combined = ModelMismatch(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t" + "\n\t".join(lines))
+    combined.copy_keys(error)
+    return combined

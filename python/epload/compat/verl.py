@@ -7,19 +7,24 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from epload.compat.full_state import load_full, share_buffers
+from epload.compat.full_state import broadcast_buffers, load_full
 
 
 def fsdp2_load_full_state_dict(
     model: nn.Module, full_state: dict[str, Any], device_mesh: DeviceMesh | None = None, cpu_offload: Any = None
 ) -> None:
-    """As verl's: loads rank 0's ``full_state`` into a model that is on meta on the other ranks.
+    """Drop-in for verl's function: loads rank 0's state dict into a model that may be on meta on other ranks. Collective.
 
-    Buffers that no state dict holds are rank 0's on all ranks, whether the others had them or not. The model knows its
-    meshes and where its parameters lie, so the last two arguments change nothing.
+    Non-persistent buffers are then broadcast from rank 0. ``device_mesh`` and ``cpu_offload`` are ignored, because the model's
+    parameters have their meshes and devices.
+
+    Args:
+        model: the model to fill in place.
+        full_state: full tensors by name. Only rank 0's is read.
 
     Raises:
-        ModelMismatch: a key is missing, unexpected or of another shape; on every rank, nothing has moved.
+        ModelMismatch: a key is missing, unexpected or has another shape. On every rank, and nothing has moved.
+        ManifestMismatch: the ranks' non-persistent buffers differ in shape or dtype.
     """
     load_full(model, full_state, keep_meta=False)
-    share_buffers(model)
+    broadcast_buffers(model)

@@ -23,15 +23,15 @@ from epload.control.processes import Registry
 from epload.control.watch import Beats, Watch
 from epload.core.log import logger
 from epload.errors import (
+    CallOrderError,
     LoadError,
-    OutOfOrder,
-    RankEnded,
+    RankExited,
     RemoteFailure,
     WaitTimeout,
+    is_known,
     kind_of,
-    known,
     make_error,
-    text_of,
+    message_of,
 )
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -160,7 +160,7 @@ class Control:
 
         For a thread that found another in a load. The others stop in the first round, so that groups can be used again.
         """
-        failure = Failure(kind_of(error), text_of(error), self.rank, clean=True)
+        failure = Failure(kind_of(error), message_of(error), self.rank, clean=True)
         if self._own is None:
             return failure
         desk = FailureStore(self._own, f"{number}.0/")
@@ -177,7 +177,7 @@ class Control:
         if self.desk is None:
             return
         with suppress(RuntimeError):  # the store is lost, which all see by themselves
-            self.desk.tell(Failure(kind_of(error), text_of(error), self.rank))
+            self.desk.tell(Failure(kind_of(error), message_of(error), self.rank))
 
     def guard(self) -> _Guard:
         """A context in which this rank is watched and watches, and out of which every rank raises the same error."""
@@ -224,7 +224,7 @@ class Control:
             failure = describe(error, self.rank, doing=self.doing, others=others)
             return self.desk.tell(failure, hard) if self.desk is not None else failure
         except RuntimeError as lost:
-            text = f"{text_of(error)}\nThe other ranks could not be told, as the store is lost: {text_of(lost)}"
+            text = f"{message_of(error)}\nThe other ranks could not be told, as the store is lost: {message_of(lost)}"
             return Failure(LoadError.__name__, text, self.rank)
 
     def conclude(self, error: BaseException) -> Failure | None:
@@ -277,7 +277,7 @@ class Control:
             else:
                 verdict = self._hear(prefix, what, view, limit)
         except DistNetworkError as error:
-            raise LoadError(f"{what}: the store is lost: {text_of(error)} (seen by rank {self.rank})") from error
+            raise LoadError(f"{what}: the store is lost: {message_of(error)} (seen by rank {self.rank})") from error
         if verdict == "x":
             raise self._raised(None)
         return verdict[1:]
@@ -317,7 +317,7 @@ class Control:
 
     def _refusal(self, error: Exception) -> Failure:
         """Of what all ranks wanted, in a round: they stop at the same step."""
-        return Failure(kind_of(error), text_of(error), self.rank, clean=True)
+        return Failure(kind_of(error), message_of(error), self.rank, clean=True)
 
     def _hear(self, prefix: str, what: str, view: str, limit: timedelta) -> str:
         assert self._store is not None
@@ -358,7 +358,7 @@ class Control:
             # A rank that has heard the verdict of the last round may end before this one has.
             for rank, process in sorted(self.gone.items()):
                 if not self._store.check(names):
-                    raise self._raised(RankEnded(rank, process))
+                    raise self._raised(RankExited(rank, process))
             if self.beats is not None:
                 now = self.beats.signs(ranks, self._round)
                 if seen is not None and now != seen:
@@ -456,14 +456,14 @@ class Control:
         """
         error = None
         if failure is not None:
-            stack = "" if known(failure) else stack_of(failure)
-            error = [kind_of(failure), text_of(failure) + (f"\n{stack}" if stack else "")]
+            stack = "" if is_known(failure) else stack_of(failure)
+            error = [kind_of(failure), message_of(failure) + (f"\n{stack}" if stack else "")]
 
         def judge(raw: Mapping[int, str]) -> str:
             views = {rank: json.loads(text) for rank, text in raw.items()}
             if any(view["at"] != what for view in views.values()):
                 logger.info("ranks in different steps: %s", {rank: view["at"] for rank, view in views.items()})
-                raise OutOfOrder
+                raise CallOrderError
             failed = {rank: view["error"] for rank, view in views.items() if view["error"]}
             if failed:
                 causes = {rank: error for rank, error in failed.items() if error[0] != RemoteFailure.__name__} or failed

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
-from epload.errors import LoadError, RankEnded, WaitTimeout, kind_of, make_error, text_of
+from epload.errors import LoadError, RankExited, WaitTimeout, kind_of, make_error, message_of
 
 _LOOK = 0.05
 """Seconds between two looks for a failure that must be there soon."""
@@ -48,7 +48,7 @@ def describe(error: BaseException, rank: int, doing: str = "", others: str = "")
     if not isinstance(error, Exception):
         text = f"rank {rank} was interrupted ({type(error).__name__})"
     else:
-        text = text_of(error)
+        text = message_of(error)
         if not isinstance(error, LoadError):
             kind = "" if text.startswith(type(error).__name__) else f"{type(error).__name__}: "
             text = f"rank {rank}: {kind}{text}"
@@ -66,7 +66,7 @@ def stack_of(error: BaseException) -> str:
     """The stack of the root cause, innermost call last; none for waiting in vain, where it says nothing."""
     while error.__cause__ is not None and error.__cause__.__traceback__ is not None:
         error = error.__cause__
-    if isinstance(error, WaitTimeout | RankEnded):
+    if isinstance(error, WaitTimeout | RankExited):
         return ""
     return "".join(traceback.format_tb(error.__traceback__)[-12:]).rstrip()
 

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 from epload.control.processes import ProcessWatch
 from epload.core import threads
 from epload.core.log import logger
-from epload.errors import LoadError, RankEnded, text_of
+from epload.errors import LoadError, RankExited, message_of
 
 if TYPE_CHECKING:
     from epload.control.control import Control
@@ -119,7 +119,7 @@ class Watch:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         except OSError as error:
             raise LoadError(
-                f"rank {self._control.rank} cannot watch over the other ranks: {text_of(error)}; {_FILES}"
+                f"rank {self._control.rank} cannot watch over the other ranks: {message_of(error)}; {_FILES}"
             ) from error
         try:
             self._thread = threads.start("epload-watch", self._run)
@@ -154,13 +154,13 @@ class Watch:
                     control.alarm.set()
         except OSError as error:
             control.fail(
-                LoadError(f"rank {control.rank} cannot watch over the other ranks: {text_of(error)}; {_FILES}")
+                LoadError(f"rank {control.rank} cannot watch over the other ranks: {message_of(error)}; {_FILES}")
             )
             self._stop()
             control.alarm.set()
         except Exception as error:  # the store is lost, and with it the way to hear of anything
             if not self._over:
-                logger.warning("rank %d can no longer watch over the load: %s", control.rank, text_of(error))
+                logger.warning("rank %d can no longer watch over the load: %s", control.rank, message_of(error))
                 self._stop()
                 control.alarm.set()
         finally:
@@ -174,7 +174,7 @@ class Watch:
         self._say_where(control.progress, control.doing)
         if self._guarded:
             for rank, process in sorted(control.gone.items()):
-                control.fail(RankEnded(rank, process))
+                control.fail(RankExited(rank, process))
             if control.desk.stopped():
                 self._stop()
 

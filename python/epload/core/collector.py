@@ -1,4 +1,4 @@
-"""Python's garbage collector, and when it would be in the way."""
+"""Pausing Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """For what makes many small objects and little garbage: collecting in the middle walks all of a model, several times."""
+    """Disables garbage collection within the block.
+
+    For code that allocates many small objects and little garbage: each collection would traverse the whole model.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

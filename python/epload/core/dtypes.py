@@ -1,4 +1,4 @@
-"""Names and codes of dtypes: torch's, safetensors', and those of the native copy table."""
+"""Names and codes of dtypes in torch, in safetensors files and in the native copy table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAFETENSORS = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-"""https://github.com/huggingface/safetensors, ``safetensors::tensor::Dtype``, those that torch has."""
+"""The dtypes of ``safetensors::tensor::Dtype`` that torch has (https://github.com/huggingface/safetensors)."""
 
 _SCALAR_TYPE = {
     torch.uint8: 0,
@@ -48,8 +48,7 @@ _SCALAR_TYPE = {
     torch.uint64: 29,
     torch.float8_e8m0fnu: 44,
 }
-"""c10::ScalarType (c10/core/ScalarType.h); its values are part of torch's serialized formats and do not change."""
-
+"""``c10::ScalarType`` (c10/core/ScalarType.h). Its values are part of torch's serialized formats and do not change."""
 
 _BY_CODE = {number: dtype for dtype, number in _SCALAR_TYPE.items()}
 
@@ -60,6 +59,11 @@ def name(dtype: torch.dtype) -> str:
 
 
 def from_name(text: str) -> torch.dtype:
+    """The inverse of :func:`name`.
+
+    Raises:
+        ValueError: ``text`` does not name a torch dtype.
+    """
     dtype = getattr(torch, text, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"expected the name of a torch dtype, got {text!r}")
@@ -67,11 +71,15 @@ def from_name(text: str) -> torch.dtype:
 
 
 def code(dtype: torch.dtype) -> int:
-    """The number by which the copy table names a dtype. Raises ValueError for one that epload cannot move."""
+    """The dtype's number in the native copy table.
+
+    Raises:
+        ValueError: epload cannot move this dtype.
+    """
     try:
         return _SCALAR_TYPE[dtype]
     except KeyError:
-        raise ValueError(f"epload has no code for {dtype}") from None
+        raise ValueError(f"epload does not support {dtype}") from None
 
 
 def from_code(number: int) -> torch.dtype:
@@ -80,13 +88,13 @@ def from_code(number: int) -> torch.dtype:
 
 
 def converts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether loading may convert: equal dtypes, or between float formats of 16 bits and more.
+    """Whether a load may convert ``source`` to ``target``: they are equal, or both are floats of at least 16 bits.
 
-    An fp8 value means nothing without its scale, so fp8 to another dtype is refused, as is anything with integers or bool.
+    fp8 is not converted, because an fp8 value means nothing without its scale. Nor are integers, bool and complex dtypes.
     """
     return source == target or (is_wide(source) and is_wide(target))
 
 
 def is_wide(dtype: torch.dtype) -> bool:
-    """Whether it is a float format of 16 bits and more."""
+    """Whether ``dtype`` is a float of at least 16 bits."""
     return dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)

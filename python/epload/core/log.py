@@ -1,4 +1,4 @@
-"""``EPLOAD_LOG=info`` (or ``debug``, ``warning``): what epload has to say while it works, on standard error."""
+"""Logging to standard error, enabled by ``EPLOAD_LOG=info`` (or ``debug``, ``warning``, ``error``)."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import logging
 import os
 
 logger = logging.getLogger("epload")
+"""All of epload's log records. A program that configures logging itself does not need ``EPLOAD_LOG``."""
 
 
 def configure() -> None:
-    """Does as the environment says, once; a program that has set up logging of its own needs nothing of this.
+    """Adds a handler for standard error at the level that ``EPLOAD_LOG`` names. Does nothing if the logger has a handler.
 
     Raises:
-        ValueError: ``EPLOAD_LOG`` is not a level.
+        ValueError: ``EPLOAD_LOG`` is not the name of a level.
     """
-    wanted = os.environ.get("EPLOAD_LOG")
-    if not wanted or logger.handlers:
+    level = os.environ.get("EPLOAD_LOG")
+    if not level or logger.handlers:
         return
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
-    if wanted.upper() not in levels:
-        raise ValueError(f"expected EPLOAD_LOG to be one of {', '.join(levels).lower()}, got {wanted!r}")
+    if level.upper() not in levels:
+        raise ValueError(f"expected EPLOAD_LOG to be one of {', '.join(levels).lower()}, got {level!r}")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s epload %(message)s"))
     logger.addHandler(handler)
-    logger.setLevel(wanted.upper())
+    logger.setLevel(level.upper())

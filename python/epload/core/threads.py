@@ -1,4 +1,4 @@
-"""Starts threads, and says what to do where none can be started."""
+"""Starting threads, with a helpful error where the process has reached its limit."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from epload.errors import LoadError
 
 
-def start(name: str, work: Callable[[], None]) -> threading.Thread:
-    """A daemon thread that runs ``work``. It starts on device 0, whatever its caller's device is.
+def start(name: str, target: Callable[[], None]) -> threading.Thread:
+    """Starts a daemon thread that runs ``target``. Its current device is 0, not its caller's.
 
     Raises:
-        LoadError: the process may not have more threads.
+        LoadError: the process cannot start another thread.
     """
-    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread = threading.Thread(target=target, name=name, daemon=True)
     try:
         thread.start()
     except RuntimeError as error:

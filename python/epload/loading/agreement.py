@@ -13,7 +13,7 @@ import torch
 from epload.checkpoint.manifest import Manifest
 from epload.cluster.topology import Route, Topology
 from epload.core.attempt import attempt
-from epload.errors import LoadError, ManifestMismatch, ModelMismatch, text_of
+from epload.errors import LoadError, ManifestMismatch, ModelMismatch, message_of
 from epload.loading import meshes
 from epload.loading.buffers import find_holders
 from epload.loading.differences import check_same_loader, check_same_options, distinct, explain_difference
@@ -199,7 +199,7 @@ class Agreement:
         except LoadError:
             raise
         except RuntimeError as error:
-            raise LoadError(f"sharing the manifest: {text_of(error)}") from error
+            raise LoadError(f"sharing the manifest: {message_of(error)}") from error
 
     def _receive_manifest(
         self, inputs: LocalInputs, announced: _Announcement, route: Route, report: LoadReport
@@ -309,7 +309,7 @@ class Agreement:
             self._control.settle("planning", failure)
         except ModelMismatch as error:
             if isinstance(failure, ModelMismatch):
-                error.adopt(failure)
+                error.copy_keys(failure)
             raise
         raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
 

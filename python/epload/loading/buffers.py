@@ -1,4 +1,4 @@
-"""Non-persistent buffers: no checkpoint holds them, but a rank whose model was not made on meta may."""
+"""Non-persistent buffers, which no checkpoint has: ranks that lack their values get them from a rank that has them."""
 
 from __future__ import annotations
 
@@ -16,41 +16,53 @@ from epload.model.targets import Targets
 
 
 def find_holders(control: Control, model: nn.Module, targets: Targets) -> dict[str, int]:
-    """For each buffer that some rank lacks, the lowest rank that has it. A round of agreement, on all ranks alike.
+    """For each buffer that some rank lacks, the lowest rank that has it. Collective: one agreement round.
 
     Raises:
-        ManifestMismatch: it is of another dtype or shape on another rank.
+        ManifestMismatch: a rank that lacks a buffer has it in another dtype or shape.
     """
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    known = [name for name in {*targets.lost, *targets.unsaved} if name in buffers]
-    plain = {name: buffers[name] for name in known if not isinstance(buffers[name], DTensor)}
-    view = {name: [str(b.dtype), list(b.shape), name in targets.unsaved] for name, b in sorted(plain.items())}
+    names = sorted(name for name in {*targets.lost, *targets.unsaved} if name in buffers)
+    view = {
+        name: [str(buffers[name].dtype), list(buffers[name].shape), name in targets.unsaved]
+        for name in names
+        if not isinstance(buffers[name], DTensor)
+    }
+    holders: dict[str, int] = control.settle("comparing buffers", None, view, _lowest_holders)
+    return holders
 
-    def first(views: dict[int, dict[str, Any]]) -> dict[str, int]:
-        holders: dict[str, int] = {}
-        lacking = {name for seen in views.values() for name, (_, _, held) in seen.items() if not held}
-        for name in sorted(lacking):
-            kinds = {rank: seen[name] for rank, seen in views.items() if name in seen}
-            holder = next((rank for rank, (_, _, held) in sorted(kinds.items()) if held), None)
-            if holder is None or len(kinds) < len(views):
-                continue
-            for rank, kind in kinds.items():
-                if kind[:2] != kinds[holder][:2]:
-                    raise ManifestMismatch(
-                        f"buffer {name} is {kinds[holder][0]} {kinds[holder][1]} on rank {holder} but {kind[0]} {kind[1]} on "
-                        f"rank {rank}, which is to have it from there"
-                    )
-            holders[name] = holder
-        return holders
 
-    found: dict[str, int] = control.settle("comparing buffers", None, view, first)
-    return found
+def _lowest_holders(views: dict[int, dict[str, Any]]) -> dict[str, int]:
+    """``views``: for each rank and buffer, the dtype, the shape and whether the rank has the values."""
+    holders: dict[str, int] = {}
+    lacking = {name for view in views.values() for name, (_, _, has_values) in view.items() if not has_values}
+    for name in sorted(lacking):
+        of_rank = {rank: view[name] for rank, view in views.items() if name in view}
+        holder = next((rank for rank, (_, _, has_values) in sorted(of_rank.items()) if has_values), None)
+        if holder is None or len(of_rank) < len(views):
+            continue
+        for rank, (dtype, shape, _) in of_rank.items():
+            if [dtype, shape] != of_rank[holder][:2]:
+                raise ManifestMismatch(
+                    f"expected buffer {name} to be the same on every rank, but it is {of_rank[holder][0]} {of_rank[holder][1]} "
+                    f"on rank {holder}, which has its values, and {dtype} {shape} on rank {rank}"
+                )
+        holders[name] = holder
+    return holders
 
 
 def share(model: nn.Module, holders: dict[str, int], topology: Topology, stream: torch.Stream | None) -> int:
-    """Sends each buffer from its holder to all ranks. Returns the broadcasts that this rank took part in.
+    """Broadcasts each buffer from its holder to all ranks. Collective.
 
-    ``stream``: for a model on a device, by way of which buffers on CPU go too, since they need not be there on every rank.
+    Args:
+        model: the model that has the buffers.
+        holders: what :func:`find_holders` returned.
+        topology: the ranks of the load.
+        stream: None for a model on CPU. For a model on a device, buffers on CPU are copied to the device and back, because on
+            another rank they may be on the device.
+
+    Returns:
+        The number of broadcasts that this rank took part in.
     """
     steps = 0
     for holder in sorted(set(holders.values())):

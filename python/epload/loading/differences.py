@@ -8,7 +8,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.control.control import Control
 from epload.core import dtypes
 from epload.core.log import logger
-from epload.errors import ManifestMismatch, OutOfOrder
+from epload.errors import CallOrderError, ManifestMismatch
 from epload.model.targets import Targets
 
 _MAX_VIEWS = 4
@@ -23,10 +23,10 @@ def distinct(views: dict[int, str]) -> dict[str, int]:
 
 
 def check_same_loader(numbers: dict[int, int]) -> None:
-    """Raises OutOfOrder if ranks are in loads of different loaders."""
+    """Raises CallOrderError if ranks are in loads of different loaders."""
     if len(set(numbers.values())) > 1:
         logger.info("ranks in loads of different loaders: %s", numbers)
-        raise OutOfOrder
+        raise CallOrderError
 
 
 def check_same_options(options: dict[int, str]) -> None:

@@ -23,7 +23,7 @@ from epload.model.devices import CPU
 from epload.model.dtensor import local_tensors
 from epload.model.state_entries import check_filled
 from epload.model.targets import stage
-from epload.planning.choose import Job, Measured, choose
+from epload.planning.choose import LoadProfile, WaveMeasurement, choose_readers
 from epload.planning.schedule import READERS
 from epload.planning.waves import Wave, make_waves, wave_bytes
 from epload.report import LoadReport, progress_bar
@@ -124,29 +124,29 @@ class LoadRun:
             readers, why = "one", f"chose one: only rank {self._options.src} is known to have the checkpoint"
         elif readers == "auto":
 
-            def trial(way: str) -> list[Measured]:
+            def trial(way: str) -> list[WaveMeasurement]:
                 nonlocal begin
                 buckets = range(begin, min(begin + load.per_wave, len(plan.buckets)))
                 begin = buckets.stop
                 return self._move(self._route(way), buckets, bar)
 
             nodes = topology.nodes
-            job = Job(
+            profile = LoadProfile(
                 total=plan.nbytes,
                 owned=load.owned,
                 node_of=[next(i for i, node in enumerate(nodes) if rank in node) for rank in topology.ranks],
                 reader=topology.ranks.index(self._options.src),
                 waves=-(-len(plan.buckets) // load.per_wave),
                 wave_bytes=plan.largest * load.per_wave,
-                ways=[way for way in READERS if way != "per_node" or self._options.algorithm != "flat"],
+                candidates=[way for way in READERS if way != "per_node" or self._options.algorithm != "flat"],
             )
-            readers, why = choose(job, trial)
-        self._report.chosen = why
+            readers, why = choose_readers(profile, trial)
+        self._report.reason = why
         return readers, begin
 
     # ---- moving ----
 
-    def _move(self, route: RoutePlan, buckets: range, bar: tqdm[Any], last: bool = False) -> list[Measured]:
+    def _move(self, route: RoutePlan, buckets: range, bar: tqdm[Any], last: bool = False) -> list[WaveMeasurement]:
         """Moves some buckets, and ends in a round where all ranks hear of a failure; returns what each rank measured.
 
         ``last``: these are the last of the load, so that all that comes after the data follows before that round.
@@ -164,7 +164,7 @@ class LoadRun:
             raise
         failure = None
         if last:
-            report.chosen = "; ".join(filter(None, (report.chosen, route.note)))
+            report.reason = "; ".join(filter(None, (report.reason, route.note)))
             self._finish(flow.turns)
             # The last thing before all ranks agree that the load has ended well.
             _, failure = attempt(lambda: self._load.inputs.check_unchanged("; the model may be partly overwritten"))
@@ -177,7 +177,7 @@ class LoadRun:
             "the transfer", failure, measured, lambda views: [views[rank] for rank in self._topology.ranks],
             patience=2, last=last,
         )  # fmt: skip
-        return [Measured(*view) for view in views]
+        return [WaveMeasurement(*view) for view in views]
 
     def _make_transfer(self, route: RoutePlan, buckets: range) -> Engine | DirectRead:
         load, flow, report = self._load, route.flow, self._report

@@ -1,8 +1,9 @@
-"""Chooses how a checkpoint is read, from what the first waves of this very load have shown. Nothing is read for the trial alone.
+"""Chooses the readers of a load with ``readers="auto"`` from measurements of its first waves. Nothing is read only to measure.
 
-Where every rank can read the checkpoint, the first wave is read by each rank for itself; in a fully sharded model that reads each
-byte once and moves none between ranks, so that nothing beats it but storage that dislikes many readers. Only if much is left is
-another wave moved in the partitioned way, which measures sequential reading and the links; the cost functions then decide.
+If every rank can read the checkpoint, each reads its own part of the first wave. In a fully sharded model this reads each byte
+once and moves none between ranks, so no mode is faster unless storage is slow with many readers. Only if the rest would take
+long is another wave moved with partitioned readers, which measures sequential reads and the links. The cost functions then
+choose.
 """
 
 from __future__ import annotations
@@ -13,72 +14,80 @@ from dataclasses import dataclass
 from epload.planning import costs
 
 SMALL_BYTES = 64 << 20
-"""A rank that owns no more than this reads it before a trial would pay."""
+"""If no rank owns more bytes than this, a trial would not pay: every rank reads its own part at once."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one rank saw of one wave."""
+class WaveMeasurement:
+    """What one rank measured during one wave."""
 
     read_bytes: int
     read_seconds: float
     link_bytes: int
+    """Bytes that it moved between nodes."""
     link_seconds: float
 
 
 @dataclass(frozen=True)
-class Job:
-    """What the choice depends on besides the measurements. One entry a rank in the lists, in the order of the ranks."""
+class LoadProfile:
+    """What the choice depends on besides the measurements. Lists have one entry per rank, in the order of the ranks."""
 
     total: int
+    """Bytes of the whole load."""
     owned: Sequence[int]
+    """Bytes of each rank's local shards."""
     node_of: Sequence[int]
+    """Index of each rank's node."""
     reader: int
     """Position of the rank that reads with ``readers="one"``."""
     waves: int
+    """Number of waves, including those of the trials."""
     wave_bytes: int
-    ways: Sequence[str]
-    """Those that go with the algorithm; "every" and "partitioned" do with any."""
+    """Bytes of the largest wave."""
+    candidates: Sequence[str]
+    """The readers that the algorithm supports. "every" and "partitioned" must be among them."""
 
 
-Trial = Callable[[str], Sequence[Measured]]
-"""Moves the next wave in the way named; gives what each rank saw. Collective."""
+Trial = Callable[[str], Sequence[WaveMeasurement]]
+"""Moves the next wave with the given readers and returns what each rank measured. Collective."""
 
 
-def choose(job: Job, trial: Trial) -> tuple[str, str]:
-    """The way to move the waves that the trials have left, and why, in a sentence. The same on every rank."""
-    if max(job.owned) <= SMALL_BYTES:
-        return "every", "chose every: each rank can read its own, which is little"
-    seen = trial("every")
-    left = max(0.0, 1 - job.wave_bytes / max(job.total, 1))
-    owned = [int(nbytes * left) for nbytes in job.owned]
-    rates = costs.Rates(_read_rates(seen), float("inf"))
-    predictions = {"every": costs.every(owned, rates)}
-    if predictions["every"] < costs.WORTH_A_TRIAL or job.waves < 3:
-        return "every", costs.spelled("every", predictions, "each rank can read its own, and little is left to gain")
-    shared = trial("partitioned")
-    nodes = max(job.node_of) + 1
-    crossing = [m.link_bytes / m.link_seconds for m in shared if m.link_bytes and m.link_seconds > 0]
-    rates = costs.Rates(
-        _read_rates(shared),
-        min(crossing, default=float("inf")),
-    )
-    total = int(job.total * left)
-    of_node = [
-        sum(rate for rate, at in zip(rates.read, job.node_of, strict=True) if at == node) for node in range(nodes)
+def choose_readers(profile: LoadProfile, trial: Trial) -> tuple[str, str]:
+    """Chooses the readers of the waves that the trials leave. Collective, with the same result on every rank.
+
+    Returns:
+        The readers, and the reason in words.
+    """
+    if max(profile.owned) <= SMALL_BYTES:
+        return "every", "auto -> every: per-rank data is small, so each rank reads its own shards"
+    measured = trial("every")
+    left = max(0.0, 1 - profile.wave_bytes / max(profile.total, 1))
+    owned = [int(nbytes * left) for nbytes in profile.owned]
+    predictions = {"every": costs.every(owned, costs.Rates(_read_rates(measured), costs.INFINITE))}
+    if predictions["every"] < costs.MIN_SECONDS_FOR_TRIAL or profile.waves < 3:
+        reason = "each rank reads its own shards, and too little is left to try other readers"
+        return "every", costs.describe_choice("every", predictions, reason)
+    measured = trial("partitioned")
+    link_rates = [m.link_bytes / m.link_seconds for m in measured if m.link_bytes and m.link_seconds > 0]
+    rates = costs.Rates(_read_rates(measured), min(link_rates, default=costs.INFINITE))
+    nodes = max(profile.node_of) + 1
+    node_rates = [
+        sum(rate for rate, at in zip(rates.read, profile.node_of, strict=True) if at == node) for node in range(nodes)
     ]
+    total = int(profile.total * left)
     predictions |= {
-        "partitioned": costs.partitioned(total, owned, nodes, job.wave_bytes, rates),
-        "per_node": costs.per_node(total, owned, of_node),
-        "one": costs.one(total, owned, nodes, rates, of_node[job.node_of[job.reader]]),
+        "partitioned": costs.partitioned(total, owned, nodes, profile.wave_bytes, rates),
+        "per_node": costs.per_node(total, owned, node_rates),
+        "one": costs.one(total, owned, nodes, rates, node_rates[profile.node_of[profile.reader]]),
     }
-    predictions = {name: seconds for name, seconds in predictions.items() if name in job.ways}
+    predictions = {name: seconds for name, seconds in predictions.items() if name in profile.candidates}
     best = min(predictions, key=lambda name: predictions[name])
-    return best, costs.spelled(best, predictions, "from the rates of the first waves")
+    return best, costs.describe_choice(best, predictions, "from rates measured on the first waves")
 
 
-def _read_rates(seen: Sequence[Measured]) -> list[float]:
-    """Of each rank, bytes/s. One that had nothing to read is taken for the mean of the others."""
-    known = [m.read_bytes / m.read_seconds for m in seen if m.read_bytes and m.read_seconds > 0]
-    mean = sum(known) / len(known) if known else float("inf")
-    return [m.read_bytes / m.read_seconds if m.read_bytes and m.read_seconds > 0 else mean for m in seen]
+def _read_rates(measured: Sequence[WaveMeasurement]) -> list[float]:
+    """Each rank's read rate in bytes/s. A rank that read nothing gets the mean of the others."""
+    rates = [m.read_bytes / m.read_seconds if m.read_bytes and m.read_seconds > 0 else None for m in measured]
+    known = [rate for rate in rates if rate is not None]
+    mean = sum(known) / len(known) if known else costs.INFINITE
+    return [mean if rate is None else rate for rate in rates]

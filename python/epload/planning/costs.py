@@ -1,7 +1,14 @@
-"""What a load costs, by the formulas of docs/algorithms.md, and the choice between ways of reading that follows. Pure.
+"""The cost functions of docs/algorithms.md: seconds that a load takes in each mode. Pure.
 
-Symbols: S bytes, N nodes of G ranks, W ranks, B_i bytes/s of a node's link, b bytes of a wave, c bytes of a chunk. Rates are
-bytes/s. ``auto.py`` asks with what the first waves have shown, ``simulator.py`` with what a cluster is assumed to be.
+``choose.py`` calls them with rates measured on the first waves of a load, ``simulator.py`` with those assumed for a cluster.
+
+Sizes are in bytes, rates in bytes/s, times in seconds. Parameters that several functions share:
+    total: bytes of the checkpoint.
+    owned: for each rank, bytes of its local shards.
+    nodes: number of nodes.
+    wave: bytes of a wave, the buckets that move together.
+    chunk: bytes that a relay forwards at a time.
+    reader: rate at which the reading rank reads alone.
 """
 
 from __future__ import annotations
@@ -10,39 +17,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MEMORY_RATE = 2e9
-"""Bytes/s at which a rank can be counted on to unpack from memory (measured: 2.6e9 in pieces of 12 kB on 2 busy cores)."""
-WORTH_A_TRIAL = 1.0
-"""Seconds a load must still take before another way of reading is tried on one wave of it."""
+"""Rate at which a rank unpacks from host memory, a low estimate (measured: 2.6e9 in pieces of 12 kB on 2 busy cores)."""
+MIN_SECONDS_FOR_TRIAL = 1.0
+"""A load that is predicted to end sooner than this does not try another mode on one of its waves."""
 INFINITE = float("inf")
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What has been measured, or is assumed."""
+    """Rates (bytes/s) and latencies (seconds) of a cluster, measured or assumed."""
 
     read: Sequence[float]
-    """For each rank, bytes/s at which it read what it owns while all others did the same."""
+    """For each rank, the rate at which it reads while all ranks read."""
     link: float
-    """Bytes/s over one node's link; infinite if there is one node."""
+    """Over one node's link, each way. Infinite if there is one node."""
     unpack: float = MEMORY_RATE
-    """Bytes/s from a staging buffer into one rank's shards, where that comes after everything else."""
+    """From a staging buffer into one rank's shards, after the last bucket has arrived."""
     intra: float = INFINITE
-    """Bytes/s into one rank from the others of its node; infinite where they share their staging buffers."""
+    """Into one rank from the others of its node. Infinite if they share staging buffers."""
     hop: float = 0.0
     """Seconds from a chunk's arrival at a rank to its departure."""
     message: float = 0.0
-    """Seconds that each bucket's collective costs whatever its size."""
+    """Seconds that each bucket's collective takes at any size."""
 
 
 def every(owned: Sequence[int], rates: Rates) -> float:
-    """Each rank reads its own regions: as slow as the slowest."""
+    """Every rank reads its own regions. The slowest rank decides."""
     return max((nbytes / rate for nbytes, rate in zip(owned, rates.read, strict=True) if nbytes), default=0.0)
 
 
 def partitioned(total: int, owned: Sequence[int], nodes: int, wave: int, rates: Rates) -> float:
-    """All read a share of every wave; each node's link carries the shares of the others, both ways at once.
+    """All ranks read an equal share of every wave, and each node receives the other nodes' shares over its link.
 
-    Their shares are equal, so that the slowest reader decides. The first wave is read before anything moves.
+    The slowest reader decides, because shares are equal. The first wave is read before anything moves.
     """
     together = len(rates.read) * min(rates.read)
     reading = total / together
@@ -52,10 +59,10 @@ def partitioned(total: int, owned: Sequence[int], nodes: int, wave: int, rates: 
     return max(reading, crossing, spreading) + fill + max(owned, default=0) / rates.unpack
 
 
-def partitioned_waves(total: int, nodes: int, wave: int, per_wave: int, chunk: int, rates: Rates) -> float:
-    """What :func:`partitioned` costs more where a wave has fewer buckets than there are nodes.
+def partitioned_wave_overhead(total: int, nodes: int, wave: int, per_wave: int, chunk: int, rates: Rates) -> float:
+    """Extra seconds of :func:`partitioned` if a wave has fewer buckets (``per_wave``) than there are nodes.
 
-    The readers of the next wave stand ``per_wave`` nodes further along the ring, and begin when the last chunk has come there.
+    The readers of the next wave are ``per_wave`` nodes further along the ring, and start when the last chunk has arrived there.
     """
     if nodes <= per_wave:
         return 0.0
@@ -65,7 +72,7 @@ def partitioned_waves(total: int, nodes: int, wave: int, per_wave: int, chunk: i
 def one(
     total: int, owned: Sequence[int], nodes: int, rates: Rates, reader: float, wave: int = 0, chunk: int = 0
 ) -> float:
-    """One rank reads, at ``reader`` bytes/s, and a chain of nodes passes everything on."""
+    """One rank reads everything, and a chain of nodes forwards it."""
     crossing = total / rates.link if nodes > 1 else 0.0
     spreading = total / rates.intra
     fill = wave / reader + max(nodes - 2, 0) * (chunk / rates.link + rates.hop)
@@ -73,25 +80,35 @@ def one(
 
 
 def per_node(total: int, owned: Sequence[int], readers: Sequence[float], rates: Rates | None = None) -> float:
-    """One rank of each node reads everything."""
+    """One rank of each node reads everything. ``readers``: the rate of each. The slowest node decides."""
     rates = rates or Rates((), INFINITE)
     return max(total / min(readers), total / rates.intra) + max(owned, default=0) / rates.unpack
 
 
 def flat_ring(total: int, buckets: int, rates: Rates, reader: float, latency: float) -> float:
-    """One group of all ranks, each passing on to the next, as NCCL broadcasts: ``rates.link`` of all links of a node, ``latency``
-    seconds from the first rank to the last."""
+    """A ring broadcast over one group of all ranks, as NCCL's.
+
+    ``rates.link`` is the rate of all links of a node together, ``latency`` the seconds from the first rank to the last.
+    """
     moving = total / min(rates.link, rates.intra)
     return max(total / reader, moving) + buckets * rates.message + latency
 
 
 def flat_tree(total: int, copies: int, inside: int, rates: Rates, reader: float, wave: int = 0) -> float:
-    """gloo's tree over all ranks: ``copies`` of everything leave the busiest node over its link, after ``inside`` steps in it."""
+    """A tree broadcast over one group of all ranks, as gloo's.
+
+    ``copies`` and ``inside`` are those of :func:`tree_copies`.
+    """
     return wave / reader + copies * total / rates.link + inside * total / rates.intra
 
 
 def tree_copies(nodes: Sequence[Sequence[int]], src: int) -> tuple[int, int]:
-    """Of gloo's binomial tree: copies that leave the busiest node, and steps in which the source sends inside its own."""
+    """In gloo's binomial tree, how many copies leave the busiest node, and how often ``src`` sends inside its own node.
+
+    Args:
+        nodes: the global ranks of each node.
+        src: global rank of the source.
+    """
     node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
     out = [0] * len(nodes)
     inside = 0
@@ -104,7 +121,10 @@ def tree_copies(nodes: Sequence[Sequence[int]], src: int) -> tuple[int, int]:
 
 
 def tree_edges(ranks: Sequence[int], src: int) -> list[tuple[int, int]]:
-    """Who sends to whom in gloo's broadcast: in step i, the first 2**i ranks (counted from the source) to as many others."""
+    """The (sender, receiver) pairs of gloo's broadcast.
+
+    In step i, the first 2**i ranks, counted from ``src``, send to as many others.
+    """
     count, first = len(ranks), ranks.index(src)
     edges, reach = [], 1
     while reach < count:
@@ -113,8 +133,11 @@ def tree_edges(ranks: Sequence[int], src: int) -> list[tuple[int, int]]:
     return [(ranks[(a + first) % count], ranks[(b + first) % count]) for a, b in edges]
 
 
-def spelled(readers: str, predictions: dict[str, float], why: str) -> str:
-    """The choice in a sentence, e.g. ``chose every: predicted 0.8 s, partitioned 2.1 s``."""
+def describe_choice(readers: str, predictions: dict[str, float], reason: str) -> str:
+    """The choice in words, e.g. ``auto -> every: predicted 0.8 s, partitioned 2.1 s (reason)``.
+
+    ``predictions`` are the seconds of each mode.
+    """
     others = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in predictions.items() if name != readers)
     own = f": predicted {predictions[readers]:.2g} s" if readers in predictions else ""
-    return f"chose {readers}{own}{', ' + others if others else ''} ({why})"
+    return f"auto -> {readers}{own}{', ' + others if others else ''} ({reason})"

@@ -1,7 +1,7 @@
-"""What a load would move and take on a cluster that is not at hand: the plan's waves and roles, and the cost functions.
+"""Simulates a load on an assumed cluster, with the same schedule and cost functions that a real load uses. Pure.
 
-Touches no device and no network. :func:`traffic` follows every bucket through :class:`Flow` and counts the bytes
-over each node's link; :func:`predict` gives seconds.
+:func:`traffic` follows every bucket through :class:`~epload.planning.schedule.Flow` and counts the bytes over each node's link.
+:func:`predict` returns seconds.
 """
 
 from __future__ import annotations
@@ -14,66 +14,76 @@ from epload.planning.costs import INFINITE, Rates
 from epload.planning.schedule import Flow, buckets_per_wave, wave_limit
 
 Nodes = Sequence[Sequence[int]]
+"""The global ranks of each node."""
 BUCKET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """N equal nodes, in numbers. Bytes/s and seconds."""
+    """Equal nodes. Rates are in bytes/s, times in seconds."""
 
     nodes: int
+    """Number of nodes."""
     ranks: int
-    """A node."""
+    """Ranks per node."""
     link: float
-    """Of one network card, each way."""
+    """Rate of one network card, each way."""
     links: int = 1
     """Cards of a node that can be used at once."""
     intra: float = INFINITE
-    """Into one rank from the others of its node; infinite where ranks share their staging buffers."""
+    """Rate into one rank from the others of its node. Infinite if they share staging buffers."""
     storage: float = INFINITE
-    """At which one node can read."""
+    """Rate at which one node can read."""
     storage_all: float = INFINITE
-    """At which all nodes together can read."""
+    """Rate at which all nodes together can read."""
     reader: float = INFINITE
-    """At which one rank can read."""
-    place: float = INFINITE
-    """At which one rank takes what it owns out of a staging buffer, after the last bucket."""
+    """Rate at which one rank can read."""
+    unpack: float = INFINITE
+    """Rate from a staging buffer into one rank's shards, after the last bucket has arrived."""
     message: float = 0.0
+    """Time that each bucket's collective takes at any size."""
     hop: float = 0.0
-    """Between nodes."""
+    """Time from a chunk's arrival at a node to its departure."""
     hop_inside: float = 0.0
+    """The same between two ranks of a node."""
     fixed: float = 0.0
-    """Of every load: walking the model, the plan, materializing."""
+    """Time of every load, to inspect the model, make the plan and materialize."""
     per_rank: float = 0.0
-    """More of that for every rank: agreement goes through one store."""
+    """Extra time per rank of the job, as all ranks agree through one store."""
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         return self.nodes * self.ranks
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that come into and go out of each node over its link."""
+    """For each node, bytes that it receives from and sends to other nodes."""
 
-    into: list[int] = field(default_factory=list)
-    out: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
 
 
-def waves(total: int, nodes: Nodes, readers: str, most: int = BUCKET_BYTES) -> tuple[int, int]:
-    """Bytes of a wave and buckets in it, as the loader chooses them."""
-    size = wave_limit(total, most)
+def waves(total: int, nodes: Nodes, readers: str, bucket_bytes: int = BUCKET_BYTES) -> tuple[int, int]:
+    """The bytes of a wave and the number of buckets in it, as the loader chooses them for ``total`` bytes."""
+    size = wave_limit(total, bucket_bytes)
     return size, buckets_per_wave(nodes, readers, size)
 
 
 def traffic(
     buckets: Sequence[int], per_wave: int, nodes: Nodes, readers: str, algorithm: str, src: int = 0, shared: bool = True
 ) -> Traffic:
-    """What the ranks of each node receive from and send to other nodes, by the roles that the loader gives them.
+    """Bytes that each node receives from and sends to other nodes in a load.
 
     Args:
-        buckets: bytes of each, in order.
-        per_wave: how many move together.
+        buckets: bytes of each bucket, in order.
+        per_wave: number of buckets in a wave.
+        nodes: the global ranks of each node.
+        readers: the ``readers`` of the load, but not ``"auto"``.
+        algorithm: the ``algorithm`` of the load, but not ``"auto"``.
+        src: global rank of the source.
+        shared: whether the ranks of a node share staging buffers.
     """
     moved = Traffic([0] * len(nodes), [0] * len(nodes))
     node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
@@ -98,64 +108,69 @@ def traffic(
             if rank in flow.relays:
                 for begin, stop, source, _, target, _ in flow.steps(wave):
                     if source >= 0:
-                        moved.into[node_of[rank]] += stop - begin
+                        moved.received[node_of[rank]] += stop - begin
                     if target >= 0:
-                        moved.out[node_of[rank]] += stop - begin
+                        moved.sent[node_of[rank]] += stop - begin
     return moved
 
 
 def _count(moved: Traffic, sender: int, receiver: int, nbytes: int) -> None:
     if sender != receiver:
-        moved.out[sender] += nbytes
-        moved.into[receiver] += nbytes
+        moved.sent[sender] += nbytes
+        moved.received[receiver] += nbytes
 
 
-def predict(way: str, total: int, tensors: int, cluster: Cluster) -> float:
-    """Seconds of a load of ``total`` bytes in ``tensors`` tensors into a fully sharded model.
+def predict(mode: str, total: int, tensors: int, cluster: Cluster) -> float:
+    """Seconds of a load into a fully sharded model.
 
     Args:
-        way: ``"readers/algorithm"``; or ``"ring"``, a flat ring of buckets as NCCL's, ``"tensor ring"``, one broadcast a
-            tensor in the same ring, ``"tree"``, gloo's flat tree of buckets.
+        mode: ``"readers/algorithm"``, e.g. ``"one/striped"``. Or a broadcast over one group of all ranks: ``"ring"`` (NCCL's,
+            one per bucket), ``"tensor ring"`` (NCCL's, one per tensor) or ``"tree"`` (gloo's, one per bucket).
+        total: bytes of the checkpoint.
+        tensors: number of tensors.
+        cluster: the cluster to simulate.
 
     Raises:
-        ValueError: no such way.
+        ValueError: there is no such mode.
     """
-    return cluster.fixed + cluster.per_rank * cluster.world + _moving(way, total, tensors, cluster)
+    return cluster.fixed + cluster.per_rank * cluster.world + _transfer_seconds(mode, total, tensors, cluster)
 
 
-def _moving(way: str, total: int, tensors: int, cluster: Cluster) -> float:
+def _transfer_seconds(mode: str, total: int, tensors: int, cluster: Cluster) -> float:
     c = cluster
-    readers, _, algorithm = way.partition("/")
+    readers, _, algorithm = mode.partition("/")
     nodes = [range(first, first + c.ranks) for first in range(0, c.world, c.ranks)]
     owned = [-(-total // c.world)] * c.world
     one_reads = min(c.reader, c.storage, c.storage_all)
     all_read = min(c.storage, c.storage_all / c.nodes, c.reader * c.ranks) / c.ranks
-    # A leader uses one of its node's cards; with stripes each rank uses its own.
+    # A leader uses one of its node's cards. With "striped", each rank uses its own.
     cards = min(c.links, c.ranks) if algorithm == "striped" else 1
-    rates = Rates([all_read] * c.world, c.link * cards if c.nodes > 1 else INFINITE, c.place, c.intra, c.hop, c.message)
+    rates = Rates(
+        [all_read] * c.world, c.link * cards if c.nodes > 1 else INFINITE, c.unpack, c.intra, c.hop, c.message
+    )
     wave, per_wave = waves(total, nodes, readers if readers in ("partitioned", "auto") else "one")
     flow = Flow(tuple(map(tuple, nodes)), 0, 0, "partitioned" if readers == "partitioned" else "one", "two_level", True)
     chunk = min(flow.chunk_bytes(total, wave // per_wave, per_wave), wave // per_wave)
     buckets = -(-total * per_wave // wave)
-    if way in ("ring", "tensor ring"):
-        count = tensors if way == "tensor ring" else buckets
+    if mode in ("ring", "tensor ring"):
+        count = tensors if mode == "tensor ring" else buckets
         latency = c.nodes * c.hop + (c.world - c.nodes) * c.hop_inside
         return costs.flat_ring(total, count, replace(rates, link=_all_links(c)), one_reads, latency)
-    if way == "tree" or algorithm == "flat":
+    if mode == "tree" or algorithm == "flat":
         copies, inside = costs.tree_copies(nodes, 0)
-        return costs.flat_tree(total, copies, inside, rates, one_reads, wave) + owned[0] / c.place
+        return costs.flat_tree(total, copies, inside, rates, one_reads, wave) + owned[0] / c.unpack
     overhead = buckets * c.message
     if readers == "one":
         return costs.one(total, owned, c.nodes, rates, one_reads, wave, chunk) + overhead
     if readers == "partitioned":
-        more = costs.partitioned_waves(total, c.nodes, wave, per_wave, chunk, rates) if c.nodes > 1 else 0.0
-        return costs.partitioned(total, owned, c.nodes, wave, rates) + more + overhead
+        extra = costs.partitioned_wave_overhead(total, c.nodes, wave, per_wave, chunk, rates) if c.nodes > 1 else 0.0
+        return costs.partitioned(total, owned, c.nodes, wave, rates) + extra + overhead
     if readers == "per_node":
         reading = min(c.reader, c.storage, c.storage_all / c.nodes)
         return costs.per_node(total, owned, [reading], rates) + overhead
     if readers == "every":
-        return costs.every(owned, replace(rates, read=[min(all_read, c.place)] * c.world))
-    raise ValueError(f"expected a way such as 'one/two_level', 'ring', 'tensor ring' or 'tree', got {way!r}")
+        return costs.every(owned, replace(rates, read=[min(all_read, c.unpack)] * c.world))
+    raise ValueError(f"expected a mode such as 'one/two_level', 'ring', 'tensor ring' or 'tree', got {mode!r}")
 
 
 def _all_links(cluster: Cluster) -> float:

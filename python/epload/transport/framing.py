@@ -16,7 +16,7 @@ from torch import Tensor
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.control.control import Control
-from epload.errors import CheckpointError, LoadError, RemoteFailure, text_of
+from epload.errors import CheckpointError, LoadError, RemoteFailure, message_of
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.plan import LoadPlan
@@ -128,7 +128,7 @@ class Framing:
         """``what``: "read" or "unpack"."""
         buckets = list_numbers("bucket", numbers)
         kind = CheckpointError if isinstance(error, CheckpointError) else LoadError
-        failure = kind(f"rank {self._rank} could not {what} {buckets} ({self.names(numbers)}): {text_of(error)}")
+        failure = kind(f"rank {self._rank} could not {what} {buckets} ({self.names(numbers)}): {message_of(error)}")
         failure.__cause__ = error
         return failure
 

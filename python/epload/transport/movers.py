@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epload.cluster.topology import Route
-from epload.errors import LoadError, RemoteFailure, WaitTimeout, text_of
+from epload.errors import LoadError, RemoteFailure, WaitTimeout, message_of
 from epload.native import ops
 from epload.planning.schedule import Flow, Step
 from epload.planning.waves import Wave
@@ -114,7 +114,7 @@ def broadcast_steps(route: Route, flow: Flow, nbytes: int) -> int:
 
 def _explain(context: TransferContext, error: RuntimeError, number: int) -> LoadError:
     """What it means that a message did not arrive."""
-    text = text_of(error)
+    text = message_of(error)
     if "given up" in text:
         return RemoteFailure(text)
     late = "Timed out" in text or "timeout" in text

@@ -1,4 +1,4 @@
-"""Runs the stages of a transfer at the same time, each in a thread of its own."""
+"""Runs the stages of a transfer concurrently, each in its own thread."""
 
 from __future__ import annotations
 
@@ -9,18 +9,26 @@ from functools import partial
 from epload.core import threads
 
 Stage = tuple[str, Callable[[], None]]
-"""A name and the stage's whole work."""
+"""The stage's name, and the function that runs all of it."""
 
 
 def run(stages: Sequence[Stage], stop: Callable[[BaseException], None]) -> None:
-    """Returns when all stages have; the last one runs on the calling thread.
+    """Runs the stages concurrently, the last one on the calling thread. Returns when all have ended.
 
-    When a stage raises, or the calling thread is interrupted, ``stop`` is called with the exception, which must make the others
-    end; then an interrupt is raised if there was one, else the first exception.
+    If a stage raises, or the calling thread is interrupted, ``stop`` is called with the exception and must make the other stages
+    end. It may be called more than once, from any thread.
+
+    Args:
+        stages: at least one.
+        stop: makes the stages end.
+
+    Raises:
+        BaseException: what interrupted the run (e.g. KeyboardInterrupt), else the first exception of a stage.
+        LoadError: a thread cannot be started.
     """
     failures: list[BaseException] = []
 
-    def work(stage: Callable[[], None]) -> None:
+    def run_stage(stage: Callable[[], None]) -> None:
         try:
             stage()
         except BaseException as error:
@@ -31,26 +39,26 @@ def run(stages: Sequence[Stage], stop: Callable[[BaseException], None]) -> None:
     started: list[threading.Thread] = []
     ended = threading.Semaphore(0)
 
-    def work_apart(stage: Callable[[], None]) -> None:
+    def run_in_thread(stage: Callable[[], None]) -> None:
         try:
-            work(stage)
+            run_stage(stage)
         finally:
             ended.release()
 
     try:
         for name, stage in others:
-            started.append(threads.start(f"epload-{name}", partial(work_apart, stage)))
-    except BaseException as error:  # no thread left, or an interrupt: those that run are stopped, and waited for below
+            started.append(threads.start(f"epload-{name}", partial(run_in_thread, stage)))
+    except BaseException as error:  # no more threads, or an interrupt: stop those that run, and wait for them below
         failures.append(error)
         stop(error)
     else:
-        work(last)
+        run_stage(last)
     left = len(started)
     while left:
         try:
-            ended.acquire()  # not join: a thread whose join was interrupted counts as ended though it is not
+            ended.acquire()  # not join: a thread whose join was interrupted counts as ended although it runs
             left -= 1
-        except BaseException as interrupt:  # from here on the stages end by themselves
+        except BaseException as interrupt:  # the stages are ending, so keep waiting
             failures.append(interrupt)
             stop(interrupt)
     for thread in started:
