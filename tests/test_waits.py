@@ -77,7 +77,7 @@ def absent(rank: int, missing: int, explicit: bool) -> Raised | None:
 def test_a_rank_that_never_comes_is_absent(missing: int, explicit: bool) -> None:
     said = ranks.run(3, absent, missing, explicit, limit=50)
     parts = (
-        ("rank 0, which coordinates, gave no verdict",)
+        ("rank 0, the coordinator, made no decision",)
         if missing == 0
         else (f"rank {missing} did not arrive within 2 s",)
     )

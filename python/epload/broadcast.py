@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from epload.cluster.single_flight import Call, Refused, alone, inside
+from epload.cluster.single_flight import Call, Refused, exclusive, inside_load
 from epload.cluster.topology import Topology
 from epload.control.control import Control
 from epload.errors import ManifestMismatch
@@ -79,11 +79,11 @@ def coalesced_bcast(
             tensors, src, route.inter_group, route.intra_group, bucket_bytes, sent, stream, leader=leader
         )
 
-    if inside(topology):
+    if inside_load(topology):
         send()
         return
     try:
-        with alone(Call("coalesced_bcast()", topology)):
+        with exclusive(Call("coalesced_bcast()", topology)):
             send()
             return
     except Refused as refused:

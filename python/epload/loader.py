@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from epload.broadcast import DEFAULT_BUCKET_BYTES
-from epload.cluster.single_flight import Call, Refused, alone
-from epload.cluster.topology import Topology, alone_under_a_launcher
+from epload.cluster.membership import uninitialized_warning
+from epload.cluster.single_flight import Call, Refused, exclusive
+from epload.cluster.topology import Topology
 from epload.control.control import DEFAULT_TIMEOUT
 from epload.core import collector, log
 from epload.errors import LoadError
@@ -171,7 +172,7 @@ class HierarchicalLoader:
             ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
         """
         try:
-            with alone(Call("load()", self.topology, self, self._made_by), self._timeout):
+            with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):
                 guard = self._control.guard()
                 try:
                     with guard:
@@ -193,7 +194,7 @@ class HierarchicalLoader:
         report = LoadReport(
             readers=asked.readers, algorithm=asked.algorithm, verify=asked.verify, topology=repr(self.topology)
         )
-        if warning := alone_under_a_launcher():
+        if warning := uninitialized_warning():
             warnings.warn(warning, stacklevel=3)
             report.warnings.append(warning)
         began = perf_counter()
@@ -332,23 +333,23 @@ class HierarchicalLoader:
             if self._proof is None or not self._proof.fits(work.plan, verifiers):
                 self._proof = Proof(work.plan, verifiers, self.options.verify == "sample")
             proof = self._proof
-            letters = self._control.deal("the digests", proof.claims(local))
+            messages = self._control.exchange("the digests", proof.claims(local))
 
             def check() -> None:
-                if letters:
+                if messages:
                     assert work.checkpoint is not None
-                    for nbytes in proof.check(self.topology.rank, letters, work.checkpoint, work.manifest):
+                    for nbytes in proof.check(self.topology.rank, messages, work.checkpoint, work.manifest):
                         self._control.progress += nbytes
 
             # Whoever proves reads what lies at the paths now. A file that has changed is why shards differ from it, so that
             # all ranks hear of that first, whichever rank saw it.
-            _, changed = attempt(lambda: work.reopen() if letters else None)
+            _, changed = attempt(lambda: work.reopen() if messages else None)
             _, failure = attempt(check) if changed is None else (None, None)
             if changed is None:
                 _, changed = attempt(work.check_unchanged)
             self._control.settle("verification", changed, patience=2)
             self._control.settle("verification", failure, patience=2)
-            self._control.forget_letters()
+            self._control.delete_messages()
 
     def _choose_readers(
         self,
