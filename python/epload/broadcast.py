@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from epload.cluster.single_flight import Call, Refused, alone, inside
+from epload.cluster.single_flight import Call, Refused, exclusive, inside_load
 from epload.cluster.topology import Topology
 from epload.control.control import Control
 from epload.errors import ManifestMismatch
@@ -67,11 +67,11 @@ def coalesced_bcast(
     """
     topology = topology if topology is not None else Topology.default()
     broadcast = partial(_broadcast, list(tensors), src, topology, bucket_bytes, algorithm, stream, check)
-    if inside(topology):
+    if inside_load(topology):
         broadcast()
         return
     try:
-        with alone(Call("coalesced_bcast()", topology)):
+        with exclusive(Call("coalesced_bcast()", topology)):
             broadcast()
             return
     except Refused as refused:

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from epload.broadcast import DEFAULT_BUCKET_BYTES
-from epload.cluster.single_flight import Call, Refused, alone
-from epload.cluster.topology import Topology, alone_under_a_launcher
+from epload.cluster.single_flight import Call, Refused, exclusive
+from epload.cluster.membership import uninitialized_warning
+from epload.cluster.topology import Topology
 from epload.control.control import DEFAULT_TIMEOUT
 from epload.core import collector, log
 from epload.loading.agreement import Agreement
@@ -203,7 +204,7 @@ class HierarchicalLoader:
             ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
         """
         try:
-            with alone(Call("load()", self.topology, self, self._made_by), self._timeout):
+            with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):
                 guard = self._control.guard()
                 try:
                     with guard:
@@ -227,7 +228,7 @@ class HierarchicalLoader:
             verify=options.verify,
             topology=repr(self.topology),
         )
-        if warning := alone_under_a_launcher():
+        if warning := uninitialized_warning():
             warnings.warn(warning, stacklevel=3)
             report.warnings.append(warning)
         began = perf_counter()

@@ -157,7 +157,7 @@ def test_a_launched_rank_that_loads_alone_is_warned(
     assert len(texts) == len(report.warnings) == warned
     if warned:
         assert report.warnings == texts
-        assert "rank 1 loads by itself" in texts[0]
+        assert "rank 1 loads alone" in texts[0]
         assert "init_process_group()" in texts[0]
         assert f"warning: {texts[0]}" in str(report)
         assert report.to_dict()["warnings"] == texts

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epload.cluster.meeting import meet
+from epload.cluster.rendezvous import rendezvous
 from epload.control.control import Control
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
 from epload.planning.buckets import HEADER_BYTES
@@ -55,7 +55,7 @@ def test_one_rank_needs_no_store() -> None:
 def make_control(rank: int, members: tuple[int, ...]) -> Control:
     assert dist.group.WORLD is not None
     store = dist.group.WORLD.get_group_store()
-    control, _ = meet(store, members, rank, timedelta(minutes=1), None, None, lambda views: None)
+    control, _ = rendezvous(store, members, rank, timedelta(minutes=1), None, None, lambda views: None)
     return control
 
 
@@ -150,7 +150,7 @@ def test_absent_coordinator_is_named_on_all_others() -> None:
     _, (kind, text), other = ranks.run(3, absent_rank, 0)
     assert (kind, text) == other, "one text, of whoever noticed first"
     assert kind == "LoadError"
-    assert text.startswith("the manifest: rank 0, which coordinates, gave no verdict within ")
+    assert text.startswith("the manifest: rank 0, the coordinator, made no decision within ")
     assert "seen by rank 1" in text or "seen by rank 2" in text
 
 
@@ -169,7 +169,12 @@ def counted_keys(rank: int, failing: bool) -> list[tuple[int, int]]:
             raised(lambda: control.settle("fail", ValueError("no") if rank == 1 else None))
             control.settle("turn", None)
         dist.barrier()  # keys are counted while nobody writes
-        kept = sum(len(value) for value in vars(control).values() if isinstance(value, list))
+        kept = sum(
+            len(value)
+            for part in (control, control.messages)
+            for value in vars(part).values()
+            if isinstance(value, list)
+        )
         counts.append((store.num_keys(), kept))
         dist.barrier()
     return counts
@@ -202,20 +207,21 @@ def early_retry(rank: int) -> list[str]:
     assert dist.group.WORLD is not None
     control = make_control(rank, (0, 1, 2))
     control.begin(timedelta(minutes=1))
-    read = control._read_letter
+    assert control.messages is not None
+    receive = control.messages.receive
     if rank == 2:
-        control._read_letter = lambda prefix: (dist.barrier(), read(prefix))[1]  # type: ignore[method-assign]
+        control.messages.receive = lambda key: (dist.barrier(), receive(key))[1]  # type: ignore[method-assign]
     if rank != 2:
-        letters = control.deal("letters", {2: bytes([rank])})
+        messages = control.exchange("messages", {2: bytes([rank])})
         if rank == 1:
             control.begin(timedelta(minutes=1))
         for _ in range(3):
             dist.barrier()
     else:
-        letters = control.deal("letters", {2: b"2"})
+        messages = control.exchange("messages", {2: b"2"})
     control.begin(timedelta(minutes=1))
-    return [f"{sender}: {letter!r}" for sender, letter in sorted(letters.items())]
+    return [f"{sender}: {message!r}" for sender, message in sorted(messages.items())]
 
 
-def test_letters_outlive_a_load_that_was_given_up() -> None:
+def test_messages_outlive_a_load_that_was_given_up() -> None:
     assert ranks.run(3, early_retry)[2] == ["0: b'\\x00'", "1: b'\\x01'", "2: b'2'"]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from epload import HierarchicalLoader, Topology
 from epload.control.failure import FailureStore
-from epload.control.watch import Beats
+from epload.control.heartbeat import Heartbeats
 from epload.native import ops
 from epload.staging.board import Board
 from support import ranks
@@ -162,17 +162,20 @@ def late_interrupt(rank: int, culprit: int, place: str, way: tuple[str, str]) ->
     )
     model = meta_net()
     control = loader._control
-    post = control._post
+    assert control.messages is not None
+    assert control.rounds is not None
+    messages, rounds = control.messages, control.rounds
+    post = messages.post
 
     def interrupted_post(key: str, text: str) -> None:
-        if control._last is not None:
-            control._post = post  # type: ignore[method-assign]  # once
+        if rounds.final is not None:
+            messages.post = post  # type: ignore[method-assign]  # once
             interrupt()
         post(key, text)
 
     patches = {
         "ended": mock.patch.object(FailureStore, "end", interrupted_after(FailureStore.end)),
-        "unsaid": mock.patch.object(control, "_post", interrupted_post),
+        "unsaid": mock.patch.object(messages, "post", interrupted_post),
         "heard": mock.patch.object(control, "settle", interrupted_after(control.settle, lambda last=False, **_: last)),
     }
     with patches[place] if rank == culprit else nullcontext():
@@ -287,7 +290,7 @@ def waiting_load(rank: int) -> list[str]:
     logger = logging.getLogger("epload")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    with mock.patch("epload.control.watch.SECONDS", 0.1):
+    with mock.patch("epload.control.heartbeat.INTERVAL", 0.1):
         loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
         source = Slow(state_for(1), 0.0)
         source.first = 2.0
@@ -303,14 +306,14 @@ def test_torchtitan_3065_a_rank_that_waits_says_for_what() -> None:
     assert "passes on buckets 0 to 0, from ranks [0]" in " ".join(said[2])
 
 
-def test_beats_tell_who_is_silent() -> None:
+def test_heartbeats_show_which_ranks_are_silent() -> None:
     store = dist.HashStore()
-    beats = [Beats(store, rank) for rank in range(3)]
+    heartbeats = [Heartbeats(store, rank) for rank in range(3)]
     for _ in range(2):
-        for beat in beats:
-            beat.post(1, 0, "reads bucket 4")
-    text = beats[0].describe([0, 1, 2, 3], {1: 4711}, "reads bucket 5", fresh=True)
+        for each in heartbeats:
+            each.post(1, 0, "reads bucket 4")
+    text = heartbeats[0].describe([0, 1, 2, 3], {1: 4711}, "reads bucket 5", find_silent=True)
     assert "rank 0: reads bucket 5\n" in text
-    assert "rank 1: reads bucket 4, has ended" in text
+    assert "rank 1: reads bucket 4, process ended" in text
     assert "rank 2: reads bucket 4, silent" in text
-    assert "rank 3: never heard of" in text
+    assert "rank 3: no heartbeat received" in text

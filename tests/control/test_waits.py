@@ -77,7 +77,7 @@ def absent(rank: int, missing: int, explicit: bool) -> Raised | None:
 def test_a_rank_that_never_comes_is_absent(missing: int, explicit: bool) -> None:
     said = ranks.run(3, absent, missing, explicit, limit=50)
     parts = (
-        ("rank 0, which coordinates, gave no verdict",)
+        ("rank 0, the coordinator, made no decision",)
         if missing == 0
         else (f"rank {missing} did not arrive within 2 s",)
     )
@@ -121,7 +121,7 @@ def test_a_rank_killed_in_discovery_is_named(victim: int) -> None:
 
 
 def again_after_a_failure(rank: int) -> list[str]:
-    """A meeting that failed, on whichever rank, is not met in again."""
+    """Ranks do not join a rendezvous that failed, on whichever rank."""
     failed = told(lambda: Topology.from_nodes([[0, 1]] if rank == 0 else [[0], [1]]))
     tensor = torch.tensor([rank])
     coalesced_bcast([tensor], 1, Topology.from_nodes([[0, 1]]))

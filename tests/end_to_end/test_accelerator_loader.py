@@ -331,8 +331,8 @@ def _traced(rank: int, semantics: str) -> list[str]:
         headers = where.get("copy to host", Counter())
         if headers != +Counter({ours: report.buckets - mine[readers].get(rank, 0)}):
             said.append(f"copies to host: {headers}")
-        if len(topology._groups) != groups:
-            said.append(f"{len(topology._groups)} communicators")
+        if len(topology._groups.names) != groups:
+            said.append(f"{len(topology._groups.names)} communicators")
     return said
 
 

@@ -1,1 +1,1 @@
-"""Nodes, their leaders, and the process groups that follow from them."""
+"""Which ranks run on which node, which rank leads each node, and the process groups that follow from it."""

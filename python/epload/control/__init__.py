@@ -1,1 +1,1 @@
-"""Agreement between ranks, and how each hears that another failed."""
+"""How ranks agree, exchange small messages and learn that another rank failed, over the process group's store."""

@@ -1,4 +1,4 @@
-"""Notices at once when another process of this machine ends, however it ends."""
+"""The processes of this machine's other ranks: which there are, and which of them have ended, however they ended."""
 
 from __future__ import annotations
 
@@ -7,67 +7,74 @@ import hashlib
 import os
 import select
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
 
-def machine() -> str:
-    """Equal on processes that can watch each other: boot id and namespace of process ids."""
-    return f"{_boot_id()} {_namespace()}"
+class LocalProcesses:
+    """Other ranks on this machine, which find one another through a list in the store while they rendezvous. Thread-safe."""
 
-
-def process() -> str:
-    """By which another process on the same :func:`machine` finds this one: process id and start time."""
-    return f"{os.getpid()} {_start_time(os.getpid())}"
-
-
-class Registry:
-    """Where the ranks of one machine find each other's processes while they meet: a list in the store, for each machine one."""
-
-    def __init__(self, store: Store, rank: int) -> None:
-        """Enters this process. ``store``: in a place of this meeting's own."""
-        self._store = store
-        self._list = f"on/{hashlib.blake2b(machine().encode(), digest_size=8).hexdigest()}"
+    def __init__(self) -> None:
+        self.ended: Mapping[int, int] = {}
+        """Process id of each rank whose process has ended; set by the watch."""
         self._found: list[tuple[int, str]] = []
-        number = store.add(self._list, 1)
-        self._me = f"{self._list}/{number}"
-        store.set(self._me, f"{rank} {process()}")
-        self.keys = [self._me] if number > 1 else [self._me, self._list]
-        """That this rank deletes."""
-        self._seen = 0
         self._lock = threading.Lock()
+        self._store: Store | None = None
+        """While more ranks may register."""
+        self._list = self._own_key = ""
+        self._seen = 0
 
-    def look(self) -> list[tuple[int, str]]:
-        """The other ranks that have entered so far. One call to the store, and two for each that is new. Thread-safe."""
+    def register(self, store: Store, rank: int) -> None:
+        """Adds this process to the machine's list. ``store``: prefixed for this rendezvous alone."""
+        self._list = f"on/{hashlib.blake2b(_pid_namespace().encode(), digest_size=8).hexdigest()}"
+        self._own_key = f"{self._list}/{store.add(self._list, 1)}"
+        store.set(self._own_key, f"{rank} {_process_identity()}")
+        self._store = store
+
+    def close_registry(self) -> list[str]:
+        """Once all ranks have registered: finds the last ones. Returns the keys that this rank has to delete."""
+        self.find()
+        self._store = None
+        return [self._own_key] if self._own_key != f"{self._list}/1" else [self._own_key, self._list]
+
+    def find(self) -> list[tuple[int, str]]:
+        """Looks for ranks that have registered since the last call: one call to the store, and two for each new rank.
+
+        Returns:
+            Every rank found so far, with the identity of its process.
+        """
         with self._lock:
-            return self._look()
+            if (store := self._store) is not None:
+                self._read_new(store)
+            return list(self._found)
 
-    def _look(self) -> list[tuple[int, str]]:
-        count = self._store.add(self._list, 0)
+    def _read_new(self, store: Store) -> None:
+        count = store.add(self._list, 0)
         while self._seen < count:
             key = f"{self._list}/{self._seen + 1}"
-            if not self._store.check([key]):
+            if not store.check([key]):
                 break
-            if key != self._me:
-                rank, identity = self._store.get(key).decode().split(" ", 1)
+            if key != self._own_key:
+                rank, identity = store.get(key).decode().split(" ", 1)
                 self._found.append((int(rank), identity))
             self._seen += 1
-        return list(self._found)
 
 
 class ProcessWatch:
-    """Processes of this machine that are watched. One that the system does not let be watched is left out. For one thread at a
-    time."""
+    """Waits for processes of this machine to end. Leaves out those that the system does not allow to be watched.
+
+    For one thread at a time.
+    """
 
     def __init__(self, identities: Iterable[tuple[int, str]]) -> None:
-        """``identities``: ranks, each with its :func:`process`. Raises OSError if this process has too many open files."""
+        """``identities``: as from :meth:`LocalProcesses.find`. Raises OSError if this process has too many open files."""
         self._rank_of: dict[int, int] = {}
         """Rank of each process, by file descriptor."""
         self._pids: dict[int, int] = {}
         self._poll = select.poll()
-        self.gone: dict[int, int] = {}
+        self.ended: dict[int, int] = {}
         """Process id of each rank whose process has ended."""
         for rank, identity in identities:
             pid, start = identity.split()
@@ -76,34 +83,31 @@ class ProcessWatch:
             try:
                 fd = os.pidfd_open(int(pid))
             except ProcessLookupError:
-                self.gone[rank] = int(pid)
+                self.ended[rank] = int(pid)
                 continue
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                     self.close()
                     raise
                 continue
-            if _start_time(int(pid)) != start:  # the number is another process's by now
+            if _start_time(int(pid)) != start:  # the process id has been reused
                 os.close(fd)
-                self.gone[rank] = int(pid)
+                self.ended[rank] = int(pid)
                 continue
             self._rank_of[fd] = rank
             self._pids[rank] = int(pid)
             self._poll.register(fd, select.POLLIN)
 
     def wait(self, wake: int, seconds: float) -> None:
-        """Sleeps until a process ends, ``wake`` (a file descriptor) can be read, or ``seconds`` have passed."""
+        """Sleeps until a process ends, the file descriptor ``wake`` becomes readable, or ``seconds`` have passed."""
         self._poll.register(wake, select.POLLIN)
-        self._note(self._poll.poll(seconds * 1e3))
-        self._poll.unregister(wake)
-
-    def _note(self, events: list[tuple[int, int]]) -> None:
-        for fd, _ in events:
+        for fd, _ in self._poll.poll(seconds * 1e3):
             rank = self._rank_of.pop(fd, None)
             if rank is not None:
                 self._poll.unregister(fd)
                 os.close(fd)
-                self.gone[rank] = self._pids[rank]
+                self.ended[rank] = self._pids[rank]
+        self._poll.unregister(wake)
 
     def close(self) -> None:
         while self._rank_of:
@@ -114,18 +118,21 @@ class ProcessWatch:
         self.close()
 
 
-def _boot_id() -> str:
+def _pid_namespace() -> str:
+    """Boot id and namespace of process ids: equal on processes that can watch each other."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return "?"
+        boot_id = "?"
+    try:
+        return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{boot_id} ?"
 
 
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return "?"
+def _process_identity() -> str:
+    """Process id and start time of this process, which together are unique in its namespace."""
+    return f"{os.getpid()} {_start_time(os.getpid())}"
 
 
 def _start_time(pid: int) -> str:

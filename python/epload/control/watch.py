@@ -1,94 +1,56 @@
-"""A rank's watch over a load: tells the others that it lives and where it stands, and hears when one of them fails.
+"""A rank's watch over a load: posts heartbeats, notices ended processes, and stops what the rank waits for when another fails.
 
-It runs in a thread of its own, so that a rank that computes, reads or waits for a message hears and is heard all the same.
+It runs in a thread of its own, so that it works while the rank computes, reads or waits for a message.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
-from torch.distributed.distributed_c10d import Store
-
-from epload.control.processes import ProcessWatch
+from epload.control import heartbeat
+from epload.control.failure import Failure, FailureStore
+from epload.control.heartbeat import Heartbeats
+from epload.control.processes import LocalProcesses, ProcessWatch
 from epload.core import threads
 from epload.core.log import logger
 from epload.errors import LoadError, RankExited, message_of
 
-if TYPE_CHECKING:
-    from epload.control.control import Control
-
-SECONDS = 1.0
-"""Between two beats."""
-_FILES = "raise the limit on open files (ulimit -n)"
-_MAX_RANKS = 32
-"""So many are described in an error."""
-_QUIET_BEATS = 5
-"""A rank says where it stands when it has made no progress for so many beats, then after twice as many, and so on."""
+_ULIMIT_HINT = "raise the limit on open files (ulimit -n)"
+_QUIET_HEARTBEATS = 5
+"""A rank logs its activity after so many heartbeats without progress, then after twice as many, and so on."""
 
 
-class Beats:
-    """Where ranks say that they live. Written by a rank's watch, read by whoever waits for that rank."""
+class Watched(Protocol):
+    """What a watch needs to know of its rank; a ``Control`` is one."""
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._count = 0
+    rank: int
+    doing: str
+    progress: int
+    processes: LocalProcesses
+    alarm: threading.Event
+    heartbeats: Heartbeats | None
+    failures: FailureStore | None
 
-    def post(self, round_: int, progress: int, doing: str) -> None:
-        self._count += 1
-        self._store.set(f"beat/{self._rank}", json.dumps([self._count, round_, progress, doing]))
+    @property
+    def round(self) -> int: ...
 
-    def read(self, ranks: Sequence[int]) -> dict[int, list[Any]]:
-        """Count, round, progress and doing of each rank that has ever beaten."""
-        keys = {rank: f"beat/{rank}" for rank in ranks}
-        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
-
-    def signs(self, ranks: Sequence[int], round_: int) -> list[tuple[int, ...]]:
-        """Changes as long as any of ``ranks`` moves data, or itself waits in the round ``round_``."""
-        beats = self.read(ranks)
-        return [(rank, beat[2], beat[0] if beat[1] >= round_ else -1) for rank, beat in sorted(beats.items())]
-
-    def describe(self, ranks: Sequence[int], gone: Mapping[int, int], doing: str, fresh: bool) -> str:
-        """The last known state of each rank, ``doing`` being this one's. ``fresh``: takes two beats to see which are silent."""
-        before = self.read(ranks)
-        if not before:  # nobody watches
-            return ""
-        silent = set()
-        if fresh:
-            time.sleep(2.2 * SECONDS)
-            now = self.read(ranks)
-            quiet = {rank for rank, beat in now.items() if rank in before and before[rank][0] == beat[0]}
-            silent = quiet - set(gone) - {self._rank}
-            before |= now
-        before[self._rank] = [0, 0, 0, doing]
-        first = [*sorted(set(gone) & set(ranks)), *sorted(silent)]
-        shown = [*first, *(rank for rank in ranks if rank not in first)][:_MAX_RANKS]
-        lines = []
-        for rank in sorted(shown):
-            beat = before.get(rank)
-            state = (beat[3] or "nothing yet") if beat else "never heard of"
-            note = ", has ended" if rank in gone else ", silent: stopped, or cut off" if rank in silent else ""
-            lines.append(f"  rank {rank}: {state}{note}")
-        more = f"\n  and {len(ranks) - len(shown)} more" if len(shown) < len(ranks) else ""
-        return "Last known of each rank:\n" + "\n".join(lines) + more
+    def fail(self, error: BaseException) -> Failure | None: ...
 
 
 class Stoppable(Protocol):
-    """What waits, and is told to end when another rank has failed; a ``Board`` is one."""
+    """A wait that can be ended by another thread; a ``Board`` is one."""
 
     def fail(self) -> None: ...
 
 
 class Watch:
-    """Watches over one operation at a time; a context manager, which may be entered again inside. Each topology has one."""
+    """A reentrant context manager, in which the watch's thread runs. Each control has one."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Watched) -> None:
         self._control = control
         self._guarded: list[Stoppable] = []
         self._wake = -1
@@ -98,7 +60,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watch:
-        if self._depth == 0 and self._control.beats is not None:
+        if self._depth == 0 and self._control.heartbeats is not None:
             self._start()
         self._depth += 1
         return self
@@ -113,25 +75,26 @@ class Watch:
             self._thread = None
 
     def _start(self) -> None:
-        """Raises LoadError if this rank cannot have a watch: without one, it would not hear that others have failed."""
+        """Raises LoadError if the thread cannot run: without it, this rank would not notice that others have failed."""
         self._over = False
         try:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         except OSError as error:
-            raise LoadError(
-                f"rank {self._control.rank} cannot watch over the other ranks: {message_of(error)}; {_FILES}"
-            ) from error
+            raise self._error(f"{message_of(error)}; {_ULIMIT_HINT}") from error
         try:
             self._thread = threads.start("epload-watch", self._run)
         except BaseException as error:
             os.close(self._wake)
             if isinstance(error, LoadError):
-                raise LoadError(f"rank {self._control.rank} cannot watch over the other ranks: {error}") from error
+                raise self._error(str(error)) from error
             raise
+
+    def _error(self, cause: str) -> LoadError:
+        return LoadError(f"rank {self._control.rank} cannot watch over the other ranks: {cause}")
 
     @contextmanager
     def guards(self, waiting: Stoppable) -> Iterator[None]:
-        """Meanwhile, ``waiting.fail()`` is called when a rank fails that cannot go on, or the store is lost."""
+        """A context in which ``waiting.fail()`` is called when a rank publishes a hard failure or the store is lost."""
         self._guarded.append(waiting)
         try:
             yield
@@ -140,52 +103,50 @@ class Watch:
 
     def _run(self) -> None:
         control = self._control
-        neighbors, watched = ProcessWatch(()), 0
+        watched, count = ProcessWatch(()), 0
         try:
             while not self._over:
                 self._beat()
-                control.find_neighbors()
-                if len(control.neighbors) > watched:
-                    neighbors.close()
-                    neighbors, watched = ProcessWatch(control.neighbors), len(control.neighbors)
-                neighbors.wait(self._wake, SECONDS)
-                if neighbors.gone.keys() - control.gone.keys():
-                    control.gone = dict(neighbors.gone)
+                found = control.processes.find()
+                if len(found) > count:
+                    watched.close()
+                    watched, count = ProcessWatch(found), len(found)
+                watched.wait(self._wake, heartbeat.INTERVAL)
+                if watched.ended.keys() - control.processes.ended.keys():
+                    control.processes.ended = dict(watched.ended)
                     control.alarm.set()
         except OSError as error:
-            control.fail(
-                LoadError(f"rank {control.rank} cannot watch over the other ranks: {message_of(error)}; {_FILES}")
-            )
+            control.fail(self._error(f"{message_of(error)}; {_ULIMIT_HINT}"))
             self._stop()
             control.alarm.set()
-        except Exception as error:  # the store is lost, and with it the way to hear of anything
+        except Exception as error:  # the store is lost, and with it any news of other ranks
             if not self._over:
                 logger.warning("rank %d can no longer watch over the load: %s", control.rank, message_of(error))
                 self._stop()
                 control.alarm.set()
         finally:
-            neighbors.close()
+            watched.close()
 
     def _beat(self) -> None:
         control = self._control
-        assert control.beats is not None
-        assert control.desk is not None
-        control.beats.post(control.round, control.progress, control.doing)
-        self._say_where(control.progress, control.doing)
+        assert control.heartbeats is not None
+        assert control.failures is not None
+        control.heartbeats.post(control.round, control.progress, control.doing)
+        self._log_activity(control.progress, control.doing)
         if self._guarded:
-            for rank, process in sorted(control.gone.items()):
-                control.fail(RankExited(rank, process))
-            if control.desk.stopped():
+            for other, pid in sorted(control.processes.ended.items()):
+                control.fail(RankExited(other, pid))
+            if control.failures.stopped():
                 self._stop()
 
     def _stop(self) -> None:
         for waiting in list(self._guarded):
             waiting.fail()
 
-    def _say_where(self, progress: int, doing: str) -> None:
+    def _log_activity(self, progress: int, doing: str) -> None:
         """After 5 s without progress, then after 10 s, 20 s and so on."""
         self._quiet = self._quiet + 1 if (progress, doing) == self._seen else 0
         self._seen = (progress, doing)
-        beats = self._quiet // _QUIET_BEATS
-        if doing and self._quiet % _QUIET_BEATS == 0 and beats > 0 and beats & (beats - 1) == 0:
-            logger.info("rank %d %s, %.0f s", self._control.rank, doing, self._quiet * SECONDS)
+        times, rest = divmod(self._quiet, _QUIET_HEARTBEATS)
+        if doing and rest == 0 and times > 0 and times & (times - 1) == 0:
+            logger.info("rank %d %s, %.0f s", self._control.rank, doing, self._quiet * heartbeat.INTERVAL)

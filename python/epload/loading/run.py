@@ -254,21 +254,21 @@ class LoadRun:
         load, control = self._load, self._control
         with self._report.timed("verify"):
             proof = self._resources.proof(load, self._topology.ranks if load.all_read else readers)
-            letters = control.deal("the digests", proof.claims(self._local))
+            messages = control.exchange("the digests", proof.claims(self._local))
 
             def check() -> None:
-                if letters:
+                if messages:
                     assert load.inputs.checkpoint is not None
-                    for nbytes in proof.check(self._topology.rank, letters, load.inputs.checkpoint, load.manifest):
+                    for nbytes in proof.check(self._topology.rank, messages, load.inputs.checkpoint, load.manifest):
                         control.progress += nbytes
 
             # Whoever proves reads what is at the paths now. A file that has changed is why shards differ from it, so that
             # all ranks hear of that first, whichever rank saw it.
-            _, changed = attempt(lambda: load.inputs.reopen() if letters else None)
+            _, changed = attempt(lambda: load.inputs.reopen() if messages else None)
             failure = None
             if changed is None:
                 _, failure = attempt(check)
                 _, changed = attempt(lambda: load.inputs.check_unchanged("; the model may be partly overwritten"))
             control.settle("verification", changed, patience=2)
             control.settle("verification", failure, patience=2)
-            control.forget_letters()
+            control.delete_messages()

@@ -55,7 +55,7 @@ _ALL = (*_READS, *_MOVES, "unpack", "agree")
 _AT = {
     "unreadable": _READS, "truncated": _READS, "replaced": _READS, "slow reader": _READS,
     "slow link": _MOVES, "bit in bucket": _MOVES, "unpack": _WRITES, "out of memory": _WRITES, "bit in shard": _WRITES,
-    "kill discovering": ("enter_registry", "agree", "leave_registry"), "kill making groups": ("make", "register"),
+    "kill discovering": ("open_registry", "agree", "close_registry"), "kill making groups": ("make", "register"),
     "no threads": ("start",),
 }  # fmt: skip
 """Calls at which a kind of fault may happen; the others at any."""
@@ -132,7 +132,7 @@ class Moments:
     @contextmanager
     def watched(self) -> Iterator[None]:
         owners: dict[str, Any] = dict.fromkeys(_READS, SafetensorsCheckpoint) | dict.fromkeys(_WRITES, _BoundLocal)
-        owners |= dict.fromkeys(("enter_registry", "agree", "leave_registry"), Control)
+        owners |= dict.fromkeys(("open_registry", "agree", "close_registry"), Control)
         owners |= dict.fromkeys(("make", "register"), Group) | {"start": Thread}
         with ExitStack() as stack:
             for name in self._names:

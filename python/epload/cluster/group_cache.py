@@ -1,0 +1,171 @@
+"""The process groups of one topology: made when first needed, by all ranks in the same order, and reused."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from epload.cluster.groups import FIRST_POLL, LAST_POLL, Group, dispose
+from epload.control.control import Control
+from epload.core import threads
+from epload.errors import LoadError, RemoteFailure, message_of
+
+_GRACE_SECONDS = 0.5
+"""How long a group has to end by itself after it was canceled."""
+
+
+class GroupCache:
+    """The groups of a topology that this rank is in."""
+
+    def __init__(self, like: dist.ProcessGroup | None, rank: int, control: Control) -> None:
+        """
+        Args:
+            like: a group with the same backends; None without ``torch.distributed``, when there are no groups.
+            rank: this process's.
+            control: of all ranks of the topology.
+        """
+        self._like = like
+        self._rank = rank
+        self._control = control
+        self._groups: dict[tuple[timedelta, tuple[int, ...]], Group] = {}
+        """By timeout, which a group is given when it is made, and ranks."""
+        self._made: set[tuple[timedelta, tuple[tuple[int, ...], ...]]] = set()
+        """Timeouts and families of groups that all ranks of the topology have made."""
+        self._count = 0
+        """Of groups that all ranks together have begun to make."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of all groups that this rank is in."""
+        return [group.name for group in self._groups.values()]
+
+    def name(self, ranks: tuple[int, ...]) -> str:
+        """Of the group of ``ranks``; ``""`` if this rank is not in it, or is alone in it."""
+        group = self._groups.get((self._control.timeout, ranks))
+        return group.name if group is not None else ""
+
+    def make(self, what: str, *families: tuple[tuple[int, ...], ...]) -> None:
+        """Makes the groups of each family in turn, unless they exist. The groups of one family share no rank. Collective.
+
+        ``what``: name of the round, for error messages.
+        """
+        control, timeout = self._control, self._control.timeout
+        families = tuple(family for family in families if (timeout, family) not in self._made)
+        if self._like is None or not families:
+            return
+        with control.guard():
+            # All ranks are here, and will make their groups. A rank that failed to make its last ones may have a lower count.
+            number = control.settle(what, None, self._count, lambda views: max(views.values()))
+            self._count = number + len(families)
+            made: list[Group] = []
+            try:
+                for family in families:
+                    ranks = next((ranks for ranks in family if self._rank in ranks and len(ranks) > 1), None)
+                    if ranks is not None:
+                        made.append(self._make_group(f"{what} {number}", sorted(ranks), timeout, self._like))
+                        self._groups[timeout, ranks] = made[-1]
+                    number += 1
+                # All have made theirs, or all fail: a rank that lacks a group would later wait for the others to make it.
+                control.settle(what, None)
+            except BaseException:
+                self._groups = {key: group for key, group in self._groups.items() if group not in made}
+                dispose(made)
+                raise
+        self._made.update((timeout, family) for family in families)
+
+    def clear(self) -> None:
+        """Disposes of all groups. On all ranks alike."""
+        dispose(list(self._groups.values()))
+        self._groups.clear()
+        self._made.clear()
+
+    def _make_group(self, name: str, ranks: Sequence[int], timeout: timedelta, like: dist.ProcessGroup) -> Group:
+        """Raises LoadError if the group cannot be made, RemoteFailure if another rank fails meanwhile."""
+        control = self._control
+        assert control.store is not None
+        control.doing = f"makes the process group of ranks {ranks}"
+        group = Group(f"epload/{control.name}/{name}/{ranks[0]}", ranks)
+        prefix = f"group/{name}/{ranks[0]}"
+        stop = _Stop()
+        with control.watch.guards(stop):
+            creation = _Creation(group, PrefixStore(prefix, control.store), self._rank, timeout, like)
+            ended = creation.wait(stop.requested, 1.25 * timeout.total_seconds() + 2)
+        control.delete_later(f"{prefix}/{key}" for key in group.keys)
+        if not ended or creation.error is not None:
+            dispose([group] if ended else [])
+            if stop.requested():
+                raise RemoteFailure("another rank failed")
+            cause = message_of(creation.error) if creation.error is not None else f"not done within {timeout}"
+            raise LoadError(
+                f"rank {self._rank} could not make the process group of ranks {ranks}: {cause}"
+            ) from creation.error
+        group.register()
+        return group
+
+
+class _Stop:
+    """Set by the watch when another rank has failed."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def fail(self) -> None:
+        self._event.set()
+
+    def requested(self) -> bool:
+        return self._event.is_set()
+
+
+class _Creation:
+    """Makes a group in a thread, as a wait for connections between its members cannot be canceled."""
+
+    def __init__(self, group: Group, store: Store, rank: int, timeout: timedelta, like: dist.ProcessGroup) -> None:
+        """Arguments are those of :meth:`Group.make`."""
+        self.error: BaseException | None = None
+        self._group = group
+        self._ended = threading.Event()
+        self._make: Callable[[], None] = lambda: group.make(store, rank, timeout, like)
+        self._device = _current_device(like)
+        threads.start("epload-group", self._run)
+
+    def _run(self) -> None:
+        try:
+            if self._device is not None:  # a new thread is on device 0
+                torch.accelerator.set_device_index(self._device)
+            self._make()
+        except BaseException as error:
+            self.error = error
+        self._ended.set()
+
+    def wait(self, stopped: Callable[[], bool], seconds: float) -> bool:
+        """Waits until the group is made, or ``error`` is set.
+
+        Returns:
+            False if it was ``stopped`` or has taken longer than ``seconds``: the thread is then left alone with the group.
+        """
+        until = time.monotonic() + seconds
+        pause = FIRST_POLL
+        while not self._ended.wait(pause):
+            if stopped() or time.monotonic() >= until:
+                self._group.cancel()
+                return self._ended.wait(_GRACE_SECONDS)
+            pause = min(2 * pause, LAST_POLL)
+        return True
+
+
+def _current_device(like: dist.ProcessGroup) -> int | None:
+    """Index of the calling thread's device if the group has a backend for it, else None."""
+    config = distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(like))).get_device_backend_map()
+    if set(config) == {"cpu"} or not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type not in config or set(map(str, config.values())) == {"gloo"}:
+        return None
+    return int(torch.accelerator.current_device_index())

@@ -1,0 +1,70 @@
+"""The ranks that a topology covers, and the machine that each runs on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def machine_identity() -> str:
+    """The kernel's boot id: equal on two processes exactly if they run on the same machine."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return f"{platform.node()}-{uuid.getnode():x}"
+
+
+def membership(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, int, tuple[int, ...]]:
+    """Resolves ``group``, by default the whole job.
+
+    Returns:
+        The group, None without ``torch.distributed``; this process's global rank; the sorted global ranks of the group.
+
+    Raises:
+        ValueError: this process is not in the group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise ValueError("got a process group, but torch.distributed is not initialized")
+        return None, 0, (0,)
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None
+    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    rank = dist.get_rank()
+    if rank not in ranks:
+        raise ValueError(f"rank {rank} is not in the group of ranks {list(ranks)}")
+    return group, rank, ranks
+
+
+def check_partition(nodes: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
+    """Raises ValueError if ``nodes`` is not a partition of ``ranks``."""
+    listed = [rank for node in nodes for rank in node]
+    if any(not node for node in nodes) or len(set(listed)) != len(listed):
+        raise ValueError(f"expected nodes that are not empty and share no rank, got {list(map(list, nodes))}")
+    if unknown := sorted(set(listed) - set(ranks)):
+        raise ValueError(f"nodes list ranks {unknown}, which are not among the group's ranks {list(ranks)}")
+    if missing := sorted(set(ranks) - set(listed)):
+        raise ValueError(
+            f"ranks {missing} are in no node of {list(map(list, nodes))}; list every rank of the group, "
+            "or pass group= with the ranks that load together"
+        )
+
+
+def uninitialized_warning() -> str:
+    """A warning if a launcher has started several ranks but ``torch.distributed`` is not initialized; else empty."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if "RANK" not in os.environ or not size.isdecimal() or int(size) < 2:
+        return ""
+    if dist.is_available() and dist.is_initialized():
+        return ""
+    return (
+        f"WORLD_SIZE is {size}, but torch.distributed is not initialized, so rank {os.environ['RANK']} loads alone, as does "
+        "every other rank: each reads the whole checkpoint. Call torch.distributed.init_process_group() before epload"
+    )
