@@ -33,10 +33,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import epload.checkpoint.base
 import ranks
 from epload import HierarchicalLoader, Topology
 from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.file_checkpoint import FileCheckpoint
+from epload.checkpoint.state_dict import StateDictCheckpoint
 from epload.verify.proof import Proof
 
 WORLD = 4
@@ -58,7 +59,7 @@ _LAYERS, _FILES = 9, 3
 _BUCKET = 6000
 _SECONDS = 0.3
 """About as long as a load here takes."""
-_READ = ("SafetensorsCheckpoint", "TorchCheckpoint", "StateDictCheckpoint")
+_READ = (FileCheckpoint, StateDictCheckpoint)
 
 State = dict[str, Tensor]
 
@@ -218,18 +219,17 @@ def _meanwhile(run: Run, rank: int, action: Callable[[], None]) -> Iterator[_Onc
         "before opening": [(Checkpoint, "open")],
         "after opening": [(Checkpoint, "open")],
         "before joining": [(Checkpoint, "join")],
-        "read": [(getattr(epload.checkpoint, kind, None), name) for kind in _READ for name in ("fill", "read_regions")],
+        "read": [(kind, name) for kind in _READ for name in ("fill", "read_regions")],
         "before proof": [(HierarchicalLoader, "_prove")],
-        "in proof": [(Proof, "_right")],
+        "in proof": [(Proof, "_expected")],
         "at the end": [(HierarchicalLoader, "_initialize")],
     }[run.moment]
     with ExitStack() as stack:
         for owner, name in places:
-            if owner is not None:
-                wrapped = once(getattr(owner, name))
-                stack.enter_context(
-                    mock.patch.object(owner, name, staticmethod(wrapped) if owner is Checkpoint else wrapped)
-                )
+            wrapped = once(getattr(owner, name))
+            stack.enter_context(
+                mock.patch.object(owner, name, staticmethod(wrapped) if owner is Checkpoint else wrapped)
+            )
         yield once
 
 

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 
 import ranks
 from epload import HierarchicalLoader, LoadReport, Topology
-from epload.checkpoint.base import SafetensorsCheckpoint
-from epload.checkpoint.safetensors import Readable
+from epload.checkpoint.byte_store import Readable
+from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.planning import choose, costs, schedule
 from test_loader import BUCKET, NODES, all_fine, meta_net, state_for, wrong
 from test_loader_errors import Failing, Failure, Outcome, check, outcome
@@ -205,9 +205,9 @@ def pieces_read(
     """Tensor, offset and bytes of what this rank read with partitioned readers."""
     small_waves()
     read: list[tuple[int, int, int]] = []
-    fill = SafetensorsCheckpoint.fill
+    fill = FileCheckpoint.fill
 
-    def noted(self: SafetensorsCheckpoint, bucket: Tensor, pieces: Any) -> None:
+    def noted(self: FileCheckpoint, bucket: Tensor, pieces: Any) -> None:
         read.extend((p.tensor, p.tensor_offset, p.nbytes) for p in pieces)
         fill(self, bucket, pieces)
 
@@ -215,7 +215,7 @@ def pieces_read(
         Topology.from_nodes(nodes), readers="partitioned", algorithm=algorithm, bucket_bytes=BUCKET, timeout=60
     )
     model = meta_net(where=device)
-    with mock.patch.object(SafetensorsCheckpoint, "fill", noted):
+    with mock.patch.object(FileCheckpoint, "fill", noted):
         report = loader.load(model, folder / "1" / "one.safetensors")
     assert wrong(model, state_for(1), where=device) == []
     padding = report.phases["read"].nbytes - sum(nbytes for _, _, nbytes in read)

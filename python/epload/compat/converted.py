@@ -80,11 +80,11 @@ class ConvertedCheckpoint(Checkpoint):
     @property
     def manifest(self) -> Manifest:
         if self._manifest is None:
-            self.ready()
+            self.prepare()
         assert self._manifest is not None
         return self._manifest
 
-    def ready(self) -> Checkpoint:
+    def prepare(self) -> None:
         """Raises CheckpointError if the source cannot be opened, or the converter cannot make sense of it."""
         if self._manifest is None:
             self._inner = Checkpoint.open(self._source)
@@ -92,7 +92,6 @@ class ConvertedCheckpoint(Checkpoint):
             columns = [(made.name, made.shape, made.dtype) for made in self._made]
             names, shapes, kinds = zip(*columns, strict=True) if columns else ((), (), ())
             self._manifest = Manifest(names, shapes, kinds, self._inner.manifest.source)
-        return self
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         assert self._inner is not None

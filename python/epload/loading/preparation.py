@@ -210,7 +210,7 @@ class Preparation:
         if several and opened is not None and self._topology.rank == src:
             assert opened.checkpoint is not None
             ours = opened.checkpoint.manifest
-            view["manifest"] = len(ours.compact), ours.identity, ours.about
+            view["manifest"] = len(ours.compact), ours.identity, ours.provenance
 
         def decide(views: dict[int, dict[str, Any]]) -> list[Any]:
             _same_loader({rank: view["loader"] for rank, view in views.items()})
@@ -260,7 +260,7 @@ class Preparation:
         joins = self._ways.may_read(devices.load) and not path and options.readers != "auto"
         if self._topology.rank == options.src or joins:
             source = self._keep(Checkpoint.open(checkpoint, self.manifest), checkpoint)
-            if source.once and options.proves:
+            if source.read_once and options.proves:
                 raise ValueError(
                     f"verify={options.verify!r} reads the checkpoint again after the load, but this one can be read only once: "
                     "leave out consume=True, or pass verify='buckets'"
@@ -299,7 +299,7 @@ class Preparation:
             known = opened.checkpoint.manifest
         elif nbytes == 0:
             assert self.manifest is not None
-            known = self.manifest.seen_as(about)
+            known = self.manifest.with_provenance(about)
         if nbytes == 0:
             return known
         compact, flow = known.compact if reads else bytes(nbytes), self._ways.flow(opened.device, False, "one")
@@ -315,7 +315,7 @@ class Preparation:
     def _join(self, opened: _Opened, checkpoint: Any, manifest: Manifest) -> Manifest:
         """Opens the checkpoint on the other ranks that read, by the source's manifest."""
         auto = self._options.readers == "auto"
-        if auto and manifest.places is None:
+        if auto and manifest.locations is None:
             return manifest
         if self._ways.may_read(opened.device) and opened.checkpoint is None:
             try:
