@@ -251,15 +251,19 @@ class LocalStore(ByteStore):
         views: list[memoryview] = []
         last, end, room = -1, -1, 0
         for (file, offset, nbytes), buffer in zip(extents, buffers, strict=True):
-            done = 0
-            while done < nbytes:
-                if file != last or offset != end or room == 0 or len(views) >= _MAX_IOVECS:
+            while nbytes:
+                if file != last or offset != end or room == 0 or len(views) == _MAX_IOVECS:
                     views, room = [], READ_BYTES
                     requests.append((self.files[file], offset, views))
-                take = min(nbytes - done, room)
-                views.append(buffer[done : done + take])
-                last, end, room = file, offset + take, room - take
-                offset, done = offset + take, done + take
+                    last = file
+                if nbytes <= room:
+                    views.append(buffer)
+                    end, room = offset + nbytes, room - nbytes
+                    break
+                views.append(buffer[:room])
+                buffer, nbytes = buffer[room:], nbytes - room
+                offset = end = offset + room
+                room = 0
         return requests
 
     def read_regions(self, files: Tensor, offsets: Tensor, regions: Readable) -> int:
