@@ -5,6 +5,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.cluster.topology import Topology
 from epload.compat import patch
+from epload.core.pieces import Piece, Pieces
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
 from epload.loader import HierarchicalLoader, load
 from epload.mapping.mapping import Mapping
@@ -30,6 +31,8 @@ __all__ = [
     "Mapping",
     "ModelMismatch",
     "OuterShard",
+    "Piece",
+    "Pieces",
     "Rename",
     "Reshape",
     "Split",

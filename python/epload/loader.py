@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from epload.broadcast import DEFAULT_BUCKET_BYTES
-from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.membership import uninitialized_warning
+from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology
 from epload.control.control import DEFAULT_TIMEOUT
 from epload.core import collector, log

@@ -35,6 +35,8 @@ from torch.distributed.fsdp import fully_shard
 
 from epload import HierarchicalLoader, Topology
 from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.file_checkpoint import FileCheckpoint
+from epload.checkpoint.state_dict import StateDictCheckpoint
 from epload.verify.proof import Proof
 from support import ranks
 
@@ -57,6 +59,7 @@ _LAYERS, _FILES = 9, 3
 _BUCKET = 6000
 _SECONDS = 0.3
 """About as long as a load here takes."""
+_READ = (FileCheckpoint, StateDictCheckpoint)
 
 State = dict[str, Tensor]
 
@@ -216,11 +219,9 @@ def _meanwhile(run: Run, rank: int, action: Callable[[], None]) -> Iterator[_Onc
         "before opening": [(Checkpoint, "open")],
         "after opening": [(Checkpoint, "open")],
         "before joining": [(Checkpoint, "join")],
-        "read": [
-            (kind, name) for kind in _subclasses(Checkpoint) for name in ("fill", "read_regions") if name in vars(kind)
-        ],
+        "read": [(kind, name) for kind in _READ for name in ("fill", "read_regions")],
         "before proof": [(HierarchicalLoader, "_prove")],
-        "in proof": [(Proof, "_right")],
+        "in proof": [(Proof, "_expected")],
         "at the end": [(HierarchicalLoader, "_initialize")],
     }[run.moment]
     with ExitStack() as stack:

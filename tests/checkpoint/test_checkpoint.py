@@ -16,8 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from epload import Checkpoint, CheckpointError, Manifest
-from epload.checkpoint import base as checkpoint_module
-from epload.checkpoint.safetensors import READ_BYTES, read_header
+from epload.checkpoint import safetensors as safetensors_format
+from epload.checkpoint.local_store import READ_BYTES
+from epload.checkpoint.safetensors import read_layout
 from epload.core.dtypes import SAFETENSORS
 from epload.core.pieces import Piece
 from support.checkpoints import State, assert_same, framed, index, raw_bytes, read_all, tensor
@@ -282,11 +283,11 @@ def test_a_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_compact_round_trip() -> None:
     state = {f"t.{name}.é\u4e16": tensor(i, (i, 2), dtype) for i, (name, dtype) in enumerate(SAFETENSORS.items())}
     manifest = Checkpoint.open(state).manifest
-    again = Manifest.from_compact(manifest.compact, manifest.about)
+    again = Manifest.from_compact(manifest.compact, manifest.provenance)
     assert again == manifest
     assert again.digest == manifest.digest
     nothing = Manifest((), (), (), "nothing")
-    assert Manifest.from_compact(nothing.compact, nothing.about) == nothing
+    assert Manifest.from_compact(nothing.compact, nothing.provenance) == nothing
 
 
 def _twice(
@@ -307,14 +308,14 @@ FILES = [one_file, folder_with_index, the_index_itself, folder_without_index, fo
 def test_headers_that_are_known_are_not_parsed_again(source: Callable[[Path, State], Any], tmp_path: Path) -> None:
     first = small_state()
     second = {name: value.flip(0) if value.ndim else value for name, value in first.items()}
-    with mock.patch.object(checkpoint_module, "read_header", wraps=read_header) as parse:
+    with mock.patch.object(safetensors_format, "read_layout", wraps=read_layout) as parse:
         known, again = _twice(first, second, tmp_path, source)
     parsed_once = {call.args[0].path.parent.name for call in parse.call_args_list}
     assert parsed_once == {"first"}
     assert_same(read_all(again), second)
     assert again.manifest.identity == known.manifest.identity
     assert "second" in again.manifest.source
-    assert again.manifest.about == Checkpoint.open(source(tmp_path / "second", second)).manifest.about
+    assert again.manifest.provenance == Checkpoint.open(source(tmp_path / "second", second)).manifest.provenance
     joined = Checkpoint.join(source(tmp_path / "second", second), again.manifest)
     assert_same(read_all(joined), second)
     for each in (known, again, joined):

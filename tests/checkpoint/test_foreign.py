@@ -93,7 +93,7 @@ def _of_one_rank(name: str, offsets: list[int]) -> Callable[[Path], Path]:
 
 
 FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "config.json": (_config, r"config\.json is a JSON file, which holds no weights: pass the folder it lies in"),
+    "config.json": (_config, r"config\.json is a JSON file, which holds no weights: pass the folder it is in"),
     "GGUF": (_gguf, r"model\.q4 is a GGUF file.*pass the checkpoint it was converted from"),
     "GGUF folder": (_gguf_folder, r"model-q4_k_m\.gguf is a GGUF file"),
     "DCP": (_dcp, r"dcp is a checkpoint of torch\.distributed\.checkpoint.*format_utils dcp_to_torch"),
@@ -112,8 +112,8 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "list of files": (lambda f: [f / "a.safetensors", f / "b.safetensors"], "as one path, got a list of 2: pass the folder"),
     "hub id": (lambda f: "meta-llama/Llama-3.1-8B", r"huggingface_hub\.snapshot_download\('meta-llama/Llama-3\.1-8B'\)"),
-    "object store": (lambda f: "s3://bucket/model", r"s3://bucket/model: .*no object stores; download it first"),
-    "web address": (lambda f: "https://example.com/model.safetensors", "no web addresses.*download it first"),
+    "object store": (lambda f: "s3://bucket/model", r"s3://bucket/model: .*local files and folders, not URLs; download it first"),
+    "web address": (lambda f: "https://example.com/model.safetensors", "not URLs; download it first"),
     "absent": (lambda f: f / "nothing here", "nothing here: expected a file or a folder$"),
     "user that is none": (lambda f: "~no-such-user-here/model", "no checkpoint at ~no-such-user-here"),
     "Git LFS": (_pointer("model.safetensors"), "is a Git LFS pointer in place of the file: run `git lfs pull`"),

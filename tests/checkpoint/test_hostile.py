@@ -16,8 +16,8 @@ from torch import nn
 
 import epload
 from epload import Checkpoint, CheckpointError, LoadError
-from epload.checkpoint.safetensors import read_header
-from epload.checkpoint.source_file import SourceFile
+from epload.checkpoint.local_store import LocalFile
+from epload.checkpoint.safetensors import read_layout
 from support.checkpoints import entry, header
 from support.malformed import FILES
 
@@ -40,7 +40,7 @@ def test_a_file_is_loaded_as_it_is_or_refused(content: bytes, bucket_bytes: int)
             )
         except LoadError:
             return
-        found = read_header(SourceFile(path))
+        found = read_layout(LocalFile(path))
     for name, parameter in filled.named_parameters():
         if name in report.missing_keys:
             assert not parameter.detach().any()
@@ -88,6 +88,6 @@ def test_an_index_reads_no_file_outside_its_folder(mapping: Any) -> None:
         except CheckpointError:
             return
         assert set(found.manifest.names) <= {"w"}
-        assert found.manifest.places is None or {facts.name for facts in found.manifest.places.files} <= {
+        assert found.manifest.locations is None or {facts.name for facts in found.manifest.locations.files} <= {
             "here.safetensors"
         }

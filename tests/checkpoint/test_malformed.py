@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from safetensors.torch import save_file
 
 from epload import Checkpoint, CheckpointError
-from epload.checkpoint.safetensors import MAX_HEADER_BYTES, read_header
-from epload.checkpoint.source_file import SourceFile
+from epload.checkpoint.local_store import LocalFile
+from epload.checkpoint.safetensors import MAX_HEADER_BYTES, read_layout
 from support.checkpoints import assert_same, entry, framed, header, index, read_all, tensor
 from support.malformed import FILES
 
@@ -65,15 +65,15 @@ BAD_FILES = {
     "shape is a string": (header(w=entry(shape="")), "w"),
     "shape is an object": (header(data=4, w=entry(shape={}, offsets=[0, 4])), "w"),
     "offsets are an object": (header(w=entry(offsets={"0": 0, "16": 16})), "w"),
-    "negative dim": (header(w=entry(shape=[-4])), "whole numbers"),
-    "negative dims": (header(w=entry(shape=[-2, -2])), "whole numbers"),
-    "float dim": (header(w=entry(shape=[4.0])), "whole numbers"),
-    "bool dim": (header(data=4, w=entry(shape=[True], offsets=[0, 4])), "whole numbers"),
-    "nested dim": (header(w=entry(shape=[[4]])), "whole numbers"),
-    "NaN dim": (text(shape="[NaN]"), "whole numbers"),
-    "negative offset": (header(w=entry(offsets=[-16, 0])), "whole numbers"),
-    "float offset": (header(w=entry(offsets=[0.0, 16.0])), "whole numbers"),
-    "bool offset": (header(data=4, w=entry(shape=[1], offsets=[False, 4])), "whole numbers"),
+    "negative dim": (header(w=entry(shape=[-4])), "non-negative integers"),
+    "negative dims": (header(w=entry(shape=[-2, -2])), "non-negative integers"),
+    "float dim": (header(w=entry(shape=[4.0])), "non-negative integers"),
+    "bool dim": (header(data=4, w=entry(shape=[True], offsets=[0, 4])), "non-negative integers"),
+    "nested dim": (header(w=entry(shape=[[4]])), "non-negative integers"),
+    "NaN dim": (text(shape="[NaN]"), "non-negative integers"),
+    "negative offset": (header(w=entry(offsets=[-16, 0])), "non-negative integers"),
+    "float offset": (header(w=entry(offsets=[0.0, 16.0])), "non-negative integers"),
+    "bool offset": (header(data=4, w=entry(shape=[1], offsets=[False, 4])), "non-negative integers"),
     "offsets swapped": (header(w=entry(offsets=[16, 0])), "w"),
     "2^63 dim": (header(w=entry(shape=[2**63])), "w"),
     "dims whose product wraps": (header(w=entry(shape=[2**32, 2**32, 4], offsets=[0, 16])), "w"),
@@ -133,7 +133,7 @@ def fuzzed_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_header_is_read_or_refused(fuzzed_path: Path, content: bytes) -> None:
     fuzzed_path.write_bytes(content)
     try:
-        found = read_header(SourceFile(fuzzed_path))
+        found = read_layout(LocalFile(fuzzed_path))
     except CheckpointError:
         return
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(found.shapes, found.dtypes, strict=True)]
@@ -176,10 +176,10 @@ def test_an_index_that_is_none(content: Any, tmp_path: Path) -> None:
 
 def test_an_index_whose_file_lacks_a_key(tmp_path: Path) -> None:
     save_file({"v": tensor(1, (2,))}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match=r"places w in x\.safetensors, which lacks it"):
+    with pytest.raises(CheckpointError, match=r"places w in x\.safetensors, which does not contain it"):
         Checkpoint.open(index(tmp_path, {"weight_map": {"v": "x.safetensors", "w": "x.safetensors"}}))
     torch.save({"v": tensor(1, (2,))}, tmp_path / "x.bin")
-    with pytest.raises(CheckpointError, match=r"places w in x\.bin, which lacks it"):
+    with pytest.raises(CheckpointError, match=r"places w in x\.bin, which does not contain it"):
         Checkpoint.open(index(tmp_path, {"weight_map": {"v": "x.bin", "w": "x.bin"}}))
 
 

@@ -20,9 +20,9 @@ import epload
 from campaigns import replaced
 from campaigns.replaced import FILES, HOWS, READERS, Run, judged, outcomes_of, write
 from epload import Checkpoint, CheckpointError, HierarchicalLoader
-from epload.checkpoint import source_file
-from epload.checkpoint.base import StateDictCheckpoint
-from epload.checkpoint.source_file import SourceFile
+from epload.checkpoint import local_store
+from epload.checkpoint.local_store import LocalFile
+from epload.checkpoint.state_dict import StateDictCheckpoint
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
 
@@ -179,7 +179,7 @@ def test_a_change_right_after_opening_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for turn in range(50):
         path.write_bytes(bytes([turn]))
-        file = SourceFile(path)
+        file = LocalFile(path)
         write(path, b"x", "in place")
         assert "was modified" in file.changed()
         file.close()
@@ -191,10 +191,10 @@ def test_only_a_young_file_is_waited_for(age: float, slept: bool, tmp_path: Path
     path.write_bytes(b"x")
     now = path.stat().st_ctime_ns + int(age * 1e9)
     with (
-        mock.patch.object(source_file.time, "time_ns", return_value=now),
-        mock.patch.object(source_file.time, "sleep") as sleep,
+        mock.patch.object(local_store.time, "time_ns", return_value=now),
+        mock.patch.object(local_store.time, "sleep") as sleep,
     ):
-        SourceFile(path).close()
+        LocalFile(path).close()
     assert sleep.called == slept
     assert all(0 < call.args[0] <= 0.02 for call in sleep.call_args_list)
 

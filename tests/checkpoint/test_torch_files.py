@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Manifest, ModelMismatch
-from epload.checkpoint.base import TorchCheckpoint, _boxes_of_range
+from epload.checkpoint.file_checkpoint import FileCheckpoint
+from epload.checkpoint.state_dict import boxes_of_range
 from epload.core.dtypes import SAFETENSORS
 from epload.core.pieces import Piece
 from support import fakedev, ranks
@@ -52,12 +53,12 @@ def _loader() -> HierarchicalLoader:
 def test_tensors_of_a_torch_file_are_ranges_of_it(tmp_path: Path) -> None:
     torch.save(_state(), tmp_path / "model.pt")
     checkpoint = Checkpoint.open(tmp_path / "model.pt")
-    assert type(checkpoint) is TorchCheckpoint
+    assert type(checkpoint) is FileCheckpoint
     assert_same(read_all(checkpoint), _state())
-    assert checkpoint.manifest.places is not None
-    assert all(a <= b for a, b in pairwise(checkpoint.manifest.places.offset.tolist()))
+    assert checkpoint.manifest.locations is not None
+    assert all(a <= b for a, b in pairwise(checkpoint.manifest.locations.offset.tolist()))
     joined = Checkpoint.join(
-        tmp_path / "model.pt", Manifest.from_compact(checkpoint.manifest.compact, checkpoint.manifest.about)
+        tmp_path / "model.pt", Manifest.from_compact(checkpoint.manifest.compact, checkpoint.manifest.provenance)
     )
     assert_same(read_all(joined), _state())
 
@@ -286,7 +287,7 @@ def test_boxes_of_a_range_are_its_elements() -> None:
         value = torch.arange(int(torch.tensor(shape).prod())).view(shape)
         for begin in range(value.numel()):
             for end in range(begin + 1, value.numel() + 1):
-                boxes = _boxes_of_range(shape, begin, end)
+                boxes = boxes_of_range(shape, begin, end)
                 assert torch.cat([value[box].reshape(-1) for box in boxes]).tolist() == list(range(begin, end))
                 assert len(boxes) <= max(2 * len(shape) - 1, 1)
 

@@ -86,8 +86,8 @@ def test_verify_reads_everything_and_finds_nothing(
 def test_verify_counts_nan_and_inf(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also if a tensor is read in several pieces."""
-    monkeypatch.setattr("epload.checkpoint.audit._PIECE_BYTES", 64)
+    """Also where a tensor is read in several pieces."""
+    monkeypatch.setattr("epload.verify.audit._CHUNK_BYTES", 64)
     values = torch.zeros(100)
     values[[1, 50, 99]], values[[0, 98]] = float("nan"), float("-inf")
     save_file(

@@ -375,7 +375,7 @@ def test_what_a_converter_does_wrong_is_told(tmp_path: Path) -> None:
             return super().result("embed.weight", tensor)
 
     with pytest.raises(CheckpointError, match=r"both embed.weight and .* are converted to embed.weight"):
-        converted(tmp_path, Same)[0].ready()
+        converted(tmp_path, Same)[0].prepare()
 
     class Fickle(FuseExperts):
         def result(self, name: str, tensor: Tensor) -> Any:
@@ -385,7 +385,7 @@ def test_what_a_converter_does_wrong_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"float32 in its first pass, but .* torch.float64 in a later one"):
         read(source, "layers.0.experts.down")
     with pytest.raises(CheckpointError, match="no checkpoint at"):
-        converted(tmp_path / "absent")[0].ready()
+        converted(tmp_path / "absent")[0].prepare()
 
 
 # ---- ties ----

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from epload import HierarchicalLoader, LoadReport, Topology
-from epload.checkpoint.base import SafetensorsCheckpoint
-from epload.checkpoint.safetensors import Readable
+from epload.checkpoint.byte_store import Readable
+from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.planning import schedule
 from support.checks import all_fine
 from support.failures import Failing, Failure, Outcome, check, outcome
@@ -135,9 +135,9 @@ def pieces_read(
     """Tensor, offset and bytes of what this rank read with partitioned readers."""
     small_waves()
     read: list[tuple[int, int, int]] = []
-    fill = SafetensorsCheckpoint.fill
+    fill = FileCheckpoint.fill
 
-    def noted(self: SafetensorsCheckpoint, bucket: Tensor, pieces: Any) -> None:
+    def noted(self: FileCheckpoint, bucket: Tensor, pieces: Any) -> None:
         read.extend((p.tensor, p.tensor_offset, p.nbytes) for p in pieces)
         fill(self, bucket, pieces)
 
@@ -145,7 +145,7 @@ def pieces_read(
         Topology.from_nodes(nodes), readers="partitioned", algorithm=algorithm, bucket_bytes=BUCKET, timeout=60
     )
     model = meta_net(where=device)
-    with mock.patch.object(SafetensorsCheckpoint, "fill", noted):
+    with mock.patch.object(FileCheckpoint, "fill", noted):
         report = loader.load(model, folder / "1" / "one.safetensors")
     assert wrong(model, state_for(1), where=device) == []
     padding = report.phases["read"].nbytes - sum(nbytes for _, _, nbytes in read)

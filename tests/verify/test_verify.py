@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, LocalModules, Topology
-from epload.checkpoint.base import SafetensorsCheckpoint
+from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.mapping.mapping import resolve
 from epload.model.targets import Targets, collect
 from epload.native import ops
@@ -106,16 +106,16 @@ def flips_on_the_way(active: bool) -> Iterator[None]:
 def flips_while_read(active: bool) -> Iterator[None]:
     """The first bytes that are read from the file are wrong, once."""
     done = not active
-    inner = SafetensorsCheckpoint.fill
+    inner = FileCheckpoint.fill
 
-    def fill(self: SafetensorsCheckpoint, bucket: Tensor, pieces: Any) -> None:
+    def fill(self: FileCheckpoint, bucket: Tensor, pieces: Any) -> None:
         nonlocal done
         inner(self, bucket, pieces)
         if not done:
             flip(bucket[pieces[0].bucket_offset :])
             done = True
 
-    with mock.patch.object(SafetensorsCheckpoint, "fill", fill):
+    with mock.patch.object(FileCheckpoint, "fill", fill):
         yield
     assert done or not active, "nothing was flipped"
 
@@ -266,7 +266,7 @@ def test_what_differs_is_found_and_nothing_else(from_file: bool, sampled: bool, 
     list(one.check(0, {0: right, 7: right}, checkpoint, checkpoint.manifest))
     told = outcome(lambda: list(one.check(0, {0: right, 3: wrong_too, 7: right}, checkpoint, checkpoint.manifest)))
     listed = re.fullmatch(
-        r"after the load, shards differ from .* as rank 0 reads it: (.*); memory, the network.*", told
+        r"after the load, shards differ from .* as rank 0 reads it: (.*); the memory, the network.*", told
     )
     assert listed is not None, told
     said = listed[1].split(", ")

@@ -1,1 +1,6 @@
-"""Where bytes come from: files and state dicts, behind one interface."""
+"""Sources of weights behind one interface: files of several formats, over a byte store, and state dicts."""
+
+from epload.checkpoint import opening
+from epload.checkpoint.base import Checkpoint
+
+Checkpoint._opener = opening

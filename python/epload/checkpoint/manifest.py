@@ -1,4 +1,4 @@
-"""What a checkpoint holds and where it lies, in the form in which it travels from the rank that parsed it to the others."""
+"""What a checkpoint contains and where it is stored, in a form that the rank that parsed it sends to the others."""
 
 from __future__ import annotations
 
@@ -9,34 +9,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from epload.checkpoint.safetensors import FileFacts
+from epload.checkpoint.byte_store import StoredFile
 from epload.core import dtypes
 
-_EXPENSIVE = ("compact", "digest", "identity", "nbytes")
+_CACHED = ("compact", "digest", "identity", "nbytes")
+_SAMPLES, _SAMPLE_BYTES = 16, 512
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds, in the order its bytes lie. One entry a tensor in each column; equal on all ranks."""
+    """Names, shapes and dtypes of a checkpoint's tensors, one entry per tensor in each column, ordered as their bytes are stored.
+
+    Equal on all ranks of a load.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     source: str
-    """For messages: the path, or "state dict"."""
-    places: Places | None = None
-    """Where the bytes lie, of a checkpoint that other ranks can read without parsing it; not part of what it holds."""
+    """The path, or "state dict"; for error messages."""
+    locations: TensorLocations | None = None
+    """Where the tensors are in files that other ranks can read without parsing them; None if there are no such files."""
     ignored: tuple[str, ...] = ()
-    """Names of entries that hold no tensor, such as ``_extra_state``: listed in reports, and otherwise left alone."""
+    """Names of entries that hold no tensor, such as ``_extra_state``: listed in reports, otherwise ignored."""
 
     @cached_property
     def compact(self) -> bytes:
-        """Compressed JSON with shapes and dtypes listed once each, of all but the source and the files' facts."""
+        """Compressed JSON, in which each distinct shape and dtype is listed once, of everything but :attr:`provenance`."""
         shapes = {shape: i for i, shape in enumerate(dict.fromkeys(self.shapes))}
         kinds = {dtype: i for i, dtype in enumerate(dict.fromkeys(self.dtypes))}
         columns = {
@@ -45,54 +49,55 @@ class Manifest:
             "shape": [shapes[shape] for shape in self.shapes],
             "dtypes": [dtypes.name(dtype) for dtype in kinds],
             "dtype": [kinds[dtype] for dtype in self.dtypes],
-            "places": self.places and self.places.to_json(self.nbytes_of()),
+            "locations": self.locations and self.locations.to_json(self.nbytes_of()),
         }
         return zlib.compress(json.dumps(columns, separators=(",", ":")).encode(), level=1)
 
     @classmethod
-    def from_compact(cls, raw: bytes, about: list[Any]) -> Manifest:
-        """``about`` as given by :attr:`about`."""
+    def from_compact(cls, raw: bytes, provenance: list[Any]) -> Manifest:
+        """The inverse of :attr:`compact` and :attr:`provenance`."""
         columns = json.loads(zlib.decompress(raw))
         shapes = [tuple(shape) for shape in columns["shapes"]]
         kinds = [dtypes.from_name(text) for text in columns["dtypes"]]
-        made = cls(
+        manifest = cls(
             tuple(columns["names"]),
             tuple([shapes[i] for i in columns["shape"]]),
             tuple([kinds[i] for i in columns["dtype"]]),
             "",
         )
-        if columns["places"] is not None:
-            made = replace(made, places=Places.from_json(columns["places"], made.nbytes_of()))
-        made.__dict__["compact"] = raw
-        return made.seen_as(about)
+        if columns["locations"] is not None:
+            locations = TensorLocations.from_json(columns["locations"], manifest.nbytes_of())
+            manifest = replace(manifest, locations=locations)
+        manifest.__dict__["compact"] = raw
+        return manifest.with_provenance(provenance)
 
     @property
-    def about(self) -> list[Any]:
-        """What may differ between two checkpoints of the same tensors in the same places, as JSON: source, files, and what else
-        is in them."""
-        files = None if self.places is None else [self.places.index, *map(list, self.places.files)]
+    def provenance(self) -> list[Any]:
+        """What may differ between two checkpoints with the same tensors at the same locations, as JSON: the source, the facts of
+        its files, and the names of its other entries."""
+        files = None if self.locations is None else [self.locations.index, *map(list, self.locations.files)]
         return [self.source, files, list(self.ignored)]
 
-    def seen_as(self, about: list[Any]) -> Manifest:
-        """The same tensors in the same places, but of another checkpoint: nothing is computed again."""
-        source, files, ignored = about
-        places = self.places
-        if places is not None:
+    def with_provenance(self, provenance: list[Any]) -> Manifest:
+        """The manifest of another checkpoint with the same tensors at the same locations; keeps all computed values."""
+        source, files, ignored = provenance
+        locations = self.locations
+        if locations is not None:
             index, *facts = files
-            places = replace(places, index=index, files=tuple(FileFacts(*of_file) for of_file in facts))
-        made = replace(self, source=source, places=places, ignored=tuple(ignored))
-        made.__dict__.update({name: self.__dict__[name] for name in _EXPENSIVE if name in self.__dict__})
-        return made
+            locations = replace(locations, index=index, files=tuple(FileFacts(*of_file) for of_file in facts))
+        manifest = replace(self, source=source, locations=locations, ignored=tuple(ignored))
+        manifest.__dict__.update({name: self.__dict__[name] for name in _CACHED if name in self.__dict__})
+        return manifest
 
     def nbytes_of(self) -> list[int]:
-        """Bytes of each tensor."""
+        """Size of each tensor in bytes."""
         pairs = list(zip(self.shapes, self.dtypes, strict=True))
-        known = {pair: prod(pair[0]) * pair[1].itemsize for pair in set(pairs)}
-        return [known[pair] for pair in pairs]
+        sizes = {pair: prod(pair[0]) * pair[1].itemsize for pair in set(pairs)}
+        return [sizes[pair] for pair in pairs]
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that two manifests share only if their tensors are the same in the same order."""
+        """16 bytes, equal for two manifests only if they have the same tensors in the same order."""
         shapes = {shape: i for i, shape in enumerate(dict.fromkeys(self.shapes))}
         kinds = {dtype: i for i, dtype in enumerate(dict.fromkeys(self.dtypes))}
         layout = [(*shapes, *kinds), [shapes[s] for s in self.shapes], [kinds[d] for d in self.dtypes]]
@@ -100,39 +105,74 @@ class Manifest:
 
     @cached_property
     def identity(self) -> str:
-        """Shared by two manifests only if they differ in nothing but :attr:`about`."""
+        """Equal for two manifests only if they differ in nothing but :attr:`provenance`."""
         return hashlib.blake2b(self.compact, digest_size=16).hexdigest()
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(self.nbytes_of())
 
 
+class FileFacts(NamedTuple):
+    """What two ranks compare to make sure that they see the same file."""
+
+    name: str
+    nbytes: int
+    header: str
+    """Digest of its header; empty if it has none."""
+    samples: str
+    """Digest of samples from all over the file, which differs for other weights under the same header."""
+
+    @classmethod
+    def of(cls, file: StoredFile, header: str, data: int) -> FileFacts:
+        """``data``: offset at which the tensors' bytes begin. Raises CheckpointError, OSError."""
+        samples = hashlib.sha256()
+        nbytes = max(file.nbytes - data, 0)  # a malformed file may end inside its header
+        for i in range(_SAMPLES):
+            samples.update(file.read(nbytes * i // _SAMPLES + data, _SAMPLE_BYTES))
+        return cls(file.name, file.nbytes, header, samples.hexdigest()[:32])
+
+
 @dataclass(frozen=True)
-class Places:
-    """Where the tensors of safetensors files lie, and by what another rank knows that it sees the same files."""
+class FileLayout:
+    """The tensors of one file, as its header describes them: one entry per tensor in each column."""
+
+    names: list[str]
+    dtypes: list[torch.dtype]
+    shapes: list[tuple[int, ...]]
+    offsets: list[int]
+    """In bytes, from the start of the file."""
+    order: list[int]
+    """Indices of the tensors, ordered as their bytes are stored."""
+    ignored: Sequence[str] = ()
+    """Names of entries that hold no tensor."""
+
+
+@dataclass(frozen=True)
+class TensorLocations:
+    """Where the tensors of a checkpoint are in its files, and the facts by which another rank recognizes these files."""
 
     files: tuple[FileFacts, ...]
     file: Tensor
-    """int64, for each tensor of the manifest an index into ``files``."""
+    """int64 [t], for each tensor of the manifest an index into ``files``."""
     offset: Tensor
-    """int64, from the start of the file, bytes."""
+    """int64 [t], in bytes from the start of the file."""
     index: str = ""
     """Digest of the index that names the files; empty without one."""
 
     def same_layout(self, index: str, files: Sequence[FileFacts]) -> bool:
-        """Whether files with these facts, under an index with this digest, hold the same tensors in the same places."""
-        seen = [(facts.nbytes, facts.header) for facts in files]
-        return index == self.index and seen == [(facts.nbytes, facts.header) for facts in self.files]
+        """Whether files with these facts, under an index with this digest, hold the same tensors at the same locations."""
+        layout = [(facts.nbytes, facts.header) for facts in files]
+        return index == self.index and layout == [(facts.nbytes, facts.header) for facts in self.files]
 
     def to_json(self, nbytes: list[int]) -> list[Any]:
-        """``nbytes`` of each tensor: most lie right behind the one before, so that gaps compress to nothing."""
-        gaps = self.offset - self._expected(self.offset, nbytes)
+        """``nbytes`` of each tensor: most follow the one before without a gap, and equal gaps compress well."""
+        gaps = self.offset - self._without_gaps(self.offset, nbytes)
         return [self.file.tolist(), gaps.tolist()]
 
     @classmethod
-    def from_json(cls, columns: list[Any], nbytes: list[int]) -> Places:
+    def from_json(cls, columns: list[Any], nbytes: list[int]) -> TensorLocations:
         file, gaps = columns
         sizes = torch.tensor(nbytes, dtype=torch.int64)
         steps = torch.tensor(gaps, dtype=torch.int64)
@@ -140,8 +180,8 @@ class Places:
         return cls((), torch.tensor(file, dtype=torch.int64), steps.cumsum(0))
 
     @staticmethod
-    def _expected(offset: Tensor, nbytes: list[int]) -> Tensor:
-        """Where each tensor would lie if it followed the one before."""
+    def _without_gaps(offset: Tensor, nbytes: list[int]) -> Tensor:
+        """Where each tensor would be if it followed the one before."""
         expected = torch.zeros_like(offset)
         expected[1:] = offset[:-1] + torch.tensor(nbytes[:-1], dtype=torch.int64)
         return expected

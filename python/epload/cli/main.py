@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from epload.checkpoint.audit import oddities
 from epload.checkpoint.base import Checkpoint
 from epload.core.dtypes import name as dtype_name
 from epload.errors import LoadError
 from epload.native.build import build_info
+from epload.verify.audit import find_non_finite
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _verify(checkpoint: Checkpoint) -> int:
     """Reads the whole checkpoint and prints the tensors with NaN or Inf. Returns 1 if there are any, else 0."""
     found = 0
-    for finding in oddities(checkpoint):
+    for tensor in find_non_finite(checkpoint):
         found += 1
-        print(finding)
+        print(tensor)
     manifest = checkpoint.manifest
     print(
         f"{len(manifest.names)} tensors, {manifest.nbytes / 1e9:.3f} GB: headers without overlaps or holes, every byte read, "

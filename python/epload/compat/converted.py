@@ -71,11 +71,11 @@ class ConvertedCheckpoint(Checkpoint):
     @property
     def manifest(self) -> Manifest:
         if self._manifest is None:
-            self.ready()
+            self.prepare()
         assert self._manifest is not None
         return self._manifest
 
-    def ready(self) -> Checkpoint:
+    def prepare(self) -> None:
         """Opens the source and runs the first pass.
 
         Raises:
@@ -89,7 +89,6 @@ class ConvertedCheckpoint(Checkpoint):
             columns = [(entry.name, entry.shape, entry.dtype) for entry in self._entries]
             names, shapes, kinds = zip(*columns, strict=True) if columns else ((), (), ())
             self._manifest = Manifest(names, shapes, kinds, self._inner.manifest.source)
-        return self
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         assert self._inner is not None

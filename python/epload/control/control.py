@@ -204,7 +204,9 @@ class Control:
             failure = describe(error, self.rank, doing=self.doing, others=others)
             return self.failures.publish(failure, hard) if self.failures is not None else failure
         except RuntimeError as lost:
-            text = f"{message_of(error)}\nThe other ranks could not be notified, as the store is lost: {message_of(lost)}"
+            text = (
+                f"{message_of(error)}\nThe other ranks could not be notified, as the store is lost: {message_of(lost)}"
+            )
             return Failure(LoadError.__name__, text, self.rank)
 
     def conclude(self, error: BaseException) -> Failure | None:

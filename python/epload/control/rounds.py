@@ -18,7 +18,16 @@ from epload.control.heartbeat import Heartbeats
 from epload.control.messages import MessageStore
 from epload.control.processes import LocalProcesses
 from epload.core.log import logger
-from epload.errors import CallOrderError, RankExited, RemoteFailure, WaitTimeout, kind_of, is_known, make_error, message_of
+from epload.errors import (
+    CallOrderError,
+    RankExited,
+    RemoteFailure,
+    WaitTimeout,
+    is_known,
+    kind_of,
+    make_error,
+    message_of,
+)
 
 _MIN_POLL, _MAX_POLL, _POLL_SHARE = 0.0002, 1.0, 1 / 8
 """Seconds between two checks for the keys that a round waits for: limits, and the share of the time waited so far. A round polls,

@@ -1,4 +1,4 @@
-"""Pieces of a checkpoint's tensors, and what planning needs to know of those tensors."""
+"""Pieces, the unit in which a checkpoint is read, and the tensor metadata that planning needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 class Metadata(Protocol):
-    """Of a checkpoint's tensors, one entry a tensor in each column; equal on all ranks. A ``Manifest`` is one."""
+    """Names, shapes and dtypes of a checkpoint's tensors, one entry per tensor in each column; equal on all ranks.
+
+    :class:`epload.Manifest` implements it.
+    """
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -20,33 +23,48 @@ class Metadata(Protocol):
     def dtypes(self) -> tuple[torch.dtype, ...]: ...
     @property
     def source(self) -> str:
-        """The path, or "state dict"; for messages."""
+        """The path, or "state dict"; for error messages."""
         ...
 
     @property
     def digest(self) -> bytes:
-        """Shared by two only if their tensors are the same in the same order."""
+        """Equal for two checkpoints only if they have the same tensors in the same order."""
         ...
 
 
 class Piece(NamedTuple):
-    """Bytes [tensor_offset, tensor_offset + nbytes) of tensor number ``tensor`` of the manifest, wanted at an offset."""
+    """A byte range of one checkpoint tensor, and where :meth:`Checkpoint.fill` writes it.
+
+    The tensor's bytes are those of its elements in row-major order, in the dtype of the manifest. A piece may begin and end
+    inside an element.
+    """
 
     tensor: int
+    """Index of the tensor in the manifest."""
     tensor_offset: int
+    """First byte of the range, from the start of the tensor."""
     bucket_offset: int
+    """Where the range goes, in bytes from the start of the buffer."""
     nbytes: int
+    """Length of the range in bytes."""
 
 
 class Pieces(Sequence[Piece]):
-    """Many pieces, in columns: those of a bucket number in the thousands."""
+    """An immutable sequence of :class:`Piece`, stored by column: a bucket can have thousands of them.
+
+    Iterating makes a :class:`Piece` for each; code that runs once per bucket uses :attr:`columns`. A slice is a view.
+    """
 
     def __init__(self, columns: Tensor) -> None:
-        """``columns``: int64 [n, 4], the fields of Piece."""
+        """
+        Args:
+            columns: int64 CPU tensor [n, 4]; its columns are the fields of :class:`Piece`, in order. Not copied.
+        """
         self.columns = columns
 
     @staticmethod
     def of(pieces: Sequence[Piece]) -> Pieces:
+        """Converts any sequence of pieces; returns ``pieces`` itself if it is a :class:`Pieces`."""
         if isinstance(pieces, Pieces):
             return pieces
         return Pieces(torch.tensor(pieces, dtype=torch.int64).reshape(-1, len(Piece._fields)))

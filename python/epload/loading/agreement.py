@@ -158,7 +158,7 @@ class Agreement:
             if rank == src and inputs is not None:
                 assert inputs.checkpoint is not None
                 ours = inputs.checkpoint.manifest
-                view["manifest"] = len(ours.compact), ours.identity, ours.about
+                view["manifest"] = len(ours.compact), ours.identity, ours.provenance
 
         def decide(views: dict[int, dict[str, Any]]) -> list[Any]:
             check_same_loader({rank: view["loader"] for rank, view in views.items()})
@@ -211,7 +211,7 @@ class Agreement:
             known = inputs.checkpoint.manifest
         elif nbytes == 0:
             assert self.inputs.manifest is not None
-            known = self.inputs.manifest.seen_as(about)
+            known = self.inputs.manifest.with_provenance(about)
         if nbytes == 0:
             return known
         compact = known.compact if is_source else bytes(nbytes)

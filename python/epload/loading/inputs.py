@@ -91,7 +91,7 @@ class InputReader:
         if self._topology.rank != options.src and not has_own:
             return None
         checkpoint = self._keep(Checkpoint.open(given, self.manifest), given)
-        if checkpoint.once and options.proves:
+        if checkpoint.read_once and options.proves:
             raise ValueError(
                 f"verify={options.verify!r} reads the checkpoint again after the load, but this one can be read only once: "
                 "leave out consume=True, or pass verify='buckets'"
@@ -101,7 +101,7 @@ class InputReader:
     def join(self, inputs: LocalInputs, given: Any, manifest: Manifest) -> Manifest:
         """Opens the checkpoint on the other ranks that read, by the source's manifest."""
         auto = self._options.readers == "auto"
-        if auto and manifest.places is None:
+        if auto and manifest.locations is None:
             return manifest
         if self._router.may_read(inputs.device) and inputs.checkpoint is None:
             try:

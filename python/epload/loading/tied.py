@@ -83,12 +83,12 @@ class TiedWeights:
 
 def _identity(manifest: Manifest) -> tuple[object, ...] | None:
     """What changes when somebody writes to the checkpoint's files; None if it has none that can be asked."""
-    if manifest.places is None:
+    if manifest.locations is None:
         return None
     source = Path(manifest.source)
     folder = source if source.is_dir() else source.parent
     try:
-        seen = [os.stat(folder / facts.name) for facts in manifest.places.files]
+        seen = [os.stat(folder / facts.name) for facts in manifest.locations.files]
     except OSError:
         return None
     return manifest.digest, tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in seen)
@@ -101,10 +101,10 @@ def _check(checkpoint: Checkpoint, manifest: Manifest, twin: Twin, progress: Cal
     way_out = "Set tie_word_embeddings=False in the config that the model is built from, or leave one of the two out"
     if manifest.shapes[numbers[0]] != manifest.shapes[numbers[1]]:
         raise ModelMismatch(f"{said}, of different shapes. {way_out}")
-    places = manifest.places
+    locations = manifest.locations
     if (
-        places is not None
-        and len({(int(places.file[n]), int(places.offset[n]), manifest.dtypes[n]) for n in numbers}) == 1
+        locations is not None
+        and len({(int(locations.file[n]), int(locations.offset[n]), manifest.dtypes[n]) for n in numbers}) == 1
     ):
         return
     first, second = (checkpoint.tensor(number) for number in numbers)
@@ -112,7 +112,7 @@ def _check(checkpoint: Checkpoint, manifest: Manifest, twin: Twin, progress: Cal
         if first.data_ptr() == second.data_ptr() and first.stride() == second.stride() and first.dtype == second.dtype:
             return
         chunks: Iterator[tuple[Tensor, Tensor]] = zip(_rows(first), _rows(second), strict=True)
-    elif checkpoint.once:
+    elif checkpoint.read_once:
         raise ModelMismatch(f"{said}, which cannot be compared, as the checkpoint can be read only once. {way_out}")
     else:
         chunks = zip(*(_read(checkpoint, manifest, number) for number in numbers), strict=True)

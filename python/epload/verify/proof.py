@@ -1,17 +1,14 @@
-"""Proving after a load that the shards hold what the checkpoint says.
+"""Proving after a load that the shards hold what the checkpoint contains.
 
-Each rank digests the regions that it holds, where they lie, and sends the digests with its copy table to the ranks that verify.
-Those read the checkpoint once more, a bucket each in turn, and work out the same digests from it. Nothing that the load itself
-had in its buffers is used, so that a bit that changed anywhere between the file and a shard is found.
+Each rank computes digests of the regions it holds, in place, and sends them with their copy table to the ranks that verify. These
+read the checkpoint once more, taking buckets in turn, and compute the same digests from it. They use nothing that the load had in
+its buffers, so that a bit that changed anywhere between the file and a shard is detected.
 """
 
 from __future__ import annotations
 
-import ctypes
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,239 +23,144 @@ from epload.native import ops
 from epload.planning.buckets import Bucket
 from epload.planning.plan import LoadPlan
 from epload.transport.local import Local
+from epload.verify import digests
+from epload.verify.digests import BucketClaims, FileDigests, LocalRegions
 
 VERIFY = ("off", "buckets", "sample", "full")
 SAMPLED = 16
-"""With "sample", one in so many pieces of tensors is proven; which ones follows from the plan."""
-_THREADS = 4
-"""Of a rank, that read and digest files."""
-_KEPT_ROWS = 1 << 20
-"""What was said of no more regions is kept for the next proof, at some 100 bytes each."""
-_SHOWN = 10
-
-
-class _Held(NamedTuple):
-    """What one rank holds of one bucket."""
-
-    bucket: int
-    targets: list[int]
-    table: Tensor
-    """A copy table; its tensors are the targets, in this order."""
-
-
-class _Claimed(NamedTuple):
-    """What is claimed of one bucket."""
-
-    bucket: int
-    table: Tensor
-    """A copy table of the holders' regions, with the dtype of each shard in place of its number."""
-    origins: Tensor
-    """See ``plan.Bucket.origins``."""
-    holders: list[tuple[int, slice, slice]]
-    """Ranks; which of the digests of each they are; which rows they are of. Ranks that hold the same share rows."""
-
-    def differing(self, right: Tensor, digests: Mapping[int, Tensor]) -> list[tuple[int, int]]:
-        """The tensors, by number, that are not as some rank claims, each with that rank. ``right``: their digests."""
-        found = []
-        for holder, which, rows in self.holders:
-            bad = right[rows] != digests[holder][which]
-            found += [(number, holder) for number in self.origins[rows][bad, 0].tolist()]
-        return found
-
-
-class _FileDigests:
-    """What the files of a checkpoint say of regions. See ``safetensors_file.Readable``."""
-
-    found: Tensor
-
-    def __init__(self, claimed: _Claimed) -> None:
-        self.origins = claimed.origins
-        self._table = claimed.table
-
-    def read(
-        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int
-    ) -> tuple[int, int, int, int]:
-        self.found, outcome = ops.digest_files(
-            descriptors, files, offsets, self.origins, self._table, max(threads, _THREADS)
-        )
-        return outcome
+"""With "sample", one in this many pieces of tensors is proven; which ones depends only on the plan."""
+_MAX_CACHED_ROWS = 1 << 20
+"""The claims of at most this many regions are kept decoded for the next proof, at about 100 bytes each."""
+_MAX_SHOWN = 10
 
 
 class Proof:
-    """Of the loads of one plan. The same on all ranks but for the shards; what follows from the plan is found out once."""
+    """Proves the loads of one plan. Equal on all ranks except for the shards; what depends only on the plan is computed once."""
 
     def __init__(self, plan: LoadPlan, verifiers: Sequence[int], sampled: bool) -> None:
-        """``verifiers``: ranks that have the checkpoint, which take buckets in turn."""
+        """
+        Args:
+            plan: of the loads.
+            verifiers: ranks that can read the checkpoint; they take buckets in turn.
+            sampled: prove one in :data:`SAMPLED` pieces only.
+        """
         self._plan = plan
         self._verifiers = tuple(verifiers)
-        self._every = SAMPLED if sampled else 1
-        self._phase = int.from_bytes(plan.fingerprint[:4], "little") % self._every
-        self._said: dict[int, bytes] = {}
-        self._heard: tuple[dict[int, bytes], list[_Claimed]] = {}, []
+        self._interval = SAMPLED if sampled else 1
+        self._phase = int.from_bytes(plan.fingerprint[:4], "little") % self._interval
+        self._sent_tables: dict[int, bytes] = {}
+        self._received: tuple[dict[int, bytes], list[BucketClaims]] = {}, []
+        """The tables of the last proof, encoded and decoded."""
 
     def fits(self, plan: LoadPlan, verifiers: Sequence[int]) -> bool:
-        """Whether a load like this can be proven by what is known already."""
+        """Whether this object can prove a load of ``plan``."""
         return plan is self._plan and tuple(verifiers) == self._verifiers
 
     def claims(self, local: Local) -> dict[int, bytes]:
-        """What this rank holds, for each verifier."""
-        if not self._said:
-            self._said = self._tables(local.tensors)
+        """The digests of the regions that this rank holds, encoded, by the rank that verifies them."""
+        if not self._sent_tables:
+            self._sent_tables = self._encoded_tables(local.tensors)
         parts: dict[int, list[Tensor]] = {rank: [] for rank in self._verifiers}
-        for held in self._held:
-            parts[self._verifier(held.bucket)].append(local.digests(*held))
-        return {rank: _letter(self._said[rank], part) for rank, part in parts.items()}
+        for regions in self._local_regions:
+            parts[self._verifier(regions.bucket)].append(local.digests(*regions))
+        return {rank: digests.encode(self._sent_tables[rank], part) for rank, part in parts.items()}
 
     @cached_property
-    def _held(self) -> list[_Held]:
-        """By this rank."""
+    def _local_regions(self) -> list[LocalRegions]:
         found = []
-        for number, bucket in enumerate(self._plan.buckets):
-            copies = bucket.copies.select(self._chosen(bucket, bucket.copies.offset))
+        for index, bucket in enumerate(self._plan.buckets):
+            copies = bucket.copies.select(self._selected(bucket, bucket.copies.offset))
             if len(copies):
                 targets = [bucket.targets[t] for t in copies.renumber_targets()]
-                found.append(_Held(number, targets, copies.rows))
+                found.append(LocalRegions(index, targets, copies.rows))
         return found
 
-    def _tables(self, local: Sequence[Tensor]) -> dict[int, bytes]:
-        """For each verifier, of what it gets digests."""
-        parts: dict[int, list[Tensor]] = {rank: [] for rank in self._verifiers}
-        for held in self._held:
-            copies = CopyTable(held.table).clone()
+    def _encoded_tables(self, tensors: Sequence[Tensor]) -> dict[int, bytes]:
+        """The tables of this rank's regions, encoded, by the rank that verifies them. ``tensors``: of the plan's targets."""
+        parts: dict[int, list[tuple[int, Tensor]]] = {rank: [] for rank in self._verifiers}
+        for regions in self._local_regions:
+            copies = CopyTable(regions.table).clone()
             if self._plan.casts:
-                copies.target[:] = torch.tensor([dtypes.code(local[t].dtype) for t in held.targets])[copies.target]
+                copies.target[:] = torch.tensor([dtypes.code(tensors[t].dtype) for t in regions.targets])[copies.target]
             else:
                 copies.target[:] = copies.dtype
-            copies.start[:] = 0  # where in the tensor, which means nothing there
-            table = copies.rows
-            # Column by column, as a column is mostly one value over and over.
-            parts[self._verifier(held.bucket)] += [torch.tensor([held.bucket, *table.shape]), table.T.reshape(-1)]
-        return {rank: zlib.compress(_raw(torch.cat(part)), level=1) if part else b"" for rank, part in parts.items()}
+            copies.start[:] = 0  # the position in the shard, which verifiers do not use
+            parts[self._verifier(regions.bucket)].append((regions.bucket, copies.rows))
+        return {rank: digests.encode_tables(part) for rank, part in parts.items()}
 
     def check(
         self, rank: int, claims: Mapping[int, bytes], checkpoint: Checkpoint, manifest: Manifest
     ) -> Iterator[int]:
-        """Compares the claims of all ranks that were sent to ``rank`` with the checkpoint. Yields the bytes of each bucket.
+        """Compares the claims of all ranks with the checkpoint, bucket by bucket. Yields the size of each bucket in bytes.
+
+        Args:
+            rank: this rank, for the error message.
+            claims: what :meth:`claims` returned for this rank, on each rank.
+            checkpoint: open on this rank.
+            manifest: of the checkpoint.
 
         Raises:
-            LoadError: some differ; it names the tensors and the ranks that hold them.
+            CheckpointError: the checkpoint cannot be read.
+            LoadError: digests differ; it names the tensors and the ranks that hold them.
         """
-        tables, digests = {}, {}
-        for holder, letter in claims.items():
-            if letter:
-                tables[holder], digests[holder] = _opened(letter)
-        claimed = self._heard[1]
-        if self._heard[0] != tables:
-            claimed = list(self._claimed(tables))
-            if sum(map(len, digests.values())) <= _KEPT_ROWS:
-                self._heard = tables, claimed
-        # Where only a file's regions are digested, not a page of it is touched.
-        scratch = torch.empty(max((self._nbytes(each) for each in claimed), default=0), dtype=torch.uint8)
+        tables, received = {}, {}
+        for holder, message in claims.items():
+            if message:
+                tables[holder], received[holder] = digests.decode(message)
+        all_claims = self._received[1]
+        if self._received[0] != tables:
+            all_claims = list(self._claims_of(tables))
+            if sum(map(len, received.values())) <= _MAX_CACHED_ROWS:
+                self._received = tables, all_claims
+        # If digests are computed from files directly, no page of this is ever touched.
+        scratch = torch.empty(max((self._nbytes(each) for each in all_claims), default=0), dtype=torch.uint8)
         wrong: dict[str, set[int]] = {}
-        for each in claimed:
-            right = self._right(each, checkpoint, scratch[: self._nbytes(each)])
-            for tensor, holder in each.differing(right, digests):
+        for each in all_claims:
+            expected = self._expected(each, checkpoint, scratch[: self._nbytes(each)])
+            for tensor, holder in each.mismatches(expected, received):
                 wrong.setdefault(manifest.names[tensor], set()).add(holder)
             yield self._nbytes(each)
         if wrong:
-            said = [f"{name} on {_ranks(holders)}" for name, holders in wrong.items()]
-            more = f" and {len(said) - _SHOWN} more tensors" if len(said) > _SHOWN else ""
+            shown = [f"{name} on {_ranks(holders)}" for name, holders in wrong.items()]
+            more = f" and {len(shown) - _MAX_SHOWN} more tensors" if len(shown) > _MAX_SHOWN else ""
             raise LoadError(
                 f"after the load, shards differ from {manifest.source} as rank {rank} reads it: "
-                f"{', '.join(said[:_SHOWN])}{more}; memory, the network or the storage of a machine changed bits, or something "
-                "wrote to the model during the load"
+                f"{', '.join(shown[:_MAX_SHOWN])}{more}; the memory, the network or the storage of a machine corrupted bits, or "
+                "something wrote to the model during the load"
             )
 
-    def _right(self, claimed: _Claimed, checkpoint: Checkpoint, scratch: Tensor) -> Tensor:
+    def _expected(self, claims: BucketClaims, checkpoint: Checkpoint, scratch: Tensor) -> Tensor:
         """The digests that the checkpoint has. ``scratch``: as large as the bucket."""
-        from_files = _FileDigests(claimed)
+        from_files = FileDigests(claims)
         if checkpoint.read_regions(from_files) is not None:
-            return from_files.found
-        bucket = self._plan.buckets[claimed.bucket]
+            return from_files.digests
+        bucket = self._plan.buckets[claims.bucket]
         columns = self._plan.pieces(bucket).columns
-        checkpoint.fill(scratch, Pieces(columns[self._chosen(bucket, columns[:, 2])]))
-        return ops.digest_bucket(scratch, claimed.table)
+        checkpoint.fill(scratch, Pieces(columns[self._selected(bucket, columns[:, 2])]))
+        return ops.digest_bucket(scratch, claims.table)
 
-    def _nbytes(self, claimed: _Claimed) -> int:
-        return self._plan.buckets[claimed.bucket].nbytes
+    def _nbytes(self, claims: BucketClaims) -> int:
+        return self._plan.buckets[claims.bucket].nbytes
 
-    def _claimed(self, tables: Mapping[int, bytes]) -> Iterator[_Claimed]:
-        """Bucket by bucket. ``tables``: what was said by each holder."""
-        parsed = {holder: list(_parsed(data)) for holder, data in tables.items()}
-        # A rank's rows are as wide as its own targets need.
-        widest = max((table.shape[1] for said in parsed.values() for _, table in said), default=0)
-        of_bucket: dict[int, list[tuple[int, slice, Tensor]]] = {}
-        for holder, said in parsed.items():
-            first = 0
-            for number, table in said:
-                which = slice(first, first + len(table))
-                of_bucket.setdefault(number, []).append((holder, which, _widened(table, widest)))
-                first = which.stop
-        for number, said_of in sorted(of_bucket.items()):
-            table, holders = _merged(said_of)
-            tensor, tensor_offset, begin, _ = self._plan.pieces(self._plan.buckets[number]).columns.T.contiguous()
+    def _claims_of(self, tables: Mapping[int, bytes]) -> Iterator[BucketClaims]:
+        """Bucket by bucket. ``tables``: encoded, of each rank."""
+        for index, (table, claims) in digests.claims_by_bucket(tables).items():
+            tensor, tensor_offset, begin, _ = self._plan.pieces(self._plan.buckets[index]).columns.T.contiguous()
             offset = table[:, 1].contiguous()
-            at = torch.searchsorted(begin, offset, right=True) - 1
-            origins = torch.stack([tensor[at], tensor_offset[at] + offset - begin[at]], 1)
-            yield _Claimed(number, table, origins, holders)
+            piece = torch.searchsorted(begin, offset, right=True) - 1
+            origins = torch.stack([tensor[piece], tensor_offset[piece] + offset - begin[piece]], 1)
+            yield BucketClaims(index, table, origins, claims)
 
-    def _verifier(self, number: int) -> int:
-        return self._verifiers[number % len(self._verifiers)]
+    def _verifier(self, bucket: int) -> int:
+        return self._verifiers[bucket % len(self._verifiers)]
 
-    def _chosen(self, bucket: Bucket, offsets: Tensor) -> Tensor:
-        """Which of some offsets in a bucket lie in pieces that are proven."""
-        if self._every == 1:
+    def _selected(self, bucket: Bucket, offsets: Tensor) -> Tensor:
+        """Indices of those offsets in a bucket that are in pieces to be proven."""
+        if self._interval == 1:
             return torch.arange(len(offsets))
         begins = self._plan.pieces(bucket).columns[:, 2].contiguous()
         slot = torch.searchsorted(begins, offsets.contiguous(), right=True) - 1 + bucket.slots.start
-        return ((slot + self._phase) % self._every == 0).nonzero().view(-1)
-
-
-def _merged(said_of: Sequence[tuple[int, slice, Tensor]]) -> tuple[Tensor, list[tuple[int, slice, slice]]]:
-    """One table of all regions, and who holds which; see :class:`_Claimed`."""
-    known: dict[bytes, slice] = {}
-    tables: list[Tensor] = []
-    holders = []
-    length = 0
-    for holder, which, table in said_of:
-        raw = _raw(table)
-        if raw not in known:
-            known[raw] = slice(length, length + len(table))
-            tables.append(table)
-            length += len(table)
-        holders.append((holder, which, known[raw]))
-    return torch.cat(tables), holders
-
-
-def _widened(table: Tensor, columns: int) -> Tensor:
-    """A copy table with room for more dims."""
-    return table if table.shape[1] == columns else CopyTable(table).widened(columns)
-
-
-def _raw(words: Tensor) -> bytes:
-    """``words`` is contiguous."""
-    return ctypes.string_at(words.data_ptr(), words.nbytes)
-
-
-def _letter(tables: bytes, digests: Sequence[Tensor]) -> bytes:
-    return len(tables).to_bytes(8, "little") + tables + _raw(torch.cat(list(digests))) if digests else b""
-
-
-def _opened(letter: bytes) -> tuple[bytes, Tensor]:
-    """Tables and digests."""
-    begin = 8 + int.from_bytes(letter[:8], "little")
-    return letter[8:begin], torch.frombuffer(bytearray(letter[begin:]), dtype=torch.int64)
-
-
-def _parsed(tables: bytes) -> Iterator[tuple[int, Tensor]]:
-    """Number of a bucket and copy table."""
-    words = torch.frombuffer(bytearray(zlib.decompress(tables)), dtype=torch.int64)
-    at = 0
-    while at < len(words):
-        number, rows, columns = words[at : at + 3].tolist()
-        at += 3
-        yield number, words[at : at + rows * columns].view(columns, rows).T.contiguous()
-        at += rows * columns
+        return ((slot + self._phase) % self._interval == 0).nonzero().view(-1)
 
 
 def _ranks(ranks: set[int]) -> str:

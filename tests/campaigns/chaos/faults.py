@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from epload import HierarchicalLoader
-from epload.checkpoint.base import SafetensorsCheckpoint
+from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.cluster.groups import Group
 from epload.control.control import Control
 from epload.native import ops
@@ -131,7 +131,7 @@ class Moments:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        owners: dict[str, Any] = dict.fromkeys(_READS, SafetensorsCheckpoint) | dict.fromkeys(_WRITES, _BoundLocal)
+        owners: dict[str, Any] = dict.fromkeys(_READS, FileCheckpoint) | dict.fromkeys(_WRITES, _BoundLocal)
         owners |= dict.fromkeys(("open_registry", "agree", "close_registry"), Control)
         owners |= dict.fromkeys(("make", "register"), Group) | {"start": Thread}
         with ExitStack() as stack:

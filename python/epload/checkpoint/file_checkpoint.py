@@ -1,0 +1,104 @@
+"""Checkpoints whose tensors are byte ranges of files, in any format and in any byte store."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.byte_store import ByteStore, Readable, StoredFile
+from epload.checkpoint.index import Index
+from epload.checkpoint.manifest import FileFacts, FileLayout, Manifest, TensorLocations
+from epload.core.pieces import Piece, Pieces
+from epload.errors import CheckpointError
+
+
+class FileCheckpoint(Checkpoint):
+    """Files in which each tensor is one byte range. Tensors that are adjacent in a file are read with one request."""
+
+    _store: ByteStore
+
+    def __init__(self, store: ByteStore, manifest: Manifest) -> None:
+        """Takes ownership of the store. ``manifest`` has locations, which refer to the files of the store."""
+        assert manifest.locations is not None
+        self._store = store
+        self._manifest = manifest
+        self._locations = manifest.locations
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
+        tensor, tensor_offset, bucket_offset, nbytes = Pieces.of(pieces).columns.unbind(1)
+        offset = self._locations.offset[tensor] + tensor_offset
+        columns = _coalesced(self._locations.file[tensor], offset, bucket_offset, nbytes)
+        file, begin, position, length = (column.tolist() for column in columns)
+        memory = memoryview((ctypes.c_char * bucket.numel()).from_address(bucket.data_ptr())).cast("B")
+        buffers = [memory[at : at + count] for at, count in zip(position, length, strict=True)]
+        self._store.readv(list(zip(file, begin, length, strict=True)), buffers)
+
+    def read_regions(self, regions: Readable) -> int | None:
+        return self._store.read_regions(self._locations.file, self._locations.offset, regions)
+
+
+def _coalesced(file: Tensor, offset: Tensor, position: Tensor, nbytes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Joins ranges that follow each other both in the file and in the buffer. Columns are int64 [n]."""
+    apart = (
+        (file[1:] != file[:-1]) | (offset[1:] != (offset + nbytes)[:-1]) | (position[1:] != (position + nbytes)[:-1])
+    )
+    first = torch.cat([torch.ones_like(file[:1], dtype=torch.bool), apart])
+    run = first.cumsum(0) - 1
+    total = torch.zeros(int(first.sum()), dtype=torch.int64).index_add_(0, run, nbytes)
+    return file[first], offset[first], position[first], total
+
+
+def merge_layouts(
+    files: Sequence[StoredFile],
+    layouts: Sequence[FileLayout],
+    facts: Sequence[FileFacts],
+    source: str,
+    index: Index | None,
+) -> Manifest:
+    """The manifest of files with these layouts.
+
+    Args:
+        files: all of one format.
+        layouts, facts: of each file.
+        source: for error messages.
+        index: names the file of each tensor, if there is an index.
+
+    Raises:
+        CheckpointError: a tensor is in two files, or the index names one that is in none.
+    """
+    numbers: list[int] = []
+    offsets: list[int] = []
+    file_of: dict[str, int] = {}
+    shapes: list[tuple[int, ...]] = []
+    kinds: list[torch.dtype] = []
+    ignored: dict[str, None] = {}
+    for number, (file, layout) in enumerate(zip(files, layouts, strict=True)):
+        ignored |= dict.fromkeys(layout.ignored)
+        for i in layout.order:
+            name = layout.names[i]
+            if index is not None and not index.places(name, file.name):
+                continue
+            if name in file_of:
+                raise CheckpointError(f"{name} is both in {files[file_of[name]]} and in {file}")
+            file_of[name] = number
+            shapes.append(layout.shapes[i])
+            kinds.append(layout.dtypes[i])
+            numbers.append(number)
+            offsets.append(layout.offsets[i])
+    if index is not None:
+        index.check_complete({*file_of, *ignored})
+    locations = TensorLocations(
+        tuple(facts),
+        torch.tensor(numbers, dtype=torch.int64),
+        torch.tensor(offsets, dtype=torch.int64),
+        "" if index is None else index.digest,
+    )
+    return Manifest(tuple(file_of), tuple(shapes), tuple(kinds), source, locations, tuple(ignored))

@@ -1,0 +1,74 @@
+"""Index files, such as ``model.safetensors.index.json``: which file of a checkpoint holds each tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Container
+from functools import cached_property
+from pathlib import Path
+
+from epload.checkpoint.byte_store import StoredFile
+from epload.errors import CheckpointError
+
+
+class Index:
+    """One index file, parsed when its content is asked for. Not trusted."""
+
+    def __init__(self, file: StoredFile) -> None:
+        """Raises OSError."""
+        self._file = file
+        self._raw = file.read(0, file.nbytes)
+        self.digest = hashlib.blake2b(self._raw, digest_size=16).hexdigest()
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the file is a JSON object with a weight map, which may still be malformed."""
+        try:
+            content = json.loads(self._raw)
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(content, dict) and "weight_map" in content
+
+    @cached_property
+    def weight_map(self) -> dict[str, str]:
+        """The file that holds each tensor, by name.
+
+        Raises:
+            CheckpointError: the index is malformed, or names something else than files in its own folder.
+        """
+        try:
+            weight_map: dict[str, str] = json.loads(self._raw)["weight_map"]
+            if not all(isinstance(text, str) for text in [*weight_map.keys(), *weight_map.values()]):
+                raise TypeError("weight_map has values other than strings")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f'{self._file}: expected a JSON object with a "weight_map" of tensor names to file names'
+            ) from error
+        for name in sorted(set(weight_map.values())):
+            if Path(name).name != name or name in ("", ".", ".."):
+                raise CheckpointError(
+                    f"{self._file}: names the file {name!r}; expected a plain file name in the index's own folder"
+                )
+        return weight_map
+
+    @property
+    def file_names(self) -> list[str]:
+        """The files that the index names, sorted. Raises as :attr:`weight_map`."""
+        return sorted(set(self.weight_map.values()))
+
+    def absent(self, file_name: str) -> CheckpointError:
+        """The error for a file that the index names and that does not exist."""
+        name = next(name for name, file in self.weight_map.items() if file == file_name)
+        return CheckpointError(f"{self._file}: places {name} in {file_name}, which is not in its folder")
+
+    def places(self, name: str, file_name: str) -> bool:
+        """Whether the tensor ``name``, found in a file, is to be read from there. Tensors that the index omits are."""
+        return self.weight_map.get(name, file_name) == file_name
+
+    def check_complete(self, names: Container[str]) -> None:
+        """Checks that all entries were found in the files. Raises CheckpointError."""
+        if (absent := next((name for name in self.weight_map if name not in names), None)) is not None:
+            raise CheckpointError(
+                f"{self._file}: places {absent} in {self.weight_map[absent]}, which does not contain it"
+            )

@@ -1,0 +1,58 @@
+"""Checking a checkpoint without a model: that every byte can be read, and which tensors have NaN or Inf values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epload.checkpoint.base import Checkpoint
+from epload.core.pieces import Piece
+
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A tensor with values that are not finite."""
+
+    name: str
+    nans: int
+    infs: int
+    count: int
+    """Number of elements."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.nans} NaN and {self.infs} Inf in {self.count} elements"
+
+
+def find_non_finite(checkpoint: Checkpoint) -> Iterator[NonFinite]:
+    """Reads all of an open checkpoint, whose headers were checked when it was opened, with a buffer of 16 MiB.
+
+    Raises:
+        CheckpointError: a file is missing, cannot be read or ends too early.
+    """
+    manifest = checkpoint.manifest
+    buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+    for index, (name, dtype, nbytes) in enumerate(
+        zip(manifest.names, manifest.dtypes, manifest.nbytes_of(), strict=True)
+    ):
+        nans = infs = 0
+        for begin in range(0, nbytes, _CHUNK_BYTES):
+            chunk = buffer[: min(_CHUNK_BYTES, nbytes - begin)]
+            checkpoint.fill(chunk, [Piece(index, begin, 0, len(chunk))])
+            if dtype.is_floating_point or dtype.is_complex:
+                values = _real(chunk.view(dtype))
+                nans += int(values.isnan().sum())
+                infs += int(values.isinf().sum())
+        if nans or infs:
+            yield NonFinite(name, nans, infs, nbytes // dtype.itemsize)
+
+
+def _real(values: Tensor) -> Tensor:
+    """In a dtype for which torch has isnan and isinf: complex numbers as pairs, float8 as float32."""
+    if values.is_complex():
+        return torch.view_as_real(values)
+    return values.float() if values.dtype.itemsize == 1 else values

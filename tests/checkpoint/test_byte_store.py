@@ -1,0 +1,159 @@
+"""Byte stores: one contract for local files and for a store that is not made of files, and checkpoints over both."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import epload
+from epload import CheckpointError
+from epload.checkpoint import safetensors, torch_file
+from epload.checkpoint.byte_store import ByteStore, Extent, StoredFile
+from epload.checkpoint.file_checkpoint import FileCheckpoint, merge_layouts
+from epload.checkpoint.local_store import READ_BYTES, LocalFile, LocalStore
+from support.checkpoints import assert_same, read_all, tensor
+
+
+class MemoryFile(StoredFile):
+    """Bytes in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        self.path = path
+        self.content = path.read_bytes()
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.content)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return self.content[offset : offset + nbytes]
+
+    def stream(self) -> BinaryIO:
+        return io.BytesIO(self.content)
+
+
+class MemoryStore(ByteStore):
+    """Stands for object storage: no descriptors, no memory mapping."""
+
+    def __init__(self, files: Sequence[MemoryFile]) -> None:
+        self.files: Sequence[MemoryFile] = files
+
+    def identity(self) -> tuple[bytes, ...]:
+        return tuple(file.content for file in self.files)
+
+    def changed(self) -> str:
+        changed = (file for file in self.files if file.path.read_bytes() != file.content)
+        return next((f"{file.name} was modified" for file in changed), "")
+
+    def readv(self, extents: Sequence[Extent], buffers: Sequence[memoryview]) -> None:
+        for (file, offset, nbytes), buffer in zip(extents, buffers, strict=True):
+            part = self.files[file].read(offset, nbytes)
+            if len(part) < nbytes:
+                raise CheckpointError(f"{self.files[file].name} ends at byte {offset + len(part)}")
+            buffer[:] = part
+
+    def reopen(self) -> None:
+        if changed := self.changed():
+            raise CheckpointError(changed)
+
+    def close(self) -> None:
+        pass
+
+
+def _local(paths: Sequence[Path]) -> ByteStore:
+    return LocalStore([LocalFile(path) for path in paths])
+
+
+def _memory(paths: Sequence[Path]) -> ByteStore:
+    return MemoryStore([MemoryFile(path) for path in paths])
+
+
+STORES = pytest.mark.parametrize("make", [_local, _memory])
+Make = Callable[[Sequence[Path]], ByteStore]
+
+
+def _files(folder: Path, nbytes: int = 1000) -> list[Path]:
+    paths = [folder / "a", folder / "b"]
+    for number, path in enumerate(paths):
+        path.write_bytes(tensor(number, (nbytes,), torch.uint8).numpy().tobytes())
+    return paths
+
+
+@STORES
+def test_extents_go_to_their_buffers(make: Make, tmp_path: Path) -> None:
+    paths = _files(tmp_path, 2 * READ_BYTES + 999)
+    store = make(paths)
+    assert store.alignment >= 1
+    extents: list[Extent] = [(1, 7, 100), (0, 0, 2 * READ_BYTES + 999), (0, 3, 0), (1, 107, 20), (0, 5, 13)]
+    buffers = [memoryview(bytearray(nbytes)) for _, _, nbytes in extents]
+    store.readv(extents, buffers)
+    store.readv([], [])
+    for (file, offset, nbytes), buffer in zip(extents, buffers, strict=True):
+        assert buffer == paths[file].read_bytes()[offset : offset + nbytes]
+    store.close()
+    store.readv(extents[:1], buffers[:1])  # opens the file again
+    store.close()
+
+
+@STORES
+def test_an_extent_beyond_the_end_names_the_file(make: Make, tmp_path: Path) -> None:
+    store = make(_files(tmp_path))
+    with pytest.raises(CheckpointError, match="b ends at byte 1000"):
+        store.readv([(0, 0, 10), (1, 990, 11)], [memoryview(bytearray(10)), memoryview(bytearray(11))])
+    store.close()
+
+
+@STORES
+def test_the_identity_is_that_of_the_opened_files(make: Make, tmp_path: Path) -> None:
+    paths = _files(tmp_path)
+    store = make(paths)
+    before = store.identity()
+    assert store.changed() == ""
+    assert make(paths).identity() == before
+    store.reopen()
+    paths[1].write_bytes(bytes(1000))
+    assert "b was modified" in store.changed()
+    assert store.identity() == before
+    assert make(paths).identity() != before
+    with pytest.raises(CheckpointError, match="b was modified"):
+        store.reopen()
+    store.close()
+
+
+@STORES
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_a_checkpoint_over_any_store(make: Make, suffix: str, tmp_path: Path) -> None:
+    state = {"weight": tensor(1, (4, 3)), "bias": tensor(2, (4,))}
+    path = tmp_path / f"model.{suffix}"
+    if suffix == "pt":
+        torch.save(state, path)
+    else:
+        save_file(state, path)
+    store = make([path])
+    (file,) = store.files
+    layout = torch_file.read_layout(file) if suffix == "pt" else safetensors.read_layout(file)
+    facts = torch_file.file_facts(file) if suffix == "pt" else safetensors.file_facts(file)
+    assert layout is not None
+    manifest = merge_layouts(store.files, [layout], [facts], str(path), None)
+    checkpoint = FileCheckpoint(store, manifest)
+    assert_same(read_all(checkpoint), state)
+    for verify in ("off", "full"):
+        model = nn.Linear(3, 4)
+        epload.load(model, checkpoint, verify=verify, progress=False)
+        assert_same(model.state_dict(), state)
+
+
+def test_a_torch_file_that_cannot_be_mapped(tmp_path: Path) -> None:
+    state = {"weight": tensor(1, (3, 4)).t(), "bias": tensor(2, (4,))}
+    torch.save(state, tmp_path / "model.pt")
+    store = _memory([tmp_path / "model.pt"])
+    assert torch_file.read_layout(store.files[0]) is None
+    assert_same(read_all(torch_file.load_files(store.files, store, "model.pt", None)), state)
