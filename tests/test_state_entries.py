@@ -178,7 +178,7 @@ def test_a_parameter_that_no_state_dict_shows_is_not_left_as_garbage() -> None:
 
 def _sharded(rank: int) -> list[str]:
     said = []
-    for make, text in ((NoCounterpart, "makes of a DTensor"), (Net, "layers.0 (Fused) has a load_state_dict hook")):
+    for make, text in ((NoCounterpart, "is a copy of a DTensor"), (Net, "layers.0 (Fused) has a load_state_dict hook")):
         state = {name: tensor.detach().clone() for name, tensor in make().state_dict().items()}
         model = nn.Sequential(make())
         fully_shard(model)

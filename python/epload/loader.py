@@ -27,14 +27,14 @@ from epload.loading.preparation import Preparation, Prepared, Request, attempt
 from epload.loading.routes import Options, Ways
 from epload.mapping import quantized
 from epload.mapping.mapping import Mapping
-from epload.model import materialize as mat
-from epload.model import memory_pattern
 from epload.model.devices import CPU, check_stream
 from epload.model.dtensor import local_tensors
-from epload.model.expert_parallel import LocalModules, OuterShard, Parts
-from epload.model.initialization import InitMissing
-from epload.model.state_entries import check_filled
-from epload.model.targets import DTypes, owned, stage
+from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
+from epload.model.initialization import InitMissing, init_missing_calls
+from epload.model.materialize import materialize
+from epload.model.poison import is_poisoned, poison
+from epload.model.state_dict import check_staged_filled, tensor_at
+from epload.model.targets import DTypes, allocate_staging
 from epload.planning.choose import Job, Measured, choose
 from epload.planning.schedule import READERS, Flow
 from epload.report import LoadReport, progress_bar
@@ -176,7 +176,9 @@ class HierarchicalLoader:
                 try:
                     with guard:
                         parts = (
-                            Parts(tuple(outer_shards), tuple(local_modules)) if outer_shards or local_modules else None
+                            ExpertParallelSpec(tuple(outer_shards), tuple(local_modules))
+                            if outer_shards or local_modules
+                            else None
                         )
                         return self._load(Request(model, checkpoint, mapping, strict, dtype, parts, init_missing))
                 finally:
@@ -223,10 +225,10 @@ class HierarchicalLoader:
 
         def prepare() -> Local:
             with report.timed("materialize"):
-                if work.devices.meta or work.targets.lost:
-                    mat.materialize(model, work.targets, work.devices.home)
-                if work.targets.staged:
-                    stage(model, work.targets)
+                if work.devices.has_meta or work.targets.unsaved_meta:
+                    materialize(model, work.targets, work.devices.materialize_on)
+                if work.targets.staged_modules:
+                    allocate_staging(model, work.targets)
                 if memory is not None:
                     memory.board.clear()
                     report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
@@ -315,15 +317,15 @@ class HierarchicalLoader:
     def _hand_over(self, work: Prepared, local: Local) -> None:
         """Fills the modules that are filled through their own load_state_dict."""
         targets = work.targets
-        if not targets.staged:
+        if not targets.staged_modules:
             return
         self._control.doing = "calling load_state_dict of modules with state-dict hooks"
-        staging = {name: local.tensors[targets.index[name]] for each in targets.staged for name in each.names}
-        for each in targets.staged:
-            each.hand_over(staging)
+        staging = {name: local.tensors[targets.index[name]] for each in targets.staged_modules for name in each.names}
+        for each in targets.staged_modules:
+            each.load_staging(staging)
             if self.options.proves:
                 each.read_back(staging)
-        check_filled(local_tensors(list(targets.behind.values())), targets.staged)
+        check_staged_filled(local_tensors(list(targets.staged_meta.values())), targets.staged_modules)
 
     def _prove(self, work: Prepared, flow: Flow, local: Local, report: LoadReport) -> None:
         """Before the tensors are scaled or initialized, as the checkpoint knows nothing of that."""
@@ -417,7 +419,7 @@ class HierarchicalLoader:
         if not work.initialization.values and not work.unfilled:
             return
         tensors = dict(zip(targets.names, targets.tensors, strict=True))
-        tensors |= {name: owned(request.model, name) for name in targets.lost}
+        tensors |= {name: tensor_at(request.model, name) for name in targets.unsaved_meta}
 
         def local(names: Collection[str]) -> dict[str, Tensor]:
             return dict(zip(names, local_tensors([tensors[name] for name in names]), strict=True))
@@ -427,16 +429,16 @@ class HierarchicalLoader:
         if request.init_missing is None:
             return
         for tensor in local(work.garbage).values():
-            memory_pattern.mark(tensor)
-        for module, path, leaves in (
-            (u.module, u.path, u.names) for u in mat.unfilled(request.model, set(work.unfilled))
-        ):
+            poison(tensor)
+        for module, path, leaves in init_missing_calls(request.model, work.unfilled):
             request.init_missing(module, path, leaves)
             report.initialized += [f"{path}.{leaf}" if path else leaf for leaf in leaves]
-        tensors |= {name: owned(request.model, name) for name in targets.lost}  # a hook may replace a tensor
+        tensors |= {
+            name: tensor_at(request.model, name) for name in targets.unsaved_meta
+        }  # a hook may replace a tensor
         present = {id(tensor) for tensor in chain(request.model.parameters(), request.model.buffers())}
         kept = [name for name in work.garbage if id(tensors[name]) in present]
-        left = [name for name, t in local(kept).items() if not t.is_meta and memory_pattern.is_marked(t)]
+        left = [name for name, t in local(kept).items() if not t.is_meta and is_poisoned(t)]
         if left:
             raise LoadError(
                 f"rank {self.topology.rank}: init_missing left {', '.join(sorted(left)[:10])} unfilled; it is called as "

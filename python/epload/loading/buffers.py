@@ -22,9 +22,9 @@ def find_holders(control: Control, model: nn.Module, targets: Targets) -> dict[s
         ManifestMismatch: it is of another dtype or shape on another rank.
     """
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    known = [name for name in {*targets.lost, *targets.unsaved} if name in buffers]
+    known = [name for name in {*targets.unsaved_meta, *targets.unsaved_buffers} if name in buffers]
     plain = {name: buffers[name] for name in known if not isinstance(buffers[name], DTensor)}
-    view = {name: [str(b.dtype), list(b.shape), name in targets.unsaved] for name, b in sorted(plain.items())}
+    view = {name: [str(b.dtype), list(b.shape), name in targets.unsaved_buffers] for name, b in sorted(plain.items())}
 
     def first(views: dict[int, dict[str, Any]]) -> dict[str, int]:
         holders: dict[str, int] = {}

@@ -27,10 +27,10 @@ from epload.loading.routes import Options, Ways
 from epload.loading.tied import Comparison
 from epload.mapping.mapping import Mapping
 from epload.mapping.mapping import resolve as resolve_mapping
-from epload.model import materialize as mat
 from epload.model.devices import CPU, Devices, check_backend, devices_of
-from epload.model.expert_parallel import Parts
-from epload.model.initialization import Initialization, InitMissing, compute, made_off_meta
+from epload.model.expert_parallel import ExpertParallelSpec
+from epload.model.initialization import Initialization, InitMissing, compute_missing, params_ignoring_meta
+from epload.model.materialize import cpu_offloaded_ids
 from epload.model.snapshot import Snapshot
 from epload.model.targets import DTypes, Targets, collect
 from epload.planning.plan import LoadPlan, Twin, describe, explain_difference, make_plan
@@ -57,7 +57,7 @@ class Request:
     mapping: Mapping | str
     strict: Strict
     dtype: DTypes
-    parts: Parts | None
+    parts: ExpertParallelSpec | None
     init_missing: InitMissing | None
 
     def check(self) -> None:
@@ -199,8 +199,8 @@ class Preparation:
         view: dict[str, Any] = {
             "loader": self._loader,
             "options": options,
-            "lost": opened is not None and bool(opened.targets.lost),
-            "meta": opened is not None and (opened.devices.meta or bool(opened.targets.lost)),
+            "lost": opened is not None and bool(opened.targets.unsaved_meta),
+            "meta": opened is not None and (opened.devices.has_meta or bool(opened.targets.unsaved_meta)),
         }
         if self._topology.rank == src:
             view["seed"] = torch.initial_seed()
@@ -245,15 +245,14 @@ class Preparation:
         request.check()
         asked = (request.dtype, request.parts)
         model, checkpoint = request.model, request.checkpoint
-        targets = self.snapshot.read(model, asked) if self.snapshot is not None else None
-        if targets is None:
+        known = self.snapshot.read(model, asked) if self.snapshot is not None else None
+        if known is not None:
+            targets, devices = known
+        else:
             targets = collect(model, request.dtype, request.parts)
-            devices = devices_of(targets, mat.offloaded(model), stream)
+            devices = devices_of(targets, cpu_offloaded_ids(model), stream)
             if self._plans:  # one load pays for nothing that only the next one gains from
                 self.snapshot = Snapshot(model, targets, devices, asked)
-        else:
-            assert self.snapshot is not None
-            devices = self.snapshot.devices
         check_backend(self._topology.group, devices.load)
         source = None
         options, path = self._options, isinstance(checkpoint, str | os.PathLike)
@@ -425,20 +424,20 @@ class Preparation:
             return Initialization(), frozenset(left), frozenset()
         shared = {targets.names[i]: name for name, i in reversed(targets.index.items())}
         on_meta = {shared[name] for name in left if targets.tensors[targets.index[shared[name]]].is_meta}
-        if opened.devices.meta:
+        if opened.devices.has_meta:
             held = [name for name in left if shared[name] not in on_meta]
-            on_meta |= {shared[name] for name in made_off_meta(request.model, held)}
+            on_meta |= {shared[name] for name in params_ignoring_meta(request.model, held)}
         if anywhere:
             on_meta = set(self._control.settle("comparing what is missing", None, sorted(on_meta), _union))
-        garbage: dict[str, Tensor] = {n: t for n, t in targets.lost.items() if n not in opened.holders}
+        garbage: dict[str, Tensor] = {n: t for n, t in targets.unsaved_meta.items() if n not in opened.holders}
         garbage |= {n: targets.tensors[targets.index[shared[n]]] for n in left if shared[n] in on_meta}
         dtypes = {name: tensor.dtype for name, tensor in garbage.items()}
         dtypes |= {name: targets.dtypes[targets.index[shared[name]]] for name in left}
         hooked = request.init_missing is not None
 
         def initialize() -> Initialization:
-            made = compute(request.model, garbage, dtypes, opened.seed, request.parts, adapters=not hooked)
-            copies = {name for module in targets.staged for name in module.names}
+            made = compute_missing(request.model, garbage, dtypes, opened.seed, request.parts, adapters=not hooked)
+            copies = {name for module in targets.staged_modules for name in module.names}
             nobody = sorted(name for name in garbage if name not in made.values and (not hooked or name in copies))
             if nobody:
                 raise ModelMismatch(spell_unfilled(nobody))
@@ -482,7 +481,7 @@ class Preparation:
     def _mesh_claims(self, targets: Targets) -> list[list[Any]]:
         """Of each mesh its digest, and how many ranks of the topology have to report the same. Its size does not depend on the
         number of ranks."""
-        claims = targets.mesh_claims()
+        claims = targets.mesh_digests()
         if self._claims is None or self._claims[0] is not claims:
             ours = frozenset(self._topology.ranks)
             self._claims = claims, [[digest, sum(rank in ours for rank in mesh.ranks)] for digest, mesh in claims]
@@ -491,13 +490,13 @@ class Preparation:
     def _tell_of_meshes(self, targets: Targets, odd: dict[str, list[int]]) -> None:
         """Raises ManifestMismatch on every rank. ``odd``: digests of meshes, each with some ranks that have it."""
         said: dict[str, str] = {}
-        for digest, mesh in targets.mesh_claims():
+        for digest, mesh in targets.mesh_digests():
             if self._topology.rank == odd.get(digest, [None])[0]:
                 number = targets.meshes.index(mesh)
                 name = next(
                     name
                     for i, (name, layout) in enumerate(zip(targets.names, targets.layout, strict=True))
-                    if i not in targets.own and number in targets.meshes_of[layout]
+                    if i not in targets.local_only and number in targets.layout_meshes[layout]
                 )
                 said[digest] = f"{mesh}, e.g. for {name}"
 
@@ -565,7 +564,7 @@ class Preparation:
         and one more if some ranks want tensors that others do not."""
         inputs = (manifest.digest, mapping, f"{bucket_bytes} {options}")
         known = self._plans.get(wanted)
-        if known is not None and known[0] == inputs and targets.same_as(known[1]):
+        if known is not None and known[0] == inputs and targets.matches(known[1]):
             plan = known[2]
         else:
             plan = make_plan(manifest, targets, mapping, bucket_bytes, options, wanted)
