@@ -130,6 +130,7 @@ def test_changes_are_noticed(change: str) -> None:
     assert snapshot.read(model, None) is not None
     CHANGES[change](model)
     assert snapshot.read(model, None) is None
+    assert snapshot.read(model, None) is None, "nor is the change accepted the second time"
 
 
 def test_two_buffers_that_change_roles_are_noticed() -> None:

@@ -433,9 +433,8 @@ class HierarchicalLoader:
         for module, path, leaves in init_missing_calls(request.model, work.unfilled):
             request.init_missing(module, path, leaves)
             report.initialized += [f"{path}.{leaf}" if path else leaf for leaf in leaves]
-        tensors |= {
-            name: tensor_at(request.model, name) for name in targets.unsaved_meta
-        }  # a hook may replace a tensor
+        # A hook may have replaced a tensor.
+        tensors |= {name: tensor_at(request.model, name) for name in targets.unsaved_meta}
         present = {id(tensor) for tensor in chain(request.model.parameters(), request.model.buffers())}
         kept = [name for name in work.garbage if id(tensors[name]) in present]
         left = [name for name, t in local(kept).items() if not t.is_meta and is_poisoned(t)]

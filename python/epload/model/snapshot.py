@@ -10,6 +10,7 @@ values, by address. An address identifies an object only while the object lives.
   - refers weakly to the modules (through FSDP's state each of them keeps the whole model alive) and to the local tensors of
     DTensors, and is invalid once one of them is freed;
   - releases what it holds when the model is freed.
+load_state_dict hooks that are added later are detected as well: such a module has to be loaded through them.
 A new parameter may have the address of an old one: tensors are taken from the dicts at every load, and their shapes,
 dtypes, devices and layouts are compared (see ``MetadataRecord``). It would not do to refer weakly to the parameters
 themselves: ``torch.utils.swap_tensors`` refuses tensors that have weak references.
@@ -46,6 +47,7 @@ class Snapshot:
         """
         modules = [module for _, module in walk_modules(model)]
         self._modules: _ModuleRecord | None = None
+        # A module may materialize what is on meta outside its state dict, and aliases depend on addresses of storages.
         if targets.unsaved_meta or targets.has_aliases or not _determine_targets(modules):
             return
         self._modules = _ModuleRecord(model, modules, targets)
@@ -94,7 +96,8 @@ class _ModuleRecord:
         self._child_addresses = _C.addresses(child_dicts)
         self._tensor_addresses, tensors = _C.contents(self._tensor_dicts)
         self._keys = list(chain.from_iterable((*child_dicts, *self._tensor_dicts)))  # kept alive
-        self._read_load_hooks()
+        self._next_hook_id = RemovableHandle.next_id
+        self._hook_addresses, self._hook_ids = self._load_hooks()
         first = {id(tensor): i for i, tensor in reversed(list(enumerate(tensors)))}
         positions = [first[id(tensor)] for tensor in targets.tensors]
         self._positions = None if positions == list(range(len(tensors))) else positions
@@ -122,19 +125,19 @@ class _ModuleRecord:
         harmless ones."""
         if RemovableHandle.next_id == self._next_hook_id:  # no hook at all was added
             return True
-        before = self._hook_addresses
-        self._read_load_hooks()
+        next_hook_id = RemovableHandle.next_id
+        addresses, hook_ids = self._load_hooks()
         modules = (reference() for reference in self._references)
-        return self._hook_addresses == before or not any(
-            describe_custom_loading("", module) for module in modules if module is not None
-        )
+        if addresses != self._hook_addresses and any(describe_custom_loading("", m) for m in modules if m is not None):
+            return False
+        self._next_hook_id, self._hook_addresses, self._hook_ids = next_hook_id, addresses, hook_ids
+        return True
 
-    def _read_load_hooks(self) -> None:
-        self._next_hook_id = RemovableHandle.next_id
+    def _load_hooks(self) -> tuple[bytes, list[int]]:
+        """All load_state_dict hooks by address, and their ids, which must be kept alive while the addresses are compared."""
         names = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
         hooks = [each for name in names for each in _C.attributes(self._references, name)]
-        self._hook_addresses = _C.addresses(hooks)
-        self._hook_ids = list(chain.from_iterable(hooks))  # kept alive
+        return _C.addresses(hooks), list(chain.from_iterable(hooks))
 
 
 def _determine_targets(modules: list[nn.Module]) -> bool:
