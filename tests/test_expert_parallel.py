@@ -232,7 +232,7 @@ def test_mistakes_about_experts_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "first", "name", "called"),
+    ("pattern", "first", "name", "global_name"),
     [
         (r"experts\.(\d+)\.", 8, "l.3.experts.2.up", "l.3.experts.10.up"),
         (r"experts\.(\d+)\.", 0, "l.3.experts.2.up", "l.3.experts.2.up"),
@@ -240,5 +240,5 @@ def test_mistakes_about_experts_are_named(tmp_path: Path) -> None:
         (r"experts\.(\d+)\.", 8, "norm", None),
     ],
 )
-def test_what_local_modules_are_called(pattern: str, first: int, name: str, called: str | None) -> None:
-    assert LocalModules(pattern, first).called(name) == called
+def test_global_names_of_local_modules(pattern: str, first: int, name: str, global_name: str | None) -> None:
+    assert LocalModules(pattern, first).global_name(name) == global_name

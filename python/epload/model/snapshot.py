@@ -97,7 +97,6 @@ class _ModuleRecord:
         self._tensor_addresses, tensors = _C.contents(self._tensor_dicts)
         self._keys = list(chain.from_iterable((*child_dicts, *self._tensor_dicts)))  # kept alive
         self._next_hook_id = RemovableHandle.next_id
-        self._hook_addresses, self._hook_ids = self._load_hooks()
         first = {id(tensor): i for i, tensor in reversed(list(enumerate(tensors)))}
         positions = [first[id(tensor)] for tensor in targets.tensors]
         self._positions = None if positions == list(range(len(tensors))) else positions
@@ -114,30 +113,25 @@ class _ModuleRecord:
             and tensor_addresses == self._tensor_addresses
             and _C.all_empty(self._empty)
             and self._non_persistent == self._non_persistent_names
-            and self._loads_without_custom_code()
+            and not self._has_custom_loading()
             and not self._freed
         ):
             return None
         return tensors if self._positions is None else list(map(tensors.__getitem__, self._positions))
 
-    def _loads_without_custom_code(self) -> bool:
-        """Whether still no module has a load_state_dict hook that might change values. FSDP's first forward adds
-        harmless ones."""
-        if RemovableHandle.next_id == self._next_hook_id:  # no hook at all was added
-            return True
-        next_hook_id = RemovableHandle.next_id
-        addresses, hook_ids = self._load_hooks()
-        modules = (reference() for reference in self._references)
-        if addresses != self._hook_addresses and any(describe_custom_loading("", m) for m in modules if m is not None):
-            return False
-        self._next_hook_id, self._hook_addresses, self._hook_ids = next_hook_id, addresses, hook_ids
-        return True
+    def _has_custom_loading(self) -> bool:
+        """Whether a module has got a load_state_dict hook that might change values.
 
-    def _load_hooks(self) -> tuple[bytes, list[int]]:
-        """All load_state_dict hooks by address, and their ids, which must be kept alive while the addresses are compared."""
-        names = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-        hooks = [each for name in names for each in _C.attributes(self._references, name)]
-        return _C.addresses(hooks), list(chain.from_iterable(hooks))
+        Takes 31 ms, so it looks only if a hook of any kind was registered in this process since it last looked, as in a
+        training step.
+        """
+        next_hook_id = RemovableHandle.next_id
+        if next_hook_id != self._next_hook_id:
+            modules = (reference() for reference in self._references)
+            if any(describe_custom_loading("", module) for module in modules if module is not None):
+                return True
+            self._next_hook_id = next_hook_id
+        return False
 
 
 def _determine_targets(modules: list[nn.Module]) -> bool:
