@@ -27,7 +27,7 @@ from epload.loading.routes import Router
 from epload.loading.run import LoadRun
 from epload.mapping.mapping import Mapping
 from epload.model.devices import check_stream
-from epload.model.expert_parallel import LocalModules, OuterShard, Parts
+from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
 from epload.model.initialization import InitMissing
 from epload.model.targets import DTypes
 from epload.report import LoadReport
@@ -208,9 +208,9 @@ class HierarchicalLoader:
                 guard = self._control.guard()
                 try:
                     with guard:
-                        parts = (
-                            Parts(tuple(outer_shards), tuple(local_modules)) if outer_shards or local_modules else None
-                        )
+                        parts = None
+                        if outer_shards or local_modules:
+                            parts = ExpertParallelSpec(tuple(outer_shards), tuple(local_modules))
                         return self._load(Request(model, checkpoint, mapping, strict, dtype, parts, init_missing))
                 finally:
                     if guard.failure is not None and not guard.failure.clean:

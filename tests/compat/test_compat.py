@@ -140,7 +140,7 @@ def _torch_is_wrong(rank: int) -> list[str]:
     if model.w.full_tensor().tolist() != [4.0] * 3:
         said.append(f"Partial: {model.w.full_tensor()}")
     error = raised(lambda: our_torch.set_model_state_dict(partial_sum(), on_rank_0({"w": torch.ones(3)}), options=FULL))
-    if "w is placed as P(sum), which no load can fill" not in error:
+    if "w has placement P(sum), which cannot be loaded into" not in error:
         said.append(error)
     return said
 

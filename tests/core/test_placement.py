@@ -24,11 +24,11 @@ from epload.core.placement import (
     Replicated,
     Sharded,
     box_of_range,
-    chunk,
+    chunk_intervals,
     intersect,
     local_shape,
     owned_regions,
-    take,
+    slice_intervals,
 )
 from epload.model.targets import Targets
 from epload.native import ops
@@ -193,15 +193,15 @@ def spelled(intervals: Sequence[tuple[int, int]]) -> list[int]:
 
 @settings(deadline=None)
 @given(intervals_of, st.integers(0, 40), st.integers(0, 40))
-def test_take_is_a_slice(intervals: list[tuple[int, int]], begin: int, end: int) -> None:
-    assert spelled(take(intervals, begin, end)) == spelled(intervals)[begin:end]
+def test_slice_intervals_is_a_slice(intervals: list[tuple[int, int]], begin: int, end: int) -> None:
+    assert spelled(slice_intervals(intervals, begin, end)) == spelled(intervals)[begin:end]
 
 
 @settings(deadline=None)
 @given(intervals_of, st.integers(1, 9))
-def test_chunk_is_torch_chunk(intervals: list[tuple[int, int]], parts: int) -> None:
+def test_chunk_intervals_is_torch_chunk(intervals: list[tuple[int, int]], parts: int) -> None:
     pieces = torch_chunk(torch.tensor(spelled(intervals), dtype=torch.int64), parts, 0)
-    assert [spelled(chunk(intervals, parts, i)) for i in range(parts)] == [piece.tolist() for piece in pieces]
+    assert [spelled(chunk_intervals(intervals, parts, i)) for i in range(parts)] == [piece.tolist() for piece in pieces]
 
 
 @st.composite

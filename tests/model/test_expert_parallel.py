@@ -172,7 +172,7 @@ def _mistakes(rank: int, folder: Path) -> list[str]:
     two, one = mesh(("fsdp", 2), ("ep", 2)), mesh(("ep", 4))
     cases: dict[str, tuple[Any, type[Exception], str]] = {
         "nothing": ({"outer_shards": [OuterShard("expertz", one)]}, ValueError, "'expertz', dim=0) matches no tensor"),
-        "axes": ({"outer_shards": [OuterShard("gate_up", two)]}, ValueError, r"one axis of yours: mesh['ep']"),
+        "axes": ({"outer_shards": [OuterShard("gate_up", two)]}, ValueError, "slice one axis of a larger mesh, e.g. mesh['ep']"),
         "dim": ({"outer_shards": [OuterShard("gate_up", one, dim=3)]}, ValueError, "experts.gate_up, which has shape [3"),
         "forgotten": ({}, epload.ModelMismatch, "has index 11"),
         "too many": (
@@ -201,7 +201,7 @@ def test_mistakes_about_experts_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "first", "name", "called"),
+    ("pattern", "first", "name", "global_name"),
     [
         (r"experts\.(\d+)\.", 8, "l.3.experts.2.up", "l.3.experts.10.up"),
         (r"experts\.(\d+)\.", 0, "l.3.experts.2.up", "l.3.experts.2.up"),
@@ -209,5 +209,5 @@ def test_mistakes_about_experts_are_named(tmp_path: Path) -> None:
         (r"experts\.(\d+)\.", 8, "norm", None),
     ],
 )
-def test_what_local_modules_are_called(pattern: str, first: int, name: str, called: str | None) -> None:
-    assert LocalModules(pattern, first).called(name) == called
+def test_global_names_of_local_modules(pattern: str, first: int, name: str, global_name: str | None) -> None:
+    assert LocalModules(pattern, first).global_name(name) == global_name

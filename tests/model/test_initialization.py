@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import epload
 from epload import LocalModules, OuterShard, Topology
-from epload.model import initialization, memory_pattern
+from epload.model.initialization import compute_missing
+from epload.model.poison import is_poisoned, poison
 from support import ranks
 
 NODES = [[0, 1], [2, 3]]
@@ -444,17 +445,17 @@ DTYPES += [torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8, torch
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_marked_memory_is_found_however_little_is_left(dtype: torch.dtype) -> None:
     tensor = torch.empty(7, 6, dtype=dtype).t()[::2]
-    memory_pattern.mark(tensor)
-    assert memory_pattern.is_marked(tensor)
+    poison(tensor)
+    assert is_poisoned(tensor)
     tensor.data[:2].zero_()
-    assert memory_pattern.is_marked(tensor) is (dtype not in (torch.uint8, torch.int8))
+    assert is_poisoned(tensor) is (dtype not in (torch.uint8, torch.int8))
     tensor.copy_(torch.ones(()).to(dtype).expand(tensor.shape))
-    assert not memory_pattern.is_marked(tensor)
-    assert not memory_pattern.is_marked(torch.empty(0, 3, dtype=dtype))
+    assert not is_poisoned(tensor)
+    assert not is_poisoned(torch.empty(0, 3, dtype=dtype))
 
 
 def test_nothing_is_computed_for_nothing() -> None:
-    made = initialization.compute(llama(), {}, {}, 0)
+    made = compute_missing(llama(), {}, {}, 0)
     assert (made.values, made.attributes) == ({}, [])
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from epload import _C, HierarchicalLoader, Topology
 from epload.model import dtensor
-from epload.model.devices import devices_of
+from epload.model.devices import Devices, devices_of
 from epload.model.snapshot import Snapshot
 from epload.model.targets import Targets, collect
 from support import ranks
@@ -44,12 +44,13 @@ class Small(nn.Module):
         self.register_buffer("unsaved", torch.zeros(3), persistent=False)
 
 
-def same(read: Targets | None, collected: Targets) -> bool:
+def same(read: tuple[Targets, Devices] | None, collected: Targets) -> bool:
     return (
         read is not None
-        and read.same_as(collected)
-        and read.lost == collected.lost
-        and [id(t) for t in read.tensors] == [id(t) for t in collected.tensors]
+        and read[0].matches(collected)
+        and read[0].unsaved_meta == collected.unsaved_meta
+        and [id(t) for t in read[0].tensors] == [id(t) for t in collected.tensors]
+        and read[1] == devices_of(collected, set(), None)
     )
 
 
@@ -118,6 +119,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "children exchanged": lambda m: setattr(m, "embed", m.inner[0]),
     "hook on a leaf": lambda m: m.relu._register_state_dict_hook(lambda *_: None),
     "hook on the root": lambda m: m.register_state_dict_post_hook(lambda *_: None),
+    "load hook on a leaf": lambda m: m.relu.register_load_state_dict_pre_hook(lambda *_: None),
+    "load hook on the root": lambda m: m.register_load_state_dict_post_hook(lambda *_: None),
 }
 
 
@@ -128,13 +131,14 @@ def test_changes_are_noticed(change: str) -> None:
     assert snapshot.read(model, None) is not None
     CHANGES[change](model)
     assert snapshot.read(model, None) is None
+    assert snapshot.read(model, None) is None, "nor is the change accepted the second time"
 
 
 def test_two_buffers_that_change_roles_are_noticed() -> None:
     model = Small()
-    snapshot = snapshot_of(model)
+    snapshot, before = snapshot_of(model), collect(model)
     swap_persistence(model)
-    assert set(collect(model).names) != set(snapshot._targets.names)
+    assert set(collect(model).names) != set(before.names)
     assert snapshot.read(model, None) is None
 
 
@@ -166,7 +170,7 @@ def test_modules_with_a_say_in_their_state_are_always_asked(kind: type[nn.Linear
 def test_buffers_that_nothing_fills_are_always_looked_for() -> None:
     with torch.device("meta"):
         model = Small()
-    assert collect(model).lost.keys() == {"unsaved"}
+    assert collect(model).unsaved_meta.keys() == {"unsaved"}
     assert snapshot_of(model).read(model, None) is None
 
 
@@ -180,8 +184,6 @@ def test_a_model_is_not_kept_alive() -> None:
     gc.collect()
     assert alive() is None
     assert weights() is None
-    assert snapshot._owning == []
-    assert snapshot._empty == []
 
 
 def test_scripted_modules_are_read_as_collected_or_anew() -> None:
@@ -423,20 +425,20 @@ def both_ways(rank: int) -> list[str]:
         if not one.is_meta and one.data_ptr() != other.data_ptr():
             said.append("not the same memory")
     for private in (True, False):
-        held = dtensor.holds(tensors, private)  # so that no address is taken twice
-        seen = dtensor.seen(tensors, private)
-        if seen != dtensor.seen([*tensors], private):
+        record = dtensor.MetadataRecord(tensors, private)
+        if not record.matches([*tensors]):
             said.append(f"private={private}: not equal to itself")
         for i, tensor in enumerate(tensors):
             for what, other in ("dtype", tensor.to(torch.float64)), ("device", tensor.to("meta")):
                 if (tensor.dtype, tensor.device) == (other.dtype, other.device):
                     continue
-                if dtensor.seen([*tensors[:i], other, *tensors[i + 1 :]], private) == seen:
+                if record.matches([*tensors[:i], other, *tensors[i + 1 :]]):
                     said.append(f"private={private}: another {what} of tensor {i} is unnoticed")
-        layouts = [dtensor.seen([t], private) for t in tensors[-9::3]]
-        if any(layouts[i] == layouts[j] for i in range(3) for j in range(i)):
-            said.append(f"private={private}: placements are not told apart")
-        del held
+        for i, one in enumerate(tensors[-9::3]):
+            if [dtensor.MetadataRecord([one], private).matches([t]) for t in tensors[-9::3]] != [
+                i == j for j in range(3)
+            ]:
+                said.append(f"private={private}: placements are not told apart")
     return said
 
 

@@ -138,7 +138,7 @@ class NoCounterpart(nn.Module):
 
 def test_a_module_that_does_not_take_what_it_shows_is_an_error() -> None:
     source = nn.Sequential(NoCounterpart())
-    with pytest.raises(epload.LoadError, match=r"(?s)0 \(NoCounterpart\).load_state_dict did not take .*twice"):
+    with pytest.raises(epload.LoadError, match=r"(?s)0 \(NoCounterpart\).load_state_dict rejected .*twice"):
         epload.load(nn.Sequential(NoCounterpart()), dict(source.state_dict()), progress=False)
     torch.manual_seed(0)
     state = {name: tensor.clone() for name, tensor in Ignores().state_dict().items()}
@@ -178,7 +178,7 @@ def test_a_parameter_that_no_state_dict_shows_is_not_left_as_garbage() -> None:
 
 def _sharded(rank: int) -> list[str]:
     said = []
-    for make, text in ((NoCounterpart, "makes of a DTensor"), (Net, "layers.0 (Fused) has a load_state_dict hook")):
+    for make, text in ((NoCounterpart, "is a copy of a DTensor"), (Net, "layers.0 (Fused) has a load_state_dict hook")):
         state = {name: tensor.detach().clone() for name, tensor in make().state_dict().items()}
         model = nn.Sequential(make())
         fully_shard(model)

@@ -16,7 +16,7 @@ from epload.loader import load
 from epload.loading.hints import Strict
 from epload.mapping.mapping import Mapping
 from epload.mapping.wrappers import transparent
-from epload.model.state_entries import loads_itself
+from epload.model.state_dict import describe_custom_loading
 from epload.report import LoadReport
 
 
@@ -53,7 +53,7 @@ def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: Strict = 
 
 def find_custom_loading(model: nn.Module) -> str:
     """Describes the first module that has custom loading code (hooks or methods). Empty if none has any."""
-    return next(filter(None, (loads_itself(path, module) for path, module in model.named_modules())), "")
+    return next(filter(None, (describe_custom_loading(path, module) for path, module in model.named_modules())), "")
 
 
 class _KeepOnMeta:

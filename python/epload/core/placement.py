@@ -1,7 +1,7 @@
-"""Which regions of a tensor a rank owns. Pure: shapes, placements and coordinates in, regions out; no process group.
+"""Placement geometry: which regions of a tensor a rank owns.
 
-A region is a box in a tensor's global index space. Sharding of one dim is a list of index intervals, in local order; the
-regions of a tensor are the product of its dims' intervals.
+A region is an n-d box in a tensor's global index space. Along one dim a rank owns a list of intervals, in local order;
+its regions are the Cartesian product of the intervals of all dims. All functions are pure and need no process group.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from itertools import product
 from math import prod
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Start and size, one entry a dim, in elements."""
+"""Start and size of an n-d box, in elements, one entry per dim."""
 Interval = tuple[int, int]
-"""Start and length, in indices of one dim."""
+"""Start and length of a range of indices of one dim."""
 
 
 @dataclass(frozen=True)
 class Replicated:
-    """The whole tensor on every rank of this mesh axis."""
+    """Every rank of the mesh axis has the whole tensor."""
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """``dim`` is cut along this mesh axis, as torch.chunk cuts it.
+    """The mesh axis shards ``dim`` as torch.chunk does.
 
-    ``split_factor`` > 1 is torch's _StridedShard. It says that ``dim`` is first cut into that many parts and each part then
-    along this axis. Where axes to the right shard the same dim in as many parts, those parts are theirs (FSDP over TP: the
-    right axis was applied first); else the rank keeps its piece of every part (a fused projection under TP).
+    ``split_factor`` > 1 is torch's _StridedShard: ``dim`` is first split into that many parts, and this axis shards each part.
+    If axes to the right shard the same dim into that many parts, the parts are theirs (FSDP over TP: the right axis was applied
+    first). Otherwise the rank owns a piece of every part (a fused projection under TP).
     """
 
     dim: int
@@ -40,39 +40,43 @@ Placement = Replicated | Sharded
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor's global shape and how a mesh divides it. Equal on all ranks."""
+    """A tensor's global shape, and how a mesh divides the tensor. Equal on all ranks."""
 
     shape: tuple[int, ...]
     mesh_shape: tuple[int, ...]
     placements: tuple[Placement, ...]
+    """One per mesh axis."""
 
 
 @dataclass(frozen=True)
 class OwnedRegion:
-    """A box of the global index space, and where it starts in the local shard."""
+    """A box in the global index space that a rank owns, and where it starts in the rank's local shard."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
     local_start: tuple[int, ...]
 
 
-def chunk(intervals: Sequence[Interval], parts: int, index: int) -> list[Interval]:
-    """Piece ``index`` of torch.chunk(parts) of the sequence of indices that ``intervals`` spell out; may be empty."""
+# ---- intervals of one dim ----
+
+
+def chunk_intervals(intervals: Sequence[Interval], chunks: int, index: int) -> list[Interval]:
+    """Chunk ``index`` of the concatenated intervals, divided as by torch.chunk. May be empty."""
     length = sum(size for _, size in intervals)
-    each = -(-length // parts)
-    return take(intervals, index * each, min(length, (index + 1) * each))
+    chunk_size = -(-length // chunks)
+    return slice_intervals(intervals, index * chunk_size, min(length, (index + 1) * chunk_size))
 
 
-def take(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval]:
-    """Positions [begin, end) of the sequence of indices that ``intervals`` spell out."""
-    taken = []
+def slice_intervals(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval]:
+    """Positions [begin, end) of the concatenated intervals."""
+    sliced = []
     position = 0
     for start, size in intervals:
         low, high = max(begin, position), min(end, position + size)
         if low < high:
-            taken.append((start + low - position, high - low))
+            sliced.append((start + low - position, high - low))
         position += size
-    return taken
+    return sliced
 
 
 def owned_intervals(
@@ -81,25 +85,25 @@ def owned_intervals(
     """The indices of one dim that the rank at ``coordinate`` owns, in local order."""
     axes = [axis for axis, p in enumerate(placements) if isinstance(p, Sharded) and p.dim == dim]
     intervals: list[Interval] = [(0, length)] if length else []
-    for axis, parts in application_order(axes, mesh_shape, placements):
+    for axis, parts in _sharding_order(axes, mesh_shape, placements):
         if parts == 1:
-            intervals = chunk(intervals, mesh_shape[axis], coordinate[axis])
+            intervals = chunk_intervals(intervals, mesh_shape[axis], coordinate[axis])
         else:
-            pieces = [chunk(intervals, parts, part) for part in range(parts)]
-            intervals = [i for piece in pieces for i in chunk(piece, mesh_shape[axis], coordinate[axis])]
-    return _merge(intervals)
+            split = [chunk_intervals(intervals, parts, part) for part in range(parts)]
+            intervals = [i for part in split for i in chunk_intervals(part, mesh_shape[axis], coordinate[axis])]
+    return _merge_adjacent(intervals)
 
 
-def application_order(
+def _sharding_order(
     axes: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
 ) -> list[tuple[int, int]]:
-    """The mesh axes that shard one dim in the order they cut it, each with the parts it finds that no axis made.
+    """The mesh axes that shard one dim, in the order in which they apply, each with its number of parts (1: not strided).
 
-    An axis whose split factor is accounted for by axes to its right comes after them. The shards that the first
-    ``split_factor`` parts do not explain are left as parts that the rank holds a piece of each.
+    An axis whose split factor is the product of the sizes of axes to its right applies after those axes. A factor that remains
+    means that the axis shards that many parts separately.
     """
     order: list[tuple[int, int]] = []
-    for axis in reversed(axes):  # right to left: what stands right of an axis is already placed
+    for axis in reversed(axes):  # right to left, so that the axes to the right are already in order
         placement = placements[axis]
         assert isinstance(placement, Sharded)
         parts = placement.split_factor
@@ -111,7 +115,7 @@ def application_order(
     return order
 
 
-def _merge(intervals: Sequence[Interval]) -> list[Interval]:
+def _merge_adjacent(intervals: Sequence[Interval]) -> list[Interval]:
     merged: list[Interval] = []
     for start, size in intervals:
         if merged and sum(merged[-1]) == start:
@@ -121,16 +125,22 @@ def _merge(intervals: Sequence[Interval]) -> list[Interval]:
     return merged
 
 
+# ---- boxes ----
+
+
 def owned_regions(layout: Layout, coordinate: Sequence[int]) -> list[OwnedRegion]:
-    """What the rank at ``coordinate`` of the mesh owns. Empty if its shard is; one region of size () for a 0-d tensor."""
+    """The regions that the rank at ``coordinate`` of the mesh owns.
+
+    Empty if the local shard is empty; one region of size () for a 0-d tensor.
+    """
     per_dim = []
     for dim, length in enumerate(layout.shape):
-        placed = []
-        local = 0
+        intervals = []
+        local_start = 0
         for start, size in owned_intervals(length, dim, layout.mesh_shape, layout.placements, coordinate):
-            placed.append((start, size, local))
-            local += size
-        per_dim.append(placed)
+            intervals.append((start, size, local_start))
+            local_start += size
+        per_dim.append(intervals)
     return [
         OwnedRegion(tuple(s for s, _, _ in box), tuple(n for _, n, _ in box), tuple(at for _, _, at in box))
         for box in product(*per_dim)
@@ -146,7 +156,7 @@ def local_shape(layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The box that two boxes share, None if they share no element."""
+    """The intersection of two boxes, None if it is empty."""
     start = tuple(map(max, a[0], b[0]))
     size = tuple(
         min(a_start + a_size, b_start + b_size) - low
@@ -156,12 +166,12 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements of a contiguous tensor of this shape."""
+    """Strides, in elements, of a contiguous tensor of this shape."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def box_of_range(shape: Sequence[int], begin: int, count: int) -> Box:
-    """The box that elements [begin, begin + count) of a row-major tensor form. They must form one (see bucket_plan.h)."""
+    """The box formed by elements [begin, begin + count) of a row-major tensor. They must form one (see bucket_plan.h)."""
     start, size = [], []
     for length, stride in zip(shape, row_major_strides(shape), strict=True):
         start.append(begin // stride)

@@ -147,8 +147,8 @@ class Agreement:
         view: dict[str, Any] = {
             "loader": self._loader,
             "options": f"{described} timeout={timeout:g} local_modules={local_modules}",
-            "lost": inputs is not None and bool(inputs.targets.lost),
-            "meta": inputs is not None and (inputs.devices.meta or bool(inputs.targets.lost)),
+            "lost": inputs is not None and bool(inputs.targets.unsaved_meta),
+            "meta": inputs is not None and (inputs.devices.has_meta or bool(inputs.targets.unsaved_meta)),
         }
         if rank == src:
             view["seed"] = torch.initial_seed()
@@ -332,7 +332,7 @@ class Agreement:
         and one more if some ranks want tensors that others do not."""
         inputs = (draft.manifest.digest, draft.mapping, f"{draft.bucket_bytes} {draft.options}")
         known = self._plans.get(wanted)
-        if known is not None and known[0] == inputs and targets.same_as(known[1]):
+        if known is not None and known[0] == inputs and targets.matches(known[1]):
             plan = known[2]
         else:
             plan = make_plan(draft.manifest, targets, draft.mapping, draft.bucket_bytes, draft.options, wanted)

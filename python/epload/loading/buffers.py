@@ -22,9 +22,9 @@ def find_holders(control: Control, model: nn.Module, targets: Targets) -> dict[s
         ManifestMismatch: a rank that lacks a buffer has it in another dtype or shape.
     """
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    names = sorted(name for name in {*targets.lost, *targets.unsaved} if name in buffers)
+    names = sorted(name for name in {*targets.unsaved_meta, *targets.unsaved_buffers} if name in buffers)
     view = {
-        name: [str(buffers[name].dtype), list(buffers[name].shape), name in targets.unsaved]
+        name: [str(buffers[name].dtype), list(buffers[name].shape), name in targets.unsaved_buffers]
         for name in names
         if not isinstance(buffers[name], DTensor)
     }

@@ -14,8 +14,8 @@ from epload.cluster.topology import Topology
 from epload.errors import CheckpointError
 from epload.loading.request import Options, Request
 from epload.loading.routes import Router
-from epload.model import materialize as mat
 from epload.model.devices import Devices, check_backend, devices_of
+from epload.model.materialize import cpu_offloaded_ids
 from epload.model.snapshot import Snapshot
 from epload.model.targets import Targets, collect
 
@@ -70,15 +70,14 @@ class InputReader:
         """
         request.check()
         asked = (request.dtype, request.parts)
-        targets = self.snapshot.read(request.model, asked) if self.snapshot is not None else None
-        if targets is None:
+        known = self.snapshot.read(request.model, asked) if self.snapshot is not None else None
+        if known is not None:
+            targets, devices = known
+        else:
             targets = collect(request.model, request.dtype, request.parts)
-            devices = devices_of(targets, mat.offloaded(request.model), stream)
+            devices = devices_of(targets, cpu_offloaded_ids(request.model), stream)
             if snapshot:
                 self.snapshot = Snapshot(request.model, targets, devices, asked)
-        else:
-            assert self.snapshot is not None
-            devices = self.snapshot.devices
         check_backend(self._topology.group, devices.load)
         checkpoint = self._open(request.checkpoint, devices.load)
         return LocalInputs(

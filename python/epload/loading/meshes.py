@@ -24,7 +24,7 @@ class MeshClaims:
 
     def of(self, targets: Targets) -> Claims:
         """Their size does not depend on the number of ranks."""
-        claims = targets.mesh_claims()
+        claims = targets.mesh_digests()
         if self._known is None or self._known[0] is not claims:
             self._known = claims, [[digest, sum(rank in self._ranks for rank in mesh.ranks)] for digest, mesh in claims]
         return self._known[1]
@@ -45,13 +45,13 @@ def find_mismatches(claims: dict[int, Claims]) -> dict[str, list[int]]:
 def raise_mismatch(control: Control, targets: Targets, mismatches: dict[str, list[int]]) -> None:
     """Raises ManifestMismatch on every rank, in a round. ``mismatches``: as found by :func:`find_mismatches`."""
     described: dict[str, str] = {}
-    for digest, mesh in targets.mesh_claims():
+    for digest, mesh in targets.mesh_digests():
         if control.rank == mismatches.get(digest, [None])[0]:
             number = targets.meshes.index(mesh)
             name = next(
                 name
                 for i, (name, layout) in enumerate(zip(targets.names, targets.layout, strict=True))
-                if i not in targets.own and number in targets.meshes_of[layout]
+                if i not in targets.local_only and number in targets.layout_meshes[layout]
             )
             described[digest] = f"{mesh}, e.g. for {name}"
 

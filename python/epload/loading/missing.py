@@ -14,11 +14,11 @@ from epload.errors import LoadError, ModelMismatch
 from epload.loading.hints import spell_unfilled
 from epload.loading.inputs import LocalInputs
 from epload.loading.request import Request
-from epload.model import materialize as mat
-from epload.model import memory_pattern
 from epload.model.dtensor import local_tensors
-from epload.model.initialization import Initialization, compute, made_off_meta
-from epload.model.targets import owned
+from epload.model.initialization import Initialization, init_missing_calls, params_ignoring_meta
+from epload.model.initialization import compute_missing as compute
+from epload.model.poison import is_poisoned, poison
+from epload.model.state_dict import tensor_at
 from epload.planning.plan import LoadPlan
 from epload.report import LoadReport
 
@@ -76,12 +76,12 @@ def compute_missing(
         return Missing(Initialization(), frozenset(left), frozenset(), holders)
     shared = {targets.names[i]: name for name, i in reversed(targets.index.items())}
     on_meta = {shared[name] for name in left if targets.tensors[targets.index[shared[name]]].is_meta}
-    if inputs.devices.meta:
+    if inputs.devices.has_meta:
         with_values = [name for name in left if shared[name] not in on_meta]
-        on_meta |= {shared[name] for name in made_off_meta(request.model, with_values)}
+        on_meta |= {shared[name] for name in params_ignoring_meta(request.model, with_values)}
     if anywhere:
         on_meta = set(control.settle("comparing what is missing", None, sorted(on_meta), _union))
-    garbage: dict[str, Tensor] = {n: t for n, t in targets.lost.items() if n not in holders}
+    garbage: dict[str, Tensor] = {n: t for n, t in targets.unsaved_meta.items() if n not in holders}
     garbage |= {n: targets.tensors[targets.index[shared[n]]] for n in left if shared[n] in on_meta}
     dtypes = {name: tensor.dtype for name, tensor in garbage.items()}
     dtypes |= {name: targets.dtypes[targets.index[shared[name]]] for name in left}
@@ -89,7 +89,7 @@ def compute_missing(
 
     def initialize() -> Initialization:
         made = compute(request.model, garbage, dtypes, seed, request.parts, adapters=not hooked)
-        copies = {name for module in targets.staged for name in module.names}
+        copies = {name for module in targets.staged_modules for name in module.names}
         nobody = sorted(name for name in garbage if name not in made.values and (not hooked or name in copies))
         if nobody:
             raise ModelMismatch(spell_unfilled(nobody))
@@ -112,7 +112,7 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
     if not missing.initialization.values and not missing.unfilled:
         return
     tensors = dict(zip(targets.names, targets.tensors, strict=True))
-    tensors |= {name: owned(model, name) for name in targets.lost}
+    tensors |= {name: tensor_at(model, name) for name in targets.unsaved_meta}
 
     def local(names: Collection[str]) -> dict[str, Tensor]:
         return dict(zip(names, local_tensors([tensors[name] for name in names]), strict=True))
@@ -122,15 +122,14 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
     if request.init_missing is None:
         return
     for tensor in local(missing.garbage).values():
-        memory_pattern.mark(tensor)
-    for unfilled in mat.unfilled(model, set(missing.unfilled)):
-        module, path, leaves = unfilled.module, unfilled.path, unfilled.names
+        poison(tensor)
+    for module, path, leaves in init_missing_calls(model, missing.unfilled):
         request.init_missing(module, path, leaves)
         report.initialized += [f"{path}.{leaf}" if path else leaf for leaf in leaves]
-    tensors |= {name: owned(model, name) for name in targets.lost}  # a hook may replace a tensor
+    tensors |= {name: tensor_at(model, name) for name in targets.unsaved_meta}  # a hook may replace a tensor
     present = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
     kept = [name for name in missing.garbage if id(tensors[name]) in present]
-    left = [name for name, t in local(kept).items() if not t.is_meta and memory_pattern.is_marked(t)]
+    left = [name for name, t in local(kept).items() if not t.is_meta and is_poisoned(t)]
     if left:
         raise LoadError(
             f"rank {rank}: init_missing left {', '.join(sorted(left)[:10])} unfilled; it is called as "

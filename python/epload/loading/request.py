@@ -10,7 +10,7 @@ from torch import nn
 
 from epload.loading.hints import Strict
 from epload.mapping.mapping import Mapping
-from epload.model.expert_parallel import Parts
+from epload.model.expert_parallel import ExpertParallelSpec
 from epload.model.initialization import InitMissing
 from epload.model.targets import DTypes
 from epload.planning.buckets import HEADER_BYTES
@@ -71,7 +71,7 @@ class Request:
     mapping: Mapping | str
     strict: Strict
     dtype: DTypes
-    parts: Parts | None
+    parts: ExpertParallelSpec | None
     init_missing: InitMissing | None
 
     def check(self) -> None:

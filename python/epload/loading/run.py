@@ -18,11 +18,11 @@ from epload.loading.request import Options, Request
 from epload.loading.resources import Resources
 from epload.loading.routes import RoutePlan, Router
 from epload.mapping import quantized
-from epload.model import materialize as mat
 from epload.model.devices import CPU
 from epload.model.dtensor import local_tensors
-from epload.model.state_entries import check_filled
-from epload.model.targets import stage
+from epload.model.materialize import materialize
+from epload.model.state_dict import check_staged_filled
+from epload.model.targets import allocate_staging
 from epload.planning.choose import LoadProfile, WaveMeasurement, choose_readers
 from epload.planning.schedule import READERS
 from epload.planning.waves import Wave, make_waves, wave_bytes
@@ -95,10 +95,10 @@ class LoadRun:
         model, inputs = self._request.model, self._load.inputs
         targets = inputs.targets
         with report.timed("materialize"):
-            if inputs.devices.meta or targets.lost:
-                mat.materialize(model, targets, inputs.devices.home)
-            if targets.staged:
-                stage(model, targets)
+            if inputs.devices.has_meta or targets.unsaved_meta:
+                materialize(model, targets, inputs.devices.materialize_on)
+            if targets.staged_modules:
+                allocate_staging(model, targets)
             if self._memory is not None:
                 self._memory.board.clear()
                 report.peak_staging = sum(buffer.nbytes for buffer in self._memory.buffers)
@@ -239,15 +239,17 @@ class LoadRun:
     def _load_staged_modules(self) -> None:
         """Fills the modules that are filled through their own load_state_dict."""
         targets = self._load.inputs.targets
-        if not targets.staged:
+        if not targets.staged_modules:
             return
         self._control.doing = "calling load_state_dict of modules with state-dict hooks"
-        staging = {name: self._local.tensors[targets.index[name]] for each in targets.staged for name in each.names}
-        for each in targets.staged:
-            each.hand_over(staging)
+        staging = {
+            name: self._local.tensors[targets.index[name]] for each in targets.staged_modules for name in each.names
+        }
+        for each in targets.staged_modules:
+            each.load_staging(staging)
             if self._options.proves:
                 each.read_back(staging)
-        check_filled(local_tensors(list(targets.behind.values())), targets.staged)
+        check_staged_filled(local_tensors(list(targets.staged_meta.values())), targets.staged_modules)
 
     def _prove(self, readers: tuple[int, ...]) -> None:
         """Before the tensors are scaled or initialized, as the checkpoint knows nothing of that."""

@@ -63,7 +63,7 @@ def with_scales(
     _check_scales(manifest, targets, number)
     targets = replace(
         targets, names=[*targets.names], layout=[*targets.layout], dtypes=[*targets.dtypes], layouts=[*targets.layouts],
-        coordinates=[*targets.coordinates], index={**targets.index}, own={*targets.own},
+        coordinates=[*targets.coordinates], index={**targets.index}, local_only={*targets.local_only},
     )  # fmt: skip
     scalings: list[Scaling] = []
     needs = _Needs(targets)
@@ -162,7 +162,7 @@ def _add(targets: Targets, manifest: Metadata, scale: int, shape: Shape) -> int:
     name = f"scale {manifest.names[scale]}"
     if name not in targets.index:
         targets.index[name] = len(targets.names)
-        targets.own.add(len(targets.names))
+        targets.local_only.add(len(targets.names))
         targets.names.append(name)
         targets.dtypes.append(manifest.dtypes[scale])
         targets.layout.append(len(targets.layouts))

@@ -1,1 +1,1 @@
-"""What a model wants filled, and what it computes itself."""
+"""The model side of a load: what is to be filled, where it gets storage, and what the model initializes itself."""

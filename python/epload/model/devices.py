@@ -1,4 +1,4 @@
-"""On which device a load runs, and whether it can: decided on every rank before anything moves."""
+"""Chooses the device of a load and checks that the load can run there, on every rank before anything is changed."""
 
 from __future__ import annotations
 
@@ -16,87 +16,89 @@ CPU = torch.device("cpu")
 
 
 class Devices(NamedTuple):
-    """Where a load works, and where what is on meta goes."""
-
     load: torch.device
-    """The accelerator that some of the targets are on, or will be; else the CPU."""
-    home: torch.device
-    """Of tensors on meta that do not say: that of the others."""
-    meta: bool
+    """The accelerator that some targets are on, or will be; the CPU if there is none."""
+    materialize_on: torch.device
+    """For meta tensors whose own device is not known: the accelerator of the other targets, if any."""
+    has_meta: bool
     """Whether any target is on meta now."""
 
 
 def devices_of(targets: Targets, offloaded: AbstractSet[int], stream: torch.Stream | None) -> Devices:
-    """DTensors on meta will be on their mesh's device, unless FSDP keeps them on CPU. Plain tensors on meta go to the device of
-    the others or of their meshes, or else of the stream.
+    """The devices for loading these targets.
+
+    A DTensor on meta will be on its mesh's device, unless FSDP offloads it to the CPU. A plain tensor on meta goes to the
+    accelerator of the other targets or of their meshes, otherwise to the stream's device.
 
     Args:
-        offloaded: ids of parameters that FSDP keeps on CPU.
-        stream: the one the loader was given.
+        offloaded: ids of the parameters that FSDP keeps on the CPU.
+        stream: the loader's, if the caller gave one.
 
     Raises:
-        ValueError: targets are on two accelerators, or the stream is of another device than they are.
+        ValueError: targets are on two accelerators, or the stream is on a device where they are not.
     """
-    first: dict[torch.device, str] = {}
-    homes: dict[torch.device, str] = {}
-    floating, meta = None, False
+    first_on: dict[torch.device, str] = {}  # the first target on each device, for messages
+    mesh_devices: dict[torch.device, str] = {}
+    plain_meta, has_meta = None, False
     for name, tensor in zip(targets.names, targets.tensors, strict=True):
         device = tensor.device
-        meta |= tensor.is_meta
+        has_meta |= tensor.is_meta
         if isinstance(tensor, DTensor) and (tensor.is_meta or id(tensor) in offloaded):
-            home = _current(name, tensor.device_mesh.device_type)
-            homes.setdefault(home, name)
-            device = CPU if id(tensor) in offloaded else home
+            mesh_device = _current_device(name, tensor.device_mesh.device_type)
+            mesh_devices.setdefault(mesh_device, name)
+            device = CPU if id(tensor) in offloaded else mesh_device
         elif tensor.is_meta:
-            floating = name
+            plain_meta = name
             continue
-        first.setdefault(device, name)
-    seen = {device: name for device, name in {**homes, **first}.items() if device != CPU}
-    if len(seen) > 1:
-        said = ", ".join(f"{name} on {device}" for device, name in seen.items())
-        raise ValueError(f"expected the model's tensors on one accelerator device (and CPU), got {said}")
-    home = next(iter(seen), stream.device if stream is not None and not first else CPU)
-    if floating is not None:
-        first.setdefault(home, floating)
-    device = next((device for device in first if device != CPU), CPU)
-    if stream is not None and stream.device != device:
-        what = "stream=None for a model on cpu" if device == CPU else f"a stream of {device}, where the model is"
-        raise ValueError(f"expected {what}, got a stream of {stream.device}")
-    return Devices(device, home, meta)
+        first_on.setdefault(device, name)
+    accelerators = {device: name for device, name in {**mesh_devices, **first_on}.items() if device != CPU}
+    if len(accelerators) > 1:
+        found = ", ".join(f"{name} on {device}" for device, name in accelerators.items())
+        raise ValueError(f"expected the model's tensors on one accelerator device (and CPU), got {found}")
+    materialize_on = next(iter(accelerators), stream.device if stream is not None and not first_on else CPU)
+    if plain_meta is not None:
+        first_on.setdefault(materialize_on, plain_meta)
+    load = next((device for device in first_on if device != CPU), CPU)
+    if stream is not None and stream.device != load:
+        expected = "stream=None for a model on cpu" if load == CPU else f"a stream of {load}, where the model is"
+        raise ValueError(f"expected {expected}, got a stream of {stream.device}")
+    return Devices(load, materialize_on, has_meta)
 
 
-def _current(name: str, kind: str) -> torch.device:
-    if kind == "cpu":
+def _current_device(name: str, device_type: str) -> torch.device:
+    if device_type == "cpu":
         return CPU
-    here = torch.accelerator.current_accelerator()
-    if here is None or here.type != kind:
-        has = f"has {here.type}" if here is not None else "has no accelerator"
-        raise ValueError(f"{name} lies on a mesh of {kind} devices, but this torch {has}; install a torch for {kind}")
-    return torch.device(kind, torch.accelerator.current_device_index())
+    available = torch.accelerator.current_accelerator()
+    if available is None or available.type != device_type:
+        has = f"has {available.type}" if available is not None else "has no accelerator"
+        raise ValueError(
+            f"{name} is on a mesh of {device_type} devices, but this torch {has}; install a torch for {device_type}"
+        )
+    return torch.device(device_type, torch.accelerator.current_device_index())
 
 
 def check_backend(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Raises ValueError unless the group can send tensors of a device."""
+    """Raises ValueError unless the group has a backend for tensors on a device, and this build of epload supports it."""
     if group is None or device == CPU:
         return
     config = dist.get_backend_config(group)
-    kinds = dict(part.partition(":")[::2] for part in config.split(","))
-    if device.type not in kinds:
+    backends = dict(part.partition(":")[::2] for part in config.split(","))
+    if device.type not in backends:
         raise ValueError(
             f"expected a process group with a backend for {device.type} tensors, got {config!r}; "
             "make it with one, e.g. init_process_group('cpu:gloo,cuda:nccl')"
         )
-    if kinds[device.type] == "hccl" and not build_info()["npu"]:
+    if backends[device.type] == "hccl" and not build_info()["npu"]:
         raise ValueError(
-            f"the process group {config!r} uses HCCL, for which this build of epload has no part; rebuild it with EPLOAD_NPU=1 "
+            f"the process group {config!r} uses HCCL, which this build of epload does not support; rebuild it with EPLOAD_NPU=1 "
             "in the environment that has torch_npu"
         )
 
 
 def check_stream(stream: torch.Stream | None) -> None:
-    """Raises ValueError for a stream on which collectives cannot be queued: one that torch_npu did not make."""
+    """Raises ValueError for a stream that was not made by torch_npu: its process groups queue no collectives on such a stream."""
     if stream is not None and stream.device.type == "npu" and type(stream).__name__ == "ExternalStream":
         raise ValueError(
-            "expected a stream that torch_npu made, got an ExternalStream, which its process groups refuse; "
+            "expected a stream made by torch_npu, got an ExternalStream, which its process groups refuse; "
             "pass a torch.npu.Stream, or stream=None"
         )

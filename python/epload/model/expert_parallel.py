@@ -1,7 +1,7 @@
-"""What a model does not say of itself: that what one rank holds is a part of something larger.
+"""Expert parallelism that a model does not describe itself: this rank's tensors are a shard of something larger.
 
-An expert-parallel model may hold plain tensors, or ones that FSDP shards further, whose own shape is already that of this
-rank's experts; or modules for this rank's experts only. Both are said with the load.
+An expert-parallel model may hold plain tensors, or tensors that FSDP shards further, whose shape is already that of this rank's
+experts; or it may have modules for this rank's experts only. The caller describes both when loading.
 """
 
 from __future__ import annotations
@@ -17,38 +17,41 @@ from epload.core.placement import Layout, Sharded
 
 @dataclass(frozen=True)
 class OuterShard:
-    """Tensors that are one rank's equal part, along ``dim``, of a tensor cut along ``mesh``, whatever they seem to be.
+    """Tensors that are one rank's equal shard, along ``dim``, of a larger tensor, although their own layout does not say so.
 
-    A parameter of shape [E / ep, ...], plain or sharded further on another mesh, is filled from one of shape [E, ...].
+    A parameter of shape [E / ep, ...], plain or sharded further on another mesh, is filled from a tensor of shape [E, ...].
     """
 
     pattern: str
-    """Regular expression found in their names."""
+    """Regular expression, searched for in the tensors' names."""
     mesh: DeviceMesh
-    """One axis."""
+    """A 1-d mesh: the ranks that the larger tensor is sharded over."""
     dim: int = 0
 
-    def around(self, name: str, layout: Layout, coordinate: tuple[int, ...]) -> tuple[Layout, tuple[int, ...]]:
-        """The layout of the larger tensor, which this axis cuts first, and this rank's place in it.
+    def enclosing_layout(
+        self, name: str, layout: Layout, coordinate: tuple[int, ...]
+    ) -> tuple[Layout, tuple[int, ...]]:
+        """The layout of the larger tensor, which this mesh shards first, and this rank's coordinate in it.
 
         Raises:
-            ValueError: the mesh has several axes or not this rank, or the tensor has no such dim.
+            ValueError: the mesh is not 1-d or does not include this rank, or the tensor has no dim ``dim``.
         """
-        here = self.mesh.get_coordinate()
-        if self.mesh.ndim != 1 or here is None:
+        mesh_coordinate = self.mesh.get_coordinate()
+        if self.mesh.ndim != 1 or mesh_coordinate is None:
             raise ValueError(
-                f"expected {self} to have a mesh of one axis with this rank on it; take one axis of yours: mesh['ep']"
+                f"expected the mesh of {self} to be 1-d and to include this rank, got shape {tuple(self.mesh.shape)}; "
+                "slice one axis of a larger mesh, e.g. mesh['ep']"
             )
         ndim = len(layout.shape)
         if not -ndim <= self.dim < ndim:
             raise ValueError(f"{self} does not apply to {name}, which has shape {list(layout.shape)}")
         dim, size = self.dim % ndim, self.mesh.size()
-        larger = Layout(
+        enclosing = Layout(
             (*layout.shape[:dim], layout.shape[dim] * size, *layout.shape[dim + 1 :]),
             (size, *layout.mesh_shape),
             (Sharded(dim), *layout.placements),
         )
-        return larger, (here[0], *coordinate)
+        return enclosing, (mesh_coordinate[0], *coordinate)
 
     def __str__(self) -> str:
         return f"OuterShard({self.pattern!r}, dim={self.dim})"
@@ -56,18 +59,19 @@ class OuterShard:
 
 @dataclass(frozen=True)
 class LocalModules:
-    """Modules that this rank has and other ranks need not have: a list that holds this rank's experts only.
+    """Modules that this rank has and other ranks may lack, such as a list of this rank's experts only.
 
-    What they hold is left out of what ranks must agree on; every checkpoint tensor that some rank has a place for is sent.
+    Their tensors are not part of what the ranks compare. Every checkpoint tensor that some rank has a module for is sent.
     """
 
     pattern: str
-    """Regular expression found in the names of their tensors. Its first group, if any, is the module's number here."""
+    """Regular expression, searched for in the tensors' names. Its first group, if any, is the module's local number."""
     first: int = 0
-    """Added to that number to give the number in the checkpoint: 0 if modules keep their own, else of this rank's first."""
+    """Added to the local number to give the number in the checkpoint: 0 if modules are numbered globally, otherwise the global
+    number of this rank's first module."""
 
-    def called(self, name: str) -> str | None:
-        """The name by which all ranks know a tensor, None for one of another module."""
+    def global_name(self, name: str) -> str | None:
+        """The name of a tensor in the checkpoint's numbering. None if the pattern does not match."""
         match = re.search(self.pattern, name)
         if match is None or not match.re.groups or not self.first:
             return match and name
@@ -75,22 +79,24 @@ class LocalModules:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """All that is said about one model."""
+class ExpertParallelSpec:
+    """The outer shards and local modules of one model. For each tensor the first that matches applies."""
 
     outer_shards: tuple[OuterShard, ...] = ()
     local_modules: tuple[LocalModules, ...] = ()
 
     def check(self, names: Sequence[str]) -> None:
-        """Raises ValueError naming a pattern that is found in none of the model's names."""
-        for part in (*self.outer_shards, *self.local_modules):
-            # A rank may have none of the local modules, more ranks than experts for one.
-            if isinstance(part, OuterShard) and not any(re.search(part.pattern, name) for name in names):
-                raise ValueError(f"{part} matches no tensor of the model, which has {', '.join(names[:5])}, ...")
+        """Raises ValueError if the pattern of an outer shard matches none of the model's names.
 
-    def outer(self, name: str) -> OuterShard | None:
-        return next((part for part in self.outer_shards if re.search(part.pattern, name)), None)
+        A pattern for local modules may match nothing: with more ranks than experts, some ranks have none.
+        """
+        for shard in self.outer_shards:
+            if not any(re.search(shard.pattern, name) for name in names):
+                raise ValueError(f"{shard} matches no tensor of the model, which has {', '.join(names[:5])}, ...")
 
-    def called(self, name: str) -> str | None:
-        """See :meth:`LocalModules.called`."""
-        return next((called for part in self.local_modules if (called := part.called(name)) is not None), None)
+    def outer_shard(self, name: str) -> OuterShard | None:
+        return next((shard for shard in self.outer_shards if re.search(shard.pattern, name)), None)
+
+    def global_name(self, name: str) -> str | None:
+        """See :meth:`LocalModules.global_name`. None for a tensor that is not in local modules."""
+        return next((found for part in self.local_modules if (found := part.global_name(name)) is not None), None)

@@ -1,5 +1,7 @@
-"""What a model wants filled: names, layouts, and the local tensors behind them. Reads a model, changes nothing but FSDP's
-unsharded state."""
+"""The parameters and buffers of a model that a load fills: names, layouts and local tensors.
+
+Collecting them changes nothing in the model, except that FSDP2 modules are put back into their sharded state.
+"""
 
 from __future__ import annotations
 
@@ -10,92 +12,77 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor import DTensor
 
 from epload.core import dtypes
-from epload.core.placement import Layout, Placement, Replicated, Sharded
+from epload.core.placement import Layout, Placement, Replicated
 from epload.errors import ModelMismatch
-from epload.model import dtensor, memory_pattern, overlap, state_entries
-from epload.model.expert_parallel import OuterShard, Parts
-from epload.model.state_entries import Staged
-
-_MAX_SHOWN = 64
-"""Ranks of a mesh that an error lists."""
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """A device mesh: who stands where."""
-
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-    """Global ranks in row-major order."""
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh) -> Mesh:
-        return cls(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
-
-    def __str__(self) -> str:
-        shown = ", ".join(map(str, self.ranks[:_MAX_SHOWN]))
-        return f"[{shown}{', ...' if len(self.ranks) > _MAX_SHOWN else ''}] of shape {list(self.shape)}"
+from epload.model import dtensor, overlap
+from epload.model.dtensor import Mesh
+from epload.model.expert_parallel import ExpertParallelSpec, OuterShard
+from epload.model.poison import poison
+from epload.model.state_dict import StagedModule, read_state, tensor_at, walk_modules
 
 
 @dataclass
 class Targets:
-    """The parameters and persistent buffers of a model, each once. Column i of the lists is target i."""
+    """The parameters and persistent buffers of a model, each once. Entry i of ``names``, ``tensors``, ``layout`` and
+    ``dtypes`` is target i."""
 
     names: list[str] = field(default_factory=list)
     """The first name under which the model has it."""
     tensors: list[Tensor] = field(default_factory=list)
     """The model's own objects: DTensors or plain tensors, perhaps on meta."""
     layout: list[int] = field(default_factory=list)
-    """Index into ``layouts`` and ``coordinates``."""
+    """Index into ``layouts``, ``coordinates`` and ``layout_meshes``."""
     dtypes: list[torch.dtype] = field(default_factory=list)
-    """What the model keeps it in, after any dtype= of the load."""
+    """The model's, after any ``dtype`` argument of the load."""
     layouts: list[Layout] = field(default_factory=list)
     coordinates: list[tuple[int, ...]] = field(default_factory=list)
-    """This rank's place in the mesh of each layout."""
+    """This rank's coordinate in the mesh of each layout."""
+    layout_meshes: list[tuple[int, ...]] = field(default_factory=list)
+    """The meshes that each layout is sharded over, as indices into ``meshes``."""
     meshes: list[Mesh] = field(default_factory=list)
-    meshes_of: list[tuple[int, ...]] = field(default_factory=list)
-    """Of each layout, the meshes that it is cut along, as indices into ``meshes``."""
     index: dict[str, int] = field(default_factory=dict)
-    """Every name, also those of tied tensors, to its target; as all ranks know it, where that differs from the model's."""
-    own: set[int] = field(default_factory=set)
-    """Targets that other ranks need not have (see ``LocalModules``)."""
-    unsaved: set[str] = field(default_factory=set)
-    """Non-persistent buffers that have storage. No checkpoint holds them; another rank may lack them."""
-    lost: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors on meta that the model's state_dict does not have, so that no checkpoint fills them: non-persistent buffers, and
-    parameters that a state-dict hook leaves out."""
-    staged: tuple[Staged, ...] = ()
-    """Modules that are filled through their own load_state_dict."""
-    aliased: bool = False
-    """Whether different objects of the model are the same memory, which makes them one target."""
-    behind: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors on meta that only these can fill."""
+    """The target of every name, including those of tied tensors. Names of local modules are global ones (see
+    ``LocalModules``)."""
+    local_only: set[int] = field(default_factory=set)
+    """Targets that other ranks may lack: those in ``LocalModules``."""
+    has_aliases: bool = False
+    """Whether different objects of the model are the same memory, and therefore one target."""
 
-    known_claims: list[list[tuple[str, Mesh]]] = field(default_factory=list, compare=False)
-    """What :meth:`mesh_claims` gave when it was first asked. Shared by copies of these targets, as reloads make them."""
+    unsaved_buffers: set[str] = field(default_factory=set)
+    """Names of non-persistent buffers with storage. No checkpoint has them, and other ranks may lack them."""
+    unsaved_meta: dict[str, Tensor] = field(default_factory=dict)
+    """Meta tensors that are not in the model's state dict, so that no checkpoint fills them: non-persistent buffers,
+    and parameters that a state-dict hook leaves out."""
+    staged_modules: tuple[StagedModule, ...] = ()
+    """Modules that are loaded through their own ``load_state_dict``."""
+    staged_meta: dict[str, Tensor] = field(default_factory=dict)
+    """Meta tensors that are not in the state dict and that only the staged modules can fill."""
 
-    def mesh_claims(self) -> list[tuple[str, Mesh]]:
-        """Each mesh that shared targets are on, with a digest of the mesh and of their names. It is equal on all ranks of the
-        mesh if these agree."""
-        if not self.known_claims:
+    mesh_digest_cache: list[list[tuple[str, Mesh]]] = field(default_factory=list, compare=False)
+    """The first result of :meth:`mesh_digests`. Shared by copies of these targets, which reloads make."""
+
+    def mesh_digests(self) -> list[tuple[str, Mesh]]:
+        """A digest of each mesh and of the names of the targets on it, except those that other ranks may lack.
+
+        All ranks of a mesh have the same digest if and only if they agree about it.
+        """
+        if not self.mesh_digest_cache:
             names: dict[int, list[str]] = {}
             for i, (name, layout) in enumerate(zip(self.names, self.layout, strict=True)):
-                if i not in self.own:
-                    for number in self.meshes_of[layout]:
+                if i not in self.local_only:
+                    for number in self.layout_meshes[layout]:
                         names.setdefault(number, []).append(name)
-            claims = []
-            for number, its in names.items():
+            digests = []
+            for number, on_mesh in names.items():
                 mesh = self.meshes[number]
-                said = "\n".join((repr(mesh), *its)).encode(errors="backslashreplace")
-                claims.append((hashlib.blake2b(said, digest_size=12).hexdigest(), mesh))
-            self.known_claims.append(claims)
-        return self.known_claims[0]
+                text = "\n".join((repr(mesh), *on_mesh)).encode(errors="backslashreplace")
+                digests.append((hashlib.blake2b(text, digest_size=12).hexdigest(), mesh))
+            self.mesh_digest_cache.append(digests)
+        return self.mesh_digest_cache[0]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -106,88 +93,67 @@ class Targets:
         """The local tensors, to be written in place. They alias the model's storage."""
         return dtensor.local_tensors(self.tensors)
 
-    def same_as(self, other: Targets) -> bool:
-        """Whether a plan made for ``other`` is one for these: all but the tensors themselves are equal."""
-        columns = ("names", "layout", "dtypes", "layouts", "coordinates", "index", "own")
+    def matches(self, other: Targets) -> bool:
+        """Whether a plan made for ``other`` is valid for these: everything but the tensors themselves is equal."""
+        columns = ("names", "layout", "dtypes", "layouts", "coordinates", "index", "local_only")
         pairs = [(getattr(self, column), getattr(other, column)) for column in columns]
-        return all(ours is theirs or ours == theirs for ours, theirs in pairs)
+        return all(mine is theirs or mine == theirs for mine, theirs in pairs)
 
     def describe(self) -> list[str]:
-        """A line a target that ranks share, equal on all ranks that want the same."""
-        described = [f"{list(x.shape)} on mesh {list(x.mesh_shape)} {_spell(x.placements)}" for x in self.layouts]
-        kinds = {dtype: dtypes.name(dtype) for dtype in set(self.dtypes)}
+        """One line per target that all ranks share, equal on all ranks that want the same."""
+        layouts = [
+            f"{list(layout.shape)} on mesh {list(layout.mesh_shape)} {_format(layout.placements)}"
+            for layout in self.layouts
+        ]
+        dtype_names = {dtype: dtypes.name(dtype) for dtype in set(self.dtypes)}
         return [
-            f"{name}: {kinds[dtype]} {described[layout]}"
+            f"{name}: {dtype_names[dtype]} {layouts[layout]}"
             for i, (name, dtype, layout) in enumerate(zip(self.names, self.dtypes, self.layout, strict=True))
-            if i not in self.own
+            if i not in self.local_only
         ]
 
 
+def _format(placements: tuple[Placement, ...]) -> str:
+    return ", ".join(
+        "Replicate" if isinstance(p, Replicated) else f"Shard({p.dim})" if p.split_factor == 1
+        else f"_StridedShard({p.dim}, sf={p.split_factor})"
+        for p in placements
+    ) or "whole"  # fmt: skip
+
+
 DTypes = torch.dtype | Mapping[str, torch.dtype] | None
-"""A dtype for all floating-point parameters, or for those in whose names a regular expression is found; the first counts."""
+"""A dtype for all floating-point parameters, or dtypes by regular expression, searched for in the names; the first
+match counts."""
 
 
-def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) -> Targets:
-    """Reads the parameters and persistent buffers of a model, under the names of its state_dict.
+def collect(model: nn.Module, dtype: DTypes = None, expert_parallel: ExpertParallelSpec | None = None) -> Targets:
+    """Collects the parameters and persistent buffers of a model, under their names in its state dict.
 
-    Every FSDP2 module is first put back into its sharded state: after a forward the root is not, and writes would be lost.
-    ``dtype`` overrides the dtype of floating-point parameters that are still on meta; ``parts`` says what of the model is
-    part of something larger.
+    First reshards every FSDP2 module: a forward pass leaves the root unsharded, and writes to it would be lost.
+
+    Args:
+        dtype: overrides the dtype of floating-point parameters on meta.
+        expert_parallel: the sharding that the model does not describe itself.
 
     Raises:
-        ModelMismatch: a placement that a load cannot fill (Partial); a tensor that is sparse, expanded or without a shape; a
-            model that is flattened (FSDP1); a state-dict entry that is a copy of a DTensor.
-        ValueError: ``dtype`` differs from that of a parameter that already has storage; a pattern of ``parts`` or ``dtype``
-            is found in no name.
+        ModelMismatch: a placement that cannot be loaded into (Partial); a tensor that is sparse, expanded or without a shape; two
+            that overlap in memory; a model that is flattened (FSDP1); a state-dict entry that is a copy of a DTensor.
+        ValueError: ``dtype`` differs from the dtype of a parameter with storage, or a pattern of ``expert_parallel`` or ``dtype``
+            matches no name.
     """
-    modules = walk(model)
+    modules = walk_modules(model)
     for _, module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
-    understated = dtensor.understated_axes(module for _, module in modules)
-    targets = Targets()
-    names, tensors, layouts, kinds = targets.names, targets.tensors, targets.layout, targets.dtypes
-    by_object: dict[int, int] = {}
-    by_memory: dict[overlap.Memory, int] = {}
-    by_layout: dict[tuple[object, ...], int] = {}
-    state, staged = _state(model, modules, targets)
-    targets.staged = staged
-    for name, tensor in state:
-        known = by_object.get(id(tensor))
-        if known is not None:
-            targets.index[name] = known
-            continue
-        if isinstance(tensor, DTensor):
-            axis = understated.get(id(tensor))
-            key: tuple[object, ...] = (id(tensor.device_mesh), id(tensor.placements), tensor.shape, axis)
-        else:
-            _check_own_memory(name, tensor)
-            if not tensor.is_meta and tensor.numel() and type(tensor) in (Tensor, nn.Parameter):
-                known = by_memory.setdefault(overlap.memory_of(tensor), len(names))
-                if known != len(names):  # the same memory under another object
-                    targets.index[name] = known
-                    targets.aliased = True
-                    continue
-            key = (tensor.shape,)
-        outer, called = None, name
-        if parts is not None:
-            outer, local = parts.outer(name), parts.called(name)
-            key = (*key, outer)
-            if local is not None:
-                called = local
-                targets.own.add(len(names))
-        layout = by_layout.get(key)
-        if layout is None:
-            layout = _intern(targets, by_layout, key, name, tensor, outer, understated.get(id(tensor)))
-        by_object[id(tensor)] = targets.index[called] = len(names)
-        names.append(name)
-        tensors.append(tensor)
-        layouts.append(layout)
-        kinds.append(tensor.dtype if dtype is None else _override(name, tensor, dtype))
-    if len({pointer for pointer, *_ in by_memory}) < len(by_memory):
-        _check_apart(targets, set(by_memory.values()))
-    if parts is not None:
-        parts.check(names)
+    fsdp_axes = dtensor.fsdp_shard_axes(module for _, module in modules)
+    state = read_state(model, modules)
+    collector = _Collector(dtype, expert_parallel, fsdp_axes)
+    collector.add_all(state.entries)
+    targets = collector.targets
+    targets.unsaved_meta, targets.unsaved_buffers = state.unsaved_meta, state.unsaved_buffers
+    targets.staged_modules, targets.staged_meta = state.staged_modules, state.staged_meta
+    if expert_parallel is not None:
+        expert_parallel.check(targets.names)
     if isinstance(dtype, Mapping):
         for pattern in dtype:
             if not any(re.search(pattern, name) for name in targets.index):
@@ -195,136 +161,131 @@ def collect(model: nn.Module, dtype: DTypes = None, parts: Parts | None = None) 
     return targets
 
 
-def walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module under each of its names, a parent before its children, as state_dict goes through them."""
-    found = []
-    stack = [("", model)]
-    while stack:
-        item = stack.pop()
-        found.append(item)
-        if children := item[1]._modules:
-            prefix = item[0]
-            stack += [(f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None]
-    return found
+def allocate_staging(model: nn.Module, targets: Targets) -> None:
+    """Replaces the targets of staged modules by staging tensors with the present values.
 
-
-def stage(model: nn.Module, targets: Targets) -> None:
-    """Gives the modules that are filled through their own load_state_dict staging tensors, with the values of today. Their
-    tensors that no entry shows are marked, to see later that they were filled."""
-    for module in targets.staged:
-        for name in module.names:
-            at = targets.index[name]
-            targets.tensors[at] = targets.tensors[at].detach().clone()
-    targets.behind = {name: owned(model, name) for name in targets.behind}
-    for tensor in dtensor.local_tensors(list(targets.behind.values())):
-        memory_pattern.mark(tensor)
-
-
-def owned(model: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer at a path of modules, which is not always its name in the state dict."""
-    path, _, leaf = name.rpartition(".")
-    module = model
-    for child in filter(None, path.split(".")):
-        found = module._modules[child]
-        assert found is not None
-        module = found
-    tensor: Tensor | None = module._parameters.get(leaf)
-    if tensor is None:
-        tensor = module._buffers[leaf]
-    assert tensor is not None
-    return tensor
-
-
-def _state(
-    model: nn.Module, modules: list[tuple[str, nn.Module]], targets: Targets
-) -> tuple[list[tuple[str, Tensor]], tuple[Staged, ...]]:
-    """What ``model.state_dict(keep_vars=True)`` gives, in half the time when no module has a say in it; and the modules with
-    entries there that are not the model's own storage.
-
-    Adds to ``targets`` the non-persistent buffers, those that have storage and those that are on meta.
+    Poisons those tensors of the modules that are not in the state dict, to detect later that they were not filled.
     """
-    plain: dict[type, bool] = {}
-    found: list[tuple[str, Tensor]] = []
-    asked = False
-    loading: list[tuple[str, nn.Module]] = []
-    for prefix, module in modules:
-        kind = type(module)
-        if kind not in plain:
-            state_entries.refuse(prefix, kind)
-            plain[kind] = not customizes_state(module)
-        if module._state_dict_hooks or not plain[kind]:
-            asked = True
-        if state_entries.loads_itself("", module):
-            loading.append((prefix, module))
-            asked = True
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found.append((prefix + name, parameter))
-        if buffers := module._buffers:
-            for name, buffer in buffers.items():
-                if buffer is None:
+    for module in targets.staged_modules:
+        for name in module.names:
+            i = targets.index[name]
+            targets.tensors[i] = targets.tensors[i].detach().clone()
+    targets.staged_meta = {name: tensor_at(model, name) for name in targets.staged_meta}
+    for tensor in dtensor.local_tensors(list(targets.staged_meta.values())):
+        poison(tensor)
+
+
+class _Collector:
+    """Adds tensors to targets. Each tensor is one target, and each layout one entry, however often they occur."""
+
+    def __init__(self, dtype: DTypes, expert_parallel: ExpertParallelSpec | None, fsdp_axes: Mapping[int, int]) -> None:
+        self.targets = Targets()
+        self._dtype = dtype
+        self._expert_parallel = expert_parallel
+        self._fsdp_axes = fsdp_axes
+        self._by_storage: dict[overlap.StorageKey, int] = {}
+        self._layouts: dict[tuple[object, ...], int] = {}
+        """Layout numbers, by values that are equal for equal layouts, and by ids, which are faster to look up."""
+
+    def add_all(self, tensors: list[tuple[str, Tensor]]) -> None:
+        targets, dtype, expert_parallel = self.targets, self._dtype, self._expert_parallel
+        names, index = targets.names, targets.index
+        by_id: dict[int, int] = {}
+        for name, tensor in tensors:
+            known = by_id.get(id(tensor))
+            if known is not None:
+                index[name] = known
+                continue
+            if isinstance(tensor, DTensor):
+                axis = self._fsdp_axes.get(id(tensor))
+                key: tuple[object, ...] = (id(tensor.device_mesh), id(tensor.placements), tensor.shape, axis)
+            else:
+                if self._is_alias(name, tensor):
                     continue
-                if name not in module._non_persistent_buffers_set:
-                    found.append((prefix + name, buffer))
-                elif buffer.is_meta:
-                    targets.lost[prefix + name] = buffer
-                else:
-                    targets.unsaved.add(prefix + name)
-    if targets.lost:  # but for those that the state dict has under another name
-        saved = {id(tensor) for _, tensor in found}
-        targets.lost = {name: buffer for name, buffer in targets.lost.items() if id(buffer) not in saved}
-    if not asked:
-        return found, ()
-    entries = state_entries.read(model)
-    customized = [(prefix, module) for prefix, module in modules if customizes_state(module)]
-    staged = state_entries.staged(model, customized, loading, entries)
-    hidden = state_entries.hidden(found, entries)
-    for name, tensor in hidden.items():
-        behind = any(module.covers(name) for module in staged)
-        (targets.behind if behind else targets.lost)[name] = tensor
-    return entries, staged
+                axis, key = None, (tensor.shape,)
+            outer, global_name = None, name
+            if expert_parallel is not None:
+                outer = expert_parallel.outer_shard(name)
+                key = (*key, outer)
+                module_name = expert_parallel.global_name(name)
+                if module_name is not None:
+                    global_name = module_name
+                    targets.local_only.add(len(names))
+            layout = self._layouts.get(key)
+            if layout is None:
+                layout = self._layouts[key] = self._add_layout(name, tensor, outer, axis)
+            by_id[id(tensor)] = index[global_name] = len(names)
+            names.append(name)
+            targets.tensors.append(tensor)
+            targets.layout.append(layout)
+            targets.dtypes.append(tensor.dtype if dtype is None else _override(name, tensor, dtype))
+        self._check_overlap()
+
+    def _is_alias(self, name: str, tensor: Tensor) -> bool:
+        """Whether a plain tensor is the same memory as an earlier target; if so, its name becomes one of that target's."""
+        _check_loadable(name, tensor)
+        if tensor.is_meta or not tensor.numel() or type(tensor) not in (Tensor, nn.Parameter):
+            return False
+        number = len(self.targets.names)
+        known = self._by_storage.setdefault(overlap.storage_key(tensor), number)
+        if known == number:
+            return False
+        self.targets.index[name] = known
+        self.targets.has_aliases = True
+        return True
+
+    def _add_layout(self, name: str, tensor: Tensor, outer: OuterShard | None, fsdp_axis: int | None) -> int:
+        """The number of a tensor's layout. Equal placements are often different objects."""
+        targets = self.targets
+        layout, coordinate = dtensor.layout_of(name, tensor, fsdp_axis)
+        meshes = [Mesh.of(tensor.device_mesh)] if isinstance(tensor, DTensor) else []
+        if outer is not None:
+            layout, coordinate = outer.enclosing_layout(name, layout, coordinate)
+            meshes.append(Mesh.of(outer.mesh))
+        key = (layout, coordinate, *meshes)
+        if key not in self._layouts:
+            for mesh in meshes:
+                if mesh not in targets.meshes:
+                    targets.meshes.append(mesh)
+            self._layouts[key] = len(targets.layouts)
+            targets.layouts.append(layout)
+            targets.coordinates.append(coordinate)
+            targets.layout_meshes.append(tuple(map(targets.meshes.index, meshes)))
+        return self._layouts[key]
+
+    def _check_overlap(self) -> None:
+        """Raises ModelMismatch if plain targets overlap in memory."""
+        if len({pointer for pointer, *_ in self._by_storage}) == len(self._by_storage):
+            return
+        targets = self.targets
+        pair = overlap.find_overlap([(targets.names[i], targets.tensors[i]) for i in sorted(self._by_storage.values())])
+        if pair is not None:
+            raise ModelMismatch(
+                f"{pair[0]} and {pair[1]} share part of their memory, so that filling one would overwrite the other; "
+                "clone() one of them, or keep it out of the state dict"
+            )
 
 
-def customizes_state(module: nn.Module) -> bool:
-    """Whether a module has a say in the names and tensors of its state dict."""
-    kind = type(module)
-    return bool(module._state_dict_hooks) or not (
-        kind.state_dict is nn.Module.state_dict
-        and kind._save_to_state_dict is nn.Module._save_to_state_dict
-        and kind.get_extra_state is nn.Module.get_extra_state
-    )
-
-
-def _check_own_memory(name: str, tensor: Tensor) -> None:
-    """Refuses what has no elements of its own to write to; as Tensor.copy_ does, elements that share memory too."""
+def _check_loadable(name: str, tensor: Tensor) -> None:
+    """Raises ModelMismatch for a plain tensor whose elements cannot be written one by one, as in Tensor.copy_."""
     if tensor.layout != torch.strided:
         raise ModelMismatch(
-            f"{name} is {tensor.layout}, and only dense tensors can be filled; "
+            f"{name} is {tensor.layout}, and only dense tensors can be loaded into; "
             "make it dense, or register it with persistent=False"
         )
     if tensor.is_contiguous():
         return
-    if overlap.overlaps_itself(tensor):
+    if overlap.has_internal_overlap(tensor):
         raise ModelMismatch(
-            f"{name} is expanded, so that its elements share memory, and cannot be filled; clone() it first"
+            f"{name} is expanded: its elements share memory and cannot be loaded into; clone() it first"
         )
 
 
-def _check_apart(targets: Targets, plain: set[int]) -> None:
-    """Raises ModelMismatch if some of these targets, by number, share part of their memory."""
-    pair = overlap.overlapping([(targets.names[i], targets.tensors[i]) for i in sorted(plain)])
-    if pair is not None:
-        raise ModelMismatch(
-            f"{pair[0]} and {pair[1]} share part of their memory, so that filling one would overwrite the other; "
-            "clone() one of them, or keep it out of the state dict"
-        )
-
-
-def _override(name: str, tensor: Tensor, asked: torch.dtype | Mapping[str, torch.dtype]) -> torch.dtype:
-    if isinstance(asked, torch.dtype):
-        dtype = asked
+def _override(name: str, tensor: Tensor, requested: torch.dtype | Mapping[str, torch.dtype]) -> torch.dtype:
+    if isinstance(requested, torch.dtype):
+        dtype = requested
     else:
-        dtype = next((dtype for pattern, dtype in asked.items() if re.search(pattern, name)), tensor.dtype)
+        dtype = next((dtype for pattern, dtype in requested.items() if re.search(pattern, name)), tensor.dtype)
     if not tensor.is_floating_point() or tensor.dtype == dtype or not isinstance(tensor, nn.Parameter):
         return tensor.dtype
     if not tensor.is_meta:
@@ -333,92 +294,3 @@ def _override(name: str, tensor: Tensor, asked: torch.dtype | Mapping[str, torch
             "convert the model first"
         )
     return dtype
-
-
-def _intern(
-    targets: Targets,
-    by_layout: dict[tuple[object, ...], int],
-    key: tuple[object, ...],
-    name: str,
-    tensor: Tensor,
-    outer: OuterShard | None = None,
-    fsdp_axis: int | None = None,
-) -> int:
-    """The number of a layout not met under this key; placements are often equal but not one object."""
-    layout, coordinate = layout_of(name, tensor, fsdp_axis)
-    meshes = [Mesh.of(tensor.device_mesh)] if isinstance(tensor, DTensor) else []
-    if outer is not None:
-        layout, coordinate = outer.around(name, layout, coordinate)
-        meshes.append(Mesh.of(outer.mesh))
-    value_key = (layout, coordinate, *meshes)
-    if value_key not in by_layout:
-        for mesh_of_it in meshes:
-            if mesh_of_it not in targets.meshes:
-                targets.meshes.append(mesh_of_it)
-        targets.meshes_of.append(tuple(map(targets.meshes.index, meshes)))
-        by_layout[value_key] = len(targets.layouts)
-        targets.layouts.append(layout)
-        targets.coordinates.append(coordinate)
-    by_layout[key] = by_layout[value_key]
-    return by_layout[value_key]
-
-
-def layout_of(name: str, tensor: Tensor, fsdp_axis: int | None = None) -> tuple[Layout, tuple[int, ...]]:
-    """The layout of a DTensor or a plain tensor, and this rank's place in its mesh.
-
-    Args:
-        fsdp_axis: see ``dtensor.understated_axes``.
-
-    Raises:
-        ModelMismatch: a placement that a load cannot fill (Partial), or a mesh without this rank.
-    """
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return Layout(shape, (), ()), ()
-    mesh = tensor.device_mesh
-    coordinate = _coordinate(name, mesh)
-    placements = [_placement(name, p, tensor) for p in tensor.placements]
-    if fsdp_axis is not None:
-        placements[fsdp_axis] = _over_others(placements, fsdp_axis, mesh)
-    return Layout(shape, tuple(mesh.shape), tuple(placements)), coordinate
-
-
-def _over_others(placements: list[Placement], axis: int, mesh: DeviceMesh) -> Placement:
-    """What FSDP does along an axis: it shards the pieces that the axes to the right make of the same dim."""
-    placement = placements[axis]
-    if isinstance(placement, Replicated):
-        return placement
-    parts = 1
-    for other in range(axis + 1, len(placements)):
-        right = placements[other]
-        if isinstance(right, Sharded) and right.dim == placement.dim:
-            parts *= mesh.size(other)
-    return Sharded(placement.dim, parts)
-
-
-def _coordinate(name: str, mesh: DeviceMesh) -> tuple[int, ...]:
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ModelMismatch(f"{name} lies on a mesh that does not include this rank")
-    return tuple(coordinate)
-
-
-def _placement(name: str, placement: TorchPlacement, tensor: DTensor) -> Placement:
-    if isinstance(placement, Replicate):
-        return Replicated()
-    # _StridedShard has been a subclass of Shard and is not one any more; both have dim, only it a split_factor.
-    split_factor = getattr(placement, "split_factor", None)
-    if isinstance(placement, Shard) or split_factor is not None:
-        dim = int(placement.dim)  # type: ignore[attr-defined]
-        return Sharded(dim % tensor.ndim if tensor.ndim else dim, int(split_factor or 1))
-    raise ModelMismatch(
-        f"{name} is placed as {placement}, which no load can fill; redistribute it to Shard or Replicate"
-    )
-
-
-def _spell(placements: tuple[Placement, ...]) -> str:
-    return ", ".join(
-        "Replicate" if isinstance(p, Replicated) else f"Shard({p.dim})" if p.split_factor == 1
-        else f"_StridedShard({p.dim}, sf={p.split_factor})"
-        for p in placements
-    ) or "whole"  # fmt: skip
