@@ -15,7 +15,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import epload
 import ranks
-from epload import Concatenate, Convert, LocalModules, Mapping, OuterShard, Rename, Stack
+from epload import LocalModules, Mapping, OuterShard
+from epload.mapping import Concatenate, Convert, Rename, Stack
 from test_layouts import as_bytes, local_of, mesh
 from test_loader import all_fine
 
@@ -210,7 +211,7 @@ def _mistakes(rank: int, folder: Path) -> list[str]:
             {"outer_shards": [OuterShard("gate_up", mesh(("rep", 2), ("ep", 2))["ep"])]}, epload.ModelMismatch, "has index 11"
         ),
         "a mapping that matches nothing": (
-            {"mapping": Mapping((Rename("^nowhere[.]", ""),)), "strict": False}, epload.ModelMismatch, "matches nothing"
+            {"mapping": Mapping((Rename("^nowhere[.]", ""),)), "strict": False}, epload.ModelMismatch, "no rule of the mapping matches"
         ),
     }  # fmt: skip
     for name, (options, kind, text) in cases.items():

@@ -15,8 +15,9 @@ from torch.distributed.fsdp import fully_shard
 
 import epload
 import ranks
-from epload import Concatenate, Convert, Manifest, Mapping, ModelMismatch, Reshape, Stack, Transpose
+from epload import Manifest, Mapping, ModelMismatch
 from epload.core.placement import Layout, Sharded
+from epload.mapping import Concatenate, Convert, Reshape, Stack, Transpose
 from epload.model.targets import collect
 from epload.planning.plan import make_plan
 from test_layouts import as_bytes, local_of, mesh
@@ -172,7 +173,7 @@ WIDE = {"a.weight": torch.empty(ROWS, COLUMNS, dtype=BF16)}
 MISTAKES: dict[str, tuple[dict[str, Tensor], dict[str, Tensor], str]] = {
     "a weight without its scale": ({"a.weight": VALUE}, WIDE, "its scale a.weight_scale_inv is not in the checkpoint"),
     "a scale without its weight": (
-        {"a.weight": VALUE.to(BF16), "b.weight_scale_inv": SCALE}, WIDE, "b.weight_scale_inv is a scale without its weight"
+        {"a.weight": VALUE.to(BF16), "b.weight_scale_inv": SCALE}, WIDE, "b.weight_scale_inv is a scale without a weight"
     ),
     "a scale of the wrong shape": (
         {"a.weight": VALUE, "a.weight_scale_inv": SCALE[:, :1].repeat(1, 7)}, WIDE,
@@ -180,7 +181,7 @@ MISTAKES: dict[str, tuple[dict[str, Tensor], dict[str, Tensor], str]] = {
     ),
     "an integer in the model": (
         {"a.weight": VALUE, "a.weight_scale_inv": SCALE}, {"a.weight": torch.empty(ROWS, COLUMNS, dtype=torch.int32)},
-        "a.weight cannot be dequantized to int32",
+        "cannot dequantize a.weight to int32",
     ),
 }  # fmt: skip
 

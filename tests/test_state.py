@@ -87,7 +87,7 @@ def _inv_freq(rank: int) -> list[str]:
         (
             lambda: meta(Rotary),
             epload.ModelMismatch,
-            "inv_freq: 1 of the model's tensors are on meta, no checkpoint",
+            "1 tensor of the model on meta that neither the checkpoint nor the model itself fills: inv_freq",
         ),
         (
             lambda: Rotary() if rank == 1 else meta(lambda: Rotary().bfloat16()),

@@ -7,9 +7,7 @@ from epload.cluster.topology import Topology
 from epload.compat import patch
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
 from epload.loader import HierarchicalLoader, load
-from epload.mapping.mapping import Mapping
-from epload.mapping.operations import Concatenate, Reshape, Split, Stack, Transpose, Unstack
-from epload.mapping.rules import Convert, Rename
+from epload.mapping import Mapping
 from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.native.build import build_info
 from epload.report import LoadReport
@@ -17,8 +15,6 @@ from epload.report import LoadReport
 __all__ = [
     "Checkpoint",
     "CheckpointError",
-    "Concatenate",
-    "Convert",
     "HierarchicalLoader",
     "LoadError",
     "LoadReport",
@@ -28,13 +24,7 @@ __all__ = [
     "Mapping",
     "ModelMismatch",
     "OuterShard",
-    "Rename",
-    "Reshape",
-    "Split",
-    "Stack",
     "Topology",
-    "Transpose",
-    "Unstack",
     "build_info",
     "coalesced_bcast",
     "load",

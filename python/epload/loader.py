@@ -22,10 +22,9 @@ from epload.control.control import DEFAULT_TIMEOUT
 from epload.core import collector, log
 from epload.errors import LoadError
 from epload.loading.buffers import share
-from epload.loading.hints import Strict
 from epload.loading.preparation import Preparation, Prepared, Request, attempt
 from epload.loading.routes import Options, Ways
-from epload.mapping import quantized
+from epload.mapping import dequantize
 from epload.mapping.mapping import Mapping
 from epload.model import materialize as mat
 from epload.model import memory_pattern
@@ -54,7 +53,9 @@ def load(model: nn.Module, checkpoint: Any, **options: Any) -> LoadReport:
 
     ``options`` are those of :class:`HierarchicalLoader` and of its :meth:`~HierarchicalLoader.load`.
     """
-    names = ("mapping", "strict", "dtype", "init_missing", "outer_shards", "local_modules")
+    names = (
+        "mapping", "strict", "ignore_mismatched_shapes", "dtype", "init_missing", "outer_shards", "local_modules",
+    )  # fmt: skip
     of_load = {name: options.pop(name) for name in names if name in options}
     return HierarchicalLoader(**options).load(model, checkpoint, **of_load)
 
@@ -134,7 +135,8 @@ class HierarchicalLoader:
         checkpoint: Any,
         *,
         mapping: Mapping | str = "auto",
-        strict: Strict = True,
+        strict: bool = True,
+        ignore_mismatched_shapes: bool = False,
         dtype: DTypes = None,
         init_missing: InitMissing | None = None,
         outer_shards: Sequence[OuterShard] = (),
@@ -150,8 +152,11 @@ class HierarchicalLoader:
             checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere.
             mapping: how checkpoint names become regions of the model's tensors. ``"auto"``: what a transformers model
                 declares, else names as they are.
-            strict: keys that are missing, unexpected or of another shape are an error. With False they are listed in the
-                report and left alone; with ``"shapes"`` only another shape is an error, as in torch's own loading.
+            strict: whether missing and unexpected keys are an error, as in ``nn.Module.load_state_dict``. If False, the report
+                lists them, and missing parameters keep their values or are initialized.
+            ignore_mismatched_shapes: whether to skip parameters that have another shape in the checkpoint. If True, the report
+                lists them as ``mismatched_keys``, and they are treated as missing parameters are; if False, they are an error,
+                whatever ``strict`` is.
             dtype: for floating-point parameters that are on meta, or a dict from regular expressions to dtypes; by default
                 the model's.
             init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that neither
@@ -178,7 +183,10 @@ class HierarchicalLoader:
                         parts = (
                             Parts(tuple(outer_shards), tuple(local_modules)) if outer_shards or local_modules else None
                         )
-                        return self._load(Request(model, checkpoint, mapping, strict, dtype, parts, init_missing))
+                        request = Request(
+                            model, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, parts, init_missing
+                        )
+                        return self._load(request)
                 finally:
                     if guard.failure is not None and not guard.failure.clean:
                         self._memory = None
@@ -234,7 +242,7 @@ class HierarchicalLoader:
                     staging = self._reserve_on(work, shared)
                     report.peak_staging += staging.footprint
                     report.stream = self._device.spelled(work.device)
-                scales = quantized.side_tensors(plan.targets, len(work.targets.names), work.device)
+                scales = dequantize.scale_tensors(plan.targets, len(work.targets.names), work.device)
                 tensors = work.targets.local() + scales
                 if work.device != CPU:
                     return Local(plan, tensors)
@@ -307,7 +315,7 @@ class HierarchicalLoader:
             def finish() -> None:
                 self._control.doing = "initializes what the checkpoint lacks"
                 with self._device.work(work.device) if plan.scalings else nullcontext():
-                    quantized.multiply(plan.scalings, plan.targets, local.tensors)
+                    dequantize.multiply(plan.scalings, plan.targets, local.tensors)
                 self._initialize(request, work, report)
 
             move(readers, rest, finish)

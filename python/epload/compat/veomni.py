@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from epload.compat.converted import ConvertedCheckpoint
 from epload.loader import load
-from epload.mapping.mapping import Mapping, resolve
+from epload.mapping.mapping import Mapping
+from epload.mapping.resolve import from_model
 from epload.mapping.rules import Rename
-from epload.mapping.wrappers import ADAPTED, BASE_LAYER, spelled, transparent
+from epload.mapping.wrappers import BASE_LAYER, PEFT_ALIASES, strip_wrappers, wrapper_aliases
 from epload.model.expert_parallel import OuterShard
 from epload.model.materialize import fsdp_parameters
 
@@ -65,7 +66,7 @@ def rank0_load_and_broadcast_weights(
         )
     options = {name: value for name, value in kwargs.items() if name not in _THEIRS}
     options.setdefault("outer_shards", planned_shards(model))
-    options.setdefault("strict", "shapes")
+    options.setdefault("strict", False)
     tie = _tied_embeddings(model)
     source = _converted(model, weights_path)
     options.setdefault("mapping", _mapping(model, bool(kwargs.get("is_peft_model")), source is not None, tie))
@@ -87,7 +88,7 @@ def rank0_load_and_broadcast_weights(
 def _mapping(model: nn.Module, adapted: bool, converted: bool, tie: tuple[nn.Module, nn.Module] | None) -> Mapping:
     """``converted``: names are those that VeOmni has made, and no rule of the transformers library is for them."""
     names = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
-    made = resolve("auto", model, names)
+    made = from_model(model, names)
     if converted:
         made = replace(made, renames=(), converts=())
     if adapted and not made.aliases:  # VeOmni's own LoRA has the names of PEFT, but not its classes
@@ -97,10 +98,10 @@ def _mapping(model: nn.Module, adapted: bool, converted: bool, tie: tuple[nn.Mod
             if getattr(getattr(module, "base_layer", None), "_is_bare_param_holder", False)
         ]
         holders = (Rename(f"^(?=(?:{'|'.join(bare)})$)(.*)\\.base_layer\\.weight$", r"\1"),) if bare else ()
-        made = replace(made, aliases=(*transparent(model, names), ADAPTED[0], *holders, BASE_LAYER))
+        made = replace(made, aliases=(*wrapper_aliases(model, names), PEFT_ALIASES[0], *holders, BASE_LAYER))
     if tie is not None:
         name_of = {id(tensor): name for name, tensor in model.named_parameters(remove_duplicate=False)}
-        pair = [spelled(name_of[id(module.weight)], made.aliases) for module in tie]
+        pair = [strip_wrappers(name_of[id(module.weight)], made.aliases) for module in tie]
         if pair[0] != pair[1]:
             made = replace(made, ties=(*made.ties, (pair[0], pair[1])))
     return made

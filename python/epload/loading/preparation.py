@@ -22,11 +22,11 @@ from epload.core import dtypes
 from epload.core.log import logger
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, OutOfOrder, text_of
 from epload.loading.buffers import find_holders
-from epload.loading.hints import Strict, misfit, spell_unfilled
+from epload.loading.hints import check_match, unfilled_error
 from epload.loading.routes import Options, Ways
-from epload.loading.tied import Comparison
-from epload.mapping.mapping import Mapping
-from epload.mapping.mapping import resolve as resolve_mapping
+from epload.loading.tied import TiedWeightCheck
+from epload.mapping.mapping import Mapping, ignored_keys
+from epload.mapping.resolve import resolve_mapping
 from epload.model import materialize as mat
 from epload.model.devices import CPU, Devices, check_backend, devices_of
 from epload.model.expert_parallel import Parts
@@ -55,7 +55,8 @@ class Request:
     model: nn.Module
     checkpoint: Any
     mapping: Mapping | str
-    strict: Strict
+    strict: bool
+    ignore_mismatched_shapes: bool
     dtype: DTypes
     parts: Parts | None
     init_missing: InitMissing | None
@@ -67,6 +68,9 @@ class Request:
                 f"the class {self.model.__name__}" if isinstance(self.model, type) else f"a {type(self.model).__name__}"
             )
             raise TypeError(f"expected model to be a torch.nn.Module, got {got}")
+        for option in ("strict", "ignore_mismatched_shapes"):
+            if not isinstance(value := getattr(self, option), bool):
+                raise TypeError(f"expected {option} to be a bool, got {value!r}")
         of_names = isinstance(self.dtype, dict) and all(isinstance(name, str) for name in self.dtype)
         given = list(self.dtype.values()) if isinstance(self.dtype, dict) and of_names else [self.dtype]
         if self.dtype is not None and not all(isinstance(dtype, torch.dtype) for dtype in given):
@@ -172,7 +176,7 @@ class Preparation:
         self.snapshot: Snapshot | None = None
         self.manifest: Manifest | None = None
         """That of the load before."""
-        self._tied = Comparison()
+        self._tied = TiedWeightCheck()
         self._opened: Checkpoint | None = None
         """What this rank has opened for the present load, unless the caller gave it opened."""
         self._plans: dict[frozenset[int], tuple[tuple[bytes, Mapping, str], Targets, LoadPlan]] = {}
@@ -328,12 +332,10 @@ class Preparation:
     # ---- the plan ----
 
     def _agree_on_plan(self, request: Request, opened: _Opened, route: Route, known: Manifest) -> Prepared:
-        strict, targets = request.strict, opened.targets
+        targets = opened.targets
 
         def prepare() -> tuple[Manifest, Mapping]:
             manifest = self._join(opened, request.checkpoint, known)
-            if strict not in (True, False, "shapes"):
-                raise ValueError(f"expected strict to be True, False or 'shapes', got {strict!r}")
             return manifest, resolve_mapping(request.mapping, request.model, targets.index, manifest.names)
 
         prepared, unprepared = attempt(prepare)
@@ -344,7 +346,9 @@ class Preparation:
             self.manifest = manifest
             wave = wave_limit(manifest.nbytes, self._options.bucket_bytes)
             per_wave = self._ways.per_wave(opened.device, wave)
-            options = f"{self._spelled(opened.device)} strict={strict} mapping={rules}"
+            lenient = {"strict": request.strict, "ignore_mismatched_shapes": request.ignore_mismatched_shapes}
+            agreed = " ".join(f"{name}={value}" for name, value in lenient.items())
+            options = f"{self._spelled(opened.device)} {agreed} mapping={rules}"
 
             def make(wanted: frozenset[int] = frozenset()) -> LoadPlan:
                 size = wave // per_wave if self._ways.share_buffers(opened.device) else wave
@@ -354,12 +358,7 @@ class Preparation:
 
             def check() -> LoadPlan:
                 plan = make(wanted)
-                ignored = set(rules.ignored(manifest.names, plan.missing, plan.unexpected))
-                amiss = strict is True and not ignored.issuperset((*plan.missing, *plan.unexpected))
-                if (strict and plan.mismatched) or amiss:
-                    raise misfit(manifest, plan, rules, strict)
-                if not plan.slots.tensor_count and (plan.missing or plan.mismatched):
-                    raise misfit(manifest, plan, rules, True, "the load would fill nothing: ")
+                check_match(manifest, plan, rules, **lenient)
                 if opened.checkpoint is not None and not opened.local_modules:
                     self._compare_tied(opened.checkpoint, manifest, plan.twins)
                 return plan
@@ -404,7 +403,7 @@ class Preparation:
         return Prepared(
             targets, opened.devices, opened.checkpoint, opened.holders, manifest, plan, route, per_wave,
             all_read, owned, missing, mismatched, initialization, unfilled, garbage,
-            rules.ignored(manifest.names, missing, plan.unexpected),
+            ignored_keys(rules, manifest.names, missing, plan.unexpected),
         )  # fmt: skip
 
     def _initialize(
@@ -441,7 +440,7 @@ class Preparation:
             copies = {name for module in targets.staged for name in module.names}
             nobody = sorted(name for name in garbage if name not in made.values and (not hooked or name in copies))
             if nobody:
-                raise ModelMismatch(spell_unfilled(nobody))
+                raise unfilled_error(nobody)
             return made
 
         made, failure = attempt(initialize)

@@ -24,8 +24,8 @@ from epload.core.regions import ALIGNMENT, FIXED_COLUMNS
 from epload.core.views import View
 from epload.errors import ManifestMismatch, ModelMismatch
 from epload.mapping.mapping import Mapping
-from epload.mapping.place import Misfit, Place
-from epload.mapping.quantized import Scaling, with_scales
+from epload.mapping.place import Place, ShapeMismatch, place
+from epload.mapping.scales import Scaling, with_scales
 from epload.model.targets import Targets
 from epload.native.extension import _C
 
@@ -178,10 +178,10 @@ def make_plan(
     """
     if bucket_bytes < HEADER_BYTES + ALIGNMENT:
         raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + ALIGNMENT}, got {bucket_bytes}")
-    misfits: list[Misfit] = []
-    placed = mapping.place(manifest.names, manifest.shapes, targets.shapes, misfits)
-    mismatched = {targets.names[targets.index[misfit.target]]: misfit.text for misfit in misfits}
-    out_of_shape = {source for misfit in misfits for source in misfit.sources}
+    mismatches: list[ShapeMismatch] = []
+    placed = place(mapping, manifest.names, manifest.shapes, targets.shapes, mismatches)
+    mismatched = {targets.names[targets.index[mismatch.target]]: mismatch.message for mismatch in mismatches}
+    out_of_shape = {source for mismatch in mismatches for source in mismatch.sources}
     targets, scalings = with_scales(manifest, targets, placed)
     chosen, tied, twins = _choose(manifest, targets, placed, wanted)
     casts = _check_dtypes(manifest, targets, chosen, {scaling.target for scaling in scalings})
@@ -331,14 +331,14 @@ def _check_dtypes(manifest: Metadata, targets: Targets, chosen: _Chosen, scaled:
         source = manifest.dtypes[i]
         if end == begin + 1 and wanted[begin] is source:
             continue
-        for place in range(begin, end):
-            dtype = wanted[place]
+        for position in range(begin, end):
+            dtype = wanted[position]
             if dtype is source:
                 continue
-            if not dtypes.converts(source, dtype) and chosen.target[place] not in scaled:
+            if not dtypes.converts(source, dtype) and chosen.target[position] not in scaled:
                 raise ModelMismatch(
                     f"{manifest.names[i]} is {dtypes.name(source)} in the checkpoint, which the model's "
-                    f"{targets.names[chosen.target[place]]} of {dtypes.name(dtype)} cannot take"
+                    f"{targets.names[chosen.target[position]]} of {dtypes.name(dtype)} cannot take"
                 )
             casts.add(i)
     return len(casts)
@@ -368,7 +368,7 @@ def _buckets(
         each = ends.diff()[of_slot]
         slot_of = torch.repeat_interleave(slot_of, each)
         places = (torch.arange(len(slot_of)) + (ends[of_slot] - each.cumsum(0) + each)[slot_of]).tolist()
-    target_of = [chosen.target[place] for place in places]
+    target_of = [chosen.target[position] for place in places]
     dtype_of = [manifest.dtypes[chosen.tensor[i]] for i in tensor]
 
     # The class of a slot and place: everything that their copies depend on but for where the slot lies in the bucket.
