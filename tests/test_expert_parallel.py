@@ -211,7 +211,7 @@ def _mistakes(rank: int, folder: Path) -> list[str]:
             {"outer_shards": [OuterShard("gate_up", mesh(("rep", 2), ("ep", 2))["ep"])]}, epload.ModelMismatch, "has index 11"
         ),
         "a mapping that matches nothing": (
-            {"mapping": Mapping((Rename("^nowhere[.]", ""),)), "strict": False}, epload.ModelMismatch, "no rule of the mapping matches"
+            {"mapping": Mapping((Rename("^nowhere[.]", ""),)), "strict": False}, epload.ModelMismatch, "no rule of the mapping"
         ),
     }  # fmt: skip
     for name, (options, kind, text) in cases.items():

@@ -78,7 +78,9 @@ MISTAKES: dict[str, tuple[State, State, Mapping | str, tuple[str, ...]]] = {
         EXPERTS, {name: t for name, t in ALL.items() if name != "e.2.up"}, MAPPING,
         ("cannot make e.gate_up of shape [4, 6, 3]", "1 of 8 are missing from the checkpoint, the first is e.2.up"),
     ),
-    "an expert index out of range": (EXPERTS, ALL | expert(4), MAPPING, ("cannot make e.gate_up", "e.4.gate has index 4, but the last index is 3")),
+    "an expert index out of range": (
+        EXPERTS, ALL | expert(4), MAPPING, ("cannot make e.gate_up", "e.4.gate has index 4, but the last index is 3")
+    ),
     "a scale without its weight": (
         PLAIN, {**values(PLAIN), "v_scale_inv": torch.ones(1, 1)}, "auto",
         ("v_scale_inv is a scale without a weight: v is not in the checkpoint",),
@@ -88,7 +90,7 @@ MISTAKES: dict[str, tuple[State, State, Mapping | str, tuple[str, ...]]] = {
     ),
     "a mapping that matches nothing": (
         PLAIN, {"x.w": torch.zeros(5, 3), "norm": torch.zeros(5)}, MAPPING,
-        ("no rule of the mapping matches any checkpoint key", "1 of 2 keys are not in the model (x.w, ...)", r"'^old\\.'"),
+        ("no rule of the mapping matches any checkpoint key", "the model lacks 1 of the 2 keys (x.w)", r"'^old\\.'"),
     ),
 }  # fmt: skip
 

@@ -139,8 +139,8 @@ class _Placer:
         rules = [rename.source for rename in self.mapping.renames]
         rules += [source for convert in self.mapping.converts for source in convert.sources]
         raise ModelMismatch(
-            f"no rule of the mapping matches any checkpoint key, and {len(lost)} of {len(self.names)} keys are not in the model "
-            f"({', '.join(lost[:3])}, ...); the patterns are {', '.join(map(repr, rules[:5]))}"
+            f"no rule of the mapping matches any checkpoint key, and the model lacks {len(lost)} of the {len(self.names)} keys "
+            f"({', '.join(lost[:3])}{', ...' * (len(lost) > 3)}); the patterns are {', '.join(map(repr, rules[:5]))}"
         )
 
     def _place_whole(self, sources: Iterable[int], renamed: Sequence[str]) -> None:

@@ -208,8 +208,8 @@ class UnsupportedOperation(Operation):
 
     def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
         raise ValueError(
-            f"the transformers operation {self.name} computes values, which a mapping cannot do; load the model with from_pretrained "
-            "once, save its state dict, and load that"
+            f"the transformers operation {self.name} computes values, which a mapping cannot do; load the model once with "
+            "from_pretrained, save its state dict, and load that"
         )
 
 

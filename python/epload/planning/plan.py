@@ -368,7 +368,7 @@ def _buckets(
         each = ends.diff()[of_slot]
         slot_of = torch.repeat_interleave(slot_of, each)
         places = (torch.arange(len(slot_of)) + (ends[of_slot] - each.cumsum(0) + each)[slot_of]).tolist()
-    target_of = [chosen.target[position] for place in places]
+    target_of = [chosen.target[place] for place in places]
     dtype_of = [manifest.dtypes[chosen.tensor[i]] for i in tensor]
 
     # The class of a slot and place: everything that their copies depend on but for where the slot lies in the bucket.
