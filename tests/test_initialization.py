@@ -342,8 +342,8 @@ class Stray(nn.Module):
 def _unfilled(rank: int) -> list[str]:
     said = []
     for drop, texts in (
-        ((), ("1 tensor of the model on meta", "fills: table.")),
-        (("v",), ("2 tensors of the model on meta", "fills: table, v.")),
+        ((), ("fills 1 tensor on meta: table.",)),
+        (("v",), ("fills 2 tensors on meta: table, v.",)),
     ):
         model = meta(Stray)
         fully_shard(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Sequence
 from math import prod
@@ -16,10 +17,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Pretr
 
 from epload import Mapping, ModelMismatch
 from epload.core.views import View
-from epload.mapping import Concatenate, Convert, Rename, Reshape, Split, Stack, Transpose, Unstack
+from epload.mapping import Concatenate, Convert, Rename, Reshape, Split, Stack, Transpose, Unstack, from_model
 from epload.mapping.place import Place, reverse
 from epload.mapping.place import place as place_tensors
 from epload.mapping.resolve import resolve_mapping
+from epload.model.targets import collect
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -329,6 +331,19 @@ def test_reverse_gives_the_file_back() -> None:
     state = assemble(mapping, file, model)
     assert set(state) == set(model)
     assert equal(take_apart(mapping, state, shapes_of(file)), file)
+
+
+def test_from_model_gives_what_auto_uses() -> None:
+    config = LlamaConfig(**SMALL, tie_word_embeddings=True)
+    with torch.device("meta"):
+        llama = AutoModelForCausalLM.from_config(config)
+    for model in (nn.Linear(2, 2), llama, torch.compile(llama), nn.DataParallel(llama)):
+        mapping = from_model(model)
+        assert mapping == resolve_mapping("auto", model, collect(model).index)
+        copy = pickle.loads(pickle.dumps(mapping))
+        assert (copy, hash(copy)) == (mapping, hash(mapping))
+        assert repr(copy) == repr(mapping)  # which the plan's fingerprint covers
+    assert from_model(llama).ties == (("lm_head.weight", "model.embed_tokens.weight"),)
 
 
 def test_resolve() -> None:

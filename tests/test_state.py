@@ -87,7 +87,7 @@ def _inv_freq(rank: int) -> list[str]:
         (
             lambda: meta(Rotary),
             epload.ModelMismatch,
-            "1 tensor of the model on meta that neither the checkpoint nor the model itself fills: inv_freq",
+            "nor the model's own initialization fills 1 tensor on meta: inv_freq",
         ),
         (
             lambda: Rotary() if rank == 1 else meta(lambda: Rotary().bfloat16()),

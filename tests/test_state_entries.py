@@ -166,7 +166,7 @@ class Secretive(nn.Module):
 
 
 def test_a_parameter_that_no_state_dict_shows_is_not_left_as_garbage() -> None:
-    with pytest.raises(epload.ModelMismatch, match=r"1 tensor of the model on meta that .*: secret"):
+    with pytest.raises(epload.ModelMismatch, match="fills 1 tensor on meta: secret"):
         epload.load(meta(Secretive), {"w": torch.zeros(3)}, progress=False)
     model = Secretive()
     epload.load(model, {"w": torch.zeros(3)}, progress=False)

@@ -136,12 +136,12 @@ def test_an_error_has_all_keys_that_do_not_fit() -> None:
     assert all(said == by_rank[0] for said in by_rank)
     keys = (
         "1 parameter missing from the checkpoint: c\n", "1 unexpected checkpoint key: d\n",
-        "strict=False to ignore missing and unexpected keys",
+        "strict=False ignores missing and unexpected keys",
     )  # fmt: skip
     shapes = (
         "2 mismatched shapes: b has shape [3] in the checkpoint but [4] in the model; cannot make e.gate_up of shape [4, 6, 3] "
         "from 8 checkpoint tensors (e.0.gate, e.0.up, ..., e.3.up; shapes [2, 3], [3, 3]): the result has shape [4, 5, 3]",
-        "ignore_mismatched_shapes=True to skip parameters of mismatched shape",
+        "ignore_mismatched_shapes=True skips parameters of mismatched shape",
     )
     for said, texts, absent in zip(by_rank[0], ((*keys, *shapes), shapes, keys), ((), keys, shapes), strict=True):
         assert len(said) == 2, said

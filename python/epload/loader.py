@@ -150,8 +150,8 @@ class HierarchicalLoader:
         Args:
             model: any mix of DTensors and plain tensors; on meta, materialized or already used.
             checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere.
-            mapping: how checkpoint names become regions of the model's tensors. ``"auto"``: what a transformers model
-                declares, else names as they are.
+            mapping: how checkpoint names become regions of the model's tensors. ``"auto"``:
+                :func:`epload.mapping.from_model`, what a transformers model declares, else names as they are.
             strict: whether missing and unexpected keys are an error, as in ``nn.Module.load_state_dict``. If False, the report
                 lists them, and missing parameters keep their values or are initialized.
             ignore_mismatched_shapes: whether to skip parameters that have another shape in the checkpoint. If True, the report

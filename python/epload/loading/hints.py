@@ -35,14 +35,14 @@ def check_match(
         headline = f"{manifest.source} does not match the model"
         missing, unexpected = (missing, unexpected) if strict else ([], [])
         mismatched = {} if ignore_mismatched_shapes else mismatched
-        options += ["strict=False to ignore missing and unexpected keys"] * wrong_keys
-        options += ["ignore_mismatched_shapes=True to skip parameters of mismatched shape"] * wrong_shapes
+        options += ["strict=False ignores missing and unexpected keys"] * wrong_keys
+        options += ["ignore_mismatched_shapes=True skips parameters of mismatched shape"] * wrong_shapes
     else:
-        headline = f"nothing to load: no tensor of {manifest.source} fits the model"
+        headline = f"nothing to load: {manifest.source} has no tensor that fits the model"
     lines = [headline + ":", *_describe(manifest, mapping, missing, unexpected, mismatched)]
     has_rules = bool(mapping.renames or mapping.converts or mapping.ties)
     hint = prefix_hint(missing, unexpected, has_rules)
-    lines.append(hint or ", or ".join(["Pass mapping= if the checkpoint has other names or layouts", *options]))
+    lines.append(hint or "; ".join(["Pass mapping= if the checkpoint has other names or layouts", *options]))
     raise ModelMismatch(
         "\n  ".join(lines[:-1]) + "\n" + lines[-1],
         missing_keys=missing,
@@ -109,7 +109,7 @@ def prefix_hint(missing: Collection[str], unexpected: Sequence[str], has_rules: 
     removed, added = best
     rename = f'epload.mapping.Rename(r"^{re.escape(removed)}", "{added}")'
     change = f"without the prefix {removed!r}" if removed else f"with the prefix {added!r}"
-    matches = f"{count} of the {_count(unexpected, 'unexpected key')} match {change}: "
+    matches = f"{count} of {_count(unexpected, 'unexpected key')} match the model {change}: "
     if has_rules:
         return (
             f"{matches}rules = epload.mapping.from_model(model), then "
@@ -127,6 +127,6 @@ def _matches(pair: tuple[str, str], wanted: set[str], unexpected: Sequence[str])
 def unfilled_error(names: Sequence[str]) -> ModelMismatch:
     """The error for tensors of the model that neither the checkpoint nor the model fills."""
     return ModelMismatch(
-        f"{_count(names, 'tensor')} of the model on meta that neither the checkpoint nor the model itself fills: {_list(names)}. "
+        f"neither the checkpoint nor the model's own initialization fills {_count(names, 'tensor')} on meta: {_list(names)}. "
         "Pass init_missing=hook(module, path, names) to initialize them, or build the model with values for them"
     )

@@ -114,12 +114,9 @@ class Converter:
         if len(tensors) != len(lists) or any(
             len(output) != 1 and not many for output, many in zip(tensors, lists, strict=False)
         ):
-            raise self.error(
-                group,
-                present,
-                f"the operations result in {sum(map(len, tensors))} tensors for {len(lists)} targets; combine them with Stack or "
-                "Concatenate",
-            )
+            count = sum(map(len, tensors))
+            problem = f"expected one tensor for each target, but the operations make {count}; add Stack or Concatenate"
+            raise self.error(group, present, problem)
         self._outputs[key] = tensors
         return tensors
 
