@@ -1,4 +1,4 @@
-"""Expert parallelizm in the forms in use, where the model itself does not say what its experts are a part of."""
+"""Expert parallelism in the forms in use, where the model itself does not say what its experts are a part of."""
 
 from __future__ import annotations
 
