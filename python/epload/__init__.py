@@ -8,9 +8,7 @@ from epload.compat import patch
 from epload.core.pieces import Piece, Pieces
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
 from epload.loader import HierarchicalLoader, load
-from epload.mapping.mapping import Mapping
-from epload.mapping.operations import Concatenate, Reshape, Split, Stack, Transpose, Unstack
-from epload.mapping.rules import Convert, Rename
+from epload.mapping import Mapping
 from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.native.build import build_info
 from epload.report import LoadReport
@@ -20,8 +18,6 @@ __version__: str = build_info()["version"]
 __all__ = [
     "Checkpoint",
     "CheckpointError",
-    "Concatenate",
-    "Convert",
     "HierarchicalLoader",
     "LoadError",
     "LoadReport",
@@ -33,13 +29,7 @@ __all__ = [
     "OuterShard",
     "Piece",
     "Pieces",
-    "Rename",
-    "Reshape",
-    "Split",
-    "Stack",
     "Topology",
-    "Transpose",
-    "Unstack",
     "__version__",
     "build_info",
     "coalesced_bcast",

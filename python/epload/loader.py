@@ -20,7 +20,6 @@ from epload.cluster.topology import Topology
 from epload.control.control import DEFAULT_TIMEOUT
 from epload.core import collector, log
 from epload.loading.agreement import Agreement
-from epload.loading.hints import Strict
 from epload.loading.request import Options, Request
 from epload.loading.resources import Resources
 from epload.loading.routes import Router
@@ -38,7 +37,8 @@ def load(
     checkpoint: Any,
     *,
     mapping: Mapping | str = "auto",
-    strict: Strict = True,
+    strict: bool = True,
+    ignore_mismatched_shapes: bool = False,
     dtype: DTypes = None,
     init_missing: InitMissing | None = None,
     outer_shards: Sequence[OuterShard] = (),
@@ -69,7 +69,8 @@ def load(
     )  # fmt: skip
     with loader:
         return loader.load(
-            model, checkpoint, mapping=mapping, strict=strict, dtype=dtype, init_missing=init_missing,
+            model, checkpoint, mapping=mapping, strict=strict,
+            ignore_mismatched_shapes=ignore_mismatched_shapes, dtype=dtype, init_missing=init_missing,
             outer_shards=outer_shards, local_modules=local_modules,
         )  # fmt: skip
 
@@ -167,7 +168,8 @@ class HierarchicalLoader:
         checkpoint: Any,
         *,
         mapping: Mapping | str = "auto",
-        strict: Strict = True,
+        strict: bool = True,
+        ignore_mismatched_shapes: bool = False,
         dtype: DTypes = None,
         init_missing: InitMissing | None = None,
         outer_shards: Sequence[OuterShard] = (),
@@ -181,10 +183,13 @@ class HierarchicalLoader:
         Args:
             model: any mix of DTensors and plain tensors; on meta, materialized or already used.
             checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere.
-            mapping: how checkpoint names become regions of the model's tensors. ``"auto"``: what a transformers model
-                declares, else names as they are.
-            strict: keys that are missing, unexpected or of another shape are an error. With False they are listed in the
-                report and left alone; with ``"shapes"`` only another shape is an error, as in torch's own loading.
+            mapping: how checkpoint names become regions of the model's tensors. ``"auto"``:
+                :func:`epload.mapping.from_model`, what a transformers model declares, else names as they are.
+            strict: whether missing and unexpected keys are an error, as in ``nn.Module.load_state_dict``. If False, the report
+                lists them, and missing parameters keep their values or are initialized.
+            ignore_mismatched_shapes: whether to skip parameters that have another shape in the checkpoint. If True, the report
+                lists them as ``mismatched_keys``, and they are treated as missing parameters are; if False, they are an error,
+                whatever ``strict`` is.
             dtype: for floating-point parameters that are on meta, or a dict from regular expressions to dtypes; by default
                 the model's.
             init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that neither
@@ -211,7 +216,10 @@ class HierarchicalLoader:
                         parts = None
                         if outer_shards or local_modules:
                             parts = ExpertParallelSpec(tuple(outer_shards), tuple(local_modules))
-                        return self._load(Request(model, checkpoint, mapping, strict, dtype, parts, init_missing))
+                        request = Request(
+                            model, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, parts, init_missing
+                        )
+                        return self._load(request)
                 finally:
                     if guard.failure is not None and not guard.failure.clean:
                         self._resources.forget_staging()

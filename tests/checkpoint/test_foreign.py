@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import epload
-from epload import Checkpoint, CheckpointError, HierarchicalLoader, Mapping, ModelMismatch, Rename
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, Mapping, ModelMismatch
+from epload.mapping import Rename
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
 
@@ -251,7 +252,7 @@ def test_every_rank_hears_of_an_argument(argument: str) -> None:
 def test_keys_are_shown_as_they_were_renamed() -> None:
     state = {f"old.{name}": value for name, value in _state().items()}
     with pytest.raises(
-        ModelMismatch, match=r"2 unexpected in it: old\.weight \(renamed to odd\.weight\), old\.bias \(ren"
+        ModelMismatch, match=r"2 unexpected checkpoint keys: old\.weight \(renamed to odd\.weight\), old\.bias \(ren"
     ):
         epload.load(_linear(), state, mapping=Mapping(renames=(Rename(r"^old\.", "odd."),)), progress=False)
 
@@ -259,7 +260,7 @@ def test_keys_are_shown_as_they_were_renamed() -> None:
 def test_a_rule_that_matches_nothing_is_shown() -> None:
     state = {"a.weight": tensor(1, (4, 3)), "bias": tensor(2, (4,))}
     rules = Mapping(renames=(Rename(r"^a\.", "b."), Rename(r"^never\.", "c.")))
-    with pytest.raises(ModelMismatch, match=r"rules of the mapping that match none of its names: '\^never\\\\\.'\."):
+    with pytest.raises(ModelMismatch, match=r"mapping rules that match no checkpoint key: '\^never\\\\\.'"):
         epload.load(_linear(), state, mapping=rules, progress=False)
     epload.load(
         _linear(), state, mapping=Mapping(renames=(Rename(r"^a\.", ""), Rename(r"^never\.", "c."))), progress=False

@@ -212,7 +212,7 @@ def test_a_dict_of_no_tensors(tmp_path: Path) -> None:
 
 def test_a_parameter_whose_entry_holds_no_tensor_is_missing(tmp_path: Path) -> None:
     torch.save({"weight": tensor(1, (4, 3)), "bias": [0.0] * 4}, tmp_path / "model.pt")
-    with pytest.raises(ModelMismatch, match="1 missing from it: bias"):
+    with pytest.raises(ModelMismatch, match="1 parameter missing from the checkpoint: bias"):
         _loader().load(nn.Linear(3, 4), tmp_path / "model.pt")
 
 

@@ -244,7 +244,7 @@ def _back(rank: int, folder: Path) -> list[str]:
 
     file = load_file(folder / "model.safetensors")
     model = by_the_library(meta(lambda: build("qwen3_moe")), ep_size=2, fsdp_size=4)
-    mapping = epload.Mapping.from_transformers(model)
+    mapping = epload.mapping.from_model(model)
     epload.load(model, folder, progress=False)
     back = checkpoint_of(model, mapping, file)
     return [name for name, tensor in file.items() if name not in back or not torch.equal(back[name], tensor)]

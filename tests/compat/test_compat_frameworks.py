@@ -74,7 +74,11 @@ def _accelerate_one_sided(rank: int) -> list[str]:
     last = list(values)[-1]
     short = on_rank_0({name: value for name, value in values.items() if name != last})
     errors = everywhere(raised(lambda: our_accelerate.fsdp2_load_full_state_dict(accelerator, sharded(), short)))
-    said = [] if len(set(errors)) == 1 and f"1 missing from it: {last}" in errors[0] else [str(errors)]
+    said = (
+        []
+        if len(set(errors)) == 1 and f"1 parameter missing from the checkpoint: {last}" in errors[0]
+        else [str(errors)]
+    )
     theirs = sharded()
     if rank == 0:
         error = raised(lambda: fsdp_utils.fsdp2_load_full_state_dict(accelerator, theirs, short))
@@ -181,14 +185,17 @@ def _rl(rank: int) -> list[str]:
                 said.append(f"inv_freq is not rank 0's: {model.inv_freq}")
             if returned is not (model if load is skyrl.fsdp2_load_full_state_dict else None):
                 said.append(f"returned {returned}")
-        for odd, text in ((values | {"stray": torch.ones(1)}, "unexpected in it: stray"), ({}, "missing from it: w")):
+        for odd, text in (
+            (values | {"stray": torch.ones(1)}, "unexpected checkpoint key: stray"),
+            ({}, "missing from the checkpoint: w"),
+        ):
             model = fully_shard(Rotary() if rank == 0 else meta(Rotary), mesh=mesh(("all", 4)))
             errors = everywhere(raised(lambda model=model, odd=odd, load=load: load(model, on_rank_0(odd))))
             if len(set(errors)) > 1 or text not in errors[0] or model.w.is_meta != (rank > 0):
                 said.append(f"{text}: {errors}")
         hollow = fully_shard(meta(Rotary), mesh=mesh(("all", 4)))
         error = raised(lambda hollow=hollow, load=load: load(hollow, on_rank_0(values)))
-        if "inv_freq: 1 of the model's tensors are on meta" not in error:
+        if "fills 1 tensor on meta: inv_freq" not in error:
             said.append(f"nobody has the buffer: {error}")
     return said
 
@@ -280,7 +287,7 @@ def _veomni_missing(rank: int, folder: Path) -> list[str]:
         said.append(f"initialized: {spread}, {state[f'{lora}B.default.weight']}")
     plain = fully_shard(meta(lambda: Mlp(7, 5, 3)), mesh=mesh(("all", 4)))
     error = raised(lambda: veomni.rank0_load_and_broadcast_weights(plain, str(folder / "odd.safetensors"), "cpu"))
-    return said if "ModelMismatch" in error and "missing from it: embed.weight" in error else [*said, error]
+    return said if "ModelMismatch" in error and "missing from the checkpoint: embed.weight" in error else [*said, error]
 
 
 def test_veomni_what_the_checkpoint_lacks_is_initialized(tmp_path: Path) -> None:

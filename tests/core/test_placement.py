@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from epload import Concatenate, Convert, Manifest, Mapping, ModelMismatch, Stack
+from epload import Manifest, Mapping, ModelMismatch
 from epload.core.placement import (
     Box,
     Layout,
@@ -30,6 +30,7 @@ from epload.core.placement import (
     owned_regions,
     slice_intervals,
 )
+from epload.mapping import Concatenate, Convert, Stack
 from epload.model.targets import Targets
 from epload.native import ops
 from epload.planning.plan import LoadPlan, make_plan
@@ -304,7 +305,7 @@ def targets_of(
 
 
 def plan_of(bucket_bytes: int = 128, options: str = "") -> LoadPlan:
-    return make_plan(manifest_of(MIXED), targets_of(MIXED), Mapping.identity(), bucket_bytes, options)
+    return make_plan(manifest_of(MIXED), targets_of(MIXED), Mapping(), bucket_bytes, options)
 
 
 BUCKET_BYTES = [96, 128, 1000, 1 << 16]
@@ -353,7 +354,7 @@ def test_bucket_bytes_too_small_is_refused() -> None:
 
 
 def test_nothing_to_load() -> None:
-    plan = make_plan(manifest_of({}), Targets(), Mapping.identity(), 128)
+    plan = make_plan(manifest_of({}), Targets(), Mapping(), 128)
     assert (plan.buckets, plan.missing, plan.unexpected, plan.nbytes, plan.largest) == ((), (), (), 0, 0)
 
 
@@ -363,9 +364,7 @@ def test_fingerprint_is_the_same_on_every_rank() -> None:
         "wide": (Replicated(), Sharded(1)),
     }
     fingerprints = {
-        make_plan(
-            manifest_of(MIXED), targets_of(MIXED, (2, 2), placements, coordinate), Mapping.identity(), 128
-        ).fingerprint
+        make_plan(manifest_of(MIXED), targets_of(MIXED, (2, 2), placements, coordinate), Mapping(), 128).fingerprint
         for coordinate in product(range(2), range(2))
     }
     assert len(fingerprints) == 1
@@ -379,7 +378,7 @@ def test_fingerprint_does_not_depend_on_how_layouts_are_numbered() -> None:
     two.coordinates[1] = (0,)
     one = targets_of(tensors, (2,), placements, (0,))
     one.layout, one.layouts, one.coordinates = [0, 0], one.layouts[:1], one.coordinates[:1]
-    plans = [make_plan(manifest_of(tensors), targets, Mapping.identity(), 128) for targets in (one, two)]
+    plans = [make_plan(manifest_of(tensors), targets, Mapping(), 128) for targets in (one, two)]
     assert plans[0].fingerprint == plans[1].fingerprint
 
 
@@ -390,7 +389,7 @@ def test_fingerprint_tells_any_difference() -> None:
     def fingerprint(
         manifest: Manifest = manifest, targets: Targets = targets, bucket_bytes: int = 128, options: str = ""
     ) -> bytes:
-        return make_plan(manifest, targets, Mapping.identity(), bucket_bytes, options).fingerprint
+        return make_plan(manifest, targets, Mapping(), bucket_bytes, options).fingerprint
 
     def both(changed: Described) -> bytes:
         return fingerprint(manifest_of(changed), targets_of(changed, (2,), {"a": (Sharded(0),)}, (0,)))
@@ -419,7 +418,7 @@ def test_fingerprint_tells_any_difference() -> None:
 def test_missing_and_unexpected_names() -> None:
     checkpoint: Described = {"a": ((4,), F32), "stray": ((300,), F32), "b": ((2,), F32)}
     model: Described = {"a": ((4,), F32), "absent": ((3,), F32), "b": ((2,), F32), "absent.empty": ((0,), F32)}
-    plan = make_plan(manifest_of(checkpoint), targets_of(model), Mapping.identity(), 128)
+    plan = make_plan(manifest_of(checkpoint), targets_of(model), Mapping(), 128)
     assert plan.missing == ("absent",)  # an empty tensor has nothing to miss
     assert plan.unexpected == ("stray",)
     assert set(plan.slots.tensor) == {0, 2}
@@ -429,22 +428,22 @@ def test_of_tied_names_one_is_loaded() -> None:
     model = targets_of({"embed": ((4,), F32), "b": ((2,), F32)})
     model.index["head"] = model.index["embed"]
     checkpoint: Described = {"embed": ((4,), F32), "b": ((2,), F32), "head": ((4,), F32)}
-    plan = make_plan(manifest_of(checkpoint), model, Mapping.identity(), 128)
+    plan = make_plan(manifest_of(checkpoint), model, Mapping(), 128)
     assert (plan.missing, plan.unexpected, plan.tied) == ((), (), ("head",))
     assert set(plan.slots.tensor) == {0, 1}
 
     only_head: Described = {"b": ((2,), F32), "head": ((4,), F32)}
-    plan = make_plan(manifest_of(only_head), model, Mapping.identity(), 128)
+    plan = make_plan(manifest_of(only_head), model, Mapping(), 128)
     assert (plan.missing, plan.unexpected, plan.tied) == ((), (), ())
 
 
 def test_what_does_not_fit_the_model_is_refused() -> None:
     model = targets_of({"a": ((4, 2), F32)})
-    plan = make_plan(manifest_of({"a": ((2, 4), F32)}), model, Mapping.identity(), 128)
+    plan = make_plan(manifest_of({"a": ((2, 4), F32)}), model, Mapping(), 128)
     assert "a has shape [2, 4]" in plan.mismatched["a"]
     assert (plan.missing, plan.unexpected, plan.slots.tensor) == ((), (), [])
     with pytest.raises(ModelMismatch, match="int64"):
-        make_plan(manifest_of({"a": ((4, 2), torch.int64)}), model, Mapping.identity(), 128)
+        make_plan(manifest_of({"a": ((4, 2), torch.int64)}), model, Mapping(), 128)
 
 
 # ---- whole loads, all ranks in this process ----
@@ -500,7 +499,7 @@ def test_a_whole_load_gives_every_rank_its_shards(mesh_shape: tuple[int, int], b
     fingerprints = set()
     for coordinate in product(*map(range, mesh_shape)):
         targets = targets_of(MIXED, mesh_shape, placements, coordinate)
-        plan = make_plan(manifest, targets, Mapping.identity(), bucket_bytes)
+        plan = make_plan(manifest, targets, Mapping(), bucket_bytes)
         fingerprints.add(plan.fingerprint)
         local = [torch.empty(shards[name][coordinate].shape, dtype=dtype) for name, (_, dtype) in MIXED.items()]
         for tensor in local:
@@ -523,7 +522,7 @@ def test_a_load_that_casts(bucket_bytes: int) -> None:
     shards = {name: torch_shards(values[name].to(wanted[name][1]), (3,), cuts[name]) for name in wanted}
     for rank in range(3):
         targets = targets_of(wanted, (3,), placements, (rank,))
-        plan = make_plan(manifest, targets, Mapping.identity(), bucket_bytes)
+        plan = make_plan(manifest, targets, Mapping(), bucket_bytes)
         assert plan.casts == 2
         local = [torch.full_like(shards[name][(rank,)], -1) for name in wanted]
         run_plan(plan, manifest, values, local)

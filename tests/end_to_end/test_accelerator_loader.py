@@ -265,7 +265,7 @@ def test_wrong_use_is_refused_before_anything_moves(tmp_path: Path) -> None:
         "no such device": ("ValueError", ["mesh of cuda devices", f"this torch has {fakedev.NAME}"]),
         "one rank on cpu": ("ManifestMismatch", ["device=cpu", f"device={fakedev.NAME}", "[3]"]),
         "missing file": ("CheckpointError", ["absent"]),
-        "keys": ("ModelMismatch", ["1 missing from it: scale"]),
+        "keys": ("ModelMismatch", ["1 parameter missing from the checkpoint: scale"]),
         "shape": ("ModelMismatch", ["scale has shape [2]"]),
     }
     check(ranks.run(4, _refused, tmp_path, setup=fakedev.setup), expected)

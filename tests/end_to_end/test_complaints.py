@@ -96,14 +96,19 @@ def one_sided_key(rank: int, change: str) -> Raised:
     return told(lambda: loader.load(meta_net(), only_readers(state)))
 
 
-@pytest.mark.parametrize(("change", "name"), [("unexpected", "stray"), ("missing", "norm.weight")])
-def test_a_key_that_only_rank_0_sees_raises_on_all(change: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("unexpected", "1 unexpected checkpoint key: stray"),
+        ("missing", "1 parameter missing from the checkpoint: norm.weight"),
+    ],
+)
+def test_a_key_that_only_rank_0_sees_raises_on_all(change: str, text: str) -> None:
     """torch's set_model_state_dict and accelerate's loader raise on rank 0 alone, and the others wait for ever."""
     said = ranks.run(4, one_sided_key, change)
     assert {kind for kind, *_ in said} == {"ModelMismatch"}
     assert len({text for _, text, _ in said}) == 1
-    assert f"1 {change}" in said[0][1]
-    assert name in said[0][1]
+    assert text in said[0][1]
 
 
 def several_topologies(rank: int) -> list[str]:

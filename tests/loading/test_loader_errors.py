@@ -103,7 +103,10 @@ def test_bad_input(tmp_path: Path) -> None:
         "nothing": ("TypeError", ["NoneType"]),
         "DTensor": ("TypeError", ["'scale' is a DTensor"]),
         "shape": ("ModelMismatch", ["scale has shape [2]", "[1]"]),
-        "keys": ("ModelMismatch", ["1 missing from it: scale", "1 unexpected in it: stray", "strict=False"]),
+        "keys": (
+            "ModelMismatch",
+            ["1 parameter missing from the checkpoint: scale", "1 unexpected checkpoint key: stray", "strict=False"],
+        ),
         "int into float": ("ModelMismatch", ["scale is int32", "float32"]),
         "fp8": ("ModelMismatch", ["scale is float8_e4m3fn", "float32"]),
         "mapping": ("ValueError", ["'nonsense'", "epload.Mapping"]),
@@ -160,6 +163,8 @@ def _ranks_differ(rank: int) -> Outcome:
     refused("timeout", lambda: patience.load(dtype, good))
     strictness = model_of(a=(3,), b=(4, 2))
     refused("strict", lambda: loader.load(strictness, only_readers(good), strict=rank != 2))
+    shapes = model_of(a=(3,), b=(4, 2))
+    refused("shapes", lambda: loader.load(shapes, only_readers(good), ignore_mismatched_shapes=rank == 2))
     per_node = HierarchicalLoader(topology, readers="per_node", bucket_bytes=BUCKET)
     same = model_of(a=(3,), b=(4, 2))
     narrow = {n: v.bfloat16() for n, v in good.items()} if rank == 2 else good
@@ -187,6 +192,7 @@ def test_ranks_that_disagree() -> None:
         "readers": ("ManifestMismatch", ["readers=one", "readers=per_node", "2"]),
         "src": ("ManifestMismatch", ["src=0", "src=1", "3"]),
         "strict": ("ManifestMismatch", ["strict=True", "strict=False", "rank 0", "rank 2"]),
+        "shapes": ("ManifestMismatch", [f"ignore_mismatched_shapes={x}" for x in (True, False)] + ["rank 0", "rank 2"]),
         "nodes read another dtype": ("ManifestMismatch", ["checkpoint a: float32", "checkpoint a: bfloat16", "rank 2"]),
         "nodes read other names": ("ManifestMismatch", ["checkpoint c", "rank 2"]),
         "nodes read another order": ("ManifestMismatch", ["checkpoint a", "checkpoint b", "rank 2"]),
@@ -340,7 +346,7 @@ def load_with_own_mapping(rank: int) -> str:
     model = torch.nn.ParameterDict({"a": torch.zeros(2), "b": torch.zeros(2)})
     state = {"x": torch.ones(2), "y": torch.full((2,), 2.0)}
     to = ("b", "a") if rank == 1 else ("a", "b")
-    mapping = epload.Mapping(renames=(epload.Rename("^x$", to[0]), epload.Rename("^y$", to[1])))
+    mapping = epload.Mapping(renames=(epload.mapping.Rename("^x$", to[0]), epload.mapping.Rename("^y$", to[1])))
     loader = epload.HierarchicalLoader(epload.Topology.from_nodes([[0, 1], [2, 3]]), progress=False)
     try:
         loader.load(model, state if rank == 0 else None, mapping=mapping)

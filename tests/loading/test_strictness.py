@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import epload
-from epload import Concatenate, Convert, LocalModules, Mapping, ModelMismatch, Rename, Stack
+from epload import LocalModules, Mapping, ModelMismatch
+from epload.mapping import Concatenate, Convert, Rename, Stack
 from support import ranks
 from support.checks import all_fine, as_bytes, full_values, local_of
 from support.fp8 import Tree
@@ -76,19 +77,21 @@ PLAIN = target(w=(5, 3), norm=(5,))
 MISTAKES: dict[str, tuple[State, State, Mapping | str, tuple[str, ...]]] = {
     "an incomplete set of experts": (
         EXPERTS, {name: t for name, t in ALL.items() if name != "e.2.up"}, MAPPING,
-        ("the model's e.gate_up has shape [4, 6, 3]", "1 of its 8 parts are missing, the first e.2.up"),
+        ("cannot make e.gate_up of shape [4, 6, 3]", "1 of 8 are missing from the checkpoint, the first is e.2.up"),
     ),
-    "an expert index out of range": (EXPERTS, ALL | expert(4), MAPPING, ("the model's e.gate_up", "e.4.gate has index 4")),
+    "an expert index out of range": (
+        EXPERTS, ALL | expert(4), MAPPING, ("cannot make e.gate_up", "e.4.gate has index 4, but the last index is 3")
+    ),
     "a scale without its weight": (
         PLAIN, {**values(PLAIN), "v_scale_inv": torch.ones(1, 1)}, "auto",
-        ("v_scale_inv is a scale without its weight: v is not in the checkpoint",),
+        ("v_scale_inv is a scale without a weight: v is not in the checkpoint",),
     ),
     "two keys for one region": (
-        PLAIN, values(PLAIN) | {"old.w": torch.zeros(5, 3)}, MAPPING, ("both w and old.w would fill the model's w",)
+        PLAIN, values(PLAIN) | {"old.w": torch.zeros(5, 3)}, MAPPING, ("w and old.w both map to the model's w",)
     ),
     "a mapping that matches nothing": (
         PLAIN, {"x.w": torch.zeros(5, 3), "norm": torch.zeros(5)}, MAPPING,
-        (r"the mapping matches nothing: none of its patterns ['^old\\.'", "no place for 1 of them (x.w, ...)"),
+        ("no rule of the mapping matches any checkpoint key", "the model lacks 1 of the 2 keys (x.w)", r"'^old\\.'"),
     ),
 }  # fmt: skip
 
@@ -123,18 +126,25 @@ def odd() -> State:
 
 
 def _error(rank: int) -> list[list[str]]:
-    return [list(refused(LIKE, values(LIKE), odd(), MAPPING, strict=strict)) for strict in (True, "shapes")]
+    return [
+        list(refused(LIKE, values(LIKE), odd(), MAPPING, strict=strict, ignore_mismatched_shapes=ignore))
+        for strict, ignore in ((True, False), (False, False), (True, True))
+    ]
 
 
 def test_an_error_has_all_keys_that_do_not_fit() -> None:
     by_rank = ranks.run(4, _error)
     assert all(said == by_rank[0] for said in by_rank)
-    keys = ("1 missing from it: c;", "1 unexpected in it: d;")
+    keys = (
+        "1 parameter missing from the checkpoint: c\n", "1 unexpected checkpoint key: d\n",
+        "strict=False ignores missing and unexpected keys",
+    )  # fmt: skip
     shapes = (
-        "2 of another shape: b has shape [3] in the checkpoint but the model's b has [4]; the model's e.gate_up has shape "
-        "[4, 6, 3], but of 8 checkpoint tensors for it (e.0.gate, e.0.up, ... e.3.up; [2, 3], [3, 3]) they make [4, 5, 3]",
+        "2 mismatched shapes: b has shape [3] in the checkpoint but [4] in the model; cannot make e.gate_up of shape [4, 6, 3] "
+        "from 8 checkpoint tensors (e.0.gate, e.0.up, ..., e.3.up; shapes [2, 3], [3, 3]): the result has shape [4, 5, 3]",
+        "ignore_mismatched_shapes=True skips parameters of mismatched shape",
     )
-    for said, texts, absent in zip(by_rank[0], ((*keys, *shapes), shapes), ((), keys), strict=True):
+    for said, texts, absent in zip(by_rank[0], ((*keys, *shapes), shapes, keys), ((), keys, shapes), strict=True):
         assert len(said) == 2, said
         for text in said:
             assert [t for t in texts if t not in text] == [], text
@@ -155,7 +165,8 @@ def _lenient(rank: int) -> list[str]:
         model, run = sharded(LIKE), loader()
         run.load(model, only_readers(good))
         calls.clear()
-        report = run.load(model, only_readers(odd()), mapping=MAPPING, strict=False, init_missing=init)
+        lenient = {"strict": False, "ignore_mismatched_shapes": True}
+        report = run.load(model, only_readers(odd()), mapping=MAPPING, **lenient, init_missing=init)
         keys = (report.missing_keys, report.unexpected_keys, report.mismatched_keys)
         if keys != (["c"], ["d"], ["b", "e.gate_up"]) or "mismatched: b, e.gate_up" not in str(report):
             said.append(str(report))
@@ -169,13 +180,30 @@ def _lenient(rank: int) -> list[str]:
             wanted = torch.full_like(wanted, -1) if init is not None and name != "a" else wanted
             if not torch.equal(as_bytes(got), as_bytes(wanted)):
                 said.append(f"{name} is {got} where {wanted} was expected")
-    try:
-        loader().load(sharded(LIKE), only_readers(good), strict="keys")  # type: ignore[arg-type]
-        said.append("took strict='keys'")
-    except ValueError as error:
-        if "expected strict to be True, False or 'shapes', got 'keys'" not in str(error):
-            said.append(str(error))
+    for option in ("strict", "ignore_mismatched_shapes"):
+        try:
+            loader().load(sharded(LIKE), only_readers(good), **{option: "shapes"})  # type: ignore[arg-type]
+            said.append(f"took {option}='shapes'")
+        except TypeError as error:
+            if f"expected {option} to be a bool, got 'shapes'" not in str(error):
+                said.append(str(error))
     return said
+
+
+def _only_shapes(rank: int) -> list[str]:
+    """In a strict load mismatched shapes alone are listed and skipped, if they are to be ignored."""
+    good, model, run = values(LIKE), sharded(LIKE), loader()
+    run.load(model, only_readers(good))
+    before = {name: tensor.clone() for name, tensor in parts(model).items()}
+    changed = {name: value + 1 for name, value in good.items()} | {"b": torch.zeros(3)}
+    report = run.load(model, only_readers(changed), ignore_mismatched_shapes=True)
+    keys = (report.missing_keys, report.unexpected_keys, report.mismatched_keys)
+    said = [] if keys == ([], [], ["b"]) else [str(report)]
+    return said + [n for n, t in parts(model).items() if not torch.equal(t, before[n] + (n != "b"))]
+
+
+def test_a_strict_load_can_ignore_mismatched_shapes() -> None:
+    all_fine(ranks.run(4, _only_shapes))
 
 
 def test_what_does_not_fit_is_listed_and_left_to_a_hook() -> None:
@@ -188,7 +216,8 @@ def _local(rank: int) -> list[str]:
     model = make()
     file = {"x0": torch.zeros(4), "x1": torch.ones(3), "x2": torch.zeros(1), "x3": torch.ones(3), "y0": torch.ones(2)}
     file |= {"y1": torch.ones(2), "y3": torch.ones(2), "z": torch.ones(1)}
-    report = loader().load(model, only_readers(file), local_modules=[LocalModules("")], strict=False)
+    lenient = {"strict": False, "ignore_mismatched_shapes": True}
+    report = loader().load(model, only_readers(file), local_modules=[LocalModules("")], **lenient)
     keys = (report.missing_keys, report.unexpected_keys, report.mismatched_keys)
     said = [] if keys == (["y2"], ["z"], ["x0", "x2"]) else [str(report)]
     for name in (f"x{rank}", f"y{rank}"):

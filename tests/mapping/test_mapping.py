@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Sequence
 from math import prod
@@ -14,9 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
-from epload import Concatenate, Convert, Mapping, ModelMismatch, Rename, Reshape, Split, Stack, Transpose, Unstack
+from epload import Mapping, ModelMismatch
 from epload.core.views import View
-from epload.mapping.mapping import resolve
+from epload.mapping import Concatenate, Convert, Rename, Reshape, Split, Stack, Transpose, Unstack, from_model
+from epload.mapping.place import reverse
+from epload.mapping.resolve import resolve_mapping
+from epload.model.targets import collect
 from support.mappings import Shapes, assemble, box, place, shapes_of
 
 EXPERTS = Mapping(
@@ -39,7 +43,7 @@ def tensor(number: int, *shape: int) -> Tensor:
 def take_apart(mapping: Mapping, state: dict[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
     """The checkpoint from the model: every region copied the other way."""
     dtype = next(iter(state.values())).dtype
-    regions = mapping.reverse(list(shapes), list(shapes.values()), shapes_of(state))
+    regions = reverse(mapping, list(shapes), list(shapes.values()), shapes_of(state))
     made = {name: torch.full(shapes[name], -1, dtype=dtype) for name in regions}
     for name, places in regions.items():
         for target, view in places:
@@ -53,7 +57,7 @@ def equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 def test_identity() -> None:
     sources = {"a": tensor(1, 3, 4), "b.c": tensor(2), "d": tensor(3, 0, 2)}
-    assert equal(assemble(Mapping.identity(), sources, shapes_of(sources)), sources)
+    assert equal(assemble(Mapping(), sources, shapes_of(sources)), sources)
 
 
 def test_what_the_model_does_not_have() -> None:
@@ -81,7 +85,7 @@ def test_a_conversion_whose_targets_the_model_lacks_leaves_names_as_they_are() -
 
 
 def test_the_base_model_comes_with_and_without_its_head() -> None:
-    mapping = Mapping(base="model")
+    mapping = Mapping(base_model_prefix="model")
     w, head = tensor(1, 2), tensor(2, 3)
     for source in ("model.w", "w"):
         for target in ("model.w", "w"):
@@ -165,9 +169,9 @@ CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
     "renamed, wrong shape": (
         Mapping(renames=(Rename("^old", "new"),)), {"old.a": (2,)}, {"new.a": (3,)}, ["old.a", "new.a", "[2]", "[3]"]
     ),
-    "missing expert": (EXPERTS, experts([0, 2]), GATE_UP, ["l.experts.gate_up", "2 of its 6", "experts.1.gate.weight"]),
+    "missing expert": (EXPERTS, experts([0, 2]), GATE_UP, ["l.experts.gate_up", "2 of 6 are missing", "experts.1.gate.weight"]),
     "missing half of an expert": (
-        EXPERTS, {**experts([0, 1]), **experts([2], ["gate"])}, GATE_UP, ["1 of its 6", "experts.2.up.weight"]
+        EXPERTS, {**experts([0, 1]), **experts([2], ["gate"])}, GATE_UP, ["1 of 6 are missing", "experts.2.up.weight"]
     ),
     "missing part": (
         EXPERTS, {"a.q.weight": (2, 4), "a.v.weight": (1, 4)}, {"a.qkv.weight": (4, 4)}, ["a.qkv.weight", "k.weight"]
@@ -221,7 +225,7 @@ CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
     ),
     "split equally into unequal targets": (
         Mapping(converts=(Convert(("qkv",), ("q", "k"), (Split(),)),)), {"qkv": (6, 2)}, {"q": (4, 2), "k": (2, 2)},
-        ["qkv", "model's q", "[4, 2]", "[3, 2]"],
+        ["qkv", "cannot make q", "[4, 2]", "[3, 2]"],
     ),
     "viewed in a shape that does not fit": (
         Mapping(converts=(Convert(("w",), ("v",), (Reshape((4, -1)),)),)), {"w": (3, 2)}, {"v": (4, 2)},
@@ -231,7 +235,7 @@ CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
         Mapping(converts=(Convert(("^a$",), ("t",)), Convert(("^b$",), ("t",)))), {"a": (2,), "b": (2,)}, {"t": (2,)}, ["a and b"]
     ),
     "a mapping that matches nothing": (
-        EXPERTS, {"x.y": (2,)}, {"l.experts.down": (2, 2)}, ["matches nothing", "x.y", "experts"]
+        EXPERTS, {"x.y": (2,)}, {"l.experts.down": (2, 2)}, ["no rule of the mapping matches", "x.y", "experts"]
     ),
 }  # fmt: skip
 
@@ -264,8 +268,8 @@ def test_split() -> None:
 def test_a_stage_that_lacks_some_of_the_targets() -> None:
     mapping = one_of(Convert(("both",), ("up", "gate"), (Split(0),)))
     assert equal(assemble(mapping, {"both": tensor(1, 4)}, {"gate": (2,)}), {"gate": tensor(1, 4)[2:]})
-    with pytest.raises(ModelMismatch, match="both cannot be made from the model, which holds 2 of its 4 elements"):
-        mapping.reverse(["both"], [(4,)], {"gate": (2,)})
+    with pytest.raises(ModelMismatch, match="cannot make both from the model, which has 2 of its 4 elements"):
+        reverse(mapping, ["both"], [(4,)], {"gate": (2,)})
 
 
 def test_fused_experts_to_one_module_each() -> None:
@@ -300,13 +304,26 @@ def test_reverse_gives_the_file_back() -> None:
     assert equal(take_apart(mapping, state, shapes_of(file)), file)
 
 
+def test_from_model_gives_what_auto_uses() -> None:
+    config = LlamaConfig(**SMALL, tie_word_embeddings=True)
+    with torch.device("meta"):
+        llama = AutoModelForCausalLM.from_config(config)
+    for model in (nn.Linear(2, 2), llama, torch.compile(llama), nn.DataParallel(llama)):
+        mapping = from_model(model)
+        assert mapping == resolve_mapping("auto", model, collect(model).index)
+        copy = pickle.loads(pickle.dumps(mapping))
+        assert (copy, hash(copy)) == (mapping, hash(mapping))
+        assert repr(copy) == repr(mapping)  # which the plan's fingerprint covers
+    assert from_model(llama).ties == (("lm_head.weight", "model.embed_tokens.weight"),)
+
+
 def test_resolve() -> None:
     model = nn.Linear(2, 2)
-    assert resolve("auto", model, []) == Mapping.identity()
-    assert resolve(EXPERTS, model, []) is EXPERTS
+    assert resolve_mapping("auto", model, []) == Mapping()
+    assert resolve_mapping(EXPERTS, model, []) is EXPERTS
     for wrong in ("nonsense", None, 3):
         with pytest.raises(ValueError, match=r"expected mapping to be 'auto' or an epload\.Mapping"):
-            resolve(wrong, model, [])  # type: ignore[arg-type]
+            resolve_mapping(wrong, model, [])  # type: ignore[arg-type]
 
 
 # ---- what transformers declares ----
@@ -337,15 +354,15 @@ def test_what_transformers_declares(name: str, tmp_path: Path) -> None:
     expected = type(model).from_pretrained(tmp_path, dtype=torch.float32).state_dict()
     with torch.device("meta"):
         meta = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
-    got = assemble(resolve("auto", meta, shapes_of(expected)), sources, shapes_of(expected))
+    got = assemble(resolve_mapping("auto", meta, shapes_of(expected)), sources, shapes_of(expected))
     assert sorted(set(expected) - set(got)) == []
     assert [key for key, value in expected.items() if not torch.equal(got[key], value)] == []
-    placed = place(resolve("auto", meta, shapes_of(expected)), shapes_of(sources), shapes_of(expected))
+    placed = place(resolve_mapping("auto", meta, shapes_of(expected)), shapes_of(sources), shapes_of(expected))
     assert [key for key, at in zip(sources, placed, strict=True) if not at] == []
-    assert equal(take_apart(resolve("auto", meta, shapes_of(expected)), expected, shapes_of(sources)), sources)
+    assert equal(take_apart(resolve_mapping("auto", meta, shapes_of(expected)), expected, shapes_of(sources)), sources)
 
 
 def test_a_plain_model_does_not_import_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
-    assert resolve("auto", nn.Linear(1, 1), []) == Mapping.identity()
+    assert resolve_mapping("auto", nn.Linear(1, 1), []) == Mapping()

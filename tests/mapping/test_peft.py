@@ -105,7 +105,7 @@ def _base(rank: int, folder: Path) -> list[str]:
         path = folder / f"base-{tie}"
         reference = peft.get_peft_model(LlamaForCausalLM.from_pretrained(path), CONFIGS["modules_to_save"]())
         model = sharded(lambda tie=tie: adapted("modules_to_save", tie))
-        report = epload.load(model, path, strict="shapes", init_missing=zeros, progress=False)
+        report = epload.load(model, path, strict=False, init_missing=zeros, progress=False)
         said += [f"missing: {name}" for name in report.missing_keys if ".lora_" not in name]
         said += [f"unexpected: {name}" for name in report.unexpected_keys]
         state = full_state(model)
@@ -203,7 +203,7 @@ def _active(rank: int, folder: Path) -> list[str]:
     said += differ(model.state_dict(), reference.state_dict())
     model.base_model.set_adapter(["default", "other"])
     error = error_of(lambda: epload.load(model, folder / "adapter", progress=False))
-    if "2 are active in the model (default, other); choose one with model.set_adapter(name)" not in error:
+    if "2 adapters of the model are active (default, other); select one with model.set_adapter(name)" not in error:
         said.append(error)
     return said
 
@@ -217,15 +217,17 @@ def _misfits(rank: int, folder: Path) -> list[str]:
     said = []
     model = sharded(lambda: adapted("lora"))
     error = error_of(lambda: epload.load(model, folder / "adapter", progress=False))
-    if "holds none of the base weights" not in error or "load the base checkpoint first" not in error:
+    if "an adapter file without base weights" not in error or "load the base checkpoint first" not in error:
         said.append(f"base weights on meta: {error}")
     if len(set(everywhere(error))) > 1 or any(not p.is_meta for p in model.parameters()):
         said.append("ranks differ, or something was moved")
     epload.load(model, torch.load(folder / "before.pt"), progress=False)
     for file, texts in {
-        "short": ("1 missing from it: base_model.model.model.layers.1.self_attn.v_proj.lora_B.default.weight",),
-        "stray": ("1 unexpected in it: base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight",),
-        "shape": ("1 of another shape", "lora_A.weight has shape [4, 8] in the checkpoint"),
+        "short": (
+            "1 parameter missing from the checkpoint: base_model.model.model.layers.1.self_attn.v_proj.lora_B.default.weight",
+        ),
+        "stray": ("1 unexpected checkpoint key: base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight",),
+        "shape": ("1 mismatched shape", "lora_A.weight has shape [4, 8] in the checkpoint"),
     }.items():
         error = error_of(lambda file=file: epload.load(model, folder / f"{file}.safetensors", progress=False))
         said += [f"{file}: {error}" for text in texts if text not in error or len(set(everywhere(error))) > 1]
@@ -250,7 +252,7 @@ def test_a_prompt_tuning_model_takes_a_base_checkpoint(tmp_path: Path) -> None:
     """Its base model is one module less deep."""
     draw(base()).save_pretrained(tmp_path)
     model = peft.get_peft_model(base(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    report = epload.load(model, tmp_path, strict="shapes", progress=False)
+    report = epload.load(model, tmp_path, strict=False, progress=False)
     assert all("prompt" in name for name in report.missing_keys)
     assert differ(model.get_base_model().state_dict(), LlamaForCausalLM.from_pretrained(tmp_path).state_dict()) == []
 
@@ -259,7 +261,7 @@ def test_an_adapter_that_transformers_has_put_in_place(tmp_path: Path) -> None:
     draw(base()).save_pretrained(tmp_path)
     model = base()
     model.add_adapter(CONFIGS["modules_to_save"]())
-    report = epload.load(model, tmp_path, strict="shapes", progress=False)
+    report = epload.load(model, tmp_path, strict=False, progress=False)
     assert all(".lora_" in name for name in report.missing_keys)
     wanted = LlamaForCausalLM.from_pretrained(tmp_path)
     wanted.add_adapter(CONFIGS["modules_to_save"]())

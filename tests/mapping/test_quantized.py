@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import epload
-from epload import Convert, Manifest, Mapping, ModelMismatch, Reshape
+from epload import Manifest, Mapping, ModelMismatch
 from epload.core.placement import Layout, Sharded
+from epload.mapping import Convert, Reshape
 from epload.model.targets import collect
 from epload.planning.plan import make_plan
 from support import ranks
@@ -92,7 +93,7 @@ WIDE = {"a.weight": torch.empty(ROWS, COLUMNS, dtype=BF16)}
 MISTAKES: dict[str, tuple[dict[str, Tensor], dict[str, Tensor], str]] = {
     "a weight without its scale": ({"a.weight": VALUE}, WIDE, "its scale a.weight_scale_inv is not in the checkpoint"),
     "a scale without its weight": (
-        {"a.weight": VALUE.to(BF16), "b.weight_scale_inv": SCALE}, WIDE, "b.weight_scale_inv is a scale without its weight"
+        {"a.weight": VALUE.to(BF16), "b.weight_scale_inv": SCALE}, WIDE, "b.weight_scale_inv is a scale without a weight"
     ),
     "a scale of the wrong shape": (
         {"a.weight": VALUE, "a.weight_scale_inv": SCALE[:, :1].repeat(1, 7)}, WIDE,
@@ -100,7 +101,7 @@ MISTAKES: dict[str, tuple[dict[str, Tensor], dict[str, Tensor], str]] = {
     ),
     "an integer in the model": (
         {"a.weight": VALUE, "a.weight_scale_inv": SCALE}, {"a.weight": torch.empty(ROWS, COLUMNS, dtype=torch.int32)},
-        "a.weight cannot be dequantized to int32",
+        "cannot dequantize a.weight to int32",
     ),
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from epload import Convert, Rename
+from epload.mapping import Convert, Rename
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,13 @@ from epload import Convert, Rename
 )
 def test_a_rule_is_checked_when_made(make: Callable[[], object]) -> None:
     with pytest.raises(
-        ValueError, match=r"expected regular expressions, and in targets groups they have, got (Rename|Convert)"
+        ValueError,
+        match=r"expected valid regular expressions, and targets that refer to groups they define, got (Rename|Convert)",
     ):
         make()
 
 
 def test_a_conversion_has_sources_and_targets() -> None:
     for sources, targets in (((), ("a",)), (("a",), ())):
-        with pytest.raises(ValueError, match="to have at least one source and one target"):
+        with pytest.raises(ValueError, match="expected at least one source and one target"):
             Convert(sources, targets)

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import epload
-from epload import Mapping, Rename
+from epload import Mapping
 from epload.loading.hints import prefix_hint
+from epload.mapping import Rename
+from epload.mapping.place import place
 from epload.mapping.wrappers import unwrap
 from support import ranks
 
@@ -110,9 +112,9 @@ def test_one_value_under_many_names() -> None:
     """Pairs in any order; what the checkpoint holds is never replaced, and other shapes are no ties."""
     pairs = (("c", "d"), ("b", "c"), ("a", "b"), ("a", "odd"))
     shapes = {"a": (2,), "b": (2,), "c": (2,), "d": (2,), "odd": (3,)}
-    (places,) = Mapping(ties=pairs).place(["a"], [(2,)], shapes)
+    (places,) = place(Mapping(ties=pairs), ["a"], [(2,)], shapes)
     assert sorted(name for name, _ in places) == ["a", "b", "c", "d"]
-    first, second = Mapping(ties=pairs).place(["a", "c"], [(2,), (2,)], shapes)
+    first, second = place(Mapping(ties=pairs), ["a", "c"], [(2,), (2,)], shapes)
     assert sorted(name for name, _ in first) == ["a"]
     assert sorted(name for name, _ in second) == ["b", "c", "d"]
 
@@ -135,7 +137,7 @@ def test_the_error_for_another_prefix_gives_a_mapping_that_works(prefix: str, ad
     with pytest.raises(epload.ModelMismatch) as caught:
         epload.load(model, tmp_path, progress=False)
     said, _, way = str(caught.value).removesuffix(" [rank 0]").partition("pass mapping=")
-    assert "4 of the unexpected keys match" in said
+    assert "4 of 4 unexpected keys match the model" in said
     epload.load(model, tmp_path, mapping=eval(way, {"epload": epload}), progress=False)
     assert differ(plain, whole) == []
 
@@ -150,7 +152,7 @@ def test_the_hint_for_a_model_with_rules_keeps_them(tmp_path: Path) -> None:
     save_file({f"module.{n}": t for n, t in other.state_dict().items()}, tmp_path / "model.safetensors")
     with pytest.raises(epload.ModelMismatch) as caught:
         epload.load(model, tmp_path, progress=False)
-    rules, mapping = str(caught.value).removesuffix(" [rank 0]").partition("rules = ")[2].split(", then mapping=")
+    rules, mapping = str(caught.value).removesuffix(" [rank 0]").partition("rules = ")[2].split(", then pass mapping=")
     names: dict[str, Any] = {"epload": epload, "dataclasses": dataclasses, "model": model}
     names["rules"] = eval(rules, names)
     epload.load(model, tmp_path, mapping=eval(mapping, names), progress=False)
@@ -165,7 +167,7 @@ def test_no_hint_where_no_prefix_helps() -> None:
     assert 'Rename(r"^", "model.")' in prefix_hint(["model.x.w", "head"], ["x.w"])
     # As many names as a large model has.
     many = [f"layers.{i}.weight" for i in range(20000)]
-    assert "20000 of the unexpected" in prefix_hint(many, [f"module.{name}" for name in many])
+    assert "20000 of 20000 unexpected" in prefix_hint(many, [f"module.{name}" for name in many])
 
 
 def test_a_rename_of_ours_reaches_a_wrapped_model() -> None:

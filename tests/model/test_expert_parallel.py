@@ -1,4 +1,4 @@
-"""Expert parallelizm in the forms in use, where the model itself does not say what its experts are a part of."""
+"""Expert parallelism in the forms in use, where the model itself does not say what its experts are a part of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import epload
-from epload import Concatenate, Convert, LocalModules, Mapping, OuterShard, Rename, Stack
+from epload import LocalModules, Mapping, OuterShard
+from epload.mapping import Concatenate, Convert, Rename, Stack
 from support import ranks
 from support.checks import all_fine, as_bytes, local_of
 from support.fused_experts import EXPERTS, HIDDEN, WIDTH, Fused, checkpoint, fused, store
@@ -179,7 +180,7 @@ def _mistakes(rank: int, folder: Path) -> list[str]:
             {"outer_shards": [OuterShard("gate_up", mesh(("rep", 2), ("ep", 2))["ep"])]}, epload.ModelMismatch, "has index 11"
         ),
         "a mapping that matches nothing": (
-            {"mapping": Mapping((Rename("^nowhere[.]", ""),)), "strict": False}, epload.ModelMismatch, "matches nothing"
+            {"mapping": Mapping((Rename("^nowhere[.]", ""),)), "strict": False}, epload.ModelMismatch, "no rule of the mapping"
         ),
     }  # fmt: skip
     for name, (options, kind, text) in cases.items():

@@ -74,7 +74,7 @@ def _inv_freq(rank: int) -> list[str]:
         (
             lambda: meta(Rotary),
             epload.ModelMismatch,
-            "inv_freq: 1 of the model's tensors are on meta, no checkpoint",
+            "nor the model's own initialization fills 1 tensor on meta: inv_freq",
         ),
         (
             lambda: Rotary() if rank == 1 else meta(lambda: Rotary().bfloat16()),

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from epload import Concatenate, Convert, Mapping, Reshape, Stack, Transpose
+from epload import Mapping
+from epload.mapping import Concatenate, Convert, Reshape, Stack, Transpose
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 ROWS, COLUMNS, EXPERTS = 300, 200, 3

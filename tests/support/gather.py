@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from epload.core.placement import owned_regions
-from epload.mapping.mapping import Mapping
+from epload.mapping import Mapping
+from epload.mapping.place import reverse
 from epload.model.targets import collect
 
 
@@ -47,7 +48,7 @@ def checkpoint_of(model: nn.Module, mapping: Mapping, like: dict[str, Tensor]) -
     """The checkpoint, of names and shapes ``like`` one that could be loaded, that holds what the model holds."""
     state = full_state(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    regions = mapping.reverse(list(like), [tuple(tensor.shape) for tensor in like.values()], shapes)
+    regions = reverse(mapping, list(like), [tuple(tensor.shape) for tensor in like.values()], shapes)
     made = {}
     for name, places in regions.items():
         made[name] = torch.empty(like[name].shape, dtype=state[places[0][0]].dtype)

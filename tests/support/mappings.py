@@ -9,6 +9,7 @@ from torch import Tensor
 
 from epload import Mapping
 from epload.mapping.place import Place
+from epload.mapping.place import place as place_tensors
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -18,7 +19,7 @@ def shapes_of(tensors: dict[str, Tensor]) -> Shapes:
 
 
 def place(mapping: Mapping, sources: Shapes, targets: Shapes) -> list[tuple[Place, ...]]:
-    return mapping.place(list(sources), list(sources.values()), targets)
+    return place_tensors(mapping, list(sources), list(sources.values()), targets)
 
 
 def box(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from epload import Checkpoint, HierarchicalLoader, LoadError, Topology
-from epload.mapping.mapping import resolve
+from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import collect
 from epload.native import ops
 from epload.planning.plan import LoadPlan, make_plan
@@ -241,7 +241,7 @@ def test_reads_are_checked_when_they_are_bound() -> None:
 
 def planned(model: nn.Module) -> LoadPlan:
     checkpoint, targets = Checkpoint.open({**model.state_dict()}), collect(model)
-    return make_plan(checkpoint.manifest, targets, resolve("auto", model, targets.index), 4096)
+    return make_plan(checkpoint.manifest, targets, resolve_mapping("auto", model, targets.index), 4096)
 
 
 def test_what_is_bound_is_kept_for_the_same_plan_and_layouts() -> None:

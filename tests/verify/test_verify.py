@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, LocalModules, Topology
 from epload.checkpoint.file_checkpoint import FileCheckpoint
-from epload.mapping.mapping import resolve
+from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import Targets, collect
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
@@ -283,7 +283,7 @@ def test_a_file_that_ends_before_it_is_proven_is_named(tmp_path: Path) -> None:
         part = {name: value for name, value in state.items() if int(name) % 2 == number}
         save_file(part, tmp_path / f"model-{number}.safetensors")
     checkpoint, targets = Checkpoint.open(tmp_path), collect(model, None, None)
-    plan = make_plan(checkpoint.manifest, targets, resolve("auto", model, targets.index), 512)
+    plan = make_plan(checkpoint.manifest, targets, resolve_mapping("auto", model, targets.index), 512)
     one = Proof(plan, [0], sampled=False)
     claims = one.claims(Local.on_cpu(plan, targets.local(), None))
     list(one.check(0, claims, checkpoint, checkpoint.manifest))
@@ -348,7 +348,11 @@ def planned(model: nn.Module, folder: Path | None) -> tuple[Checkpoint, Targets,
         save_file(state, folder / "model.safetensors")
     checkpoint = Checkpoint.open(state if folder is None else folder)
     targets = collect(model, None, None)
-    return checkpoint, targets, make_plan(checkpoint.manifest, targets, resolve("auto", model, targets.index), 512)
+    return (
+        checkpoint,
+        targets,
+        make_plan(checkpoint.manifest, targets, resolve_mapping("auto", model, targets.index), 512),
+    )
 
 
 def consumed(rank: int) -> list[str]:

@@ -13,14 +13,13 @@ from torch.distributed.tensor import DTensor
 from epload.broadcast import coalesced_bcast
 from epload.errors import ModelMismatch
 from epload.loader import load
-from epload.loading.hints import Strict
 from epload.mapping.mapping import Mapping
-from epload.mapping.wrappers import transparent
+from epload.mapping.wrappers import wrapper_aliases
 from epload.model.state_dict import describe_custom_loading
 from epload.report import LoadReport
 
 
-def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: Strict = True, keep_meta: bool) -> LoadReport:
+def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: bool = True, keep_meta: bool) -> LoadReport:
     """Fills the model from rank 0's state dict. Keys are the model's names, with or without prefixes of torch.compile and DDP.
 
     Args:
@@ -44,7 +43,7 @@ def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: Strict = 
     return load(
         model,
         full_state if reads else None,
-        mapping=Mapping(aliases=transparent(model, tensors)),
+        mapping=Mapping(aliases=wrapper_aliases(model, tensors)),
         strict=strict,
         init_missing=_KeepOnMeta(tensors) if keep_meta else None,
         progress=False,

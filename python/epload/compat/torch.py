@@ -14,7 +14,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from epload.compat.full_state import find_custom_loading, load_full
 from epload.errors import ModelMismatch
-from epload.mapping.wrappers import spelled, transparent
+from epload.mapping.wrappers import strip_wrappers, wrapper_aliases
 
 _original = original.set_model_state_dict
 _EXTRA = "_extra_state"
@@ -54,7 +54,7 @@ def set_model_state_dict(
     state = _flatten(model, model_state_dict) if reads else {}
     extra = _broadcast_extra_state(model, state, options.strict)
     try:
-        report = load_full(model, state, strict=options.strict or "shapes", keep_meta=True)
+        report = load_full(model, state, strict=options.strict, keep_meta=True)
     except ModelMismatch as error:
         if not (error.missing_keys or error.unexpected_keys or error.mismatched_keys):
             raise
@@ -100,11 +100,11 @@ def _broadcast_extra_state(model: nn.Module, state: dict[Any, Any], strict: bool
         for path, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
-    aliases = transparent(model, list(modules))
-    by_name = {spelled(name, aliases): module for name, module in modules.items()}
+    aliases = wrapper_aliases(model, list(modules))
+    by_name = {strip_wrappers(name, aliases): module for name, module in modules.items()}
     given = {}
     for key in list(state):
-        if isinstance(key, str) and (name := spelled(key, aliases)) in by_name:
+        if isinstance(key, str) and (name := strip_wrappers(key, aliases)) in by_name:
             given[name] = state.pop(key)
         elif not isinstance(state[key], Tensor):
             state[key] = Tensor()  # torch ignores such an entry with strict=False

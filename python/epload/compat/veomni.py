@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from epload.compat.converted import ConvertedCheckpoint
 from epload.compat.tied_embeddings import find_tied_embeddings, tie
 from epload.loader import load
-from epload.mapping.mapping import Mapping, resolve
+from epload.mapping.mapping import Mapping
+from epload.mapping.resolve import from_model
 from epload.mapping.rules import Rename
-from epload.mapping.wrappers import ADAPTED, BASE_LAYER, spelled, transparent
+from epload.mapping.wrappers import BASE_LAYER, PEFT_ALIASES, strip_wrappers, wrapper_aliases
 from epload.model.expert_parallel import OuterShard
 from epload.report import LoadReport
 
@@ -63,7 +64,7 @@ def rank0_load_and_broadcast_weights(
             f"expected adapter_path=None, got {kwargs['adapter_path']!r}: only base weights are loaded; load the adapter "
             "afterwards"
         )
-    options: dict[str, Any] = {"readers": "one", "progress": False, "strict": "shapes"}
+    options: dict[str, Any] = {"readers": "one", "progress": False, "strict": False}
     options |= {name: value for name, value in kwargs.items() if name not in _NOT_FOR_LOAD}
     options.setdefault("outer_shards", _planned_shards(model))
     tied = find_tied_embeddings(model)
@@ -94,7 +95,7 @@ def _mapping(
 ) -> Mapping:
     """``converted``: whether a converter or renames of VeOmni apply, which replace the rules of transformers."""
     names = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
-    mapping = resolve("auto", model, names)
+    mapping = from_model(model, names)
     if converted:
         mapping = replace(mapping, renames=(), converts=())
     if is_peft_model and not mapping.aliases:  # VeOmni's own LoRA has the names of PEFT, but not its classes
@@ -104,10 +105,10 @@ def _mapping(
             if getattr(getattr(module, "base_layer", None), "_is_bare_param_holder", False)
         ]
         holders = (Rename(f"^(?=(?:{'|'.join(bare)})$)(.*)\\.base_layer\\.weight$", r"\1"),) if bare else ()
-        mapping = replace(mapping, aliases=(*transparent(model, names), ADAPTED[0], *holders, BASE_LAYER))
+        mapping = replace(mapping, aliases=(*wrapper_aliases(model, names), PEFT_ALIASES[0], *holders, BASE_LAYER))
     if tied is not None:
         name_of = {id(tensor): name for name, tensor in model.named_parameters(remove_duplicate=False)}
-        source, target = (spelled(name_of[id(module.weight)], mapping.aliases) for module in tied)
+        source, target = (strip_wrappers(name_of[id(module.weight)], mapping.aliases) for module in tied)
         if source != target:
             mapping = replace(mapping, ties=(*mapping.ties, (source, target)))
     return mapping

@@ -1,7 +1,7 @@
-"""Tensors put together from regions of others, worked out without their data. Pure.
+"""Symbolic stack, concatenate, split, transpose and reshape: which elements of which tensors make up the result. Pure.
 
-Stacking, concatenating, splitting, transposing and viewing never change a value, they only say where it goes. Each result is
-a list of views: a box of the result, and the strided region of a source that fills it.
+These operations move elements and compute no values. Their result is described by views: boxes of the result, each with the
+strided region of a source that fills it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ Shape = tuple[int, ...]
 
 
 class View(NamedTuple):
-    """A box of one tensor, and the strided region of another that fills it: ``to[box] = source.as_strided(size, ...)``."""
+    """A box of one tensor, and the strided region of a source that fills it: ``target[box] = source.as_strided(size, ...)``."""
 
     start: Shape
     size: Shape
-    """Elements of the box, one entry a dim."""
+    """Length of the box along each dim, in elements."""
     offset: int
-    """Where the region starts in the source, in elements of its row-major order."""
+    """Start of the region in the source, in elements of its row-major order."""
     strides: Shape
-    """Steps in the source for each dim of the box, in elements."""
+    """Strides in the source for each dim of the box, in elements."""
 
     def within(self, begin: int, end: int) -> list[View]:
-        """The parts of it that elements [begin, end) of the source fill; a box if the range is one in this view."""
+        """The parts of the view that elements [begin, end) of the source fill; one view if these elements are a box of it."""
         inner_first = sorted((dim for dim, n in enumerate(self.size) if n > 1), key=self.strides.__getitem__)
         return [
             View(
@@ -42,57 +42,54 @@ class View(NamedTuple):
 
 
 def _boxes_within(view: View, dims: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """Boxes of indices whose elements lie in [begin, end), counted from the view's first; varies ``dims``, innermost first.
+    """Boxes of indices over ``dims`` (innermost first) whose elements lie in [begin, end), relative to the view's offset.
 
-    A step along a dim is longer than all inner dims together reach, so only the ends of a range can cut across an index.
+    A stride exceeds the extent of all inner dims together, so a range partly covers only the indices at its two ends.
     """
-    reach = sum((view.size[dim] - 1) * view.strides[dim] for dim in dims)
-    nothing, whole = [0] * len(view.size), [n if i in dims else 1 for i, n in enumerate(view.size)]
-    if end <= 0 or begin > reach or 0 in view.size:
+    extent = sum((view.size[dim] - 1) * view.strides[dim] for dim in dims)
+    zeros, whole = (0,) * len(view.size), tuple(n if i in dims else 1 for i, n in enumerate(view.size))
+    if end <= 0 or begin > extent or 0 in view.size:
         return
-    if begin <= 0 and end > reach:
-        yield tuple(nothing), tuple(whole)
+    if begin <= 0 and end > extent:
+        yield zeros, whole
         return
     dim, inner = dims[-1], dims[:-1]
-    step, span = view.strides[dim], reach - (view.size[dim] - 1) * view.strides[dim]
-    first = min(max(-(-begin // step), 0), view.size[dim])
-    last = max(min((end - 1 - span) // step + 1, view.size[dim]), first)
-    cut = {i for i in (first - 1, last, begin // step, (end - 1) // step) if 0 <= i < view.size[dim]}
-    for index in sorted(cut - set(range(first, last))):
-        for start, size in _boxes_within(view, inner, begin - index * step, end - index * step):
-            yield (*start[:dim], index, *start[dim + 1 :]), size
+    stride, inner_extent = view.strides[dim], extent - (view.size[dim] - 1) * view.strides[dim]
+    first = min(max(-(-begin // stride), 0), view.size[dim])
+    last = max(min((end - 1 - inner_extent) // stride + 1, view.size[dim]), first)
+    partial = {i for i in (first - 1, last, begin // stride, (end - 1) // stride) if 0 <= i < view.size[dim]}
+    for index in sorted(partial - set(range(first, last))):
+        for start, size in _boxes_within(view, inner, begin - index * stride, end - index * stride):
+            yield _set(start, dim, index), size
     if first < last:
-        yield (
-            tuple(nothing[:dim] + [first] + nothing[dim + 1 :]),
-            tuple(whole[:dim] + [last - first] + whole[dim + 1 :]),
-        )
+        yield _set(zeros, dim, first), _set(whole, dim, last - first)
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """A tensor of which every element is one element of some source."""
+    """A tensor whose every element is an element of some source."""
 
     shape: Shape
     parts: tuple[tuple[int, View], ...]
-    """Number of a source, and the view of it; the boxes fill the shape exactly once."""
+    """Pairs of the number of a source and a view of it; the boxes cover the shape exactly once."""
 
     @staticmethod
     def of(source: int, shape: Shape) -> Assembly:
-        """A source as it is."""
+        """The whole of a source."""
         return Assembly(shape, ((source, View((0,) * len(shape), shape, 0, row_major_strides(shape))),))
 
 
 def concatenate(assemblies: Sequence[Assembly], dim: int) -> Assembly:
-    """As torch.cat. Raises ValueError if the shapes do not go together."""
+    """Like torch.cat. Raises ValueError if the shapes differ in another dim."""
     first = assemblies[0].shape
-    dim = dim_of(dim, len(first))
+    dim = normalize_dim(dim, len(first))
     at, parts = 0, []
     for assembly in assemblies:
         shape = assembly.shape
         if len(shape) != len(first) or any(
             n != m for i, (n, m) in enumerate(zip(shape, first, strict=True)) if i != dim
         ):
-            raise ValueError(f"tensors of shape {list(first)} and {list(shape)} cannot be concatenated along dim {dim}")
+            raise ValueError(f"cannot concatenate tensors of shape {list(first)} and {list(shape)} along dim {dim}")
         parts += [
             (source, view._replace(start=_set(view.start, dim, at + view.start[dim])))
             for source, view in assembly.parts
@@ -102,8 +99,8 @@ def concatenate(assemblies: Sequence[Assembly], dim: int) -> Assembly:
 
 
 def stack(assemblies: Sequence[Assembly], dim: int) -> Assembly:
-    """As torch.stack."""
-    dim = dim_of(dim, len(assemblies[0].shape) + 1)
+    """Like torch.stack."""
+    dim = normalize_dim(dim, len(assemblies[0].shape) + 1)
     return concatenate(
         [
             Assembly(
@@ -123,10 +120,10 @@ def stack(assemblies: Sequence[Assembly], dim: int) -> Assembly:
 
 
 def split(assembly: Assembly, dim: int, sizes: Sequence[int]) -> list[Assembly]:
-    """As torch.split. Raises ValueError if the sizes are not those of the dim."""
-    dim = dim_of(dim, len(assembly.shape))
+    """Like torch.split. Raises ValueError if the sizes do not add up to the length of the dim."""
+    dim = normalize_dim(dim, len(assembly.shape))
     if sum(sizes) != assembly.shape[dim]:
-        raise ValueError(f"dim {dim} of shape {list(assembly.shape)} cannot be split into {list(sizes)}")
+        raise ValueError(f"cannot split dim {dim} of shape {list(assembly.shape)} into {list(sizes)}")
     found, at = [], 0
     for size in sizes:
         parts = []
@@ -142,46 +139,47 @@ def split(assembly: Assembly, dim: int, sizes: Sequence[int]) -> list[Assembly]:
 
 
 def unstack(assembly: Assembly, dim: int) -> list[Assembly]:
-    """As torch.unbind."""
-    dim = dim_of(dim, len(assembly.shape))
+    """Like torch.unbind."""
+    dim = normalize_dim(dim, len(assembly.shape))
     shape = assembly.shape[:dim] + assembly.shape[dim + 1 :]
     return [reshape(one, shape) for one in split(assembly, dim, [1] * assembly.shape[dim])]
 
 
 def transpose(assembly: Assembly, dim0: int, dim1: int) -> Assembly:
-    """As torch.transpose."""
+    """Like torch.transpose."""
     order = list(range(len(assembly.shape)))
-    dim0, dim1 = dim_of(dim0, len(order)), dim_of(dim1, len(order))
+    dim0, dim1 = normalize_dim(dim0, len(order)), normalize_dim(dim1, len(order))
     order[dim0], order[dim1] = dim1, dim0
 
-    def turned(values: Shape) -> Shape:
+    def permute(values: Shape) -> Shape:
         return tuple(values[i] for i in order)
 
     return Assembly(
-        turned(assembly.shape),
+        permute(assembly.shape),
         tuple(
-            (source, View(turned(v.start), turned(v.size), v.offset, turned(v.strides))) for source, v in assembly.parts
+            (source, View(permute(v.start), permute(v.size), v.offset, permute(v.strides)))
+            for source, v in assembly.parts
         ),
     )
 
 
 def reshape(assembly: Assembly, shape: Sequence[int]) -> Assembly:
-    """As torch.reshape, -1 included. A box that is none in the new shape becomes several.
+    """Like torch.reshape, -1 included. A box that is not a box in the new shape becomes several.
 
     Raises:
         ValueError: the number of elements differs.
     """
-    old, wanted = assembly.shape, list(shape)
-    if wanted.count(-1) == 1 and (rest := -prod(wanted)) and prod(old) % rest == 0:
-        wanted[wanted.index(-1)] = prod(old) // rest
-    if min(wanted, default=0) < 0 or prod(wanted) != prod(old):
-        raise ValueError(f"a tensor of shape {list(old)} cannot be viewed as {list(shape)}")
-    new = tuple(wanted)
+    old, sizes = assembly.shape, list(shape)
+    if sizes.count(-1) == 1 and (rest := -prod(sizes)) and prod(old) % rest == 0:
+        sizes[sizes.index(-1)] = prod(old) // rest
+    if min(sizes, default=0) < 0 or prod(sizes) != prod(old):
+        raise ValueError(f"cannot reshape a tensor of shape {list(old)} to {list(shape)}")
+    new = tuple(sizes)
     if new == old:
         return assembly
     if 0 in new:
         return Assembly(new, tuple((source, Assembly.of(source, new).parts[0][1]) for source, _ in assembly.parts))
-    # The dims from `dim` on are still to be looked at; those before it are as wanted.
+    # Dims before `dim` are those of the new shape.
     dim = 0
     while dim < len(new) or dim < len(assembly.shape):
         if dim == len(assembly.shape):
@@ -189,11 +187,11 @@ def reshape(assembly: Assembly, shape: Sequence[int]) -> Assembly:
         elif dim == len(new):
             assembly = _merge_dims(assembly, dim - 1) if dim else Assembly((), _squeezed(assembly.parts))
             continue
-        have = assembly.shape[dim]
-        if have == new[dim]:
+        length = assembly.shape[dim]
+        if length == new[dim]:
             dim += 1
-        elif have % new[dim] == 0:
-            assembly = _split_dim(assembly, dim, new[dim], have // new[dim])
+        elif length % new[dim] == 0:
+            assembly = _split_dim(assembly, dim, new[dim], length // new[dim])
         else:
             assembly = _merge_dims(assembly, dim)
     return assembly
@@ -204,12 +202,12 @@ def _unsqueeze(assembly: Assembly) -> Assembly:
 
 
 def _squeezed(parts: tuple[tuple[int, View], ...]) -> tuple[tuple[int, View], ...]:
-    """Without those that have no elements, as every 0-d view has one."""
+    """0-d views, without those that have no elements: a 0-d view always has one."""
     return tuple((source, View((), (), view.offset, ())) for source, view in parts if 0 not in view.size)
 
 
 def _merge_dims(assembly: Assembly, dim: int) -> Assembly:
-    """``dim`` and the one after it become one."""
+    """Merges ``dim`` and the next one."""
     shape, inner = assembly.shape, assembly.shape[dim + 1]
     parts = []
     for source, view in assembly.parts:
@@ -224,24 +222,24 @@ def _merge_dims(assembly: Assembly, dim: int) -> Assembly:
             (
                 source,
                 View(
-                    _join(view.start, dim, start),
-                    _join(view.size, dim, size),
+                    _merge(view.start, dim, start),
+                    _merge(view.size, dim, size),
                     view.offset + more,
-                    _join(view.strides, dim, stride),
+                    _merge(view.strides, dim, stride),
                 ),
             )
             for start, size, stride, more in rows
         ]
-    return Assembly(_join(shape, dim, shape[dim] * inner), tuple(parts))
+    return Assembly(_merge(shape, dim, shape[dim] * inner), tuple(parts))
 
 
 def _split_dim(assembly: Assembly, dim: int, outer: int, inner: int) -> Assembly:
-    """``dim`` becomes two, of lengths ``outer`` and ``inner``."""
+    """Splits ``dim`` into two of lengths ``outer`` and ``inner``."""
     parts = []
     for source, view in assembly.parts:
         begin, stride = view.start[dim], view.strides[dim]
         end = begin + view.size[dim]
-        while begin < end:  # at most a piece of the first row, whole rows, and a piece of the last
+        while begin < end:  # part of the first row, whole rows, part of the last row
             row, at = divmod(begin, inner)
             rows = (end - begin) // inner if at == 0 and end - begin >= inner else 1
             length = inner if rows > 1 else min(inner - at, end - begin)
@@ -249,21 +247,21 @@ def _split_dim(assembly: Assembly, dim: int, outer: int, inner: int) -> Assembly
                 (
                     source,
                     View(
-                        _part(view.start, dim, row, at),
-                        _part(view.size, dim, rows, length),
+                        _split(view.start, dim, row, at),
+                        _split(view.size, dim, rows, length),
                         view.offset + (begin - view.start[dim]) * stride,
-                        _part(view.strides, dim, stride * inner, stride),
+                        _split(view.strides, dim, stride * inner, stride),
                     ),
                 )
             )
             begin += rows * length
-    return Assembly(_part(assembly.shape, dim, outer, inner), tuple(parts))
+    return Assembly(_split(assembly.shape, dim, outer, inner), tuple(parts))
 
 
-def dim_of(dim: int, ndim: int) -> int:
-    """A dim counted from either end, from the front. Raises ValueError if there is none such."""
+def normalize_dim(dim: int, ndim: int) -> int:
+    """The dim, counted from the front. Raises ValueError if it is out of range."""
     if not -ndim <= dim < ndim:
-        raise ValueError(f"there is no dim {dim} among {ndim}")
+        raise ValueError(f"dim {dim} is out of range for a tensor with {ndim} dims")
     return dim % ndim
 
 
@@ -275,9 +273,9 @@ def _insert(values: Shape, dim: int, value: int) -> Shape:
     return (*values[:dim], value, *values[dim:])
 
 
-def _join(values: Shape, dim: int, value: int) -> Shape:
+def _merge(values: Shape, dim: int, value: int) -> Shape:
     return (*values[:dim], value, *values[dim + 2 :])
 
 
-def _part(values: Shape, dim: int, outer: int, inner: int) -> Shape:
+def _split(values: Shape, dim: int, outer: int, inner: int) -> Shape:
     return (*values[:dim], outer, inner, *values[dim + 1 :])

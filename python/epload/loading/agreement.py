@@ -17,14 +17,14 @@ from epload.errors import LoadError, ManifestMismatch, ModelMismatch, message_of
 from epload.loading import meshes
 from epload.loading.buffers import find_holders
 from epload.loading.differences import check_same_loader, check_same_options, distinct, explain_difference
-from epload.loading.hints import misfit
+from epload.loading.hints import check_match
 from epload.loading.inputs import InputReader, LocalInputs
 from epload.loading.missing import Missing, compute_missing, unfilled_anywhere
 from epload.loading.request import Options, Request
 from epload.loading.routes import Router
 from epload.loading.tied import TiedWeights
-from epload.mapping.mapping import Mapping
-from epload.mapping.mapping import resolve as resolve_mapping
+from epload.mapping.mapping import Mapping, ignored_keys
+from epload.mapping.resolve import resolve_mapping
 from epload.model.devices import CPU
 from epload.model.targets import Targets
 from epload.planning.plan import LoadPlan, make_plan
@@ -255,7 +255,7 @@ class Agreement:
             self._control, request, inputs, plan, [*missing_keys, *mismatched_keys], opening.holders, opening.meta,
             opening.seed,
         )  # fmt: skip
-        ignored = draft.mapping.ignored(draft.manifest.names, missing_keys, plan.unexpected)
+        ignored = ignored_keys(draft.mapping, draft.manifest.names, missing_keys, plan.unexpected)
         return AgreedLoad(
             inputs, draft.manifest, plan, route, draft.per_wave, all_read, all_owned, missing_keys, mismatched_keys,
             ignored, missing,
@@ -263,28 +263,27 @@ class Agreement:
 
     def _make_draft(self, request: Request, inputs: LocalInputs, known: Manifest) -> _Draft:
         manifest = self.inputs.join(inputs, request.checkpoint, known)
-        if request.strict not in (True, False, "shapes"):
-            raise ValueError(f"expected strict to be True, False or 'shapes', got {request.strict!r}")
         mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names)
         self.inputs.manifest = manifest
         wave = wave_limit(manifest.nbytes, self._options.bucket_bytes)
         per_wave = self._router.buckets_per_wave(inputs.device, wave)
         bucket_bytes = wave // per_wave if self._router.stages_on_host(inputs.device) else wave
-        options = f"{self._describe_options(inputs.device)} strict={request.strict} mapping={mapping}"
+        options = (
+            f"{self._describe_options(inputs.device)} strict={request.strict} "
+            f"ignore_mismatched_shapes={request.ignore_mismatched_shapes} mapping={mapping}"
+        )
         return _Draft(manifest, mapping, per_wave, bucket_bytes, options)
 
     def _make_checked_plan(
         self, request: Request, inputs: LocalInputs, draft: _Draft, wanted: frozenset[int]
     ) -> LoadPlan:
-        """Raises ModelMismatch where the plan is not what ``strict`` allows."""
-        manifest, mapping, strict = draft.manifest, draft.mapping, request.strict
+        """Raises ModelMismatch where the plan is not what ``strict`` and ``ignore_mismatched_shapes`` allow."""
+        manifest = draft.manifest
         plan = self._make_plan(draft, inputs.targets, wanted)
-        ignored = set(mapping.ignored(manifest.names, plan.missing, plan.unexpected))
-        not_allowed = strict is True and not ignored.issuperset((*plan.missing, *plan.unexpected))
-        if (strict and plan.mismatched) or not_allowed:
-            raise misfit(manifest, plan, mapping, strict)
-        if not plan.slots.tensor_count and (plan.missing or plan.mismatched):
-            raise misfit(manifest, plan, mapping, True, "the load would fill nothing: ")
+        check_match(
+            manifest, plan, draft.mapping, strict=request.strict,
+            ignore_mismatched_shapes=request.ignore_mismatched_shapes,
+        )  # fmt: skip
         if inputs.checkpoint is not None and not inputs.local_modules:
             self._tied.compare(inputs.checkpoint, manifest, plan.twins)
         return plan

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from epload.control.control import Control
 from epload.core.attempt import attempt
-from epload.errors import LoadError, ModelMismatch
-from epload.loading.hints import spell_unfilled
+from epload.errors import LoadError
+from epload.loading.hints import unfilled_error
 from epload.loading.inputs import LocalInputs
 from epload.loading.request import Request
 from epload.model.dtensor import local_tensors
@@ -92,7 +92,7 @@ def compute_missing(
         copies = {name for module in targets.staged_modules for name in module.names}
         nobody = sorted(name for name in garbage if name not in made.values and (not hooked or name in copies))
         if nobody:
-            raise ModelMismatch(spell_unfilled(nobody))
+            raise unfilled_error(nobody)
         return made
 
     made, failure = attempt(initialize)

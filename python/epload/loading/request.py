@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from epload.loading.hints import Strict
 from epload.mapping.mapping import Mapping
 from epload.model.expert_parallel import ExpertParallelSpec
 from epload.model.initialization import InitMissing
@@ -69,7 +68,8 @@ class Request:
     model: nn.Module
     checkpoint: Any
     mapping: Mapping | str
-    strict: Strict
+    strict: bool
+    ignore_mismatched_shapes: bool
     dtype: DTypes
     parts: ExpertParallelSpec | None
     init_missing: InitMissing | None
@@ -81,6 +81,9 @@ class Request:
                 f"the class {self.model.__name__}" if isinstance(self.model, type) else f"a {type(self.model).__name__}"
             )
             raise TypeError(f"expected model to be a torch.nn.Module, got {got}")
+        for option in ("strict", "ignore_mismatched_shapes"):
+            if not isinstance(value := getattr(self, option), bool):
+                raise TypeError(f"expected {option} to be a bool, got {value!r}")
         of_names = isinstance(self.dtype, dict) and all(isinstance(name, str) for name in self.dtype)
         given = list(self.dtype.values()) if isinstance(self.dtype, dict) and of_names else [self.dtype]
         if self.dtype is not None and not all(isinstance(dtype, torch.dtype) for dtype in given):

@@ -17,7 +17,7 @@ from epload.loading.missing import fill_missing
 from epload.loading.request import Options, Request
 from epload.loading.resources import Resources
 from epload.loading.routes import RoutePlan, Router
-from epload.mapping import quantized
+from epload.mapping import dequantize
 from epload.model.devices import CPU
 from epload.model.dtensor import local_tensors
 from epload.model.materialize import materialize
@@ -105,7 +105,7 @@ class LoadRun:
             if load.device != CPU:
                 report.peak_staging += resources.reserve_staging(load, self._shared).footprint
                 report.stream = resources.device.describe_stream(load.device)
-            scales = quantized.side_tensors(self._plan.targets, len(targets.names), load.device)
+            scales = dequantize.scale_tensors(self._plan.targets, len(targets.names), load.device)
             tensors = targets.local() + scales
             if load.device != CPU:
                 return Local(self._plan, tensors)
@@ -233,7 +233,7 @@ class LoadRun:
         self._control.doing = "initializes what the checkpoint lacks"
         scalings = self._plan.scalings
         with self._resources.device.entered() if scalings and self._load.device != CPU else nullcontext():
-            quantized.multiply(scalings, self._plan.targets, self._local.tensors)
+            dequantize.multiply(scalings, self._plan.targets, self._local.tensors)
         fill_missing(self._request, self._load.inputs, self._load.missing, self._topology.rank, self._report)
 
     def _load_staged_modules(self) -> None:

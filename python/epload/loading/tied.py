@@ -1,7 +1,7 @@
-"""Tied weights that a checkpoint holds under several names: one of them is loaded, so all of them must have one value.
+"""Tied weights that a checkpoint has under several names: only one of them is loaded, so their values must be equal.
 
-A config can claim a tie that the weights do not have. transformers then gives up the tie; here a tied parameter is one tensor,
-often sharded as one, which cannot be taken apart any more, so that the load is refused.
+A config can declare a tie that the weights do not have. transformers then unties them. Here a tied parameter is one tensor, which
+may be sharded already and can no longer be untied, so the load fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from epload.errors import ModelMismatch
 from epload.planning.selection import Twin
 
 _CHUNK = 4 << 20
-"""Elements that are compared at a time."""
+"""Elements compared at a time."""
 
 
 class TiedWeights:
@@ -40,8 +40,8 @@ class TiedWeights:
         """Reads each pair once, in bounded memory, unless it lies in the same place or was compared before.
 
         Raises:
-            ModelMismatch: a pair differs; it names both.
-            CheckpointError: they cannot be read.
+            ModelMismatch: the values of a pair differ; names both.
+            CheckpointError: a tensor cannot be read.
         """
         if self._control.rank != self._src or not twins:
             return
@@ -88,19 +88,20 @@ def _identity(manifest: Manifest) -> tuple[object, ...] | None:
     source = Path(manifest.source)
     folder = source if source.is_dir() else source.parent
     try:
-        seen = [os.stat(folder / facts.name) for facts in manifest.locations.files]
+        stats = [os.stat(folder / facts.name) for facts in manifest.locations.files]
     except OSError:
         return None
-    return manifest.digest, tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in seen)
+    return manifest.digest, tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
 
 
 def _check(checkpoint: Checkpoint, manifest: Manifest, twin: Twin, progress: Callable[[int], None]) -> None:
     numbers = twin.kept, twin.left_out
     kept, left_out = (manifest.names[number] for number in numbers)
-    said = f"the model ties {twin.names[0]} and {twin.names[1]}, and {manifest.source} holds {kept} and {left_out} for them"
-    way_out = "Set tie_word_embeddings=False in the config that the model is built from, or leave one of the two out"
+    first_name, second_name = twin.names
+    pair = f"the model ties {first_name} and {second_name}, but in {manifest.source} {kept} and {left_out} have"
+    fix = "Set tie_word_embeddings=False in the model's config before building it, or remove one of them from the checkpoint"
     if manifest.shapes[numbers[0]] != manifest.shapes[numbers[1]]:
-        raise ModelMismatch(f"{said}, of different shapes. {way_out}")
+        raise ModelMismatch(f"{pair} different shapes. {fix}")
     locations = manifest.locations
     if (
         locations is not None
@@ -113,16 +114,16 @@ def _check(checkpoint: Checkpoint, manifest: Manifest, twin: Twin, progress: Cal
             return
         chunks: Iterator[tuple[Tensor, Tensor]] = zip(_rows(first), _rows(second), strict=True)
     elif checkpoint.read_once:
-        raise ModelMismatch(f"{said}, which cannot be compared, as the checkpoint can be read only once. {way_out}")
+        raise ModelMismatch(f"{pair} values that cannot be compared: this checkpoint can be read only once. {fix}")
     else:
         chunks = zip(*(_read(checkpoint, manifest, number) for number in numbers), strict=True)
     for a, b in chunks:
         progress(a.nbytes + b.nbytes)
-        if not _same(a.to(twin.dtype), b.to(twin.dtype)):
-            raise ModelMismatch(f"{said}, with different values. {way_out}")
+        if not _equal(a.to(twin.dtype), b.to(twin.dtype)):
+            raise ModelMismatch(f"{pair} different values. {fix}")
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or torch.equal(_bits(a), _bits(b))
 
 
@@ -131,7 +132,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor in memory in runs of rows."""
+    """A tensor in memory, as chunks of rows."""
     if not tensor.ndim:
         yield tensor.detach()
         return
@@ -141,7 +142,7 @@ def _rows(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _read(checkpoint: Checkpoint, manifest: Manifest, number: int) -> Iterator[Tensor]:
-    """A tensor of a checkpoint in runs of elements, each in the same memory."""
+    """A tensor of a checkpoint, as chunks of elements. All chunks share one buffer."""
     dtype = manifest.dtypes[number]
     total = manifest.nbytes_of()[number]
     buffer = torch.empty(min(total, _CHUNK * dtype.itemsize), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The file that PEFT saves for an adapter: its names lack the adapter's own, and the base model's weights are not in it."""
+"""Adapter files of PEFT: their keys lack the adapter's name, and they hold no base weights."""
 
 from __future__ import annotations
 
@@ -9,76 +9,76 @@ import torch
 from torch import nn
 
 from epload.errors import ModelMismatch
-from epload.mapping.wrappers import comes_from, compiled, parameters_on_meta, spelled
+from epload.mapping.wrappers import compile_aliases, is_from_package, meta_tensors, strip_wrappers
 
 _PREFIX = "base_model.model."
-Pairs = tuple[tuple[str, str], ...]
-"""Checkpoint name and model name."""
+NamePairs = tuple[tuple[str, str], ...]
+"""Pairs of checkpoint key and model name."""
 
 
-def adapter_file(model: nn.Module, names: Collection[str], checkpoint: Sequence[str]) -> Pairs:
-    """Where the tensors of an adapter's own file go; empty if the checkpoint is none, or the model has no adapter.
+def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence[str]) -> NamePairs:
+    """The model name for each key of an adapter file; empty if the checkpoint is not one, or the model has no adapter.
 
-    The tensors are those of the active adapter, and where each is kept in the file is what PEFT says.
+    The tensors are those of the active adapter. PEFT says under which key each is saved.
 
     Args:
-        names: of the model's tensors.
+        names: names of the model's tensors.
         checkpoint: names of the checkpoint's tensors.
 
     Raises:
-        ModelMismatch: it is an adapter's file, but several adapters are active, or base weights are still on meta.
+        ModelMismatch: it is an adapter file, but several adapters are active, or base weights are still on meta.
     """
     if not checkpoint or not all(name.startswith(_PREFIX) for name in checkpoint):
         return ()
     path, adapted = next(
-        ((path, m) for path, m in model.named_modules() if comes_from(m, "peft") and hasattr(m, "peft_config")),
+        ((path, m) for path, m in model.named_modules() if is_from_package(m, "peft") and hasattr(m, "peft_config")),
         ("", None),
     )
     if adapted is None:
         return ()
     prefix = f"{path}." if path else ""
-    own = {name[len(prefix) :]: name for name in names if name.startswith(prefix)}
+    inner = {name[len(prefix) :]: name for name in names if name.startswith(prefix)}
     active = getattr(adapted, "active_adapters", None) or adapted.active_adapter
     active = [active] if isinstance(active, str) else list(active)
+    aliases = compile_aliases(inner)
     saved: dict[str, str] = {}
     for adapter in active:
-        saved.update(_saved_names(adapted, list(own), adapter))
-    aliases = compiled(own)
-    saved = {spelled(name, aliases): target for name, target in saved.items()}
-    # A file that holds all of a PEFT model has the model's own names, adapters' names and all.
-    if not any(name in saved and name not in own for name in (spelled(name, aliases) for name in checkpoint)):
+        for key, name in _saved_keys(adapted, list(inner), adapter).items():
+            saved[strip_wrappers(key, aliases)] = name
+    keys = {name: strip_wrappers(name, aliases) for name in checkpoint}
+    # The file of a whole PEFT model has the model's own names, which include the adapter's.
+    if not any(key in saved and key not in inner for key in keys.values()):
         return ()
     if len(active) > 1:
         raise ModelMismatch(
-            f"the checkpoint is the file of one adapter, but {len(active)} are active in the model "
-            f"({', '.join(active)}); choose one with model.set_adapter(name)"
+            f"the checkpoint is a file of one adapter, but {len(active)} adapters of the model are active "
+            f"({', '.join(active)}); select one with model.set_adapter(name)"
         )
     pairs = []
-    for name in checkpoint:
-        plain = spelled(name, aliases)
-        target = saved.pop(plain, None) or (plain if plain in own else None)
+    for name, key in keys.items():
+        target = saved.pop(key, None) or (key if key in inner else None)
         if target is not None:
-            pairs.append((name, own[target]))
-    # What the file should hold but does not: no checkpoint tensor is called this, so that it is reported as missing.
-    pairs += [("", own[target]) for target in saved.values()]
-    if absent := parameters_on_meta(model, [target for _, target in pairs]):
+            pairs.append((name, inner[target]))
+    # Tensors that the file lacks: no checkpoint key is empty, so they are reported as missing.
+    pairs += [("", inner[target]) for target in saved.values()]
+    if on_meta := meta_tensors(model, [target for _, target in pairs]):
         raise ModelMismatch(
-            f"the checkpoint is an adapter's file, which holds none of the base weights, but {len(absent)} of the model's "
-            f"are on meta ({', '.join(absent[:3])}, ...); load the base checkpoint first, then the adapter"
+            f"the checkpoint is an adapter file without base weights, but {len(on_meta)} base weights of the model are on meta "
+            f"({', '.join(on_meta[:3])}, ...); load the base checkpoint first, then the adapter"
         )
     return tuple(pairs)
 
 
-def _saved_names(adapted: Any, names: Sequence[str], adapter: str) -> dict[str, str]:
-    """The model's names of the tensors that PEFT saves for an adapter, by their names in the file."""
+def _saved_keys(adapted: Any, names: Sequence[str], adapter: str) -> dict[str, str]:
+    """The model's names of the tensors that PEFT saves for an adapter, by their keys in the file."""
     from peft import get_peft_model_state_dict
 
-    if adapted.peft_config[
-        adapter
-    ].is_prompt_learning:  # computed when it is saved, so that it is no tensor of the model
+    if adapted.peft_config[adapter].is_prompt_learning:  # saved tensors are computed, and not in the model
         return {}
-    # PEFT renames whatever it is given, so that stand-ins tell what becomes of each name.
-    stand_ins = {name: torch.empty(0, device="meta") for name in names}
-    target_of = {id(tensor): name for name, tensor in stand_ins.items()}
-    kept = get_peft_model_state_dict(adapted, state_dict=stand_ins, adapter_name=adapter, save_embedding_layers=False)
-    return {name: target_of[id(tensor)] for name, tensor in kept.items() if id(tensor) in target_of}
+    # PEFT renames the state dict that it is given; placeholders show which key each name becomes.
+    placeholders = {name: torch.empty(0, device="meta") for name in names}
+    name_of = {id(tensor): name for name, tensor in placeholders.items()}
+    saved = get_peft_model_state_dict(
+        adapted, state_dict=placeholders, adapter_name=adapter, save_embedding_layers=False
+    )
+    return {key: name_of[id(tensor)] for key, tensor in saved.items() if id(tensor) in name_of}

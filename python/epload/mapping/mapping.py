@@ -1,200 +1,83 @@
-"""From checkpoint names and layouts to regions of the model's tensors. Pure: names and shapes in, regions out.
-
-A checkpoint tensor lands in one or several places; each is a box of a target that a strided region of the tensor fills. Rules
-say which: renaming changes the target, converting puts the target together from several tensors, or takes one apart.
-"""
+"""A mapping: the rules that map checkpoint keys and layouts to a model, and what they make of keys. See ``place`` for layouts."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from collections.abc import Mapping as MappingType
-from dataclasses import dataclass, replace
-from math import prod
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from torch import nn
-
-from epload.core.views import Shape
-from epload.errors import ModelMismatch
-from epload.mapping.adapters import adapter_file
-from epload.mapping.place import Misfit, Place, Placing
-from epload.mapping.rules import Convert, Rename
-from epload.mapping.wrappers import comes_from, unwrap
+from epload.mapping.rules import Convert, Rename, apply_renames
 
 
 @dataclass(frozen=True)
 class Mapping:
     """Rules that are applied in order: all renames, then the first conversion that matches.
 
-    A name that the model has, but not under what the rules make of it, stays as it is.
+    A key whose new name is not in the model, but whose own name is, keeps its own name. Mappings are plain values: equal if
+    their rules are equal, and equal text on every rank.
     """
 
     renames: tuple[Rename, ...] = ()
     converts: tuple[Convert, ...] = ()
-    base: str = ""
-    """Name of the module that holds the model proper below its head. Names in the checkpoint may have or lack it."""
+    base_model_prefix: str = ""
+    """Path of the base model inside a model with a head. Checkpoint keys may have or lack this prefix."""
     ties: tuple[tuple[str, str], ...] = ()
-    """Pairs of names of the model that have one value. What fills one fills the other, where the checkpoint does not; also
-    when parallelizing the model has made two tensors of them."""
+    """Pairs of model names that share one value. A checkpoint tensor for one of them also fills the other, unless the
+    checkpoint has a tensor for the other. Applies even if parallelizing the model has made two tensors of them."""
     aliases: tuple[Rename, ...] = ()
-    """Renames of the model's names to those that rules and checkpoints speak of, where a wrapper has given it others."""
+    """Renames of the model's names, for wrappers (torch.compile, DDP, PEFT) that add to them. Rules apply to the result."""
     required: bool = True
-    """Whether rules of which none matches a name are a mistake; they are none in a mapping declared for any checkpoint."""
+    """Whether a mapping of which no rule matches is an error. False for rules that are declared for many checkpoints."""
     ignore_unexpected: tuple[str, ...] = ()
-    """Regular expressions. A checkpoint key in which one is found, as it is or renamed, may lack a place in the model."""
+    """Regular expressions. An unexpected checkpoint key that matches one, before or after renaming, is no error."""
     ignore_missing: tuple[str, ...] = ()
-    """Regular expressions. A name of the model in which one is found may be missing from the checkpoint."""
+    """Regular expressions. A missing model name that matches one is no error."""
     only: tuple[tuple[str, str], ...] = ()
-    """If given, the names of the checkpoint that are known, each with the model's name for it. Other tensors of the model are
-    not expected in the checkpoint and keep their values. A pair without a checkpoint name is a tensor that is missing."""
+    """If not empty: pairs of checkpoint key and model name. Tensors of the model that are not listed are not expected in the
+    checkpoint and keep their values. A pair with an empty key is a tensor that is missing from the checkpoint."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a pattern of keys to ignore is no regular expression."""
+        """Raises ValueError if a pattern of keys to ignore is not a regular expression."""
         for pattern in (*self.ignore_unexpected, *self.ignore_missing):
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(f"expected regular expressions of keys to ignore, got {pattern!r}: {error}") from error
 
-    @classmethod
-    def identity(cls) -> Mapping:
-        """Names and shapes as they are."""
-        return cls()
 
-    @classmethod
-    def from_transformers(cls, model: Any) -> Mapping:
-        """The conversion that the transformers library (5.x) declares for ``model``, whatever its architecture.
+def ignored_keys(
+    mapping: Mapping, names: Sequence[str], missing: Iterable[str], unexpected: Iterable[str]
+) -> list[str]:
+    """The missing and unexpected keys that the mapping ignores.
 
-        An operation that does more than move elements is an error once a checkpoint tensor would need it.
-        """
-        from epload.mapping.transformers import declared
+    Args:
+        names: all keys of the checkpoint.
+        missing: names of the model that the checkpoint does not fill.
+        unexpected: keys of the checkpoint that the model has no place for.
+    """
+    found = []
+    if mapping.ignore_missing and (missing := list(missing)):
+        unwrapped = apply_renames(mapping.aliases, missing)
+        search = _any_of(mapping.ignore_missing).search
+        found += [name for name, inner in zip(missing, unwrapped, strict=True) if search(inner)]
+    if mapping.ignore_unexpected and (unexpected := set(unexpected)):
+        renamed = apply_renames((*mapping.aliases, *mapping.renames), names)
+        search = _any_of(mapping.ignore_unexpected).search
+        found += [a for a, b in zip(names, renamed, strict=True) if a in unexpected and (search(a) or search(b))]
+    return found
 
-        return declared(model)
 
-    def ignored(self, names: Sequence[str], missing: Iterable[str], unexpected: Iterable[str]) -> list[str]:
-        """Which of the missing and unexpected keys are no mistake in a strict load.
-
-        Args:
-            names: all keys of the checkpoint.
-            missing: names of the model that the checkpoint does not fill.
-            unexpected: keys of the checkpoint that the model has no place for.
-        """
-        found = []
-        if self.ignore_missing and (missing := list(missing)):
-            called = missing
-            for alias in self.aliases:
-                called = alias.apply(called)
-            search = _any_of(self.ignore_missing).search
-            found += [name for name, within in zip(missing, called, strict=True) if search(within)]
-        if self.ignore_unexpected and (unexpected := set(unexpected)):
-            renamed = list(names)
-            for rename in (*self.aliases, *self.renames):
-                renamed = rename.apply(renamed)
-            search = _any_of(self.ignore_unexpected).search
-            found += [a for a, b in zip(names, renamed, strict=True) if a in unexpected and (search(a) or search(b))]
-        return found
-
-    def place(
-        self,
-        names: Sequence[str],
-        shapes: Sequence[Shape],
-        targets: MappingType[str, Shape],
-        misfits: list[Misfit] | None = None,
-    ) -> list[tuple[Place, ...]]:
-        """For each checkpoint tensor the places that it fills; none if the model has no place for it.
-
-        Args:
-            misfits: where given, targets that the checkpoint has in another shape are added to it, and left out.
-
-        Raises:
-            ModelMismatch: a shape that does not fit (without ``misfits``), two sources for one region, an incomplete set,
-                rules that match nothing; names the keys.
-        """
-        placed, found = self._placed(names, shapes, targets)
-        if misfits is not None:
-            misfits += found
-        elif found:
-            raise ModelMismatch(spell_misfits([misfit.text for misfit in found]))
-        return placed
-
-    def _placed(
-        self, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
-    ) -> tuple[list[tuple[Place, ...]], list[Misfit]]:
-        if not self.aliases:
-            placing = Placing(self, names, shapes, targets)
-            return placing.run(), placing.misfits
-        called = list(targets)
-        for alias in self.aliases:
-            called = alias.apply(called)
-        wrapped: dict[str, str] = {}
-        for name, target in zip(called, targets, strict=True):
-            if (other := wrapped.setdefault(name, target)) != target:
-                raise ModelMismatch(f"the model's {other} and {target} would both be called {name}")
-        placing = Placing(self, names, shapes, {name: targets[target] for name, target in wrapped.items()})
-        placed = [tuple((wrapped[target], view) for target, view in places) for places in placing.run()]
-        return placed, [misfit._replace(target=wrapped[misfit.target]) for misfit in placing.misfits]
-
-    def renamed(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
-        """What the renames make of checkpoint names, and the patterns of rules that match none of them. For messages."""
-        made, unused = list(names), []
-        for rename in self.renames:
-            before, made = made, rename.apply(made)
-            if made == before:
-                unused.append(rename.source)
-        for convert in self.converts:
-            unused += [source for source in convert.sources if not any(map(re.compile(source).search, made))]
-        return made, unused
-
-    def reverse(
-        self, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
-    ) -> dict[str, tuple[Place, ...]]:
-        """The direction of saving: for each checkpoint tensor the regions of the model's tensors that make it up.
-
-        Raises:
-            ModelMismatch: elements of a checkpoint tensor are in the model not at all or more than once; names it.
-        """
-        found = {}
-        for name, shape, places in zip(names, shapes, self.place(names, shapes, targets), strict=True):
-            held = sum(prod(view.size) for _, view in places)
-            if held != prod(shape) and places:
-                raise ModelMismatch(
-                    f"{name} cannot be made from the model, which holds {held} of its {prod(shape)} elements"
-                )
-            if places:
-                found[name] = places
-        return found
+def rename_keys(mapping: Mapping, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The checkpoint keys after all renames, and the patterns of rules that match no key. For error messages."""
+    renamed, unused = list(names), []
+    for rename in mapping.renames:
+        before, renamed = renamed, rename.apply(renamed)
+        if renamed == before:
+            unused.append(rename.source)
+    for convert in mapping.converts:
+        unused += [source for source in convert.sources if not any(map(re.compile(source).search, renamed))]
+    return renamed, unused
 
 
 def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(f"({pattern})" for pattern in patterns))
-
-
-def spell_misfits(texts: Sequence[str]) -> str:
-    more = f"; {len(texts) - 10} more" if len(texts) > 10 else ""
-    return "; ".join(texts[:10]) + more
-
-
-def resolve(
-    mapping: Mapping | str, model: nn.Module, names: Collection[str], checkpoint: Sequence[str] = ()
-) -> Mapping:
-    """What ``mapping=`` means for this model: ``"auto"`` is what a transformers model declares, else names as they are; for an
-    adapter's own file, the adapter that is active.
-
-    Args:
-        names: of the model's tensors.
-        checkpoint: names of the checkpoint's tensors.
-
-    Raises:
-        ValueError: neither a Mapping nor ``"auto"``.
-        ModelMismatch: an adapter's file that cannot be loaded into this model.
-    """
-    if isinstance(mapping, Mapping):
-        return mapping
-    if mapping != "auto":
-        raise ValueError(f"expected mapping to be 'auto' or an epload.Mapping, got {mapping!r}")
-    if only := adapter_file(model, names, checkpoint):
-        return Mapping(only=only)
-    inner, aliases, copies = unwrap(model, names)
-    made = Mapping.from_transformers(inner) if comes_from(inner, "transformers") else Mapping.identity()
-    return replace(made, aliases=aliases, ties=made.ties + copies)

@@ -1,9 +1,9 @@
-"""The rules of a mapping: what becomes of a checkpoint's names, and of its tensors. See ``mapping``."""
+"""The rules of a mapping: :class:`Rename` for checkpoint keys, :class:`Convert` for layouts."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from epload.mapping.operations import Operation
@@ -11,46 +11,46 @@ from epload.mapping.operations import Operation
 
 @dataclass(frozen=True)
 class Rename:
-    """Where the regular expression ``source`` is first found in a checkpoint name, it becomes ``target`` (as in re.sub)."""
+    """Replaces the first match of the regular expression ``source`` in a checkpoint key by ``target``, as re.sub does."""
 
     source: str
     target: str
     scopes: tuple[str, ...] = ()
-    """If given, the rule is for names that start with one of these; the first that fits is set aside before the search."""
+    """If not empty, the rule applies only to keys that start with one of these prefixes, and to the rest of such a key."""
     when: str = ""
-    """If given, the rule is for checkpoints in which this regular expression is found in some name (within ``scopes``)."""
+    """If not empty, the rule applies only if some key (within ``scopes``) of the checkpoint matches this regular expression."""
     shift: int = 0
-    """Added to the number that the first group of ``source`` matches."""
+    """Added to the integer that the first group of ``source`` matches."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if ``source`` or ``when`` is no regular expression, or ``target`` names a group that it lacks."""
+        """Raises ValueError if a pattern is not a regular expression, or ``target`` refers to a group that it lacks."""
         _check(self, (self.source,), (self.target,))
         _check(self, (self.when,), ())
 
     def apply(self, names: list[str]) -> list[str]:
-        """All names, those that match renamed."""
+        """All names; those that match are renamed."""
         search = re.compile(self.source).search
         if self.when and not any(re.search(self.when, rest) for _, rest in _in_scope(names, self.scopes)):
             return names
         if not self.scopes:
-            return [self._replaced(name, match) if (match := search(name)) else name for name in names]
+            return [self._replace(name, match) if (match := search(name)) else name for name in names]
         return [
-            prefix + self._replaced(rest, match) if prefix is not None and (match := search(rest)) else name
-            for name, (prefix, rest) in zip(names, (scoped(name, self.scopes) for name in names), strict=True)
+            prefix + self._replace(rest, match) if prefix is not None and (match := search(rest)) else name
+            for name, (prefix, rest) in zip(names, (split_scope(name, self.scopes) for name in names), strict=True)
         ]
 
-    def _replaced(self, name: str, match: re.Match[str]) -> str:
+    def _replace(self, name: str, match: re.Match[str]) -> str:
         target = self.target.replace(r"\1", str(int(match[1]) + self.shift)) if self.shift else self.target
-        return name[: match.start()] + expanded(match, target) + name[match.end() :]
+        return name[: match.start()] + expand(match, target) + name[match.end() :]
 
 
 @dataclass(frozen=True)
 class Convert:
-    """Checkpoint tensors become targets by operations on whole tensors, of which each only moves elements.
+    """Makes tensors of the model from checkpoint tensors by operations that move elements and compute no values.
 
-    Each of ``sources``, a regular expression found in a name, is one part; a group named ``index`` in it (an expert's number)
-    makes the part a list of tensors. What is found becomes each of ``targets`` (as in re.sub), where ``{index}`` stands for
-    the number of a tensor in a list. ``operations`` take the parts to the targets::
+    Each pattern in ``sources`` is one input. A group named ``index`` in it (an expert's number) makes that input a list of
+    tensors. Each entry of ``targets`` replaces the match, as in re.sub, and gives the name of one output; ``{index}`` in it
+    makes that output a list. ``operations`` turn inputs into outputs::
 
         Convert(
             (r"experts\\.(?P<index>\\d+)\\.gate\\.weight$", r"experts\\.(?P<index>\\d+)\\.up\\.weight$"),
@@ -64,34 +64,31 @@ class Convert:
     targets: tuple[str, ...]
     operations: tuple[Operation, ...] = ()
     scopes: tuple[str, ...] = ()
-    """If given, the rule is for names that start with one of these; the first that fits is set aside before the search."""
+    """If not empty, the rule applies only to keys that start with one of these prefixes, and to the rest of such a key."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if there are no sources or targets, a source is no regular expression, or a target names a group
-        that a source lacks."""
+        """Raises ValueError if there are no sources or targets, a source is not a regular expression, or a target refers to
+        a group that a source lacks."""
         if not self.sources or not self.targets:
-            raise ValueError(f"expected {self} to have at least one source and one target")
+            raise ValueError(f"expected at least one source and one target, got {self}")
         _check(self, self.sources, self.targets)
 
 
-def _check(rule: Rename | Convert, sources: tuple[str, ...], targets: tuple[str, ...]) -> None:
-    for source in sources:
-        for target in ("", *targets):
-            try:
-                re.compile(source).sub(target, "")  # which parses the target even where nothing matches
-            except (re.error, IndexError) as error:
-                raise ValueError(
-                    f"expected regular expressions, and in targets groups they have, got {rule}: {error}"
-                ) from error
+def apply_renames(renames: Iterable[Rename], names: Sequence[str]) -> list[str]:
+    """The names after all renames, in order."""
+    renamed = list(names)
+    for rename in renames:
+        renamed = rename.apply(renamed)
+    return renamed
 
 
-def expanded(match: re.Match[str], target: str) -> str:
-    """``match.expand``, which parses its template anew each time."""
+def expand(match: re.Match[str], target: str) -> str:
+    """``match.expand(target)``, without parsing a target that has no references."""
     return match.expand(target) if "\\" in target else target
 
 
-def scoped(name: str, scopes: Iterable[str]) -> tuple[str | None, str]:
-    """The first of ``scopes`` that the name starts with, and the rest; (None, name) if there is none."""
+def split_scope(name: str, scopes: Iterable[str]) -> tuple[str | None, str]:
+    """The first of ``scopes`` that the name starts with, and the rest of the name; (None, name) if there is none."""
     for scope in scopes:
         if name.startswith(scope):
             return scope, name[len(scope) :]
@@ -101,4 +98,15 @@ def scoped(name: str, scopes: Iterable[str]) -> tuple[str | None, str]:
 def _in_scope(names: Iterable[str], scopes: tuple[str, ...]) -> list[tuple[str | None, str]]:
     if not scopes:
         return [("", name) for name in names]
-    return [found for name in names if (found := scoped(name, scopes))[0] is not None]
+    return [split for name in names if (split := split_scope(name, scopes))[0] is not None]
+
+
+def _check(rule: Rename | Convert, sources: tuple[str, ...], targets: tuple[str, ...]) -> None:
+    for source in sources:
+        for target in ("", *targets):
+            try:
+                re.compile(source).sub(target, "")  # parses the target even if nothing matches
+            except (re.error, IndexError) as error:
+                raise ValueError(
+                    f"expected valid regular expressions, and targets that refer to groups they define, got {rule}: {error}"
+                ) from error

@@ -1,7 +1,7 @@
-"""Reads what the transformers library (5.x) declares about a model's checkpoints, and says it in epload's rules.
+"""Translates the checkpoint conversions that the transformers library (5.x) declares for a model into epload's rules.
 
-The library renames keys with regular expressions and converts tensors with operations on collected lists of them. Everything
-here follows its ``core_model_loading``; an operation that changes values has no regions and becomes an error when it is needed.
+The library renames keys with regular expressions and converts collected lists of tensors with operations, in its
+``core_model_loading``. An operation that computes values has no equivalent here, and is an error when a tensor needs it.
 """
 
 from __future__ import annotations
@@ -17,27 +17,37 @@ from torch.distributed.fsdp import FSDPModule
 from epload.core import views
 from epload.core.views import Assembly
 from epload.mapping.mapping import Mapping
-from epload.mapping.operations import Concatenate, Operation, Parts, Reshape, Split, Stack, Transpose, Unstack, Wanted
+from epload.mapping.operations import (
+    Concatenate,
+    ConversionTargets,
+    Operation,
+    Reshape,
+    Split,
+    Stack,
+    TensorLists,
+    Transpose,
+    Unstack,
+)
 from epload.mapping.rules import Convert, Rename
 
 
-def declared(model: Any) -> Mapping:
-    """The mapping of a transformers model; see :meth:`epload.Mapping.from_transformers`."""
+def from_transformers(model: Any) -> Mapping:
+    """The conversion that the library declares for a transformers model without wrappers, whatever its architecture."""
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
-    if not isinstance(model, PreTrainedModel):  # a layer by itself, of which nothing is declared
-        return Mapping.identity()
+    if not isinstance(model, PreTrainedModel):  # a single layer, for which nothing is declared
+        return Mapping()
     renames: list[Rename] = []
     converts: list[Convert] = []
-    for transform in get_model_conversion_mapping(_unwrapped(model)):
+    for transform in get_model_conversion_mapping(_without_fsdp(model)):
         if isinstance(transform, WeightConverter):
             converts.append(_convert(transform, model.config))
         else:
             renames += _renames(transform)
     ties = tuple((a, b) for a, b in (getattr(model, "all_tied_weights_keys", None) or {}).items())
-    unexpected, missing = _ignored(model)
+    unexpected, missing = _ignored_patterns(model)
     return Mapping(
         tuple(renames),
         tuple(converts),
@@ -49,22 +59,23 @@ def declared(model: Any) -> Mapping:
     )
 
 
-def _ignored(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _ignored_patterns(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Patterns of unexpected and of missing keys that the library does not report, as in its
-    ``_adjust_missing_and_unexpected_keys``. Sorted: it keeps them in sets, and ranks compare mappings by their text."""
+    ``_adjust_missing_and_unexpected_keys``. Sorted, because ranks compare mappings by their text."""
     unexpected = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     missing = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     for name, module in model.named_modules():
         buffers = module._buffers
         if "inv_freq" in buffers and name.endswith("rotary_emb"):
-            unexpected.add(r"rotary_emb\.inv_freq")  # each layer of old checkpoints has one, models have one in all
+            unexpected.add(r"rotary_emb\.inv_freq")  # one per layer in old checkpoints, one per model now
         if any(buffer.endswith("position_ids") for buffer in buffers):
             unexpected.add(r"(^|\.)position_ids$")  # persistent in old checkpoints
     return tuple(sorted(unexpected)), tuple(sorted(missing))
 
 
-def _unwrapped(model: Any) -> Any:
-    """A stand-in that the library looks its declarations up with: by class, which ``fully_shard`` replaces by one of its own."""
+def _without_fsdp(model: Any) -> Any:
+    """A stand-in with the model's original classes: the library looks up declarations by class, and ``fully_shard`` replaces
+    the classes."""
     from transformers import PreTrainedModel
 
     stand_ins = []
@@ -82,31 +93,36 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _renames(transform: Any) -> list[Rename]:
-    """One rename for a transform, whatever the number of its patterns; a group has one for each pair of its patterns."""
+    """One rename for a transform with any number of patterns; for a group, one for each pair of patterns."""
     from transformers.core_model_loading import GroupWeightRename
 
     scopes = _scopes(transform)
     if isinstance(transform, GroupWeightRename):
-        # Applied last to first, so that what one makes is not taken up by the next; all or none, as the first is found.
+        # Last to first, so that no rename applies to the result of another; all or none, by the first pattern.
         pairs = list(zip(transform.source_patterns, transform.target_patterns, strict=True))
         return [
-            Rename(_ended(source), _template(target, lambda n: rf"\g<{n}>"), scopes, when=_ended(pairs[0][0]))
+            Rename(
+                _as_regex(source),
+                _template(target, lambda n: rf"\g<{n}>"),
+                scopes,
+                when=_as_regex(pairs[0][0]),
+            )
             for source, target in reversed(pairs)
         ]
     pattern = transform.compiled_sources
 
     def reference(number: int) -> str:
-        # The library's own groups, one round each pattern, come first; only those of the pattern that matched are not empty.
+        # The library wraps each pattern in a group of its own; only groups of the pattern that matched are not empty.
         return "".join(rf"\g<{index + number}>" for index in pattern.groupindex.values())
 
     shift = getattr(transform, "offset", 0)
     if shift:
-        return [Rename(_ended(transform.source_patterns[0]), transform.target_patterns[0], scopes, shift=shift)]
+        return [Rename(_as_regex(transform.source_patterns[0]), transform.target_patterns[0], scopes, shift=shift)]
     return [Rename(pattern.pattern, _template(transform.target_patterns[0], reference), scopes)]
 
 
 def _template(target: str, reference: Callable[[int], str]) -> str:
-    r"""A target for re.sub: the library knows only ``\1`` and the like, all else stands for itself."""
+    r"""A target for re.sub: the library expands only ``\1`` and the like, all else is literal."""
     return "".join(
         reference(int(piece[1:])) if re.fullmatch(r"\\\d", piece) else piece.replace("\\", r"\\")
         for piece in re.split(r"(\\\d)", target)
@@ -120,26 +136,26 @@ def _scopes(transform: Any) -> tuple[str, ...]:
     return (base + scope, scope)
 
 
-def _ended(pattern: str) -> str:
-    """As the library compiles a pattern: a star is any text up to a dot, and a word at the end must be a whole one."""
+def _as_regex(pattern: str) -> str:
+    """As the library compiles a pattern: a star matches any text up to a dot, and a final word must match whole."""
     pattern = pattern.replace("*.", r".*\.")
     return pattern + (r"(?!\w)" if re.search(r"[a-zA-Z0-9]$", pattern) else "")
 
 
 def _convert(transform: Any, config: Any) -> Convert:
     sources = tuple(
-        _ended(re.sub(r"\*(?=\.|$)", "\0", pattern)).replace("\0", r"(?P<index>\d+)", 1)
+        _as_regex(re.sub(r"\*(?=\.|$)", "\0", pattern)).replace("\0", r"(?P<index>\d+)", 1)
         for pattern in transform.source_patterns
     )
     targets = tuple(
         _template(pattern, lambda n: rf"\g<{n}>").replace("*", "{index}") for pattern in transform.target_patterns
     )
-    operations = [made for operation in transform.operations for made in _operations(operation, transform, config)]
+    operations = [ours for theirs in transform.operations for ours in _operations(theirs, transform, config)]
     return Convert(sources, targets, tuple(operations), _scopes(transform))
 
 
 def _operations(operation: Any, transform: Any, config: Any) -> list[Operation]:
-    """epload's operations for one of the library's."""
+    """epload's operations for one of the library."""
     name = type(operation).__name__
     if name == "MergeModulelist":
         return [Stack(operation.dim)]
@@ -166,49 +182,49 @@ def _operations(operation: Any, transform: Any, config: Any) -> list[Operation]:
     if name == "VisionUnfuseAndPermuteForRope":
         return [Split(operation.dim), _rope(operation.permute_op, transform, config)]
     if name == "ErnieFuseAndSplitTextVisionExperts":
-        return [FuseAndDeal(operation.stack_dim, operation.concat_dim)]
+        return [FuseAndSplitExperts(operation.stack_dim, operation.concat_dim)]
     if name == "_IdentityOp":
         return []
-    return [Inexpressible(name)]
+    return [UnsupportedOperation(name)]
 
 
 def _rope(operation: Any, transform: Any, config: Any) -> Operation:
     if operation.subconfig_key is not None:
         config = getattr(config, operation.subconfig_key, config)
-    parts = transform.source_patterns if len(transform.source_patterns) > 1 else transform.target_patterns
-    chosen = operation.permute_layer_names
+    patterns = transform.source_patterns if len(transform.source_patterns) > 1 else transform.target_patterns
+    layers = operation.permute_layer_names
     return PermuteForRope(
         getattr(config, "num_attention_heads", 1),
         operation.inverse,
-        tuple(chosen is None or any(name in part for name in chosen) for part in parts),
+        tuple(layers is None or any(name in pattern for name in layers) for pattern in patterns),
     )
 
 
 @dataclass(frozen=True)
-class Inexpressible(Operation):
-    """An operation of the library that computes values, such as (de)quantizing."""
+class UnsupportedOperation(Operation):
+    """An operation of the library that computes values, such as quantizing or dequantizing."""
 
     name: str
 
-    def __call__(self, parts: Parts, wanted: Wanted) -> Parts:
+    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
         raise ValueError(
-            f"need the transformers operation {self.name}, which does more than move elements; "
-            "save the model in the form it has once loaded, and load that"
+            f"the transformers operation {self.name} computes values, which a mapping cannot do; load the model once with "
+            "from_pretrained, save its state dict, and load that"
         )
 
 
 @dataclass(frozen=True)
 class Interleave(Operation):
-    """The even indices of ``dim``, then the odd ones; ``inverse`` undoes that."""
+    """Reorders ``dim`` to the even indices, then the odd ones; ``inverse`` reverses that."""
 
     dim: int
     inverse: bool
 
-    def __call__(self, parts: Parts, wanted: Wanted) -> Parts:
-        return [[self._turned(tensor) for tensor in part] for part in parts]
+    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
+        return [[self._permute(tensor) for tensor in tensors] for tensors in inputs]
 
-    def _turned(self, tensor: Assembly) -> Assembly:
-        dim = views.dim_of(self.dim, len(tensor.shape))
+    def _permute(self, tensor: Assembly) -> Assembly:
+        dim = views.normalize_dim(self.dim, len(tensor.shape))
         half = tensor.shape[dim] // 2
         pairs = (2, half) if self.inverse else (half, 2)
         return _swap_within(tensor, dim, pairs)
@@ -216,21 +232,21 @@ class Interleave(Operation):
 
 @dataclass(frozen=True)
 class PermuteForRope(Operation):
-    """Rows of each head, stored in pairs of real and imaginary parts, to all real ones and then all imaginary ones."""
+    """Reorders the rows of each head from (real, imaginary) pairs to all real rows, then all imaginary rows."""
 
     heads: int
     inverse: bool
-    parts: tuple[bool, ...]
-    """Which parts it is for."""
+    inputs: tuple[bool, ...]
+    """Which inputs it applies to."""
 
-    def __call__(self, parts: Parts, wanted: Wanted) -> Parts:
-        chosen = self.parts if len(self.parts) == len(parts) else (True,) * len(parts)
+    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
+        applies = self.inputs if len(self.inputs) == len(inputs) else (True,) * len(inputs)
         return [
-            [self._turned(tensor) if here else tensor for tensor in part]
-            for part, here in zip(parts, chosen, strict=True)
+            [self._permute(tensor) if permuted else tensor for tensor in tensors]
+            for tensors, permuted in zip(inputs, applies, strict=True)
         ]
 
-    def _turned(self, tensor: Assembly) -> Assembly:
+    def _permute(self, tensor: Assembly) -> Assembly:
         if len(tensor.shape) not in (1, 2):
             return tensor
         half = tensor.shape[0] // self.heads // 2
@@ -241,35 +257,35 @@ class PermuteForRope(Operation):
 
 @dataclass(frozen=True)
 class Flatten(Operation):
-    """A convolution's weight as a linear one; one that is so already stays."""
+    """Flattens a convolution's weight to that of a linear layer; keeps one that is flat already."""
 
-    def __call__(self, parts: Parts, wanted: Wanted) -> Parts:
-        return [[views.reshape(tensor, (tensor.shape[0], -1)) for tensor in part] for part in parts]
+    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
+        return [[views.reshape(tensor, (tensor.shape[0], -1)) for tensor in tensors] for tensors in inputs]
 
 
 @dataclass(frozen=True)
-class FuseAndDeal(Operation):
-    """Each part's list is dealt out to the targets in equal runs; each target stacks its runs and concatenates them."""
+class FuseAndSplitExperts(Operation):
+    """Divides each input's list evenly among the targets; each target stacks its share of each input and concatenates those."""
 
     stack_dim: int
     concat_dim: int
 
-    def __call__(self, parts: Parts, wanted: Wanted) -> Parts:
-        count = len(wanted.targets)
-        runs = []
-        for part in parts:
-            each = -(-len(part) // count)
-            runs.append([part[i * each : (i + 1) * each] for i in range(count)])
-        if any(not run for part in runs for run in part):
-            raise ValueError(f"cannot be dealt out to {count} targets")
+    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
+        count = len(targets.patterns)
+        shares = []
+        for tensors in inputs:
+            size = -(-len(tensors) // count)
+            shares.append([tensors[i * size : (i + 1) * size] for i in range(count)])
+        if not all(share for of_input in shares for share in of_input):
+            raise ValueError(f"{self} cannot divide {max(map(len, inputs))} tensors among {count} targets")
         return [
-            [views.concatenate([views.stack(part[i], self.stack_dim) for part in runs], self.concat_dim)]
+            [views.concatenate([views.stack(of_input[i], self.stack_dim) for of_input in shares], self.concat_dim)]
             for i in range(count)
         ]
 
 
 def _swap_within(tensor: Assembly, dim: int, pairs: tuple[int, int]) -> Assembly:
-    """``dim`` seen as a matrix of this shape, transposed."""
+    """Views ``dim`` as a matrix of shape ``pairs``, and transposes it."""
     shape = tensor.shape
     split = views.reshape(tensor, (*shape[:dim], *pairs, *shape[dim + 1 :]))
     return views.reshape(views.transpose(split, dim, dim + 1), shape)

@@ -15,8 +15,8 @@ from torch import Tensor
 from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata, Pieces
 from epload.mapping.mapping import Mapping
-from epload.mapping.place import Misfit
-from epload.mapping.quantized import Scaling, with_scales
+from epload.mapping.place import ShapeMismatch, place
+from epload.mapping.scales import Scaling, with_scales
 from epload.model.targets import Targets
 from epload.native.extension import _C
 from epload.planning.buckets import HEADER_BYTES, Bucket, Slots, extents, make_buckets
@@ -110,9 +110,9 @@ def make_plan(
     """
     if bucket_bytes < HEADER_BYTES + ALIGNMENT:
         raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + ALIGNMENT}, got {bucket_bytes}")
-    misfits: list[Misfit] = []
-    placed = mapping.place(manifest.names, manifest.shapes, targets.shapes, misfits)
-    mismatched = {targets.names[targets.index[misfit.target]]: misfit.text for misfit in misfits}
+    mismatches: list[ShapeMismatch] = []
+    placed = place(mapping, manifest.names, manifest.shapes, targets.shapes, mismatches)
+    mismatched = {targets.names[targets.index[mismatch.target]]: mismatch.message for mismatch in mismatches}
     targets, scalings = with_scales(manifest, targets, placed)
     chosen, tied, twins = select(manifest, targets, placed, wanted)
     casts = check_dtypes(manifest, targets, chosen, {scaling.target for scaling in scalings})
@@ -122,7 +122,7 @@ def make_plan(
     tensor, tensor_offset, bucket, bucket_offset, nbytes = columns
     slots = Slots(tensor, tensor_offset, bucket_offset, nbytes)
     buckets = make_buckets(manifest, targets, chosen, slots, bucket, bucket_nbytes)
-    out_of_shape = {source for misfit in misfits for source in misfit.sources}
+    out_of_shape = {source for mismatch in mismatches for source in mismatch.sources}
     return LoadPlan(
         buckets=tuple(buckets),
         slots=replace(slots, tensor=[chosen.tensor[i] for i in tensor]),

@@ -1,0 +1,173 @@
+"""Applies conversions: groups the checkpoint tensors that one conversion takes together, and runs its operations on them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping as MappingType
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from epload.core.views import Assembly, Shape
+from epload.errors import ModelMismatch
+from epload.mapping.operations import Concatenate, ConversionTargets, Stack, TensorLists
+from epload.mapping.rules import Convert, expand, split_scope
+
+_INDEX = "(?P<index>"
+
+
+@dataclass
+class Group:
+    """Checkpoint tensors that one conversion turns into the same targets."""
+
+    convert: Convert
+    targets: tuple[str, ...]
+    """Full names, with ``{index}`` where the output is a list."""
+    sources: list[int]
+    """Numbers of the checkpoint tensors; the lists below are parallel to it."""
+    inputs: list[int]
+    """Which of the conversion's inputs each tensor belongs to."""
+    indices: list[int]
+    """Index of each tensor in its input; -1 if the input is not a list."""
+
+
+def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tuple[list[Group], list[int]]:
+    """The groups of all conversions, and the numbers of the tensors that no conversion takes."""
+    rules = [
+        (convert, number, re.compile(convert.sources[number]))
+        for convert in converts
+        for number in sorted(range(len(convert.sources)), key=lambda number: -len(convert.sources[number]))
+    ]
+    if not rules:
+        return [], list(range(len(names)))
+    groups: dict[tuple[int, str], Group] = {}
+    others = []
+    for i, name in enumerate(names):
+        for convert, number, pattern in rules:
+            prefix, rest = split_scope(name, convert.scopes) if convert.scopes else ("", name)
+            if prefix is None or not (match := pattern.search(rest)):
+                continue
+            before, after = prefix + rest[: match.start()], rest[match.end() :]
+            key = (id(convert), f"{before}{expand(match, convert.targets[0])}{after}")
+            if (group := groups.get(key)) is None:
+                targets = tuple(f"{before}{expand(match, target)}{after}" for target in convert.targets)
+                group = groups[key] = Group(convert, targets, [], [], [])
+            group.sources.append(i)
+            group.inputs.append(number)
+            group.indices.append(int(match["index"]) if "index" in pattern.groupindex else -1)
+            break
+        else:
+            others.append(i)
+    return list(groups.values()), others
+
+
+class Converter:
+    """Runs the operations of groups; groups that differ only in names share the result."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[Shape],
+        targets: MappingType[str, Shape],
+        whole: MappingType[Shape, Assembly],
+    ) -> None:
+        """``whole``: a checkpoint tensor as it is, by shape."""
+        self._names, self._shapes, self._targets, self._whole = names, shapes, targets, whole
+        self._outputs: dict[Any, TensorLists] = {}
+
+    @cached_property
+    def indexed_names(self) -> set[str]:
+        """Names of the model with one of their numbers replaced by ``{index}``."""
+        return {
+            f"{name[: match.start()]}{{index}}{name[match.end() :]}"
+            for name in self._targets
+            for match in re.finditer(r"\d+", name)
+        }
+
+    def convert(self, group: Group, targets: Sequence[str | None]) -> TensorLists:
+        """A list of tensors for each target; sources are numbered within the group.
+
+        Args:
+            targets: names of the targets in the model; None for those that it lacks.
+
+        Raises:
+            ModelMismatch: tensors of the group are missing or duplicate, or an operation cannot be applied.
+        """
+        shapes = [self._shapes[source] for source in group.sources]
+        target_shapes = [None if name is None else self._targets.get(name) for name in targets]
+        key = (id(group.convert), *group.inputs, *group.indices, *shapes, *target_shapes)
+        if (known := self._outputs.get(key)) is not None:
+            return known
+        self._check_complete(group, target_shapes)
+        tensors: TensorLists = [[] for _ in group.convert.sources]
+        for i in sorted(range(len(shapes)), key=lambda i: (group.inputs[i], group.indices[i])):
+            assembly = self._whole[shapes[i]]
+            tensors[group.inputs[i]].append(replace(assembly, parts=tuple((i, view) for _, view in assembly.parts)))
+        present = next(filter(None, targets))
+        try:
+            for operation in group.convert.operations:
+                tensors = operation(tensors, ConversionTargets(target_shapes, group.convert.targets))
+        except ValueError as error:
+            raise self.error(group, present, str(error)) from error
+        lists = ["{index}" in target for target in group.convert.targets]
+        if len(tensors) != len(lists) or any(
+            len(output) != 1 and not many for output, many in zip(tensors, lists, strict=False)
+        ):
+            count = sum(map(len, tensors))
+            problem = f"expected one tensor for each target, but the operations make {count}; add Stack or Concatenate"
+            raise self.error(group, present, problem)
+        self._outputs[key] = tensors
+        return tensors
+
+    def _check_complete(self, group: Group, target_shapes: Sequence[Shape | None]) -> None:
+        """Raises ModelMismatch unless each input is there once, with each index from 0 to the last."""
+        convert = group.convert
+        found: dict[tuple[int, int], int] = {}
+        present = (name for name, shape in zip(group.targets, target_shapes, strict=True) if shape is not None)
+        target = next(present, group.targets[0])
+        for source, key in zip(group.sources, zip(group.inputs, group.indices, strict=True), strict=True):
+            if key in found:
+                both = f"{self._names[found[key]]} and {self._names[source]}"
+                raise self.error(group, target, f"{both} are for the same part of it")
+            found[key] = source
+        count = max(group.indices) + 1
+        if (stacked := _stacked_count(convert, target_shapes)) is not None:
+            if count > stacked:
+                name = self._names[group.sources[group.indices.index(count - 1)]]
+                raise self.error(group, target, f"{name} has index {count - 1}, but the last index is {stacked - 1}")
+            count = stacked
+        expected = [
+            (number, index)
+            for number, pattern in enumerate(convert.sources)
+            for index in (range(count) if _INDEX in pattern else [-1])
+        ]
+        if missing := [key for key in expected if key not in found]:
+            number, index = missing[0]
+            first = re.sub(r"\(\?P<index>[^)]*\)", str(index), convert.sources[number])
+            first = re.sub(r"\(\?[^)]*\)|[\\^$]", "", first)
+            text = f"{len(missing)} of {len(expected)} are missing from the checkpoint, the first is {first}"
+            raise self.error(group, target, text)
+
+    def error(self, group: Group, target: str, problem: str) -> ModelMismatch:
+        """The error for a target that a group cannot fill."""
+        names = [self._names[source] for source in group.sources]
+        listed = ", ".join(names[:2]) + (f", ..., {names[-1]}" if len(names) > 2 else "")
+        shape = self._targets.get(target)
+        of_shape = f" of shape {list(shape)}" if shape is not None else ""
+        distinct = dict.fromkeys(self._shapes[source] for source in group.sources)
+        shapes = "shapes " * (len(distinct) > 1) + ", ".join(str(list(shape)) for shape in distinct)
+        count = "1 checkpoint tensor" if len(names) == 1 else f"{len(names)} checkpoint tensors"
+        return ModelMismatch(f"cannot make {target}{of_shape} from {count} ({listed}; {shapes}): {problem}")
+
+
+def _stacked_count(convert: Convert, target_shapes: Sequence[Shape | None]) -> int | None:
+    """How many tensors the target stacks; None if its shape does not show it."""
+    first = convert.operations[0] if convert.operations else None
+    shape = target_shapes[0] if len(target_shapes) == 1 else None
+    if not isinstance(first, Stack) or shape is None or not 0 <= first.dim < len(shape):
+        return None
+    others = convert.operations[1:]
+    if any(not isinstance(other, Concatenate) or other.dim % len(shape) == first.dim for other in others):
+        return None
+    return shape[first.dim]

@@ -1,0 +1,49 @@
+"""Multiplies fp8 weights that were loaded into wider parameters by their scales, once all data has arrived. See ``scales``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from epload.core.placement import OwnedRegion, intersect, owned_regions
+from epload.core.views import Shape
+from epload.mapping.scales import Scaling, indices_in_weight
+from epload.model.targets import Targets
+
+
+def scale_tensors(targets: Targets, count: int, device: torch.device) -> list[Tensor]:
+    """Uninitialized tensors for the scales: the targets from index ``count`` on."""
+    return [
+        torch.empty(targets.layouts[layout].shape, dtype=dtype, device=device)
+        for layout, dtype in zip(targets.layout[count:], targets.dtypes[count:], strict=True)
+    ]
+
+
+def multiply(scalings: Sequence[Scaling], targets: Targets, local: Sequence[Tensor]) -> None:
+    """Multiplies what this rank owns of each region, in place. ``local`` are the local tensors of ``targets``."""
+    owned: dict[int, list[OwnedRegion]] = {}
+    for scaling in scalings:
+        layout = targets.layout[scaling.target]
+        if layout not in owned:
+            owned[layout] = owned_regions(targets.layouts[layout], targets.coordinates[layout])
+        for region in owned[layout]:
+            shared = intersect((scaling.view.start, scaling.view.size), (region.start, region.size))
+            if shared is None:
+                continue
+            start, size = shared
+            local_start = [at + a - b for at, a, b in zip(region.local_start, start, region.start, strict=True)]
+            box = tuple(slice(at, at + n) for at, n in zip(local_start, size, strict=True))
+            part = local[scaling.target][box]
+            in_view = tuple(map(int.__sub__, start, scaling.view.start))
+            part.copy_(part.float() * _expand(scaling, local[scaling.scale].to(part.device), in_view, size))
+
+
+def _expand(scaling: Scaling, scale: Tensor, begin: Shape, size: Shape) -> Tensor:
+    """The scale of each element of the box of this size that starts at ``begin`` in the view."""
+    if scale.numel() == 1:
+        return scale.float().reshape(())
+    indices = [index.to(scale.device) for index in indices_in_weight(scaling.view, scaling.shape, begin, size)]
+    blocks = zip(indices, scaling.blocks, scaling.first, strict=True)
+    return scale.float()[tuple(index // block - first for index, block, first in blocks)].expand(size)

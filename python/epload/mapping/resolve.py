@@ -1,0 +1,60 @@
+"""The mapping of a load: what the caller passed, or for ``"auto"`` what the model declares."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from torch import nn
+
+from epload.mapping.adapters import adapter_pairs
+from epload.mapping.mapping import Mapping
+from epload.mapping.transformers import from_transformers
+from epload.mapping.wrappers import is_from_package, unwrap
+
+
+def from_model(model: nn.Module, names: Collection[str] | None = None) -> Mapping:
+    """The mapping that ``mapping="auto"`` uses: what a transformers model declares for its architecture, else the identity.
+
+    Wrappers (torch.compile, DistributedDataParallel, PEFT) are looked through. An operation that computes values, such as
+    dequantizing, is an error only when a checkpoint tensor needs it.
+
+    Args:
+        names: names of the model's tensors; None for those of its parameters and buffers.
+
+    Example::
+
+        rules = epload.mapping.from_model(model)
+        prefix = epload.mapping.Rename(r"^module\\.", "")
+        epload.load(model, path, mapping=dataclasses.replace(rules, renames=(prefix, *rules.renames)))
+    """
+    if names is None:
+        tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        names = [name for name, _ in tensors]
+    inner, aliases, copies = unwrap(model, names)
+    mapping = from_transformers(inner) if is_from_package(inner, "transformers") else Mapping()
+    return replace(mapping, aliases=aliases, ties=mapping.ties + copies)
+
+
+def resolve_mapping(
+    mapping: Mapping | str, model: nn.Module, names: Collection[str], checkpoint: Sequence[str] = ()
+) -> Mapping:
+    """The mapping for this model: ``mapping`` itself, or for ``"auto"`` :func:`from_model`; for the file of a PEFT adapter,
+    the names of the active adapter.
+
+    Args:
+        names: names of the model's tensors.
+        checkpoint: names of the checkpoint's tensors.
+
+    Raises:
+        ValueError: neither a Mapping nor ``"auto"``.
+        ModelMismatch: an adapter's file that cannot be loaded into this model.
+    """
+    if isinstance(mapping, Mapping):
+        return mapping
+    if mapping != "auto":
+        raise ValueError(f"expected mapping to be 'auto' or an epload.Mapping, got {mapping!r}")
+    if pairs := adapter_pairs(model, names, checkpoint):
+        return Mapping(only=pairs)
+    return from_model(model, names)

@@ -1,0 +1,249 @@
+"""Which scales a rank needs for the fp8 weights that it widens, and where they go. Pure; ``dequantize`` multiplies by them.
+
+A weight stored in fp8 with scales fills a wider parameter as ``(weight.float() * scale).to(dtype)``. Scales are sent like any
+tensor; each rank keeps those of the blocks that it owns, in extra tensors that live as long as the load. If the model keeps fp8,
+the scales are among its own tensors, and nothing here applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from epload.core import dtypes
+from epload.core.pieces import Metadata
+from epload.core.placement import Box, Layout, OwnedRegion, intersect, owned_regions, row_major_strides
+from epload.core.views import Shape, View
+from epload.errors import ModelMismatch
+from epload.mapping.place import Place
+from epload.model.targets import Targets
+
+SUFFIXES = ("_scale_inv", "_scale")
+"""Appended to a weight's name, the name of its scale. Both multiply; the first is DeepSeek's, the second llm-compressor's."""
+BLOCK = 128
+"""Length of a block if the scale's shape allows it; else the dim is divided evenly."""
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A region of a target to be multiplied, and its scales."""
+
+    target: int
+    view: View
+    """View of the weight in the checkpoint."""
+    shape: Shape
+    """Of that weight."""
+    scale: int
+    """Index among the targets of the tensor with the scales that this rank needs: a box of all scales."""
+    first: Shape
+    """Start of that box among the scales, one entry per dim of the weight."""
+    blocks: Shape
+    """Shape of a block of the weight that shares a scale."""
+
+
+def with_scales(
+    manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]]
+) -> tuple[Targets, tuple[Scaling, ...]]:
+    """The targets, followed by one for each scale that fp8 weights need for wider targets, and what to multiply.
+
+    Args:
+        placed: the places of each checkpoint tensor; those of the scales are added.
+
+    Raises:
+        ModelMismatch: a weight without its scale, a scale without its weight or of the wrong shape; names them.
+    """
+    if not any(dtype in _FP8 for dtype in manifest.dtypes) and not any(n.endswith(SUFFIXES[0]) for n in manifest.names):
+        return targets, ()
+    number = {name: i for i, name in enumerate(manifest.names)}
+    _check_orphans(manifest, targets, number)
+    targets = replace(
+        targets, names=[*targets.names], layout=[*targets.layout], dtypes=[*targets.dtypes], layouts=[*targets.layouts],
+        coordinates=[*targets.coordinates], index={**targets.index}, local_only={*targets.local_only},
+    )  # fmt: skip
+    scalings: list[Scaling] = []
+    needed = _NeededScales(targets)
+    for i, (name, dtype) in enumerate(zip(manifest.names, manifest.dtypes, strict=True)):
+        if dtype not in _FP8:
+            continue
+        wide = [(targets.index[target], view) for target, view in placed[i]]
+        wide = [(target, view) for target, view in wide if targets.dtypes[target] is not dtype]
+        if not wide:
+            continue
+        scale = _scale_of(manifest, targets, number, i, wide[0][0])
+        blocks, shape = _block_shape(manifest, i, scale), manifest.shapes[i]
+        _check_views(targets, name, shape, wide, blocks)
+        start, size = needed.box(wide, shape, blocks)
+        extra = _add_target(targets, manifest, scale, size)
+        strides = row_major_strides(_grid(shape, blocks))
+        offset = sum(map(int.__mul__, start, strides))
+        placed[scale] = ((targets.names[extra], View((0,) * len(size), size, offset, strides)),)
+        scalings += [Scaling(target, view, shape, extra, start, blocks) for target, view in wide]
+    return targets, tuple(scalings)
+
+
+def _check_orphans(manifest: Metadata, targets: Targets, number: dict[str, int]) -> None:
+    """Raises ModelMismatch for a scale whose weight is not in the checkpoint."""
+    for name in manifest.names:
+        weight = name.removesuffix(SUFFIXES[0])
+        if weight != name and weight not in number and name not in targets.index:
+            raise ModelMismatch(f"{name} is a scale without a weight: {weight} is not in the checkpoint")
+
+
+def _scale_of(manifest: Metadata, targets: Targets, number: dict[str, int], weight: int, target: int) -> int:
+    name = manifest.names[weight]
+    scale = next((number[name + suffix] for suffix in SUFFIXES if name + suffix in number), None)
+    if scale is None:
+        raise ModelMismatch(
+            f"{name} is {dtypes.name(manifest.dtypes[weight])} in the checkpoint and {dtypes.name(targets.dtypes[target])} in "
+            f"the model, but its scale {name}{SUFFIXES[0]} is not in the checkpoint"
+        )
+    return scale
+
+
+def _check_views(targets: Targets, name: str, shape: Shape, wide: Sequence[tuple[int, View]], blocks: Shape) -> None:
+    """Raises ModelMismatch if the weight cannot be multiplied in its targets."""
+    for target, view in wide:
+        if not dtypes.is_wide(targets.dtypes[target]):
+            raise ModelMismatch(
+                f"cannot dequantize {name} to {dtypes.name(targets.dtypes[target])}, its dtype in the model"
+            )
+        if prod(blocks) != prod(shape) and not _runs_within_rows(view, shape):
+            raise ModelMismatch(
+                f"cannot dequantize {name} into {targets.names[target]}: the mapping reshapes it across its rows, so that its "
+                "blocks of scales are no longer blocks"
+            )
+
+
+class _NeededScales:
+    """The scales that this rank needs: those of the blocks that overlap with what it owns."""
+
+    def __init__(self, targets: Targets) -> None:
+        self._layouts = targets.layout
+        self._owned = [owned_regions(*of) for of in zip(targets.layouts, targets.coordinates, strict=True)]
+        self._known: dict[tuple[object, ...], Box | None] = {}
+
+    def box(self, places: Sequence[tuple[int, View]], shape: Shape, blocks: Shape) -> Box:
+        """The smallest box of scales that covers these places of a weight; an empty box if there are none."""
+        boxes = []
+        for target, view in places:
+            key = (self._layouts[target], view, shape, blocks)
+            if key not in self._known:
+                self._known[key] = self._box_of(view, self._owned[key[0]], shape, blocks)
+            if (box := self._known[key]) is not None:
+                boxes.append(box)
+        return _bounding_box(boxes) or ((0,) * len(shape), (0,) * len(shape))
+
+    def _box_of(self, view: View, owned: Sequence[OwnedRegion], shape: Shape, blocks: Shape) -> Box | None:
+        boxes = []
+        for region in owned:
+            if (shared := intersect((view.start, view.size), (region.start, region.size))) is None:
+                continue
+            if prod(_grid(shape, blocks)) == 1:
+                return (0,) * len(shape), (1,) * len(shape)
+            start, size = shared
+            ends = [
+                (low, low + sum((n - 1) * step for _, n, step in runs))
+                for low, runs in _runs(view, shape, tuple(map(int.__sub__, start, view.start)), size)
+            ]
+            first = tuple(low // block for (low, _), block in zip(ends, blocks, strict=True))
+            counts = (high // block + 1 - f for (_, high), block, f in zip(ends, blocks, first, strict=True))
+            boxes.append((first, tuple(counts)))
+        return _bounding_box(boxes)
+
+
+def _bounding_box(boxes: Sequence[Box]) -> Box | None:
+    if len(boxes) < 2:
+        return boxes[0] if boxes else None
+    low = tuple(map(min, zip(*(start for start, _ in boxes), strict=True)))
+    high = map(max, zip(*(map(int.__add__, start, size) for start, size in boxes), strict=True))
+    return low, tuple(map(int.__sub__, high, low))
+
+
+def _grid(shape: Shape, blocks: Shape) -> Shape:
+    """Number of scales along each dim of a weight."""
+    return tuple(-(-n // block) for n, block in zip(shape, blocks, strict=True))
+
+
+def _add_target(targets: Targets, manifest: Metadata, scale: int, shape: Shape) -> int:
+    """Adds a target of this shape for a scale; returns its index."""
+    name = f"scale {manifest.names[scale]}"
+    if name not in targets.index:
+        targets.index[name] = len(targets.names)
+        targets.local_only.add(len(targets.names))
+        targets.names.append(name)
+        targets.dtypes.append(manifest.dtypes[scale])
+        targets.layout.append(len(targets.layouts))
+        targets.layouts.append(Layout(shape, (), ()))
+        targets.coordinates.append(())
+    return targets.index[name]
+
+
+def _block_shape(manifest: Metadata, weight: int, scale: int) -> Shape:
+    """Shape of the blocks that share a scale. Raises ModelMismatch if the shapes of weight and scale do not go together."""
+    shape, counts = manifest.shapes[weight], manifest.shapes[scale]
+    if prod(counts) == 1:
+        return shape
+    padded = counts + (1,) * (len(shape) - len(counts))  # per-row scales lack the dims that follow
+    blocks = []
+    for length, count in zip(shape, padded, strict=False):
+        if -(-length // BLOCK) == count:
+            blocks.append(BLOCK)
+        elif count and length % count == 0:
+            blocks.append(length // count)
+    if len(blocks) != len(shape) or len(padded) != len(shape):
+        raise ModelMismatch(
+            f"{manifest.names[scale]} has shape {list(counts)}, which does not divide {manifest.names[weight]} of shape "
+            f"{list(shape)} into blocks of {BLOCK} or into equal blocks"
+        )
+    return tuple(blocks)
+
+
+def indices_in_weight(view: View, shape: Shape, begin: Shape, size: Shape) -> list[Tensor]:
+    """For each dim of a weight of this shape, the index along it of each element of a box of a view of that weight.
+
+    The tensors broadcast to ``size``, the size of the box, which starts at ``begin`` in the view.
+    """
+    indices = []
+    for first, runs in _runs(view, shape, begin, size):
+        index = torch.full((1,) * len(size), first)
+        for dim, n, step in runs:
+            index = index + (torch.arange(n) * step).reshape([-1 if d == dim else 1 for d in range(len(size))])
+        indices.append(index)
+    return indices
+
+
+def _runs(view: View, shape: Shape, begin: Shape, size: Shape) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
+    """For each dim of a weight of this shape: the index at which a box of a view starts (as in :func:`indices_in_weight`), and
+    the dims of the box that run along it, each with its length and its step in indices."""
+    offset = view.offset + sum(map(int.__mul__, begin, view.strides))
+    for dim_of_weight, stride in enumerate(row_major_strides(shape)):
+        first, offset = divmod(offset, stride)
+        yield (
+            first,
+            [
+                (dim, n, step // stride)
+                for dim, (n, step) in enumerate(zip(size, view.strides, strict=True))
+                if n > 1 and _runs_along(shape, step) == dim_of_weight
+            ],
+        )
+
+
+def _runs_along(shape: Shape, step: int) -> int:
+    """The outermost dim of a weight whose stride is at most ``step`` elements."""
+    return next(dim for dim, stride in enumerate(row_major_strides(shape)) if step >= stride)
+
+
+@cache
+def _runs_within_rows(view: View, shape: Shape) -> bool:
+    """Whether every dim of a view runs along one dim of the weight, so that blocks stay blocks."""
+    strides = row_major_strides(shape)
+    if any(n > 1 and step % strides[_runs_along(shape, step)] for n, step in zip(view.size, view.strides, strict=True)):
+        return False
+    indices = indices_in_weight(view, shape, (0,) * len(view.size), view.size)
+    return all(int(index.max()) < length for index, length in zip(indices, shape, strict=True))
