@@ -34,6 +34,6 @@ def test_per_node_is_as_slow_as_the_slowest_node() -> None:
 
 
 def test_the_choice_in_a_sentence() -> None:
-    sentence = costs.spelled("every", {"every": 0.824, "one": 21.06}, "why not")
+    sentence = costs.describe_choice("every", {"every": 0.824, "one": 21.06}, "why not")
     assert sentence == "chose every: predicted 0.82 s, one 21 s (why not)"
-    assert costs.spelled("one", {}, "no other way") == "chose one (no other way)"
+    assert costs.describe_choice("one", {}, "no other way") == "chose one (no other way)"
