@@ -4,8 +4,8 @@
     python benchmarks/simulate.py --docs             # write tables and plots to docs/
 
 Inputs for the testbed: the rates of one link and of reading, each measured alone; the measured planning time; and, from the
-smaller checkpoint of the same shape, the copy rate into shards and the time of a load outside its phases. Inputs for clusters: the
-numbers in clusters.py and, from the two result files, the planning time per tensor and the agreement time per rank.
+smaller checkpoint of the same shape, the copy rate into shards and the time of a load outside its phases. Inputs for clusters:
+the numbers in clusters.py and, from the two result files, the planning time per tensor and the agreement time per rank.
 """
 
 from __future__ import annotations
