@@ -1,9 +1,9 @@
-"""Times reloads of the same bytes in 18,867 tensors and in 183, over loopback: what a tensor costs.
+"""Times reloads of the same bytes in 18,867 and in 183 tensors, over loopback: the cost per tensor.
 
     python benchmarks/bench_few.py
 
-Many is bench_load.py's model; few has 15 layers of one large expert. Their loads alternate, as machines are faster at one time
-than at another. The times of many are scaled to as many bytes.
+"Many" is bench_load.py's model; "few" has 15 layers of one large expert. Loads of the two alternate, because the speed of a
+machine varies over time. Times of "many" are scaled to the same number of bytes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ FEW = Size(layers=15, experts=1, hidden=1536, intermediate=4400)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2, help="emulated nodes")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks a node")
-    parser.add_argument("--repeat", type=int, default=7, help="runs of each way")
-    parser.add_argument("--peers", default="epload_modes", help="files of peers/, comma-separated")
-    parser.add_argument("--data", type=Path, help="folder for the checkpoints; a temporary one by default")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where JSON goes")
-    parser.add_argument("--docs", action="store_true", help="put the tables into docs/")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks per node")
+    parser.add_argument("--repeat", type=int, default=7, help="runs per mode")
+    parser.add_argument("--peers", default="epload_modes", help="comma-separated file names in peers/")
+    parser.add_argument("--data", type=Path, help="directory for the checkpoints; temporary by default")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for the JSON results"
+    )
+    parser.add_argument("--docs", action="store_true", help="write the tables to docs/")
     options = parser.parse_args()
     options.cases, options.slow_repeat = "floor,reload", options.repeat
     began = monotonic()
@@ -52,7 +54,7 @@ def main() -> None:
 
 
 def compared(results: Row) -> Table:
-    """Seconds, and seconds of all processors in the kernel."""
+    """Median seconds, and CPU seconds in the kernel over all ranks."""
     lines = []
     for row in by_case(results["rows"], "few"):
         other = next(other for other in by_case(results["rows"], "reload") if other["entry"] == row["entry"])
@@ -65,8 +67,8 @@ def compared(results: Row) -> Table:
             line += [seconds(one), seconds(as_many_bytes), times(as_many_bytes / one if one else None)]
         lines.append(line)
     few_of, many_of = f"{results['few']['tensors']} tensors", f"{results['tensors']} tensors"
-    columns = ("loader", f"{few_of}, s", f"{many_of}, s", "ratio", f"in the kernel, {few_of}", many_of, "ratio")
-    return Table("Reload: as many bytes in few tensors and in many", columns, lines)
+    columns = ("loader", f"{few_of}, s", f"{many_of}, s", "ratio", f"kernel s, {few_of}", many_of, "ratio")
+    return Table("Reload: the same bytes in few and in many tensors", columns, lines)
 
 
 if __name__ == "__main__":

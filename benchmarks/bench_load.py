@@ -1,13 +1,13 @@
-"""Times loading one checkpoint of many tensors into a sharded model with every loader in peers/, over loopback.
+"""Times loading a checkpoint of many tensors into a sharded model, with every loader in peers/, over loopback.
 
     python benchmarks/bench_load.py                  # 18,867 tensors, 4 ranks as 2 nodes x 2
     python benchmarks/bench_load.py --quick          # 1,575 tensors, three runs
     python benchmarks/bench_load.py --peers epload_modes,safe_open_slices --cases reload
 
-Cases: "floor" is the raw broadcast of the same bytes in flat buckets; "collective" broadcasts the tensors without a model;
-"reload" fills a model that has storage; "meta" starts from a model on meta; "library" ends in a transformers model;
-"materialize" only gives storage. Within a case one run of each follows one of the other, and every result is compared bit for
-bit with the file before its time counts.
+Cases: "floor" broadcasts the same bytes in flat buckets; "collective" broadcasts the tensors without a model; "reload" fills a
+model that has storage; "meta" starts from a model on meta; "library" builds and fills a transformers model; "materialize" only
+allocates storage. Within a case the entries run in turn, and every result is compared bit for bit with the file before its time
+counts.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ ROOT = Path(__file__).parents[1]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2, help="emulated nodes")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks a node")
-    parser.add_argument("--layers", type=int, default=48, help="of 128 experts; 48 gives 18,867 tensors")
-    parser.add_argument("--repeat", type=int, default=5, help="runs of what takes up to 20 s")
-    parser.add_argument("--slow-repeat", type=int, default=3, help="runs of what takes longer")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks per node")
+    parser.add_argument("--layers", type=int, default=48, help="layers of 128 experts; 48 gives 18,867 tensors")
+    parser.add_argument("--repeat", type=int, default=5, help="runs of entries that take up to 20 s")
+    parser.add_argument("--slow-repeat", type=int, default=3, help="runs of slower entries")
     parser.add_argument("--quick", action="store_true", help="4 layers, three runs")
-    parser.add_argument("--peers", default="", help="files of peers/, comma-separated; all by default")
+    parser.add_argument("--peers", default="", help="comma-separated file names in peers/; all by default")
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
-    parser.add_argument("--data", type=Path, help="folder for the checkpoints; a temporary one by default")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where JSON and plots go")
-    parser.add_argument("--docs", action="store_true", help="put tables and plots into docs/")
+    parser.add_argument("--data", type=Path, help="directory for the checkpoints; temporary by default")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for JSON results and plots"
+    )
+    parser.add_argument("--docs", action="store_true", help="write tables and plots to docs/")
     options = parser.parse_args()
     if options.quick:
         options.layers, options.repeat, options.slow_repeat = 4, 3, 3
@@ -68,12 +70,16 @@ def main() -> None:
 
 
 class Measurement:
-    """All that is asked for, with one model and its checkpoints."""
+    """The selected cases, with one model and its checkpoints."""
 
     def __init__(
         self, options: argparse.Namespace, size: Size, data: Path, work: Path, few: Size | None = None
     ) -> None:
-        """``work`` is a folder of this measurement's own, which is made. ``few``: of a model for the case "few"."""
+        """
+        Args:
+            work: directory to create for this measurement alone.
+            few: size of the second model, for the case "few".
+        """
         self._nbytes, tensors = summary.contents(meta_model(size))
         self._outcome = Outcome()
         self._work = work
@@ -114,7 +120,7 @@ def tables(results: Row) -> list[Table]:
     heads = {
         "reload": "Reload: the model has storage",
         "meta": "From meta: materialize and load",
-        "library": "A transformers model, from nothing: its experts are fused, those of the checkpoint are not",
+        "library": "A transformers model from scratch: experts fused in the model, separate in the checkpoint",
     }
     for case, head in heads.items():
         best = min((row["median"] for row in by_case(found, case) if row["ours"] and "median" in row), default=None)
@@ -151,17 +157,17 @@ def floors(results: Row) -> Table:
 
 
 def _collectives(found: list[Row]) -> Table:
-    each = median(found, "collective", "a broadcast a tensor")
+    each = median(found, "collective", "one broadcast per tensor")
     lines = []
     for row in by_case(found, "collective"):
         faster = "" if "median" not in row or each is None else times(each / row["median"])
         lines.append([*times_of(row), faster] if "median" in row else times_of(row))
-    columns = ("one list of tensors to all ranks", "runs", "min s", "median s", "max s", "x faster than one by one")
+    columns = ("broadcast of one list of tensors", "runs", "min s", "median s", "max s", "speedup over per-tensor")
     return Table("Coalescing alone: no model, no file", columns, lines)
 
 
 def _processors(found: list[Row]) -> Table:
-    """Of all ranks together: what the stages take, what the kernel does in all of them, and what is left for gloo's threads."""
+    """CPU seconds summed over all ranks: per stage, in the kernel, and in other threads (gloo's and the read helpers)."""
     lines = []
     for row in by_case(found, "reload"):
         if "median" in row and row["ours"]:
@@ -179,8 +185,8 @@ def _processors(found: list[Row]) -> Table:
     columns = (
         "mode",
         "median s",
-        "processor s",
-        "in the kernel",
+        "CPU s",
+        "in kernel",
         "plan",
         "read",
         "relay",
@@ -188,11 +194,11 @@ def _processors(found: list[Row]) -> Table:
         "verify",
         "other threads",
     )
-    return Table("Reload: seconds on a processor, of all ranks together", columns, lines)
+    return Table("Reload: CPU seconds, sum over all ranks", columns, lines)
 
 
 def _targets(found: list[Row], floor: float | None) -> Table:
-    """What the design asks for, and what came."""
+    """Target and measured ratios."""
 
     def ratio(case: str, above: str, below: str | None) -> float | None:
         over = median(found, case, above)
@@ -205,14 +211,14 @@ def _targets(found: list[Row], floor: float | None) -> Table:
         ("reload, one reader, over the floor", "<= 2.2, then 1.5", ratio("reload", one, None)),
         ("reload, every rank reads, over the floor", "<= 0.9", ratio("reload", every, None)),
         ("reload, safe_open over every rank reads", ">= 10", ratio("reload", "safe_open_slices", every)),
-        ("from meta, one broadcast a parameter over one reader", ">= 10, then 14", ratio("meta", "per_parameter", one)),
+        ("from meta, per-parameter broadcast over one reader", ">= 10, then 14", ratio("meta", "per_parameter", one)),
         ("from meta, torch over one reader", ">= 6, then 9", ratio("meta", "set_model_state_dict", one)),
-        ("reload, one reader, checksums over none", "<= 1.15", ratio("reload", f"{checked}buckets", one)),
-        ("reload, one reader, every byte proven over none", "<= 1.4", ratio("reload", f"{checked}full", one)),
-        ("from meta, one reader, every byte proven over none", "<= 1.4", ratio("meta", f"{checked}full", one)),
+        ("reload, one reader, verify=buckets over off", "<= 1.15", ratio("reload", f"{checked}buckets", one)),
+        ("reload, one reader, verify=full over off", "<= 1.4", ratio("reload", f"{checked}full", one)),
+        ("from meta, one reader, verify=full over off", "<= 1.4", ratio("meta", f"{checked}full", one)),
         ("materialize over to_empty", "<= 0.5, then 0.33", ratio("materialize", "epload", "to_empty")),
     )
-    return Table("Targets", ("ratio of medians", "wanted", "measured"), [[*row[:2], times(row[2])] for row in rows])
+    return Table("Targets", ("ratio of medians", "target", "measured"), [[*row[:2], times(row[2])] for row in rows])
 
 
 def times_of(row: Row) -> list[str]:
@@ -231,7 +237,7 @@ def write_docs(results: Row, shown: list[Table]) -> None:
 
 
 def _summary(found: list[Row]) -> Table:
-    """The loaders that people use, and epload as it is by default and with one reader."""
+    """Common loaders, epload with default options, and epload with one reader."""
     entries = ("per_parameter", "accelerate_fsdp2", "set_model_state_dict", "dcp_huggingface", "coalesced_500mb")
     entries += ("safe_open_slices", "epload_modes:one/two_level", "epload_modes:auto/auto")
     known = {row["entry"]: row for row in found}

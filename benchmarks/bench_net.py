@@ -1,14 +1,14 @@
-"""Loads over links of a given rate, one network namespace a node: seconds over S/B, and the bytes over every link. Needs root.
+"""Times loads over links of a given rate, with one network namespace per node; counts the bytes over every link. Needs root.
 
     python benchmarks/bench_net.py                   # 2, 4 and 8 nodes, 80 and 312 MB, 1 Gbit/s
     python benchmarks/bench_net.py --quick
     python benchmarks/bench_net.py --shapes 4x2 --layers 4 --peers epload_modes
 
-S is the checkpoint's bytes and B a link's rate; a load in which one node reads can take no less than S/B. Loads are reloads in
-the same processes, one of each way in turn, and every shard is compared bit for bit after every load. "collective" is one list of
-tensors to all ranks, without a model: coalescing and hierarchy, each alone. "rates" is what the simulator takes as given. Other
-loaders are measured on the first shape with four nodes and the fewest layers. The nodes share this machine's disk cache, so that
-ways in which every node reads are limited by the processor, not by a link or by storage.
+S is the checkpoint's size in bytes and B a link's rate: a load in which one node reads takes at least S/B. All loads are reloads
+in the same processes, one of each mode in turn; every shard is compared bit for bit after every load. The case "collective"
+broadcasts one list of tensors without a model, to measure coalescing and hierarchy separately. The case "rates" measures the
+inputs of the simulator. Other loaders are measured on the first shape with at least four nodes, with the fewest layers. The nodes
+share the machine's page cache, so modes in which every node reads are limited by the CPU, not by links or storage.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ RATES = ("link", "read", "store")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="2x2,4x2,8x1", help="nodes x ranks, comma-separated")
-    parser.add_argument("--layers", default="4,16", help="of 128 experts; 4 gives 80 MB, 16 gives 312 MB")
+    parser.add_argument("--layers", default="4,16", help="layers of 128 experts; 4 gives 80 MB, 16 gives 312 MB")
     parser.add_argument("--mbit", type=int, default=1000, help="rate of each node's link, each way")
-    parser.add_argument("--repeat", type=int, default=5, help="timed loads of each way")
+    parser.add_argument("--repeat", type=int, default=5, help="timed loads per mode")
     parser.add_argument("--quick", action="store_true", help="2x2 and 4x2 nodes, 80 MB, three runs")
-    parser.add_argument("--peers", default="", help="files of peers/, comma-separated; all by default")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where JSON and plots go")
-    parser.add_argument("--docs", action="store_true", help="put tables and plots into docs/")
+    parser.add_argument("--peers", default="", help="comma-separated file names in peers/; all by default")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for JSON results and plots"
+    )
+    parser.add_argument("--docs", action="store_true", help="write tables and plots to docs/")
     options = parser.parse_args()
     if why := available():
-        raise SystemExit(f"bench_net.py needs a test-bed: {why}")
+        raise SystemExit(f"bench_net.py needs a testbed: {why}")
     if options.quick:
         options.shapes, options.layers, options.repeat = "2x2,4x2", "4", 3
     began = monotonic()
@@ -75,7 +77,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, shape: str, layers: int, others: bool, temporary: Path) -> Row:
-    """One shape and size, in a test-bed of its own. ``others``: whether with the other loaders."""
+    """Measures one shape and size in a testbed of its own. ``others``: whether to include the other loaders."""
     nodes, ranks = map(int, shape.split("x"))
     size = Size(layers=layers)
     state = meta_model(size).state_dict()
@@ -96,18 +98,20 @@ def measure(options: argparse.Namespace, shape: str, layers: int, others: bool, 
     return {
         "shape": shape, "nodes": nodes, "ranks": ranks, "layers": layers, "nbytes": nbytes, "tensors": len(state),
         "bound": nbytes / (options.mbit * 1e6 / 8), "rows": summary.rows(outcome, nbytes),
-        "buckets": {way: plan_buckets(Path(folders[0]), size, where, way) for way in ("one", "partitioned")},
+        "buckets": {readers: plan_buckets(Path(folders[0]), size, where, readers) for readers in ("one", "partitioned")},
     }  # fmt: skip
 
 
 def tables(run: Row) -> list[Table]:
-    """Of one shape and size."""
+    """The tables of one shape and size."""
     where = f"{run['nodes']} nodes x {run['ranks']}, {run['nbytes'] / 1e6:.0f} MB, S/B = {run['bound']:.2f} s"
-    columns = ("loader", "runs", "min s", "median s", "max s", "x S/B", "most in / S", "most out / S")
+    columns = ("loader", "runs", "min s", "median s", "max s", "x S/B", "max in / S", "max out / S")
     made = [Table(f"Reload, {where}", columns, [_line(run, row) for row in by_case(run["rows"], "reload")])]
     collective = by_case(run["rows"], "collective")
     if collective:
-        made.append(Table(f"One list of tensors, {where}", columns, [_line(run, row) for row in collective]))
+        made.append(
+            Table(f"Broadcast of one list of tensors, {where}", columns, [_line(run, row) for row in collective])
+        )
         made.append(_gains(run, where))
     return made
 
@@ -121,20 +125,20 @@ def _line(run: Row, row: Row) -> list[str]:
 
 
 def _gains(run: Row, where: str) -> Table:
-    """Of coalescing and of hierarchy, apart."""
+    """The gains of coalescing and of hierarchy, measured separately."""
     found = {row["entry"]: row["median"] for row in by_case(run["rows"], "collective") if "median" in row}
     steps = (
-        ("coalescing", "a broadcast a tensor", "buckets, flat tree (gloo)"),
-        ("hierarchy, against gloo's flat tree", "buckets, flat tree (gloo)", "buckets, two_level"),
-        ("hierarchy, against a flat ring as NCCL's", "buckets, flat ring (as NCCL)", "buckets, two_level"),
-        ("stripes, against one leader", "buckets, two_level", "buckets, striped"),
+        ("coalescing", "one broadcast per tensor", "buckets, flat tree (gloo)"),
+        ("hierarchy, over gloo's flat tree", "buckets, flat tree (gloo)", "buckets, two_level"),
+        ("hierarchy, over a flat ring like NCCL's", "buckets, flat ring (like NCCL)", "buckets, two_level"),
+        ("stripes, over one leader", "buckets, two_level", "buckets, striped"),
     )
     rows = []
     for what, before, after in steps:
         if before in found and after in found:
             gain = times(found[before] / found[after])
             rows.append([what, f"{before} -> {after}", seconds(found[before]), seconds(found[after]), gain])
-    return Table(f"Gains, each alone, {where}", ("gain", "from -> to", "before s", "after s", "x faster"), rows)
+    return Table(f"Gains measured separately, {where}", ("gain", "from -> to", "before s", "after s", "speedup"), rows)
 
 
 if __name__ == "__main__":

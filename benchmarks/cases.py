@@ -1,4 +1,4 @@
-"""What is timed: for each case, what to prepare, what to run, and what of its result is wrong."""
+"""The benchmark cases. Each prepares a run, runs it, and lists what is wrong in its result."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from epload.model.targets import collect
 from workload import FILE, MetaModel, Reference, Size, meta_model, sharded_model, wrong_shards
 
 PIECE = 16 << 20
-"""Bytes that a rank sends to measure a link, and reads at a time to measure reading."""
+"""Bytes per message when measuring a link, and per read when measuring reads."""
 STORE_KEYS = 1000
 
 
 @dataclass
 class Bench:
-    """One rank's surroundings."""
+    """The state of one rank."""
 
     rank: int
     world: int
     topology: epload.Topology
     size: Size
     folders: list[Path]
-    """Of two checkpoints. Successive loads alternate, so that one that does nothing is found out."""
+    """Folders of two checkpoints. Successive loads alternate, so that a load that does nothing is detected."""
     loads: int = 0
     references: dict[Path, Reference] = field(default_factory=dict)
 
@@ -47,20 +47,20 @@ class Bench:
 
 
 class Loads:
-    """Peers, in the cases "meta" (a model on meta, everything inside), "reload" (a model that has storage and other values) and
-    "library" (nothing; a transformers model comes out)."""
+    """Loads with the peers: "meta" materializes and fills a model on meta, "reload" fills a model with storage, "library" builds
+    and fills a transformers model."""
 
     def __init__(self, bench: Bench, case: str, entries: list[str]) -> None:
         self.bench, self.case = bench, case
         self.peers = {peer.name: peer for name in {e.partition(":")[0] for e in entries} for peer in peers.find(name)}
         self.keep: dict[str, dict[str, Any]] = {entry: {} for entry in entries}
         self.models: dict[bool, nn.Module] = {}
-        """For reloads: one for epload, which remembers it, and one for the others, which may change it."""
+        """For reloads: True is epload's model, which it caches; False is for the other loaders, which may change theirs."""
         self.on_meta = MetaModel(bench.size) if case == "meta" else None
 
     def prepare(self, entry: str) -> Callable[[], None]:
         bench, peer = self.bench, self.peers[entry]
-        self.loaded = self.job = None  # two models of this size are one too many
+        self.loaded = self.job = None  # frees the last model first
         model: nn.Module = nn.Module()
         if self.on_meta is not None:
             self.on_meta.rewind()
@@ -84,11 +84,11 @@ class Loads:
         return wrong_shards(self.loaded, self.bench.reference(self.job.folder))
 
     def shard_bytes(self) -> int:
-        """That came into being in the load."""
+        """Bytes of shards that the load allocated."""
         return 0 if self.case == "reload" else sum(p.to_local().nbytes for p in self.loaded.parameters())
 
     def phases(self, transfer: float) -> dict[str, float]:
-        """Seconds by phase on this rank. ``transfer``: inside collectives that Python called."""
+        """Seconds by phase on this rank. ``transfer``: seconds inside collectives called from Python."""
         report = self.job.keep.get("report")
         if report is None:
             return {**self.job.phases, "transfer": transfer}
@@ -99,7 +99,7 @@ class Loads:
         }  # fmt: skip
 
     def processors(self) -> dict[str, float]:
-        """Seconds on a processor by phase on this rank, of epload."""
+        """CPU seconds of epload by phase on this rank."""
         report = self.job.keep.get("report")
         return {name: phase.cpu_seconds for name, phase in report.phases.items()} if report is not None else {}
 
@@ -109,7 +109,7 @@ class Loads:
 
 
 class Collectives:
-    """One list of tensors broadcast from rank 0 to all, no model: what coalescing and hierarchy gain, each alone."""
+    """Broadcasts one list of tensors from rank 0, without a model, to measure coalescing and hierarchy separately."""
 
     def __init__(self, bench: Bench, case: str, entries: list[str]) -> None:
         self.bench = bench
@@ -134,7 +134,7 @@ class Collectives:
 
 
 class Floor:
-    """The raw broadcast of the checkpoint's bytes in flat buckets, from warm reused buffers: the last bucket is compared."""
+    """Broadcasts the checkpoint's bytes in flat buckets from warm, reused buffers. The last bucket is checked."""
 
     def __init__(self, bench: Bench, case: str, entries: list[str]) -> None:
         self.bench = bench
@@ -160,7 +160,7 @@ class Floor:
 
 
 class Materialize:
-    """epload's materialize and Module.to_empty: storage for a model on meta."""
+    """Allocates storage for a model on meta, with epload and with Module.to_empty."""
 
     def __init__(self, bench: Bench, case: str, entries: list[str]) -> None:
         self.on_meta = MetaModel(bench.size)
@@ -178,7 +178,7 @@ class Materialize:
 
 
 class Rates:
-    """What the simulator takes as given, each measured alone: a link, reading with all ranks at once, the store."""
+    """Measures the simulator's inputs, each alone: a link, reads by all ranks at once, the store."""
 
     def __init__(self, bench: Bench, case: str, entries: list[str]) -> None:
         self.bench = bench
@@ -189,7 +189,7 @@ class Rates:
         return {"link": self._link, "read": self._read, "store": self._store}[entry]
 
     def _link(self) -> None:
-        """The leader of every second node sends to the next one's."""
+        """The leader of every second node sends to the leader of the next node."""
         leaders = self.bench.topology.leaders(0)
         if self.bench.rank in leaders[: len(leaders) // 2 * 2]:
             at = leaders.index(self.bench.rank)
@@ -199,13 +199,13 @@ class Rates:
                 dist.recv(self.target, leaders[at - 1])
 
     def _read(self) -> None:
-        """Each rank the whole checkpoint, into a buffer that it has used before."""
+        """Each rank reads the whole checkpoint into a warm buffer."""
         with open(self.bench.folders[0] / FILE, "rb", buffering=0) as file:
             while file.readinto(self.buffer.numpy()):
                 pass
 
     def _store(self) -> None:
-        """What one rank more costs a round of agreement: a key set and a key deleted, STORE_KEYS times."""
+        """The cost of one more rank in an agreement round: sets and deletes a key, STORE_KEYS times."""
         if self.bench.rank == 0:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             for key in range(STORE_KEYS):
@@ -218,7 +218,7 @@ class Rates:
 
 
 def void(_: object) -> None:
-    """Drops a value."""
+    """Discards a value."""
 
 
 CASES: dict[str, Callable[[Bench, str, list[str]], Any]] = {

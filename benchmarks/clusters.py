@@ -1,4 +1,4 @@
-"""The models and clusters that are simulated, with where each number comes from. Rates are what a link's maker states."""
+"""The simulated models and clusters, and the source of each number. Rates are the manufacturers' stated rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GBIT = 1e9 / 8
 
 @dataclass(frozen=True)
 class Model:
-    """Shapes of a checkpoint, one weight an expert and projection, as published in the model's config.json."""
+    """Shapes of a checkpoint with one weight per expert and projection, from the model's published config.json."""
 
     name: str
     source: str
@@ -25,15 +25,15 @@ class Model:
     kv_heads: int = 0
     head_dim: int = 0
     low_rank: tuple[int, int, int, int, int] | None = None
-    """Of multi-head latent attention: q_lora, kv_lora, qk_nope, qk_rope and v head dims."""
+    """Multi-head latent attention: q_lora, kv_lora, qk_nope, qk_rope and v head dims."""
     dense_layers: int = 0
     dense_size: int = 0
     shared_experts: int = 0
     fp8: bool = False
-    """Linear weights in fp8 with a scale of 4 bytes for each 128 x 128 block; the rest in bf16."""
+    """Linear weights are fp8 with a 4-byte scale per 128 x 128 block; other tensors are bf16."""
 
     def weights(self) -> Iterator[tuple[int, int]]:
-        """Rows and columns of each; a vector has one row."""
+        """Rows and columns of each weight; a vector has one row."""
         h = self.hidden
         yield from [(self.vocabulary, h), (self.vocabulary, h), (1, h)]
         for layer in range(self.layers):
@@ -59,7 +59,7 @@ class Model:
         yield from [(self.heads * (nope + v), kv), (h, self.heads * v)]
 
     def size(self) -> tuple[int, int]:
-        """Bytes and tensors of the checkpoint."""
+        """Number of bytes and of tensors in the checkpoint."""
         nbytes = tensors = 0
         plain = {(self.vocabulary, self.hidden), (self.experts, self.hidden)}
         for rows, columns in self.weights():
@@ -92,11 +92,11 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Node:
-    """A kind of node with eight accelerators."""
+    """A node type with eight accelerators."""
 
     name: str
-    card: float
-    """Bytes/s of one network card, each way."""
+    nic: float
+    """Bytes/s of one NIC, each way."""
     intra: float
     unpack: float
     """Host to device, a rank."""
@@ -105,48 +105,51 @@ class Node:
     hop_inside: float
 
 
-NVLINK = Node("NVLink", card=400 * GBIT, intra=450e9, unpack=64e9, message=8.4e-6, hop=9.6e-6, hop_inside=3.4e-6)
-HCCS = Node("HCCS", card=200 * GBIT, intra=196e9, unpack=32e9, message=145e-6, hop=9.6e-6, hop_inside=3.4e-6)
+NVLINK = Node("NVLink", nic=400 * GBIT, intra=450e9, unpack=64e9, message=8.4e-6, hop=9.6e-6, hop_inside=3.4e-6)
+HCCS = Node("HCCS", nic=200 * GBIT, intra=196e9, unpack=32e9, message=145e-6, hop=9.6e-6, hop_inside=3.4e-6)
 NODES = (NVLINK, HCCS)
 INFINITE = float("inf")
 STORAGES = {"local": (35e9, 45e9, INFINITE), "shared": (35e9, 40e9, 80e9), "one rank's memory": (INFINITE,) * 3}
-"""Bytes/s of one rank, of one node and of all nodes together. The last: the weights are on one accelerator, as in RL."""
+"""Bytes/s of one rank, of one node and of all nodes together. In the last, one accelerator holds the weights, as in RL."""
 
 NCCL = "https://github.com/NVIDIA/nccl/blob/01afd20a77b5804e0ecf1042509dd9d20ebf9e93/src/graph/tuning.cc"
 DGX = "https://docs.nvidia.com/dgx-basepod/reference-architecture-infrastructure-foundation-enterprise-ai/latest/core-components.html"
 SUPERPOD = "https://docs.nvidia.com/dgx-superpod/reference-architecture-scalable-infrastructure-h100/latest/dgx-superpod-components.html"
 ATLAS = "https://arthurchiao.art/blog/gpu-advanced-notes-2-zh/"
 TENSOR = "https://github.com/scitix/InstantTensor/blob/main/docs/benchmark.md"
-HYPER = "hyper-parallel, issue 624: 64 KiB and 1 MiB take the same"
+HYPER = "hyper-parallel, issue 624: 64 KiB and 1 MiB take the same time"
 DDN = "https://ddn.com/blog/ddns-ai-storage-optimized-for-nvidia-dgx-b200-platform-handling-ai-at-any-scale-with-nvidia-blackwell"
 SOURCES = (
-    ("NVLink node: card 400 Gbit/s, one each for 8 accelerators", f"[NVIDIA, DGX H100]({DGX})"),
-    ("NVLink 900 GB/s an accelerator, 450 each way", f"[NVIDIA, DGX SuperPOD]({SUPERPOD})"),
+    ("NVLink node: NIC 400 Gbit/s, one for each of 8 accelerators", f"[NVIDIA, DGX H100]({DGX})"),
+    ("NVLink: 900 GB/s per accelerator, 450 each way", f"[NVIDIA, DGX SuperPOD]({SUPERPOD})"),
     ("NVLink node: host to device 64 GB/s, PCIe 5.0 x16 each way", f"[NVIDIA, DGX H100]({DGX}): PCIe 5.0"),
     (
-        "NCCL: 8.4 us a broadcast, 9.6 us a hop between nodes, 3.4 us over NVLink (ring, Simple)",
-        f"[NCCL's own cost table]({NCCL})",
+        "NCCL: 8.4 us per broadcast, 9.6 us per hop between nodes, 3.4 us over NVLink (ring, Simple)",
+        f"[NCCL's cost table]({NCCL})",
     ),
-    ("HCCS node: card 200 Gbit/s, one each for 8 accelerators", f"[notes on an 8 x 910B server]({ATLAS})"),
-    ("HCCS 392 GB/s an accelerator over seven links, 196 each way if all are used", f"[the same notes]({ATLAS})"),
-    ("HCCS node: host to device 32 GB/s, PCIe 4.0 x16 each way", "Atlas 800T A2: PCIe 4.0 x16 an accelerator"),
-    ("HCCL: 145 us a broadcast, measured by others on 4 cards", HYPER),
-    ("HCCL: hops as NCCL's", "no public number found"),
-    ("one accelerator reads 35 GB/s, a node's eight 45 GB/s from local storage", f"[InstantTensor, on H200]({TENSOR})"),
-    ("shared storage: 40 GB/s a node", "NVIDIA DGX SuperPOD reference architecture RA-11333-001, GPUDirect Storage"),
+    ("HCCS node: NIC 200 Gbit/s, one for each of 8 accelerators", f"[notes on an 8 x 910B server]({ATLAS})"),
+    ("HCCS: 392 GB/s per accelerator over seven links, 196 each way if all are used", f"[the same notes]({ATLAS})"),
+    ("HCCS node: host to device 32 GB/s, PCIe 4.0 x16 each way", "Atlas 800T A2: PCIe 4.0 x16 per accelerator"),
+    ("HCCL: 145 us per broadcast, measured by others on 4 NPU cards", HYPER),
+    ("HCCL: same hop times as NCCL", "no public number found"),
     (
-        "shared storage: 80 GB/s for all nodes together, one appliance at 10 GB/s for each of 8 GPUs",
+        "local storage: one accelerator reads 35 GB/s, the eight of a node 45 GB/s together",
+        f"[InstantTensor, on H200]({TENSOR})",
+    ),
+    ("shared storage: 40 GB/s per node", "NVIDIA DGX SuperPOD reference architecture RA-11333-001, GPUDirect Storage"),
+    (
+        "shared storage: 80 GB/s for all nodes together: one appliance, 10 GB/s for each of 8 GPUs",
         f"[DDN AI400X2-Turbo]({DDN})",
     ),
-    ("links and storage give all that is stated", "none does: times are the least that this hardware allows"),
+    ("links and storage run at their stated rates", "an idealization: times are lower bounds for this hardware"),
 )
 
 
-def cluster(node: Node, nodes: int, cards: int, storage: str, fixed: float, per_rank: float) -> Cluster:
-    """``fixed`` and ``per_rank``: seconds, as in :class:`Cluster`."""
+def cluster(node: Node, nodes: int, nics: int, storage: str, fixed: float, per_rank: float) -> Cluster:
+    """``fixed`` and ``per_rank`` are in seconds, as in :class:`Cluster`."""
     rank, one, everyones = STORAGES[storage]
     return Cluster(
-        nodes=nodes, ranks=8, link=node.card, links=cards, intra=node.intra, storage=one, storage_all=everyones,
+        nodes=nodes, ranks=8, link=node.nic, links=nics, intra=node.intra, storage=one, storage_all=everyones,
         reader=rank, unpack=node.unpack, message=node.message, hop=node.hop, hop_inside=node.hop_inside,
         fixed=fixed, per_rank=per_rank,
     )  # fmt: skip

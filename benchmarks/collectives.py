@@ -1,4 +1,4 @@
-"""Broadcasts of many tensors from rank 0, without a model or a file."""
+"""Broadcasts many tensors from rank 0, without a model or a file."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Collective = Callable[[list[Tensor]], None]
 
 
 class Groups:
-    """Process groups for broadcasts over c10d alone."""
+    """Process groups for plain c10d broadcasts."""
 
     def __init__(self, topology: epload.Topology) -> None:
-        """Collective: all ranks make all groups in one order."""
+        """Collective: all ranks create all groups in the same order."""
         self.leaders = topology.leaders(0)
         groups = [dist.new_group(list(node)) for node in topology.nodes]
         self.intra, self.inter = groups[topology.nodes.index(topology.node)], dist.new_group(list(self.leaders))
         self.first, self.rank = topology.leaders(0)[topology.nodes.index(topology.node)], topology.rank
 
     def broadcast(self, bucket: Tensor, algorithm: str) -> None:
-        """``"flat"``: gloo's tree over all ranks. ``"two-level"``: gloo's tree among leaders, then in every node."""
+        """``"flat"``: gloo's tree over all ranks. ``"two-level"``: gloo's tree over the leaders, then within every node."""
         if algorithm == "flat":
             dist.broadcast(bucket, 0)
             return
@@ -51,7 +51,7 @@ def _op(algorithm: str, topology: epload.Topology) -> Collective:
 
 
 def _ring(topology: epload.Topology) -> Collective:
-    """Buckets that go from rank to rank in chunks, node after node, as NCCL's broadcast does."""
+    """Passes buckets from rank to rank in chunks, node after node, like NCCL's broadcast."""
     order = [rank for node in topology.nodes for rank in node]
     at = order.index(topology.rank)
     before = order[at - 1] if at else -1
@@ -72,7 +72,7 @@ def _ring(topology: epload.Topology) -> Collective:
 
 
 def _buckets(tensors: list[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
-    """Tensors that fill a bucket, and the copy table of each bucket. None is larger than a bucket."""
+    """The tensors and the copy table of each bucket. No tensor may be larger than a bucket."""
     made: list[tuple[list[Tensor], Tensor]] = []
     bucket: list[Tensor] = []
     rows: list[list[int]] = []
@@ -92,9 +92,9 @@ def _buckets(tensors: list[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
 
 
 COLLECTIVES: dict[str, Callable[[epload.Topology], Collective]] = {
-    "a broadcast a tensor": _per_parameter,
+    "one broadcast per tensor": _per_parameter,
     "buckets, flat tree (gloo)": partial(_op, "flat"),
-    "buckets, flat ring (as NCCL)": _ring,
+    "buckets, flat ring (like NCCL)": _ring,
     "buckets, two_level": partial(_op, "two_level"),
     "buckets, striped": partial(_op, "striped"),
 }

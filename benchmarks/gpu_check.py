@@ -1,8 +1,8 @@
-"""What holds on a machine with an NVIDIA GPU: builds, tests, sanitizes, traces and measures; prints a table, writes JSON.
+"""Checks epload on a machine with an NVIDIA GPU: builds, tests, sanitizes, traces and measures. Prints a table, writes JSON.
 
-Needs nothing but what is installed: torch with CUDA, nvcc, cmake, ninja, pybind11, pytest, hypothesis, safetensors. A part
-that could not run is in the table as such and makes the exit status 1. ``--device cpu`` rehearses the measurements on a
-machine without a GPU; its numbers mean nothing.
+Downloads nothing. Needs torch with CUDA, nvcc, cmake, ninja, pybind11, pytest, hypothesis and safetensors. A part that cannot
+run is reported as such and makes the exit status 1. ``--device cpu`` rehearses the measurements on a machine without a GPU; its
+numbers are meaningless.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ REPEATS = 5
 
 
 class NotRun(Exception):
-    """Why a part could not run."""
+    """A part could not run; the message says why."""
 
 
 def command(words: list[str], limit: float, **environment: str) -> str:
-    """The last lines a command says; NotRun with them if it fails."""
+    """Runs a command and returns the end of its output. Raises NotRun with it if the command fails."""
     try:
         done = subprocess.run(
             words,
@@ -44,10 +44,10 @@ def command(words: list[str], limit: float, **environment: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotRun(str(error)) from error
-    said = (done.stdout + done.stderr).strip()
+    output = (done.stdout + done.stderr).strip()
     if done.returncode != 0:
-        raise NotRun(f"{' '.join(words[:6])} ended with {done.returncode}: {said[-2000:]}")
-    return said[-300:]
+        raise NotRun(f"{' '.join(words[:6])} ended with {done.returncode}: {output[-2000:]}")
+    return output[-300:]
 
 
 def hardware() -> dict[str, Any]:
@@ -95,7 +95,7 @@ def sanitize() -> str:
 
 
 def exercise() -> None:
-    """Every width of access, both directions, conversions: what the sanitizer watches."""
+    """Runs every access width, both directions and all conversions under the sanitizer."""
     import torch
 
     from epload.core import dtypes
@@ -121,17 +121,17 @@ def exercise() -> None:
             ops.pack(bucket, [values], torch.tensor([[0, 0, dtypes.code(target), 1, 0, 4099, 1]]))
             assert torch.equal(bucket.view(target).float(), values.to(target).float()), (source, target)
     torch.cuda.synchronize()
-    print("no error in", 2 * 5 + 36, "calls")
+    print("no errors in", 2 * 5 + 36, "calls")
 
 
 class Clock:
-    """Seconds of work on a device, from events; of the host on CPU."""
+    """Seconds of work on a device, measured with events; host time on CPU."""
 
     def __init__(self, device: Any) -> None:
         self.cuda = device.type == "cuda"
 
     def best(self, run: Callable[[], object]) -> tuple[float, float]:
-        """(seconds until done, seconds until the host had queued it), the best of REPEATS after one warm-up."""
+        """Returns (seconds until done, seconds until queued by the host), the best of REPEATS after one warm-up."""
         import torch
 
         run()
@@ -152,7 +152,7 @@ class Clock:
 
 
 def kernel_seconds(run: Callable[[], object]) -> float | None:
-    """Device seconds inside the region copy's kernels, as the profiler counts them."""
+    """Device seconds inside the region copy kernels, according to the profiler."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -166,7 +166,7 @@ def kernel_seconds(run: Callable[[], object]) -> float | None:
 
 
 def copy_bandwidth(clock: Clock, device: Any, nbytes: int) -> float:
-    """Bytes read + bytes written a second by one plain copy."""
+    """Bytes read plus bytes written per second by one plain copy."""
     import torch
 
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -176,7 +176,7 @@ def copy_bandwidth(clock: Clock, device: Any, nbytes: int) -> float:
 
 
 def bandwidth(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Pack and unpack of every bucket, over what a plain copy on the device reaches; bytes read + bytes written."""
+    """Pack and unpack bandwidth over plain device copy bandwidth; counts bytes read plus bytes written."""
     import torch
 
     import regions
@@ -191,13 +191,13 @@ def bandwidth(options: argparse.Namespace) -> list[dict[str, Any]]:
         model = regions.Model(layers=options.layers)
         work = regions.work(layout, options.world, model, options.bucket_bytes, torch.bfloat16, device)
         wrong = 0
-        for shards, table in work.buckets:  # right first, then fast
+        for shards, table in work.buckets:  # check before timing
             fresh = torch.zeros_like(bucket)
             ops.unpack(bucket, shards, table)
             ops.pack(fresh, shards, table)
             wrong += regions.wrong_regions(bucket, (shards, table)) + regions.wrong_regions(fresh, (shards, table))
         if wrong:
-            raise NotRun(f"{layout}: {wrong} regions are wrong")
+            raise NotRun(f"{layout}: {wrong} wrong regions")
         for name, op in (("unpack", ops.unpack), ("pack", ops.pack)):
 
             def run(op: Any = op, work: Any = work) -> None:
@@ -219,7 +219,7 @@ def bandwidth(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def op_on_nccl(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The op's host time, and the streams of its device work, on a group of one rank over NCCL."""
+    """The op's host time and the streams of its device work, in an NCCL group of one rank."""
     import torch
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
@@ -264,7 +264,7 @@ def op_on_nccl(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def streams_of(run: Callable[[], object], trace: Path) -> dict[str, list[int]]:
-    """The streams that a run's kernels and its copies to the device were on, by a profiler; the trace is kept."""
+    """The streams of a run's kernels and host-to-device copies, from a profiler trace, which is kept."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -286,7 +286,7 @@ def streams_of(run: Callable[[], object], trace: Path) -> dict[str, list[int]]:
 
 
 def page_cache(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A checkpoint in the page cache to the device: the loader and safetensors, over pinned host-to-device copies."""
+    """Loads a checkpoint from the page cache with epload and safetensors, over pinned host-to-device bandwidth."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -346,7 +346,7 @@ def page_cache(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def load_on_streams(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The streams of a load's device work: its kernels on one, copies to the device also on another."""
+    """Checks the streams of a load: all kernels on one stream, host-to-device copies also on another."""
     import torch
 
     import epload
@@ -372,8 +372,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", default=str(ROOT / "benchmarks/results/gpu.json"))
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--layers", type=int, default=48, help="of the model whose shards are unpacked")
-    parser.add_argument("--world", type=int, default=8, help="ranks the model is sharded over; one of them is here")
+    parser.add_argument("--layers", type=int, default=48, help="layers of the model whose shards are unpacked")
+    parser.add_argument(
+        "--world", type=int, default=8, help="number of ranks the model is sharded over; this is one of them"
+    )
     parser.add_argument("--bucket-bytes", type=int, default=64 << 20)
     parser.add_argument("--checkpoint-gb", type=float, default=4.0)
     parser.add_argument("--exercise", action="store_true", help=argparse.SUPPRESS)
@@ -395,13 +397,13 @@ def main() -> int:
     for name, part in parts:
         try:
             results[name] = part()
-        except Exception as error:  # the rest is worth having all the same
+        except Exception as error:  # report it and run the other parts
             failed.append(name)
             results[name] = [{"what": name, "not_run": f"{type(error).__name__}: {error}"}]
         found = results[name]
         show(found if isinstance(found, list) else [{"what": name, "": found}])
         Path(options.json).write_text(json.dumps(results, indent=1))
-    print("NOT RUN: " + ", ".join(failed) if failed else f"all parts ran; {options.json}")
+    print("NOT RUN: " + ", ".join(failed) if failed else f"all parts ran; results in {options.json}")
     return 1 if failed else 0
 
 

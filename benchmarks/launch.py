@@ -1,4 +1,4 @@
-"""Runs the ranks of a benchmark, on this machine or in a test-bed, until every entry has been measured or has failed."""
+"""Runs the ranks of a benchmark, on this machine or in a testbed, until every entry has been measured or has failed."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ WORKER = Path(__file__).with_name("worker.py")
 
 @dataclass
 class Plan:
-    """What the ranks are told."""
+    """What the ranks run."""
 
     nodes: int
     ranks: int
-    """A node."""
+    """Per node."""
     size: dict[str, int]
     checkpoints: list[str]
     """Folders of two checkpoints."""
     entries: dict[str, dict[str, list[float]]]
-    """Case to entry to the seconds of the runs that are done."""
+    """Case -> entry -> seconds of the completed runs."""
     repeat: int = 5
     slow_repeat: int = 3
-    """Runs of what takes longer than ``slow``."""
+    """Runs of entries that take longer than ``slow`` seconds."""
     slow: float = 20.0
     limit: float = 300.0
-    """Seconds that one run may take, with what prepares and checks it."""
+    """Most seconds for one run, including its preparation and check."""
     interface: str = "lo"
-    """Whose bytes are counted."""
+    """The network interface whose bytes are counted."""
     few: dict[str, Any] | None = None
-    """Size and checkpoints of a second model, whose reloads, the case "few", alternate with those of the first."""
+    """Size and checkpoints of a second model. Its reloads, the case "few", alternate with those of the first."""
 
 
 @dataclass
 class Outcome:
     samples: list[dict[str, Any]] = field(default_factory=list)
     failures: list[dict[str, str]] = field(default_factory=list)
-    """``{"case", "entry", "error"}``: what is missing, raised, hung or left wrong bytes."""
+    """``{"case", "entry", "error"}`` of each entry that could not be imported, raised, hung or produced wrong bytes."""
 
 
 def checkpoints(folder: Path, size: Size) -> list[str]:
-    """Two checkpoints of one model, written unless they are there."""
+    """Folders of two checkpoints of one model; writes those that do not exist."""
     made = []
     for seed in (0, 1):
         made.append(str(folder / f"{size.layers}x{size.experts}-{seed}"))
@@ -63,7 +63,7 @@ def checkpoints(folder: Path, size: Size) -> list[str]:
 
 
 def loaders(cases: tuple[str, ...], outcome: Outcome, only: str = "") -> dict[str, dict[str, list[float]]]:
-    """The peers of each case; what cannot be imported goes to ``outcome`` as a failure. ``only``: names, comma-separated."""
+    """The peers of each case. Import failures are added to ``outcome``. ``only``: comma-separated names."""
     entries: dict[str, dict[str, list[float]]] = {case: {} for case in cases}
     for name in peers.names():
         if only and name not in only.split(","):
@@ -80,9 +80,9 @@ def loaders(cases: tuple[str, ...], outcome: Outcome, only: str = "") -> dict[st
 
 
 def run(plan: Plan, folder: Path, outcome: Outcome, bed: NetBed | None = None) -> None:
-    """Measures all entries. One that fails is noted, and the ranks are started again for the others.
+    """Measures all entries. Records an entry that fails and restarts the ranks for the others.
 
-    ``folder`` is the plan's own, empty when it is first run. Raises SystemExit if the ranks do not get as far as the first entry.
+    ``folder`` belongs to this plan and starts empty. Raises SystemExit if the ranks fail before the first entry.
     """
     log = folder / "log"
     with ended_by_signals():
@@ -118,7 +118,7 @@ def _until_done(plan: Plan, folder: Path, log: Path, outcome: Outcome, bed: NetB
 
 
 def together(cases: Iterable[str]) -> list[list[str]]:
-    """The cases that are measured in the same rounds."""
+    """Groups the cases that are measured in the same rounds."""
     rounds: list[list[str]] = []
     for case in cases:
         if case == "few" and rounds:
@@ -129,7 +129,7 @@ def together(cases: Iterable[str]) -> list[list[str]]:
 
 
 def _ranks(plan: Plan, folder: Path, bed: NetBed | None) -> str:
-    """Starts the ranks and waits for them. Why they failed, empty if they did not."""
+    """Starts the ranks and waits for them. Returns the error; empty if they succeeded."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -162,7 +162,7 @@ def _ranks(plan: Plan, folder: Path, bed: NetBed | None) -> str:
 
 
 def _watch(plan: Plan, folder: Path, processes: list[subprocess.Popen[bytes]]) -> str:
-    """Until all ranks have ended, or one has failed, or nothing has been logged for too long."""
+    """Waits until all ranks have exited, one has failed, or ``plan.limit`` seconds pass without a log line."""
     progress, until = 0, time.monotonic() + plan.limit
     for line in _follow(folder / "log"):
         if line:
@@ -189,7 +189,7 @@ def _watch(plan: Plan, folder: Path, processes: list[subprocess.Popen[bytes]]) -
 
 
 def _follow(path: Path) -> Iterator[dict[str, Any]]:
-    """Lines of a growing file as they come; an empty dict whenever there is none."""
+    """Yields the lines of a growing file as they arrive, and an empty dict after each poll."""
     position = 0
     while True:
         text = path.read_text()[position:] if path.exists() else ""
@@ -203,4 +203,4 @@ def _follow(path: Path) -> Iterator[dict[str, Any]]:
 
 def _last(output: Path) -> str:
     lines = output.read_text(errors="replace").strip().splitlines() if output.exists() else []
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"

@@ -1,4 +1,4 @@
-"""Instruments: memory of a process, bytes over a network interface, seconds inside collectives."""
+"""Measures peak memory of a process, bytes over a network interface, and seconds inside collectives."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ STATISTICS = "/sys/class/net/{}/statistics/{}_bytes"
 
 
 class PeakMemory:
-    """The most anonymous + shared memory of this process while it runs, sampled every 20 ms; bytes above the start."""
+    """Peak anonymous and shared memory of this process, sampled every 20 ms, in bytes above the start."""
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # else memory that earlier runs freed would count as there already
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise memory freed by earlier runs would count as in use
         self.start = self.peak = self._now()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -44,15 +44,15 @@ class PeakMemory:
 
 
 def link_bytes(interface: str) -> tuple[int, int]:
-    """Bytes that have come in and gone out over it, headers included."""
-    into, out = (int(Path(STATISTICS.format(interface, way)).read_text()) for way in ("rx", "tx"))
+    """Bytes received and sent over the interface, headers included."""
+    into, out = (int(Path(STATISTICS.format(interface, name)).read_text()) for name in ("rx", "tx"))
     return into, out
 
 
 class TransferClock:
-    """Seconds that this process spends inside c10d's collectives, whoever calls them: in the call and in waiting for it.
+    """Seconds this process spends in c10d collectives, in the call and in waiting for it.
 
-    Python callers only; epload's ops call c10d natively and time themselves.
+    Counts calls from Python only; epload's ops call c10d natively and report their own times.
     """
 
     _COLLECTIVES = (

@@ -1,13 +1,13 @@
-"""A test-bed of nodes joined by links of a given rate: one network namespace a node, on one machine. Needs root.
+"""A testbed of nodes joined by links of a given rate: one network namespace per node, on one machine. Needs root.
 
     with NetBed(nodes=4, mbit=1000) as bed:
         words, environment = bed.place(node=0)
         subprocess.run([*words, "ip", "addr"], env={**os.environ, **environment})
 
-Each node's link is a veth pair to a bridge, shaped by a token bucket in both directions. TCP between nodes is under CUBIC,
-Linux's default, whatever the machine's own: BBR (Cardwell et al., 2016: ProbeRTT) draws back for 200 ms every ten seconds,
-in the middle of a load. Everything is named after the process that made it, and removed when the block ends, however it ends;
-what a killed process left is removed by the next test-bed.
+Each node's link is a veth pair to a bridge, shaped by a token bucket in both directions. TCP between nodes uses CUBIC, Linux's
+default, regardless of the machine's setting: BBR (Cardwell et al., 2016: ProbeRTT) reduces its window for 200 ms every ten
+seconds, which can fall into a load. Everything is named after the process that created it and removed when the block ends; the
+next testbed removes what a killed process left.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PREFIX = "epl"
 PORT = 29600
 INTERFACE = "eth0"
 NETWORK = "198.18.88"
-"""Of the addresses that RFC 2544 sets aside for benchmarks."""
+"""From the address range that RFC 2544 reserves for benchmarks."""
 HOST = f"{NETWORK}.254"
-"""By which nodes reach what runs on the machine itself, if they can."""
+"""The machine's address as seen from the nodes, with ``host=True``."""
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
 def available() -> str:
-    """Why there can be no test-bed here; empty if there can."""
+    """Why a testbed cannot be created; empty if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -43,7 +43,7 @@ def available() -> str:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit, so that what was started is ended and removed."""
+    """SIGTERM and SIGHUP raise SystemExit, so that cleanup runs."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -62,8 +62,8 @@ class NetBed:
     def __init__(self, nodes: int, mbit: int, host: bool = False) -> None:
         """
         Args:
-            mbit: of each node's link, each way.
-            host: whether nodes can reach this machine, at ``HOST``; only one test-bed at a time can have that.
+            mbit: rate of each node's link, each way.
+            host: whether nodes can reach this machine, at ``HOST``; for one testbed at a time.
         """
         self.nodes = nodes
         self.host = host
@@ -72,7 +72,7 @@ class NetBed:
 
     def __enter__(self) -> NetBed:
         if why := available():
-            raise SystemExit(f"no test-bed: {why}")
+            raise SystemExit(f"no testbed: {why}")
         sweep()
         self._signals = ended_by_signals()
         self._signals.__enter__()
@@ -88,7 +88,7 @@ class NetBed:
         _do(f"ip link add {bridge} type bridge")
         if self.host:
             if HOST in subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True).stdout:
-                raise SystemExit(f"no test-bed: another one has {HOST}; wait until it has ended")
+                raise SystemExit(f"no testbed: another one has {HOST}; wait until it has ended")
             _do(f"ip addr add {HOST}/24 dev {bridge}")
         _do(f"ip link set {bridge} up")
         for i in range(self.nodes):
@@ -109,7 +109,7 @@ class NetBed:
         return ["ip", "netns", "exec", f"{self._name}n{node}"], environment
 
     def namespace(self, node: int) -> str:
-        """For :func:`enter`."""
+        """The node's network namespace, for :func:`enter`."""
         return f"/run/netns/{self._name}n{node}"
 
     def __exit__(
@@ -119,13 +119,13 @@ class NetBed:
         self._signals.__exit__(None, None, None)
 
     def restore(self) -> None:
-        """Gives every link its rate again, which whoever was killed in :func:`slow_link` could not."""
+        """Restores the rate of every link, after a rank was killed inside :func:`slow_link`."""
         for i in range(self.nodes):
             _do(f"tc -n {self._name}n{i} qdisc change dev {INTERFACE} {_shape(self.mbit)}")
 
 
 def enter(namespace: str) -> None:
-    """Moves the calling thread, and the threads that it starts, to a node. In Python 3.12 this is ``os.setns``."""
+    """Moves the calling thread, and threads it starts, into a node's namespace. Python 3.12 has ``os.setns``."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(namespace) as file:
         if libc.setns(file.fileno(), _CLONE_NEWNET):
@@ -135,7 +135,7 @@ def enter(namespace: str) -> None:
 
 @contextmanager
 def slow_link(kbit: int, mbit: int) -> Iterator[None]:
-    """On a node: meanwhile what leaves it does so at ``kbit`` instead of ``mbit``, in bursts of one packet."""
+    """On a node: limits what it sends to ``kbit`` instead of ``mbit``, in bursts of one packet."""
     change = ["tc", "qdisc", "change", "dev", INTERFACE]
     subprocess.run([*change, *f"root tbf rate {kbit}kbit burst 2kb limit 8mb".split()], check=True)
     try:
@@ -145,12 +145,12 @@ def slow_link(kbit: int, mbit: int) -> Iterator[None]:
 
 
 def _shape(mbit: int) -> str:
-    # 2 ms of burst, and more than the 64 KiB that the kernel may hand down at once.
+    # A burst of 2 ms, and more than the 64 KiB that the kernel may pass down at once.
     return f"root tbf rate {mbit}mbit burst {max(131072, mbit * 1000 // 8 * 2)} limit 8mb"
 
 
 def sweep() -> None:
-    """Removes what test-beds of processes that are gone have left."""
+    """Removes testbeds of processes that no longer exist."""
     listed = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
     listed += subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     for pid in set(re.findall(rf"\b{PREFIX}(\d+)[bhn]", listed)):
@@ -172,4 +172,4 @@ def _remove(name: str) -> None:
 def _do(command: str) -> None:
     done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"no test-bed: {command!r} failed: {done.stderr.strip()}")
+        raise SystemExit(f"no testbed: {command!r} failed: {done.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""Plots of what was measured."""
+"""Plots of the results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ OURS, OTHERS = "tab:blue", "tab:grey"
 
 
 def load(results: Row, target: Path) -> None:
-    """A bar for each loader and case, on a logarithmic scale."""
-    heads = {"reload": "reload", "meta": "from meta", "library": "transformers model, from nothing"}
+    """One bar per loader and case, on a logarithmic scale."""
+    heads = {"reload": "reload", "meta": "from meta", "library": "transformers model, from scratch"}
     found = {case: [row for row in by_case(results["rows"], case) if "median" in row] for case in heads}
     found = {case: rows for case, rows in found.items() if rows}
     if not found:
@@ -39,7 +39,7 @@ def load(results: Row, target: Path) -> None:
         axis.set_title(heads[case], fontsize=9)
         for i, value in enumerate(medians):
             axis.text(rows[i]["max"], i, f" {value:.2f}", va="center", fontsize=6)
-    axes[-1, 0].set_xlabel("seconds: median, least and most")
+    axes[-1, 0].set_xlabel("seconds: median, min and max")
     figure.suptitle(
         f"{results['tensors']:,} tensors, {results['nbytes'] / 1e6:.0f} MB, {results['nodes']} nodes x {results['ranks']} "
         f"gloo ranks on one machine, {results['date']}",
@@ -50,43 +50,43 @@ def load(results: Row, target: Path) -> None:
 
 
 def net(results: Row, target: Path) -> None:
-    """Seconds of each way over the number of nodes and over bytes; and what goes over the busiest link."""
+    """Seconds of each mode against the number of nodes and against bytes, and bytes over the busiest link."""
     sizes = sorted({run["nbytes"] for run in results["runs"]})
     runs = sorted((run for run in results["runs"] if run["nbytes"] == sizes[-1]), key=lambda run: run["nodes"])
     shape = runs[len(runs) // 2]["shape"]
     of_shape = sorted((run for run in results["runs"] if run["shape"] == shape), key=lambda run: run["nbytes"])
     own = [row for run in runs for row in by_case(run["rows"], "reload") if row["entry"].startswith("epload_modes")]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
-    for way in sorted({row["title"] for row in own}):
-        nodes, seen = _found(runs, way, "nodes")
-        left.plot(nodes, [row["median"] for row in seen], marker="o", label=way)
+    for mode in sorted({row["title"] for row in own}):
+        nodes, seen = _found(runs, mode, "nodes")
+        left.plot(nodes, [row["median"] for row in seen], marker="o", label=mode)
         right.plot(nodes, [max(row["in"], row["out"]) for row in seen], marker="o")
-        nbytes, seen = _found(of_shape, way, "nbytes")
+        nbytes, seen = _found(of_shape, mode, "nbytes")
         middle.plot([n / 1e6 for n in nbytes], [row["median"] for row in seen], marker="o")
     left.axhline(runs[0]["bound"], color="grey", linestyle="--", label="S/B")
     bounds = [(0.0, 0.0), *((run["nbytes"] / 1e6, run["bound"]) for run in of_shape)]
     middle.plot(*zip(*bounds, strict=True), color="grey", linestyle="--")
     left.set(xlabel="nodes", ylabel="seconds, median", title=f"reload of {sizes[-1] / 1e6:.0f} MB", ylim=(0, None))
     middle.set(xlabel="MB", ylabel="seconds, median", title=f"reload, {shape}", xlim=(0, None), ylim=(0, None))
-    right.set(xlabel="nodes", ylabel="bytes / S", title="most over one node's link, either way", ylim=(0, None))
+    right.set(xlabel="nodes", ylabel="bytes / S", title="max over one node's link, either direction", ylim=(0, None))
     for axis in (left, right):
         axis.set_xticks([run["nodes"] for run in runs], [run["shape"] for run in runs])
     figure.legend(loc="outside right center", fontsize=8)
     figure.suptitle(
-        f"links of {results['mbit']} Mbit/s, one namespace a node, one machine, {results['date']}", fontsize=9
+        f"links of {results['mbit']} Mbit/s, one namespace per node, one machine, {results['date']}", fontsize=9
     )
     figure.savefig(target, dpi=110)
     plt.close(figure)
 
 
-def _found(runs: list[Row], way: str, along: str) -> tuple[list[int], list[Row]]:
-    """Of each run in which a way was measured, what is plotted ``along`` and the row."""
-    seen = [(run[along], row) for run in runs for row in run["rows"] if row["title"] == way and "median" in row]
+def _found(runs: list[Row], mode: str, along: str) -> tuple[list[int], list[Row]]:
+    """The ``along`` value and the row of each run that measured a mode."""
+    seen = [(run[along], row) for run in runs for row in run["rows"] if row["title"] == mode and "median" in row]
     return [at for at, _ in seen], [row for _, row in seen]
 
 
 def check(checked: list[Row], target: Path) -> None:
-    """Simulated over measured seconds, a point for each way and shape, with a band of 20 %."""
+    """Simulated against measured seconds, one point per mode and shape, with a band of 20 %."""
     figure, axis = plt.subplots(figsize=(5.5, 5), layout="constrained")
     for shape in dict.fromkeys(row["shape"] for row in checked):
         rows = [row for row in checked if row["shape"] == shape]
@@ -102,31 +102,31 @@ def check(checked: list[Row], target: Path) -> None:
 
 
 def scale(results: list[Row], node: str, target: Path) -> None:
-    """Simulated seconds over the number of accelerators: a column a model, a row for each storage and number of cards."""
+    """Simulated seconds against the number of accelerators: a column per model, a row per storage and number of NICs."""
     mine = [row for row in results if row["node"] == node]
     models = list(dict.fromkeys(row["model"] for row in mine))
-    cases = list(dict.fromkeys((row["storage"], row["cards"]) for row in mine))
-    ways = list(mine[0]["seconds"])
+    cases = list(dict.fromkeys((row["storage"], row["nics"]) for row in mine))
+    modes = list(mine[0]["seconds"])
     figure, axes = plt.subplots(len(cases), len(models), figsize=(15, 17), layout="constrained", sharex=True)
-    for line, (storage, cards) in enumerate(cases):
+    for line, (storage, nics) in enumerate(cases):
         for column, model in enumerate(models):
             axis = axes[line][column]
-            rows = [r for r in mine if (r["model"], r["storage"], r["cards"]) == (model, storage, cards)]
-            for number, way in enumerate(ways):
-                if way not in rows[0]["seconds"]:
+            rows = [r for r in mine if (r["model"], r["storage"], r["nics"]) == (model, storage, nics)]
+            for number, mode in enumerate(modes):
+                if mode not in rows[0]["seconds"]:
                     continue
-                style = "--" if way.startswith("flat ring") else "-"
-                values = [row["seconds"][way] for row in rows]
+                style = "--" if mode.startswith("flat ring") else "-"
+                values = [row["seconds"][mode] for row in rows]
                 axis.plot(
-                    [r["accelerators"] for r in rows], values, style, color=f"C{number}", label=way, linewidth=1.3
+                    [r["accelerators"] for r in rows], values, style, color=f"C{number}", label=mode, linewidth=1.3
                 )
             axis.set(xscale="log", yscale="log")
             axis.set_xticks([8, 64, 512, 4096, 16384], ["8", "64", "512", "4k", "16k"])
             axis.grid(alpha=0.3)
             where = storage if storage.endswith("memory") else f"{storage} storage"
-            axis.set_title(f"{model}, {where}, {cards} card{'s' * (cards > 1)} a node", fontsize=8)
-            for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-                which(ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+            axis.set_title(f"{model}, {where}, {nics} NIC{'s' * (nics > 1)} per node", fontsize=8)
+            for set_formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+                set_formatter(ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
     for axis in axes[-1]:
         axis.set_xlabel("accelerators")
     for axis in axes[:, 0]:

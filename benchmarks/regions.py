@@ -1,4 +1,4 @@
-"""The regions that one rank unpacks from each bucket of a large Mixture of Experts, for several layouts of its shards."""
+"""The regions that one rank unpacks from each bucket of a large Mixture-of-Experts model, for several sharding layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from epload.core import dtypes
 
 @dataclass(frozen=True)
 class Model:
-    """The shapes of Qwen3-30B-A3B (its public config.json), one weight an expert and projection."""
+    """The shapes of Qwen3-30B-A3B (public config.json), with one weight per expert and projection."""
 
     layers: int = 48
     experts: int = 128
@@ -25,7 +25,7 @@ class Model:
     vocabulary: int = 151936
 
     def shapes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """(number of the expert or -1, shape) of each weight in the order of the checkpoint."""
+        """Yields (expert index or -1, shape) of each weight in checkpoint order."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         yield -1, (self.vocabulary, self.hidden)
         for _ in range(self.layers):
@@ -44,12 +44,12 @@ class Model:
 
 @dataclass
 class Work:
-    """What one rank does with the buckets: its shards and, for each bucket, a copy table with its own list of shards."""
+    """One rank's shards and, for each bucket, a copy table with the shards it refers to."""
 
     shards: list[Tensor]
     buckets: list[tuple[list[Tensor], Tensor]]
     payload: int
-    """Bytes that land in the shards."""
+    """Bytes copied into the shards."""
 
     @property
     def regions(self) -> int:
@@ -62,7 +62,7 @@ LAYOUTS = ("Shard(0)", "Shard(1)", "EP x FSDP")
 def ranges_of(
     layout: str, world: int, model: Model, expert: int, shape: tuple[int, ...]
 ) -> list[tuple[int, int]] | None:
-    """Rank 0's range of each dim; None if it owns nothing of the weight. EP: half the ranks deep, the rest shards dim 0."""
+    """Rank 0's range in each dim; None if it owns nothing of the weight. EP uses half the ranks; the rest shard dim 0."""
 
     def first(extent: int, parts: int) -> tuple[int, int]:
         return 0, -(-extent // parts)
@@ -79,7 +79,7 @@ def ranges_of(
 
 
 def work(layout: str, world: int, model: Model, bucket_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
-    """Fills buckets of whole weights, larger ones cut between rows, and finds rank 0's regions of each."""
+    """Fills buckets with whole weights, splits larger weights between rows, and computes rank 0's regions of each."""
     done = Work([], [], 0)
     shards: list[Tensor] = []
     rows: list[list[int]] = []
@@ -120,21 +120,21 @@ def work(layout: str, world: int, model: Model, bucket_bytes: int, dtype: torch.
 
 
 def wrong_regions(bucket: Tensor, part: tuple[list[Tensor], Tensor]) -> int:
-    """How many regions of the shards differ from what plain views of the bucket hold."""
+    """The number of shard regions that differ from plain views of the bucket."""
     shards, table = part
     wrong = 0
     for row in table.tolist():
         index, offset, ndim = row[0], row[1], row[3]
         start, size, stride = row[4 : 4 + ndim], row[6 : 6 + ndim], row[8 : 8 + ndim]
         shard = shards[index]
-        held = shard
+        actual = shard
         for dim in range(ndim):
-            held = held.narrow(dim, start[dim], size[dim])
+            actual = actual.narrow(dim, start[dim], size[dim])
         span = (1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))) * shard.element_size()
         raw = (
             bucket[offset : offset + span]
             .view(shard.dtype)
             .as_strided(size, stride, (bucket.storage_offset() + offset) // shard.element_size())
         )
-        wrong += not torch.equal(held.contiguous().view(torch.uint8), raw.contiguous().view(torch.uint8))
+        wrong += not torch.equal(actual.contiguous().view(torch.uint8), raw.contiguous().view(torch.uint8))
     return wrong

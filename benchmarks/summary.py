@@ -1,4 +1,4 @@
-"""From runs to rows: medians, rates and what failed; and on what machine, when and by which command."""
+"""Turns runs into rows of medians, with failures, hardware, date and command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 def facts(nbytes: int, tensors: int) -> Row:
-    """What a reader needs to judge a number."""
+    """Command, date, hardware and software of a measurement."""
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return {
@@ -35,26 +35,28 @@ def facts(nbytes: int, tensors: int) -> Row:
 
 
 def contents(model: nn.Module) -> tuple[int, int]:
-    """Bytes and tensors of a model's state."""
+    """Number of bytes and of tensors in a model's state dict."""
     state = model.state_dict()
     return sum(tensor.nbytes for tensor in state.values()), len(state)
 
 
 def titles() -> dict[str, str]:
-    """How tables call the peers."""
+    """The peers' titles in tables."""
     known = {}
     for name in peers.names():
         try:
             known.update({peer.name: peer.title for peer in peers.find(name)})
         except Exception:
-            known[name] = name  # what cannot be imported has no title
+            known[name] = name  # a peer that cannot be imported has no title
     return known
 
 
 def rows(outcome: Outcome, nbytes: int, few_bytes: int = 0) -> list[Row]:
-    """One for each case and entry, in the order of the first run; what failed comes last, with its error.
+    """One row per case and entry, in the order of the first run. Failures come last, with their errors.
 
-    ``nbytes``: of the model; ``few_bytes``: of that of the case "few".
+    Args:
+        nbytes: bytes of the model.
+        few_bytes: bytes of the model of the case "few".
     """
     grouped: dict[tuple[str, str], list[Row]] = {}
     for sample in outcome.samples:
@@ -87,7 +89,7 @@ def _medians(dicts: list[dict[str, float]]) -> dict[str, float]:
 
 
 def by_case(found: list[Row], case: str) -> list[Row]:
-    """Rows of one case, the fastest first, those without a time last."""
+    """Rows of one case, fastest first, failures last."""
     return sorted((row for row in found if row["case"] == case), key=lambda row: row.get("median", float("inf")))
 
 

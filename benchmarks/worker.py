@@ -1,7 +1,7 @@
 """One rank of a benchmark: times the entries of a plan in rounds, one of each in turn, and checks every result.
 
-Started by launch.py. Rank 0 appends a line of JSON to the log for each run, and one before it, so that whoever started the ranks
-knows what was under way when they died. A rank that fails writes why and leaves; the others are ended by whoever started them.
+Started by launch.py. Rank 0 appends a line of JSON to the log before and after each run, so that the launcher knows which entry
+was running when a rank died. A rank that fails writes its error and exits; the launcher ends the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workload import Size
 
 class Worker:
     def __init__(self, folder: Path) -> None:
-        """``folder`` holds plan.json (see launch.Plan), and takes the log and errors."""
+        """``folder`` has plan.json (see launch.Plan) and receives the log and errors."""
         self.folder = folder
         self.plan = json.loads((folder / "plan.json").read_text())
         dist.init_process_group("gloo", timeout=timedelta(seconds=self.plan["limit"]))
@@ -53,7 +53,7 @@ class Worker:
         dist.destroy_process_group()
 
     def measure_all(self, cases: list[str]) -> None:
-        """In rounds: each entry of each case once, and again."""
+        """Runs each entry of each case once per round."""
         done: dict[tuple[str, str], list[float]] = {}
         instances, warm = {}, set()
         for case in cases:
@@ -74,7 +74,7 @@ class Worker:
                 if (case, entry) in warm or sample["seconds"] > self.plan["slow"]:
                     done[case, entry].append(sample["seconds"])
                     self.log(sample)
-                warm.add((case, entry))  # a first run warms buffers and groups, and counts only if it is a slow one
+                warm.add((case, entry))  # the first run warms buffers and groups; it counts only if it is slow
 
     def _wanted(self, seconds: list[float]) -> int:
         slow = bool(seconds) and max(seconds) > self.plan["slow"]
@@ -101,7 +101,7 @@ class Worker:
         transfer = self.clock.seconds
         if watch:
             watch.__exit__()
-        dist.barrier()  # nobody reads the counters while bytes are on their way
+        dist.barrier()  # no rank reads the counters while bytes are in flight
         after = link_bytes(self.interface)
         with collector.paused():
             wrong = instance.wrong()
@@ -138,7 +138,7 @@ def main() -> None:
         (folder / f"error-{os.environ['RANK']}").write_text(f"{type(error).__name__}: {error}")
         traceback.print_exc(file=sys.stderr)
         sys.stderr.flush()
-        os._exit(1)  # without waiting for a group whose other ranks may be stuck
+        os._exit(1)  # do not wait for a group whose other ranks may hang
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The benchmark's model and checkpoint: a Mixture of Experts of 18,867 tensors whose dims are scaled down to about 0.9 GB.
+"""The benchmark's model and checkpoint: a Mixture of Experts of 18,867 tensors, with dims scaled down to about 0.9 GB.
 
-48 layers of 128 experts with three weights each: the names and counts of Qwen3-30B-A3B. The model here has a Linear an expert and
-projection, as the checkpoint; that of the transformers library fuses a layer's experts.
+48 layers of 128 experts with three weights each: the names and counts of Qwen3-30B-A3B. Like the checkpoint, this model has one
+Linear per expert and projection; the transformers model fuses the experts of a layer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FILE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model is; the defaults give 18,867 tensors and 0.92 GB in bf16."""
+    """The size of the model. The defaults give 18,867 tensors and 0.92 GB in bf16."""
 
     layers: int = 48
     experts: int = 128
@@ -41,7 +41,7 @@ class Size:
 
 
 class Linear(nn.Linear):
-    """Without a bias or initial values: filling what is on meta would take half of the time in which the model is made."""
+    """No bias and no initial values: initializing on meta would take half of the construction time."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -101,7 +101,7 @@ class Model(nn.Module):
 
 
 def meta_model(size: Size) -> nn.Module:
-    """On meta, in bf16, not sharded."""
+    """The model on meta, in bf16, unsharded."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -112,37 +112,37 @@ def meta_model(size: Size) -> nn.Module:
 
 
 def sharded_model(size: Size) -> nn.Module:
-    """On meta, FSDP2 over the whole job, one group a layer."""
+    """The model on meta, sharded by FSDP2 over the whole job, one group per layer."""
     with collector.paused():
         model = meta_model(size)
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-    gc.collect()  # so that what was made is not walked once more while something is timed
+    gc.collect()  # so that no collection runs during a timed section
     return model
 
 
 class MetaModel:
-    """A sharded model on meta that is put back there after a load, in a quarter of the time that making another takes."""
+    """A sharded model that is returned to meta after a load, in a quarter of the time that building another takes."""
 
     def __init__(self, size: Size) -> None:
         self.model = sharded_model(size)
         self._meta = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
 
     def rewind(self) -> None:
-        """Gives the model new parameters on meta, and lets go of all that it had."""
-        # What autograd would keep for a parameter costs 100 us when it is swapped for one that has storage.
+        """Gives the model new parameters on meta and frees the old ones."""
+        # With autograd on, replacing a parameter by one with storage costs 100 us.
         with collector.paused(), torch.no_grad():
             self.model.load_state_dict(self._meta, assign=True)
             for parameter in fsdp_parameters(self.model):
-                # FSDP hears of the new parameters, but for meta keeps the storage of the old ones.
+                # FSDP picks up the new parameters, but for meta tensors keeps the storage of the old ones.
                 parameter._sharded_param_data = parameter.sharded_param.to_local().view(-1)
         gc.collect()
 
 
 def write_checkpoint(folder: Path, size: Size, seed: int) -> None:
-    """A safetensors file, every 8 bytes of it distinct from one seed to another, and the config of the transformers model that
-    has these names and shapes. Written as a stream: 0.9 GB need no 0.9 GB of memory."""
+    """Writes a safetensors file, with different bytes for each seed, and the config of the transformers model with these names
+    and shapes. Streams the data, to need little memory."""
     folder.mkdir(parents=True, exist_ok=True)
     state = meta_model(size).state_dict()
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -162,13 +162,13 @@ def write_checkpoint(folder: Path, size: Size, seed: int) -> None:
         step = 16 << 20
         for begin in range(0, offset, step):
             data = torch.randint(0, 256, (min(step, offset - begin),), dtype=torch.uint8, generator=generator)
-            data[1::2] &= 0x3F  # no NaN: the exponent's high bit stays clear
+            data[1::2] &= 0x3F  # avoids NaN: the high bit of the exponent stays clear
             file.write(data.numpy().data)
     (folder / "config.json").write_text(json.dumps(library_config(size)))
 
 
 def library_config(size: Size) -> dict[str, object]:
-    """config.json of the transformers model that this checkpoint fits: Qwen3-MoE, whose experts are fused in memory."""
+    """config.json of the transformers model for this checkpoint: Qwen3-MoE, which fuses experts in memory."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16",
         "vocab_size": size.vocabulary, "hidden_size": size.hidden, "num_hidden_layers": size.layers,
@@ -180,7 +180,7 @@ def library_config(size: Size) -> dict[str, object]:
 
 
 def full_tensors(folder: Path) -> dict[str, Tensor]:
-    """The checkpoint's full tensors, memory-mapped; read without epload."""
+    """The full tensors of the checkpoint, memory-mapped; does not use epload."""
     path = folder / FILE
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -196,7 +196,7 @@ def full_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def plan_buckets(folder: Path, size: Size, nodes: Sequence[Sequence[int]], readers: str) -> tuple[list[int], int]:
-    """Bytes of each bucket of epload's plan for a checkpoint, and how many move together. Needs no process group."""
+    """Bytes of each bucket in epload's plan for a checkpoint, and buckets per wave. Needs no process group."""
     manifest = Checkpoint.open(folder).manifest
     wave, per_wave = waves(manifest.nbytes, nodes, readers)
     plan = make_plan(manifest, collect(meta_model(size)), Mapping(), wave // per_wave)
@@ -204,7 +204,7 @@ def plan_buckets(folder: Path, size: Size, nodes: Sequence[Sequence[int]], reade
 
 
 def _fused(full: dict[str, Tensor], name: str) -> Tensor:
-    """A weight of the transformers model: all experts of a layer stacked, gate over up."""
+    """A weight of the transformers model: the stacked experts of a layer, gate above up."""
     if name in full:
         return full[name]
     layer, _, leaf = name.rpartition(".")
@@ -216,7 +216,7 @@ def _fused(full: dict[str, Tensor], name: str) -> Tensor:
 
 
 class Reference:
-    """What one rank's shards of a checkpoint have to be."""
+    """The expected shards of one rank."""
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
         self.full = full_tensors(folder)
@@ -224,7 +224,7 @@ class Reference:
         self._shards: dict[tuple[str, int], Tensor] = {}
 
     def shard(self, name: str, dim: int) -> Tensor:
-        """The rank's torch.chunk of a tensor along the sharded dim; made once, of tensors that the checkpoint has as they are."""
+        """The rank's torch.chunk of a tensor along the sharded dim. Cached for tensors that the checkpoint has unchanged."""
         kept = self._shards.get((name, dim))
         if kept is None:
             whole = self.whole(name)
@@ -239,7 +239,7 @@ class Reference:
 
 
 def wrong_shards(model: nn.Module, reference: Reference) -> list[str]:
-    """Names whose local shard is not, bit for bit, the checkpoint's."""
+    """Names of parameters whose local shard differs from the checkpoint in any bit."""
     wrong = []
     with torch.no_grad():
         for name, parameter in model.state_dict(keep_vars=True).items():

@@ -1,9 +1,9 @@
-"""Loads a real Mixture-of-Experts checkpoint into an FSDP2 model over two emulated nodes, and proves that it is right.
+"""Loads a Mixture-of-Experts checkpoint into an FSDP2 model on two emulated nodes, and checks the result.
 
     make demo                       # or: python examples/demo.py, in an environment with epload and transformers
 
-Writes a small Qwen3-MoE checkpoint with the transformers library, starts 4 ranks as 2 nodes x 2 under torchrun, loads the
-checkpoint into a model that was built on meta and sharded, and compares logits with those of the whole model in one process.
+Writes a small Qwen3-MoE checkpoint with transformers, starts 4 ranks as 2 nodes x 2 under torchrun, loads the checkpoint into a
+model that was built on meta and sharded, and compares its logits with those of the unsharded model in one process.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def prompt() -> Tensor:
 
 
 def prepare(folder: Path) -> None:
-    """Writes the checkpoint and the logits that the whole model gives in this one process."""
+    """Writes the checkpoint and the logits of the unsharded model in this process."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # as on the ranks: the order of a sum's terms depends on it
+    torch.set_num_threads(1)  # as on the ranks; the summation order depends on it
     AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).save_pretrained(folder, max_shard_size="40MB")
     whole = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     with torch.no_grad():
@@ -60,7 +60,7 @@ def sharded_model() -> nn.Module:
 
 
 def broadcast_each_parameter(model: nn.Module, whole: dict[str, Tensor]) -> None:
-    """What loaders commonly do once the first rank has the whole model in memory: one broadcast and one slicing each."""
+    """Fills the model as loaders commonly do: rank 0 has all weights, and broadcasts one parameter at a time."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
@@ -78,34 +78,34 @@ def run(folder: Path) -> None:
     with torch.no_grad():
         logits = model(prompt()).logits
     expected = torch.load(folder / "logits.pt")
-    same = bool(torch.equal(logits, expected))
-    verdicts: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(verdicts, same)
+    equal: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(equal, torch.equal(logits, expected))
 
     dist.barrier()
-    began = time.perf_counter()
+    start = time.perf_counter()
     loader.load(model, folder)
     dist.barrier()
-    ours = time.perf_counter() - began
+    reload_seconds = time.perf_counter() - start
     whole = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict() if rank == 0 else {}
     broadcast_each_parameter(model, whole)
     dist.barrier()
-    began = time.perf_counter()
+    start = time.perf_counter()
     broadcast_each_parameter(model, whole)
     dist.barrier()
-    theirs = time.perf_counter() - began
+    broadcast_seconds = time.perf_counter() - start
 
     if rank == 0:
         parameters = sum(1 for _ in model.parameters())
-        print(f"\nfrom meta, as seen by rank 0:\n{report}\n")
-        print(f"again, everything warm: {ours:.3f} s  epload, {report.tensors} checkpoint tensors from disk cache")
+        print(f"\nload from meta, report of rank 0:\n{report}\n")
+        print(f"reload: {reload_seconds:.3f} s for {report.tensors} checkpoint tensors from the page cache")
         print(
-            f"{theirs:29.3f} s  one broadcast each for {parameters} parameters already in memory ({theirs / ours:.1f}x)"
+            f"one broadcast per parameter: {broadcast_seconds:.3f} s for {parameters} parameters already in memory "
+            f"({broadcast_seconds / reload_seconds:.1f}x)"
         )
-        print(f"logits equal to the single-process model's, on each of 4 ranks: {verdicts}")
+        print(f"logits equal to those of the unsharded model, per rank: {equal}")
     dist.destroy_process_group()
-    if not all(verdicts):
-        sys.exit("the sharded model's logits differ from the single-process model's")
+    if not all(equal):
+        sys.exit("the logits of the sharded model differ from those of the unsharded model")
 
 
 def main() -> None:
@@ -116,7 +116,7 @@ def main() -> None:
         prepare(Path(folder))
         files = sorted(Path(folder).glob("*.safetensors"))
         megabytes = sum(file.stat().st_size for file in files) / 1e6
-        print(f"a Qwen3-MoE checkpoint of {megabytes:.0f} MB in {len(files)} files, 4 ranks as nodes {NODES}")
+        print(f"Qwen3-MoE checkpoint of {megabytes:.0f} MB in {len(files)} files, 4 ranks as nodes {NODES}")
         environment = {**os.environ, "EPLOAD_DEMO": folder, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", __file__]
         sys.exit(subprocess.run(torchrun, env=environment).returncode)

@@ -1,14 +1,14 @@
-"""The loaders that are compared. A file in this folder is a peer; nothing else has to be told of it.
+"""The loaders under comparison. Each file in this folder is a peer; there is no other registration.
 
 A peer defines ``load(job)``, which fills ``job.model`` from the checkpoint ``job.file`` (or ``job.folder``) on every rank, and
 
-    TITLE = "what tables call it"        # the file's name by default
-    CASES = ("meta", "reload")           # the default; "library" is a transformers model, which load then makes and returns
-    MODES = {"mode": {keyword: value}}   # if one file is several peers: load(job, keyword=value)
-    MODE_CASES = {"mode": ("reload",)}   # of a mode that is not for all of CASES
+    TITLE = "title in tables"            # defaults to the file name
+    CASES = ("meta", "reload")           # the default; in "library", load builds and returns a transformers model
+    MODES = {"mode": {keyword: value}}   # several peers in one file: load(job, keyword=value)
+    MODE_CASES = {"mode": ("reload",)}   # for a mode that supports only some of CASES
 
-``with job.phase("read"):`` and ``with job.phase("slice"):`` tell phases apart where the peer can. ``job.keep`` is a dict that
-lasts from one load to the next. What raises, hangs or cannot be imported is shown as such and stops nothing else.
+``with job.phase("read"):`` and ``with job.phase("slice"):`` time phases, where a peer can separate them. ``job.keep`` is a dict
+that persists between loads. A peer that raises, hangs or cannot be imported is reported and does not affect the others.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import epload
 
 @dataclass
 class Job:
-    """One load, as a peer sees it. Collective over all ranks."""
+    """One load, as passed to a peer. Collective over all ranks."""
 
     model: nn.Module
-    """Sharded by FSDP2, one group a layer: on meta, or filled with zeros (``case`` is "reload")."""
+    """Sharded by FSDP2, one group per layer; on meta, or filled with zeros if ``case`` is "reload"."""
     case: str
     folder: Path
-    """Of the checkpoint: model.safetensors and config.json."""
+    """The checkpoint: model.safetensors and config.json."""
     rank: int
     topology: epload.Topology
     keep: dict[str, Any]
@@ -54,7 +54,7 @@ class Job:
         self.phases[name] = self.phases.get(name, 0.0) + perf_counter() - began
 
     def materialize(self) -> None:
-        """As most loaders do."""
+        """Calls ``to_empty``, as most loaders do."""
         if next(self.model.parameters()).is_meta:
             with self.phase("materialize"):
                 self.model.to_empty(device="cpu")
@@ -73,12 +73,12 @@ class Peer:
 
 
 def names() -> list[str]:
-    """Of all files of this folder."""
+    """The names of all files in this folder."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def find(name: str) -> list[Peer]:
-    """The peers of one file. Raises ImportError if what it compares with is not installed."""
+    """The peers in one file. Raises ImportError if the library it uses is not installed."""
     module = importlib.import_module(f"{__name__}.{name}")
     title, cases = getattr(module, "TITLE", name), getattr(module, "CASES", ("meta", "reload"))
     modes = getattr(module, "MODES", None)

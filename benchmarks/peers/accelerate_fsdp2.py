@@ -1,4 +1,4 @@
-"""accelerate's fsdp2_load_full_state_dict, which gives the model new parameters (and so takes it on meta)."""
+"""accelerate's fsdp2_load_full_state_dict, which replaces the parameters, so the model must be on meta."""
 
 from types import SimpleNamespace
 
@@ -14,5 +14,5 @@ CASES = ("meta",)
 def load(job: Job) -> None:
     with job.phase("read"):
         full = load_file(job.file) if job.rank == 0 else {}
-    accelerator = SimpleNamespace(is_main_process=job.rank == 0)  # all that the function asks of one
+    accelerator = SimpleNamespace(is_main_process=job.rank == 0)  # the only attribute the function uses
     fsdp2_load_full_state_dict(accelerator, job.model, full)

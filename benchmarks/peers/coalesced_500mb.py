@@ -1,4 +1,4 @@
-"""Batches of 500 MB through dist._broadcast_coalesced, and each rank's slice of what arrives."""
+"""Broadcasts batches of 500 MB with dist._broadcast_coalesced; each rank keeps its slices."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""epload into a transformers model, from nothing to a sharded model."""
+"""epload builds, shards and fills a transformers model."""
 
 import torch
 from torch import nn

@@ -20,13 +20,13 @@ MODES = {
     for algorithm in algorithms
 } | {"auto, a dict on rank 0": {"readers": "auto", "algorithm": "auto", "as_dict": True}}
 
-# From meta they differ in nothing but the transfer, which a reload shows.
+# Loads from meta differ only in the transfer, which reloads measure.
 _ONLY_RELOAD = ("one/flat", "one/striped", "partitioned/two_level", "partitioned/striped", "per_node/auto")
 MODE_CASES = dict.fromkeys(_ONLY_RELOAD, ("reload",))
 
 
 def load(job: Job, readers: str, algorithm: str, as_dict: bool = False, verify: str = "off") -> None:
-    """A loader keeps its buffers between reloads; a load from meta makes a new one."""
+    """Reloads reuse one loader and its buffers; each load from meta creates a new loader."""
     checkpoint: Any = job.folder
     if as_dict:
         with job.phase("read"):

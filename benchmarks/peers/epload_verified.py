@@ -1,4 +1,4 @@
-"""epload with bytes checked on the way, and shards proven afterwards."""
+"""epload with bucket checksums or shard verification."""
 
 from peers.epload_modes import MODES as PLAIN
 from peers.epload_modes import load

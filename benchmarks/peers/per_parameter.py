@@ -7,7 +7,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from peers import Job
 
-TITLE = "one broadcast + distribute_tensor a parameter"
+TITLE = "broadcast + distribute_tensor per parameter"
 
 
 def load(job: Job) -> None:

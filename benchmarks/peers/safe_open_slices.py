@@ -5,7 +5,7 @@ from safetensors import safe_open
 
 from peers import Job, local_slice
 
-TITLE = "safe_open, each rank its slices"
+TITLE = "safe_open, each rank reads its slices"
 
 
 def load(job: Job) -> None:

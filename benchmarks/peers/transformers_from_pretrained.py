@@ -1,4 +1,4 @@
-"""transformers' own sharded loading: from_pretrained with a DistributedConfig, from nothing to a sharded model."""
+"""transformers builds, shards and fills its own model: from_pretrained with a DistributedConfig."""
 
 import torch
 import torch.distributed as dist

@@ -35,5 +35,5 @@ def test_per_node_is_as_slow_as_the_slowest_node() -> None:
 
 def test_the_choice_in_a_sentence() -> None:
     sentence = costs.describe_choice("every", {"every": 0.824, "one": 21.06}, "why not")
-    assert sentence == "chose every: predicted 0.82 s, one 21 s (why not)"
-    assert costs.describe_choice("one", {}, "no other way") == "chose one (no other way)"
+    assert sentence == "auto -> every: predicted 0.82 s, one 21 s (why not)"
+    assert costs.describe_choice("one", {}, "no other way") == "auto -> one (no other way)"
