@@ -6,8 +6,6 @@ That they are right for the rows of every read is seen there, in test_region_rea
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +13,6 @@ import torch
 from epload.core import dtypes
 from epload.native import ops
 from support.region_reads import BF16, F32, Files, Row, table_of
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Iterator[Files]:
-    made = Files(tmp_path)
-    yield made
-    made.close()
 
 
 def test_digests_read_each_byte_once(files: Files) -> None:

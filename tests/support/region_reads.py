@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -139,13 +138,6 @@ def same_storage(tensor: Tensor) -> Tensor:
     """The same view of a copy of the whole storage, so that bytes around the view are compared too."""
     whole = storage_of(tensor).clone().view(tensor.dtype)
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Iterator[Files]:
-    made = Files(tmp_path)
-    yield made
-    made.close()
 
 
 F32, BF16 = torch.float32, torch.bfloat16
