@@ -11,7 +11,6 @@ PACKAGE = TESTS.parent / "python" / "epload"
 FILES_PER_PACKAGE, LINES_PER_FILE, LINES_PER_FUNCTION = 12, 400, 60
 
 
-
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
