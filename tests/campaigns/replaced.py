@@ -37,6 +37,8 @@ from epload import HierarchicalLoader, Topology
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.state_dict import StateDictCheckpoint
+from epload.loading import run as run_module
+from epload.loading.run import LoadRun
 from epload.verify.proof import Proof
 from support import ranks
 
@@ -220,9 +222,9 @@ def _meanwhile(run: Run, rank: int, action: Callable[[], None]) -> Iterator[_Onc
         "after opening": [(Checkpoint, "open")],
         "before joining": [(Checkpoint, "join")],
         "read": [(kind, name) for kind in _READ for name in ("fill", "read_regions")],
-        "before proof": [(HierarchicalLoader, "_prove")],
+        "before proof": [(LoadRun, "_prove")],
         "in proof": [(Proof, "_expected")],
-        "at the end": [(HierarchicalLoader, "_initialize")],
+        "at the end": [(run_module, "fill_missing")],
     }[run.moment]
     with ExitStack() as stack:
         for owner, name in places:

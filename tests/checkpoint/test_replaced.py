@@ -23,6 +23,7 @@ from epload import Checkpoint, CheckpointError, HierarchicalLoader
 from epload.checkpoint import local_store
 from epload.checkpoint.local_store import LocalFile
 from epload.checkpoint.state_dict import StateDictCheckpoint
+from epload.loading.run import LoadRun
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
 
@@ -80,7 +81,7 @@ def test_the_error_says_what_has_changed(change: str, tmp_path: Path) -> None:
 
     model.register_buffer("scratch", torch.zeros(2), persistent=False)
     with (
-        mock.patch.object(HierarchicalLoader, "_initialize", hook),
+        mock.patch("epload.loading.run.fill_missing", hook),
         pytest.raises(
             CheckpointError, match=rf"{re.escape(str(path))} {said}.*while it was loaded.*partly overwritten"
         ),
@@ -132,14 +133,14 @@ def test_a_file_is_opened_once(tmp_path: Path) -> None:
 def test_a_proof_reads_what_lies_at_the_path(tmp_path: Path) -> None:
     """Another file with the same bytes, renamed over the one that was read."""
     model, path = _small(tmp_path)
-    prove = HierarchicalLoader._prove
+    prove = LoadRun._prove
 
     def hook(*arguments: Any) -> None:
         write(path, path.read_bytes(), "rename")
         prove(*arguments)
 
     with (
-        mock.patch.object(HierarchicalLoader, "_prove", hook),
+        mock.patch.object(LoadRun, "_prove", hook),
         pytest.raises(CheckpointError, match="was replaced by another file"),
     ):
         _loader(verify="full").load(model, path)

@@ -79,7 +79,7 @@ def _inv_freq(rank: int) -> list[str]:
         (
             lambda: Rotary() if rank == 1 else meta(lambda: Rotary().bfloat16()),
             epload.ManifestMismatch,
-            "buffer inv_freq is",
+            "expected buffer inv_freq to be the same on every rank",
         ),
     ):
         model = make()

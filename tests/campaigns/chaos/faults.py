@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 
-from epload import HierarchicalLoader
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.cluster.groups import Group
 from epload.control.control import Control
@@ -225,7 +224,7 @@ def broken(fault: Fault, path: Path, calls: int, timeout: float, mbit: int) -> I
         if fault.kind == "full disk":
             stack.enter_context(mock.patch.object(shared_memory, "_make", full_disk))
         if fault.kind == "hook":
-            stack.enter_context(mock.patch.object(HierarchicalLoader, "_initialize", bad_hook))
+            stack.enter_context(mock.patch("epload.loading.run.fill_missing", bad_hook))
         yield moments
 
 
