@@ -323,7 +323,7 @@ def cannot_start_the_transfer(rank: int) -> tuple[Raised, list[str]]:
     start = threading.Thread.start
 
     def some(self: threading.Thread) -> None:
-        if self.name == "epload-relay":
+        if self.name == "epload-move":
             raise RuntimeError("can't start new thread")
         start(self)
 
@@ -336,5 +336,5 @@ def cannot_start_the_transfer(rank: int) -> tuple[Raised, list[str]]:
 
 def test_a_rank_without_threads_for_the_transfer_fails_the_load_for_all() -> None:
     said = ranks.run(4, cannot_start_the_transfer, limit=80)
-    check([first for first, _ in said], "cannot start thread epload-relay", "ulimit -u")
+    check([first for first, _ in said], "cannot start thread epload-move", "ulimit -u")
     assert [bad for _, bad in said] == [[]] * 4
