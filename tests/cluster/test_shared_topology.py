@@ -130,7 +130,7 @@ def large_lists(rank: int) -> str:
 def test_a_mismatch_of_lists_larger_than_a_value_of_the_store() -> None:
     said = ranks.run(2, large_lists, tcp=True, limit=100)
     assert said[0] == said[1]
-    assert "rank 0 has 50000 tensors but rank 1 has 50001" in said[0]
+    assert "rank 0 has 50000 tensors and rank 1 has 50001" in said[0]
 
 
 @contextmanager

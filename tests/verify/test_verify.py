@@ -83,9 +83,9 @@ def flips_on_the_way(active: bool) -> Iterator[None]:
     done = not active
 
     def then_flip(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             nonlocal done
-            result = inner(*args)
+            result = inner(*args, **options)
             data = args[0][0] if isinstance(args[0], list) else args[0]
             if not done and bytes(data[:8].tolist()) == b"epload01":
                 flip(data[HEADER_BYTES:])
