@@ -246,13 +246,14 @@ std::int64_t hand_over(const py::list& tensors) {
 }
 
 bool all_empty(const py::list& containers) {
-  const auto count = containers.size();
-  PyObject* const* const items = PySequence_Fast_ITEMS(containers.ptr());
-  for (std::size_t i = 0; i < count; ++i) {
-    if (i + AHEAD < count) {
+  for (std::size_t i = 0; i < containers.size(); ++i) { // __len__ may run code that shrinks the list
+    PyObject* const* const items = PySequence_Fast_ITEMS(containers.ptr());
+    if (i + AHEAD < containers.size()) {
       __builtin_prefetch(items[i + AHEAD]);
     }
-    const auto size = PyDict_Check(items[i]) ? PyDict_GET_SIZE(items[i]) : PyObject_Size(items[i]);
+    const auto container = py::reinterpret_borrow<py::object>(items[i]);
+    const auto size =
+        PyDict_Check(container.ptr()) ? PyDict_GET_SIZE(container.ptr()) : PyObject_Size(container.ptr());
     if (size < 0) {
       throw py::error_already_set();
     }

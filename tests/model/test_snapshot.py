@@ -297,6 +297,22 @@ def test_the_contents_of_dicts_are_told_by_address_and_in_order() -> None:
         _C.all_empty([3])  # type: ignore[list-item]
 
 
+def test_a_list_that_shrinks_while_it_is_read() -> None:
+    """What is asked for its length may run any code."""
+    containers: list[Any] = []
+
+    class Emptying(list[int]):
+        def __len__(self) -> int:
+            containers.clear()
+            return 0
+
+    for place in (0, 20, 39):
+        containers[:] = [[] for _ in range(40)]
+        containers[place] = Emptying()
+        assert _C.all_empty(containers)
+        assert containers == []
+
+
 def test_a_model_in_the_place_of_a_dead_one_is_read_anew() -> None:
     model = Small()
     snapshot = snapshot_of(model)

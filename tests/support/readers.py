@@ -107,7 +107,7 @@ def misreported(report: LoadReport, nodes: Nodes, readers: str, algorithm: str, 
         way = readers
     elif kind == "dict" and sum(map(len, nodes)) > 1:
         way = "one"
-        if f"chose one: only rank {src}" not in report.reason:
+        if f"auto -> one: only rank {src}" not in report.reason:
             yield f"does not say why one: {report.reason!r}"
     else:
         way = "every"
@@ -229,7 +229,7 @@ def one_differs(rank: int, folder: Path, readers: str, odd: int = 3, device: str
         if readers == "auto":
             report = loader.load(model, path)
             said += [f"{what}: {text}" for text in wrong(model, state_for(1), where=device)]
-            if report.readers != "one" or "chose one: only rank 0" not in report.reason:
+            if report.readers != "one" or "auto -> one: only rank 0" not in report.reason:
                 said.append(f"{what}: {report.readers}, {report.reason}")
             continue
         failures[what] = outcome(lambda: loader.load(model, path))  # noqa: B023

@@ -15,7 +15,7 @@ from epload.errors import CheckpointError
 from epload.loading.request import Options, Request
 from epload.loading.routes import Router
 from epload.model.devices import Devices, check_backend, devices_of
-from epload.model.materialize import cpu_offloaded_ids
+from epload.model.materialize import cpu_offloaded_ids, fsdp_parameters
 from epload.model.snapshot import Snapshot
 from epload.model.targets import Targets, collect
 
@@ -75,7 +75,7 @@ class InputReader:
             targets, devices = known
         else:
             targets = collect(request.model, request.dtype, request.parts)
-            devices = devices_of(targets, cpu_offloaded_ids(request.model), stream)
+            devices = devices_of(targets, cpu_offloaded_ids(fsdp_parameters(request.model)), stream)
             if snapshot:
                 self.snapshot = Snapshot(request.model, targets, devices, asked)
         check_backend(self._topology.group, devices.load)

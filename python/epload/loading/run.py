@@ -121,7 +121,7 @@ class LoadRun:
         load, plan, topology = self._load, self._plan, self._topology
         readers, begin, why = self._options.readers, 0, ""
         if readers == "auto" and not load.all_read:
-            readers, why = "one", f"chose one: only rank {self._options.src} is known to have the checkpoint"
+            readers, why = "one", f"auto -> one: only rank {self._options.src} is known to have the checkpoint"
         elif readers == "auto":
 
             def trial(way: str) -> list[WaveMeasurement]:

@@ -7,7 +7,7 @@ path on others; both give equal models (tested).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -41,22 +41,28 @@ def materialize(model: nn.Module, targets: Targets, device: torch.device, privat
     dtypes = {id(tensor): dtype for tensor, dtype in zip(targets.tensors, targets.dtypes, strict=True)}
     if private is None:
         private = dtensor.private_path_available() and all(map(_can_be_built, targets.tensors))
-    offloaded = cpu_offloaded_ids(model)
+    fsdp_managed = fsdp_parameters(model)
+    offloaded = cpu_offloaded_ids(fsdp_managed)
 
     def device_of(tensor: Tensor) -> torch.device:
         on_cpu = id(tensor) in offloaded or (isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cpu")
         return torch.device("cpu") if on_cpu else device
 
-    (_materialize_private if private else _materialize_public)(model, dtypes, device_of)
+    if private:
+        _materialize_private(model, dtypes, device_of)
+        for parameter in fsdp_managed:
+            parameter.reset_sharded_param()
+    else:
+        _materialize_public(model, dtypes, device_of)
     # Plain parameters and buffers are new objects; look them up by name.
     if any(t.is_meta for t in targets.tensors):
         state = model.state_dict(keep_vars=True)
         targets.tensors[:] = [state[name] for name in targets.names]
 
 
-def cpu_offloaded_ids(model: nn.Module) -> set[int]:
-    """The ids of the parameters that FSDP keeps on the CPU (CPUOffloadPolicy)."""
-    return {id(parameter.sharded_param) for parameter in fsdp_parameters(model) if parameter.offload_to_cpu}
+def cpu_offloaded_ids(fsdp_managed: Iterable[Any]) -> set[int]:
+    """The ids of those :func:`fsdp_parameters` that FSDP keeps on the CPU (CPUOffloadPolicy)."""
+    return {id(parameter.sharded_param) for parameter in fsdp_managed if parameter.offload_to_cpu}
 
 
 def fsdp_parameters(model: nn.Module) -> list[Any]:
@@ -132,8 +138,6 @@ def _materialize_private(model: nn.Module, dtypes: dict[int, torch.dtype], devic
                     buffers[id(buffer)] = _empty_buffer(buffer, device_of(buffer))
                 replaced.append(buffer)
                 module._buffers[name] = buffers[id(buffer)]
-    for parameter in fsdp_parameters(model):
-        parameter.reset_sharded_param()
 
 
 def _empty(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

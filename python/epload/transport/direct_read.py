@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from epload.errors import LoadError
 from epload.planning.waves import Wave
 from epload.transport.context import TransferContext
 from epload.transport.framing import list_numbers
@@ -27,6 +28,7 @@ class DirectRead:
         self._sink = sink
         self._buffer = buffer
         self.broken = False
+        """Whether it was interrupted, so that the buffers may still be in use."""
 
     def run(self, bar: tqdm[Any]) -> None:
         """``bar`` counts bytes.
@@ -45,6 +47,8 @@ class DirectRead:
                     context.report.phases["read"].nbytes += nbytes
                     context.control.progress += nbytes
                     bar.update(sum(context.plan.buckets[number].nbytes for number in wave.numbers))
+        except LoadError:  # a checkpoint that cannot be read, or another rank's failure: what was queued is in order
+            raise
         except BaseException:
             self.broken = True
             raise

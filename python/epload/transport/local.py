@@ -132,7 +132,7 @@ class _BoundReads:
 
 
 class _Readable:
-    """See ``safetensors_file.Readable``."""
+    """See ``byte_store.Readable``."""
 
     def __init__(self, gathered: ops.Gathered, reads: _BoundReads) -> None:
         self.origins = reads.taken.origins

@@ -110,16 +110,16 @@ class UploadSink:
         total = 0
         for number in numbers:
             on_cpu, on_device = self._local.regions(number).by_device()
-            for regions, on_its_way in ((on_cpu, False), (on_device, True)):
+            for regions, uploads in ((on_cpu, False), (on_device, True)):
                 if not regions.targets:
                     continue
-                into = self._pinned_for(regions) if on_its_way else regions
+                into = self._pinned_for(regions) if uploads else regions
                 with self._report.timed("read"):
                     nbytes = checkpoint.read_regions(into)
                 if nbytes is None:
                     return None
                 total += nbytes
-                if on_its_way:
+                if uploads:
                     self._upload(regions)
         return total
 

@@ -42,7 +42,7 @@ class BucketClaims(NamedTuple):
     table: Tensor
     """A copy table of the regions; column 0 is the code of the shard's dtype."""
     origins: Tensor
-    """See ``plan.Bucket.origins``."""
+    """See ``buckets.Bucket.origins``."""
     claims: list[Claim]
 
     def mismatches(self, expected: Tensor, digests: Mapping[int, Tensor]) -> list[tuple[int, int]]:
