@@ -252,8 +252,7 @@ bool all_empty(const py::list& containers) {
       __builtin_prefetch(items[i + AHEAD]);
     }
     const auto container = py::reinterpret_borrow<py::object>(items[i]);
-    const auto size =
-        PyDict_Check(container.ptr()) ? PyDict_GET_SIZE(container.ptr()) : PyObject_Size(container.ptr());
+    const auto size = PyDict_Check(container.ptr()) ? PyDict_GET_SIZE(container.ptr()) : PyObject_Size(container.ptr());
     if (size < 0) {
       throw py::error_already_set();
     }
