@@ -1,4 +1,4 @@
-# Every target makes the environment it needs. PYTHON, TORCH and VENV can be given: make test TORCH=torch==2.14.0 VENV=.venv-2.14
+# Every target creates the environment it needs. Set PYTHON, TORCH and VENV to override: make test TORCH=torch==2.14.0 VENV=.venv-2.14
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
@@ -15,6 +15,7 @@ SEED ?= 0
 CHAOS_SECONDS ?= inf
 FUZZ_SECONDS ?= 600
 WORKERS ?= 1
+TEST_WORKERS ?= 2
 RUNS ?= 100
 LINKS ?=
 
@@ -23,9 +24,9 @@ OLDEST ?= torch==2.11.0
 NEWEST ?= torch==2.15.0
 TORCH_NPU ?= torch-npu==2.13.0
 
-.PHONY: help build test test-smoke test-oldest test-newest test-npu lint format demo chaos census fuzz replaced sanitize bench bench-quick bench-net bench-net-quick simulate gpu-check clean
+.PHONY: help build test test-smoke test-oldest test-newest test-npu lint format demo chaos census fuzz replaced sanitize bench bench-quick bench-net bench-net-quick bench-control simulate gpu-check clean
 
-help: ## this list
+help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
 
 $(VENV)/ready: requirements-dev.txt
@@ -39,21 +40,22 @@ $(VENV)/built: $(VENV)/ready $(NATIVE) CMakeLists.txt setup.py pyproject.toml
 	$(RUN)/pip install --quiet --no-build-isolation --no-deps -e .
 	touch $@
 
-build: $(VENV)/built ## the environment, and epload built into it
+build: $(VENV)/built ## create the environment and build epload into it
 
-test: build ## the whole test suite
-	$(RUN)/python -m pytest
+# A file stays on one worker, which starts its processes once; in the order of collection, which ends with short files.
+test: build ## run the whole test suite with TEST_WORKERS=2
+	$(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Not an editable install, which would replace the libraries in python/epload that another torch uses.
-test-smoke: $(VENV)/ready ## the tests of tests/smoke.txt with TORCH, in VENV; without CUDA kernels
+test-smoke: $(VENV)/ready ## run the tests listed in tests/smoke.txt with TORCH in VENV, without CUDA kernels
 	EPLOAD_CUDA=0 PATH="$(abspath $(RUN)):$$PATH" \
 	  $(RUN)/pip install --quiet --force-reinstall --no-build-isolation --no-deps .
 	$(RUN)/python -m pytest @tests/smoke.txt
 
-test-oldest: ## test-smoke with the oldest torch that is supported, in an environment of its own
+test-oldest: ## run test-smoke with the oldest supported torch, in its own environment
 	$(MAKE) test-smoke TORCH="$(OLDEST)" VENV=$(VENV)-oldest
 
-test-newest: ## test-smoke with the newest
+test-newest: ## run test-smoke with the newest supported torch, in its own environment
 	$(MAKE) test-smoke TORCH="$(NEWEST)" VENV=$(VENV)-newest
 
 $(VENV)-npu/ready:
@@ -63,19 +65,19 @@ $(VENV)-npu/ready:
 	$(VENV)-npu/bin/pip install --quiet --no-deps "$(TORCH_NPU)"
 	touch $@
 
-test-npu: $(VENV)-npu/ready ## the Ascend part with the real torch_npu over a fake CANN, in an environment of its own
+test-npu: $(VENV)-npu/ready ## test the Ascend backend with the real torch_npu over a fake CANN, in its own environment
 	EPLOAD_NPU=1 EPLOAD_CUDA=0 PATH="$(abspath $(VENV)-npu/bin):$$PATH" \
 	  $(VENV)-npu/bin/pip install --quiet --force-reinstall --no-build-isolation --no-deps .
 	cd tests/npu && $(abspath $(VENV)-npu/bin/python) -m pytest --confcutdir . --override-ini testpaths=. --override-ini pythonpath=.
 
-lint: $(VENV)/ready ## ruff, mypy (strict, on python/), the order of the packages, and clang-format
+lint: $(VENV)/ready ## run ruff, mypy (strict, on python/), the import-order check and clang-format
 	$(RUN)/ruff check $(SOURCES)
 	$(RUN)/ruff format --check $(SOURCES)
 	$(RUN)/mypy
 	PYTHONPATH=python $(RUN)/lint-imports --no-cache
 	$(RUN)/clang-format --dry-run --Werror $(NATIVE) $(FAKES)
 
-format: $(VENV)/ready ## rewrite the sources as lint wants them
+format: $(VENV)/ready ## format the sources and apply lint fixes
 	$(RUN)/ruff check --fix $(SOURCES)
 	$(RUN)/ruff format $(SOURCES)
 	$(RUN)/clang-format -i $(NATIVE) $(FAKES)
@@ -83,19 +85,19 @@ format: $(VENV)/ready ## rewrite the sources as lint wants them
 demo: build ## load a Mixture-of-Experts checkpoint over two emulated nodes
 	$(RUN)/python examples/demo.py
 
-chaos: build ## FAULTS=300 seeded faults from SEED=0 on, on 4 ranks, each judged; LINKS=1: over shaped links, as root
+chaos: build ## inject FAULTS=300 seeded faults, starting at SEED=0, on 4 ranks and check each outcome; LINKS=1 shapes the links (root)
 	$(CAMPAIGN).chaos --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS) $(if $(LINKS),--links)
 
-census: build ## every class of the installed transformers that builds from a shrunken config, loaded and judged; WORKERS=1
+census: build ## load and check every class of the installed transformers that builds from a reduced config; WORKERS=1
 	$(CAMPAIGN).census --workers $(WORKERS)
 
-fuzz: build ## hostile input for FUZZ_SECONDS=600: hypothesis, and AFL++ where it is installed
+fuzz: build ## fuzz the parsers for FUZZ_SECONDS=600 with hypothesis, and with AFL++ if installed
 	$(CAMPAIGN).fuzz --seconds $(FUZZ_SECONDS)
 
-replaced: build ## RUNS=100 loads from SEED=0 on whose checkpoint is replaced meanwhile: each right, or refused on every rank
+replaced: build ## run RUNS=100 loads, starting at SEED=0, whose checkpoint is replaced during the load; each must be correct or fail on every rank
 	$(CAMPAIGN).replaced --runs $(RUNS) --seed $(SEED)
 
-sanitize: build ## the native code under AddressSanitizer with UBSan, and under ThreadSanitizer
+sanitize: build ## run the native tests under AddressSanitizer with UBSan, and under ThreadSanitizer
 	$(CPP)/build.sh $(RUN)/python build/native/address test_native.cpp -fsanitize=address,undefined -fno-sanitize-recover=all
 	build/native/address $(CPP)/corpus
 	$(CPP)/build.sh $(RUN)/python build/native/thread test_native.cpp -fsanitize=thread
@@ -109,25 +111,28 @@ $(BENCH_VENV)/built: benchmarks/requirements.txt $(NATIVE) CMakeLists.txt setup.
 	$(BENCH)/pip install --quiet -e .
 	touch $@
 
-bench: $(BENCH_VENV)/built ## every loader, over loopback; tables and plots into docs/
+bench: $(BENCH_VENV)/built ## benchmark every loader over loopback; writes tables and plots to docs/
 	$(BENCH)/python benchmarks/bench_load.py --docs
 	$(BENCH)/python benchmarks/bench_few.py --docs
 
-bench-quick: $(BENCH_VENV)/built ## the same on a twelfth of the tensors, into benchmarks/results/; under 10 minutes
+bench-quick: $(BENCH_VENV)/built ## the same with a twelfth of the tensors; writes to benchmarks/results/; under 10 minutes
 	$(BENCH)/python benchmarks/bench_load.py --quick
 
-bench-net: $(BENCH_VENV)/built ## over shaped links, as root; then the simulator; tables and plots into docs/
+bench-net: $(BENCH_VENV)/built ## benchmark over shaped links (root), then simulate; writes tables and plots to docs/
 	$(BENCH)/python benchmarks/bench_net.py --docs
 	$(BENCH)/python benchmarks/simulate.py --docs
 
-bench-net-quick: $(BENCH_VENV)/built ## the same with 2 and 4 nodes and 80 MB, as root, into benchmarks/results/
+bench-net-quick: $(BENCH_VENV)/built ## the same with 2 and 4 nodes and 80 MB (root); writes to benchmarks/results/
 	$(BENCH)/python benchmarks/bench_net.py --quick
 
-simulate: $(BENCH_VENV)/built ## the simulator alone, from the numbers in docs/; seconds
+bench-control: $(BENCH_VENV)/built ## benchmark the control plane with 4 to 512 ranks; tables and a plot into docs/
+	$(BENCH)/python benchmarks/bench_control.py --docs
+
+simulate: $(BENCH_VENV)/built ## run the simulator alone on the measurements in docs/; takes seconds
 	$(BENCH)/python benchmarks/simulate.py --docs
 
-gpu-check: ## on a machine with an NVIDIA GPU: build, test, sanitize, trace and measure with PYTHON's own torch
+gpu-check: ## on a machine with an NVIDIA GPU: build, test, sanitize, trace and benchmark with PYTHON's own torch
 	$(PYTHON) benchmarks/gpu_check.py
 
-clean: ## remove builds and the environment
+clean: ## remove build outputs and environments
 	rm -rf build dist $(VENV) $(VENV)-npu $(VENV)-oldest $(VENV)-newest $(BENCH_VENV) python/epload/*.so python/*.egg-info

@@ -32,7 +32,7 @@ from tables import Table, provenance, seconds, times, write
 from workload import Size, meta_model, plan_buckets
 
 ROOT = Path(__file__).parents[1]
-RATES = ("link", "read", "store")
+RATES = ("link", "read")
 
 
 def main() -> None:

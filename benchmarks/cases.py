@@ -20,7 +20,6 @@ from workload import FILE, MetaModel, Reference, Size, meta_model, sharded_model
 
 PIECE = 16 << 20
 """Bytes per message when measuring a link, and per read when measuring reads."""
-STORE_KEYS = 1000
 
 
 @dataclass
@@ -178,7 +177,7 @@ class Materialize:
 
 
 class Rates:
-    """Measures the simulator's inputs, each alone: a link, reads by all ranks at once, the store."""
+    """Measures the simulator's inputs, each alone: a link, and reads by all ranks at once."""
 
     def __init__(self, bench: Bench, case: str, entries: list[str]) -> None:
         self.bench = bench
@@ -186,7 +185,7 @@ class Rates:
         self.target = torch.ones(PIECE, dtype=torch.uint8)
 
     def prepare(self, entry: str) -> Callable[[], None]:
-        return {"link": self._link, "read": self._read, "store": self._store}[entry]
+        return {"link": self._link, "read": self._read}[entry]
 
     def _link(self) -> None:
         """The leader of every second node sends to the leader of the next node."""
@@ -203,15 +202,6 @@ class Rates:
         with open(self.bench.folders[0] / FILE, "rb", buffering=0) as file:
             while file.readinto(self.buffer.numpy()):
                 pass
-
-    def _store(self) -> None:
-        """The cost of one more rank in an agreement round: sets and deletes a key, STORE_KEYS times."""
-        if self.bench.rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            for key in range(STORE_KEYS):
-                store.set(str(key), "x" * 64)
-            for key in range(STORE_KEYS):
-                store.delete_key(str(key))
 
     def wrong(self) -> list[str]:
         return []

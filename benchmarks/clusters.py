@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from epload.planning.costs import StoreRates
 from epload.planning.simulator import Cluster
 
 GBIT = 1e9 / 8
@@ -145,11 +146,11 @@ SOURCES = (
 )
 
 
-def cluster(node: Node, nodes: int, nics: int, storage: str, fixed: float, per_rank: float) -> Cluster:
-    """``fixed`` and ``per_rank`` are in seconds, as in :class:`Cluster`."""
+def cluster(node: Node, nodes: int, nics: int, storage: str, fixed: float, rounds: int, store: StoreRates) -> Cluster:
+    """``fixed``, ``rounds`` and ``store`` are those of :class:`Cluster`."""
     rank, one, everyones = STORAGES[storage]
     return Cluster(
         nodes=nodes, ranks=8, link=node.nic, links=nics, intra=node.intra, storage=one, storage_all=everyones,
         reader=rank, unpack=node.unpack, message=node.message, hop=node.hop, hop_inside=node.hop_inside,
-        fixed=fixed, per_rank=per_rank,
+        fixed=fixed, rounds=rounds, store=store,
     )  # fmt: skip

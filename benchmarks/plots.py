@@ -49,6 +49,31 @@ def load(results: Row, target: Path) -> None:
     plt.close(figure)
 
 
+def control(runs: list[Row], target: Path) -> None:
+    """Store operations of a rank and load, and seconds of a round and of the server's CPU, against the number of ranks."""
+    runs = [run for run in runs if run["ranks"] >= 8]
+    ranks = [run["ranks"] for run in runs]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for key, name in (("nobody_late", "all together"), ("one_late", "one rank late")):
+        left.plot(ranks, [run[key]["operations_per_rank"] for run in runs], marker="o", label=f"mean, {name}")
+        left.plot(ranks, [run[key]["operations_most"] for run in runs], marker="x", label=f"busiest rank, {name}")
+    left.set_ylabel("store operations of a rank and load")
+    right.plot(ranks, [run["nobody_late"]["round_s"] for run in runs], marker="o", label="a round, median")
+    right.plot(ranks, [run["nobody_late"]["round_least_s"] for run in runs], marker="o", label="a round, fastest")
+    right.plot(ranks, [run["nobody_late"]["server_cpu_s"] for run in runs], marker="x", label="server CPU of a load")
+    right.set_ylabel("seconds")
+    right.set_yscale("log")
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ranks, [str(count) for count in ranks])
+        axis.set_xlabel("ranks, in nodes of 8")
+        axis.set_ylim(bottom=0 if axis is left else None)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
 def net(results: Row, target: Path) -> None:
     """Seconds of each mode against the number of nodes and against bytes, and bytes over the busiest link."""
     sizes = sorted({run["nbytes"] for run in results["runs"]})

@@ -5,7 +5,7 @@
 
 Inputs for the testbed: the rates of one link and of reading, each measured alone; the measured planning time; and, from the
 smaller checkpoint of the same shape, the copy rate into shards and the time of a load outside its phases. Inputs for clusters:
-the numbers in clusters.py and, from the two result files, the planning time per tensor and the agreement time per rank.
+the numbers in clusters.py, the measured planning time per tensor, and the coefficients of agreement from bench_control.py.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import statistics
 from pathlib import Path
 
 import plots
-from cases import PIECE, STORE_KEYS
+from bench_control import FIRST_ROUNDS
+from cases import PIECE
 from clusters import MODELS, NODES, SOURCES, STORAGES, Model, Node, cluster
+from epload.planning.costs import StoreRates
 from epload.planning.simulator import Cluster, predict, traffic
 from summary import Row, median
 from tables import Table, seconds, write
 
 ROOT = Path(__file__).parents[1]
-ROUNDS = 6
-"""Agreement rounds in a first load: opening, groups, planning, buffers, materializing, the end."""
+ROUNDS = FIRST_ROUNDS
+"""Agreement rounds in a first load."""
 NAMES = {
     "tensor ring": "flat ring, one broadcast per tensor", "ring": "flat ring, buckets", "one/two_level": "one, two_level",
     "one/striped": "one, striped", "per_node/two_level": "per_node", "partitioned/two_level": "partitioned, two_level",
@@ -40,17 +42,21 @@ def main() -> None:
     parser.add_argument("--net", type=Path, default=ROOT / "docs" / "net.json", help="results of bench_net.py")
     parser.add_argument("--load", type=Path, default=ROOT / "docs" / "load.json", help="results of bench_load.py")
     parser.add_argument(
+        "--control", type=Path, default=ROOT / "docs" / "control.json", help="results of bench_control.py"
+    )
+    parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for JSON results and plots"
     )
     parser.add_argument("--docs", action="store_true", help="write tables and plots to docs/")
     options = parser.parse_args()
-    for path in (options.net, options.load):
+    for path in (options.net, options.load, options.control):
         if not path.exists():
-            raise SystemExit(f"{path} not found: run `make bench` and `make bench-net` first, or give --net and --load")
+            raise SystemExit(f"{path} not found: run `make bench`, `make bench-net` and `make bench-control` first")
     net, load = json.loads(options.net.read_text()), json.loads(options.load.read_text())
     options.out.mkdir(parents=True, exist_ok=True)
     checked = check(net)
-    results = scale(*overheads(net, load))
+    rates = StoreRates(**json.loads(options.control.read_text())["rates"])
+    results = scale(planning_seconds(load), rates)
     shown = [_check_table(checked), _bytes_table(checked), *_winners(results)]
     for table in shown:
         table.show()
@@ -162,17 +168,17 @@ def _bytes_table(checked: list[Row]) -> Table:
 # ---- clusters ----
 
 
-def overheads(net: Row, load: Row) -> tuple[float, float]:
-    """Measured seconds to plan one tensor, and of one rank's share of all agreement rounds."""
+def planning_seconds(load: Row) -> float:
+    """Measured, of one tensor."""
     plan = next(
         row["phases"]["plan"]
         for row in load["rows"]
         if (row["case"], row["entry"]) == ("meta", "epload_modes:every/auto")
     )
-    return plan / load["tensors"], ROUNDS * _measured(net["runs"][0], "store") / STORE_KEYS
+    return float(plan / load["tensors"])
 
 
-def scale(per_tensor: float, per_rank: float) -> list[Row]:
+def scale(per_tensor: float, store: StoreRates) -> list[Row]:
     """Seconds of every mode, for every model, node type, number of NICs, storage and number of accelerators."""
     found: list[Row] = []
     for model in MODELS:
@@ -181,7 +187,7 @@ def scale(per_tensor: float, per_rank: float) -> list[Row]:
             for nics in (1, 8):
                 for storage in STORAGES:
                     for count in ACCELERATORS:
-                        where = cluster(node, count // 8, nics, storage, per_tensor * tensors, per_rank)
+                        where = cluster(node, count // 8, nics, storage, per_tensor * tensors, ROUNDS, store)
                         modes = NAMES if storage in ("local", "shared") else FROM_ONE
                         taken = {mode: predict(mode, nbytes, tensors, where) for mode in modes}
                         found.append(_row(model, node, nics, storage, count, taken))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import epload
 import launch
 from cases import CASES, Bench
-from epload.core import collector
+from epload.core import garbage_collection
 from measure import PeakMemory, TransferClock, link_bytes
 from workload import Size
 
@@ -86,7 +86,7 @@ class Worker:
                 file.write(json.dumps(line) + "\n")
 
     def measure(self, instance: Any, case: str, entry: str) -> dict[str, Any]:
-        with collector.paused():
+        with garbage_collection.paused():
             work = instance.prepare(entry)
         dist.barrier()
         before = link_bytes(self.interface)
@@ -103,7 +103,7 @@ class Worker:
             watch.__exit__()
         dist.barrier()  # no rank reads the counters while bytes are in flight
         after = link_bytes(self.interface)
-        with collector.paused():
+        with garbage_collection.paused():
             wrong = instance.wrong()
         if wrong:
             raise RuntimeError(f"wrong result: {len(wrong)} differ from the checkpoint, the first {wrong[0]}")

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from epload.checkpoint.base import Checkpoint
-from epload.core import collector
+from epload.core import garbage_collection
 from epload.mapping.mapping import Mapping
-from epload.model.materialize import fsdp_parameters
+from epload.model.modules import Modules
 from epload.model.targets import collect
 from epload.planning.plan import make_plan
 from epload.planning.simulator import waves
@@ -113,7 +113,7 @@ def meta_model(size: Size) -> nn.Module:
 
 def sharded_model(size: Size) -> nn.Module:
     """The model on meta, sharded by FSDP2 over the whole job, one group per layer."""
-    with collector.paused():
+    with garbage_collection.paused():
         model = meta_model(size)
         for layer in model.model.layers:
             fully_shard(layer)
@@ -132,9 +132,9 @@ class MetaModel:
     def rewind(self) -> None:
         """Gives the model new parameters on meta and frees the old ones."""
         # With autograd on, replacing a parameter by one with storage costs 100 us.
-        with collector.paused(), torch.no_grad():
+        with garbage_collection.paused(), torch.no_grad():
             self.model.load_state_dict(self._meta, assign=True)
-            for parameter in fsdp_parameters(self.model):
+            for parameter in Modules(self.model).fsdp_parameters:
                 # FSDP picks up the new parameters, but for meta tensors keeps the storage of the old ones.
                 parameter._sharded_param_data = parameter.sharded_param.to_local().view(-1)
         gc.collect()

@@ -1,4 +1,4 @@
-// Bucket planning: integers in, slots and buckets out. Knows no tensor and no process group.
+// Bucket planning: integers in, slots and buckets out.
 #pragma once
 
 #include <cstdint>

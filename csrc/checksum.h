@@ -1,4 +1,4 @@
-// A checksum fast enough to be taken of every byte that is loaded.
+// A checksum fast enough for every byte that is loaded.
 #pragma once
 
 #include <array>
@@ -7,10 +7,10 @@
 
 namespace epload {
 
-// CRC-32C (Castagnoli), the 8-byte words of the stream dealt to four CRCs in turn, since one CRC is a chain of
-// dependent steps; the four, what is left over and the length are then mixed to 64 bits. Equal on all machines, with or
-// without an instruction for it, and however the stream is cut. A change of up to 32 bits in a row is always found,
-// others but for one in 2^32. Never 0.
+// CRC-32C (Castagnoli) in four lanes that take the 8-byte words of the stream in turn, since one CRC is a chain of
+// dependent steps; the lanes, the remaining bytes and the length are then mixed to 64 bits. The same on all machines,
+// with or without the CRC instruction, and however the stream is cut. A change of up to 32 consecutive bits is always
+// detected, other changes with probability 1 - 2^-32. Never 0.
 class Checksum {
  public:
   // `portable`: without the instruction, for tests.
@@ -26,7 +26,7 @@ class Checksum {
 
   void (*blocks_)(Lanes&, const unsigned char*, size_t);
   Lanes lanes_;
-  std::array<unsigned char, kBlock> rest_{}; // bytes of a block that is not full yet
+  std::array<unsigned char, kBlock> rest_{}; // bytes of an incomplete block
   size_t rest_bytes_ = 0;
   uint64_t nbytes_ = 0;
 };

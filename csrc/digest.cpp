@@ -1,8 +1,11 @@
 #include "digest.h"
 
 #include "checksum.h"
+#include "tensor_memory.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <limits>
@@ -20,7 +23,7 @@ void add(Checksum& sum, const char* at, const MemoryBox& box, size_t dim) {
   }
 }
 
-// `stride` says how many bytes an index of a dim is.
+// `stride` returns the bytes between two indices of a dim.
 template <typename Stride>
 MemoryBox box_of(int64_t begin, const Dims& size, int64_t itemsize, const Stride& stride) {
   MemoryBox box{begin, itemsize, {}, {}};
@@ -138,4 +141,54 @@ uint64_t digest_unpacked(const at::Tensor& bucket, const RegionCopy& copy, at::S
   return digest(static_cast<const char*>(bucket.const_data_ptr()), box_in_bucket(copy));
 }
 
+at::Tensor as_tensor(const std::vector<uint64_t>& digests) {
+  auto result = at::empty({static_cast<int64_t>(digests.size())}, at::kLong);
+  std::copy(digests.begin(), digests.end(), result.mutable_data_ptr<int64_t>());
+  return result;
+}
+
+namespace {
+
+int64_t checksum(const at::Tensor& bytes) {
+  TORCH_CHECK_VALUE(bytes.is_cpu(), "checksum: expected a tensor on cpu, got ", bytes.device());
+  check_memory("checksum", bytes, 0);
+  TORCH_CHECK_VALUE(bytes.is_contiguous(), "checksum: expected a contiguous tensor, got strides ", bytes.strides());
+  return static_cast<int64_t>(checksum_of(bytes));
+}
+
+at::Tensor digest_tensors_op(at::TensorList tensors, const at::Tensor& copies) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        tensors[i].is_cpu(), "digest_tensors: expected tensors on cpu, tensor ", i, " is on ", tensors[i].device());
+  }
+  return as_tensor(digest_tensors(tensors, decode_copies(std::numeric_limits<int64_t>::max(), tensors, copies)));
+}
+
+at::Tensor digest_bucket(const at::Tensor& bucket, const at::Tensor& copies) {
+  TORCH_CHECK_VALUE(
+      bucket.is_cpu() && bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
+      "digest_bucket: expected the bucket as a contiguous 1-D uint8 tensor on cpu, got ",
+      bucket.scalar_type(),
+      " of shape ",
+      bucket.sizes(),
+      " on ",
+      bucket.device());
+  check_memory("digest_bucket", bucket, 0);
+  const at::NoGradGuard no_grad;
+  const auto rows = decode_copies(bucket.numel(), copies);
+  const auto dtypes = target_dtypes("digest_bucket", rows);
+  std::vector<uint64_t> digests;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    digests.push_back(digest_unpacked(bucket, rows[i], dtypes[i]));
+  }
+  return as_tensor(digests);
+}
+
+} // namespace
 } // namespace epload
+
+TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
+  m.impl("checksum", TORCH_FN(epload::checksum));
+  m.impl("digest_tensors", TORCH_FN(epload::digest_tensors_op));
+  m.impl("digest_bucket", TORCH_FN(epload::digest_bucket));
+}

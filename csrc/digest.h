@@ -1,4 +1,4 @@
-// Digests of regions: by them a rank proves that what it holds is what the checkpoint says.
+// Digests of regions, by which a rank proves that its shards are equal to the checkpoint.
 #pragma once
 
 #include "region_copy.h"
@@ -10,9 +10,9 @@ namespace epload {
 
 // A box of elements in memory.
 struct MemoryBox {
-  int64_t begin = 0; // where the first is, bytes
-  int64_t run = 0;   // bytes that follow one another; 0 for a box that holds none
-  Dims size, stride; // of the dims around a run, outermost first; strides in bytes
+  int64_t begin = 0; // offset of the first, in bytes
+  int64_t run = 0;   // contiguous bytes; 0 for an empty box
+  Dims size, stride; // of the dims outside a run, outermost first; strides in bytes
 };
 
 // A region's box in its tensor's data, and in its bucket.
@@ -41,5 +41,8 @@ at::Tensor converted(const at::Tensor& bucket, const RegionCopy& copy, at::Scala
 
 // The digest that a region of such a bucket will have in a tensor of `dtype`.
 uint64_t digest_unpacked(const at::Tensor& bucket, const RegionCopy& copy, at::ScalarType dtype);
+
+// Digests as the ops return them, int64.
+at::Tensor as_tensor(const std::vector<uint64_t>& digests);
 
 } // namespace epload

@@ -8,6 +8,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "python" / "epload"
+CSRC = TESTS.parent / "csrc"
 FILES_PER_PACKAGE, LINES_PER_FILE, LINES_PER_FUNCTION = 12, 400, 60
 
 
@@ -77,3 +78,30 @@ def test_files_and_functions_are_short() -> None:
             found.add(file)
         found |= {f"{file}: {name}" for name, lines in functions(parse(path)) if lines > LINES_PER_FUNCTION}
     assert sorted(found) == []
+
+
+def native_functions(lines: list[str]) -> Iterator[tuple[str, int]]:
+    """The first line of each function, class or other block that clang-format indents by at most 2, and its lines, but for
+    comments. Classes and namespaces at the outermost level are left out."""
+    for end, line in enumerate(lines):
+        if line not in ("}", "  }"):
+            continue
+        indent = len(line) - 1
+        start = next(
+            i for i in range(end - 1, -1, -1) if lines[i].strip() and len(lines[i]) - len(lines[i].lstrip()) == indent
+        )
+        yield lines[start].strip(), sum(not text.lstrip().startswith("//") for text in lines[start : end + 1])
+
+
+def test_native_files_and_functions_are_short() -> None:
+    found, counted = set(), 0
+    for path in (path for path in CSRC.rglob("*") if path.suffix in (".cpp", ".h", ".cu")):
+        lines = path.read_text().splitlines()
+        if len(lines) > LINES_PER_FILE:
+            found.add(path.name)
+        for name, count in native_functions(lines):
+            counted += 1
+            if count > LINES_PER_FUNCTION:
+                found.add(f"{path.name}: {name}")
+    assert sorted(found) == []
+    assert counted > 300

@@ -3,13 +3,12 @@
 #include "../checksum.h"
 #include "../digest.h"
 #include "../strided.h"
-#include "threads.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
-#include <mutex>
+#include <limits>
 #include <tuple>
 #include <utility>
 
@@ -28,7 +27,7 @@ struct Group {
   int64_t file, begin, end;
 };
 
-// Whether the elements come in their row-major order as the file is read.
+// Whether the elements are in row-major order in the file.
 bool in_order(const MemoryBox& box) {
   int64_t extent = box.run;
   for (size_t d = box.size.size(); d-- > 0;) {
@@ -40,10 +39,11 @@ bool in_order(const MemoryBox& box) {
   return true;
 }
 
-// The digest of a region whose elements are in order, while pieces of the file go by.
-class Passing {
+// The digest of a region whose elements are in order, updated with one piece of the file after another.
+class RegionDigest {
  public:
-  Passing(size_t row, MemoryBox box) : row_(row), box_(std::move(box)), index_(box_.size.size(), 0), at_(box_.begin) {
+  RegionDigest(size_t row, MemoryBox box)
+      : row_(row), box_(std::move(box)), index_(box_.size.size(), 0), at_(box_.begin) {
   }
 
   size_t row() const {
@@ -54,8 +54,8 @@ class Passing {
     return sum_.value();
   }
 
-  // Bytes [begin, end) of the file, which follow those before.
-  void pass(const char* bytes, int64_t begin, int64_t end) {
+  // Bytes [begin, end) of the file, which follow those of the call before.
+  void update(const char* bytes, int64_t begin, int64_t end) {
     while (!ended_ && at_ + done_ < end) {
       const auto nbytes = std::min(box_.run - done_, end - at_ - done_);
       sum_.update(bytes + (at_ + done_ - begin), nbytes);
@@ -89,17 +89,16 @@ class Passing {
   Checksum sum_;
 };
 
-class Digesting {
+class FileDigester {
  public:
-  Digesting(
+  FileDigester(
       c10::IntArrayRef descriptors,
       c10::IntArrayRef files,
       const std::vector<RegionCopy>& copies,
       const std::vector<at::ScalarType>& dtypes,
       int64_t piece_bytes)
-      : descriptors_(descriptors), copies_(copies), dtypes_(dtypes), piece_bytes_(piece_bytes) {
-    check_descriptors("digest_files", descriptors);
-    found_.digests.assign(copies.size(), Checksum().value()); // of a region without elements
+      : reader_("digest_files", descriptors, piece_bytes), copies_(copies), dtypes_(dtypes), piece_bytes_(piece_bytes) {
+    digests_.assign(copies.size(), Checksum().value()); // of a region without elements
     std::vector<Span> spans;
     spans.reserve(copies.size());
     for (size_t i = 0; i < copies.size(); ++i) {
@@ -118,9 +117,24 @@ class Digesting {
     std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) {
       return std::tie(a.file, a.begin, a.end, a.row) < std::tie(b.file, b.begin, b.end, b.row);
     });
-    for (const auto& span : spans) {
+    make_groups(spans);
+  }
+
+  FileDigests run(int64_t threads) {
+    const auto outcome = reader_.run(groups_.size(), threads, [&](size_t group, RangedReader::Worker& worker) {
+      return digest_group(groups_[group], worker);
+    });
+    for (const auto& [row, equal] : duplicates_) {
+      digests_[row] = digests_[equal];
+    }
+    return {std::move(digests_), outcome};
+  }
+
+ private:
+  void make_groups(const std::vector<Span>& sorted) {
+    for (const auto& span : sorted) {
       if (!spans_.empty() && same(spans_.back(), span)) {
-        twins_.emplace_back(span.row, spans_.back().row);
+        duplicates_.emplace_back(span.row, spans_.back().row);
         continue;
       }
       spans_.push_back(span);
@@ -133,29 +147,6 @@ class Digesting {
     }
   }
 
-  FileDigests run(int64_t threads) {
-    std::mutex lock;
-    Tasks tasks(groups_.size());
-    on_threads(threads, tasks, [&] {
-      at::Tensor scratch;
-      for (size_t i = tasks.take(); i < groups_.size(); i = tasks.take()) {
-        ReadOutcome bad;
-        if (!digest_group(groups_[i], scratch, bad)) {
-          const std::lock_guard<std::mutex> hold(lock);
-          found_.outcome = bad;
-          tasks.stop();
-          return;
-        }
-      }
-    });
-    found_.outcome.nbytes = nbytes_;
-    for (const auto& [row, twin] : twins_) {
-      found_.digests[row] = found_.digests[twin];
-    }
-    return std::move(found_);
-  }
-
- private:
   // Whether two spans are of equal regions that become equal shards.
   bool same(const Span& one, const Span& other) const {
     const auto &a = copies_[one.row], &b = copies_[other.row];
@@ -172,97 +163,80 @@ class Digesting {
     return converts(copies_[row], dtypes_[row]);
   }
 
-  // False when the file could not be read; `outcome` then says where.
-  bool digest_group(const Group& group, at::Tensor& scratch, ReadOutcome& outcome) {
+  // False when the file could not be read.
+  bool digest_group(const Group& group, RangedReader::Worker& worker) {
     if (group.end - group.begin > piece_bytes_) {
       const auto row = spans_[group.first].row;
       if (group.last - group.first == 1 && converts_row(row) && box_in_bucket(copies_[row]).size.empty()) {
-        return convert_in_pieces(group, scratch, outcome);
+        return convert_in_pieces(group, worker);
       }
-      std::vector<Passing> passing;
+      std::vector<RegionDigest> digests;
       for (auto i = group.first; i < group.last; ++i) {
         auto box = box_in_bucket(copies_[spans_[i].row]);
         if (converts_row(spans_[i].row) || !in_order(box)) {
           break;
         }
-        passing.emplace_back(spans_[i].row, std::move(box));
+        digests.emplace_back(spans_[i].row, std::move(box));
       }
-      if (passing.size() == group.last - group.first) {
-        return digest_in_pieces(group, passing, scratch, outcome);
+      if (digests.size() == group.last - group.first) {
+        return digest_in_pieces(group, digests, worker);
       }
     }
-    const auto data = read(group.file, group.begin, group.end, scratch, outcome);
-    if (!data.defined()) {
+    if (worker.load(group.file, group.begin, group.end) == nullptr) {
       return false;
     }
+    const auto data = worker.loaded();
     for (auto i = group.first; i < group.last; ++i) {
       auto copy = copies_[spans_[i].row];
       copy.bucket_offset -= group.begin;
-      found_.digests[spans_[i].row] = digest_unpacked(data, copy, dtypes_[spans_[i].row]);
+      digests_[spans_[i].row] = digest_unpacked(data, copy, dtypes_[spans_[i].row]);
     }
     return true;
   }
 
-  bool digest_in_pieces(const Group& group, std::vector<Passing>& passing, at::Tensor& scratch, ReadOutcome& outcome) {
+  bool digest_in_pieces(const Group& group, std::vector<RegionDigest>& digests, RangedReader::Worker& worker) {
     for (auto begin = group.begin; begin < group.end; begin += piece_bytes_) {
       const auto end = std::min(group.end, begin + piece_bytes_);
-      const auto data = read(group.file, begin, end, scratch, outcome);
-      if (!data.defined()) {
+      const char* const bytes = worker.load(group.file, begin, end);
+      if (bytes == nullptr) {
         return false;
       }
-      for (auto& each : passing) {
-        each.pass(static_cast<const char*>(data.const_data_ptr()), begin, end);
+      for (auto& digest : digests) {
+        digest.update(bytes, begin, end);
       }
     }
-    for (const auto& each : passing) {
-      found_.digests[each.row()] = each.value();
+    for (const auto& digest : digests) {
+      digests_[digest.row()] = digest.value();
     }
     return true;
   }
 
   // Of the one region of a group, which is contiguous.
-  bool convert_in_pieces(const Group& group, at::Tensor& scratch, ReadOutcome& outcome) {
+  bool convert_in_pieces(const Group& group, RangedReader::Worker& worker) {
     const auto row = spans_[group.first].row;
     const auto itemsize = static_cast<int64_t>(c10::elementSize(copies_[row].dtype));
     const auto step = std::max<int64_t>(piece_bytes_ / itemsize, 1) * itemsize;
     Checksum sum;
     for (auto begin = group.begin; begin < group.end; begin += step) {
-      const auto data = read(group.file, begin, std::min(group.end, begin + step), scratch, outcome);
-      if (!data.defined()) {
+      if (worker.load(group.file, begin, std::min(group.end, begin + step)) == nullptr) {
         return false;
       }
+      const auto data = worker.loaded();
       const auto made = converted(data, {0, 0, copies_[row].dtype, {0}, {data.numel() / itemsize}, {1}}, dtypes_[row]);
       sum.update(made.const_data_ptr(), made.nbytes());
     }
-    found_.digests[row] = sum.value();
+    digests_[row] = sum.value();
     return true;
   }
 
-  // Undefined when the file could not be read.
-  at::Tensor read(int64_t file, int64_t begin, int64_t end, at::Tensor& scratch, ReadOutcome& outcome) {
-    constexpr int64_t kLine = 64;
-    const auto ahead = begin % kLine; // as far into a line as in the file, where the kernel copies fastest
-    if (!scratch.defined() || scratch.numel() < end - begin + kLine) {
-      scratch = at::empty({std::max(end - begin, piece_bytes_) + kLine}, at::TensorOptions().dtype(at::kByte));
-    }
-    const auto data = scratch.narrow(0, ahead, end - begin);
-    iovec whole{data.data_ptr(), static_cast<size_t>(end - begin)};
-    if (!read_fully(descriptors_, file, begin, &whole, 1, outcome)) {
-      return {};
-    }
-    nbytes_ += end - begin;
-    return data;
-  }
-
-  c10::IntArrayRef descriptors_;
+  RangedReader reader_;
   const std::vector<RegionCopy>& copies_;
   const std::vector<at::ScalarType>& dtypes_;
   int64_t piece_bytes_;
   std::vector<Span> spans_;
-  std::vector<std::pair<size_t, size_t>> twins_; // rows that are as another
+  std::vector<std::pair<size_t, size_t>> duplicates_; // rows, and rows that have the same digest
   std::vector<Group> groups_;
-  std::atomic<int64_t> nbytes_{0}; // that were read
-  FileDigests found_;
+  std::vector<uint64_t> digests_;
 };
 
 } // namespace
@@ -274,7 +248,28 @@ FileDigests digest_files(
     const std::vector<at::ScalarType>& dtypes,
     int64_t threads,
     int64_t piece_bytes) {
-  return Digesting(descriptors, files, copies, dtypes, piece_bytes).run(threads);
+  return FileDigester(descriptors, files, copies, dtypes, piece_bytes).run(threads);
 }
 
+namespace {
+
+std::tuple<at::Tensor, int64_t, int64_t, int64_t, int64_t> digest_files_op(
+    at::IntArrayRef descriptors,
+    const at::Tensor& files,
+    const at::Tensor& offsets,
+    const at::Tensor& origins,
+    const at::Tensor& copies,
+    int64_t threads) {
+  const FileOrigins from("digest_files", files, offsets, origins, copies);
+  const at::NoGradGuard no_grad;
+  const auto rows = decode_copies(std::numeric_limits<int64_t>::max(), copies, from.offsets);
+  const auto found = digest_files(descriptors, from.files, rows, target_dtypes("digest_files", rows), threads);
+  return std::tuple_cat(std::make_tuple(as_tensor(found.digests)), found.outcome.as_tuple());
+}
+
+} // namespace
 } // namespace epload
+
+TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
+  m.impl("digest_files", TORCH_FN(epload::digest_files_op));
+}

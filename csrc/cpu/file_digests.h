@@ -1,9 +1,9 @@
-// Digests of regions as they lie in files: what shards are compared with.
+// Digests of regions of files, which shards are compared with.
 #pragma once
 
-#include "reads.h"
+#include "ranged_reader.h"
 
-#include "../region_copy.h"
+#include "../copy_table.h"
 
 #include <ATen/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
@@ -15,17 +15,15 @@ namespace epload {
 
 struct FileDigests {
   std::vector<uint64_t> digests; // of the regions, in their order
-  ReadOutcome outcome;           // if a file could not be read, the digests mean nothing
+  ReadOutcome outcome;           // the digests are valid only if all files could be read
 };
 
 // The digest that each region will have once it is unpacked into a tensor of `dtypes[i]`. Copy i lies in file
-// `files[i]` of the open ones, with its bucket_offset counted from the start of the file; `tensor` and `start` do not
-// matter.
+// `files[i]`, with its bucket_offset counted from the start of the file; `tensor` and `start` are ignored.
 //
 // Regions that lie near one another are read together, each byte once, in pieces of `piece_bytes` that stay in a
-// processor's cache until they have been digested. Regions that overlap and are longer are in memory all at once only
-// if the elements of one do not lie in their order in the file, or are converted; so is one by itself that is converted
-// and not contiguous.
+// processor's cache until they have been digested. A longer group of overlapping regions is in memory as a whole only
+// if the elements of one are not in row-major order in the file, or are converted (unless it is alone and contiguous).
 FileDigests digest_files(
     c10::IntArrayRef descriptors,
     c10::IntArrayRef files,

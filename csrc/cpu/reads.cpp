@@ -1,16 +1,14 @@
 #include "reads.h"
 
+#include "../tensor_memory.h"
 #include "stream_copy.h"
-#include "threads.h"
 
-#include <ATen/ops/empty.h>
-
-#include <unistd.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/library.h>
 
 #include <algorithm>
-#include <cerrno>
+#include <array>
 #include <limits>
-#include <mutex>
 #include <tuple>
 
 namespace epload {
@@ -19,56 +17,17 @@ namespace {
 constexpr int64_t kRequestBytes = 16 << 20;
 constexpr size_t kVectors = 512;
 constexpr int64_t kScratchBytes = 4 << 20;
-constexpr int64_t kStreamBytes = 256 << 10; // what is no longer is read into the cache and streamed from there: the
+constexpr int64_t kStreamBytes = 256 << 10; // requests up to this are read into the cache and streamed from there: the
                                             // kernel copies slowly to memory that is in no cache
-constexpr int64_t kSparse = 4;              // a span with less than one useful byte in so many is read in parts,
+constexpr int64_t kSparse = 4;              // a span with less than one useful byte in 4 is read in parts,
 constexpr int64_t kSparseBytes = 64 << 10;  // if it is longer than this
-constexpr size_t kBite = 32;                // requests that a thread takes at once,
-constexpr int64_t kBiteBytes = 1 << 20;     // or as many as have so many bytes
+constexpr size_t kTaskRequests = 32;        // a thread takes this many requests at once,
+constexpr int64_t kTaskBytes = 1 << 20;     // or fewer that have this many bytes
 
 } // namespace
 
-void check_descriptors(const char* op, c10::IntArrayRef descriptors) {
-  for (const auto descriptor : descriptors) {
-    TORCH_CHECK_VALUE(
-        descriptor >= -1 && descriptor <= std::numeric_limits<int>::max(),
-        op,
-        ": expected descriptors of open files, or -1, got ",
-        descriptor);
-  }
-}
-
-bool read_fully(
-    c10::IntArrayRef descriptors, int64_t file, int64_t offset, iovec* vectors, size_t count, ReadOutcome& outcome) {
-  const auto descriptor = static_cast<int>(descriptors[file]);
-  while (count > 0) {
-    ssize_t got = count == 1 ? pread(descriptor, vectors->iov_base, vectors->iov_len, offset)
-                             : preadv(descriptor, vectors, static_cast<int>(count), offset);
-    if (got < 0 && errno == EINTR) {
-      continue;
-    }
-    if (got <= 0) {
-      outcome.file = file;
-      outcome.offset = offset;
-      outcome.error = got < 0 ? errno : 0;
-      return false;
-    }
-    offset += got;
-    while (count > 0 && got >= static_cast<ssize_t>(vectors->iov_len)) {
-      got -= static_cast<ssize_t>(vectors->iov_len);
-      ++vectors;
-      --count;
-    }
-    if (count > 0) {
-      vectors->iov_base = static_cast<char*>(vectors->iov_base) + got;
-      vectors->iov_len -= got;
-    }
-  }
-  return true;
-}
-
-// What a region wants, in halves along its outermost dims while its span is too large or mostly gaps.
-void Reads::want(int64_t file, const at::Tensor& target, const RegionCopy& copy) {
+// Adds the pieces of a region, which is halved along its outermost dims while its span is too large or mostly gaps.
+void Reads::add(int64_t file, const at::Tensor& target, const RegionCopy& copy) {
   const auto item = static_cast<int64_t>(c10::elementSize(copy.dtype));
   int64_t elements = 1;
   for (const auto size : copy.size) {
@@ -81,7 +40,7 @@ void Reads::want(int64_t file, const at::Tensor& target, const RegionCopy& copy)
   if (copy.dtype == target.scalar_type()) {
     const auto strided = collapse(target, copy);
     if (strided.size.empty()) {
-      wants_.push_back({file, copy.bucket_offset, span, copy.tensor, strided.tensor});
+      pieces_.push_back({file, copy.bucket_offset, span, copy.tensor, strided.tensor});
       return;
     }
   }
@@ -99,12 +58,12 @@ void Reads::want(int64_t file, const at::Tensor& target, const RegionCopy& copy)
       second.size[widest] -= half;
       second.start[widest] += half;
       second.bucket_offset += half * copy.bucket_stride[widest] * item;
-      want(file, target, first);
-      want(file, target, second);
+      add(file, target, first);
+      add(file, target, second);
       return;
     }
   }
-  wants_.push_back({file, copy.bucket_offset, span, -1, static_cast<int64_t>(scattered_.size())});
+  pieces_.push_back({file, copy.bucket_offset, span, -1, static_cast<int64_t>(scattered_.size())});
   scattered_.emplace_back(target, copy);
 }
 
@@ -116,125 +75,95 @@ Reads::Reads(c10::IntArrayRef files, int64_t file_count, at::TensorList targets,
       copies.size(),
       " rows, got ",
       files.size());
-  wants_.reserve(copies.size());
+  pieces_.reserve(copies.size());
   for (size_t i = 0; i < copies.size(); ++i) {
     TORCH_CHECK_VALUE(
         files[i] >= 0 && files[i] < file_count, "read_regions: row ", i, " names file ", files[i], " of ", file_count);
-    want(files[i], targets[copies[i].tensor], copies[i]);
+    add(files[i], targets[copies[i].tensor], copies[i]);
   }
-  const auto before = [](const Want& a, const Want& b) {
+  const auto before = [](const Piece& a, const Piece& b) {
     return std::tie(a.file, a.offset) < std::tie(b.file, b.offset);
   };
-  if (!std::is_sorted(wants_.begin(), wants_.end(), before)) { // mostly they are, and sorting moves them all
-    std::stable_sort(wants_.begin(), wants_.end(), before);
+  if (!std::is_sorted(pieces_.begin(), pieces_.end(), before)) { // mostly they are, and sorting moves all of them
+    std::stable_sort(pieces_.begin(), pieces_.end(), before);
   }
-  join();
-  deal();
+  make_requests();
+  make_tasks();
 }
 
-// Makes requests of wants that follow one another.
-void Reads::join() {
-  for (size_t i = 0; i < wants_.size(); ++i) {
-    const auto& want = wants_[i];
+// Joins pieces that follow one another.
+void Reads::make_requests() {
+  for (size_t i = 0; i < pieces_.size(); ++i) {
+    const auto& piece = pieces_[i];
     if (!requests_.empty()) {
       auto& last = requests_.back();
-      const auto& before = wants_[i - 1];
-      const int64_t gap = want.offset - before.offset - before.nbytes;
-      if (want.tensor >= 0 && before.tensor >= 0 && want.file == before.file && gap >= 0 && gap <= kGapBytes &&
-          last.nbytes + gap + want.nbytes <= kRequestBytes && 2 * (last.end - last.begin) + 2 <= kVectors) {
+      const auto& before = pieces_[i - 1];
+      const int64_t gap = piece.offset - before.offset - before.nbytes;
+      if (piece.tensor >= 0 && before.tensor >= 0 && piece.file == before.file && gap >= 0 && gap <= kGapBytes &&
+          last.nbytes + gap + piece.nbytes <= kRequestBytes && 2 * (last.end - last.begin) + 2 <= kVectors) {
         last.end = i + 1;
-        last.nbytes += gap + want.nbytes;
+        last.nbytes += gap + piece.nbytes;
         continue;
       }
     }
-    requests_.push_back({i, i + 1, want.nbytes});
+    requests_.push_back({i, i + 1, piece.nbytes});
   }
 }
 
-// Finds where the bites end that threads take.
-void Reads::deal() {
+void Reads::make_tasks() {
   size_t begin = 0;
   int64_t nbytes = 0;
   for (size_t i = 0; i < requests_.size(); ++i) {
     nbytes += requests_[i].nbytes;
-    nbytes_ += requests_[i].nbytes;
-    if (i + 1 - begin == kBite || nbytes >= kBiteBytes || i + 1 == requests_.size()) {
-      bites_.push_back(i + 1);
+    if (i + 1 - begin == kTaskRequests || nbytes >= kTaskBytes || i + 1 == requests_.size()) {
+      tasks_.push_back(i + 1);
       begin = i + 1;
       nbytes = 0;
     }
   }
 }
 
-// One thread's.
-class Reads::Reader {
- public:
-  Reader(const Reads& reads, c10::IntArrayRef descriptors, const Memory& memory)
-      : reads_(reads),
-        descriptors_(descriptors),
-        memory_(memory),
-        scratch_(at::empty({kScratchBytes}, at::TensorOptions().dtype(at::kByte))) {
-  }
-
-  // False when the file could not be read; `outcome` then says where.
-  bool run(const Request& request, ReadOutcome& outcome) {
-    const auto& first = reads_.wants_[request.begin];
-    vectors_.clear();
-    if (first.tensor < 0) {
-      vectors_.push_back({scratch_.data_ptr(), static_cast<size_t>(first.nbytes)});
-    } else if (kStreams && request.nbytes <= kStreamBytes) {
-      return stream(request, outcome);
-    } else {
-      int64_t at = first.offset;
-      for (size_t i = request.begin; i < request.end; ++i) {
-        const auto& want = reads_.wants_[i];
-        if (want.offset > at) {
-          vectors_.push_back({scratch_.data_ptr(), static_cast<size_t>(want.offset - at)});
-        }
-        vectors_.push_back({place_of(want), static_cast<size_t>(want.nbytes)});
-        at = want.offset + want.nbytes;
-      }
-    }
-    if (!fill(first.file, first.offset, outcome)) {
+// False when the file could not be read.
+bool Reads::read(const Request& request, RangedReader::Worker& worker, const Memory& memory) const {
+  const auto& first = pieces_[request.begin];
+  if (first.tensor < 0) {
+    const auto buffer = worker.scratch(first.nbytes).narrow(0, 0, first.nbytes);
+    iovec whole{buffer.data_ptr(), static_cast<size_t>(first.nbytes)};
+    if (!worker.read(first.file, first.offset, &whole, 1)) {
       return false;
     }
-    if (first.tensor < 0) {
-      const auto read = scratch_.narrow(0, 0, first.nbytes);
-      reads_.scattered_[first.at].copy(read, first.offset, memory_, Direction::kUnpack, false);
-    }
+    scattered_[first.at].copy(buffer, first.offset, memory, Direction::kUnpack, false);
     return true;
   }
-
- private:
-  char* place_of(const Want& want) const {
-    return memory_.data[want.tensor] + want.at;
+  if (kStreams && request.nbytes <= kStreamBytes) {
+    return read_streamed(request, worker, memory);
   }
-
-  bool stream(const Request& request, ReadOutcome& outcome) {
-    const auto& first = reads_.wants_[request.begin];
-    // As far into a line as in the file, where the kernel copies fastest.
-    char* const read = static_cast<char*>(scratch_.data_ptr()) + first.offset % 64;
-    vectors_.push_back({read, static_cast<size_t>(request.nbytes)});
-    if (!fill(first.file, first.offset, outcome)) {
-      return false;
+  std::array<iovec, kVectors> vectors;
+  size_t count = 0;
+  int64_t at = first.offset;
+  for (size_t i = request.begin; i < request.end; ++i) {
+    const auto& piece = pieces_[i];
+    if (piece.offset > at) {
+      vectors[count++] = {worker.scratch(kGapBytes).data_ptr(), static_cast<size_t>(piece.offset - at)};
     }
-    for (size_t i = request.begin; i < request.end; ++i) {
-      const auto& want = reads_.wants_[i];
-      stream_copy(place_of(want), read + (want.offset - first.offset), want.nbytes);
-    }
-    return true;
+    vectors[count++] = {memory.data[piece.tensor] + piece.at, static_cast<size_t>(piece.nbytes)};
+    at = piece.offset + piece.nbytes;
   }
+  return worker.read(first.file, first.offset, vectors.data(), count);
+}
 
-  bool fill(int64_t file, int64_t offset, ReadOutcome& outcome) {
-    return read_fully(descriptors_, file, offset, vectors_.data(), vectors_.size(), outcome);
+bool Reads::read_streamed(const Request& request, RangedReader::Worker& worker, const Memory& memory) const {
+  const auto& first = pieces_[request.begin];
+  const char* const bytes = worker.load(first.file, first.offset, first.offset + request.nbytes);
+  if (bytes == nullptr) {
+    return false;
   }
-
-  const Reads& reads_;
-  c10::IntArrayRef descriptors_;
-  const Memory& memory_;
-  at::Tensor scratch_;
-  std::vector<iovec> vectors_;
-};
+  for (size_t i = request.begin; i < request.end; ++i) {
+    const auto& piece = pieces_[i];
+    stream_copy(memory.data[piece.tensor] + piece.at, bytes + (piece.offset - first.offset), piece.nbytes);
+  }
+  return true;
+}
 
 ReadOutcome Reads::run(c10::IntArrayRef descriptors, const Memory& memory, int64_t threads) const {
   TORCH_CHECK_VALUE(
@@ -243,27 +172,44 @@ ReadOutcome Reads::run(c10::IntArrayRef descriptors, const Memory& memory, int64
       file_count_,
       " descriptors, got ",
       descriptors.size());
-  check_descriptors("read_regions", descriptors);
-  ReadOutcome outcome;
-  outcome.nbytes = nbytes_;
-  std::mutex lock;
-  Tasks tasks(bites_.size());
-  on_threads(threads, tasks, [&] {
-    Reader reader(*this, descriptors, memory);
-    for (size_t bite = tasks.take(); bite < bites_.size(); bite = tasks.take()) {
-      for (size_t i = bite == 0 ? 0 : bites_[bite - 1]; i < bites_[bite]; ++i) {
-        ReadOutcome bad;
-        if (!reader.run(requests_[i], bad)) {
-          const std::lock_guard<std::mutex> hold(lock);
-          bad.nbytes = nbytes_;
-          outcome = bad;
-          tasks.stop();
-          return;
-        }
+  const RangedReader reader("read_regions", descriptors, kScratchBytes);
+  return reader.run(tasks_.size(), threads, [&](size_t task, RangedReader::Worker& worker) {
+    for (size_t i = task == 0 ? 0 : tasks_[task - 1]; i < tasks_[task]; ++i) {
+      if (!read(requests_[i], worker, memory)) {
+        return false;
       }
     }
+    return true;
   });
-  return outcome;
 }
 
+namespace {
+
+std::tuple<int64_t, int64_t, int64_t, int64_t> read_regions(
+    at::IntArrayRef descriptors,
+    const at::Tensor& files,
+    const at::Tensor& offsets,
+    const at::Tensor& origins,
+    at::TensorList targets,
+    const at::Tensor& copies,
+    int64_t threads) {
+  const FileOrigins from("read_regions", files, offsets, origins, copies);
+  for (size_t i = 0; i < targets.size(); ++i) {
+    fetch_ahead(targets, i);
+    TORCH_CHECK_VALUE(
+        targets[i].is_cpu(), "read_regions: expected targets on cpu, tensor ", i, " is on ", targets[i].device());
+  }
+  const at::NoGradGuard no_grad;
+  const auto rows = decode_copies(std::numeric_limits<int64_t>::max(), targets, copies, from.offsets);
+  const Reads reads(from.files, static_cast<int64_t>(descriptors.size()), targets, rows);
+  const auto outcome = reads.run(descriptors, memory_of(targets, rows), threads);
+  mark_written(targets);
+  return outcome.as_tuple();
+}
+
+} // namespace
 } // namespace epload
+
+TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
+  m.impl("read_regions", TORCH_FN(epload::read_regions));
+}

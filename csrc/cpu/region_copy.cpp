@@ -1,4 +1,4 @@
-// The region copy on CPU: memcpy of contiguous runs, spread over threads by bytes.
+// The region copy on CPU: memcpy of contiguous runs, divided among threads by bytes.
 #include "../region_copy.h"
 #include "regions.h"
 #include "stream_copy.h"
@@ -12,10 +12,10 @@
 namespace epload {
 namespace {
 
-constexpr int64_t kPieceBytes = 1 << 20;     // one thread's bite
+constexpr int64_t kPieceBytes = 1 << 20;     // that a thread takes at once
 constexpr int64_t kBytesPerThread = 8 << 20; // below this a thread costs more than it saves
-constexpr int64_t kStreamTotal = 4 << 20;    // what is unpacked at once goes past the caches if it would fill them,
-constexpr int64_t kStreamRun = 1 << 10;      // in runs that are not mostly ends
+constexpr int64_t kStreamTotal = 4 << 20;    // from this on, unpacking bypasses the caches, which it would fill,
+constexpr int64_t kStreamRun = 1 << 10;      // for runs of at least this size
 
 template <int64_t kItem>
 void copy_items(char* to, const char* from, int64_t count, int64_t to_stride, int64_t from_stride) {
@@ -24,7 +24,7 @@ void copy_items(char* to, const char* from, int64_t count, int64_t to_stride, in
   }
 }
 
-// `stream`: past the caches, when unpacking.
+// `stream`: bypass the caches when unpacking.
 void copy_run(char* tensor, char* bucket, int64_t nbytes, Direction direction, bool stream) {
   if (stream && direction == Direction::kUnpack && nbytes >= kStreamRun) {
     stream_copy(tensor, bucket, nbytes);
@@ -66,7 +66,7 @@ void copy_rows(
   }
 }
 
-// What Region::copy_part counts: rows of the outermost dim, or bytes.
+// The parts that Region::copy_part counts: rows of the outermost dim, or bytes.
 int64_t parts_of(const Strided& s) {
   return s.run == 0 ? 0 : s.size.empty() ? s.run : s.size[0];
 }

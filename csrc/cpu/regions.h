@@ -1,4 +1,4 @@
-// Regions of tensors on CPU in two steps: what follows from layouts, which can be kept, and the copies themselves.
+// Regions of CPU tensors in two steps: what depends on layouts alone, which can be kept, and the copies themselves.
 #pragma once
 
 #include "../region_copy.h"
@@ -14,16 +14,16 @@
 
 namespace epload {
 
-// Where tensors are: where the data of each begins, and the tensor itself, for regions that convert.
+// The memory of some tensors: where the data of each begins, and the tensor itself, for regions that convert.
 struct Memory {
   std::vector<char*> data;
   std::function<const at::Tensor&(int64_t)> tensor;
 };
 
-// Of those of some tensors, which outlive it, that the copies name.
+// The memory of those tensors that the copies name. The tensors outlive it.
 Memory memory_of(at::TensorList tensors, const std::vector<RegionCopy>& copies);
 
-// One region of a tensor. Of the tensor only its layout is looked at.
+// One region of a tensor, of which only the layout is used.
 class Region {
  public:
   Region(const at::Tensor& tensor, const RegionCopy& copy);
@@ -36,16 +36,16 @@ class Region {
     return converting_ != nullptr;
   }
 
-  // Of a region that does not convert; its runs are in bytes.
+  // Only for a region that does not convert; its runs are in bytes.
   const Strided& strided() const {
     return strided_;
   }
 
-  // All of it, on this thread. `bucket` begins `skipped` bytes into the bucket that the region is of.
+  // Copies all of it on this thread. `bucket` begins `skipped` bytes into the bucket of the region.
   void copy(const at::Tensor& bucket, int64_t skipped, const Memory& memory, Direction direction, bool stream) const;
 
-  // Rows [begin, end) of its outermost dim, or bytes [begin, end) of its one run, of a region that does not convert.
-  // `bucket` and `tensor` are where its first element lies.
+  // Copies rows [begin, end) of its outermost dim, or bytes [begin, end) of its only run. Not for a region that
+  // converts. `bucket` and `tensor` point to its first element.
   void copy_part(char* bucket, char* tensor, int64_t begin, int64_t end, Direction direction, bool stream) const;
 
  private:
@@ -54,7 +54,7 @@ class Region {
   std::unique_ptr<const RegionCopy> converting_;
 };
 
-// The regions of one bucket, in pieces that threads share.
+// The regions of one bucket, in pieces that threads take.
 class Regions {
  public:
   Regions(at::TensorList tensors, const std::vector<RegionCopy>& copies);

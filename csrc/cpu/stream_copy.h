@@ -1,4 +1,4 @@
-// Copies that go past the caches: for what is written once and not read again soon, as are a model's shards.
+// Copies that bypass the caches: for memory that is written once and not read again soon, such as a model's shards.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@ constexpr bool kStreams = true;
 constexpr bool kStreams = false; // stream_copy is memcpy
 #endif
 
-// memcpy that neither fetches the lines that it overwrites nor displaces others. Other threads see what it wrote when a
-// StreamFence of this thread has ended.
+// memcpy that neither fetches the lines that it overwrites nor evicts others. Other threads see what it wrote after a
+// StreamFence of this thread is destroyed.
 inline void stream_copy(char* to, const char* from, size_t nbytes) {
 #if defined(__SSE2__)
   constexpr size_t kLine = 64;

@@ -15,7 +15,7 @@
 namespace epload {
 namespace {
 
-constexpr size_t kMostThreads = 1024; // more than any machine makes use of here
+constexpr size_t kMostThreads = 1024; // more than any machine can use here
 
 } // namespace
 
@@ -45,7 +45,7 @@ void on_threads(int64_t threads, Tasks& tasks, const std::function<void()>& work
       });
     }
   } catch (const std::system_error&) {
-    // The machine is out of threads: those that there are do the work.
+    // The machine is out of threads: those that were started do the work.
   }
   guarded();
   for (auto& helper : helpers) {

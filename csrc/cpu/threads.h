@@ -1,4 +1,4 @@
-// Work on CPU that a few threads share.
+// Work on CPU shared by a few threads.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ class Tasks {
     return count_;
   }
 
-  // The number of one that nobody has; `count()` when there is none left.
+  // The next task; `count()` when there is none left.
   size_t take() {
     return std::min(next_++, count_);
   }
@@ -33,8 +33,8 @@ class Tasks {
   std::atomic<size_t> next_{0};
 };
 
-// Calls `work`, which takes tasks, on so many threads, of which the calling one is one, fewer if the machine is out of
-// them. What one of them throws stops the tasks and is thrown here when all have ended.
+// Calls `work`, which takes tasks, on the calling thread and on `threads` - 1 others, or fewer if the machine is out of
+// threads. An exception in one of them stops the tasks and is rethrown here when all threads have ended.
 void on_threads(int64_t threads, Tasks& tasks, const std::function<void()>& work);
 
 } // namespace epload

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-// Changes whenever the table's layout or a signature does, so that a stale library beside a new one is refused.
+// Changes whenever the table's layout or a signature does, so that a stale library is refused.
 constexpr uint32_t kEploadCudaInterface = 1;
 
 extern "C" {

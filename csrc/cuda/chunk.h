@@ -2,7 +2,7 @@
 // This is the whole of the kernel but its launch, and compiles for the host too, where tests run it over plain memory.
 #pragma once
 
-#include "numbers.h"
+#include "float_formats.h"
 
 #ifdef __CUDACC__
 #define EPLOAD_UNROLL _Pragma("unroll")

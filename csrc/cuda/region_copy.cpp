@@ -1,9 +1,9 @@
-// The region copy on CUDA, seen from torch: builds the table, brings it to the device on the current stream, launches.
-// Compiled into every build and knows no CUDA header; where libepload_cuda.so is not beside libepload.so, or cannot run
-// on this device, the regions are copied through ATen.
+// The region copy on CUDA, on torch's side: builds the table, copies it to the device on the current stream and
+// launches the kernel. It includes no CUDA header and is part of every build. Without libepload_cuda.so in libepload's
+// folder, or on a device that cannot run its kernels, the regions are copied through ATen.
 #include "../region_copy.h"
 
-#include "../beside.h"
+#include "../sibling_library.h"
 #include "../strided.h"
 #include "api.h"
 #include "table.h"
@@ -28,16 +28,16 @@ struct Library {
 };
 
 Library open_library() {
-  const Beside beside(
+  const SiblingLibrary sibling(
       "libepload_cuda.so",
       "epload_cuda_interface",
       kEploadCudaInterface,
       "; rebuild epload with EPLOAD_CUDA=1, or with EPLOAD_CUDA=0 to do without it");
   Library library;
-  if (beside.present()) {
-    beside.find(library.ready, "epload_cuda_ready");
-    beside.find(library.region_copy, "epload_cuda_region_copy");
-    beside.find(library.error, "epload_cuda_error");
+  if (sibling.present()) {
+    sibling.find(library.ready, "epload_cuda_ready");
+    sibling.find(library.region_copy, "epload_cuda_region_copy");
+    sibling.find(library.error, "epload_cuda_error");
   }
   return library;
 }
@@ -47,7 +47,7 @@ const Library& library() {
   return opened;
 }
 
-// Whether the kernels run on a device; asked once for each.
+// Whether the kernels run on a device; checked once per device.
 bool usable(c10::Device device) {
   enum : char { kUnknown, kNo, kYes };
   static std::array<std::atomic<char>, 256> known{};
@@ -113,8 +113,8 @@ void region_copy_cuda(
   if (table.empty()) {
     return;
   }
-  // Both allocations are torch's: the pinned one is not handed out again before the copy has run, the device's one not
-  // to another stream than this. So neither call waits, and both may go when this function returns.
+  // Both allocations are torch's: the pinned one is not reused before the copy has run, the device's one not by another
+  // stream than this. So neither call waits, and both may be freed when this function returns.
   const auto options = at::TensorOptions().dtype(at::kByte);
   const auto host = at::empty({table.nbytes()}, options.pinned_memory(true));
   table.write(static_cast<char*>(host.data_ptr()));

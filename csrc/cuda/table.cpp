@@ -50,6 +50,48 @@ Cut cut_numbers(const Side& from, const Side& to, int64_t run, int64_t dims) {
   return {0, 1, 1};
 }
 
+// A part of every run that is moved in units of one size: its first element, its elements, the elements of a unit.
+struct Piece {
+  int64_t begin, count, unit;
+
+  // Whether a run has several units: then they are a dim of their own.
+  bool inner() const {
+    return count > unit;
+  }
+};
+
+// Whether the kernel can count a piece of `rows` runs with `dims` outer dims.
+bool countable(const Piece& piece, int64_t rows, int64_t dims) {
+  int64_t units = 0;
+  const bool counted = !__builtin_mul_overflow(piece.count / piece.unit, rows, &units);
+  return counted && units < static_cast<int64_t>(kMaxUnits) && (units == 0 || dims + piece.inner() <= kDims);
+}
+
+Region region_of(
+    const Piece& piece, const Side& from, const Side& to, int64_t rows, const int64_t* size, int64_t dims) {
+  Region region{};
+  region.source = from.data + piece.begin * from.itemsize;
+  region.target = to.data + piece.begin * to.itemsize;
+  region.units = static_cast<uint32_t>(piece.count / piece.unit * rows);
+  region.width = from.number == Number::kNone ? static_cast<uint8_t>(piece.unit) : 0;
+  region.from = from.number;
+  region.to = to.number;
+  region.vector = static_cast<uint32_t>(piece.unit);
+  const auto append = [&](int64_t count, int64_t from_stride, int64_t to_stride) {
+    region.size[region.dims] = Divider::of(static_cast<uint32_t>(count));
+    region.source_stride[region.dims] = from_stride;
+    region.target_stride[region.dims] = to_stride;
+    ++region.dims;
+  };
+  if (piece.inner() || dims == 0) {
+    append(piece.count / piece.unit, piece.unit * from.itemsize, piece.unit * to.itemsize);
+  }
+  for (int64_t d = dims; d-- > 0;) {
+    append(size[d], from.stride[d], to.stride[d]);
+  }
+  return region;
+}
+
 } // namespace
 
 bool Table::add(const Side& from_side, const Side& to_side, int64_t run, const int64_t* size, int64_t dims) {
@@ -72,45 +114,18 @@ bool Table::add(const Side& from_side, const Side& to_side, int64_t run, const i
   }
   const Cut cut = convert ? cut_numbers(from, to, run, dims) : cut_bytes(from, to, run, dims);
   const int64_t body = (run - cut.head) / cut.unit * cut.unit;
-  struct Piece {
-    int64_t begin, count, unit; // elements
-  };
   const std::array<Piece, 3> pieces{
       Piece{cut.head, body, cut.unit},
       Piece{0, cut.head, cut.odd},
       Piece{cut.head + body, run - cut.head - body, cut.odd}};
-  for (const auto& piece : pieces) {
-    int64_t units = 0;
-    const bool counted = !__builtin_mul_overflow(piece.count / piece.unit, rows, &units);
-    const bool inner = piece.count > piece.unit; // else the run's own dim has one unit and is left out
-    if (!counted || units >= static_cast<int64_t>(kMaxUnits) || (units > 0 && dims + inner > kDims)) {
-      return false;
-    }
+  if (!std::all_of(pieces.begin(), pieces.end(), [&](const Piece& piece) { return countable(piece, rows, dims); })) {
+    return false;
   }
   for (const auto& piece : pieces) {
     if (piece.count == 0) {
       continue;
     }
-    Region region{};
-    region.source = from.data + piece.begin * from.itemsize;
-    region.target = to.data + piece.begin * to.itemsize;
-    region.units = static_cast<uint32_t>(piece.count / piece.unit * rows);
-    region.width = convert ? 0 : static_cast<uint8_t>(piece.unit);
-    region.from = from.number;
-    region.to = to.number;
-    region.vector = static_cast<uint32_t>(piece.unit);
-    const auto append = [&](int64_t count, int64_t from_stride, int64_t to_stride) {
-      region.size[region.dims] = Divider::of(static_cast<uint32_t>(count));
-      region.source_stride[region.dims] = from_stride;
-      region.target_stride[region.dims] = to_stride;
-      ++region.dims;
-    };
-    if (piece.count > piece.unit || dims == 0) {
-      append(piece.count / piece.unit, piece.unit * from.itemsize, piece.unit * to.itemsize);
-    }
-    for (int64_t d = dims; d-- > 0;) {
-      append(size[d], from.stride[d], to.stride[d]);
-    }
+    const Region region = region_of(piece, from, to, rows, size, dims);
     for (uint32_t index = 0; index * static_cast<uint64_t>(kChunkUnits) < region.units; ++index) {
       chunks_.push_back({regions(), index});
     }

@@ -1,5 +1,5 @@
-// The interface of libepload_npu, which libepload opens when it first meets an NPU's tensors or a group of HCCL's:
-// torch, torch_npu and CANN on its side, none of torch_npu or CANN on ours.
+// The C interface of libepload_npu, which libepload opens at the first tensor on an NPU or the first HCCL group. Only
+// libepload_npu links torch_npu and CANN.
 #pragma once
 
 #include <climits>
@@ -16,10 +16,10 @@ constexpr uint32_t kEploadNpuInterface = 3; // raised when a signature below cha
 
 enum EploadNpuStatus : int { kEploadNpuDone = 0, kEploadNpuNotYet = -1, kEploadNpuThrew = INT_MIN };
 
-// What torch_npu or CANN threw. No exception leaves a function below: a caller need not have been compiled to let one
-// pass.
+// What torch_npu or CANN threw. No exception leaves the functions below, as they may be compiled by another compiler
+// than their caller.
 struct EploadNpuError {
-  char text[1024]; // ends in 0; of meaning only after kEploadNpuThrew
+  char text[1024]; // null-terminated; valid only after kEploadNpuThrew
 };
 
 struct EploadNpuCopy {

@@ -17,7 +17,7 @@
 
 namespace {
 
-// The status that `work` returns; where it throws, the text is kept, as that must not leave a C function.
+// Returns the status that `work` returns. If it throws, keeps the message, as no exception may leave a C function.
 template <typename Work>
 int guarded(EploadNpuError* error, const Work& work) noexcept {
   try {
@@ -42,8 +42,7 @@ int broadcast(c10d::Backend* backend, void* data, uint64_t nbytes, uint32_t root
   if (communicator == nullptr) {
     return kEploadNpuNotYet;
   }
-  // stream() first hands over what torch_npu's task queue still holds for the device, so that the order is the
-  // program's.
+  // stream() first submits what is left in torch_npu's task queue for the device, so that the program's order is kept.
   return HcclBroadcast(data, nbytes, HCCL_DATA_TYPE_UINT8, root, communicator->getHcclComm(), stream.stream());
 }
 
@@ -62,7 +61,7 @@ int ranks_of(c10d::Backend* backend, uint32_t* ranks, uint32_t size) {
 }
 
 int copy_all(const EploadNpuCopy* copies, uint64_t count) {
-  const auto stream = c10_npu::getCurrentNPUStream().stream(); // what the task queue holds comes first, as above
+  const auto stream = c10_npu::getCurrentNPUStream().stream(); // submits the task queue first, as above
   for (const auto* copy = copies; copy != copies + count; ++copy) {
     const auto status =
         aclrtMemcpyAsync(copy->to, copy->nbytes, copy->from, copy->nbytes, ACL_MEMCPY_DEVICE_TO_DEVICE, stream);

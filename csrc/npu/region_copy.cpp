@@ -1,6 +1,6 @@
-// The region copy on Ascend: regions that are contiguous on both sides are handed to CANN in one go, at the cost of a
-// call each; the others are copied by torch_npu's kernels, since CANN's 2-D copy is documented between host and device
-// only (CANN 8.0). In a build without libepload_npu all are, and so they are on any other private device.
+// The region copy on Ascend. Regions that are contiguous on both sides are copied by CANN, one call each; the others by
+// torch_npu's kernels, since CANN's 2-D copy is documented between host and device only (CANN 8.0). In a build without
+// libepload_npu, and on any other private device, torch's kernels copy all regions.
 #include "../region_copy.h"
 
 #include "../strided.h"

@@ -18,7 +18,7 @@ from epload.cluster.membership import uninitialized_warning
 from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology
 from epload.control.control import DEFAULT_TIMEOUT
-from epload.core import collector, log
+from epload.core import garbage_collection, log
 from epload.loading.agreement import Agreement
 from epload.loading.request import Options, Request
 from epload.loading.resources import Resources
@@ -68,6 +68,7 @@ def load(
         timeout=timeout, stream=stream, progress=progress,
     )  # fmt: skip
     with loader:
+        loader._agreement.inputs.remembers = False
         return loader.load(
             model, checkpoint, mapping=mapping, strict=strict,
             ignore_mismatched_shapes=ignore_mismatched_shapes, dtype=dtype, init_missing=init_missing,
@@ -240,11 +241,14 @@ class HierarchicalLoader:
             warnings.warn(warning, stacklevel=3)
             report.warnings.append(warning)
         began = perf_counter()
+        self._resources.clear_board()
         try:
-            with report.timed("plan"), collector.paused():
+            with report.timed("plan"), garbage_collection.paused():
                 load = self._agreement.run(request, self.stream, report)
             run = LoadRun(self.topology, options, self._router, self._resources, request, load, report)
             run.run(show_progress=self.progress and self.topology.rank == options.src)
+            with report.timed("plan"), garbage_collection.paused():
+                self._agreement.inputs.remember(request, load.inputs)
         finally:
             self._agreement.inputs.close_checkpoint()
         plan, ignored = load.plan, set(load.ignored_keys)

@@ -1,4 +1,4 @@
-"""The benchmarks' promises about peers: one short file each; what fails is told and stops nothing; wrong bytes do not count."""
+"""The benchmarks' promises about peers: a short file each; a failure is reported and stops nothing; wrong bytes never count."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_peer_is_a_short_file(peer: Path) -> None:
     assert len(peer.read_text().splitlines()) < 40
 
 
-def test_what_fails_is_told_and_stops_nothing(tmp_path: Path) -> None:
+def test_what_fails_is_reported_and_stops_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks"
     shutil.copytree(BENCHMARKS, folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
     for name, text in {**PEERS, "zz_example": example()}.items():

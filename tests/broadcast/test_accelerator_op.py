@@ -93,7 +93,7 @@ def without_waiting(rank: int) -> list[str]:
     tensors = [(c if rank == 0 else torch.zeros(60)).to(DEVICE) for c in contents]
     coalesced_bcast(tensors, topology=topo, bucket_bytes=500, stream=stream)  # makes groups and compares the lists
     torch.accelerator.synchronize()
-    with fakedev.held(stream):
+    with fakedev.holding(stream):
         coalesced_bcast(tensors, topology=topo, bucket_bytes=500, stream=stream)
         idle = stream.query()
     return ["the stream was idle"] * idle + [
@@ -236,7 +236,7 @@ class Scene:
         tensors = self.tensors(salt)
         values = [(c if self.rank == 0 else torch.zeros(75)).pin_memory() for c in self.contents(salt + 1)]
         with self.caller:
-            with fakedev.held(self.caller):
+            with fakedev.holding(self.caller):
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value, non_blocking=True)
                 self.call(tensors)
@@ -247,7 +247,7 @@ class Scene:
         """The tensors are read as soon as the op has returned, and overwritten."""
         tensors = self.tensors(salt)
         with self.caller:
-            with fakedev.held(self.given):
+            with fakedev.holding(self.given):
                 self.call(tensors)
                 read = [t.clone() for t in tensors]
                 for tensor in tensors:
@@ -259,7 +259,7 @@ class Scene:
         """Another stream asks for memory while the op is still to run."""
         tensors = self.tensors(salt)
         with self.caller:
-            with fakedev.held(self.given):
+            with fakedev.holding(self.given):
                 self.call(tensors)
                 with self.default:
                     mine = [torch.full((1000,), 7, dtype=torch.uint8, device=DEVICE) for _ in range(4)]

@@ -34,7 +34,7 @@ def count_steps(rank: int) -> list[str]:
             options: dict[str, Any] = {"topology": topo, "bucket_bytes": bucket_bytes, "algorithm": algorithm}
             coalesced_bcast(tensors, **options)
             extents = [_C.extent_of(list(t.shape), 4, bucket_bytes) for t in tensors]
-            buckets = len(_C.plan_buckets(extents, bucket_bytes, 16, 0)[1])
+            buckets = len(_C.plan_buckets(extents, bucket_bytes, _C.OP_ALIGNMENT, 0)[1])
             messages = _messages(topo, rank, algorithm)
             text = _unexpected(messages * buckets, tensors, **options)
             wrong += [f"{nodes} {algorithm} {bucket_bytes}, {buckets} buckets: {text}"] if text else []

@@ -101,6 +101,10 @@ def hostile(value: Any, objects: dict[str, list[Any]]) -> list[Any]:
         return [*itertools.chain(*objects.values()), *OBJECTS]
     if isinstance(value, Tensor):
         return [*tensors, *changed_entries(value), *OBJECTS]
+    if isinstance(value, torch.dtype):
+        return [torch.bool, torch.complex128, torch.float8_e5m2, torch.quint4x2, torch.qint8, torch.bits8, *OBJECTS]
+    if isinstance(value, torch.device):
+        return [*map(torch.device, ("meta", "cuda:7", "cpu:3", "mkldnn", "xla:0")), *OBJECTS]
     if isinstance(value, float):
         return [*(x for x in FLOATS if not x > 1.0 or x != x or x >= 1e9), *OBJECTS]
     if isinstance(value, int):
@@ -141,25 +145,25 @@ class Setting:
         self.files, self.offsets, self.origins = torch.tensor([0]), torch.tensor([16]), torch.tensor([[0, 4]])
         self.board = torch.zeros(6, dtype=torch.int32)
         self.steps = torch.tensor([[0, 16, -1, -1, -1, -1]])
-        self.gathered, _ = ops.gather(self.tensors)
-        self.layouts = ops.layouts(self.gathered)
+        self.listed, _ = ops.tensor_list(self.tensors)
+        self.layouts = ops.layouts(self.listed)
         places = self.files, self.offsets, self.origins, 1
         others = [torch.zeros(4, dtype=torch.float64), torch.zeros(500)]
-        foreign, _ = ops.gather([torch.zeros(4), wrapper()])
-        other, _ = ops.gather(others)
-        nothing, _ = ops.gather([])
-        odd, _ = ops.gather([t for t in tensors_of_every_kind() if type(t) is Tensor])
-        self.reads = ops.bind_reads(self.gathered, self.which, self.copies, *places)
-        self.digests = ops.bind_digests(self.gathered, self.which, self.copies)
-        self.bound = ops.bind_copies(self.gathered, self.which, self.copies, 16)
+        foreign, _ = ops.tensor_list([torch.zeros(4), wrapper()])
+        other, _ = ops.tensor_list(others)
+        nothing, _ = ops.tensor_list([])
+        odd, _ = ops.tensor_list([t for t in tensors_of_every_kind() if type(t) is Tensor])
+        self.reads = ops.prepare_reads(self.listed, self.which, self.copies, *places)
+        self.digests = ops.prepare_digests(self.listed, self.which, self.copies)
+        self.prepared = ops.prepare_copies(self.listed, self.which, self.copies, 16)
         far = torch.tensor([[1, 0, FLOAT, 1, 400, 4, 1]])
         self.objects: dict[str, list[Any]] = {
-            "gathered": [other, foreign, nothing, odd],
+            "lists": [other, foreign, nothing, odd],
             "layouts": [ops.layouts(other), ops.layouts(nothing)],
-            "copies": [ops.bind_copies(other, [0, 1], far, 16)],
-            "reads": [ops.bind_reads(other, [0, 1], far, *places)],
-            "digests": [ops.bind_digests(other, [0, 1], far)],
-            "good": [self.gathered, self.layouts, self.bound, self.reads, self.digests],
+            "copies": [ops.prepare_copies(other, [0, 1], far, 16)],
+            "reads": [ops.prepare_reads(other, [0, 1], far, *places)],
+            "digests": [ops.prepare_digests(other, [0, 1], far)],
+            "good": [self.listed, self.layouts, self.prepared, self.reads, self.digests],
         }
 
 
@@ -171,16 +175,17 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "pack": lambda s: [s.bucket, s.tensors, s.copies],
     "unpack": lambda s: [s.bucket, s.tensors, s.copies],
     "read_regions": lambda s: [s.descriptors, s.files, s.offsets, s.origins, s.tensors, s.copies, 2],
-    "gather": lambda s: [ops._C.hand_over(s.tensors), s.layouts],
-    "layouts": lambda s: [s.gathered],
-    "has_layouts": lambda s: [s.gathered, s.layouts],
-    "bind_copies": lambda s: [s.gathered, s.which, s.copies, 16],
-    "unpack_bound": lambda s: [s.bucket, s.gathered, s.bound],
-    "bind_reads": lambda s: [s.gathered, s.which, s.copies, s.files, s.offsets, s.origins, 1],
-    "read_bound": lambda s: [s.descriptors, s.gathered, s.reads, 2],
-    "bind_digests": lambda s: [s.gathered, s.which, s.copies],
-    "digest_bound": lambda s: [s.gathered, s.digests],
+    "tensor_list": lambda s: [ops._C.register_tensors(s.tensors), s.layouts],
+    "layouts": lambda s: [s.listed],
+    "has_layouts": lambda s: [s.listed, s.layouts],
+    "prepare_copies": lambda s: [s.listed, s.which, s.copies, 16],
+    "unpack_prepared": lambda s: [s.bucket, s.listed, s.prepared],
+    "prepare_reads": lambda s: [s.listed, s.which, s.copies, s.files, s.offsets, s.origins, 1],
+    "read_prepared": lambda s: [s.descriptors, s.listed, s.reads, 2],
+    "prepare_digests": lambda s: [s.listed, s.which, s.copies],
+    "digest_prepared": lambda s: [s.listed, s.digests],
     "relay": lambda s: [s.bucket, s.steps, GROUP, "", 8, s.board, 1.0],
+    "allocate_like": lambda s: [s.tensors, torch.float32, torch.device("cpu"), 2],
     "checksum": lambda s: [s.bucket],
     "digest_tensors": lambda s: [s.tensors, s.copies],
     "digest_bucket": lambda s: [s.bucket, torch.tensor([[FLOAT, *ROW[1:]]])],
@@ -238,67 +243,67 @@ def refused(what: Callable[[], object]) -> None:
     raise AssertionError("was not refused")
 
 
-def changed_after_gather(change: Callable[[list[Tensor]], object]) -> Callable[[], None]:
-    """Fills, reads and digests tensors that were changed after they were gathered, and bound."""
+def changed_after_listing(change: Callable[[list[Tensor]], object]) -> Callable[[], None]:
+    """Fills, reads and digests tensors that were changed after they were listed and their regions prepared."""
 
     def sequence() -> None:
         setting = Setting()
         count = 1 << 20
         tensors = [torch.zeros(count), torch.zeros(count)]
         row = torch.tensor([[0, 0, FLOAT, 1, 0, count, 1], [1, 0, FLOAT, 1, 0, count, 1]])
-        gathered, _ = ops.gather(tensors)
+        listed, _ = ops.tensor_list(tensors)
         places = torch.tensor([0]), torch.tensor([0]), torch.zeros(2, 2, dtype=torch.int64)
-        copies = ops.bind_copies(gathered, [0, 1], row, 4 * count)
-        reads = ops.bind_reads(gathered, [0, 1], row, *places, 1)
-        digests = ops.bind_digests(gathered, [0, 1], row)
+        copies = ops.prepare_copies(listed, [0, 1], row, 4 * count)
+        reads = ops.prepare_reads(listed, [0, 1], row, *places, 1)
+        digests = ops.prepare_digests(listed, [0, 1], row)
         change(tensors)
         bucket = torch.ones(4 * count, dtype=torch.uint8)
         os.truncate(setting.descriptors[0], 4 * count)
-        refused(lambda: ops.unpack_bound(bucket, gathered, copies))
-        refused(lambda: ops.read_bound(setting.descriptors, gathered, reads, 2))
-        refused(lambda: ops.digest_bound(gathered, digests))
+        refused(lambda: ops.unpack_prepared(bucket, listed, copies))
+        refused(lambda: ops.read_prepared(setting.descriptors, listed, reads, 2))
+        refused(lambda: ops.digest_prepared(listed, digests))
 
     return sequence
 
 
-def dropped_after_gather() -> None:
+def dropped_after_listing() -> None:
     """The tensors of a load live as long as it does."""
-    gathered, _ = ops.gather([torch.zeros(1 << 20), torch.zeros(1 << 20)])
+    listed, _ = ops.tensor_list([torch.zeros(1 << 20), torch.zeros(1 << 20)])
     row = torch.tensor([[0, 0, FLOAT, 1, 0, 1 << 20, 1]])
-    copies = ops.bind_copies(gathered, [1], row, 4 << 20)
+    copies = ops.prepare_copies(listed, [1], row, 4 << 20)
     for _ in range(20):
-        ops.unpack_bound(torch.ones(4 << 20, dtype=torch.uint8), gathered, copies)
+        ops.unpack_prepared(torch.ones(4 << 20, dtype=torch.uint8), listed, copies)
 
 
-def swapped_after_gather() -> None:
+def swapped_after_listing() -> None:
     tensors = [torch.zeros(1 << 20)]
-    gathered, _ = ops.gather(tensors)
-    copies = ops.bind_copies(gathered, [0], torch.tensor([[0, 0, FLOAT, 1, 0, 1 << 20, 1]]), 4 << 20)
+    listed, _ = ops.tensor_list(tensors)
+    copies = ops.prepare_copies(listed, [0], torch.tensor([[0, 0, FLOAT, 1, 0, 1 << 20, 1]]), 4 << 20)
     refused(lambda: torch.utils.swap_tensors(tensors[0], torch.zeros(3)))
-    ops.unpack_bound(torch.ones(4 << 20, dtype=torch.uint8), gathered, copies)
+    ops.unpack_prepared(torch.ones(4 << 20, dtype=torch.uint8), listed, copies)
     assert tensors[0].view(torch.uint8).all()
 
 
 def layouts_cannot_be_written() -> None:
-    """Else what is bound to small tensors could be made to fit, in name, large ones."""
+    """Else regions prepared for small tensors could be made to fit large ones."""
     small, large = [torch.zeros(4)], [torch.zeros(1 << 22)]
-    gathered, _ = ops.gather(large)
-    copies = ops.bind_copies(gathered, [0], torch.tensor([[0, 0, FLOAT, 1, (1 << 22) - 4, 4, 1]]), 16)
-    known = ops.layouts(gathered)
+    listed, _ = ops.tensor_list(large)
+    copies = ops.prepare_copies(listed, [0], torch.tensor([[0, 0, FLOAT, 1, (1 << 22) - 4, 4, 1]]), 16)
+    known = ops.layouts(listed)
     if isinstance(known, Tensor):
-        known.copy_(ops.layouts(ops.gather(small)[0]))
-    again, _ = ops.gather(small, known)
-    refused(lambda: ops.unpack_bound(torch.ones(16, dtype=torch.uint8), again, copies))
+        known.copy_(ops.layouts(ops.tensor_list(small)[0]))
+    again, _ = ops.tensor_list(small, known)
+    refused(lambda: ops.unpack_prepared(torch.ones(16, dtype=torch.uint8), again, copies))
 
 
 def classes_cannot_be_made() -> None:
-    for name in ("Gathered", "Layouts", "BoundCopies", "BoundReads", "BoundDigests"):
+    for name in ("TensorList", "Layouts", "PreparedCopies", "PreparedReads", "PreparedDigests"):
         refused(lambda name=name: getattr(torch.classes.epload, name)())  # type: ignore[misc]
 
 
-def handed_over_and_never_taken() -> None:
+def registered_and_never_taken() -> None:
     for _ in range(3):
-        ops._C.hand_over([torch.zeros(10) for _ in range(1000)])
+        ops._C.register_tensors([torch.zeros(10) for _ in range(1000)])
 
 
 def a_class_that_takes_part_in_functions() -> None:
@@ -308,30 +313,30 @@ def a_class_that_takes_part_in_functions() -> None:
             return 1
 
     lies = torch.zeros(4).as_subclass(Lies)
-    gathered, _ = ops.gather([lies])
-    ops.unpack_bound(
-        torch.ones(16, dtype=torch.uint8), gathered, ops.bind_copies(gathered, [0], torch.tensor([ROW]), 16)
+    listed, _ = ops.tensor_list([lies])
+    ops.unpack_prepared(
+        torch.ones(16, dtype=torch.uint8), listed, ops.prepare_copies(listed, [0], torch.tensor([ROW]), 16)
     )
     for wrong in ([3], [None], [torch.Tensor], (torch.zeros(1),), None, torch.zeros(3)):
         try:
-            ops._C.hand_over(wrong)
+            ops._C.register_tensors(wrong)
         except TypeError:
             continue
         raise AssertionError(f"{wrong!r} was not refused")
 
 
 SEQUENCES: dict[str, Callable[[], None]] = {
-    "dropped after gather": dropped_after_gather,
-    "swapped after gather": swapped_after_gather,
-    "freed after gather": changed_after_gather(lambda tensors: freed(tensors[1])),
-    "shrunk after gather": changed_after_gather(lambda tensors: tensors[1].untyped_storage().resize_(8)),
-    "resized after gather": changed_after_gather(lambda tensors: tensors[0].resize_(3)),
-    "set after gather": changed_after_gather(lambda tensors: tensors[1].set_(torch.zeros(2))),
-    "given other data after gather": changed_after_gather(lambda ts: setattr(ts[0], "data", torch.zeros(5))),
-    "transposed after gather": changed_after_gather(lambda ts: ts[0].as_strided_((1 << 10, 1 << 10), (1, 1 << 10))),
+    "dropped after listing": dropped_after_listing,
+    "swapped after listing": swapped_after_listing,
+    "freed after listing": changed_after_listing(lambda tensors: freed(tensors[1])),
+    "shrunk after listing": changed_after_listing(lambda tensors: tensors[1].untyped_storage().resize_(8)),
+    "resized after listing": changed_after_listing(lambda tensors: tensors[0].resize_(3)),
+    "set after listing": changed_after_listing(lambda tensors: tensors[1].set_(torch.zeros(2))),
+    "given other data after listing": changed_after_listing(lambda ts: setattr(ts[0], "data", torch.zeros(5))),
+    "transposed after listing": changed_after_listing(lambda ts: ts[0].as_strided_((1 << 10, 1 << 10), (1, 1 << 10))),
     "layouts cannot be written": layouts_cannot_be_written,
     "classes cannot be made": classes_cannot_be_made,
-    "handed over and never taken": handed_over_and_never_taken,
+    "registered and never taken": registered_and_never_taken,
     "a class that takes part in functions": a_class_that_takes_part_in_functions,
 }
 

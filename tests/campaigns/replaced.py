@@ -323,8 +323,8 @@ def rank_main(rank: int, folder: str, runs: Sequence[Run]) -> list[Outcome]:
 
 def judged(run: Run, outcomes: Sequence[Outcome]) -> tuple[str, str]:
     """ "right", "refused" or "wrong"; and why it is wrong."""
-    if said := [outcome.again for outcome in outcomes if outcome.again]:
-        return "wrong", f"a load without a replacement: {said[0]}"
+    if problems := [outcome.again for outcome in outcomes if outcome.again]:
+        return "wrong", f"a load without a replacement: {problems[0]}"
     if len({(outcome.kind, outcome.text) for outcome in outcomes}) > 1:
         return "wrong", f"ranks differ: {[(outcome.kind, outcome.text) for outcome in outcomes]}"
     first = outcomes[0]

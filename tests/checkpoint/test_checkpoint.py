@@ -5,111 +5,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from epload import Checkpoint, CheckpointError, Manifest
-from epload.checkpoint import safetensors as safetensors_format
+from epload import Checkpoint, CheckpointError
 from epload.checkpoint.local_store import READ_BYTES
-from epload.checkpoint.safetensors import read_layout
 from epload.core.dtypes import SAFETENSORS
 from epload.core.pieces import Piece
-from support.checkpoints import State, assert_same, framed, index, raw_bytes, read_all, tensor
-
-
-def small_state() -> State:
-    shapes = {"b": (3, 5), "a": (7,), "scalar": (), "empty": (0, 4), "odd": (13,), "c.weight": (2, 3, 4)}
-    kinds = [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.uint8, torch.float16]
-    return {
-        name: tensor(i, shape, kind) for i, ((name, shape), kind) in enumerate(zip(shapes.items(), kinds, strict=True))
-    }
-
-
-def split(state: State) -> tuple[State, State]:
-    names = list(state)
-    return {n: state[n] for n in names[::2]}, {n: state[n] for n in names[1::2]}
-
-
-# ---- sources ----
-
-
-def one_file(folder: Path, state: State) -> Any:
-    save_file(state, folder / "weights.safetensors")
-    return folder / "weights.safetensors"
-
-
-def folder_with_index(folder: Path, state: State) -> Any:
-    parts = dict(
-        zip(("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"), split(state), strict=True)
-    )
-    for name, part in parts.items():
-        save_file(part, folder / name)
-    weight_map = {key: name for name, part in parts.items() for key in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    save_file({"stray": tensor(9, (2,))}, folder / "adapter.safetensors")
-    return folder
-
-
-def the_index_itself(folder: Path, state: State) -> Any:
-    return folder_with_index(folder, state) / "model.safetensors.index.json"
-
-
-def folder_without_index(folder: Path, state: State) -> Any:
-    for name, part in zip("yx", split(state), strict=True):
-        save_file(part, folder / f"{name}.safetensors")
-    return str(folder)
-
-
-def folder_with_model_file(folder: Path, state: State) -> Any:
-    save_file(state, folder / "model.safetensors")
-    save_file({"stray": tensor(9, (2,))}, folder / "adapter.safetensors")
-    return folder
-
-
-def torch_file(folder: Path, state: State) -> Any:
-    torch.save(state, folder / "weights.pt")
-    return folder / "weights.pt"
-
-
-def torch_folder_with_index(folder: Path, state: State) -> Any:
-    parts = dict(zip(("pytorch_model-1.bin", "pytorch_model-2.bin"), split(state), strict=True))
-    for name, part in parts.items():
-        torch.save(part, folder / name)
-    weight_map = {key: name for name, part in parts.items() for key in part}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    torch.save({"stray": tensor(9, (2,))}, folder / "training.bin")
-    return folder
-
-
-def torch_folder(folder: Path, state: State) -> Any:
-    torch.save(state, folder / "pytorch_model.bin")
-    return folder
-
-
-def wrapped(folder: Path, state: State) -> Any:
-    torch.save({"state_dict": state}, folder / "trained.pth")
-    return folder / "trained.pth"
-
-
-def plain_dict(folder: Path, state: State) -> Any:
-    return state
-
-
-def opened(folder: Path, state: State) -> Any:
-    return Checkpoint.open(one_file(folder, state))
-
-
-SOURCES = [
-    one_file, folder_with_index, the_index_itself, folder_without_index, folder_with_model_file, torch_file,
-    torch_folder_with_index, torch_folder, wrapped, plain_dict, opened,
-]  # fmt: skip
+from support.checkpoint_kinds import (
+    SOURCES,
+    one_file,
+    small_state,
+)
+from support.checkpoints import State, assert_same, framed, raw_bytes, read_all, tensor
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda f: f.__name__)
@@ -275,117 +188,6 @@ def test_a_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(CheckpointError, match=f"{path}.*Input/output error"):
         read_all(checkpoint)
     checkpoint.close()
-
-
-# ---- manifest ----
-
-
-def test_compact_round_trip() -> None:
-    state = {f"t.{name}.é\u4e16": tensor(i, (i, 2), dtype) for i, (name, dtype) in enumerate(SAFETENSORS.items())}
-    manifest = Checkpoint.open(state).manifest
-    again = Manifest.from_compact(manifest.compact, manifest.provenance)
-    assert again == manifest
-    assert again.digest == manifest.digest
-    nothing = Manifest((), (), (), "nothing")
-    assert Manifest.from_compact(nothing.compact, nothing.provenance) == nothing
-
-
-def _twice(
-    first: State, second: State, folder: Path, how: Callable[[Path, State], Any]
-) -> tuple[Checkpoint, Checkpoint]:
-    """A checkpoint, and another that is opened when the first is known."""
-    folders = folder / "first", folder / "second"
-    for each in folders:
-        each.mkdir()
-    known = Checkpoint.open(how(folders[0], first))
-    return known, Checkpoint.open(how(folders[1], second), known.manifest)
-
-
-FILES = [one_file, folder_with_index, the_index_itself, folder_without_index, folder_with_model_file]
-
-
-@pytest.mark.parametrize("source", FILES, ids=lambda f: f.__name__)
-def test_headers_that_are_known_are_not_parsed_again(source: Callable[[Path, State], Any], tmp_path: Path) -> None:
-    first = small_state()
-    second = {name: value.flip(0) if value.ndim else value for name, value in first.items()}
-    with mock.patch.object(safetensors_format, "read_layout", wraps=read_layout) as parse:
-        known, again = _twice(first, second, tmp_path, source)
-    parsed_once = {call.args[0].path.parent.name for call in parse.call_args_list}
-    assert parsed_once == {"first"}
-    assert_same(read_all(again), second)
-    assert again.manifest.identity == known.manifest.identity
-    assert "second" in again.manifest.source
-    assert again.manifest.provenance == Checkpoint.open(source(tmp_path / "second", second)).manifest.provenance
-    joined = Checkpoint.join(source(tmp_path / "second", second), again.manifest)
-    assert_same(read_all(joined), second)
-    for each in (known, again, joined):
-        each.close()
-
-
-@pytest.mark.parametrize("source", FILES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("change", ["name", "shape", "dtype", "one less", "shorter"])
-def test_a_header_that_changed_is_parsed(source: Callable[[Path, State], Any], change: str, tmp_path: Path) -> None:
-    first = {f"t{i}": tensor(i, (6, 4)) for i in range(4)}
-    second = {name: value * 2 for name, value in first.items()}
-    match change:
-        case "name":
-            second["u0"] = second.pop("t0")
-        case "shape":
-            second["t1"] = second["t1"].reshape(4, 6)
-        case "dtype":
-            second["t1"] = second["t1"].view(torch.int32)
-        case "one less":
-            del second["t2"]
-        case "shorter":
-            second["t3"] = second["t3"][:2]
-    known, again = _twice(first, second, tmp_path, source)
-    assert_same(read_all(again), second)
-    assert again.manifest.identity != known.manifest.identity
-    again.close()
-
-
-def test_an_index_that_changed_is_read(tmp_path: Path) -> None:
-    """The same files with the same headers, but another of two holds the tensor."""
-    a, b = {"w": tensor(1, (3,))}, {"w": tensor(2, (3,)), "v": tensor(3, (3,))}
-    save_file(a, tmp_path / "x.safetensors")
-    save_file(b, tmp_path / "y.safetensors")
-    place = {"w": "x.safetensors", "v": "y.safetensors"}
-    known = Checkpoint.open(index(tmp_path, {"weight_map": place}))
-    assert_same(read_all(known), {**b, **a})
-    place["w"] = "y.safetensors"
-    again = Checkpoint.open(
-        index(tmp_path, {"weight_map": {"v": "y.safetensors", "w": "y.safetensors"}}), known.manifest
-    )
-    assert_same(read_all(again), b)
-    for each in (known, again):
-        each.close()
-
-
-@pytest.mark.parametrize("damage", ["truncated", "no header", "header cut"])
-def test_a_damaged_file_is_refused_also_when_its_like_is_known(damage: str, tmp_path: Path) -> None:
-    path = one_file(tmp_path, small_state())
-    known = Checkpoint.open(path).manifest
-    raw = path.read_bytes()
-    path.write_bytes({"truncated": raw[:-1], "no header": raw[:4], "header cut": raw[:20]}[damage])
-    with pytest.raises(CheckpointError, match=str(path)):
-        Checkpoint.open(path, known)
-
-
-def test_digest_changes_with_any_change() -> None:
-    base = Manifest(("a", "b", "c"), ((2, 3), (6,), (2, 3)), (torch.float32, torch.float32, torch.int32), "here")
-    changed = [
-        replace(base, names=("a", "b", "d")),
-        replace(base, names=("b", "a", "c")),
-        replace(base, names=('a","b', "b", "c")),
-        replace(base, shapes=((3, 2), (6,), (2, 3))),
-        replace(base, shapes=((2, 3), (6,), (6,))),
-        replace(base, shapes=((2, 3), (6, 1), (2, 3))),
-        replace(base, dtypes=(torch.float32, torch.int32, torch.int32)),
-        replace(base, dtypes=(torch.bfloat16, torch.bfloat16, torch.int32)),
-        Manifest(base.names[:2], base.shapes[:2], base.dtypes[:2], "here"),
-    ]
-    assert len({manifest.digest for manifest in [base, *changed]}) == len(changed) + 1
-    assert replace(base, source="elsewhere").digest == base.digest
 
 
 # ---- state dicts ----

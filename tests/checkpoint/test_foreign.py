@@ -86,8 +86,8 @@ def _of_one_rank(name: str, offsets: list[int]) -> Callable[[Path], Path]:
     """As torch.distributed.checkpoint's HuggingFaceStorageWriter saves it."""
 
     def write(folder: Path) -> Path:
-        said = {"weight": {"saved_offsets": offsets}}
-        save_file({"weight": tensor(1, (2, 3))}, folder / name, metadata={"DCP_SHARDING_INFO": json.dumps(said)})
+        content = {"weight": {"saved_offsets": offsets}}
+        save_file({"weight": tensor(1, (2, 3))}, folder / name, metadata={"DCP_SHARDING_INFO": json.dumps(content)})
         return folder
 
     return write
@@ -125,8 +125,8 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("what", FOREIGN)
 def test_what_is_no_checkpoint_is_named(what: str, tmp_path: Path) -> None:
-    make, said = FOREIGN[what]
-    with pytest.raises((CheckpointError, TypeError), match=said) as caught:
+    make, message = FOREIGN[what]
+    with pytest.raises((CheckpointError, TypeError), match=message) as caught:
         Checkpoint.open(make(tmp_path))
     assert len(str(caught.value).splitlines()) == 1
 
@@ -213,8 +213,8 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_an_argument_of_another_type(argument: str) -> None:
-    make, options, said = ARGUMENTS[argument]
-    with pytest.raises(TypeError, match=said):
+    make, options, message = ARGUMENTS[argument]
+    with pytest.raises(TypeError, match=message):
         epload.load(make(), _state(), progress=False, **options)
 
 

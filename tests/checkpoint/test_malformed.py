@@ -97,13 +97,13 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("case", BAD_FILES)
 def test_hostile_files(case: str, tmp_path: Path) -> None:
-    content, said = BAD_FILES[case]
+    content, message = BAD_FILES[case]
     path = tmp_path / "bad.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.open(path)
     assert str(path) in str(caught.value)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert len(str(caught.value)) < 1000 + len(str(path))
 
 
@@ -238,6 +238,8 @@ def test_torch_files_that_are_none(tmp_path: Path) -> None:
             pytest.fail(f"{case}: {Checkpoint.open(path).manifest}")
     for value in (tensor(1, (2,)), [tensor(1, (2,))], {"w": 3}, {"state_dict": {"w": 3}}):
         torch.save(value, path)
-        said = "no tensors found; top-level keys: " if isinstance(value, dict) else "expected a dict of tensors, got a "
-        with pytest.raises(CheckpointError, match=rf"bad\.pt: {said}"):
+        message = (
+            "no tensors found; top-level keys: " if isinstance(value, dict) else "expected a dict of tensors, got a "
+        )
+        with pytest.raises(CheckpointError, match=rf"bad\.pt: {message}"):
             Checkpoint.open(path)

@@ -41,13 +41,13 @@ IN_THE_MIDDLE = [
 
 def test_replaced_during_a_load() -> None:
     runs = SAMPLE + IN_THE_MIDDLE
-    said = []
+    problems = []
     refused = set()
     for run, outcomes in zip(runs, outcomes_of(runs, limit=200), strict=True):
         verdict, why = judged(run, outcomes)
-        said += [f"{run}: {why}"] if why else []
+        problems += [f"{run}: {why}"] if why else []
         refused |= {run} if verdict == "refused" else set()
-    assert not said, "\n".join(said)
+    assert not problems, "\n".join(problems)
     assert [run for run in IN_THE_MIDDLE if run not in refused] == []
 
 
@@ -74,7 +74,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_the_error_says_what_has_changed(change: str, tmp_path: Path) -> None:
     """After the last byte was read."""
     model, path = _small(tmp_path)
-    action, said = CHANGES[change]
+    action, message = CHANGES[change]
 
     def hook(*_: object) -> None:
         action(path)
@@ -83,7 +83,7 @@ def test_the_error_says_what_has_changed(change: str, tmp_path: Path) -> None:
     with (
         mock.patch("epload.loading.run.fill_missing", hook),
         pytest.raises(
-            CheckpointError, match=rf"{re.escape(str(path))} {said}.*while it was loaded.*partly overwritten"
+            CheckpointError, match=rf"{re.escape(str(path))} {message}.*while it was loaded.*partly overwritten"
         ),
     ):
         _loader().load(model, path)
@@ -95,7 +95,7 @@ def test_files_that_are_not_read_as_ranges(how: str, change: str, tmp_path: Path
     """Not truncated: that would be the end of a process that has the file mapped."""
     path, weight = tmp_path / "model.pt", tensor(1, (3, 4)).t()
     torch.save({"weight": weight, "bias": tensor(2, (4,))}, path, _use_new_zipfile_serialization=how == "mapped")
-    action, said = CHANGES[change]
+    action, message = CHANGES[change]
     fill = StateDictCheckpoint.fill
 
     def meanwhile(*arguments: Any) -> None:
@@ -104,7 +104,7 @@ def test_files_that_are_not_read_as_ranges(how: str, change: str, tmp_path: Path
 
     with (
         mock.patch.object(StateDictCheckpoint, "fill", meanwhile),
-        pytest.raises(CheckpointError, match=rf"{re.escape(str(path))} {said}.*partly overwritten"),
+        pytest.raises(CheckpointError, match=rf"{re.escape(str(path))} {message}.*partly overwritten"),
     ):
         _loader(readers="one").load(nn.Linear(3, 4), path)
 

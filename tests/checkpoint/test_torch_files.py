@@ -171,8 +171,8 @@ def test_entries_that_hold_no_tensor_are_listed_and_left_alone(source: str, wrap
     model = nn.Linear(3, 4)
     report = _loader().load(model, path)
     assert_same(model.state_dict(), {"weight": weight, "bias": state["bias"]})
-    beside = {"epoch", "optimizer"} if wrapper and source != "dict" else set()
-    assert set(report.ignored_keys) == {*OTHERS, *beside}
+    other_keys = {"epoch", "optimizer"} if wrapper and source != "dict" else set()
+    assert set(report.ignored_keys) == {*OTHERS, *other_keys}
     assert report.unexpected_keys == []
     assert "ignored: " in str(report)
 
@@ -241,17 +241,17 @@ def _fill_all(value: Tensor, length: int) -> list[str]:
     """Reads a tensor piece by piece, and says what was wrong with it."""
     expected = raw_bytes(value.detach().cpu().resolve_conj().resolve_neg())
     checkpoint = Checkpoint.open({"value": value})
-    said = []
+    problems = []
     for piece in _pieces(value.nbytes, length):
         bucket = torch.full((64 + piece.nbytes + 8,), 255, dtype=torch.uint8)
         with _Copied() as copied:
             checkpoint.fill(bucket, [piece])
         got = bytes(bucket.tolist())
         if got != b"\xff" * 64 + expected[piece.tensor_offset :][: piece.nbytes] + b"\xff" * 8:
-            said.append(f"{piece} is wrong")
+            problems.append(f"{piece} is wrong")
         if copied.nbytes > 2 * (piece.nbytes + 2 * value.element_size()):
-            said.append(f"{copied.nbytes} bytes were copied for {piece}")
-    return said
+            problems.append(f"{copied.nbytes} bytes were copied for {piece}")
+    return problems
 
 
 SHAPED: dict[str, Callable[[], Tensor]] = {

@@ -45,10 +45,10 @@ def broadcast_after_a_load(rank: int, fails: bool) -> list[str]:
     tensor = torch.tensor([rank])
     coalesced_bcast([tensor], 1, topology)
     timeouts = timeouts_of_groups(topology)
-    said = [] if int(tensor) == 1 else ["the broadcast is wrong"]
+    problems = [] if int(tensor) == 1 else ["the broadcast is wrong"]
     if topology.control.timeout != DEFAULT_TIMEOUT or set(timeouts) - {DEFAULT_TIMEOUT} or not timeouts:
-        said.append(f"a timeout of {topology.control.timeout} and groups with timeouts of {timeouts}")
-    return said
+        problems.append(f"a timeout of {topology.control.timeout} and groups with timeouts of {timeouts}")
+    return problems
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -83,11 +83,11 @@ def failing_offer(rank: int) -> list[str]:
             loader.load(model, only_readers(state_for(1), "one"))
             return ["the load did not fail"]
         except epload.LoadError as error:
-            said = [] if "no room for a round" in str(error) else [str(error)]
+            problems = [] if "no room for a round" in str(error) else [str(error)]
     if memfds() != before:
-        said.append(f"{memfds() - before} descriptors of shared memory are left")
+        problems.append(f"{memfds() - before} descriptors of shared memory are left")
     loader.load(model, only_readers(state_for(2), "one"))
-    return said + wrong(model, state_for(2))
+    return problems + wrong(model, state_for(2))
 
 
 def test_a_round_that_fails_leaves_no_descriptor_of_shared_memory() -> None:
@@ -112,10 +112,10 @@ def large_mismatch(rank: int) -> str:
 
 
 def test_a_mismatch_of_models_larger_than_a_value_of_the_store() -> None:
-    said = ranks.run(2, large_mismatch, tcp=True, limit=100)
-    assert said[0] == said[1]
-    assert said[0].startswith(ManifestMismatch.__name__)
-    assert re.search("rank 0 has 'model x+1234: float32 .* where rank 1 has 'model x+1234: float64", said[0])
+    results = ranks.run(2, large_mismatch, tcp=True, limit=100)
+    assert results[0] == results[1]
+    assert results[0].startswith(ManifestMismatch.__name__)
+    assert re.search("rank 0 has 'model x+1234: float32 .* where rank 1 has 'model x+1234: float64", results[0])
 
 
 def large_lists(rank: int) -> str:
@@ -128,9 +128,9 @@ def large_lists(rank: int) -> str:
 
 
 def test_a_mismatch_of_lists_larger_than_a_value_of_the_store() -> None:
-    said = ranks.run(2, large_lists, tcp=True, limit=100)
-    assert said[0] == said[1]
-    assert "rank 0 has 50000 tensors and rank 1 has 50001" in said[0]
+    results = ranks.run(2, large_lists, tcp=True, limit=100)
+    assert results[0] == results[1]
+    assert "rank 0 has 50000 tensors and rank 1 has 50001" in results[0]
 
 
 @contextmanager

@@ -158,9 +158,9 @@ def routes(rank: int, nodes: Nodes) -> list[str]:
     topo.control.timeout = usual
     if topo.route(0) != first:
         wrong.append("loads whose timeouts alternate make groups again and again")
-    names = set(topo._groups.names)
+    names = {first.inter_group, first.intra_group, other.inter_group, other.intra_group} - {""}
     topo.retire()
-    if names & {topo.route(0).inter_group, topo.route(0).intra_group} - {""}:
+    if names & {topo.route(0).inter_group, topo.route(0).intra_group}:
         wrong.append("a retired group came back")
     return wrong
 

@@ -89,18 +89,18 @@ def two_threads(rank: int, way: str, crossed: bool) -> tuple[list[list[End]], li
 @pytest.mark.parametrize("crossed", [False, True], ids=["one order", "different orders"])
 @pytest.mark.parametrize("way", WAYS)
 def test_two_loads_at_once(way: str, crossed: bool) -> None:
-    said = ranks.run(4, two_threads, way, crossed, limit=110)
+    results = ranks.run(4, two_threads, way, crossed, limit=110)
     refused = 0
     for turn in range(RUNS):
         for which in range(2):
-            ends = {runs[turn][which] for runs, _ in said}
-            assert len(ends) == 1, (turn, which, [runs[turn] for runs, _ in said])
+            ends = {runs[turn][which] for runs, _ in results}
+            assert len(ends) == 1, (turn, which, [runs[turn] for runs, _ in results])
             kind, text = ends.pop()
             assert kind in ("", "LoadError"), (turn, which, text)
             assert bool(kind) == bool(text), text
             refused += bool(kind)
     assert refused >= RUNS, "in each run one of the two at least"
-    assert [bad for _, bad in said] == [[]] * 4, "a load after all of them is right"
+    assert [bad for _, bad in results] == [[]] * 4, "a load after all of them is right"
 
 
 def load_and_broadcast(rank: int) -> list[str]:
@@ -109,13 +109,13 @@ def load_and_broadcast(rank: int) -> list[str]:
     model = meta_net()
     state = state_for(1)
     loader = HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, timeout=30, progress=False)
-    said: list[str] = []
+    problems: list[str] = []
 
     def broadcast() -> None:
         try:
             coalesced_bcast([torch.full((3,), float(rank))], 1, topology)
         except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
+            problems.append(f"{type(error).__name__}: {error}")
 
     thread = threading.Thread(target=broadcast)
     threading.Timer(0.1, thread.start).start()
@@ -123,13 +123,13 @@ def load_and_broadcast(rank: int) -> list[str]:
     thread.join()
     tensor = torch.full((3,), float(rank))
     coalesced_bcast([tensor], 1, topology)
-    return said + wrong(model, state) + [str(tensor.tolist())]
+    return problems + wrong(model, state) + [str(tensor.tolist())]
 
 
 def test_a_broadcast_in_the_middle_of_a_load_is_refused() -> None:
-    said = ranks.run(4, load_and_broadcast, limit=60)
-    assert all(each == said[0] for each in said), said
-    refusal, after = said[0]
+    results = ranks.run(4, load_and_broadcast, limit=60)
+    assert all(each == results[0] for each in results), results
+    refusal, after = results[0]
     assert refusal.startswith("LoadError: load() or coalesced_bcast() was called by two threads of a process at once")
     assert after == "[1.0, 1.0, 1.0]"
 
@@ -151,6 +151,6 @@ def load_in_a_hook(rank: int) -> str:
 
 
 def test_a_load_inside_a_load_is_refused() -> None:
-    said = ranks.run(2, load_in_a_hook, limit=60)
-    assert len(set(said)) == 1, said
-    assert "load() or coalesced_bcast() was called" in said[0]
+    results = ranks.run(2, load_in_a_hook, limit=60)
+    assert len(set(results)) == 1, results
+    assert "load() or coalesced_bcast() was called" in results[0]

@@ -27,7 +27,7 @@ from support import ranks
 from support.checks import all_fine, differences, full_values, local_of
 from support.drop_ins import everywhere, on_rank_0, raised, sharded, wrong
 from support.gather import checkpoint_of
-from support.models import Block, Mlp, Rotary, Stack, Tied, mesh, meta, place
+from support.models import Block, Mlp, Rotary, Stack, Tied, mesh, on_meta, place
 
 FULL = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 NO_ACCELERATE = "accelerate is not installed: pip install -r requirements-dev.txt"
@@ -37,16 +37,16 @@ NO_ACCELERATE = "accelerate is not installed: pip install -r requirements-dev.tx
 
 
 def _torch(rank: int) -> list[str]:
-    values = full_values(meta(lambda: Mlp(7, 5, 3)))
+    values = full_values(on_meta(lambda: Mlp(7, 5, 3)))
     theirs, ours = sharded().to_empty(device="cpu"), sharded()
     torch_state_dict.set_model_state_dict(theirs, on_rank_0(dict(values)), options=FULL)
     keys = our_torch.set_model_state_dict(ours, on_rank_0(values), options=FULL)
-    said = [*differences(theirs, ours), *wrong(ours, values), *keys.missing_keys, *keys.unexpected_keys]
+    problems = [*differences(theirs, ours), *wrong(ours, values), *keys.missing_keys, *keys.unexpected_keys]
 
     # A sharded state dict is none of our business.
     shards = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
     our_torch.set_model_state_dict(theirs, shards)
-    return said + wrong(theirs, values)
+    return problems + wrong(theirs, values)
 
 
 def test_torch_set_model_state_dict() -> None:
@@ -55,8 +55,8 @@ def test_torch_set_model_state_dict() -> None:
 
 def _torch_keys(rank: int) -> list[str]:
     """Keys that do not fit: the original raises what is unexpected on rank 0 only, so that the ranks part."""
-    said = []
-    values = full_values(meta(lambda: Mlp(7, 5, 3)))
+    problems = []
+    values = full_values(on_meta(lambda: Mlp(7, 5, 3)))
     stray = values | {"stray": torch.zeros(1)}
     short = {name: value for name, value in values.items() if name != "up.bias"}
     shape = values | {"up.bias": torch.zeros(8)}
@@ -65,24 +65,24 @@ def _torch_keys(rank: int) -> list[str]:
             raised(lambda odd=odd: our_torch.set_model_state_dict(sharded(), on_rank_0(odd), options=FULL))
         )
         if len(set(errors)) > 1 or "ModelMismatch" not in errors[0] or text not in errors[0]:
-            said.append(f"ours: {errors}")
+            problems.append(f"ours: {errors}")
     theirs = sharded().to_empty(device="cpu")
     errors = everywhere(
         raised(lambda: torch_state_dict.set_model_state_dict(theirs, on_rank_0(dict(stray)), options=FULL))
     )
     if "stray" not in errors[0] or any(errors[1:]):
-        said.append(f"the original tells all ranks by now: {errors}")
+        problems.append(f"the original tells all ranks by now: {errors}")
     lenient = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     keys = our_torch.set_model_state_dict(sharded(), on_rank_0(short | {"stray": torch.zeros(1)}), options=lenient)
     if (keys.missing_keys, keys.unexpected_keys) != (["up.bias"], ["stray"]):
-        said.append(str(keys))
+        problems.append(str(keys))
     error = raised(lambda: our_torch.set_model_state_dict(sharded(), on_rank_0(shape), options=lenient))
     if "up.bias has shape [8]" not in error:  # torch, too, takes strict=False for keys only
-        said.append(f"another shape, not strict: {error}")
-    return said
+        problems.append(f"another shape, not strict: {error}")
+    return problems
 
 
-def test_torch_keys_that_do_not_fit_are_told_to_all_ranks() -> None:
+def test_torch_keys_that_do_not_fit_are_reported_to_all_ranks() -> None:
     all_fine(ranks.run(4, _torch_keys))
 
 
@@ -98,24 +98,24 @@ def both(make: Callable[[], Any], values: dict[str, Tensor]) -> tuple[Any, Any]:
 
 def _torch_is_wrong(rank: int) -> list[str]:
     """Where the original is wrong, for each thing that it gets wrong."""
-    said = []
+    problems = []
 
-    values = full_values(meta(lambda: Mlp(7, 5, 3)))  # it adopts the checkpoint's dtype
+    values = full_values(on_meta(lambda: Mlp(7, 5, 3)))  # it adopts the checkpoint's dtype
     theirs, ours = both(lambda: sharded(torch.bfloat16), values)
     if theirs.up.weight.dtype != torch.float32 or ours.up.weight.dtype != torch.bfloat16:
-        said.append(f"dtypes: {theirs.up.weight.dtype} {ours.up.weight.dtype}")
-    said += wrong(ours, {name: value.bfloat16() for name, value in values.items()})
+        problems.append(f"dtypes: {theirs.up.weight.dtype} {ours.up.weight.dtype}")
+    problems += wrong(ours, {name: value.bfloat16() for name, value in values.items()})
 
-    values = full_values(meta(Tied))  # it breaks ties
-    theirs, ours = both(lambda: fully_shard(meta(Tied), mesh=mesh(("all", 4))), values)
+    values = full_values(on_meta(Tied))  # it breaks ties
+    theirs, ours = both(lambda: fully_shard(on_meta(Tied), mesh=mesh(("all", 4))), values)
     if theirs.head.weight is theirs.embed.weight or ours.head.weight is not ours.embed.weight:
-        said.append("ties")
-    said += wrong(ours, values)
+        problems.append("ties")
+    problems += wrong(ours, values)
 
-    values = full_values(meta(Rotary))  # it leaves buffers on meta that rank 0 has
-    theirs, ours = both(lambda: fully_shard(Rotary() if rank == 0 else meta(Rotary), mesh=mesh(("all", 4))), values)
+    values = full_values(on_meta(Rotary))  # it leaves buffers on meta that rank 0 has
+    theirs, ours = both(lambda: fully_shard(Rotary() if rank == 0 else on_meta(Rotary), mesh=mesh(("all", 4))), values)
     if theirs.inv_freq.is_meta != (rank > 0) or not torch.equal(ours.inv_freq, Rotary().inv_freq):
-        said.append(f"buffers: {theirs.inv_freq}, {ours.inv_freq}")
+        problems.append(f"buffers: {theirs.inv_freq}, {ours.inv_freq}")
 
     def strided() -> nn.Module:  # rows of a _StridedShard that is not one of FSDP's over another
         model = nn.Module()
@@ -127,7 +127,7 @@ def _torch_is_wrong(rank: int) -> list[str]:
     theirs, ours = both(strided, {"inner.w": w})
     rows = torch.cat([w[2 * rank : 2 * rank + 2], w[8 + 2 * rank : 10 + 2 * rank]])
     if all(everywhere(torch.equal(local_of(theirs.inner.w), rows))) or not torch.equal(local_of(ours.inner.w), rows):
-        said.append(f"strided: {theirs.inner.w} {ours.inner.w}")
+        problems.append(f"strided: {theirs.inner.w} {ours.inner.w}")
 
     def partial_sum() -> nn.Module:  # a Partial comes out multiplied by the number of ranks; ours has no answer either
         model = nn.Module()
@@ -138,11 +138,11 @@ def _torch_is_wrong(rank: int) -> list[str]:
     model = partial_sum()
     torch_state_dict.set_model_state_dict(model, on_rank_0({"w": torch.ones(3)}), options=FULL)
     if model.w.full_tensor().tolist() != [4.0] * 3:
-        said.append(f"Partial: {model.w.full_tensor()}")
+        problems.append(f"Partial: {model.w.full_tensor()}")
     error = raised(lambda: our_torch.set_model_state_dict(partial_sum(), on_rank_0({"w": torch.ones(3)}), options=FULL))
     if "w has placement P(sum), which cannot be loaded into" not in error:
-        said.append(error)
-    return said
+        problems.append(error)
+    return problems
 
 
 def test_where_torch_set_model_state_dict_is_wrong() -> None:
@@ -152,24 +152,24 @@ def test_where_torch_set_model_state_dict_is_wrong() -> None:
 def _wrapped(rank: int) -> list[str]:
     """Names of compiled modules, and a buffer that nobody has: as the original takes them, and leaves it."""
     make = partial(Stack, [{"w": (5, 3)}, {"w": (2, 3)}])
-    values = full_values(meta(make))
+    values = full_values(on_meta(make))
 
     def compiled() -> Any:
-        model: Any = meta(make)
+        model: Any = on_meta(make)
         model.layers[1] = torch.compile(model.layers[1])
         for layer in model.layers:
             fully_shard(layer, mesh=mesh(("all", 4)))
         return torch.compile(fully_shard(model, mesh=mesh(("all", 4))))
 
     theirs, ours = both(compiled, values)
-    said = [f"compiled: {name}" for name in ours.state_dict() if ".w" not in name]
-    said += [f"compiled: {text}" for text in differences(theirs, ours)]
-    hollow: Any = meta(Rotary)
+    problems = [f"compiled: {name}" for name in ours.state_dict() if ".w" not in name]
+    problems += [f"compiled: {text}" for text in differences(theirs, ours)]
+    hollow: Any = on_meta(Rotary)
     fully_shard(hollow, mesh=mesh(("all", 4)))
-    our_torch.set_model_state_dict(hollow, on_rank_0(full_values(meta(Rotary))), options=FULL)
+    our_torch.set_model_state_dict(hollow, on_rank_0(full_values(on_meta(Rotary))), options=FULL)
     if not hollow.inv_freq.is_meta or hollow.w.is_meta:
-        said.append(f"{hollow.inv_freq} {hollow.w}")
-    return said
+        problems.append(f"{hollow.inv_freq} {hollow.w}")
+    return problems
 
 
 def test_torch_compiled_modules_and_buffers_that_nobody_has() -> None:
@@ -243,7 +243,7 @@ def _back(rank: int, folder: Path) -> list[str]:
     from support.pretrained import build, by_the_library
 
     file = load_file(folder / "model.safetensors")
-    model = by_the_library(meta(lambda: build("qwen3_moe")), ep_size=2, fsdp_size=4)
+    model = by_the_library(on_meta(lambda: build("qwen3_moe")), ep_size=2, fsdp_size=4)
     mapping = epload.mapping.from_model(model)
     epload.load(model, folder, progress=False)
     back = checkpoint_of(model, mapping, file)

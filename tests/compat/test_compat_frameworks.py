@@ -30,7 +30,7 @@ from support.drop_ins import everywhere, on_rank_0, raised, sharded, wrong
 from support.fused_experts import Fused
 from support.fused_experts import store as store_fused
 from support.gather import full_state
-from support.models import Mlp, Rotary, Stack, mesh, meta
+from support.models import Mlp, Rotary, Stack, mesh, on_meta
 
 NO_ACCELERATE = "accelerate is not installed: pip install -r requirements-dev.txt"
 
@@ -42,27 +42,27 @@ def _accelerate(rank: int) -> list[str]:
     from accelerate.utils import fsdp_utils
 
     accelerator = SimpleNamespace(is_main_process=rank == 0, device=torch.device("cpu"))
-    values = full_values(meta(lambda: Mlp(7, 5, 3)))
+    values = full_values(on_meta(lambda: Mlp(7, 5, 3)))
     theirs, ours = sharded(), sharded()
     fsdp_utils.fsdp2_load_full_state_dict(accelerator, theirs, on_rank_0(values))
     given = on_rank_0(values | {"stray": torch.zeros(3)})  # which the original does not look at either
     returned = our_accelerate.fsdp2_load_full_state_dict(accelerator, ours, given)
-    said = [*differences(theirs, ours), *wrong(ours, values)]
+    problems = [*differences(theirs, ours), *wrong(ours, values)]
     if returned is not ours:
-        said.append("did not return the model")
+        problems.append("did not return the model")
 
     # accelerate#3898: a plain buffer has no device_mesh.
     make = partial(Stack, [{"w": (5, 3)}], buffers={"step": ((), torch.int64)})
-    values = full_values(meta(make))
+    values = full_values(on_meta(make))
     try:
-        fsdp_utils.fsdp2_load_full_state_dict(accelerator, fully_shard(meta(make)), on_rank_0(values))
-        said.append("the original takes plain buffers by now")
+        fsdp_utils.fsdp2_load_full_state_dict(accelerator, fully_shard(on_meta(make)), on_rank_0(values))
+        problems.append("the original takes plain buffers by now")
     except AttributeError:
         pass
-    model = our_accelerate.fsdp2_load_full_state_dict(accelerator, fully_shard(meta(make)), on_rank_0(values))
-    said += wrong(model, values)
+    model = our_accelerate.fsdp2_load_full_state_dict(accelerator, fully_shard(on_meta(make)), on_rank_0(values))
+    problems += wrong(model, values)
 
-    return said
+    return problems
 
 
 def _accelerate_one_sided(rank: int) -> list[str]:
@@ -70,11 +70,11 @@ def _accelerate_one_sided(rank: int) -> list[str]:
     from accelerate.utils import fsdp_utils
 
     accelerator = SimpleNamespace(is_main_process=rank == 0, device=torch.device("cpu"))
-    values = full_values(meta(lambda: Mlp(7, 5, 3)))
+    values = full_values(on_meta(lambda: Mlp(7, 5, 3)))
     last = list(values)[-1]
     short = on_rank_0({name: value for name, value in values.items() if name != last})
     errors = everywhere(raised(lambda: our_accelerate.fsdp2_load_full_state_dict(accelerator, sharded(), short)))
-    said = (
+    problems = (
         []
         if len(set(errors)) == 1 and f"1 parameter missing from the checkpoint: {last}" in errors[0]
         else [str(errors)]
@@ -82,7 +82,7 @@ def _accelerate_one_sided(rank: int) -> list[str]:
     theirs = sharded()
     if rank == 0:
         error = raised(lambda: fsdp_utils.fsdp2_load_full_state_dict(accelerator, theirs, short))
-        said += [] if "KeyError" in error else [error]
+        problems += [] if "KeyError" in error else [error]
         time.sleep(1)
         dist.broadcast(values[last], 0)  # what the others wait for
         distribute_tensor(values[last], theirs.state_dict()[last].device_mesh, theirs.state_dict()[last].placements)
@@ -92,12 +92,12 @@ def _accelerate_one_sided(rank: int) -> list[str]:
         )
         waiting.start()
         waiting.join(0.5)
-        said += [] if waiting.is_alive() else ["the original tells all ranks by now"]
+        problems += [] if waiting.is_alive() else ["the original tells all ranks by now"]
         waiting.join(30)
-    return said
+    return problems
 
 
-def test_accelerate_a_missing_key_is_told_to_all_ranks() -> None:
+def test_accelerate_a_missing_key_is_reported_to_all_ranks() -> None:
     pytest.importorskip("accelerate", reason=NO_ACCELERATE)
     all_fine(ranks.run(4, _accelerate_one_sided))
 
@@ -110,7 +110,7 @@ def _accelerate_experts(rank: int, folder: Path) -> list[str]:
     experts = load_file(folder / "fused.safetensors")["experts.gate_up"].chunk(2)
 
     def make() -> Any:
-        model: Any = meta(lambda: Fused(6))
+        model: Any = on_meta(lambda: Fused(6))
         del model.norm  # the original takes no parameters of the root's own
         fully_shard(model.experts, mesh=on["fsdp"])
         return model
@@ -120,8 +120,8 @@ def _accelerate_experts(rank: int, folder: Path) -> list[str]:
     full = {"experts.gate_up": experts[0]}  # what rank 0's model is made of
     fsdp_utils.fsdp2_load_full_state_dict(accelerator, theirs, on_rank_0(full))
     epload.load(ours, folder / "fused.safetensors", outer_shards=[OuterShard("gate_up", on["ep"])], strict=False)
-    said = [] if torch.equal(local_of(theirs.experts.gate_up), experts[0].chunk(2)[rank // 2]) else ["the original"]
-    return said + (
+    problems = [] if torch.equal(local_of(theirs.experts.gate_up), experts[0].chunk(2)[rank // 2]) else ["the original"]
+    return problems + (
         [] if torch.equal(local_of(ours.experts.gate_up), experts[rank % 2].chunk(2)[rank // 2]) else ["ours"]
     )
 
@@ -171,33 +171,33 @@ def test_accelerate_fsdp2_load_full_state_dict() -> None:
 
 
 def _rl(rank: int) -> list[str]:
-    said = []
-    values = full_values(meta(Rotary))
+    problems = []
+    values = full_values(on_meta(Rotary))
     for load in (verl.fsdp2_load_full_state_dict, skyrl.fsdp2_load_full_state_dict):
         for real in (True, False):  # rank 0 has loaded the model; the others have it on meta, or for real
-            model: Any = Rotary() if rank == 0 or real else meta(Rotary)
+            model: Any = Rotary() if rank == 0 or real else on_meta(Rotary)
             if rank and real:
                 model.inv_freq.zero_()
             fully_shard(model, mesh=mesh(("all", 4)))
             returned = load(model, on_rank_0(values), cpu_offload=None)
-            said += wrong(model, values)
+            problems += wrong(model, values)
             if not torch.equal(model.inv_freq, Rotary().inv_freq):
-                said.append(f"inv_freq is not rank 0's: {model.inv_freq}")
+                problems.append(f"inv_freq is not rank 0's: {model.inv_freq}")
             if returned is not (model if load is skyrl.fsdp2_load_full_state_dict else None):
-                said.append(f"returned {returned}")
+                problems.append(f"returned {returned}")
         for odd, text in (
             (values | {"stray": torch.ones(1)}, "unexpected checkpoint key: stray"),
             ({}, "missing from the checkpoint: w"),
         ):
-            model = fully_shard(Rotary() if rank == 0 else meta(Rotary), mesh=mesh(("all", 4)))
+            model = fully_shard(Rotary() if rank == 0 else on_meta(Rotary), mesh=mesh(("all", 4)))
             errors = everywhere(raised(lambda model=model, odd=odd, load=load: load(model, on_rank_0(odd))))
             if len(set(errors)) > 1 or text not in errors[0] or model.w.is_meta != (rank > 0):
-                said.append(f"{text}: {errors}")
-        hollow = fully_shard(meta(Rotary), mesh=mesh(("all", 4)))
+                problems.append(f"{text}: {errors}")
+        hollow = fully_shard(on_meta(Rotary), mesh=mesh(("all", 4)))
         error = raised(lambda hollow=hollow, load=load: load(hollow, on_rank_0(values)))
         if "fills 1 tensor on meta: inv_freq" not in error:
-            said.append(f"nobody has the buffer: {error}")
-    return said
+            problems.append(f"nobody has the buffer: {error}")
+    return problems
 
 
 def test_verl_and_skyrl_fsdp2_load_full_state_dict() -> None:
@@ -226,7 +226,7 @@ def planned(model: Any, on: DeviceMesh, names: Sequence[str]) -> Any:
 def _veomni(rank: int, folder: Path) -> list[str]:
     from support.pretrained import build
 
-    said = []
+    problems = []
     on = mesh(("fsdp", 2), ("ep", 2))
     whole = build("qwen3_moe")
     whole.load_state_dict(torch.load(folder / "whole.pt"))
@@ -240,7 +240,7 @@ def _veomni(rank: int, folder: Path) -> list[str]:
         "is_peft_model": False,
         "adapter_path": None,
     }
-    model = planned(meta(lambda: build("qwen3_moe")), on, names)
+    model = planned(on_meta(lambda: build("qwen3_moe")), on, names)
     veomni.rank0_load_and_broadcast_weights(model, path, "cpu", distribute_tensor, fqn_to_index_mapping={}, **theirs)
     for name, tensor in whole.state_dict().items():
         part = tensor.chunk(2)[rank % 2].chunk(2, 1)[rank // 2] if name in names else None
@@ -248,11 +248,11 @@ def _veomni(rank: int, folder: Path) -> list[str]:
             chunks = tensor.chunk(4)
             part = chunks[rank] if rank < len(chunks) else tensor[:0]
         if not torch.equal(as_bytes(local_of(model.state_dict()[name])), as_bytes(part.contiguous())):
-            said.append(f"{name} is wrong")
+            problems.append(f"{name} is wrong")
     if not torch.equal(model.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq):
-        said.append("inv_freq")
+        problems.append("inv_freq")
     error = raised(lambda: veomni.rank0_load_and_broadcast_weights(model, path, "cpu", adapter_path="x"))
-    return said if "expected adapter_path=None, got 'x'" in error else [*said, error]
+    return problems if "expected adapter_path=None, got 'x'" in error else [*problems, error]
 
 
 def test_veomni_rank0_load_and_broadcast_weights(tmp_path: Path) -> None:
@@ -271,9 +271,9 @@ def _veomni_missing(rank: int, folder: Path) -> list[str]:
 
     from support.pretrained import small_llama
 
-    said = []
+    problems = []
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    model: Any = fully_shard(meta(lambda: peft.get_peft_model(small_llama(), config)), mesh=mesh(("all", 4)))
+    model: Any = fully_shard(on_meta(lambda: peft.get_peft_model(small_llama(), config)), mesh=mesh(("all", 4)))
     veomni.rank0_load_and_broadcast_weights(model, str(folder / "odd.safetensors"), "cpu", is_peft_model=True)
     state, file = full_state(model), load_file(folder / "odd.safetensors")
     up = "base_model.model.model.layers.0.mlp.up_proj.weight"
@@ -281,13 +281,17 @@ def _veomni_missing(rank: int, folder: Path) -> list[str]:
     for name, value in state.items():
         source = name.removeprefix("base_model.model.").replace(".base_layer", "")
         if source in file and not torch.equal(value, file[source]):
-            said.append(f"{name} is not the file's")
+            problems.append(f"{name} is not the file's")
     spread = {name: float(state[name].std()) for name in (up, f"{lora}A.default.weight")}
     if state[f"{lora}B.default.weight"].any() or not all(0 < value < 1 for value in spread.values()):
-        said.append(f"initialized: {spread}, {state[f'{lora}B.default.weight']}")
-    plain = fully_shard(meta(lambda: Mlp(7, 5, 3)), mesh=mesh(("all", 4)))
+        problems.append(f"initialized: {spread}, {state[f'{lora}B.default.weight']}")
+    plain = fully_shard(on_meta(lambda: Mlp(7, 5, 3)), mesh=mesh(("all", 4)))
     error = raised(lambda: veomni.rank0_load_and_broadcast_weights(plain, str(folder / "odd.safetensors"), "cpu"))
-    return said if "ModelMismatch" in error and "missing from the checkpoint: embed.weight" in error else [*said, error]
+    return (
+        problems
+        if "ModelMismatch" in error and "missing from the checkpoint: embed.weight" in error
+        else [*problems, error]
+    )
 
 
 def test_veomni_what_the_checkpoint_lacks_is_initialized(tmp_path: Path) -> None:

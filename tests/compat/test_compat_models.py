@@ -21,7 +21,7 @@ from epload.compat import skyrl, veomni, verl
 from epload.compat import torch as our_torch
 from support import ranks
 from support.checks import all_fine, as_bytes, local_of
-from support.models import meta
+from support.models import on_meta
 from support.pretrained import MATRIX, build, prepare, whole
 
 State = dict[str, Tensor]
@@ -92,7 +92,7 @@ def _models(rank: int, folder: Path, kind: str) -> tuple[list[str], list[Outcome
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    pairs, said, outcomes = ours_and_theirs(), list[str](), list[Outcome]()
+    pairs, problems, outcomes = ours_and_theirs(), list[str](), list[Outcome]()
     loaded = whole(folder, kind)
     values = loaded.state_dict()
     for name, way in ((name, way) for table in MATRIX[kind] for name, way in table[4].items()):
@@ -101,7 +101,7 @@ def _models(rank: int, folder: Path, kind: str) -> tuple[list[str], list[Outcome
             # verl and SkyRL have the loaded model on rank 0 and an empty one on the others.
             real = framework in ("verl", "skyrl") and rank == 0
             for load, original in zip(pairs[framework], (False, True), strict=True):
-                model = way.parallelize(deepcopy(loaded) if real else meta(partial(build, kind)))
+                model = way.parallelize(deepcopy(loaded) if real else on_meta(partial(build, kind)))
                 found = []
                 try:
                     load(model, {n: t.clone() for n, t in values.items()} if rank == 0 else {})
@@ -111,11 +111,11 @@ def _models(rank: int, folder: Path, kind: str) -> tuple[list[str], list[Outcome
                 if original:
                     outcomes += [(framework, name, text) for text in found]
                 else:
-                    said += [f"{framework}, {name}: {text}" for text in (*found, *buffers_differ(expected, model))]
-    model = way.parallelize(meta(partial(build, kind)))  # VeOmni's reads the files
+                    problems += [f"{framework}, {name}: {text}" for text in (*found, *buffers_differ(expected, model))]
+    model = way.parallelize(on_meta(partial(build, kind)))  # VeOmni's reads the files
     veomni.rank0_load_and_broadcast_weights(model, str(folder / kind), "cpu")
-    said += [f"veomni, {name}: {text}" for text in (*wrong(expected, model), *buffers_differ(expected, model))]
-    return said, outcomes
+    problems += [f"veomni, {name}: {text}" for text in (*wrong(expected, model), *buffers_differ(expected, model))]
+    return problems, outcomes
 
 
 WRONG = {
@@ -138,6 +138,6 @@ def test_a_model_through_each_drop_in(kind: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     prepare(tmp_path, [kind])
     by_rank = ranks.run(4, _models, tmp_path, kind)
-    all_fine([said for said, _ in by_rank])
+    all_fine([problems for problems, _ in by_rank])
     expected = {("torch", "tp x fsdp", name) for name in WRONG.get(kind, [])} | RAISES.get(kind, set())
     assert {outcome for _, outcomes in by_rank for outcome in outcomes} == expected

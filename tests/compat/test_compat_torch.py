@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from epload.compat import skyrl, verl
 from epload.compat import torch as ours
 from epload.compat.full_state import find_custom_loading
 from support import ranks
+from support.checks import all_fine
 
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 LENIENT = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
@@ -65,7 +66,7 @@ def sharded(make: Callable[[], nn.Module] = Net) -> Any:
     return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-def held(model: nn.Module) -> dict[str, Tensor]:
+def full_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {
         n: t.full_tensor() if isinstance(t, DTensor) else t
         for n, t in model.state_dict().items()
@@ -74,7 +75,7 @@ def held(model: nn.Module) -> dict[str, Tensor]:
 
 
 def differ(model: nn.Module, wanted: dict[str, Tensor]) -> list[str]:
-    state = held(model)
+    state = full_tensors(model)
     return [name for name, value in wanted.items() if name not in state or not torch.equal(state[name], value)]
 
 
@@ -96,15 +97,11 @@ def everywhere(value: Any) -> list[Any]:
     return found
 
 
-def fine(by_rank: Sequence[list[str]]) -> None:
-    assert by_rank == [[]] * len(by_rank), by_rank
-
-
 # ---- without broadcast_from_rank0, each rank loads its own ----
 
 
 def _local(rank: int) -> list[str]:
-    said = []
+    problems = []
     options = StateDictOptions(full_state_dict=True)
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
     stage = rank // 2
@@ -113,28 +110,28 @@ def _local(rank: int) -> list[str]:
         fully_shard(model, mesh=pairs["shard"])
         mine = values(Net(), start=100 * stage)  # pipeline stages, each with values of its own
         function(model, dict(mine), options=options)
-        said += [f"{function.__module__}: {name} is another stage's" for name in differ(model, mine)]
+        problems += [f"{function.__module__}: {name} is another stage's" for name in differ(model, mine)]
         if stage == 1:  # only this stage reloads
             again = values(Net(), start=500)
             function(model, dict(again), options=options)
-            said += [f"{function.__module__}: {name} after the second load" for name in differ(model, again)]
+            problems += [f"{function.__module__}: {name} after the second load" for name in differ(model, again)]
         plain = Net()  # and a rank may be alone
         if rank == 3:
             function(plain, values(Net(), start=7), options=options)
-            said += differ(plain, values(Net(), start=7))
+            problems += differ(plain, values(Net(), start=7))
         dist.barrier()
-    return said
+    return problems
 
 
 def test_without_broadcast_each_rank_loads_its_own() -> None:
-    fine(ranks.run(4, _local, limit=60))
+    all_fine(ranks.run(4, _local, limit=60))
 
 
 # ---- texts ----
 
 
 def _texts(rank: int) -> list[str]:
-    said = []
+    problems = []
     whole = values(Net())
     missing = {name: value for name, value in whole.items() if name != "second.bias"}
     odd = {**missing, "stray": torch.ones(2), "first.weight": torch.ones(4, 4)}
@@ -143,23 +140,23 @@ def _texts(rank: int) -> list[str]:
     kind, text = error_of(lambda: ours.set_model_state_dict(model, on_rank_0(odd), options=BROADCAST))
     lines = text.split("\n\t")
     if lines[0] != expected[0].replace("Net", "FSDPNet") or lines[1:3] != expected[1:3]:
-        said.append(f"{lines} for {expected}")
+        problems.append(f"{lines} for {expected}")
     if not lines[3].startswith("size mismatch for first.weight: ") or kind != "ModelMismatch":
-        said.append(text)
+        problems.append(text)
     if not issubclass(epload.ModelMismatch, RuntimeError):
-        said.append("not torch's kind of error")
+        problems.append("not torch's kind of error")
     if any(not p.is_meta for p in model.parameters()) or len(set(everywhere(text))) > 1:
-        said.append(f"something was moved, or ranks differ: {everywhere(text)}")
+        problems.append(f"something was moved, or ranks differ: {everywhere(text)}")
     _, text = error_of(
         lambda: ours.set_model_state_dict(sharded(), on_rank_0({**missing, "stray": 5}), options=BROADCAST)
     )
     if '"second.bias"' not in text or 'Unexpected key(s) in state_dict: "stray"' not in text:
-        said.append(f"what is no tensor: {text}")
-    return said
+        problems.append(f"what is no tensor: {text}")
+    return problems
 
 
-def test_keys_that_do_not_fit_are_told_as_torch_does() -> None:
-    fine(ranks.run(3, _texts))
+def test_keys_that_do_not_fit_are_reported_as_torch_does() -> None:
+    all_fine(ranks.run(3, _texts))
 
 
 def test_the_keys_are_on_the_error() -> None:
@@ -175,7 +172,7 @@ def test_the_keys_are_on_the_error() -> None:
 
 
 def _extra_state(rank: int) -> list[str]:
-    said = []
+    problems = []
     for state in ({"step": 3, "names": ["a"]}, None, 7):
         whole = {**values(Net(Counting)), "second._extra_state": state}
         models = []
@@ -185,25 +182,25 @@ def _extra_state(rank: int) -> list[str]:
             model.second.seen = "old"
             function(model, on_rank_0(whole), options=BROADCAST)
             models.append(model)
-            said += [f"{function.__module__}: {name}" for name in differ(model, values(Net(Counting)))]
+            problems += [f"{function.__module__}: {name}" for name in differ(model, values(Net(Counting)))]
         if [model.second.seen for model in models] != [state, state]:
-            said.append(f"{[model.second.seen for model in models]}, not {state}")
+            problems.append(f"{[model.second.seen for model in models]}, not {state}")
     whole = values(Net(Counting))
     model = sharded(lambda: Net(Counting))
     _, text = error_of(lambda: ours.set_model_state_dict(model, on_rank_0(whole), options=BROADCAST))
     if 'Missing key(s) in state_dict: "second._extra_state"' not in text or len(set(everywhere(text))) > 1:
-        said.append(text)
+        problems.append(text)
     model.second.seen = "old"
     ours.set_model_state_dict(model, on_rank_0(whole), options=LENIENT)
-    return said + differ(model, whole) + ([] if model.second.seen == "old" else ["extra state was changed"])
+    return problems + differ(model, whole) + ([] if model.second.seen == "old" else ["extra state was changed"])
 
 
 def test_extra_state() -> None:
-    fine(ranks.run(2, _extra_state))
+    all_fine(ranks.run(2, _extra_state))
 
 
 def _wrapped(rank: int) -> list[str]:
-    said = []
+    problems = []
     whole = values(Net())
     wrappers: dict[str, Callable[[nn.Module], Any]] = {
         "DDP": DistributedDataParallel,
@@ -214,19 +211,19 @@ def _wrapped(rank: int) -> list[str]:
         for function in (torchs.set_model_state_dict, ours.set_model_state_dict):
             plain = Net()
             function(wrap(plain), on_rank_0(whole), options=BROADCAST)
-            said += [f"{name}, {function.__module__}: {text}" for text in differ(plain, whole)]
+            problems += [f"{name}, {function.__module__}: {text}" for text in differ(plain, whole)]
     inside = Net(lambda: DistributedDataParallel(nn.Linear(5, 2)))  # a module of the model
     ours.set_model_state_dict(inside, on_rank_0(whole), options=BROADCAST)
     wanted = {name.replace("second.", "second.module."): value for name, value in whole.items()}
-    return said + [f"inside: {text}" for text in differ(inside, wanted)]
+    return problems + [f"inside: {text}" for text in differ(inside, wanted)]
 
 
 def test_a_ddp_model() -> None:
-    fine(ranks.run(2, _wrapped))
+    all_fine(ranks.run(2, _wrapped))
 
 
 def _by_module(rank: int) -> list[str]:
-    said = []
+    problems = []
     whole = values(Net())
     for function in (torchs.set_model_state_dict, ours.set_model_state_dict):
         model = sharded()
@@ -238,17 +235,17 @@ def _by_module(rank: int) -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             function(model, on_rank_0(parts), options=BROADCAST)
-        said += [f"{function.__module__}: {name}" for name in differ(model, whole)]
+        problems += [f"{function.__module__}: {name}" for name in differ(model, whole)]
     model = sharded()
     stranger = {nn.ReLU(): {"weight": torch.ones(1)}, model.first: {"bias": torch.ones(5)}}
     _, text = error_of(lambda: ours.set_model_state_dict(model, on_rank_0(stranger), options=BROADCAST))
     if "<ReLU, which is not a module of the model>.weight" not in text or '"second.bias"' not in text:
-        said.append(text)
-    return said + ([] if len(set(everywhere(text))) == 1 else ["ranks differ"])
+        problems.append(text)
+    return problems + ([] if len(set(everywhere(text))) == 1 else ["ranks differ"])
 
 
 def test_a_dict_by_module() -> None:
-    fine(ranks.run(2, _by_module))
+    all_fine(ranks.run(2, _by_module))
 
 
 # ---- options ----
@@ -256,7 +253,7 @@ def test_a_dict_by_module() -> None:
 
 def _options(rank: int) -> list[str]:
     """Those that say nothing of loading a model's state change nothing, in torch's function and in ours."""
-    said = []
+    problems = []
     whole = values(Net())
     short = {name: value for name, value in whole.items() if name != "first.bias"}
     for option in (
@@ -270,16 +267,16 @@ def _options(rank: int) -> list[str]:
             model = sharded().to_empty(device="cpu")
             model.first.bias.requires_grad_(False)
             function(model, on_rank_0(whole), options=options)
-            said += [f"{option}, {function.__module__}: {name}" for name in differ(model, whole)]
+            problems += [f"{option}, {function.__module__}: {name}" for name in differ(model, whole)]
             errors = everywhere(error_of(lambda f=function, m=model, o=options: f(m, on_rank_0(short), options=o)))
             kinds.append("first.bias" in errors[0][1])
         if kinds != [True, True]:
-            said.append(f"{option}: a frozen parameter that is missing: {kinds}")
-    return said
+            problems.append(f"{option}: a frozen parameter that is missing: {kinds}")
+    return problems
 
 
 def test_options_that_say_nothing_of_the_model() -> None:
-    fine(ranks.run(2, _options))
+    all_fine(ranks.run(2, _options))
 
 
 class Outer(nn.Module):
@@ -333,31 +330,31 @@ class Derived(nn.Linear):
 
 def refused(kind: type[nn.Linear], whole: dict[str, Tensor]) -> list[str]:
     """By functions that have no original to go to."""
-    said = []
+    problems = []
     for load in (verl.fsdp2_load_full_state_dict, skyrl.fsdp2_load_full_state_dict):
         model = sharded(lambda: Net(kind))
         name, text = error_of(lambda load=load, model=model: load(model, on_rank_0(whole)))
         if f"second ({kind.__name__}) has a load_state_dict hook" not in text or name != "ModelMismatch":
-            said.append(text)
-    return said
+            problems.append(text)
+    return problems
 
 
 def _loads_itself(rank: int) -> list[str]:
-    said = []
+    problems = []
     for kind in (Turned, Derived):
         whole = values(Net(kind))
         models: list[Any] = [Net(kind), Net(kind)]
         for function, model in zip((torchs.set_model_state_dict, ours.set_model_state_dict), models, strict=True):
             function(model, on_rank_0(whole), options=BROADCAST)
-        said += [f"{kind.__name__}: {name}" for name in differ(models[1], held(models[0]))]
+        problems += [f"{kind.__name__}: {name}" for name in differ(models[1], full_tensors(models[0]))]
         if kind is Derived and models[1].second.sum != float(whole["second.weight"].sum()):
-            said.append("the hook has not run")
-        said += refused(kind, whole)
-    return said
+            problems.append("the hook has not run")
+        problems += refused(kind, whole)
+    return problems
 
 
 def test_modules_that_load_in_a_way_of_their_own() -> None:
-    fine(ranks.run(2, _loads_itself))
+    all_fine(ranks.run(2, _loads_itself))
 
 
 def test_hooks_that_only_rename_are_let_pass() -> None:
@@ -371,42 +368,44 @@ def test_hooks_that_only_rename_are_let_pass() -> None:
 
 
 def _torchs_own(rank: int) -> list[str]:
-    said = []
+    problems = []
     whole = {"outer.weight": torch.arange(15.0).reshape(5, 3), "outer.bias": torch.arange(5.0)}
     for function in (torchs.set_model_state_dict, ours.set_model_state_dict):
         model = nn.Module()
         model.outer = Outer()
         function(model, on_rank_0(whole), options=BROADCAST)
         if not torch.equal(model.outer.wrapped.weight, whole["outer.weight"]):
-            said.append(f"modifiers: {function.__module__}")
+            problems.append(f"modifiers: {function.__module__}")
     flat = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
     state = values(Net())
     ours.set_model_state_dict(flat, on_rank_0(state), options=BROADCAST)
     with FullyShardedDataParallel.summon_full_params(flat):
-        said += [f"FSDP1: {name}" for name, value in state.items() if not torch.equal(flat.get_parameter(name), value)]
-    return said
+        problems += [
+            f"FSDP1: {name}" for name, value in state.items() if not torch.equal(flat.get_parameter(name), value)
+        ]
+    return problems
 
 
 def test_what_only_torch_knows_the_names_of_is_left_to_it() -> None:
-    fine(ranks.run(2, _torchs_own))
+    all_fine(ranks.run(2, _torchs_own))
 
 
 def _stays_on_meta(rank: int) -> list[str]:
     """As torch's: what a dict lacks keeps its value, and where there is none, the parameter is on meta still."""
-    said = []
+    problems = []
     whole = values(Net())
     short = {name: value for name, value in whole.items() if name != "first.weight"}
     model = sharded()
     keys = ours.set_model_state_dict(model, on_rank_0(short), options=LENIENT)
     if not model.first.weight.is_meta or keys.missing_keys != ["first.weight"]:
-        said.append(f"first.weight holds what nobody wrote: {model.first.weight}, {keys}")
-    said += differ_but(model, short)
+        problems.append(f"first.weight holds what nobody wrote: {model.first.weight}, {keys}")
+    problems += differ_but(model, short)
     ours.set_model_state_dict(model, on_rank_0(whole), options=BROADCAST)  # and can be filled later
-    said += [f"later: {name}" for name in differ(model, whole)]
+    problems += [f"later: {name}" for name in differ(model, whole)]
     again = values(Net(), start=50)
     del again["first.weight"]
     ours.set_model_state_dict(model, on_rank_0(again), options=LENIENT)
-    return said + [f"again: {name}" for name in differ(model, {**again, "first.weight": whole["first.weight"]})]
+    return problems + [f"again: {name}" for name in differ(model, {**again, "first.weight": whole["first.weight"]})]
 
 
 def differ_but(model: nn.Module, wanted: dict[str, Tensor]) -> list[str]:
@@ -416,4 +415,4 @@ def differ_but(model: nn.Module, wanted: dict[str, Tensor]) -> list[str]:
 
 
 def test_what_nobody_has_stays_on_meta() -> None:
-    fine(ranks.run(2, _stays_on_meta))
+    all_fine(ranks.run(2, _stays_on_meta))

@@ -139,9 +139,9 @@ def absent_rank(rank: int, absent: int) -> tuple[str, str]:
 
 
 def test_absent_rank_is_named_on_all_others() -> None:
-    said = ranks.run(3, absent_rank, 2)
-    assert said[0] == said[1] == said[2], "the late one hears it too"
-    kind, text = said[0]
+    results = ranks.run(3, absent_rank, 2)
+    assert results[0] == results[1] == results[2], "the late one hears it too"
+    kind, text = results[0]
     assert kind == "LoadError"
     assert text.startswith("the manifest: rank 2 did not arrive within 2 s\n")
 
@@ -159,6 +159,7 @@ def counted_keys(rank: int, failing: bool) -> list[tuple[int, int]]:
     assert dist.group.WORLD is not None
     store = dist.group.WORLD.get_group_store()
     control = make_control(rank, (0, 1, 2))
+    assert control.place is not None
     counts = []
     for _ in range(4):
         for turn in range(10):
@@ -171,9 +172,9 @@ def counted_keys(rank: int, failing: bool) -> list[tuple[int, int]]:
         dist.barrier()  # keys are counted while nobody writes
         kept = sum(
             len(value)
-            for part in (control, control.messages)
+            for part in (control, control._alerts, control.rounds, control.place.messages)
             for value in vars(part).values()
-            if isinstance(value, list)
+            if isinstance(value, list | dict)
         )
         counts.append((store.num_keys(), kept))
         dist.barrier()
@@ -207,10 +208,10 @@ def early_retry(rank: int) -> list[str]:
     assert dist.group.WORLD is not None
     control = make_control(rank, (0, 1, 2))
     control.begin(timedelta(minutes=1))
-    assert control.messages is not None
-    receive = control.messages.receive
+    assert control.place is not None
+    receive = control.place.messages.receive
     if rank == 2:
-        control.messages.receive = lambda key: (dist.barrier(), receive(key))[1]  # type: ignore[method-assign]
+        control.place.messages.receive = lambda key: (dist.barrier(), receive(key))[1]  # type: ignore[method-assign]
     if rank != 2:
         messages = control.exchange("messages", {2: bytes([rank])})
         if rank == 1:

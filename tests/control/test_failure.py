@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 
 from epload import HierarchicalLoader, Topology
-from epload.control.failure import FailureStore
+from epload.control.failure import Outcomes
 from epload.control.heartbeat import Heartbeats
+from epload.control.rounds import Round
+from epload.control.tree import Tree
 from epload.native import ops
 from epload.staging.board import Board
 from support import ranks
-from support.failures import Raised, Slow, check_told, told
+from support.failures import Raised, Slow, check_raised, raised_by
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 WAYS = (
@@ -40,7 +42,7 @@ WAYS = (
 def at_unpack(number: int, action: Callable[[], None]) -> Iterator[None]:
     """``action`` is called in place of the unpacking of one bucket."""
     calls = 0
-    unpack = ops.unpack_bound
+    unpack = ops.unpack_prepared
 
     def one(*args: Any) -> None:
         nonlocal calls
@@ -50,7 +52,7 @@ def at_unpack(number: int, action: Callable[[], None]) -> Iterator[None]:
         else:
             unpack(*args)
 
-    with mock.patch.object(ops, "unpack_bound", side_effect=one):
+    with mock.patch.object(ops, "unpack_prepared", side_effect=one):
         yield
 
 
@@ -65,7 +67,7 @@ def failing_load(
     model = meta_net()
     loader.load(model, only_readers(state_for(1), readers))
     with at_unpack(3 if rank == culprit else -1, action):
-        first = told(lambda: loader.load(model, only_readers(state_for(2), readers)))
+        first = raised_by(lambda: loader.load(model, only_readers(state_for(2), readers)))
     if action in (kill, stop):
         return first, []
     loader.load(model, only_readers(state_for(3), readers))
@@ -95,32 +97,32 @@ def run_out_of_memory() -> None:
 @pytest.mark.parametrize("way", [way for way in WAYS if way[1] != "flat"], ids="-".join)
 def test_a_killed_rank_is_noticed_by_all(way: tuple[str, str]) -> None:
     """Within seconds, though the timeout is a minute: its neighbors see the process end or the connection close."""
-    said = ranks.run(4, failing_load, 2, kill, way, 60.0, dying=(2,))
-    check_told([s[0] for s in said if s], "rank 2", seconds=15)
+    results = ranks.run(4, failing_load, 2, kill, way, 60.0, dying=(2,))
+    check_raised([s[0] for s in results if s], "rank 2", seconds=15)
 
 
 def test_a_killed_rank_of_a_job_with_a_tcp_store() -> None:
-    said = ranks.run(4, failing_load, 2, kill, WAYS[0], 60.0, dying=(2,), tcp=True)
-    check_told([s[0] for s in said if s], "rank 2", seconds=15)
+    results = ranks.run(4, failing_load, 2, kill, WAYS[0], 60.0, dying=(2,), tcp=True)
+    check_raised([s[0] for s in results if s], "rank 2", seconds=15)
 
 
 def test_an_interrupt_in_a_job_with_a_tcp_store() -> None:
-    said = ranks.run(4, failing_load, 3, interrupt, WAYS[4], 60.0, tcp=True)
-    check_told([first for first, _ in said[:3]], "rank 3 was interrupted (KeyboardInterrupt)", seconds=15)
-    assert said[3][0][0] == "KeyboardInterrupt"
-    assert [bad for _, bad in said] == [[]] * 4
+    results = ranks.run(4, failing_load, 3, interrupt, WAYS[4], 60.0, tcp=True)
+    check_raised([first for first, _ in results[:3]], "rank 3 was interrupted (KeyboardInterrupt)", seconds=15)
+    assert results[3][0][0] == "KeyboardInterrupt"
+    assert [bad for _, bad in results] == [[]] * 4
 
 
 def test_a_killed_rank_flat() -> None:
     """gloo's broadcast cannot be called off: within its timeout, which is the timeout."""
-    said = ranks.run(4, failing_load, 2, kill, ("one", "flat"), 6.0, dying=(2,))
-    check_told([s[0] for s in said if s], "rank", seconds=16)
+    results = ranks.run(4, failing_load, 2, kill, ("one", "flat"), 6.0, dying=(2,))
+    check_raised([s[0] for s in results if s], "rank", seconds=16)
 
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[3], WAYS[6]], ids="-".join)
 def test_a_killed_source_is_noticed_by_all(way: tuple[str, str]) -> None:
-    said = ranks.run(4, failing_load, 0, kill, way, 60.0, dying=(0,))
-    check_told([s[0] for s in said if s], "rank 0", seconds=15)
+    results = ranks.run(4, failing_load, 0, kill, way, 60.0, dying=(0,))
+    check_raised([s[0] for s in results if s], "rank 0", seconds=15)
 
 
 def all_ways(rank: int, culprit: int, action: Callable[[], None]) -> list[tuple[Raised, list[str]]]:
@@ -131,10 +133,10 @@ def all_ways(rank: int, culprit: int, action: Callable[[], None]) -> list[tuple[
 @pytest.mark.parametrize(("action", "kind"), [(interrupt, "KeyboardInterrupt"), (leave, "SystemExit")])
 def test_an_interrupt_reaches_the_others(culprit: int, action: Callable[[], None], kind: str) -> None:
     """The interrupted rank raises the interrupt itself, and can load again with the rest."""
-    said = ranks.run(4, all_ways, culprit, action)
+    results = ranks.run(4, all_ways, culprit, action)
     for at, way in enumerate(WAYS):
-        here = [texts[at] for texts in said]
-        check_told(
+        here = [texts[at] for texts in results]
+        check_raised(
             [first for rank, (first, _) in enumerate(here) if rank != culprit],
             f"rank {culprit} was interrupted ({kind})",
             "raise" if action is leave else "signal",
@@ -144,10 +146,10 @@ def test_an_interrupt_reaches_the_others(culprit: int, action: Callable[[], None
         assert [bad for _, bad in here] == [[]] * 4, way
 
 
-def interrupted_after(call: Callable[..., Any], when: Callable[..., bool] = lambda **_: True) -> Callable[..., Any]:
+def interrupted_after(call: Callable[..., Any], when: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
     def wrapped(*args: Any, **options: Any) -> Any:
         result = call(*args, **options)
-        if when(**options):
+        if when(*args, **options):
             interrupt()
         return result
 
@@ -155,54 +157,55 @@ def interrupted_after(call: Callable[..., Any], when: Callable[..., bool] = lamb
 
 
 def late_interrupt(rank: int, culprit: int, place: str, way: tuple[str, str]) -> tuple[Raised, list[str]]:
-    """``culprit`` is interrupted when the load has ended well: as coordinator before it has said so, else when it has heard."""
+    """``culprit`` is interrupted when the load has succeeded: a leader before it passes that on, another rank after that."""
     readers, algorithm = way
     loader = HierarchicalLoader(
         Topology.from_nodes(NODES), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, timeout=60.0
     )
     model = meta_net()
-    control = loader._control
-    assert control.messages is not None
+    control = loader.topology.control
     assert control.rounds is not None
-    messages, rounds = control.messages, control.rounds
-    post = messages.post
+    deliver, delivering = control.rounds.deliver, 0
 
-    def interrupted_post(key: str, text: str) -> None:
-        if rounds.final is not None:
-            messages.post = post  # type: ignore[method-assign]  # once
+    def interrupted_deliver(round_: Round, outcome: bytes) -> str:
+        nonlocal delivering
+        delivering += round_.last
+        if round_.last and delivering == 1:
             interrupt()
-        post(key, text)
+        return deliver(round_, outcome)
 
     patches = {
-        "ended": mock.patch.object(FailureStore, "end", interrupted_after(FailureStore.end)),
-        "unsaid": mock.patch.object(messages, "post", interrupted_post),
-        "heard": mock.patch.object(control, "settle", interrupted_after(control.settle, lambda last=False, **_: last)),
+        "ended": mock.patch.object(Outcomes, "decide", interrupted_after(Outcomes.decide, lambda *args: args[-1])),
+        "undelivered": mock.patch.object(control.rounds, "deliver", interrupted_deliver),
+        "heard": mock.patch.object(
+            control, "settle", interrupted_after(control.settle, lambda *_, last=False, **__: last)
+        ),
     }
     with patches[place] if rank == culprit else nullcontext():
-        first = told(lambda: loader.load(model, only_readers(state_for(1), readers)))
+        first = raised_by(lambda: loader.load(model, only_readers(state_for(1), readers)))
     bad = wrong(model, state_for(1))
     loader.load(model, only_readers(state_for(2), readers))
     return first, bad + wrong(model, state_for(2))
 
 
 @pytest.mark.parametrize("way", WAYS[:3], ids="-".join)
-@pytest.mark.parametrize(("culprit", "place"), [(0, "ended"), (0, "unsaid"), (3, "heard")])
+@pytest.mark.parametrize(("culprit", "place"), [(0, "ended"), (0, "undelivered"), (2, "undelivered"), (3, "heard")])
 def test_an_interrupt_after_the_load_is_that_ranks_alone(culprit: int, place: str, way: tuple[str, str]) -> None:
     """The others have loaded, and all can load again, with the groups and memory that they have."""
-    said = ranks.run(4, late_interrupt, culprit, place, way)
-    kinds = [kind for (kind, *_), _ in said]
-    assert kinds == ["KeyboardInterrupt" if rank == culprit else "" for rank in range(4)], said
-    assert max(took for (*_, took), _ in said) < 30, said
-    assert [bad for _, bad in said] == [[]] * 4
+    results = ranks.run(4, late_interrupt, culprit, place, way)
+    kinds = [kind for (kind, *_), _ in results]
+    assert kinds == ["KeyboardInterrupt" if rank == culprit else "" for rank in range(4)], results
+    assert max(took for (*_, took), _ in results) < 30, results
+    assert [bad for _, bad in results] == [[]] * 4
 
 
 def test_out_of_memory_in_unpack_reaches_all() -> None:
     """With the rank, the phase, the bucket, the tensors, the source and the stack."""
-    said = ranks.run(4, all_ways, 3, run_out_of_memory)
+    results = ranks.run(4, all_ways, 3, run_out_of_memory)
     for at, way in enumerate(WAYS):
-        here = [texts[at] for texts in said]
+        here = [texts[at] for texts in results]
         parts = ("rank 3 could not", "bucket", "no room for 7 bytes", "of state dict", "run_out_of_memory")
-        check_told([first for first, _ in here], *parts, seconds=25)
+        check_raised([first for first, _ in here], *parts, seconds=25)
         assert [bad for _, bad in here] == [[]] * 4, way
 
 
@@ -219,26 +222,26 @@ def stopped_rank(rank: int, culprit: int, way: tuple[str, str]) -> Raised:
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[3], WAYS[4], WAYS[6]], ids="-".join)
 def test_a_stopped_rank_is_named_when_the_timeout_has_passed(way: tuple[str, str]) -> None:
     """And when it wakes, it raises what the others have raised."""
-    said = ranks.run(4, stopped_rank, 2, way)
-    check_told(said[:2] + said[3:], "rank 2", seconds=3 * 2.5 + 10)
+    results = ranks.run(4, stopped_rank, 2, way)
+    check_raised(results[:2] + results[3:], "rank 2", seconds=3 * 2.5 + 10)
     if way[0] != "every":
-        assert "rank 2" in said[0][1].split("silent")[0].splitlines()[-1], said[0][1]
-    check_told(said, seconds=60)
+        assert "rank 2" in results[0][1].split("silent")[0].splitlines()[-1], results[0][1]
+    check_raised(results, seconds=60)
 
 
 def slow_load(rank: int) -> list[str]:
     """The whole takes several timeouts, each bucket much less than one."""
-    said = []
+    problems = []
     for readers, slow in (("one", 0), ("per_node", 2), ("every", 3)):
         loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, timeout=1.0)
         model = meta_net()
         state = state_for(1)
         source = Slow(state, 0.5) if rank == slow else only_readers(state, readers)
-        first = told(lambda loader=loader, model=model, source=source: loader.load(model, source))
-        said += [f"{readers}: {first}"] if first[0] else [f"{readers}: {text}" for text in wrong(model, state)]
+        first = raised_by(lambda loader=loader, model=model, source=source: loader.load(model, source))
+        problems += [f"{readers}: {first}"] if first[0] else [f"{readers}: {text}" for text in wrong(model, state)]
         if rank == slow and first[2] < 2.2:
-            said.append(f"{readers}: took only {first[2]:.1f} s")
-    return said
+            problems.append(f"{readers}: took only {first[2]:.1f} s")
+    return problems
 
 
 def test_a_slow_load_is_not_a_failed_one() -> None:
@@ -249,14 +252,14 @@ def early_stop(rank: int) -> tuple[Raised, int]:
     loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
     source = Slow(state_for(1), 0.1)
     with at_unpack(1 if rank == 3 else -1, run_out_of_memory):
-        return told(lambda: loader.load(meta_net(), source if rank == 0 else None)), source.calls
+        return raised_by(lambda: loader.load(meta_net(), source if rank == 0 else None)), source.calls
 
 
 def test_a_failing_receiver_stops_the_reader() -> None:
     """It reads the buckets that were under way, and no more of the dozen."""
-    said = ranks.run(4, early_stop)
-    check_told([first for first, _ in said], "rank 3 could not unpack bucket 0", seconds=15)
-    assert 1 <= said[0][1] <= 5
+    results = ranks.run(4, early_stop)
+    check_raised([first for first, _ in results], "rank 3 could not unpack bucket 0", seconds=15)
+    assert 1 <= results[0][1] <= 5
 
 
 def given_up(rank: int) -> str:
@@ -268,14 +271,16 @@ def given_up(rank: int) -> str:
     if rank == 0:
         board = Board.alone()
         threading.Timer(0.5, board.fail).start()
-        kind, text, seconds = told(lambda: ops.relay(bucket, steps, group.group_name, "", 1 << 16, board.words, 60.0))
+        kind, text, seconds = raised_by(
+            lambda: ops.relay(bucket, steps, group.group_name, "", 1 << 16, board.words, 60.0)
+        )
         store.set("test/given-up", "")
         time.sleep(1.0)
         untouched = bool((bucket == 7).all())
         return f"{kind} {'given up' in text} {seconds < 10} {untouched}"
     store.get("test/given-up")
     bucket.fill_(9)
-    told(lambda: ops.relay(bucket, steps, group.group_name, "", 1 << 16, None, 2.0))
+    raised_by(lambda: ops.relay(bucket, steps, group.group_name, "", 1 << 16, None, 2.0))
     return ""
 
 
@@ -300,20 +305,25 @@ def waiting_load(rank: int) -> list[str]:
 
 def test_torchtitan_3065_a_rank_that_waits_says_for_what() -> None:
     """A load hung for hours without a word: with EPLOAD_LOG=info each rank says whom it waits for, and for how long."""
-    said = ranks.run(4, waiting_load)
-    assert "rank 0 reads bucket 0" in " ".join(said[0])
-    assert "rank 1 waits until rank 0 has relayed wave 0" in " ".join(said[1])
-    assert "passes on buckets 0 to 0, from ranks [0]" in " ".join(said[2])
+    results = ranks.run(4, waiting_load)
+    assert "rank 0 reads bucket 0" in " ".join(results[0])
+    assert "rank 1 waits until rank 0 has relayed wave 0" in " ".join(results[1])
+    assert "passes on buckets 0 to 0, from ranks [0]" in " ".join(results[2])
 
 
 def test_heartbeats_show_which_ranks_are_silent() -> None:
+    """Of this rank's node, which leads it, and of another's, whose leader has posted once."""
     store = dist.HashStore()
-    heartbeats = [Heartbeats(store, rank) for rank in range(3)]
+    nodes = [[0, 1], [2, 3], [4]]
+    heartbeats = [Heartbeats(lambda: store, Tree.of(nodes, rank)) for rank in range(5)]
     for _ in range(2):
-        for each in heartbeats:
-            each.post(1, 0, "reads bucket 4")
-    text = heartbeats[0].describe([0, 1, 2, 3], {1: 4711}, "reads bucket 5", find_silent=True)
+        for each in (0, 2):
+            heartbeats[each].hear(each + 1, heartbeats[each + 1].beat((1, 0, 1), 0, "reads bucket 4"))
+            heartbeats[each].beat((1, 0, 1), 0, "reads bucket 4")
+            heartbeats[each].post((1, 0, 1))
+    text = heartbeats[0].describe([0, 1, 2, 3, 4], {1: 4711}, "reads bucket 5", find_silent=True)
     assert "rank 0: reads bucket 5\n" in text
     assert "rank 1: reads bucket 4, process ended" in text
     assert "rank 2: reads bucket 4, silent" in text
-    assert "rank 3: no heartbeat received" in text
+    assert "rank 3: reads bucket 4, silent" in text
+    assert "rank 4: no heartbeat received" in text

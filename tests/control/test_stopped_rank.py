@@ -75,7 +75,7 @@ def stopping(rank: int, victim: int, progress: Progress) -> Iterator[None]:
 
 
 def wake(victim: int, folder: Path, progress: Progress, seen: dict[str, Any]) -> None:
-    """Runs beside another rank's load: lets the victim go on when the others have not moved for a while."""
+    """Runs next to another rank's load: lets the victim go on when the others have not moved for a while."""
     pid = int((folder / f"pid-{victim}").read_text())
     until = time.monotonic() + 60
     while state_of_process(pid) != "T" and time.monotonic() < until:
@@ -122,25 +122,25 @@ def load_beside_a_stopped_rank(rank: int, folder: Path, readers: str, victim: in
     finally:
         done.set()
         watcher.join()
-    said = []
+    problems = []
     if waker.ident is not None:
         waker.join()
         if seen["state"] != "T":
-            said.append(f"rank {victim} was not stopped")
+            problems.append(f"rank {victim} was not stopped")
         if seen["waves"][victim] != STOP_AT:
-            said.append(f"rank {victim} was stopped at {seen['waves']}")
-        beside = next(node for node in NODES if victim in node)
-        if not all(waves < STOP_AT + BUFFERS for waves in (seen["waves"][other] for other in beside)):
-            said.append(f"the other rank of its node did not wait: {seen['waves']}")
+            problems.append(f"rank {victim} was stopped at {seen['waves']}")
+        its_node = next(node for node in NODES if victim in node)
+        if not all(waves < STOP_AT + BUFFERS for waves in (seen["waves"][other] for other in its_node)):
+            problems.append(f"the other rank of its node did not wait: {seen['waves']}")
         if not all(STOP_AT <= waves <= STOP_AT + 3 * BUFFERS for waves in seen["waves"]):
-            said.append(f"other nodes did not wait: {seen['waves']}")
+            problems.append(f"other nodes did not wait: {seen['waves']}")
     shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
     if peak - start > shards + BUFFERS * BUCKET + SLACK:
-        said.append(f"took {peak - start} bytes, with shards of {shards}")
+        problems.append(f"took {peak - start} bytes, with shards of {shards}")
     for i, parameter in enumerate(model.parameters()):
         if not bool((parameter.to_local() == i + 1).all()):
-            said.append(f"layer {i} is wrong")
-    return said
+            problems.append(f"layer {i} is wrong")
+    return problems
 
 
 @pytest.mark.parametrize(("readers", "victim"), [("one", 3), ("one", 0), ("partitioned", 1)])

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,31 +23,14 @@ import torch.distributed as dist
 from epload import HierarchicalLoader, Topology, coalesced_bcast
 from epload.control.control import Control
 from support import ranks
+from support.failures import Raised, check_raised, raised_by
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
-Raised = tuple[str, str, float]
-"""Class and text of what was raised, and the seconds that it took."""
 SOON = 25.0
 """Seconds for what takes one or two on a machine with nothing else to do, and 60 or more where a timeout has to pass."""
 
 
-def told(action: Callable[[], Any]) -> Raised:
-    began = time.monotonic()
-    try:
-        action()
-    except BaseException as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "", "", time.monotonic() - began
-
-
-def check(said: list[Raised | None], *parts: str, seconds: float = SOON) -> None:
-    """All that live say the same, in time."""
-    lived = [each for each in said if each is not None]
-    assert len({text for _, text, _ in lived}) == 1, lived
-    assert {kind for kind, *_ in lived} == {"LoadError"}, lived
-    for part in parts:
-        assert part in lived[0][1], lived[0][1]
-    assert max(took for *_, took in lived) < seconds, lived
+check = partial(check_raised, seconds=SOON)
 
 
 def kill(*_: Any, **__: Any) -> Any:
@@ -68,20 +52,20 @@ def absent(rank: int, missing: int, explicit: bool) -> Raised | None:
                 store.wait([f"test/{other}"])
         return None
     make = (lambda **options: Topology.from_nodes([[0, 1], [2]], **options)) if explicit else Topology.discover
-    said = told(lambda: make(timeout=2.0))
+    result = raised_by(lambda: make(timeout=2.0))
     store.set(f"test/{rank}", "")
-    return said
+    return result
 
 
 @pytest.mark.parametrize(("missing", "explicit"), [(2, False), (1, True), (0, False)])
 def test_a_rank_that_never_comes_is_absent(missing: int, explicit: bool) -> None:
-    said = ranks.run(3, absent, missing, explicit, limit=50)
+    results = ranks.run(3, absent, missing, explicit, limit=50)
     parts = (
         ("rank 0, the coordinator, made no decision",)
         if missing == 0
         else (f"rank {missing} did not arrive within 2 s",)
     )
-    check(said, "topology", *parts)
+    check(results, "topology", *parts)
 
 
 def default_waits_as_long_as_the_loader_may(rank: int) -> Raised | None:
@@ -89,9 +73,9 @@ def default_waits_as_long_as_the_loader_may(rank: int) -> Raised | None:
     if rank == 1:
         store.wait(["test/0"])
         return None
-    said = told(lambda: HierarchicalLoader(timeout=2.0))
+    result = raised_by(lambda: HierarchicalLoader(timeout=2.0))
     store.set("test/0", "")
-    return said
+    return result
 
 
 def test_the_loaders_timeout_covers_discovery() -> None:
@@ -109,20 +93,20 @@ def killed_in_discovery(rank: int, victim: int) -> Raised | None:
         return None
     if rank == victim:
         kill_soon()
-    said = told(Topology.discover)
+    result = raised_by(Topology.discover)
     store.set(f"test/{rank}", "")
-    return said
+    return result
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_killed_in_discovery_is_named(victim: int) -> None:
-    said = ranks.run(4, killed_in_discovery, victim, dying=(victim,), limit=60)
-    check(said, f"rank {victim} has exited (process ")
+    results = ranks.run(4, killed_in_discovery, victim, dying=(victim,), limit=60)
+    check(results, f"rank {victim} has exited (process ")
 
 
 def again_after_a_failure(rank: int) -> list[str]:
     """Ranks do not join a rendezvous that failed, on whichever rank."""
-    failed = told(lambda: Topology.from_nodes([[0, 1]] if rank == 0 else [[0], [1]]))
+    failed = raised_by(lambda: Topology.from_nodes([[0, 1]] if rank == 0 else [[0], [1]]))
     tensor = torch.tensor([rank])
     coalesced_bcast([tensor], 1, Topology.from_nodes([[0, 1]]))
     return [failed[0], str(tensor.item())]
@@ -198,13 +182,13 @@ def killed_at(rank: int, victim: int, step: str, nodes: list[list[int]], forks: 
     if rank == victim and forks:
         fork_a_child()
     with at(step, kill) if rank == victim else nullcontext():
-        return told(lambda: loader.load(meta_net(), only_readers(state_for(1), "one")))
+        return raised_by(lambda: loader.load(meta_net(), only_readers(state_for(1), "one")))
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_rank_killed_at_a_step_is_named(step: str) -> None:
-    said = ranks.run(4, killed_at, 2, step, NODES, dying=(2,), limit=80)
-    check(said, "rank 2")
+    results = ranks.run(4, killed_at, 2, step, NODES, dying=(2,), limit=80)
+    check(results, "rank 2")
 
 
 @pytest.mark.parametrize("step", ["making groups", "planning", "the transfer"])
@@ -228,7 +212,7 @@ def killed_in_a_relay(rank: int) -> Raised | None:
     if rank == 2:
         fork_a_child()
     with mock.patch("epload.native.ops.relay", kill) if rank == 2 else nullcontext():
-        return told(lambda: loader.load(meta_net(), only_readers(state_for(1), "one")))
+        return raised_by(lambda: loader.load(meta_net(), only_readers(state_for(1), "one")))
 
 
 def test_a_rank_killed_in_the_transfer_whose_child_keeps_its_connections_is_named() -> None:
@@ -238,7 +222,7 @@ def test_a_rank_killed_in_the_transfer_whose_child_keeps_its_connections_is_name
 def killed_making_groups_of_a_broadcast(rank: int) -> Raised | None:
     topology = Topology.from_nodes(NODES)
     with at("making groups", kill) if rank == 1 else nullcontext():
-        return told(lambda: coalesced_bcast([torch.zeros(3)], 0, topology))
+        return raised_by(lambda: coalesced_bcast([torch.zeros(3)], 0, topology))
 
 
 def test_a_rank_killed_making_the_groups_of_a_broadcast_is_named() -> None:
@@ -265,13 +249,13 @@ def store_dies(rank: int, folder: Path, step: str) -> Raised | None:
     model = meta_net()
     loader.load(model, only_readers(state_for(1), "one"))
     with at(step, kill) if rank == 0 else nullcontext():
-        return told(lambda: loader.load(model, only_readers(state_for(2), "one")))
+        return raised_by(lambda: loader.load(model, only_readers(state_for(2), "one")))
 
 
 @pytest.mark.parametrize("step", ["opening the checkpoint", "the transfer"])
 def test_a_store_whose_host_dies_is_lost_for_all(step: str, tmp_path: Path) -> None:
-    said = ranks.run(4, store_dies, tmp_path, step, dying=(0,), limit=80)[1:]
-    for kind, text, seconds in said:
+    results = ranks.run(4, store_dies, tmp_path, step, dying=(0,), limit=80)[1:]
+    for kind, text, seconds in results:
         assert kind == "LoadError", text
         assert "store is lost" in text or "rank 0 has exited" in text, text
         assert seconds < SOON
@@ -301,7 +285,7 @@ def cannot_watch(rank: int, culprit: int, what: str) -> tuple[Raised, list[str]]
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
     model = meta_net()
     with no_more(what) if rank == culprit else nullcontext():
-        first = told(lambda: loader.load(model, only_readers(state_for(1), "one")))
+        first = raised_by(lambda: loader.load(model, only_readers(state_for(1), "one")))
     loader.load(model, only_readers(state_for(2), "one"))
     return first, wrong(model, state_for(2))
 
@@ -311,9 +295,9 @@ def cannot_watch(rank: int, culprit: int, what: str) -> tuple[Raised, list[str]]
     ("what", "hint"), [("threads", "ulimit -u"), ("files", "ulimit -n"), ("processes' files", "ulimit -n")]
 )
 def test_a_rank_that_cannot_watch_fails_the_load_for_all(culprit: int, what: str, hint: str) -> None:
-    said = ranks.run(4, cannot_watch, culprit, what, limit=80)
-    check([first for first, _ in said], f"rank {culprit} cannot watch over the other ranks", hint)
-    assert [bad for _, bad in said] == [[]] * 4, "the next load is right"
+    results = ranks.run(4, cannot_watch, culprit, what, limit=80)
+    check([first for first, _ in results], f"rank {culprit} cannot watch over the other ranks", hint)
+    assert [bad for _, bad in results] == [[]] * 4, "the next load is right"
 
 
 def cannot_start_the_transfer(rank: int) -> tuple[Raised, list[str]]:
@@ -328,13 +312,13 @@ def cannot_start_the_transfer(rank: int) -> tuple[Raised, list[str]]:
         start(self)
 
     with mock.patch.object(threading.Thread, "start", some) if rank == 2 else nullcontext():
-        first = told(lambda: loader.load(model, only_readers(state_for(1), "one")))
+        first = raised_by(lambda: loader.load(model, only_readers(state_for(1), "one")))
     loader.load(model, only_readers(state_for(2), "one"))
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("epload-")]
     return first, wrong(model, state_for(2)) + left
 
 
 def test_a_rank_without_threads_for_the_transfer_fails_the_load_for_all() -> None:
-    said = ranks.run(4, cannot_start_the_transfer, limit=80)
-    check([first for first, _ in said], "cannot start thread epload-move", "ulimit -u")
-    assert [bad for _, bad in said] == [[]] * 4
+    results = ranks.run(4, cannot_start_the_transfer, limit=80)
+    check([first for first, _ in results], "cannot start thread epload-move", "ulimit -u")
+    assert [bad for _, bad in results] == [[]] * 4

@@ -1,12 +1,8 @@
-"""Placements and plans against plain torch: which elements a rank owns, how they are cut into buckets, where they land.
-
-The oracle cuts index tensors with torch.chunk; no epload code takes part in it.
-"""
+"""Placements against plain torch: which elements of a tensor a rank owns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import permutations, product
 from math import prod
 
@@ -16,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from epload import Manifest, Mapping, ModelMismatch
 from epload.core.placement import (
     Box,
     Layout,
@@ -26,54 +21,10 @@ from epload.core.placement import (
     box_of_range,
     chunk_intervals,
     intersect,
-    local_shape,
     owned_regions,
     slice_intervals,
 )
-from epload.mapping import Concatenate, Convert, Stack
-from epload.model.targets import Targets
-from epload.native import ops
-from epload.planning.plan import LoadPlan, make_plan
-
-HEADER = 64
-ALIGNMENT = 16
-Cut = tuple[int, int, int]
-"""Mesh axis, dim, and the parts that the dim is cut into before this axis cuts each of them (1: none)."""
-Coordinate = tuple[int, ...]
-Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype by name."""
-
-
-# ---- the oracle ----
-
-
-def torch_chunk(tensor: Tensor, parts: int, dim: int) -> list[Tensor]:
-    """torch.chunk gives fewer pieces than asked for when the size is small; a mesh has a rank for each all the same."""
-    pieces = list(torch.chunk(tensor, parts, dim))
-    return pieces + [tensor.narrow(dim, 0, 0)] * (parts - len(pieces))
-
-
-def torch_shards(tensor: Tensor, mesh_shape: Sequence[int], cuts: Sequence[Cut]) -> dict[Coordinate, Tensor]:
-    """The local shard at each coordinate of the mesh, the axes cutting in the order of ``cuts``."""
-    shards: dict[tuple[tuple[int, int], ...], Tensor] = {(): tensor}
-    for axis, dim, parts in cuts:
-        cut = {}
-        for where, shard in shards.items():
-            pieces = [torch_chunk(part, mesh_shape[axis], dim) for part in torch_chunk(shard, parts, dim)]
-            for index in range(mesh_shape[axis]):
-                cut[where + ((axis, index),)] = torch.cat([piece[index] for piece in pieces], dim)
-        shards = cut
-    at = {frozenset(where): shard for where, shard in shards.items()}
-    cutting = [axis for axis, _, _ in cuts]
-    return {
-        coordinate: at[frozenset((axis, coordinate[axis]) for axis in cutting)]
-        for coordinate in product(*map(range, mesh_shape))
-    }
-
-
-def indices(shape: Sequence[int]) -> Tensor:
-    """A tensor of this shape whose elements are all different."""
-    return torch.arange(prod(shape)).reshape(tuple(shape))
+from support.shards import Coordinate, Cut, box_slices, indices, torch_chunk, torch_shards
 
 
 def check_layout(layout: Layout, cuts: Sequence[Cut]) -> None:
@@ -83,7 +34,6 @@ def check_layout(layout: Layout, cuts: Sequence[Cut]) -> None:
     owners: dict[Coordinate, Tensor] = {}
     for coordinate, expected in torch_shards(whole, layout.mesh_shape, cuts).items():
         where = f"{layout} at {coordinate}"
-        assert local_shape(layout, coordinate) == tuple(expected.shape), where
         local = torch.full(expected.shape, -1)
         group = owners.setdefault(tuple(coordinate[axis] for axis in replicating), torch.zeros_like(whole))
         for region in owned_regions(layout, coordinate):
@@ -99,10 +49,6 @@ def check_layout(layout: Layout, cuts: Sequence[Cut]) -> None:
         assert (group == 1).all(), f"{layout}: owned {group.tolist()} times"
 
 
-def box_slices(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
-
-
 def left_to_right(placements: Sequence[Placement]) -> list[Cut]:
     """How axes cut when none is strided by an axis to its right."""
     return [(axis, p.dim, p.split_factor) for axis, p in enumerate(placements) if isinstance(p, Sharded)]
@@ -112,7 +58,7 @@ def meshes(axes: int, sizes: Sequence[int] = (1, 2, 3, 4)) -> Iterator[tuple[int
     return product(sizes, repeat=axes)
 
 
-# ---- owned_regions and local_shape ----
+# ---- owned_regions ----
 
 
 @pytest.mark.parametrize("axes", [1, 2, 3])
@@ -257,303 +203,3 @@ def test_box_of_range_is_the_range(case: tuple[tuple[int, ...], int, int]) -> No
     shape, begin, count = case
     box = box_of_range(shape, begin, count)
     assert indices(shape)[box_slices(*box)].flatten().tolist() == list(range(begin, begin + count))
-
-
-# ---- plans ----
-
-U8, BF16, F32, F64 = torch.uint8, torch.bfloat16, torch.float32, torch.float64
-MIXED: Described = {
-    "scalar": ((), F64),
-    "bytes": ((97,), U8),
-    "empty": ((3, 0), F32),
-    "odd": ((7, 5), BF16),
-    "wide": ((3, 61), F32),
-    "experts": ((5, 7, 6), BF16),
-    "one": ((1,), F32),
-    "doubles": ((9, 3), F64),
-    "long": ((257,), BF16),
-    "thin": ((11, 1, 3), U8),
-}
-
-
-def manifest_of(tensors: Described) -> Manifest:
-    return Manifest(
-        tuple(tensors),
-        tuple(shape for shape, _ in tensors.values()),
-        tuple(kind for _, kind in tensors.values()),
-        "test",
-    )
-
-
-def targets_of(
-    tensors: Described,
-    mesh_shape: tuple[int, ...] = (),
-    placements: dict[str, tuple[Placement, ...]] | None = None,
-    coordinate: Coordinate = (),
-) -> Targets:
-    """Targets with a layout of their own each; plans do not look at the tensors."""
-    targets = Targets()
-    for number, (name, (shape, dtype)) in enumerate(tensors.items()):
-        targets.names.append(name)
-        targets.dtypes.append(dtype)
-        targets.layout.append(number)
-        targets.index[name] = number
-        default = tuple(Replicated() for _ in mesh_shape)
-        targets.layouts.append(Layout(shape, mesh_shape, (placements or {}).get(name, default)))
-        targets.coordinates.append(coordinate)
-    return targets
-
-
-def plan_of(bucket_bytes: int = 128, options: str = "") -> LoadPlan:
-    return make_plan(manifest_of(MIXED), targets_of(MIXED), Mapping(), bucket_bytes, options)
-
-
-BUCKET_BYTES = [96, 128, 1000, 1 << 16]
-
-
-@pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
-def test_slots_tile_every_tensor_once_inside_aligned_buckets(bucket_bytes: int) -> None:
-    plan = plan_of(bucket_bytes)
-    kinds = list(MIXED.values())
-    seen = [torch.zeros(prod(shape) * dtype.itemsize, dtype=torch.int64) for shape, dtype in kinds]
-    pieces_of = [0] * len(kinds)
-    slots = 0
-    for bucket in plan.buckets:
-        assert HEADER < bucket.nbytes <= bucket_bytes
-        assert bucket.slots.start == slots
-        slots = bucket.slots.stop
-        free = HEADER
-        for piece in plan.pieces(bucket):
-            assert piece.nbytes > 0
-            assert piece.bucket_offset % ALIGNMENT == 0
-            assert piece.bucket_offset >= free, "slots overlap, or lie in the header"
-            free = piece.bucket_offset + piece.nbytes
-            pieces_of[piece.tensor] += 1
-            seen[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.nbytes] += 1
-
-            shape, dtype = kinds[piece.tensor]
-            assert piece.tensor_offset % dtype.itemsize == piece.nbytes % dtype.itemsize == 0
-            begin, count = piece.tensor_offset // dtype.itemsize, piece.nbytes // dtype.itemsize
-            places = torch.stack(torch.unravel_index(torch.arange(begin, begin + count), shape)) if shape else None
-            if places is not None:
-                extent = places.amax(1) - places.amin(1) + 1
-                assert extent.prod() == count, f"{piece} of {list(shape)} is no box"
-        assert free == bucket.nbytes
-    assert slots == len(plan.slots.tensor)
-    for (name, (shape, dtype)), counts, pieces in zip(MIXED.items(), seen, pieces_of, strict=True):
-        assert (counts == 1).all(), f"{name} is not tiled once"
-        if 0 < prod(shape) * dtype.itemsize <= bucket_bytes - HEADER:
-            assert pieces == 1, f"{name} fits in a bucket but was split"
-    assert plan.largest == max(bucket.nbytes for bucket in plan.buckets)
-    assert plan.nbytes == sum(bucket.nbytes for bucket in plan.buckets)
-
-
-def test_bucket_bytes_too_small_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 80"):
-        plan_of(79)
-
-
-def test_nothing_to_load() -> None:
-    plan = make_plan(manifest_of({}), Targets(), Mapping(), 128)
-    assert (plan.buckets, plan.missing, plan.unexpected, plan.nbytes, plan.largest) == ((), (), (), 0, 0)
-
-
-def test_fingerprint_is_the_same_on_every_rank() -> None:
-    placements: dict[str, tuple[Placement, ...]] = {
-        "odd": (Sharded(0, 2), Sharded(0)),
-        "wide": (Replicated(), Sharded(1)),
-    }
-    fingerprints = {
-        make_plan(manifest_of(MIXED), targets_of(MIXED, (2, 2), placements, coordinate), Mapping(), 128).fingerprint
-        for coordinate in product(range(2), range(2))
-    }
-    assert len(fingerprints) == 1
-
-
-def test_fingerprint_does_not_depend_on_how_layouts_are_numbered() -> None:
-    """A rank at one coordinate of two equal meshes has one layout where a rank at different ones has two."""
-    tensors: Described = {"a": ((4,), F32), "b": ((4,), F32)}
-    placements: dict[str, tuple[Placement, ...]] = {"a": (Sharded(0),), "b": (Sharded(0),)}
-    two = targets_of(tensors, (2,), placements, (1,))
-    two.coordinates[1] = (0,)
-    one = targets_of(tensors, (2,), placements, (0,))
-    one.layout, one.layouts, one.coordinates = [0, 0], one.layouts[:1], one.coordinates[:1]
-    plans = [make_plan(manifest_of(tensors), targets, Mapping(), 128) for targets in (one, two)]
-    assert plans[0].fingerprint == plans[1].fingerprint
-
-
-def test_fingerprint_tells_any_difference() -> None:
-    tensors: Described = {"a": ((4, 2), F32), "b": ((2, 4), F32), "c": ((8,), BF16)}
-    manifest, targets = manifest_of(tensors), targets_of(tensors, (2,), {"a": (Sharded(0),)}, (0,))
-
-    def fingerprint(
-        manifest: Manifest = manifest, targets: Targets = targets, bucket_bytes: int = 128, options: str = ""
-    ) -> bytes:
-        return make_plan(manifest, targets, Mapping(), bucket_bytes, options).fingerprint
-
-    def both(changed: Described) -> bytes:
-        return fingerprint(manifest_of(changed), targets_of(changed, (2,), {"a": (Sharded(0),)}, (0,)))
-
-    assert fingerprint() == both(tensors)
-    different = {
-        "the same": fingerprint(),
-        "name": both({"a": ((4, 2), F32), "b2": ((2, 4), F32), "c": ((8,), BF16)}),
-        "shape": both({"a": ((4, 2), F32), "b": ((4, 2), F32), "c": ((8,), BF16)}),
-        "dtype": both({"a": ((4, 2), F32), "b": ((2, 4), F32), "c": ((8,), torch.float16)}),
-        "dtype of the model alone": fingerprint(targets=replace(targets, dtypes=[F32, F32, F32])),
-        "order": both({"b": ((2, 4), F32), "a": ((4, 2), F32), "c": ((8,), BF16)}),
-        "one more in the checkpoint": fingerprint(manifest_of({**tensors, "d": ((1,), F32)})),
-        "one more in the model": fingerprint(targets=targets_of({**tensors, "d": ((1,), F32)}, (2,), {}, (0,))),
-        "bucket_bytes": fingerprint(bucket_bytes=144),
-        "options": fingerprint(options="strict=False"),
-        "dim": fingerprint(targets=targets_of(tensors, (2,), {"a": (Sharded(1),)}, (0,))),
-        "split factor": fingerprint(targets=targets_of(tensors, (2,), {"a": (Sharded(0, 2),)}, (0,))),
-        "mesh": fingerprint(targets=targets_of(tensors, (4,), {"a": (Sharded(0),)}, (0,))),
-        "plain": fingerprint(targets=targets_of(tensors)),
-    }
-    same = [(a, b) for a, b in product(different, repeat=2) if a < b and different[a] == different[b]]
-    assert not same
-
-
-def test_missing_and_unexpected_names() -> None:
-    checkpoint: Described = {"a": ((4,), F32), "stray": ((300,), F32), "b": ((2,), F32)}
-    model: Described = {"a": ((4,), F32), "absent": ((3,), F32), "b": ((2,), F32), "absent.empty": ((0,), F32)}
-    plan = make_plan(manifest_of(checkpoint), targets_of(model), Mapping(), 128)
-    assert plan.missing == ("absent",)  # an empty tensor has nothing to miss
-    assert plan.unexpected == ("stray",)
-    assert set(plan.slots.tensor) == {0, 2}
-
-
-def test_of_tied_names_one_is_loaded() -> None:
-    model = targets_of({"embed": ((4,), F32), "b": ((2,), F32)})
-    model.index["head"] = model.index["embed"]
-    checkpoint: Described = {"embed": ((4,), F32), "b": ((2,), F32), "head": ((4,), F32)}
-    plan = make_plan(manifest_of(checkpoint), model, Mapping(), 128)
-    assert (plan.missing, plan.unexpected, plan.tied) == ((), (), ("head",))
-    assert set(plan.slots.tensor) == {0, 1}
-
-    only_head: Described = {"b": ((2,), F32), "head": ((4,), F32)}
-    plan = make_plan(manifest_of(only_head), model, Mapping(), 128)
-    assert (plan.missing, plan.unexpected, plan.tied) == ((), (), ())
-
-
-def test_what_does_not_fit_the_model_is_refused() -> None:
-    model = targets_of({"a": ((4, 2), F32)})
-    plan = make_plan(manifest_of({"a": ((2, 4), F32)}), model, Mapping(), 128)
-    assert "a has shape [2, 4]" in plan.mismatched["a"]
-    assert (plan.missing, plan.unexpected, plan.slots.tensor) == ((), (), [])
-    with pytest.raises(ModelMismatch, match="int64"):
-        make_plan(manifest_of({"a": ((4, 2), torch.int64)}), model, Mapping(), 128)
-
-
-# ---- whole loads, all ranks in this process ----
-
-
-def values_of(tensors: Described) -> dict[str, Tensor]:
-    """Elements that differ within and between tensors, as far as their dtype has bits for it."""
-    made, first = {}, 1
-    for name, (shape, dtype) in tensors.items():
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-        made[name] = (torch.arange(first, first + prod(shape)) * 3).to(bits).view(dtype).reshape(shape)
-        first += prod(shape)
-    return made
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.contiguous().reshape(-1)
-    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
-
-
-def run_plan(plan: LoadPlan, manifest: Manifest, values: dict[str, Tensor], local: list[Tensor]) -> None:
-    """What a loader does with a plan on one rank, without the transport."""
-    sources = [as_bytes(values[name]) for name in manifest.names]
-    for bucket in plan.buckets:
-        data = torch.full((bucket.nbytes,), 0xEE, dtype=torch.uint8)
-        for piece in plan.pieces(bucket):
-            source = sources[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.nbytes]
-            data[piece.bucket_offset : piece.bucket_offset + piece.nbytes] = source
-        ops.unpack(data, [local[target] for target in bucket.targets], bucket.copies.rows)
-
-
-STRIDED = ([(1, 0, 1), (0, 0, 1)], (Sharded(0, 2), Sharded(0)))
-FUSED = ([(1, 1, 3), (0, 0, 1)], (Sharded(0), Sharded(1, 3)))
-PLACED: dict[str, tuple[list[Cut], tuple[Placement, ...]]] = {
-    "bytes": STRIDED,
-    "empty": ([(0, 0, 1)], (Sharded(0), Replicated())),
-    "odd": ([(0, 1, 1), (1, 0, 1)], (Sharded(1), Sharded(0))),
-    "wide": FUSED,
-    "experts": STRIDED,
-    "one": ([(0, 0, 1), (1, 0, 1)], (Sharded(0), Sharded(0))),
-    "doubles": ([(1, 1, 1)], (Replicated(), Sharded(1))),
-    "long": ([(1, 0, 5)], (Replicated(), Sharded(0, 5))),
-    "thin": ([(0, 2, 1), (1, 0, 1)], (Sharded(2), Sharded(0))),
-}
-
-
-@pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
-@pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 2), (3, 2), (4, 2)], ids=str)
-def test_a_whole_load_gives_every_rank_its_shards(mesh_shape: tuple[int, int], bucket_bytes: int) -> None:
-    manifest, values = manifest_of(MIXED), values_of(MIXED)
-    shards = {name: torch_shards(values[name], mesh_shape, PLACED.get(name, ([], ()))[0]) for name in MIXED}
-    placements = {name: placement for name, (_, placement) in PLACED.items()}
-    fingerprints = set()
-    for coordinate in product(*map(range, mesh_shape)):
-        targets = targets_of(MIXED, mesh_shape, placements, coordinate)
-        plan = make_plan(manifest, targets, Mapping(), bucket_bytes)
-        fingerprints.add(plan.fingerprint)
-        local = [torch.empty(shards[name][coordinate].shape, dtype=dtype) for name, (_, dtype) in MIXED.items()]
-        for tensor in local:
-            as_bytes(tensor).fill_(0xDD)
-        run_plan(plan, manifest, values, local)
-        for name, tensor in zip(MIXED, local, strict=True):
-            expected = as_bytes(shards[name][coordinate])
-            assert torch.equal(as_bytes(tensor), expected), f"{name} at {coordinate} of {mesh_shape}"
-    assert len(fingerprints) == 1
-
-
-@pytest.mark.parametrize("bucket_bytes", [96, 1000])
-def test_a_load_that_casts(bucket_bytes: int) -> None:
-    sources: Described = {"down": ((7, 5), F32), "up": ((5, 9), BF16), "same": ((4,), F32)}
-    wanted: Described = {"down": ((7, 5), BF16), "up": ((5, 9), F64), "same": ((4,), F32)}
-    manifest = manifest_of(sources)
-    values = {name: (indices(shape) / 7 + 0.1).to(dtype) for name, (shape, dtype) in sources.items()}
-    placements: dict[str, tuple[Placement, ...]] = {"down": (Sharded(0),), "up": (Sharded(1),)}
-    cuts: dict[str, list[Cut]] = {"down": [(0, 0, 1)], "up": [(0, 1, 1)], "same": []}
-    shards = {name: torch_shards(values[name].to(wanted[name][1]), (3,), cuts[name]) for name in wanted}
-    for rank in range(3):
-        targets = targets_of(wanted, (3,), placements, (rank,))
-        plan = make_plan(manifest, targets, Mapping(), bucket_bytes)
-        assert plan.casts == 2
-        local = [torch.full_like(shards[name][(rank,)], -1) for name in wanted]
-        run_plan(plan, manifest, values, local)
-        for name, tensor in zip(wanted, local, strict=True):
-            assert torch.equal(tensor, shards[name][(rank,)]), f"{name} on rank {rank}"
-
-
-@pytest.mark.parametrize("bucket_bytes", [96, 200, 4096])
-def test_a_load_that_stacks_experts_and_joins_their_projections(bucket_bytes: int) -> None:
-    experts, hidden, width = 5, 3, 7
-    names = [f"experts.{e}.{part}" for e in range(experts) for part in ("gate", "up")]
-    sources: Described = dict.fromkeys(names, ((width, hidden), BF16))
-    manifest, values = manifest_of(sources), values_of(sources)
-    whole = torch.stack([torch.cat([values[f"experts.{e}.gate"], values[f"experts.{e}.up"]]) for e in range(experts)])
-    mapping = Mapping(
-        converts=(
-            Convert(
-                (r"experts\.(?P<index>\d+)\.gate$", r"experts\.(?P<index>\d+)\.up$"),
-                ("fused",),
-                (Stack(0), Concatenate(1)),
-            ),
-        )
-    )
-    wanted: Described = {"fused": (tuple(whole.shape), BF16)}
-    mesh_shape = (2, 2, 2)
-    placements: tuple[Placement, ...] = (Sharded(0, 2), Sharded(0), Sharded(1, 2))
-    shards = torch_shards(whole, mesh_shape, [(1, 0, 1), (0, 0, 1), (2, 1, 2)])
-    for coordinate, expected in shards.items():
-        targets = targets_of(wanted, mesh_shape, {"fused": placements}, coordinate)
-        plan = make_plan(manifest, targets, mapping, bucket_bytes)
-        local = torch.empty(expected.shape, dtype=BF16)
-        as_bytes(local).fill_(0xDD)
-        run_plan(plan, manifest, values, [local])
-        assert torch.equal(as_bytes(local), as_bytes(expected)), coordinate

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 
 def _dequantized(rank: int, folder: Path) -> list[str]:
     """Scales travel to the device, and the weights there are what the same load leaves on CPU."""
-    said = []
+    problems = []
     values = fp8.expected(fp8.checkpoint(), torch.bfloat16)
     mesh = init_device_mesh(fakedev.NAME, (dist.get_world_size(),))
     for nodes, readers in (([[0], [1]], "one"), ([[0, 1]], "one"), ([[0, 1]], "every")):
@@ -38,8 +38,8 @@ def _dequantized(rank: int, folder: Path) -> list[str]:
             whole.get_submodule(path)._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
         fully_shard(model, mesh=mesh)
         loader.load(model, folder, mapping=fp8.MAPPING)
-        said += [f"{readers} on {nodes}: {text}" for text in wrong(model, whole.state_dict())]
-    return said
+        problems += [f"{readers} on {nodes}: {text}" for text in wrong(model, whole.state_dict())]
+    return problems
 
 
 @SEMANTICS
@@ -79,7 +79,7 @@ def test_a_buffer_comes_from_the_rank_that_has_it(semantics: str) -> None:
 
 def _chosen(rank: int, folder: Path) -> list[str]:
     """Also when the trials are worth it, and end in the middle of the load."""
-    said = []
+    problems = []
     for nodes in ([[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 1, 2, 3]]):
         loader = HierarchicalLoader(Topology.from_nodes(nodes), bucket_bytes=BUCKET)
         for number, worth in enumerate((False, True)):
@@ -87,11 +87,11 @@ def _chosen(rank: int, folder: Path) -> list[str]:
                 choose.SMALL_BYTES, costs.MIN_SECONDS_FOR_TRIAL = 0, 0.0
             model = meta_net()
             report = loader.load(model, folder / f"{number}.safetensors")
-            said += [f"{nodes}, worth {worth}: {text}" for text in wrong(model, state_for(number))]
+            problems += [f"{nodes}, worth {worth}: {text}" for text in wrong(model, state_for(number))]
             if not report.reason or report.readers == "auto" or report.buckets < 10:
-                said.append(f"{nodes}: {report} chose {report.reason!r}")
+                problems.append(f"{nodes}: {report} chose {report.reason!r}")
         choose.SMALL_BYTES, costs.MIN_SECONDS_FOR_TRIAL = 64 << 20, 1.0
-    return said
+    return problems
 
 
 def test_readers_chosen_by_trial(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def worker() -> Iterator[Worker]:
 @pytest.mark.parametrize("name", sample(COUNT))
 def test_loads_as_the_library_does(worker: Worker, name: str) -> None:
     verdict = verdict_of(worker, name, auto_classes().get(name, []))
-    assert verdict["kind"] == "right", "\n".join(verdict["said"])
+    assert verdict["kind"] == "right", "\n".join(verdict["findings"])
 
 
 def test_the_list_is_sorted_and_the_sample_is_of_it() -> None:

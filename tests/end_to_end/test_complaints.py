@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from epload import HierarchicalLoader, Topology
 from support import ranks
 from support.checks import all_fine
-from support.failures import Raised, Slow, check_told, told
+from support.failures import Raised, Slow, check_raised, raised_by
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 
@@ -67,22 +67,22 @@ def other_order(rank: int, shuffle_model: bool) -> tuple[Raised, list[str]]:
     turned = names[rank:] + names[:rank]
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(20)) for name in (turned if shuffle_model else names)})
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="partitioned", bucket_bytes=BUCKET, timeout=20)
-    first = told(lambda: loader.load(model, state if shuffle_model else {name: state[name] for name in turned}))
+    first = raised_by(lambda: loader.load(model, state if shuffle_model else {name: state[name] for name in turned}))
     return first, [name for name in names if not torch.equal(model[name].detach(), state[name])]
 
 
 @pytest.mark.parametrize("shuffle_model", [False, True], ids=["checkpoint", "model"])
 def test_verl_6365_6002_another_order_on_each_rank(shuffle_model: bool) -> None:
     """No deadlock: the load is right, or all ranks refuse it before anything moves, naming what differs."""
-    said = ranks.run(4, other_order, shuffle_model)
-    kinds = {kind for (kind, _, _), _ in said}
-    assert len({(kind, text) for (kind, text, _), _ in said}) == 1, said
-    assert kinds in ({""}, {"ManifestMismatch"}), said
+    results = ranks.run(4, other_order, shuffle_model)
+    kinds = {kind for (kind, _, _), _ in results}
+    assert len({(kind, text) for (kind, text, _), _ in results}) == 1, results
+    assert kinds in ({""}, {"ManifestMismatch"}), results
     if kinds == {""}:
-        assert [bad for _, bad in said] == [[]] * 4
+        assert [bad for _, bad in results] == [[]] * 4
     else:
-        assert "rank" in said[0][0][1]
-        assert "w" in said[0][0][1]
+        assert "rank" in results[0][0][1]
+        assert "w" in results[0][0][1]
 
 
 def one_sided_key(rank: int, change: str) -> Raised:
@@ -93,7 +93,7 @@ def one_sided_key(rank: int, change: str) -> Raised:
     else:
         del state["norm.weight"]
     loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, timeout=20)
-    return told(lambda: loader.load(meta_net(), only_readers(state)))
+    return raised_by(lambda: loader.load(meta_net(), only_readers(state)))
 
 
 @pytest.mark.parametrize(
@@ -105,15 +105,15 @@ def one_sided_key(rank: int, change: str) -> Raised:
 )
 def test_a_key_that_only_rank_0_sees_raises_on_all(change: str, text: str) -> None:
     """torch's set_model_state_dict and accelerate's loader raise on rank 0 alone, and the others wait for ever."""
-    said = ranks.run(4, one_sided_key, change)
-    assert {kind for kind, *_ in said} == {"ModelMismatch"}
-    assert len({text for _, text, _ in said}) == 1
-    assert text in said[0][1]
+    results = ranks.run(4, one_sided_key, change)
+    assert {kind for kind, *_ in results} == {"ModelMismatch"}
+    assert len({text for _, text, _ in results}) == 1
+    assert text in results[0][1]
 
 
 def several_topologies(rank: int) -> list[str]:
     """Groups of other nodes, of parts of the job, and again the first ones."""
-    said = []
+    problems = []
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for number, (nodes, group) in enumerate(
         [
@@ -129,8 +129,8 @@ def several_topologies(rank: int) -> list[str]:
         loader = HierarchicalLoader(topology, src=src, readers="one", bucket_bytes=BUCKET, timeout=20)
         loader.load(model, state if rank == src else None)
         if not torch.equal(model["w"].detach(), state["w"]):
-            said.append(f"{nodes}: wrong")
-    return said
+            problems.append(f"{nodes}: wrong")
+    return problems
 
 
 def test_twinkle_207_groups_of_other_members_do_not_meet() -> None:
@@ -153,14 +153,14 @@ def test_pytorch_136228_uneven_shards() -> None:
 
 def leaders_first(rank: int) -> list[str]:
     """The source is no leader by number, and what ranks held before must not spread."""
-    said = []
+    problems = []
     for src in range(4):
         loader = HierarchicalLoader(Topology.from_nodes(NODES), src=src, readers="one", bucket_bytes=BUCKET, timeout=20)
         model = nn.ParameterDict({"w": nn.Parameter(torch.full((300,), -1.0 - rank))})
         loader.load(model, {"w": torch.arange(300.0)} if rank == src else None)
         if not torch.equal(model["w"].detach(), torch.arange(300.0)):
-            said.append(f"from {src}: {model['w'][:3]}")
-    return said
+            problems.append(f"from {src}: {model['w'][:3]}")
+    return problems
 
 
 def test_pytorch_178569_the_inter_node_step_comes_first() -> None:
@@ -172,8 +172,8 @@ def late_failure(rank: int) -> Raised:
     loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, timeout=20)
     failing = mock.patch("epload.loading.run.fill_missing", side_effect=MemoryError("no room"))
     with failing if rank == 2 else nullcontext():
-        return told(lambda: loader.load(meta_net(), only_readers(state_for(1))))
+        return raised_by(lambda: loader.load(meta_net(), only_readers(state_for(1))))
 
 
 def test_pytorch_134095_one_rank_that_fails_leaves_nobody_waiting() -> None:
-    check_told(ranks.run(4, late_failure), "rank 2", "no room", seconds=15)
+    check_raised(ranks.run(4, late_failure), "rank 2", "no room", seconds=15)

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("gpu")]
 
 def contract(rank: int, folder: Path) -> list[str]:
     """From meta and again; every choice of readers and algorithm; the stream given, current and own."""
-    said: list[str] = []
+    problems: list[str] = []
     nodes = NODES[dist.get_world_size()]
     streams = (None, torch.cuda.Stream(), torch.cuda.current_stream())
     cases = [(nodes, *way) for way in WAYS] + [
@@ -38,10 +38,10 @@ def contract(rank: int, folder: Path) -> list[str]:
         )
         model = meta_net(where=DEVICE)
         loader.load(model, folder / "one.safetensors")
-        said += [f"{readers} {algorithm}, from meta: {text}" for text in wrong(model, state_for(1), where=DEVICE)]
+        problems += [f"{readers} {algorithm}, from meta: {text}" for text in wrong(model, state_for(1), where=DEVICE)]
         loader.load(model, for_readers(state_for(2), readers))
-        said += [f"{readers} {algorithm}, reload: {text}" for text in wrong(model, state_for(2), where=DEVICE)]
-    return said
+        problems += [f"{readers} {algorithm}, reload: {text}" for text in wrong(model, state_for(2), where=DEVICE)]
+    return problems
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

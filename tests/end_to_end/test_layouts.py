@@ -13,20 +13,6 @@ import pytest
 from support import ranks
 from support.layout_loads import NODES, check_cases, none_fails, stored
 
-# ---- models ----
-
-
-# ---- parallelizations ----
-
-
-# ---- cases ----
-
-
-# ---- values ----
-
-
-# ---- what a rank does ----
-
 
 @pytest.mark.parametrize("world", list(NODES))
 def test_a_load_equals_sharding_the_loaded_model(world: int, tmp_path: Path) -> None:

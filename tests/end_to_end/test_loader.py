@@ -44,11 +44,11 @@ WAYS = (
 
 def _ways(rank: int, folder: Path) -> list[str]:
     """From meta, reload, each choice of readers and algorithm, other sources, uneven nodes, no DTensors."""
-    said = []
+    problems = []
     one, two = state_for(1), state_for(2)
 
     def check(case: str, model: nn.Module, state: State, **options: Any) -> None:
-        said.extend(f"{case}: {text}" for text in wrong(model, state, **options))
+        problems.extend(f"{case}: {text}" for text in wrong(model, state, **options))
 
     topology = Topology.from_nodes(NODES)
     for readers, algorithm in WAYS:
@@ -58,18 +58,18 @@ def _ways(rank: int, folder: Path) -> list[str]:
         report = loader.load(model, folder / "one.safetensors")
         check(f"{case} from meta", model, one)
         if report.buckets < 10 or report.tensors != len(one):
-            said.append(f"{case}: {report}")
+            problems.append(f"{case}: {report}")
         before = [id(p) for p in model.parameters()]
         loader.load(model, only_readers(two, readers))
         check(f"{case} reload from a dict", model, two)
         if before != [id(p) for p in model.parameters()]:
-            said.append(f"{case}: a reload replaced parameters")
+            problems.append(f"{case}: a reload replaced parameters")
         model(torch.arange(13))  # leaves the root unsharded
         loader.load(model, folder / "one.safetensors")
         check(f"{case} after a forward", model, one)
         model(torch.arange(13))
         if not all(isinstance(m, FSDPModule) for m in (model, *model.layers)):
-            said.append(f"{case}: no FSDP model any more")
+            problems.append(f"{case}: no FSDP model any more")
 
     model = meta_net()
     for nodes, src in (([[0], [1, 2, 3]], 0), ([[0], [1, 2, 3]], 3), ([[3, 1], [0, 2]], 2), ([[0, 1, 2, 3]], 1)):
@@ -95,8 +95,8 @@ def _ways(rank: int, folder: Path) -> list[str]:
     loader.load(model, epload.Checkpoint.from_state_dict(consumed, consume=True) if rank == 0 else None)
     check("consume", model, state_for(4))
     if bool(consumed) != (rank != 0):
-        said.append(f"consume left {list(consumed)}")
-    return said
+        problems.append(f"consume left {list(consumed)}")
+    return problems
 
 
 def test_the_model_has_its_shards(tmp_path: Path) -> None:
@@ -105,18 +105,18 @@ def test_the_model_has_its_shards(tmp_path: Path) -> None:
 
 
 def _dtypes(rank: int, folder: Path) -> list[str]:
-    said = []
+    problems = []
     loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
     one = state_for(1)
 
     def check(case: str, model: nn.Module, state: State, dtype: torch.dtype) -> None:
-        said.extend(f"{case}: {text}" for text in wrong(model, state, dtype))
+        problems.extend(f"{case}: {text}" for text in wrong(model, state, dtype))
 
     model = meta_net(torch.bfloat16)
     report = loader.load(model, only_readers(one))
     check("fp32 into bf16", model, one, torch.bfloat16)
     if report.casts != len(list(model.parameters())):
-        said.append(f"{report.casts} casts")
+        problems.append(f"{report.casts} casts")
     narrow = state_for(2, torch.bfloat16)
     model = meta_net()
     loader.load(model, only_readers(narrow))
@@ -126,11 +126,11 @@ def _dtypes(rank: int, folder: Path) -> list[str]:
         loader.load(model, only_readers(one), dtype=dtype)
         check(f"dtype={dtype}", model, one, dtype)
         if any(p.dtype != dtype for p in model.parameters()) or model.table.dtype != torch.float32:
-            said.append(f"dtype={dtype}: {[p.dtype for p in model.parameters()]}, {model.table.dtype}")
+            problems.append(f"dtype={dtype}: {[p.dtype for p in model.parameters()]}, {model.table.dtype}")
         model(torch.arange(13))
         loader.load(model, only_readers(state_for(3)), dtype=dtype)  # now materialized, in that dtype
         check(f"again dtype={dtype}", model, state_for(3), dtype)
-    return said
+    return problems
 
 
 def test_dtypes_are_converted(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ class Hollow(nn.Module):
 
 
 def _strictness(rank: int) -> list[str]:
-    said = []
+    problems = []
     loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
     one, two = state_for(1), state_for(2)
     model = meta_net()
@@ -158,9 +158,9 @@ def _strictness(rank: int) -> list[str]:
     report = loader.load(model, only_readers(partial), strict=False)
     keys = sorted(report.missing_keys), sorted(report.unexpected_keys)
     if keys != (["layers.1.0.bias", "scale"], ["stray.a", "stray.b"]):
-        said.append(f"keys: {report.missing_keys} {report.unexpected_keys}")
+        problems.append(f"keys: {report.missing_keys} {report.unexpected_keys}")
     kept = {name: one[name] for name in ("scale", "layers.1.0.bias")}
-    said += wrong(model, {**two, **kept})
+    problems += wrong(model, {**two, **kept})
 
     calls: list[tuple[str, tuple[str, ...]]] = []
 
@@ -173,10 +173,10 @@ def _strictness(rank: int) -> list[str]:
     model = meta_net()
     report = loader.load(model, only_readers(partial), strict=False, init_missing=fill)
     if sorted(calls) != [("", ("scale",)), ("layers.1.0", ("bias",))]:
-        said.append(f"init_missing was called with {calls}")
+        problems.append(f"init_missing was called with {calls}")
     if sorted(report.initialized) != ["layers.1.0.bias", "scale"]:
-        said.append(f"initialized: {report.initialized}")
-    said += wrong(model, {**two, **{name: torch.full_like(one[name], -1) for name in kept}})
+        problems.append(f"initialized: {report.initialized}")
+    problems += wrong(model, {**two, **{name: torch.full_like(one[name], -1) for name in kept}})
 
     calls.clear()
     with torch.device("meta"):
@@ -184,18 +184,18 @@ def _strictness(rank: int) -> list[str]:
     state = {"layers.0.weight": torch.arange(35.0).reshape(7, 5), "layers.0.bias": torch.arange(7.0) + 100}
     try:
         loader.load(hollow, only_readers(state))
-        said.append("a buffer that nothing fills was accepted")
+        problems.append("a buffer that nothing fills was accepted")
     except ModelMismatch as error:
         if "inner.angles" not in str(error) or "init_missing" not in str(error):
-            said.append(str(error))
+            problems.append(str(error))
     if not all(tensor.is_meta for tensor in (*hollow.parameters(), *hollow.buffers())):
-        said.append("the refused model left meta")
+        problems.append("the refused model left meta")
     report = loader.load(hollow, only_readers(state), init_missing=fill)
     if calls != [("inner", ("angles",))] or report.initialized != ["inner.angles"]:
-        said.append(f"{calls} {report.initialized}")
+        problems.append(f"{calls} {report.initialized}")
     if hollow.inner.angles.tolist() != [-1.0] * 4:
-        said.append(f"angles are {hollow.inner.angles}")
-    return said + wrong(hollow, state)
+        problems.append(f"angles are {hollow.inner.angles}")
+    return problems + wrong(hollow, state)
 
 
 def test_keys_that_do_not_meet() -> None:
@@ -206,7 +206,7 @@ def test_keys_that_do_not_meet() -> None:
 
 
 def _steps(rank: int) -> list[str]:
-    said = []
+    problems = []
     topology = Topology.from_nodes(NODES)
     threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     for readers, algorithm in WAYS:
@@ -218,13 +218,13 @@ def _steps(rank: int) -> list[str]:
         events = [event.name for event in trace.events() if event.name.startswith("c10d::")]
         expected = _messages(rank, readers, algorithm, report.buckets)
         if seen.get_total_counts():
-            said.append(f"{case}: collectives {dict(seen.get_comm_counts())}")
+            problems.append(f"{case}: collectives {dict(seen.get_comm_counts())}")
         if Counter(events) != expected or report.transport_steps != len(events):
-            said.append(f"{case}: report {report.transport_steps}, expected {expected}, profiled {Counter(events)}")
+            problems.append(f"{case}: report {report.transport_steps}, expected {expected}, profiled {Counter(events)}")
         if not 0 < report.peak_staging <= 2 * BUCKET:
-            said.append(f"{case}: staging of {report.peak_staging} bytes")
-        said += wrong(model, state_for(1))
-    return said
+            problems.append(f"{case}: staging of {report.peak_staging} bytes")
+        problems += wrong(model, state_for(1))
+    return problems
 
 
 def _messages(rank: int, readers: str, algorithm: str, buckets: int) -> Counter[str]:
@@ -247,24 +247,24 @@ def test_nothing_but_the_planned_messages_moves() -> None:
 
 
 def _known(rank: int, folder: Path) -> list[str]:
-    """Loads of the same tensors share the manifest once; a rank that missed a load is told again."""
-    said = []
+    """Loads of the same tensors share the manifest once; a rank that missed a load receives it again."""
+    problems = []
     one, two = state_for(1), state_for(2)
     for readers in ("one", "per_node", "partitioned", "every"):
         loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET)
-        model, heard = meta_net(), []
+        model, received = meta_net(), []
         for number, (name, state) in enumerate(
             [("one", one), ("two", two), ("one", one), ("two", two), ("three", two)]
         ):
             if number == 3 and rank == 1:
                 loader._agreement.inputs.manifest = None  # as after a load that failed on this rank alone
-            with mock.patch.object(Manifest, "from_compact", wraps=Manifest.from_compact) as told:
+            with mock.patch.object(Manifest, "from_compact", wraps=Manifest.from_compact) as from_compact:
                 loader.load(model, folder / f"{name}.safetensors")
-            said += [f"{readers} {name} load {number}: {text}" for text in wrong(model, state)]
-            heard.append(told.called)
-        if heard != [rank != 0 and shared for shared in (True, False, False, True, True)]:
-            said.append(f"{readers}: loads that shared a manifest: {heard}")
-    return said
+            problems += [f"{readers} {name} load {number}: {text}" for text in wrong(model, state)]
+            received.append(from_compact.called)
+        if received != [rank != 0 and shared for shared in (True, False, False, True, True)]:
+            problems.append(f"{readers}: loads that shared a manifest: {received}")
+    return problems
 
 
 def test_a_manifest_that_all_ranks_know_is_not_shared_again(tmp_path: Path) -> None:

@@ -61,56 +61,56 @@ def prepare(kind: str, folder: Path, dtype: torch.dtype, seed: int) -> None:
 
 def differs(model: nn.Module, folder: Path) -> list[str]:
     expected = torch.load(folder / "expected.pt")
-    said = []
+    problems = []
     with torch.no_grad():
         logits = model(prompt()).logits
     if not torch.equal(logits, expected["logits"]):
-        said.append(f"logits are off by {(logits - expected['logits']).abs().max().item()}")
+        problems.append(f"logits are off by {(logits - expected['logits']).abs().max().item()}")
     buffers = dict(model.named_buffers())
     if set(buffers) != set(expected["buffers"]) or not buffers:
-        said.append(f"buffers {sorted(buffers)}")
+        problems.append(f"buffers {sorted(buffers)}")
     for name, want in expected["buffers"].items():
         if buffers[name].dtype != want.dtype or not torch.equal(buffers[name], want):
-            said.append(f"{name} is {buffers[name]} instead of {want}")
-    return [f"{folder.name}: {text}" for text in said]
+            problems.append(f"{name} is {buffers[name]} instead of {want}")
+    return [f"{folder.name}: {text}" for text in problems]
 
 
 def _models(rank: int, folder: Path) -> list[str]:
-    said = []
+    problems = []
     topology = Topology.from_nodes(NODES)
     loader = HierarchicalLoader(topology, bucket_bytes=BUCKET)
     model = sharded("qwen3_moe", torch.float32)
     for name in ("one", "two", "one"):
         report = loader.load(model, folder / name)
-        said += differs(model, folder / name)
+        problems += differs(model, folder / name)
         if report.buckets < 5 or report.missing_keys or report.unexpected_keys:
-            said.append(f"{name}: {report}")
+            problems.append(f"{name}: {report}")
     if not any(
         "inv_freq" in name for name in loader.load(sharded("qwen3_moe", torch.float32), folder / "one").initialized
     ):
-        said.append("inv_freq was not initialized")
+        problems.append("inv_freq was not initialized")
 
     model = sharded("qwen3_moe", torch.bfloat16)
     HierarchicalLoader(topology, readers="per_node", bucket_bytes=BUCKET).load(model, folder / "narrow")
-    said += differs(model, folder / "narrow")
+    problems += differs(model, folder / "narrow")
     if model.model.rotary_emb.inv_freq.dtype != torch.float32:
-        said.append(f"inv_freq is {model.model.rotary_emb.inv_freq.dtype}")
+        problems.append(f"inv_freq is {model.model.rotary_emb.inv_freq.dtype}")
 
     for name, tied in {"tied": 0, "tied-embed": 0, "tied-head": 0, "tied-both": 1}.items():
         model = sharded("llama", torch.float32)
         for where in ("meta", "loaded"):
             report = loader.load(model, folder / name)
             if model.lm_head.weight is not model.model.embed_tokens.weight:
-                said.append(f"{name}, {where}: no longer tied")
+                problems.append(f"{name}, {where}: no longer tied")
             if not isinstance(model.lm_head.weight, DTensor):
-                said.append(f"{name}, {where}: the tied weight is no DTensor")
+                problems.append(f"{name}, {where}: the tied weight is no DTensor")
             names = {"lm_head.weight", "model.embed_tokens.weight"}
             if len(report.tied_keys) != tied or not set(report.tied_keys) <= names:
-                said.append(f"{name}, {where}: tied keys {report.tied_keys}")
+                problems.append(f"{name}, {where}: tied keys {report.tied_keys}")
             if report.missing_keys or report.unexpected_keys:
-                said.append(f"{name}, {where}: {report.missing_keys} {report.unexpected_keys}")
-            said += differs(model, folder / name)
-    return said
+                problems.append(f"{name}, {where}: {report.missing_keys} {report.unexpected_keys}")
+            problems += differs(model, folder / name)
+    return problems
 
 
 def test_models_are_those_of_one_process(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from support import fakedev, ranks
 from support.checks import all_fine
 from support.small_model import BUCKET, NODES, meta_net, state_for, wrong
 
-WARM, LOADS = 10, 40
+WARM, LOADS = 10, 20
 WAYS: dict[str, list[dict[str, Any]]] = {
     "auto": [{}],
     "one, proven": [{"readers": "one", "verify": "full"}],
@@ -34,7 +34,7 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def held() -> dict[str, int]:
+def resources() -> dict[str, int]:
     """What this process holds."""
     assert dist.group.WORLD is not None
     gc.collect()
@@ -69,18 +69,18 @@ def repeated(
                     with pytest.raises(LoadError, match="missing"):
                         loader.load(model, folder / "short.safetensors")
         dist.barrier()  # keys are counted while nobody writes
-        found = held()
+        found = resources()
         dist.barrier()
         return found
 
     before, after = loads(WARM), loads(LOADS)
     # The last two vary: allocators and interpreters keep some of what was freed.
-    said = [
+    problems = [
         f"{what}: {after[what] - number} more, of {number}, after {LOADS} loads"
         for what, number in before.items()
         if after[what] - number >= (LOADS if what in ("blocks of Python's memory", "mappings") else 1)
     ]
-    return said + wrong(model, state_for(1), where=where)
+    return problems + wrong(model, state_for(1), where=where)
 
 
 def write(folder: Path) -> None:
@@ -94,7 +94,7 @@ def write(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("way", "refused", "anew"),
     [
-        *((way, False, False) for way in WAYS),
+        *((way, False, False) for way in WAYS if way != "two timeouts"),
         ("auto", True, False),
         ("two timeouts", True, False),
         ("one, proven", False, True),
@@ -108,8 +108,10 @@ def test_loads_leave_nothing_behind(way: str, refused: bool, anew: bool, tmp_pat
 
 
 @pytest.mark.usefixtures("fake_device")
-@pytest.mark.parametrize("semantics", fakedev.SEMANTICS)
-@pytest.mark.parametrize("way", ["auto", "partitioned, striped, checked", "two timeouts"])
+@pytest.mark.parametrize(
+    ("way", "semantics"),
+    [("auto", "nccl"), ("partitioned, striped, checked", "hccl"), ("two timeouts", "nccl")],
+)
 def test_loads_into_a_model_on_a_device_leave_nothing_behind(way: str, semantics: str, tmp_path: Path) -> None:
     write(tmp_path)
     setup = partial(fakedev.setup, semantics)

@@ -53,11 +53,11 @@ def test_every_reads_what_it_owns_and_moves_nothing(tmp_path: Path) -> None:
 def test_a_file_that_is_another_on_one_rank(readers: str, tmp_path: Path) -> None:
     folder = contract.with_others(tmp_path)
     outcomes = ranks.run(4, contract.one_differs, folder, readers, 2, DEVICE, setup=fakedev.setup)
-    contract.differences_are_told(outcomes, folder, readers, 2)
+    contract.differences_are_reported(outcomes, folder, readers, 2)
 
 
 @contract.IN_THE_MIDDLE
 def test_a_reader_that_fails_in_the_middle(readers: str, algorithm: str, nodes: contract.Nodes) -> None:
     reading = range(4) if readers == "every" else [node[0] for node in nodes]
     outcomes = ranks.run(4, contract.in_the_middle, readers, algorithm, nodes, reading, DEVICE, setup=fakedev.setup)
-    contract.first_failure_is_told(outcomes, 26 if readers == "every" else 7)
+    contract.first_failure_is_reported(outcomes, 26 if readers == "every" else 7)

@@ -22,17 +22,17 @@ def shared_buffers() -> int:
 
 
 def closed(rank: int) -> list[str]:
-    said = []
+    problems = []
     topology = Topology.from_nodes([[0, 1]])
     with HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET) as loader:
         for salt in (1, 2):
             model = meta_net()
             loader.load(model, only_readers(state_for(salt)))
-            said += wrong(model, state_for(salt))
+            problems += wrong(model, state_for(salt))
         if not shared_buffers():
-            said.append("no memory is shared, so that nothing can be freed")
+            problems.append("no memory is shared, so that nothing can be freed")
     if shared_buffers():
-        said.append(f"{shared_buffers()} shared buffers are left after the loader was closed")
+        problems.append(f"{shared_buffers()} shared buffers are left after the loader was closed")
     loader.close()
 
     half_closed = HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, timeout=20)
@@ -42,15 +42,15 @@ def closed(rank: int) -> list[str]:
     for each in (loader, half_closed):
         try:
             each.load(model, only_readers(state_for(3)))
-            said.append("a closed loader has loaded")
+            problems.append("a closed loader has loaded")
         except ValueError as error:
             if "got one that was closed; make a new one" not in str(error):
-                said.append(str(error))
+                problems.append(str(error))
     if not all(parameter.is_meta for parameter in model.parameters()):
-        said.append("a closed loader has changed the model")
+        problems.append("a closed loader has changed the model")
     other = HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET)
     other.load(model, only_readers(state_for(4)))
-    return said + wrong(model, state_for(4))
+    return problems + wrong(model, state_for(4))
 
 
 def test_a_closed_loader_frees_its_memory_and_loads_no_more() -> None:

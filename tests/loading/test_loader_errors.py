@@ -43,22 +43,22 @@ def _bad_input(rank: int, folder: Path) -> Outcome:
     one, two = state_for(1), state_for(2)
     model = meta_net()
     failures: dict[str, Failure] = {}
-    said: list[str] = []
+    problems: list[str] = []
 
     def refused(case: str, action: Callable[[nn.Module], Any]) -> None:
         """On a model on meta and on a loaded one, with a good load behind each."""
         fresh = meta_net()
         on_meta = outcome(lambda: action(fresh))
         if not all(tensor.is_meta for tensor in (*fresh.parameters(), *fresh.buffers())):
-            said.append(f"{case}: the model left meta")
+            problems.append(f"{case}: the model left meta")
         loader.load(model, only_readers(one))
         before = snapshot(model)
         failures[case] = outcome(lambda: action(model))
         if on_meta != failures[case] and case not in MATERIALISED_ONLY:
-            said.append(f"{case}: {on_meta} on meta, {failures[case]} on a loaded model")
-        said.extend(f"{case}: {name} has changed" for name in moved(model, before))
+            problems.append(f"{case}: {on_meta} on meta, {failures[case]} on a loaded model")
+        problems.extend(f"{case}: {name} has changed" for name in moved(model, before))
         loader.load(model, only_readers(two))
-        said.extend(f"after {case}: {text}" for text in wrong(model, two))
+        problems.extend(f"after {case}: {text}" for text in wrong(model, two))
 
     mesh = init_device_mesh("cpu", (4,))
     ones = torch.ones(2)
@@ -81,7 +81,7 @@ def _bad_input(rank: int, folder: Path) -> Outcome:
     refused("bucket_bytes", lambda m: HierarchicalLoader(topology, bucket_bytes=8).load(m, only_readers(one)))
     refused("one bad reader", lambda m: per_node.load(m, folder / ("absent" if rank == 2 else "one.safetensors")))
     refused("two bad readers", lambda m: per_node.load(m, folder / f"absent-{rank}"))
-    return failures, said
+    return failures, problems
 
 
 MATERIALISED_ONLY = ("dtype",)
@@ -136,13 +136,13 @@ def _ranks_differ(rank: int) -> Outcome:
     loader = HierarchicalLoader(topology, bucket_bytes=BUCKET)
     odd = rank == 1
     failures: dict[str, Failure] = {}
-    said: list[str] = []
+    problems: list[str] = []
 
     def refused(case: str, action: Callable[[], Any]) -> None:
         failures[case] = outcome(action)
         model = meta_net()
         loader.load(model, only_readers(state_for(2)))
-        said.extend(f"after {case}: {text}" for text in wrong(model, state_for(2)))
+        problems.extend(f"after {case}: {text}" for text in wrong(model, state_for(2)))
 
     good = {"a": torch.ones(3), "b": torch.ones(4, 2)}
     name = model_of(a=(3,), **({"c": (4, 2)} if odd else {"b": (4, 2)}))
@@ -173,8 +173,8 @@ def _ranks_differ(rank: int) -> Outcome:
     refused("nodes read other names", lambda: per_node.load(same, larger, strict=False))
     refused("nodes read another order", lambda: per_node.load(same, dict(sorted(good.items(), reverse=rank == 2))))
     for case, model in (("name", name), ("more", more), ("dtype", dtype), ("same", same)):
-        said += [f"{case}: {n} has changed" for n, value in model.items() if value.count_nonzero()]
-    return failures, said
+        problems += [f"{case}: {n} has changed" for n, value in model.items() if value.count_nonzero()]
+    return failures, problems
 
 
 def test_fp8_means_nothing_without_its_scale() -> None:
@@ -209,10 +209,10 @@ def _model_fits_nowhere(rank: int) -> Outcome:
         "another name": model_of(a=(3,), **({"c": (4, 2)} if odd else {"b": (4, 2)})),
     }
     failures = {case: outcome(lambda m=m: loader.load(m, only_readers(good))) for case, m in models.items()}
-    said = [f"{case}: {n} has changed" for case, m in models.items() for n, v in m.items() if v.count_nonzero()]
+    problems = [f"{case}: {n} has changed" for case, m in models.items() for n, v in m.items() if v.count_nonzero()]
     fine = model_of(a=(3,), b=(4, 2))
     loader.load(fine, only_readers(good))
-    return failures, said + [f"{n} is wrong after" for n, value in fine.items() if not torch.equal(value, good[n])]
+    return failures, problems + [f"{n} is wrong after" for n, value in fine.items() if not torch.equal(value, good[n])]
 
 
 def test_a_rank_whose_model_does_not_fit_disagrees_with_the_rest() -> None:
@@ -232,14 +232,14 @@ def _in_the_middle(rank: int, readers: str) -> Outcome:
     one, two = state_for(1), state_for(2)
     reader = 0 if readers == "one" else 2
     failures: dict[str, Failure] = {}
-    said: list[str] = []
+    problems: list[str] = []
     models = {"meta": meta_net(), "loaded": meta_net()}
     loader.load(models["loaded"], only_readers(two, readers))
 
     def fails(case: str, model: nn.Module, source: Any, **options: Any) -> None:
         failures[case] = outcome(lambda: loader.load(model, source, **options))
         loader.load(model, only_readers(two, readers))
-        said.extend(f"after {case}: {text}" for text in wrong(model, two))
+        problems.extend(f"after {case}: {text}" for text in wrong(model, two))
 
     def broken(error: Exception) -> Any:
         return Failing(one, error) if rank == reader else only_readers(one, readers)
@@ -248,7 +248,7 @@ def _in_the_middle(rank: int, readers: str) -> Outcome:
         checkpoint = broken(OSError(5, "the disk is on fire"))
         fails(f"read, {where}", model, checkpoint)
         if rank == reader and checkpoint.calls != 4:
-            said.append(f"read {checkpoint.calls} buckets after one that failed")
+            problems.append(f"read {checkpoint.calls} buckets after one that failed")
     fails("read, long text", meta_net(), broken(RuntimeError("x" * 10_000)))
     fails("read, odd text", meta_net(), broken(RuntimeError("é" * 300)))
     fails("read, out of memory", meta_net(), broken(MemoryError()))
@@ -266,7 +266,7 @@ def _in_the_middle(rank: int, readers: str) -> Outcome:
 
     partial = {name: value for name, value in one.items() if name != "norm.bias"}
     fails("hook", meta_net(), only_readers(partial, readers), strict=False, init_missing=hook)
-    return failures, said
+    return failures, problems
 
 
 def _expected(reader: int) -> dict[str, tuple[str, list[str]]]:
@@ -301,7 +301,7 @@ def _small_bucket(rank: int) -> Outcome:
     return {"small bucket": outcome(lambda: loader.load(model, source))}, []
 
 
-def test_the_cause_is_told_whole_though_its_bucket_is_small() -> None:
+def test_the_whole_cause_is_reported_though_its_bucket_is_small() -> None:
     expected = {
         "small bucket": (
             "LoadError",

@@ -18,9 +18,9 @@ from support.readers import (
     IN_THE_MIDDLE,
     SHAPES,
     Nodes,
-    differences_are_told,
+    differences_are_reported,
     each_byte_once,
-    first_failure_is_told,
+    first_failure_is_reported,
     in_the_middle,
     matrix,
     one_differs,
@@ -61,7 +61,7 @@ def cheapest(way: str) -> Iterator[None]:
 
 def choices(rank: int, folder: Path, algorithms: Sequence[str]) -> list[str]:
     small_waves()
-    said = []
+    problems = []
     for nodes, algorithm in product(([[0, 1], [2, 3]], [[0, 1, 2], [3]], [[0, 1, 2, 3]]), algorithms):
         for way in ("every", "partitioned", "per_node", "one"):
             loader = HierarchicalLoader(
@@ -72,12 +72,12 @@ def choices(rank: int, folder: Path, algorithms: Sequence[str]) -> list[str]:
                 case = f"{nodes}, {algorithm}, {way} chosen"
                 with cheapest(way):
                     report = loader.load(model, folder / str(number) / "one.safetensors")
-                said += [f"{case}: {text}" for text in wrong(model, state_for(number))]
+                problems += [f"{case}: {text}" for text in wrong(model, state_for(number))]
                 if report.readers != way or f"auto -> {way}: predicted 0.1 s" not in report.reason:
-                    said.append(f"{case}: {report.readers}, {report.reason}")
+                    problems.append(f"{case}: {report.readers}, {report.reason}")
                 if report.reason.count(" 7 s") != 3:
-                    said.append(f"{case}: does not say what the others cost: {report.reason}")
-    return said
+                    problems.append(f"{case}: does not say what the others cost: {report.reason}")
+    return problems
 
 
 def test_whatever_auto_chooses_is_loaded_right(tmp_path: Path) -> None:
@@ -87,14 +87,14 @@ def test_whatever_auto_chooses_is_loaded_right(tmp_path: Path) -> None:
 def flat_choices(rank: int, folder: Path) -> list[str]:
     """Flat does not go with per_node, so that auto must choose another."""
     small_waves()
-    said = []
+    problems = []
     model = meta_net()
     loader = HierarchicalLoader(Topology.from_nodes(NODES), algorithm="flat", bucket_bytes=BUCKET, timeout=10)
     with cheapest("per_node"):
         report = loader.load(model, folder / "1" / "one.safetensors")
     if report.readers == "per_node":
-        said.append("per_node was chosen")
-    return said + wrong(model, state_for(1))
+        problems.append("per_node was chosen")
+    return problems + wrong(model, state_for(1))
 
 
 def test_auto_does_not_choose_what_flat_cannot_do(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_every_reads_what_it_owns_and_moves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("readers", ["every", "partitioned", "auto"])
 def test_a_file_that_is_another_on_one_rank(readers: str, tmp_path: Path) -> None:
-    differences_are_told(ranks.run(4, one_differs, with_others(tmp_path), readers), tmp_path, readers)
+    differences_are_reported(ranks.run(4, one_differs, with_others(tmp_path), readers), tmp_path, readers)
 
 
 def without_a_path(rank: int, folder: Path, what: str) -> list[str]:
@@ -142,4 +142,4 @@ def test_auto_needs_the_checkpoint_on_the_source_alone(what: str, tmp_path: Path
 @IN_THE_MIDDLE
 def test_a_reader_that_fails_in_the_middle(readers: str, algorithm: str, nodes: Nodes) -> None:
     outcomes = ranks.run(4, in_the_middle, readers, algorithm, nodes)
-    first_failure_is_told(outcomes, 26 if readers == "every" else 14)
+    first_failure_is_reported(outcomes, 26 if readers == "every" else 14)

@@ -97,21 +97,21 @@ MISTAKES: dict[str, tuple[State, State, Mapping | str, tuple[str, ...]]] = {
 
 
 def _mistakes(rank: int) -> list[list[str]]:
-    said = []
+    problems = []
     for like, bad, mapping, _ in MISTAKES.values():
         for strict in (True, False):
-            said.append(list(refused(like, values(like), bad, mapping, strict=strict)))
-    return said
+            problems.append(list(refused(like, values(like), bad, mapping, strict=strict)))
+    return problems
 
 
 def test_mistakes_are_named_and_move_nothing() -> None:
     by_rank = ranks.run(4, _mistakes)
-    assert all(said == by_rank[0] for said in by_rank)
+    assert all(messages == by_rank[0] for messages in by_rank)
     cases = [case for case in MISTAKES for _ in (True, False)]
-    for case, said in zip(cases, by_rank[0], strict=True):
-        assert len(said) == 2, f"{case}: {said}"  # on meta and loaded, and nothing was changed
-        assert said[0] == said[1], case
-        assert [text for text in MISTAKES[case][3] if text not in said[0]] == [], f"{case}: {said[0]}"
+    for case, messages in zip(cases, by_rank[0], strict=True):
+        assert len(messages) == 2, f"{case}: {messages}"  # on meta and loaded, and nothing was changed
+        assert messages[0] == messages[1], case
+        assert [text for text in MISTAKES[case][3] if text not in messages[0]] == [], f"{case}: {messages[0]}"
 
 
 # ---- missing, unexpected, mismatched ----
@@ -134,7 +134,7 @@ def _error(rank: int) -> list[list[str]]:
 
 def test_an_error_has_all_keys_that_do_not_fit() -> None:
     by_rank = ranks.run(4, _error)
-    assert all(said == by_rank[0] for said in by_rank)
+    assert all(messages == by_rank[0] for messages in by_rank)
     keys = (
         "1 parameter missing from the checkpoint: c\n", "1 unexpected checkpoint key: d\n",
         "strict=False ignores missing and unexpected keys",
@@ -144,15 +144,15 @@ def test_an_error_has_all_keys_that_do_not_fit() -> None:
         "from 8 checkpoint tensors (e.0.gate, e.0.up, ..., e.3.up; shapes [2, 3], [3, 3]): the result has shape [4, 5, 3]",
         "ignore_mismatched_shapes=True skips parameters of mismatched shape",
     )
-    for said, texts, absent in zip(by_rank[0], ((*keys, *shapes), shapes, keys), ((), keys, shapes), strict=True):
-        assert len(said) == 2, said
-        for text in said:
+    for messages, texts, absent in zip(by_rank[0], ((*keys, *shapes), shapes, keys), ((), keys, shapes), strict=True):
+        assert len(messages) == 2, messages
+        for text in messages:
             assert [t for t in texts if t not in text] == [], text
             assert [t for t in absent if t in text] == [], text
 
 
 def _lenient(rank: int) -> list[str]:
-    said: list[str] = []
+    problems: list[str] = []
     calls: list[tuple[str, ...]] = []
 
     def hook(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
@@ -169,25 +169,25 @@ def _lenient(rank: int) -> list[str]:
         report = run.load(model, only_readers(odd()), mapping=MAPPING, **lenient, init_missing=init)
         keys = (report.missing_keys, report.unexpected_keys, report.mismatched_keys)
         if keys != (["c"], ["d"], ["b", "e.gate_up"]) or "mismatched: b, e.gate_up" not in str(report):
-            said.append(str(report))
+            problems.append(str(report))
         left = [] if init is None else [("", "b"), ("", "c"), ("e", "gate_up")]
         if sorted(calls) != left or sorted(report.initialized) != [".".join(p for p in c if p) for c in left]:
-            said.append(f"{calls} {report.initialized}")
+            problems.append(f"{calls} {report.initialized}")
         expected = sharded(LIKE)
         run.load(expected, only_readers(good))
         for name, got in parts(model).items():
             wanted = parts(expected)[name]
             wanted = torch.full_like(wanted, -1) if init is not None and name != "a" else wanted
             if not torch.equal(as_bytes(got), as_bytes(wanted)):
-                said.append(f"{name} is {got} where {wanted} was expected")
+                problems.append(f"{name} is {got} where {wanted} was expected")
     for option in ("strict", "ignore_mismatched_shapes"):
         try:
             loader().load(sharded(LIKE), only_readers(good), **{option: "shapes"})  # type: ignore[arg-type]
-            said.append(f"took {option}='shapes'")
+            problems.append(f"took {option}='shapes'")
         except TypeError as error:
             if f"expected {option} to be a bool, got 'shapes'" not in str(error):
-                said.append(str(error))
-    return said
+                problems.append(str(error))
+    return problems
 
 
 def _only_shapes(rank: int) -> list[str]:
@@ -198,8 +198,8 @@ def _only_shapes(rank: int) -> list[str]:
     changed = {name: value + 1 for name, value in good.items()} | {"b": torch.zeros(3)}
     report = run.load(model, only_readers(changed), ignore_mismatched_shapes=True)
     keys = (report.missing_keys, report.unexpected_keys, report.mismatched_keys)
-    said = [] if keys == ([], [], ["b"]) else [str(report)]
-    return said + [n for n, t in parts(model).items() if not torch.equal(t, before[n] + (n != "b"))]
+    problems = [] if keys == ([], [], ["b"]) else [str(report)]
+    return problems + [n for n, t in parts(model).items() if not torch.equal(t, before[n] + (n != "b"))]
 
 
 def test_a_strict_load_can_ignore_mismatched_shapes() -> None:
@@ -219,11 +219,11 @@ def _local(rank: int) -> list[str]:
     lenient = {"strict": False, "ignore_mismatched_shapes": True}
     report = loader().load(model, only_readers(file), local_modules=[LocalModules("")], **lenient)
     keys = (report.missing_keys, report.unexpected_keys, report.mismatched_keys)
-    said = [] if keys == (["y2"], ["z"], ["x0", "x2"]) else [str(report)]
+    problems = [] if keys == (["y2"], ["z"], ["x0", "x2"]) else [str(report)]
     for name in (f"x{rank}", f"y{rank}"):
         if name not in ("y2", "x0", "x2") and not torch.equal(getattr(model, name), file[name]):
-            said.append(f"{name} is wrong")
-    return said
+            problems.append(f"{name} is wrong")
+    return problems
 
 
 def test_what_does_not_fit_local_modules_is_known_on_all_ranks() -> None:

@@ -80,8 +80,8 @@ def test_differing_values_are_refused(kind: str, element: int, tmp_path: Path) -
     model = llama()
     with pytest.raises(ModelMismatch) as raised:
         epload.load(model, source, progress=False)
-    for said in ("lm_head.weight", "model.embed_tokens.weight", "different values", "tie_word_embeddings=False"):
-        assert said in str(raised.value)
+    for part in ("lm_head.weight", "model.embed_tokens.weight", "different values", "tie_word_embeddings=False"):
+        assert part in str(raised.value)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert len(values) == len(state())
 
@@ -144,9 +144,9 @@ def _sharded(rank: int, folder: str, readers: str) -> str:
 @pytest.mark.parametrize("readers", ["one", "auto"])
 def test_every_rank_refuses_alike(readers: str, tmp_path: Path) -> None:
     save_file(other(state(), 11), tmp_path / "model.safetensors")
-    told = ranks.run(2, _sharded, str(tmp_path), readers)
-    assert told[0] == told[1]
-    assert "different values" in told[0]
+    results = ranks.run(2, _sharded, str(tmp_path), readers)
+    assert results[0] == results[1]
+    assert "different values" in results[0]
 
 
 class Stage(nn.Module):
@@ -162,21 +162,21 @@ class Stage(nn.Module):
 
 
 def _stages(rank: int) -> list[str]:
-    told = []
+    results = []
     for head in (torch.ones(5, 3), torch.zeros(5, 3)):
         whole = {"first.weight": torch.ones(3, 3), "first.bias": torch.ones(3)}
         whole |= {"embed.weight": torch.ones(5, 3), "head.weight": head}
         stage = Stage(rank)
         try:
             epload.load(stage, whole if rank == 0 else None, local_modules=[LocalModules("")], progress=False)
-            told.append("loaded" if all(bool((p == 1).all()) for p in stage.parameters()) else "wrong")
+            results.append("loaded" if all(bool((p == 1).all()) for p in stage.parameters()) else "wrong")
         except LoadError as error:
-            told.append(str(error))
-    return told
+            results.append(str(error))
+    return results
 
 
 def test_a_tie_that_the_reading_rank_lacks() -> None:
-    told = ranks.run(2, _stages)
-    assert told[0] == told[1]
-    assert told[0][0] == "loaded"
-    assert "different values" in told[0][1]
+    results = ranks.run(2, _stages)
+    assert results[0] == results[1]
+    assert results[0][0] == "loaded"
+    assert "different values" in results[0][1]

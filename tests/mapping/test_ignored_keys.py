@@ -171,7 +171,7 @@ def _sharded(rank: int, folder: str, make: Callable[[], Made]) -> list[Any]:
 
 def test_all_ranks_of_a_sharded_model_ignore_the_same(tmp_path: Path) -> None:
     built(marian()).save_pretrained(tmp_path)
-    told = ranks.run(2, _sharded, str(tmp_path), marian)
-    assert told[0] == told[1]
-    assert told[0][0] == []
-    assert len(told[0][1]) == 2
+    results = ranks.run(2, _sharded, str(tmp_path), marian)
+    assert results[0] == results[1]
+    assert results[0][0] == []
+    assert len(results[0][1]) == 2

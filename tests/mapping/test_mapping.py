@@ -242,10 +242,10 @@ CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_refusals_name_the_keys(case: str) -> None:
-    mapping, sources, targets, said = CASES[case]
+    mapping, sources, targets, message = CASES[case]
     with pytest.raises(ModelMismatch) as caught:
         place(mapping, sources, targets)
-    assert [text for text in said if text not in str(caught.value)] == [], str(caught.value)
+    assert [text for text in message if text not in str(caught.value)] == [], str(caught.value)
 
 
 def one_of(mapping_of: Convert) -> Mapping:
@@ -286,8 +286,8 @@ def test_fused_experts_to_one_module_each() -> None:
     expected = {f"l.experts.{i}.{name}": t for name, ts in (("gate", gates), ("up", ups)) for i, t in enumerate(ts)}
     got = assemble(mapping, {"l.experts.gate_up": torch.stack(pairs)}, shapes_of(expected))
     assert equal(got, expected)
-    held = {name: t for name, t in expected.items() if ".1." in name or ".4." in name}  # this rank's experts only
-    assert equal(assemble(mapping, {"l.experts.gate_up": torch.stack(pairs)}, shapes_of(held)), held)
+    local = {name: t for name, t in expected.items() if ".1." in name or ".4." in name}  # this rank's experts only
+    assert equal(assemble(mapping, {"l.experts.gate_up": torch.stack(pairs)}, shapes_of(local)), local)
 
 
 def test_reverse_gives_the_file_back() -> None:

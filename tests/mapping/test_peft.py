@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import epload
 from support import ranks
+from support.checks import all_fine
+from support.failures import error_of
 from support.gather import full_state
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install -r requirements-dev.txt")
@@ -73,14 +75,6 @@ def zeros(model: nn.Module, paths: str, names: tuple[str, ...]) -> None:
         nn.init.zeros_(getattr(model, name))
 
 
-def error_of(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def everywhere(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
@@ -92,34 +86,30 @@ def differ(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
     return [name for name, value in wanted.items() if not torch.equal(state[name], value)]
 
 
-def fine(by_rank: Sequence[list[str]]) -> None:
-    assert by_rank == [[]] * len(by_rank), by_rank
-
-
 # ---- a base checkpoint ----
 
 
 def _base(rank: int, folder: Path) -> list[str]:
-    said = []
+    problems = []
     for tie in (False, True):
         path = folder / f"base-{tie}"
         reference = peft.get_peft_model(LlamaForCausalLM.from_pretrained(path), CONFIGS["modules_to_save"]())
         model = sharded(lambda tie=tie: adapted("modules_to_save", tie))
         report = epload.load(model, path, strict=False, init_missing=zeros, progress=False)
-        said += [f"missing: {name}" for name in report.missing_keys if ".lora_" not in name]
-        said += [f"unexpected: {name}" for name in report.unexpected_keys]
+        problems += [f"missing: {name}" for name in report.missing_keys if ".lora_" not in name]
+        problems += [f"unexpected: {name}" for name in report.unexpected_keys]
         state = full_state(model)
         for name, value in reference.state_dict().items():
             if ".lora_" not in name and not torch.equal(state[name], value):
-                said.append(f"tie={tie}: {name}")
-    return said
+                problems.append(f"tie={tie}: {name}")
+    return problems
 
 
 def test_a_base_checkpoint_fills_the_originals_and_the_copies(tmp_path: Path) -> None:
     torch.manual_seed(0)
     for tie in (False, True):
         draw(base(tie)).save_pretrained(tmp_path / f"base-{tie}")
-    fine(ranks.run(2, _base, tmp_path))
+    all_fine(ranks.run(2, _base, tmp_path))
 
 
 def _two_adapters(rank: int, folder: Path) -> list[str]:
@@ -128,25 +118,25 @@ def _two_adapters(rank: int, folder: Path) -> list[str]:
     report = epload.load(model, folder / "base-False", strict=False, progress=False)
     wanted = load_file(folder / "base-False" / "model.safetensors")["lm_head.weight"]
     head = model.base_model.model.lm_head
-    held = [head.original_module.weight, head.modules_to_save["default"].weight, head.modules_to_save["other"].weight]
+    copies = [head.original_module.weight, head.modules_to_save["default"].weight, head.modules_to_save["other"].weight]
     whole = {name: torch.full_like(tensor, i) for i, (name, tensor) in enumerate(model.state_dict().items())}
     epload.load(model, whole, progress=False)  # a whole PEFT model's state, which has a value for each copy
     return [
-        *(str(i) for i, tensor in enumerate(held) if not torch.equal(tensor, wanted) and not report.missing_keys),
+        *(str(i) for i, tensor in enumerate(copies) if not torch.equal(tensor, wanted) and not report.missing_keys),
         *differ(model.state_dict(), whole),
     ]
 
 
 def test_each_adapter_has_its_copy(tmp_path: Path) -> None:
     draw(base()).save_pretrained(tmp_path / "base-False")
-    fine(ranks.run(1, _two_adapters, tmp_path))
+    all_fine(ranks.run(1, _two_adapters, tmp_path))
 
 
 # ---- an adapter's own file ----
 
 
 def _adapter(rank: int, folder: Path, kind: str, wrap: str) -> list[str]:
-    said = []
+    problems = []
     reference = adapted(kind)
     reference.load_state_dict(torch.load(folder / "before.pt"))
     result = peft.set_peft_model_state_dict(reference, load_file(folder / "adapter" / "adapter_model.safetensors"))
@@ -162,9 +152,9 @@ def _adapter(rank: int, folder: Path, kind: str, wrap: str) -> list[str]:
         wrapped = DistributedDataParallel(model) if wrap == "ddp" else torch.compile(model)
     report = epload.load(wrapped, folder / "adapter", progress=False)
     if report.missing_keys or report.unexpected_keys or not report.tensors:
-        said.append(f"{report}")
+        problems.append(f"{report}")
     state = full_state(model) if wrap == "fsdp2" else model.state_dict()
-    return said + differ(dict(state), dict(reference.state_dict()))
+    return problems + differ(dict(state), dict(reference.state_dict()))
 
 
 def save_both(folder: Path, kind: str) -> None:
@@ -177,18 +167,18 @@ def save_both(folder: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_an_adapters_file_fills_what_peft_fills(kind: str, tmp_path: Path) -> None:
     save_both(tmp_path, kind)
-    fine(ranks.run(2, _adapter, tmp_path, kind, "fsdp2"))
+    all_fine(ranks.run(2, _adapter, tmp_path, kind, "fsdp2"))
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "compiled"])
 def test_an_adapters_file_into_a_wrapped_model(wrap: str, tmp_path: Path) -> None:
     save_both(tmp_path, "modules_to_save")
-    fine(ranks.run(2, _adapter, tmp_path, "modules_to_save", wrap))
+    all_fine(ranks.run(2, _adapter, tmp_path, "modules_to_save", wrap))
 
 
 def _active(rank: int, folder: Path) -> list[str]:
     """The active adapter's tensors, and no others."""
-    said = []
+    problems = []
     model = adapted("lora")
     model.add_adapter("other", CONFIGS["lora"]())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -200,27 +190,27 @@ def _active(rank: int, folder: Path) -> list[str]:
     peft.set_peft_model_state_dict(
         reference, load_file(folder / "adapter" / "adapter_model.safetensors"), adapter_name="other"
     )
-    said += differ(model.state_dict(), reference.state_dict())
+    problems += differ(model.state_dict(), reference.state_dict())
     model.base_model.set_adapter(["default", "other"])
     error = error_of(lambda: epload.load(model, folder / "adapter", progress=False))
     if "2 adapters of the model are active (default, other); select one with model.set_adapter(name)" not in error:
-        said.append(error)
-    return said
+        problems.append(error)
+    return problems
 
 
 def test_the_active_adapter_is_filled(tmp_path: Path) -> None:
     save_both(tmp_path, "lora")
-    fine(ranks.run(1, _active, tmp_path))
+    all_fine(ranks.run(1, _active, tmp_path))
 
 
 def _misfits(rank: int, folder: Path) -> list[str]:
-    said = []
+    problems = []
     model = sharded(lambda: adapted("lora"))
     error = error_of(lambda: epload.load(model, folder / "adapter", progress=False))
     if "an adapter file without base weights" not in error or "load the base checkpoint first" not in error:
-        said.append(f"base weights on meta: {error}")
+        problems.append(f"base weights on meta: {error}")
     if len(set(everywhere(error))) > 1 or any(not p.is_meta for p in model.parameters()):
-        said.append("ranks differ, or something was moved")
+        problems.append("ranks differ, or something was moved")
     epload.load(model, torch.load(folder / "before.pt"), progress=False)
     for file, texts in {
         "short": (
@@ -230,11 +220,11 @@ def _misfits(rank: int, folder: Path) -> list[str]:
         "shape": ("1 mismatched shape", "lora_A.weight has shape [4, 8] in the checkpoint"),
     }.items():
         error = error_of(lambda file=file: epload.load(model, folder / f"{file}.safetensors", progress=False))
-        said += [f"{file}: {error}" for text in texts if text not in error or len(set(everywhere(error))) > 1]
+        problems += [f"{file}: {error}" for text in texts if text not in error or len(set(everywhere(error))) > 1]
     report = epload.load(model, folder / "short.safetensors", strict=False, progress=False)
     if len(report.missing_keys) != 1:
-        said.append(str(report.missing_keys))
-    return said
+        problems.append(str(report.missing_keys))
+    return problems
 
 
 def test_an_adapters_file_that_does_not_fit(tmp_path: Path) -> None:
@@ -245,7 +235,7 @@ def test_an_adapters_file_that_does_not_fit(tmp_path: Path) -> None:
     save_file(short, tmp_path / "short.safetensors")
     save_file(state | {f"{at}.k_proj.lora_A.weight": torch.ones(3, 8)}, tmp_path / "stray.safetensors")
     save_file(state | {f"{at}.q_proj.lora_A.weight": torch.ones(4, 8)}, tmp_path / "shape.safetensors")
-    fine(ranks.run(2, _misfits, tmp_path))
+    all_fine(ranks.run(2, _misfits, tmp_path))
 
 
 def test_a_prompt_tuning_model_takes_a_base_checkpoint(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from support.models import mesh
 
 
 def _load(rank: int, folder: Path) -> list[str]:
-    said = []
+    problems = []
     file = checkpoint()
     topology = epload.Topology.from_nodes([[0, 1], [2, 3]])
     for dtype, readers in ((BF16, "one"), (torch.float16, "every"), (torch.float32, "partitioned")):
@@ -39,18 +39,18 @@ def _load(rank: int, folder: Path) -> list[str]:
                 fully_shard(each, mesh=mesh(("all", 4)), shard_placement_fn=_sharded(dim))
             report = loader.load(model, folder, mapping=MAPPING)
             if report.missing_keys or report.unexpected_keys:
-                said.append(str(report))
+                problems.append(str(report))
             wanted = whole.state_dict()
             for name, got in model.state_dict().items():
                 if not torch.equal(as_bytes(local_of(got)), as_bytes(local_of(wanted[name]))):
                     off = (local_of(got).float() - local_of(wanted[name]).float()).abs().max()
-                    said.append(f"{name} {dtype} dim {dim}: off by {off}")
+                    problems.append(f"{name} {dtype} dim {dim}: off by {off}")
     kept = Tree(file)
     loader.load(kept, folder)
     for name, got in kept.state_dict().items():
         if got.dtype != file[name].dtype or not torch.equal(as_bytes(got), as_bytes(file[name])):
-            said.append(f"{name} was not kept")
-    return said
+            problems.append(f"{name} was not kept")
+    return problems
 
 
 def _sharded(dim: int) -> Any:
@@ -109,8 +109,8 @@ MISTAKES: dict[str, tuple[dict[str, Tensor], dict[str, Tensor], str]] = {
 @pytest.mark.parametrize("case", MISTAKES)
 @pytest.mark.parametrize("strict", [True, False])
 def test_mistakes_are_named(case: str, strict: bool) -> None:
-    source, target, said = MISTAKES[case]
-    with pytest.raises(ModelMismatch, match=said):
+    source, target, message = MISTAKES[case]
+    with pytest.raises(ModelMismatch, match=message):
         one_rank(source, target, strict=strict)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from epload.mapping import Rename
 from epload.mapping.place import place
 from epload.mapping.wrappers import unwrap
 from support import ranks
+from support.checks import all_fine
 
 
 class Net(nn.Module):
@@ -44,10 +45,6 @@ def differ(model: nn.Module, wanted: dict[str, Tensor]) -> list[str]:
     return [name for name, value in wanted.items() if not torch.equal(state[name], value)]
 
 
-def fine(by_rank: Sequence[list[str]]) -> None:
-    assert by_rank == [[]] * len(by_rank), by_rank
-
-
 WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
     "ddp": DistributedDataParallel,
     "ddp of compiled": lambda model: DistributedDataParallel(torch.compile(model)),
@@ -58,25 +55,25 @@ WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def _around(rank: int) -> list[str]:
-    said = []
+    problems = []
     whole = values(Net())
     for name, wrap in WRAPPED.items():
         plain = Net()
         wrapper = wrap(plain)
         report = epload.load(wrapper, whole, progress=False)
-        said += [f"{name}: {text}" for text in differ(plain, whole)]
+        problems += [f"{name}: {text}" for text in differ(plain, whole)]
         if report.tensors != len(whole) or report.missing_keys or report.unexpected_keys:
-            said.append(f"{name}: {report}")
+            problems.append(f"{name}: {report}")
         plain.load_state_dict({key: torch.zeros_like(value) for key, value in whole.items()})
         epload.load(
             wrapper, {f"module.{key}": value for key, value in whole.items()}, progress=False
         )  # as DDP saves it
-        said += [f"{name}, saved from DDP: {text}" for text in differ(plain, whole)]
-    return said
+        problems += [f"{name}, saved from DDP: {text}" for text in differ(plain, whole)]
+    return problems
 
 
 def test_a_wrapped_model_is_loaded_by_its_own_names() -> None:
-    fine(ranks.run(2, _around))
+    all_fine(ranks.run(2, _around))
 
 
 def _inside(rank: int) -> list[str]:
@@ -92,7 +89,7 @@ def _inside(rank: int) -> list[str]:
 
 
 def test_a_module_of_the_model_is_wrapped() -> None:
-    fine(ranks.run(2, _inside))
+    all_fine(ranks.run(2, _inside))
 
 
 def test_unwrapping_finds_the_model() -> None:
@@ -136,8 +133,8 @@ def test_the_error_for_another_prefix_gives_a_mapping_that_works(prefix: str, ad
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(epload.ModelMismatch) as caught:
         epload.load(model, tmp_path, progress=False)
-    said, _, way = str(caught.value).removesuffix(" [rank 0]").partition("pass mapping=")
-    assert "4 of 4 unexpected keys match the model" in said
+    message, _, way = str(caught.value).removesuffix(" [rank 0]").partition("pass mapping=")
+    assert "4 of 4 unexpected keys match the model" in message
     epload.load(model, tmp_path, mapping=eval(way, {"epload": epload}), progress=False)
     assert differ(plain, whole) == []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from epload.mapping import Concatenate, Convert, Rename, Stack
 from support import ranks
 from support.checks import all_fine, as_bytes, local_of
 from support.fused_experts import EXPERTS, HIDDEN, WIDTH, Fused, checkpoint, fused, store
-from support.models import mesh
+from support.models import mesh, on_meta
 
 FUSED = Mapping(
     converts=(
@@ -41,16 +41,13 @@ class Expert(nn.Module):
 class Listed(nn.Module):
     """A module for each of this rank's experts, and None or nothing in place of the others."""
 
-    def __init__(self, held: range, numbering: str) -> None:
+    def __init__(self, local_experts: range, numbering: str) -> None:
         super().__init__()
-        modules: dict[str, nn.Module] = {str(i if numbering == "global" else i - held.start): Expert() for i in held}
+        modules: dict[str, nn.Module] = {
+            str(i if numbering == "global" else i - local_experts.start): Expert() for i in local_experts
+        }
         self.experts = nn.ModuleDict(modules)
         self.norm = nn.Parameter(torch.empty(7))
-
-
-def on_meta(make: Callable[[], nn.Module]) -> Any:
-    with torch.device("meta"):
-        return make()
 
 
 def loader(world: int) -> epload.HierarchicalLoader:
@@ -68,24 +65,24 @@ def _plain_shards(rank: int, folder: Path) -> list[str]:
     """Plain tensors of this rank's experts: loaders that broadcast rank 0's tensors give all ranks experts 0 to 2."""
     on = mesh(("ep", 4))
     mine = slice(rank * 3, rank * 3 + 3)
-    said: list[str] = []
+    problems: list[str] = []
     for source, mapping in ((folder / "model.safetensors", FUSED), (folder / "fused.safetensors", "auto")):
         model = on_meta(lambda: Fused(3))
         report = loader(4).load(
             model, source, mapping=mapping, outer_shards=[OuterShard(r"experts\.", on, dim=0)]
         )  # fmt: skip
-        said += wrong(source.name, model.experts.gate_up, fused()[mine])
-        said += wrong("norm", model.norm, checkpoint()["norm"])
+        problems += wrong(source.name, model.experts.gate_up, fused()[mine])
+        problems += wrong("norm", model.norm, checkpoint()["norm"])
         if report.missing_keys or report.unexpected_keys:
-            said.append(str(report))
+            problems.append(str(report))
 
     model = on_meta(lambda: Fused(EXPERTS))  # and the form that says so itself: a DTensor on the EP mesh
     placed = distribute_tensor(model.experts.gate_up, on, [Shard(0)], src_data_rank=None)
     model.experts.gate_up = nn.Parameter(placed)
     model.norm = nn.Parameter(distribute_tensor(model.norm, on, [Replicate()], src_data_rank=None))
     loader(4).load(model, folder / "model.safetensors", mapping=FUSED)
-    said += wrong("dtensor", model.experts.gate_up, fused()[mine])
-    return said
+    problems += wrong("dtensor", model.experts.gate_up, fused()[mine])
+    return problems
 
 
 def test_transformers_45662_ep_ranks_get_their_own_experts(tmp_path: Path) -> None:
@@ -95,7 +92,7 @@ def test_transformers_45662_ep_ranks_get_their_own_experts(tmp_path: Path) -> No
 
 def _outer_and_fsdp(rank: int, folder: Path) -> list[str]:
     """FSDP over tensors whose shape is already E / ep, along either dim; ep 3 x fsdp 2 and ep 2 x fsdp 3."""
-    said = []
+    problems = []
     for fsdp, ep in ((2, 3), (3, 2)):
         on = mesh(("fsdp", fsdp), ("ep", ep))
         at_fsdp, at_ep = divmod(rank, ep)
@@ -108,10 +105,10 @@ def _outer_and_fsdp(rank: int, folder: Path) -> list[str]:
                 model, folder / "model.safetensors", mapping=FUSED, outer_shards=[OuterShard("gate_up", on["ep"])]
             )  # fmt: skip
             expected = fused()[at_ep * each : (at_ep + 1) * each].chunk(fsdp, dim)[at_fsdp]
-            said += wrong(f"ep {ep} x fsdp {fsdp} on dim {dim}", model.experts.gate_up, expected.contiguous())
+            problems += wrong(f"ep {ep} x fsdp {fsdp} on dim {dim}", model.experts.gate_up, expected.contiguous())
             norm = checkpoint()["norm"].chunk(6)
-            said += wrong("norm", model.norm, norm[rank] if rank < len(norm) else torch.empty(0))
-    return said
+            problems += wrong("norm", model.norm, norm[rank] if rank < len(norm) else torch.empty(0))
+    return problems
 
 
 def test_fsdp_over_tensors_that_are_one_ranks_experts(tmp_path: Path) -> None:
@@ -124,43 +121,45 @@ HELD = (range(5), range(5, 6), range(6, 12), range(12, 12))
 
 
 def _lists(rank: int, folder: Path) -> list[str]:
-    said: list[str] = []
-    held, file = HELD[rank], checkpoint()
+    problems: list[str] = []
+    local_experts, file = HELD[rank], checkpoint()
     runs = loader(4)
     for numbering in ("global", "local"):
-        first = 0 if numbering == "global" else held.start
+        first = 0 if numbering == "global" else local_experts.start
         local = [LocalModules(r"experts\.(\d+)\.", first=first)]
         for where in ("meta", "loaded"):
-            model = on_meta(lambda numbering=numbering: Listed(held, numbering))
+            model = on_meta(lambda numbering=numbering: Listed(local_experts, numbering))
             fully_shard(model, mesh=mesh(("all", 4)), ignored_params=set(model.experts.parameters()))
             report = runs.load(model, folder / "model.safetensors", local_modules=local)
-            for i in held:
+            for i in local_experts:
                 expert = model.experts[str(i - first)]
-                said += wrong(f"{numbering} {where} gate {i}", expert.gate, file[f"experts.{i}.gate"])
-                said += wrong(f"{numbering} {where} up {i}", expert.up, file[f"experts.{i}.up"])
+                problems += wrong(f"{numbering} {where} gate {i}", expert.gate, file[f"experts.{i}.gate"])
+                problems += wrong(f"{numbering} {where} up {i}", expert.up, file[f"experts.{i}.up"])
             if report.missing_keys or report.unexpected_keys or report.tensors != 2 * EXPERTS + 1:
-                said.append(str(report))
+                problems.append(str(report))
     # A name that no rank has a place for is unexpected on every rank; one that the file lacks is missing on every rank.
     odd = {name: t for name, t in file.items() if name != "experts.7.up"} | {"experts.99.up": file["norm"]}
     for strict in (True, False):
-        model = Listed(held, "global")
+        model = Listed(local_experts, "global")
         options: Any = {"local_modules": [LocalModules(r"experts\.\d+\.")], "strict": strict}
         try:
             report = runs.load(model, odd if rank == 0 else None, **options)
             keys = (report.missing_keys, report.unexpected_keys)
             if strict or keys != (["experts.7.up"], ["experts.99.up"]):
-                said.append(f"{keys}")
+                problems.append(f"{keys}")
         except epload.ModelMismatch as error:
             if not strict or "experts.7.up" not in str(error) or "experts.99.up" not in str(error):
-                said.append(str(error))
+                problems.append(str(error))
     # Only some ranks say so.
     try:
-        runs.load(on_meta(lambda: Listed(held, "global")), folder / "model.safetensors", local_modules=local[:rank])
-        said.append("ranks disagreed about local_modules, and nobody noticed")
+        runs.load(
+            on_meta(lambda: Listed(local_experts, "global")), folder / "model.safetensors", local_modules=local[:rank]
+        )
+        problems.append("ranks disagreed about local_modules, and nobody noticed")
     except epload.ManifestMismatch as error:
         if "local_modules" not in str(error):
-            said.append(str(error))
-    return said
+            problems.append(str(error))
+    return problems
 
 
 def test_module_lists_that_hold_one_ranks_experts(tmp_path: Path) -> None:
@@ -169,7 +168,7 @@ def test_module_lists_that_hold_one_ranks_experts(tmp_path: Path) -> None:
 
 
 def _mistakes(rank: int, folder: Path) -> list[str]:
-    said = []
+    problems = []
     two, one = mesh(("fsdp", 2), ("ep", 2)), mesh(("ep", 4))
     cases: dict[str, tuple[Any, type[Exception], str]] = {
         "nothing": ({"outer_shards": [OuterShard("expertz", one)]}, ValueError, "'expertz', dim=0) matches no tensor"),
@@ -187,13 +186,13 @@ def _mistakes(rank: int, folder: Path) -> list[str]:
         model = on_meta(lambda: Fused(3))
         try:
             loader(4).load(model, folder / "model.safetensors", **({"mapping": FUSED} | options))
-            said.append(f"{name}: loaded")
+            problems.append(f"{name}: loaded")
         except Exception as error:
             if type(error) is not kind or text not in str(error):
-                said.append(f"{name}: {type(error).__name__}: {error}")
+                problems.append(f"{name}: {type(error).__name__}: {error}")
         if not model.norm.is_meta:
-            said.append(f"{name}: changed the model")
-    return said
+            problems.append(f"{name}: changed the model")
+    return problems
 
 
 def test_mistakes_about_experts_are_named(tmp_path: Path) -> None:

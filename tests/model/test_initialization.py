@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +17,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import epload
-from epload import LocalModules, OuterShard, Topology
-from epload.model.initialization import compute_missing
-from epload.model.poison import is_poisoned, poison
+from epload import LocalModules, OuterShard
 from support import ranks
-
-NODES = [[0, 1], [2, 3]]
-HEAD = "lm_head.weight"
-
-
-def loader() -> epload.HierarchicalLoader:
-    return epload.HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=4096, progress=False, timeout=60)
-
-
-def meta(make: Callable[[], Any]) -> Any:
-    with torch.device("meta"):
-        return make()
-
-
-def llama(**options: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "vocab_size": 37}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 3, "tie_word_embeddings": False}
-    return LlamaForCausalLM(LlamaConfig(**(sizes | options)))
+from support.checks import all_fine
+from support.initialized_models import HEAD, llama, loader
+from support.models import on_meta
 
 
 def llava() -> Any:
@@ -65,18 +45,13 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def differences(model: Any, expected: Any, without: tuple[str, ...] = ()) -> list[str]:
-    said = []
+    problems = []
     for kind in ("named_parameters", "named_buffers"):
         for name, tensor in getattr(expected, kind)():
             found = whole(dict(getattr(model, kind)())[name])
             if name not in without and not torch.equal(found, tensor):
-                said.append(f"{name} is {found.flatten()[:4]} where {tensor.flatten()[:4]} was expected")
-    return said
-
-
-def all_fine(failures: list[list[str]]) -> None:
-    said = [f"rank {rank}: {text}" for rank, texts in enumerate(failures) for text in texts]
-    assert not said, "\n".join(said)
+                problems.append(f"{name} is {found.flatten()[:4]} where {tensor.flatten()[:4]} was expected")
+    return problems
 
 
 # ---- non-persistent buffers ----
@@ -85,14 +60,14 @@ def all_fine(failures: list[list[str]]) -> None:
 def _composite(rank: int, folder: Path) -> list[str]:
     from transformers import LlavaForConditionalGeneration
 
-    model = meta(llava)
+    model = on_meta(llava)
     fully_shard(model.model.language_model.layers[0])
     fully_shard(model)
     report = loader().load(model, folder)
     expected = LlavaForConditionalGeneration.from_pretrained(folder)
     lost = ["inv_freq", "original_inv_freq", "position_ids"]
-    said = [] if sorted(n.rpartition(".")[2] for n in report.initialized) == lost else [str(report)]
-    return said + differences(model, expected)
+    problems = [] if sorted(n.rpartition(".")[2] for n in report.initialized) == lost else [str(report)]
+    return problems + differences(model, expected)
 
 
 def test_buffers_of_composite_models_are_what_from_pretrained_computes(tmp_path: Path) -> None:
@@ -103,7 +78,7 @@ def test_buffers_of_composite_models_are_what_from_pretrained_computes(tmp_path:
 
 def _hooked(rank: int, folder: Path) -> list[str]:
     """A hook for one layer's weights is not asked for buffers that the model computes."""
-    model = meta(llava)
+    model = on_meta(llava)
     head = model.lm_head
     head.extra = nn.Parameter(torch.empty(7, 3, device="meta"))
     fully_shard(model)
@@ -116,12 +91,12 @@ def _hooked(rank: int, folder: Path) -> list[str]:
                 getattr(module, name).to_local().detach().fill_(5.0)
 
     loader().load(model, folder, strict=False, init_missing=hook)
-    said = [] if calls == [("lm_head", ("extra",))] else [str(calls)]
+    problems = [] if calls == [("lm_head", ("extra",))] else [str(calls)]
     if not bool((whole(head.extra) == 5).all()):
-        said.append(f"extra is {head.extra}")
+        problems.append(f"extra is {head.extra}")
     from transformers import LlavaForConditionalGeneration
 
-    return said + differences(model, LlavaForConditionalGeneration.from_pretrained(folder))
+    return problems + differences(model, LlavaForConditionalGeneration.from_pretrained(folder))
 
 
 def test_a_hook_gets_only_what_the_model_does_not_compute(tmp_path: Path) -> None:
@@ -163,27 +138,27 @@ DROPPED = (HEAD, "model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weig
 
 def _missing(rank: int, state: dict[str, Tensor]) -> list[Any]:
     """What each layout was given, as lists: tensors would travel as shared memory, which must outlive the rank."""
-    said = []
+    problems = []
     values = []
     for parallelize in (_fsdp, _hsdp, _tp_then_fsdp, _plain):
-        model = meta(llama)
+        model = on_meta(llama)
         parallelize(model)
         torch.manual_seed(rank)  # what ranks draw may not depend on it, nor change it
         before = torch.get_rng_state()
         with CommDebugMode() as collectives:
             report = loader().load(model, state if rank == 0 else None, strict=False)
         if collectives.get_total_counts() or not torch.equal(before, torch.get_rng_state()):
-            said.append(f"{parallelize.__name__}: {collectives.get_comm_counts()} or the generator has moved")
+            problems.append(f"{parallelize.__name__}: {collectives.get_comm_counts()} or the generator has moved")
         if sorted(report.missing_keys) != sorted(DROPPED) or not set(DROPPED) <= set(report.initialized):
-            said.append(str(report))
+            problems.append(str(report))
         found = {name: whole(tensor) for name, tensor in model.named_parameters()}
-        said += [f"{name} differs" for name, t in state.items() if not torch.equal(found[name], t)]
+        problems += [f"{name} differs" for name, t in state.items() if not torch.equal(found[name], t)]
         values.append([found[name] for name in DROPPED])
         for name, tensor in zip(DROPPED, values[-1], strict=True):
             rows = tensor[tensor.abs().sum(1) > 0] if tensor.ndim > 1 else tensor
             if tensor.ndim > 1 and len(torch.unique(rows, dim=0)) != len(rows):
-                said.append(f"{parallelize.__name__}: rows of {name} repeat one another")
-    return said or [[tensor.tolist() for tensor in tensors] for tensors in values]
+                problems.append(f"{parallelize.__name__}: rows of {name} repeat one another")
+    return problems or [[tensor.tolist() for tensor in tensors] for tensors in values]
 
 
 def test_missing_parameters_are_initialized_as_from_pretrained_does(tmp_path: Path) -> None:
@@ -211,7 +186,7 @@ def test_the_seed_is_the_callers() -> None:
     drawn = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        model = meta(llama)
+        model = on_meta(llama)
         epload.load(model, state, strict=False, progress=False)
         drawn.append(model.lm_head.weight)
     assert torch.equal(drawn[0], drawn[1])
@@ -220,7 +195,7 @@ def test_the_seed_is_the_callers() -> None:
 
 def _uneven(rank: int, state: dict[str, Tensor]) -> list[str]:
     """Only rank 0 built its model for real: what it drew is not what the others have, so that all initialize alike."""
-    model = llama() if rank == 0 else meta(llama)
+    model = llama() if rank == 0 else on_meta(llama)
     report = loader().load(model, state if rank == 0 else None, strict=False)
     heads = [torch.empty_like(model.lm_head.weight) for _ in range(4)]
     dist.all_gather(heads, model.lm_head.weight.detach())
@@ -269,7 +244,7 @@ class Mixture(nn.Module):
 
 def _experts(rank: int) -> list[Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
-    model = meta(lambda: Mixture(2))
+    model = on_meta(lambda: Mixture(2))
     fully_shard(model.experts, mesh=mesh["fsdp"])
     state = {"gate.weight": torch.arange(20.0).reshape(4, 5), "gate.bias": torch.arange(4.0)}
     loader().load(model, state if rank == 0 else None, strict=False, outer_shards=[OuterShard("experts", mesh["ep"])])
@@ -296,7 +271,7 @@ class Listed(nn.Module):
 
 
 def _local_modules(rank: int) -> list[Any]:
-    model = meta(lambda: Listed(1))
+    model = on_meta(lambda: Listed(1))
     state = {"norm.weight": torch.ones(5), "norm.bias": torch.ones(5)}
     parts = [LocalModules(r"experts\.(\d+)\.", first=rank // 2)]
     loader().load(model, state if rank == 0 else None, strict=False, local_modules=parts)
@@ -316,7 +291,7 @@ def test_local_modules_are_known_by_their_number() -> None:
 def test_adapters_are_initialized_by_their_own_layers(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install -r requirements-dev.txt")
     llama().save_pretrained(tmp_path)
-    model = meta(lambda: peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"])))
+    model = on_meta(lambda: peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"])))
     report = epload.load(model, tmp_path, strict=False, progress=False)
     assert len(report.missing_keys) == 4
     for name, tensor in model.named_parameters():
@@ -329,139 +304,6 @@ def test_adapters_are_initialized_by_their_own_layers(tmp_path: Path) -> None:
         assert bool(buffer.isfinite().all()), name
 
 
-# ---- what nobody fills ----
-
-
-class Stray(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.empty(3, 2))
-        self.v = nn.Parameter(torch.empty(5))
-        self.register_buffer("table", torch.empty(4), persistent=False)
-
-
-def _unfilled(rank: int) -> list[str]:
-    said = []
-    for drop, texts in (
-        ((), ("fills 1 tensor on meta: table.",)),
-        (("v",), ("fills 2 tensors on meta: table, v.",)),
-    ):
-        model = meta(Stray)
-        fully_shard(model)
-        full = {"w": torch.ones(3, 2), "v": torch.ones(5)}
-        state = {name: tensor for name, tensor in full.items() if name not in drop}
-        try:
-            loader().load(model, state if rank == 0 else None, strict=False)
-            said.append("loaded")
-        except epload.ModelMismatch as error:
-            if any(text not in str(error) for text in (*texts, "init_missing")):
-                said.append(str(error))
-        said += [
-            f"{name} left meta" for name, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta
-        ]
-        try:
-            loader().load(model, state if rank == 0 else None, strict=False, init_missing=lambda *_: None)
-            said.append("loaded with a hook that does nothing")
-        except epload.LoadError as error:
-            if "init_missing left table" not in str(error):
-                said.append(str(error))
-    return said
-
-
-def test_what_nobody_fills_is_an_error_on_all_ranks() -> None:
-    all_fine(ranks.run(4, _unfilled))
-
-
-def _nothing(rank: int) -> list[str]:
-    said = []
-    for make in (Stray, lambda: meta(Stray)):
-        model = make()
-        fully_shard(model)
-        try:
-            state = {"module.w": torch.ones(3, 2), "module.v": torch.ones(5)}
-            loader().load(model, state if rank == 0 else None, strict=False)
-            said.append("a load that filled nothing has succeeded")
-        except epload.ModelMismatch as error:
-            if "nothing to load" not in str(error) or "module.w" not in str(error):
-                said.append(str(error))
-    return said
-
-
-def test_a_load_that_fills_nothing_is_an_error() -> None:
-    all_fine(ranks.run(4, _nothing))
-
-
-# ---- the skeleton ----
-
-
-class Careless(nn.Module):
-    """Its initializer writes wherever it can, by every way there is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(3, 3)
-        self.b = nn.Linear(3, 3)
-        self.b.weight = self.a.weight
-        self.register_buffer("t", torch.arange(3.0), persistent=False)
-        self.friends = [self.a]
-
-    def _init_weights(self, module: nn.Module) -> None:
-        for each in (self.a, self.b, self.friends[0], *self.children(), self.get_submodule("a")):
-            each.weight.data.fill_(7)
-            nn.init.constant_(each.bias, 8)
-        if module is self:
-            self.t = torch.full((3,), 9.0)
-            self.scale = 0.25
-
-
-def test_an_initializer_cannot_touch_what_was_loaded() -> None:
-    model = meta(Careless)
-    state = {"a.weight": torch.rand(3, 3), "b.weight": torch.zeros(0), "a.bias": torch.rand(3), "b.bias": torch.rand(3)}
-    del state["b.weight"]
-    report = epload.load(model, state, progress=False)
-    assert report.initialized == ["t"]
-    assert torch.equal(model.a.weight, state["a.weight"])
-    assert model.b.weight is model.a.weight
-    assert torch.equal(model.b.bias, state["b.bias"])
-    assert torch.equal(model.t, torch.full((3,), 9.0))
-    assert model.scale == 0.25
-    assert isinstance(model.friends[0], nn.Linear)
-    assert model.friends[0] is model.a
-
-
-class Failing(Stray):
-    def _init_weights(self, module: nn.Module) -> None:
-        raise KeyError("rope")
-
-
-def test_an_initializer_that_fails_is_named() -> None:
-    model = meta(Failing)
-    with pytest.raises(epload.ModelMismatch, match=r"Failing\._init_weights failed .* \(KeyError: 'rope'\).* table"):
-        epload.load(model, {"w": torch.ones(3, 2), "v": torch.ones(5)}, progress=False)
-    assert model.w.is_meta
-
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.complex64]
-DTYPES += [torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8, torch.bool]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_marked_memory_is_found_however_little_is_left(dtype: torch.dtype) -> None:
-    tensor = torch.empty(7, 6, dtype=dtype).t()[::2]
-    poison(tensor)
-    assert is_poisoned(tensor)
-    tensor.data[:2].zero_()
-    assert is_poisoned(tensor) is (dtype not in (torch.uint8, torch.int8))
-    tensor.copy_(torch.ones(()).to(dtype).expand(tensor.shape))
-    assert not is_poisoned(tensor)
-    assert not is_poisoned(torch.empty(0, 3, dtype=dtype))
-
-
-def test_nothing_is_computed_for_nothing() -> None:
-    made = compute_missing(llama(), {}, {}, 0)
-    assert (made.values, made.attributes) == ({}, [])
-
-
 def test_a_tied_head_is_not_drawn(tmp_path: Path) -> None:
     torch.manual_seed(0)
     source = llama(tie_word_embeddings=True)
@@ -470,7 +312,7 @@ def test_a_tied_head_is_not_drawn(tmp_path: Path) -> None:
     state = load_file(file)
     assert HEAD not in state
     save_file(state, file)
-    model = meta(lambda: llama(tie_word_embeddings=True))
+    model = on_meta(lambda: llama(tie_word_embeddings=True))
     report = epload.load(model, tmp_path, progress=False)
     assert HEAD not in report.initialized
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from epload.model.materialize import materialize
 from epload.model.targets import collect
 from support import ranks
 from support.checks import all_fine
+from support.models import on_meta
 from support.small_model import BUCKET, NODES, Net, local_of, only_readers, sharded, state_for, wrong
 
 CPU = torch.device("cpu")
@@ -57,11 +59,6 @@ class Plain(Tied):
         self.also = self.turned
 
 
-def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return make()
-
-
 def by_layer() -> nn.Module:
     """The tied bias lies in two modules, so they are one group."""
     model = on_meta(Tied)
@@ -86,18 +83,18 @@ def partly_made() -> nn.Module:
 
 def description(model: nn.Module) -> dict[str, Any]:
     first: dict[int, str] = {}
-    said: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in tensors:
         dtensor = isinstance(tensor, DTensor)
         local = tensor.to_local() if dtensor else tensor
-        said[name] = (
+        found[name] = (
             type(tensor).__name__, isinstance(tensor, nn.Parameter), tuple(tensor.shape), tensor.stride(), tensor.dtype,
             str(tensor.device), tensor.requires_grad, tensor.is_leaf, tuple(local.shape), local.stride(), local.dtype,
             str(local.device), first.setdefault(id(tensor), name),
             (tensor.device_mesh, tensor.placements, tensor._spec.tensor_meta) if dtensor else None,
         )  # fmt: skip
-    return said
+    return found
 
 
 def full_state(model: nn.Module, number: int) -> dict[str, Tensor]:
@@ -113,7 +110,7 @@ def full_state(model: nn.Module, number: int) -> dict[str, Tensor]:
 
 
 def _both_paths(rank: int) -> list[str]:
-    said = []
+    problems = []
     loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
     makers: list[Callable[[], nn.Module]] = [
         lambda: on_meta(Plain), partly_made, by_layer, as_one, on_two_axes,
@@ -135,30 +132,30 @@ def _both_paths(rank: int) -> list[str]:
                 materialize(model, targets, CPU, private=private)
                 described.append(description(model))
                 after = dict(model.named_parameters())
-                said += [
+                problems += [
                     f"{case} private={private}: {n} is another object" for n in objects if objects[n] is not after[n]
                 ]
                 state = model.state_dict(keep_vars=True)
                 if any(t is not state[n] for n, t in zip(targets.names, targets.tensors, strict=True)):
-                    said.append(f"{case} private={private}: targets are not the model's tensors")
+                    problems.append(f"{case} private={private}: targets are not the model's tensors")
                 ties = {name: entry[-2] for name, entry in before.items()}
                 if ties != {name: entry[-2] for name, entry in described[-1].items()}:
-                    said.append(f"{case} private={private}: ties differ")
+                    problems.append(f"{case} private={private}: ties differ")
                 if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-                    said.append(f"{case} private={private}: something is on meta")
+                    problems.append(f"{case} private={private}: something is on meta")
                 full = full_state(model, number)
                 loader.load(model, only_readers(full))
-                said += [f"{case} private={private}: {text}" for text in wrong(model, full)]
+                problems += [f"{case} private={private}: {text}" for text in wrong(model, full)]
                 if dtype is None:
                     outputs.append(model(torch.arange(13)))
                     loader.load(model, only_readers(full_state(model, number + 1)))
                     outputs.append(model(torch.arange(13)))
             if described[0] != described[1]:
                 differ = [n for n in described[0] if described[0][n] != described[1][n]]
-                said.append(f"{case}: {differ[0]}: {described[0][differ[0]]} and {described[1][differ[0]]}")
+                problems.append(f"{case}: {differ[0]}: {described[0][differ[0]]} and {described[1][differ[0]]}")
             if dtype is None and not (torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])):
-                said.append(f"{case}: the two paths' models give different outputs")
-    return said
+                problems.append(f"{case}: the two paths' models give different outputs")
+    return problems
 
 
 def test_both_paths_give_equal_models() -> None:
@@ -172,7 +169,7 @@ def test_the_private_path_is_taken_here_if_this_torch_was_tried() -> None:
 
 def _training(rank: int) -> list[str]:
     """After a load from meta the model trains as one that was never on meta."""
-    said = []
+    problems = []
     tokens = torch.arange(13)
     reference = Tied()
     with torch.no_grad():
@@ -194,8 +191,8 @@ def _training(rank: int) -> list[str]:
         for name, tensor in model.named_parameters():
             expected = local_of(reference.get_parameter(name).detach(), tensor)
             if not torch.allclose(tensor.to_local().detach().float(), expected.float(), rtol=1e-2, atol=1e-3):
-                said.append(f"private={private}: {name} after a step is {tensor.to_local()} instead of {expected}")
-    return said
+                problems.append(f"private={private}: {name} after a step is {tensor.to_local()} instead of {expected}")
+    return problems
 
 
 def test_a_loaded_model_trains() -> None:
@@ -206,17 +203,17 @@ def _offloaded(rank: int) -> list[str]:
     with torch.device("meta"):
         model = sharded(Net(), offload_policy=CPUOffloadPolicy(pin_memory=False))
     loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
-    said = []
+    problems = []
     for number in (1, 2):
         full = {n: v / 100_000 if v.is_floating_point() else v for n, v in state_for(number).items()}
         loader.load(model, only_readers(full))
-        said += wrong(model, full)
+        problems += wrong(model, full)
         whole = Net()
         whole.load_state_dict(full)
         got, expected = model(torch.arange(13)), whole(torch.arange(13))
         if not torch.allclose(got, expected, rtol=1e-4):
-            said.append(f"load {number}: {got[:2]} instead of {expected[:2]}")
-    return said
+            problems.append(f"load {number}: {got[:2]} instead of {expected[:2]}")
+    return problems
 
 
 def test_parameters_offloaded_to_host_memory() -> None:
@@ -283,3 +280,43 @@ def test_computing_buffers_leaves_loaded_weights_alone() -> None:
     ):
         assert torch.equal(got, want), name
         assert not hasattr(got, "_is_hf_initialized")
+
+
+# ---- parameters that get their storage in place ----
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_parameter_keeps_its_identity_and_attributes() -> None:
+    model = as_one()
+    weight = model.norm.weight
+    weight.tag = "kept"
+    reference = weakref.ref(weight)
+    materialize(model, collect(model), CPU)
+    assert model.norm.weight is weight
+    assert reference() is weight
+    assert weight.tag == "kept"
+    assert isinstance(weight, nn.Parameter)
+    assert weight.is_leaf
+    assert weight.requires_grad
+    assert not model.layers[1].weight.requires_grad
+    storages = {p.to_local().untyped_storage()._cdata for p in model.parameters()}
+    assert len(storages) == len(list(model.parameters())), "torch.save must see no memory that they share"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_parameter_that_a_graph_has_is_left_to_torch() -> None:
+    """torch swaps it if the graph is never run, and otherwise poisons the graph."""
+    model = as_one()
+    weight = model.norm.weight
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    materialize(model, collect(model), CPU)
+    assert model.norm.weight is weight
+    assert not weight.is_meta
+    assert node is not None

@@ -68,21 +68,21 @@ def load(rank: int, model: nn.Module, loader: HierarchicalLoader) -> str:
 def another_order(rank: int, odd: int, readers: str) -> str:
     model = zeros()
     place(model, in_order([0, 1, 3, 2] if rank == odd else [0, 1, 2, 3]), [Shard(0)])
-    said = load(rank, model, made(readers))
+    result = load(rank, model, made(readers))
     if any(bool(parameter.to_local().any()) for parameter in model.parameters()):
-        return f"something was written: {said}"
-    return said
+        return f"something was written: {result}"
+    return result
 
 
 @pytest.mark.parametrize(("odd", "readers"), [(2, "one"), (0, "one"), (3, "every")])
 def test_a_mesh_in_another_order_on_one_rank(odd: int, readers: str) -> None:
     """Two ranks would hold the same shard, and nobody the fourth."""
-    said = ranks.run(4, another_order, odd, readers)
-    assert len(set(said)) == 1, said
+    results = ranks.run(4, another_order, odd, readers)
+    assert len(set(results)) == 1, results
     others = [rank for rank in range(4) if rank != odd]
-    assert f"ranks {others} have mesh [0, 1, 2, 3] of shape [4], e.g. for up.weight" in said[0]
-    assert f"ranks [{odd}] have mesh [0, 1, 3, 2] of shape [4], e.g. for up.weight" in said[0]
-    assert "the same order on all ranks" in said[0]
+    assert f"ranks {others} have mesh [0, 1, 2, 3] of shape [4], e.g. for up.weight" in results[0]
+    assert f"ranks [{odd}] have mesh [0, 1, 3, 2] of shape [4], e.g. for up.weight" in results[0]
+    assert "the same order on all ranks" in results[0]
 
 
 def another_outer_mesh(rank: int) -> str:
@@ -101,10 +101,10 @@ def another_outer_mesh(rank: int) -> str:
 
 
 def test_outer_shards_of_another_mesh_on_one_rank() -> None:
-    said = ranks.run(4, another_outer_mesh)
-    assert len(set(said)) == 1, said
-    assert "ranks [1] have mesh [0, 1, 3, 2]" in said[0]
-    assert "for weight" in said[0]
+    results = ranks.run(4, another_outer_mesh)
+    assert len(set(results)) == 1, results
+    assert "ranks [1] have mesh [0, 1, 3, 2]" in results[0]
+    assert "for weight" in results[0]
 
 
 def of_other_tensors(rank: int) -> str:
@@ -118,9 +118,9 @@ def of_other_tensors(rank: int) -> str:
 
 
 def test_meshes_that_are_swapped_on_one_rank() -> None:
-    said = ranks.run(4, of_other_tensors)
-    assert len(set(said)) == 1, said
-    assert "disagree about the device mesh" in said[0]
+    results = ranks.run(4, of_other_tensors)
+    assert len(set(results)) == 1, results
+    assert "disagree about the device mesh" in results[0]
 
 
 def rightly_different(rank: int) -> list[str]:
@@ -144,8 +144,8 @@ def rightly_different(rank: int) -> list[str]:
         for turn in range(4):  # the last of which takes the way of reloads
             for parameter in model.parameters():
                 torch.nn.init.zeros_(parameter.to_local())
-            if (said := load(rank, model, loader)) != "loaded":
-                wrong.append(f"{name}, load {turn}: {said}")
+            if (result := load(rank, model, loader)) != "loaded":
+                wrong.append(f"{name}, load {turn}: {result}")
             for (key, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
                 if not torch.equal(ours.to_local(), theirs.to_local()):
                     wrong.append(f"{name}, load {turn}: {key}")

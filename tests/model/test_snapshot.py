@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,9 +15,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from epload import _C, HierarchicalLoader, Topology
+from epload import HierarchicalLoader, Topology
 from epload.model import dtensor
 from epload.model.devices import Devices, devices_of
+from epload.model.materialize import materialize
+from epload.model.modules import Modules
 from epload.model.snapshot import Snapshot
 from epload.model.targets import Targets, collect
 from support import ranks
@@ -54,9 +53,13 @@ def same(read: tuple[Targets, Devices] | None, collected: Targets) -> bool:
     )
 
 
-def snapshot_of(model: nn.Module) -> Snapshot:
-    targets = collect(model)
-    return Snapshot(model, targets, devices_of(targets, set(), None), None)
+def snapshot_of(model: nn.Module, load: Callable[[Targets], object] = lambda _: None) -> Snapshot:
+    """The snapshot that a load takes, which changes the model in between."""
+    modules = Modules(model)
+    targets = collect(model, modules=modules)
+    devices = devices_of(targets, set(), None)
+    load(targets)
+    return Snapshot(model, modules, targets, devices, None)
 
 
 def test_an_unchanged_model_is_read_as_collected() -> None:
@@ -174,6 +177,14 @@ def test_buffers_that_nothing_fills_are_always_looked_for() -> None:
     assert snapshot_of(model).read(model, None) is None
 
 
+def test_what_a_load_puts_in_place_is_remembered() -> None:
+    with torch.device("meta"):
+        model = Small()
+    snapshot = snapshot_of(model, lambda targets: materialize(model, targets, torch.device("cpu")))
+    assert same(snapshot.read(model, None), collect(model))
+    assert collect(model).unsaved_buffers == {"unsaved"}
+
+
 def test_a_model_is_not_kept_alive() -> None:
     model = Small()
     weights = weakref.ref(model.head.bias.untyped_storage())
@@ -186,11 +197,10 @@ def test_a_model_is_not_kept_alive() -> None:
     assert weights() is None
 
 
-def test_scripted_modules_are_read_as_collected_or_anew() -> None:
+def test_scripted_modules_are_read_anew() -> None:
     """Their containers are no dicts."""
     model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.BatchNorm1d(2)))
-    snapshot = snapshot_of(model)
-    assert snapshot.read(model, None) is None or same(snapshot.read(model, None), collect(model))
+    assert snapshot_of(model).read(model, None) is None
 
 
 def test_a_model_does_not_keep_the_snapshots_before() -> None:
@@ -210,109 +220,6 @@ def test_a_child_that_has_died_is_missed_wherever_the_next_one_lies() -> None:
         assert snapshot.read(model, None) is None
 
 
-def test_what_slots_hold_is_found_and_told_by_address() -> None:
-    class Slotted:
-        __slots__ = ("one", "other")
-
-    class Derived(Slotted):
-        pass
-
-    filled, derived, empty = Slotted(), Derived(), Slotted()
-    filled.one, filled.other, derived.one = object(), object(), filled
-    slot = Slotted.one  # type: ignore[attr-defined]
-    objects = [filled, derived, empty, 3, filled]
-    held, empty_places = _C.held(objects, slot)
-    assert np.frombuffer(held, np.int64).tolist() == [id(filled.one), 0, 0, 0, id(filled.one)]
-    assert empty_places == [1, 2, 3]
-    assert _C.held([], slot) == (b"", [])
-    before = sys.getrefcount(filled.one)
-    values, others = _C.values(objects, slot)
-    assert values == [filled.one, None, None, None, filled.one]
-    assert others == [1, 2, 3]
-    counted = sys.getrefcount(filled.one) - before
-    assert counted == 2, "what a list holds is counted"
-    assert _C.values([], slot) == ([], [])
-    for other in (object(), Slotted.__init__, type.__flags__, len):  # type: ignore[attr-defined]
-        with pytest.raises(TypeError, match="expected the descriptor of a slot"):
-            _C.held([filled], other)
-        with pytest.raises(TypeError, match="expected the descriptor of a slot"):
-            _C.values([filled], other)
-
-
-def test_what_weak_references_give() -> None:
-    class Module:
-        def __init__(self, places: object) -> None:
-            self.places = places
-
-    modules = [Module([i]) for i in range(100)]
-    references: list[Any] = list(map(weakref.ref, modules))
-    before = sys.getrefcount(modules[0].places)
-    found = _C.attributes(references, "places")
-    counted = sys.getrefcount(modules[0].places) - before
-    assert counted == 1, "what a list holds is counted"
-    assert list(map(id, found)) == [id(module.places) for module in modules]
-    assert _C.attributes([], "places") == []
-    del modules[50]
-    for bad, error in ((references, AttributeError), ([Module([])], TypeError), ([*references[:3], 3], TypeError)):
-        with pytest.raises(error):
-            _C.attributes(bad, "places")
-    growing: list[Any] = []
-
-    class Grows:
-        @property
-        def places(self) -> int:
-            if len(growing) < 2000:
-                growing.extend([growing[0]] * 1000)
-            return 1
-
-    owner = Grows()
-    growing.append(weakref.ref(owner))
-    found = _C.attributes(growing, "places")
-    assert found == [1] * len(growing)
-
-
-def test_the_contents_of_dicts_are_told_by_address_and_in_order() -> None:
-    a, b, name = object(), object(), "name"
-    many: list[dict[str, Any]] = [{f"key{i}": i for i in range(i % 7)} for i in range(100)]
-    assert _C.contents(many) == _C.contents([dict(each) for each in many])
-    assert _C.contents(many)[1] == [value for each in many for value in each.values()]
-    assert _C.contents([{name: a}, {}])[0] != _C.contents([{}, {name: a}])[0]
-    assert _C.contents([{name: a}])[0] != _C.contents([{name: b}])[0]
-    assert _C.contents([{"x": a, "y": b}])[0] != _C.contents([{"y": b, "x": a}])[0]
-    assert _C.contents([]) == (b"", [])
-    before = sys.getrefcount(a)
-    listed = _C.contents([{name: a}, {name: b, "other": a}])[1]
-    assert sys.getrefcount(a) - before == 2, "what a list holds is counted"
-    del listed
-    assert sys.getrefcount(a) == before
-    for told in (_C.contents, _C.addresses):
-        with pytest.raises(TypeError, match="expected dicts"):
-            told([*many, []])  # type: ignore[list-item]
-    for dicts in (many, [{name: a}, {}], []):
-        assert _C.addresses(dicts) == _C.contents(dicts)[0]
-    assert _C.all_empty([{}, [], OrderedDict(), set()] * 30)
-    assert not _C.all_empty([*[{}] * 50, {1: 2}])
-    assert not _C.all_empty([*[{}] * 50, [0]])
-    with pytest.raises(TypeError):
-        _C.all_empty([3])  # type: ignore[list-item]
-
-
-def test_a_list_that_shrinks_while_it_is_read() -> None:
-    """What is asked for its length may run any code."""
-    containers: list[Any] = []
-
-    class Emptying(list[int]):
-        def __len__(self) -> int:
-            containers.clear()
-            return 0
-
-    for place in (0, 20, 39):
-        containers[:] = [[] for _ in range(40)]
-        containers[place] = Emptying()
-        assert _C.all_empty(containers)
-        assert containers == []
-
-
 def test_a_model_in_the_place_of_a_dead_one_is_read_anew() -> None:
     model = Small()
     snapshot = snapshot_of(model)
@@ -327,19 +234,19 @@ def test_a_model_in_the_place_of_a_dead_one_is_read_anew() -> None:
 
 
 def reparallelized(rank: int) -> list[str]:
-    said = []
+    problems = []
     mesh = init_device_mesh("cpu", (2,))
 
     def check(what: str, model: nn.Module, change: Callable[[], object], noticed: bool = True) -> None:
         snapshot = snapshot_of(model)
         if not same(snapshot.read(model, None), collect(model)):
-            said.append(f"{what}: not read as collected")
+            problems.append(f"{what}: not read as collected")
         change()
         read = snapshot.read(model, None)
         if noticed and read is not None:
-            said.append(f"{what}: unnoticed")
+            problems.append(f"{what}: unnoticed")
         if not noticed and not same(read, collect(model)):
-            said.append(f"{what}: {read}")
+            problems.append(f"{what}: {read}")
 
     net = Net()
     check("fully_shard", net, lambda: sharded(net))
@@ -366,11 +273,12 @@ def reparallelized(rank: int) -> list[str]:
         kept.append(getattr(mlp[0].weight, what))
         setattr(mlp[0].weight, what, value)
 
+    mlp[0].weight = nn.Parameter(replicated)
     check("another local tensor, within", mlp, lambda: exchange("_local_tensor", torch.empty(6, 4)))
     check("another layout, within", mlp, lambda: exchange("_spec", weight._spec))
     offloaded = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False))
     check("offloaded", offloaded, lambda: None, noticed=False)
-    return said
+    return problems
 
 
 def test_a_model_that_is_parallelized_again_is_noticed() -> None:
@@ -379,7 +287,7 @@ def test_a_model_that_is_parallelized_again_is_noticed() -> None:
 
 def after_loads(rank: int) -> list[str]:
     """Moves and swaps of a model between loads work, and the loads behind them are right."""
-    said = []
+    problems = []
     loader = HierarchicalLoader(Topology.from_nodes([[0, 1]]), bucket_bytes=BUCKET, readers="one")
     model = meta_net()
     number = 0
@@ -389,12 +297,12 @@ def after_loads(rank: int) -> list[str]:
         number += 1
         loader.load(model, state_for(number))
         expected = state_for(number, dtype)  # Module.to casts buffers too
-        said.extend(f"after {what}: {text}" for text in wrong(model, expected))
+        problems.extend(f"after {what}: {text}" for text in wrong(model, expected))
 
     for what in ("meta", "a load", "two loads", "three"):
         load(what)
     if loader._agreement.inputs.snapshot is None or loader._agreement.inputs.snapshot.read(model, (None, None)) is None:
-        said.append("no snapshot is in use")
+        problems.append("no snapshot is in use")
     model(torch.arange(13)).sum().backward()
     load("a step")
     weight = model.embed.weight
@@ -416,9 +324,9 @@ def after_loads(rank: int) -> list[str]:
     model = meta_net()
     gc.collect()
     if alive() is not None:
-        said.append("the loader keeps a model alive that was trained and dropped")
+        problems.append("the loader keeps a model alive that was trained and dropped")
     load("another model")
-    return said
+    return problems
 
 
 def test_models_can_be_moved_and_dropped_between_loads() -> None:
@@ -432,30 +340,30 @@ def both_ways(rank: int) -> list[str]:
     for placements in ([Shard(0), Shard(0)], [Replicate(), Shard(1)], [Replicate(), Replicate()]):
         made = distribute_tensor(torch.zeros(5, 3), mesh, placements)
         tensors += [made, nn.Parameter(made), made.to("meta")]
-    said = []
+    problems = []
     for one, other in zip(
         dtensor.local_tensors(tensors, private=True), dtensor.local_tensors(tensors, private=False), strict=True
     ):
         if (one.shape, one.dtype, one.device, one.requires_grad) != (other.shape, other.dtype, other.device, False):
-            said.append(f"{one} {other}")
+            problems.append(f"{one} {other}")
         if not one.is_meta and one.data_ptr() != other.data_ptr():
-            said.append("not the same memory")
+            problems.append("not the same memory")
     for private in (True, False):
         record = dtensor.MetadataRecord(tensors, private)
         if not record.matches([*tensors]):
-            said.append(f"private={private}: not equal to itself")
+            problems.append(f"private={private}: not equal to itself")
         for i, tensor in enumerate(tensors):
             for what, other in ("dtype", tensor.to(torch.float64)), ("device", tensor.to("meta")):
                 if (tensor.dtype, tensor.device) == (other.dtype, other.device):
                     continue
                 if record.matches([*tensors[:i], other, *tensors[i + 1 :]]):
-                    said.append(f"private={private}: another {what} of tensor {i} is unnoticed")
+                    problems.append(f"private={private}: another {what} of tensor {i} is unnoticed")
         for i, one in enumerate(tensors[-9::3]):
             if [dtensor.MetadataRecord([one], private).matches([t]) for t in tensors[-9::3]] != [
                 i == j for j in range(3)
             ]:
-                said.append(f"private={private}: placements are not told apart")
-    return said
+                problems.append(f"private={private}: placements are not distinguished")
+    return problems
 
 
 def test_private_and_public_ways_to_read_dtensors_agree() -> None:

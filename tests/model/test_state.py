@@ -17,7 +17,7 @@ import epload
 from epload import LocalModules, Topology
 from support import ranks
 from support.checks import all_fine, as_bytes, bits, differences, full_values, local_of
-from support.models import Block, Mlp, Rotary, Tied, mesh, meta, tp_then_fsdp
+from support.models import Block, Mlp, Rotary, Tied, mesh, on_meta, tp_then_fsdp
 from support.pretrained import small_llama
 
 NODES = [[0, 1], [2, 3]]
@@ -31,7 +31,7 @@ def loader(**options: Any) -> epload.HierarchicalLoader:
 
 def like_sharding_the_loaded_model(make: Callable[[], nn.Module], parallelize: Callable[[nn.Module], Any]) -> list[str]:
     """Loads on 4 ranks from a dict that rank 0 has; the oracle is the parallelized model that held the values already."""
-    expected, model = make(), meta(make)
+    expected, model = make(), on_meta(make)
     values = full_values(model)
     with torch.no_grad():
         for name, tensor in expected.state_dict(keep_vars=True).items():
@@ -60,24 +60,24 @@ def test_accelerate_3898_plain_buffers() -> None:
 
 def _inv_freq(rank: int) -> list[str]:
     """Only some ranks made their model for real; the others get what they cannot compute from the lowest of these."""
-    said = []
+    problems = []
     expected = Rotary().inv_freq
     for makers in ((0,), (2, 3)):
-        model: Any = Rotary() if rank in makers else meta(Rotary)
+        model: Any = Rotary() if rank in makers else on_meta(Rotary)
         if rank == 3 and rank in makers:
             model.inv_freq.zero_()  # not the lowest rank: its own values are replaced too
         fsdp(model)
         report = loader().load(model, {"w": bits("w", (6, 4), torch.bfloat16)} if rank == 0 else None)
         if model.inv_freq.dtype != torch.float32 or not torch.equal(model.inv_freq, expected) or report.initialized:
-            said.append(f"{makers}: inv_freq is {model.inv_freq}, initialized {report.initialized}")
+            problems.append(f"{makers}: inv_freq is {model.inv_freq}, initialized {report.initialized}")
     for make, kind, text in (
         (
-            lambda: meta(Rotary),
+            lambda: on_meta(Rotary),
             epload.ModelMismatch,
             "nor the model's own initialization fills 1 tensor on meta: inv_freq",
         ),
         (
-            lambda: Rotary() if rank == 1 else meta(lambda: Rotary().bfloat16()),
+            lambda: Rotary() if rank == 1 else on_meta(lambda: Rotary().bfloat16()),
             epload.ManifestMismatch,
             "expected buffer inv_freq to be the same on every rank",
         ),
@@ -86,15 +86,15 @@ def _inv_freq(rank: int) -> list[str]:
         fsdp(model)
         try:
             loader().load(model, {"w": bits("w", (6, 4), torch.bfloat16)} if rank == 0 else None)
-            said.append(f"no {kind.__name__}")
+            problems.append(f"no {kind.__name__}")
         except epload.LoadError as error:
             if (
                 type(error) is not kind
                 or text not in str(error)
                 or model.w.is_meta is (rank == 1 and kind is not epload.ModelMismatch)
             ):
-                said.append(repr(error))
-    return said
+                problems.append(repr(error))
+    return problems
 
 
 def test_skyrl_1709_lmms_engine_185_inv_freq() -> None:
@@ -105,20 +105,20 @@ def test_skyrl_1709_lmms_engine_185_inv_freq() -> None:
 
 
 def _tied(rank: int) -> list[str]:
-    said = []
+    problems = []
     for names in (("embed.weight",), ("head.weight",), ("embed.weight", "head.weight")):
-        model = meta(Tied)
+        model = on_meta(Tied)
         fsdp(model)
-        values = full_values(meta(Tied))
+        values = full_values(on_meta(Tied))
         given = {n: t for n, t in values.items() if n not in ("embed.weight", "head.weight") or n in names}
         loader().load(model, given if rank == 0 else None)
         if model.head.weight is not model.embed.weight:
-            said.append(f"{names}: untied")
+            problems.append(f"{names}: untied")
         part = values["embed.weight"].chunk(4)
         mine = part[rank] if rank < len(part) else torch.empty(0)
         if not torch.equal(as_bytes(local_of(model.head.weight)), as_bytes(mine)):
-            said.append(f"{names}: wrong rows")
-    return said
+            problems.append(f"{names}: wrong rows")
+    return problems
 
 
 def test_skyrl_870_verl_7834_tied_weights() -> None:
@@ -127,12 +127,12 @@ def test_skyrl_870_verl_7834_tied_weights() -> None:
 
 def _broken_ties(rank: int) -> list[str]:
     """Parallelizing part by part makes two parameters of one; a declared tie fills both."""
-    model = meta(Tied)
+    model = on_meta(Tied)
     fully_shard(model.embed, mesh=mesh(("all", 4)))
     fsdp(model)
     if model.head.weight is model.embed.weight:
         return ["expected fully_shard to break the tie"]
-    values = full_values(meta(Tied))
+    values = full_values(on_meta(Tied))
     weight = values.pop("head.weight")
     ties = epload.Mapping(ties=(("head.weight", "embed.weight"),))
     loader().load(model, values if rank == 0 else None, mapping=ties)
@@ -175,25 +175,25 @@ def test_parameters_offloaded_to_cpu() -> None:
 
 def _dtypes(rank: int) -> list[str]:
     """The checkpoint is fp32, the model bf16; and an integer where the model wants a float."""
-    said = []
+    problems = []
     make = partial(Block, {"w": ((5, 3), torch.bfloat16), "b": ((3,), torch.float16)})
     wide = {"w": torch.randn(5, 3, generator=torch.Generator().manual_seed(1)), "b": torch.arange(3.0)}
-    model = meta(make)
+    model = on_meta(make)
     fsdp(model)
     report = loader().load(model, wide if rank == 0 else None)
     part = wide["w"].bfloat16().chunk(4)
     mine = part[rank] if rank < len(part) else torch.empty(0, dtype=torch.bfloat16)
     if report.casts != 2 or not torch.equal(as_bytes(local_of(model.w)), as_bytes(mine)):
-        said.append(f"{report.casts} casts, {model.w}")
-    model = meta(make)
+        problems.append(f"{report.casts} casts, {model.w}")
+    model = on_meta(make)
     fsdp(model)
     try:
         loader().load(model, wide | {"w": torch.arange(15).reshape(5, 3)} if rank == 0 else None)
-        said.append("an integer was taken for a float")
+        problems.append("an integer was taken for a float")
     except epload.ModelMismatch as error:
         if "w is int64 in the checkpoint" not in str(error) or not model.w.is_meta:
-            said.append(repr(error))
-    return said
+            problems.append(repr(error))
+    return problems
 
 
 def test_accelerate_4021_dtype_mismatch() -> None:
@@ -204,10 +204,10 @@ def test_accelerate_4021_dtype_mismatch() -> None:
 
 
 class Stages(nn.Module):
-    def __init__(self, held: range) -> None:
+    def __init__(self, layers: range) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(i): nn.Linear(3, 5) for i in held})
-        if 0 in held:
+        self.layers = nn.ModuleDict({str(i): nn.Linear(3, 5) for i in layers})
+        if 0 in layers:
             self.embed = nn.Embedding(7, 3)
 
 
@@ -215,33 +215,33 @@ def _pipeline(rank: int, folder: Path) -> list[str]:
     """Two stages of two ranks each; FSDP inside a stage."""
     stages = [range(3), range(3, 5)]
     on = mesh(("pp", 2), ("fsdp", 2))["fsdp"]
-    whole = full_values(meta(lambda: Stages(range(5))))
-    said = []
+    whole = full_values(on_meta(lambda: Stages(range(5))))
+    problems = []
     for readers in ("one", "every"):
-        model = meta(lambda: Stages(stages[rank // 2]))
+        model = on_meta(lambda: Stages(stages[rank // 2]))
         fully_shard(model, mesh=on)
         report = loader(readers=readers).load(model, folder / "all.safetensors", local_modules=[LocalModules("")])
         for name, tensor in model.state_dict().items():
             part = whole[name].chunk(2)[rank % 2]
             if not torch.equal(as_bytes(local_of(tensor)), as_bytes(part)):
-                said.append(f"{readers}: {name} differs")
+                problems.append(f"{readers}: {name} differs")
         if report.missing_keys or report.unexpected_keys:
-            said.append(str(report))
-    return said
+            problems.append(str(report))
+    return problems
 
 
 def test_pipeline_stages(tmp_path: Path) -> None:
-    save_file(full_values(meta(lambda: Stages(range(5)))), tmp_path / "all.safetensors")
+    save_file(full_values(on_meta(lambda: Stages(range(5)))), tmp_path / "all.safetensors")
     all_fine(ranks.run(4, _pipeline, tmp_path))
 
 
 def _lora(rank: int, folder: Path) -> list[str]:
     import peft
 
-    said = []
+    problems = []
     base = small_llama().from_pretrained(folder)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-    model: Any = meta(lambda: peft.get_peft_model(small_llama(), config))
+    model: Any = on_meta(lambda: peft.get_peft_model(small_llama(), config))
     fully_shard(model.base_model.model.model.layers[0], mesh=mesh(("all", 4)))
     fsdp(model)
 
@@ -254,7 +254,7 @@ def _lora(rank: int, folder: Path) -> list[str]:
 
     report = loader().load(model, folder, strict=False, init_missing=init)
     if report.unexpected_keys or not report.missing_keys or not all(".lora_" in name for name in report.missing_keys):
-        said.append(str(report))
+        problems.append(str(report))
     state = model.state_dict()
     for name, value in base.state_dict().items():
         inner = f"base_model.model.{name}"
@@ -262,10 +262,10 @@ def _lora(rank: int, folder: Path) -> list[str]:
         part = value.chunk(4)
         mine = part[rank] if rank < len(part) else value[:0]
         if found is None or not torch.equal(as_bytes(local_of(found)), as_bytes(mine)):
-            said.append(f"{name} differs")
+            problems.append(f"{name} differs")
     if any(p.requires_grad != ("lora_" in name) for name, p in model.named_parameters()):
-        said.append("frozen and trained parameters are mixed up")
-    return said
+        problems.append("frozen and trained parameters are mixed up")
+    return problems
 
 
 def test_lora_wrapped_base_weights(tmp_path: Path) -> None:

@@ -12,21 +12,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 import epload
 from epload import Topology
 from support import ranks
-
-
-def meta(make: Any) -> Any:
-    with torch.device("meta"):
-        return make()
+from support.checks import all_fine
+from support.models import on_meta
 
 
 def loader(**options: Any) -> epload.HierarchicalLoader:
     topology = Topology.from_nodes([[0, 1], [2, 3]])
     return epload.HierarchicalLoader(topology, bucket_bytes=400, progress=False, timeout=60, **options)
-
-
-def all_fine(failures: list[list[str]]) -> None:
-    said = [f"rank {rank}: {text}" for rank, texts in enumerate(failures) for text in texts]
-    assert not said, "\n".join(said)
 
 
 class Fused(nn.Module):
@@ -66,7 +58,7 @@ class Net(nn.Module):
 
 
 def _hooked(rank: int) -> list[str]:
-    said = []
+    problems = []
     for options in ({}, {"half": True}, {"views": True}):
         torch.manual_seed(0)
         source = Net(**options)
@@ -76,17 +68,17 @@ def _hooked(rank: int) -> list[str]:
         expected.load_state_dict(state)
         for readers in ("one", "every"):
             for lost in (False, True):
-                model = meta(lambda: Net(**options)) if lost else Net(**options)  # noqa: B023  (called at once)
+                model = on_meta(lambda: Net(**options)) if lost else Net(**options)  # noqa: B023  (called at once)
                 report = loader(readers=readers, verify="full").load(
                     model, state if rank == 0 or readers == "every" else None
                 )
                 case = f"{options} {readers} {lost}"
                 if report.tensors != len(state) or report.missing_keys or report.unexpected_keys:
-                    said.append(f"{case}: {report}")
+                    problems.append(f"{case}: {report}")
                 for name, tensor in model.named_parameters():
                     if not torch.equal(tensor, expected.get_parameter(name)):
-                        said.append(f"{case}: {name} differs from what load_state_dict gives")
-    return said
+                        problems.append(f"{case}: {name} differs from what load_state_dict gives")
+    return problems
 
 
 def test_modules_that_show_copies_are_filled_as_torch_fills_them() -> None:
@@ -103,17 +95,17 @@ def _some_missing(rank: int) -> list[str]:
     report = loader().load(model, state if rank == 0 else None, strict=False)
     expected = source.layers[1].qkv.detach().clone()
     expected[3:6] = before[3:6]
-    said = [] if report.missing_keys == ["layers.1.k"] else [str(report)]
+    problems = [] if report.missing_keys == ["layers.1.k"] else [str(report)]
     if not torch.equal(model.layers[1].qkv, expected):
-        said.append(f"layers.1.qkv is {model.layers[1].qkv}")
+        problems.append(f"layers.1.qkv is {model.layers[1].qkv}")
     for hook in (None, lambda *_: None):
         try:
-            loader().load(meta(Net), state if rank == 0 else None, strict=False, init_missing=hook)
-            said.append("loaded a copy that nothing fills")
+            loader().load(on_meta(Net), state if rank == 0 else None, strict=False, init_missing=hook)
+            problems.append("loaded a copy that nothing fills")
         except epload.ModelMismatch as error:
             if "fills 1 tensor on meta: layers.1.k" not in str(error):
-                said.append(str(error))
-    return said
+                problems.append(str(error))
+    return problems
 
 
 def test_copies_that_the_checkpoint_lacks() -> None:
@@ -144,7 +136,7 @@ def test_a_module_that_does_not_take_what_it_shows_is_an_error() -> None:
     state = {name: tensor.clone() for name, tensor in Ignores().state_dict().items()}
     with pytest.raises(epload.LoadError, match="shards differ"):
         epload.load(Ignores(), state, verify="full", progress=False)
-    hollow = meta(lambda: nn.Sequential(Ignores()))
+    hollow = on_meta(lambda: nn.Sequential(Ignores()))
     with pytest.raises(epload.LoadError, match="left parameters uninitialized"):
         epload.load(
             hollow, {f"0.{name}": t for name, t in state.items()}, progress=False,
@@ -167,28 +159,28 @@ class Secretive(nn.Module):
 
 def test_a_parameter_that_no_state_dict_shows_is_not_left_as_garbage() -> None:
     with pytest.raises(epload.ModelMismatch, match="fills 1 tensor on meta: secret"):
-        epload.load(meta(Secretive), {"w": torch.zeros(3)}, progress=False)
+        epload.load(on_meta(Secretive), {"w": torch.zeros(3)}, progress=False)
     model = Secretive()
     epload.load(model, {"w": torch.zeros(3)}, progress=False)
     assert torch.equal(model.secret, torch.ones(2))
-    model = meta(Secretive)
+    model = on_meta(Secretive)
     epload.load(model, {"w": torch.zeros(3)}, progress=False, init_missing=lambda m, _, names: m.secret.data.fill_(4))
     assert torch.equal(model.secret, torch.full((2,), 4.0))
 
 
 def _sharded(rank: int) -> list[str]:
-    said = []
+    problems = []
     for make, text in ((NoCounterpart, "is a copy of a DTensor"), (Net, "layers.0 (Fused) has a load_state_dict hook")):
         state = {name: tensor.detach().clone() for name, tensor in make().state_dict().items()}
         model = nn.Sequential(make())
         fully_shard(model)
         try:
             loader().load(model, {f"0.{name}": tensor for name, tensor in state.items()} if rank == 0 else None)
-            said.append("loaded copies of DTensors")
+            problems.append("loaded copies of DTensors")
         except epload.ModelMismatch as error:
             if text not in str(error):
-                said.append(str(error))
-    return said
+                problems.append(str(error))
+    return problems
 
 
 def test_copies_of_dtensors_are_refused() -> None:
@@ -196,7 +188,7 @@ def test_copies_of_dtensors_are_refused() -> None:
 
 
 def _fsdp1(rank: int) -> list[str]:
-    said = []
+    problems = []
     kinds = (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT)
     for original in (True, False):
         for kind in kinds:
@@ -209,13 +201,13 @@ def _fsdp1(rank: int) -> list[str]:
             try:
                 with FullyShardedDataParallel.state_dict_type(model, kind):
                     loader().load(model, state if rank == 0 else None, strict=False)
-                said.append(f"{original} {kind}: loaded")
+                problems.append(f"{original} {kind}: loaded")
             except epload.ModelMismatch as error:
                 if "FSDP1" not in str(error) or "fully_shard" not in str(error):
-                    said.append(str(error))
+                    problems.append(str(error))
             if not all(map(torch.equal, before, model.parameters())):
-                said.append("parameters have changed")
-    return said
+                problems.append("parameters have changed")
+    return problems
 
 
 def test_fsdp1_is_refused_by_name() -> None:
@@ -267,7 +259,7 @@ def _refresh(module: Halved, _: object) -> None:
 
 
 def _self_loading(rank: int) -> list[str]:
-    said = []
+    problems = []
     for how in ("before", "after"):
         expected = nn.Sequential(Halved(how), nn.Linear(3, 2))
         state = {
@@ -281,16 +273,16 @@ def _self_loading(rank: int) -> list[str]:
             run.load(model, state if rank == 0 else None)
             for name, tensor in model.state_dict().items():
                 if not torch.equal(tensor, expected.state_dict()[name]):
-                    said.append(f"{how}: {name} is {tensor}")
+                    problems.append(f"{how}: {name} is {tensor}")
         model = nn.Sequential(Halved(how), nn.Linear(3, 2))
         fully_shard(model)
         try:
             run.load(model, state if rank == 0 else None)
-            said.append("loaded without the hook")
+            problems.append("loaded without the hook")
         except epload.ModelMismatch as error:
             if "0 (Halved) has a load_state_dict hook (_" not in str(error):
-                said.append(str(error))
-    return said
+                problems.append(str(error))
+    return problems
 
 
 def test_modules_that_load_themselves_do() -> None:

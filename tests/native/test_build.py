@@ -80,16 +80,16 @@ def import_with(version: str) -> str:
 
 
 def test_stale_build_is_refused_before_it_is_loaded() -> None:
-    said = import_with("2.7.1")
+    message = import_with("2.7.1")
     for part in ("2.7.1", torch.__version__, "pip install", "ops: []", "mapped: False"):
-        assert part in said, said
+        assert part in message, message
 
 
 def test_fresh_build_is_loaded() -> None:
     """So that the test above fails for its own reason only."""
-    said = import_with(torch.__version__)
+    message = import_with(torch.__version__)
     for part in ("ops: ['coalesced_bcast', 'pack', 'unpack']", "mapped: True"):
-        assert part in said, said
+        assert part in message, message
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_a_build_with_cuda_that_cannot_be_is_refused(wanted: str, parts: list[st
     environment = {**os.environ, "EPLOAD_CUDA": wanted, "CUDA_HOME": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode != 0
-    said = done.stderr.strip().splitlines()[-1]
-    assert said.startswith("epload: "), done.stderr
-    assert [part for part in parts if part not in said] == []
+    message = done.stderr.strip().splitlines()[-1]
+    assert message.startswith("epload: "), done.stderr
+    assert [part for part in parts if part not in message] == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -118,9 +118,9 @@ def test_a_build_for_ascend_that_cannot_be_is_refused(wanted: str, parts: list[s
     environment = {**os.environ, "EPLOAD_NPU": wanted, "EPLOAD_CUDA": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode != 0
-    said = done.stderr.strip().splitlines()[-1]
-    assert said.startswith("epload: "), done.stderr
-    assert [part for part in parts if part not in said] == []
+    message = done.stderr.strip().splitlines()[-1]
+    assert message.startswith("epload: "), done.stderr
+    assert [part for part in parts if part not in message] == []
     assert list(tmp_path.iterdir()) == []
 
 

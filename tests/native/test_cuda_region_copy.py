@@ -97,7 +97,7 @@ def one_launch() -> None:
     content = torch.arange(at // 4, dtype=torch.float32)
     bucket, side = content.view(torch.uint8).to(DEVICE), torch.Stream(DEVICE)
     with fakedev.traced() as seen, side:
-        with fakedev.held(side):
+        with fakedev.holding(side):
             op(True)(bucket, tensors, table_of(rows, 2))
             # What the call has allocated and let go of is asked for by others.
             others = [torch.zeros(1 << s, dtype=torch.uint8, pin_memory=True) for s in range(10, 24)]
@@ -176,8 +176,8 @@ def cubin(folder: Path, architecture: str, source: Path) -> tuple[dict[str, list
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_wide_accesses_and_no_spills(architecture: str, tmp_path: Path) -> None:
-    kernels, said = cubin(tmp_path, architecture, KERNELS)
-    assert said.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == len(kernels) == 2, said
+    kernels, log = cubin(tmp_path, architecture, KERNELS)
+    assert log.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == len(kernels) == 2, log
     for name, instructions in kernels.items():
         assert not [i for i in instructions if i.startswith(("LDL", "STL"))], name
         assert not [i for i in instructions if i.startswith(("LD.", "ST."))], f"{name}: not known to be global"
@@ -191,6 +191,6 @@ def test_spills_would_be_seen(tmp_path: Path) -> None:
     """So that the test above fails for its own reason: the same kernels with too few registers."""
     source = tmp_path / "tight.cu"
     source.write_text(KERNELS.read_text().replace("kBlocks = 2;", "kBlocks = 6;"))
-    kernels, said = cubin(tmp_path, "sm_90", source)
-    assert "0 bytes stack frame" not in said
+    kernels, log = cubin(tmp_path, "sm_90", source)
+    assert "0 bytes stack frame" not in log
     assert all({"LDL.32", "STL.32"} <= set(found) for found in kernels.values())

@@ -73,24 +73,24 @@ def test_digests_are_those_of_the_regions(problem: Problem) -> None:
         tensors[row.tensor][tuple(slice(a, a + n) for a, n in zip(row.start, row.size, strict=True))]
         for row in problem.rows
     ]
-    held = ops.digest_tensors(tensors, table).tolist()
-    assert [digest & (1 << 64) - 1 for digest in held] == [ops.checksum(box.contiguous()) for box in boxes]
-    gathered, _ = ops.gather(tensors)
-    bound = ops.bind_digests(gathered, range(len(tensors)), table)
-    assert ops.digest_bound(gathered, bound).tolist() == held
+    digests = ops.digest_tensors(tensors, table).tolist()
+    assert [digest & (1 << 64) - 1 for digest in digests] == [ops.checksum(box.contiguous()) for box in boxes]
+    listed, _ = ops.tensor_list(tensors)
+    prepared = ops.prepare_digests(listed, range(len(tensors)), table)
+    assert ops.digest_prepared(listed, prepared).tolist() == digests
     for row, number in zip(table, table[:, 0].tolist(), strict=True):
         row[0] = dtypes.code(tensors[number].dtype)
-    assert ops.digest_bucket(bucket, table).tolist() == held
+    assert ops.digest_bucket(bucket, table).tolist() == digests
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "said"),
+    ("column", "value", "message"),
     [(0, 999, "dtype code"), (1, -1, "outside the bucket"), (1, 61, "outside the bucket"), (2, 999, "dtype code"),
      (3, 2, "dims"), (5, 17, "outside the bucket"), (5, -1, "negative"), (6, 1 << 62, "outside the bucket")],
 )  # fmt: skip
-def test_a_table_that_reaches_outside_the_bucket_is_refused(column: int, value: int, said: str) -> None:
+def test_a_table_that_reaches_outside_the_bucket_is_refused(column: int, value: int, message: str) -> None:
     table = torch.tensor([[dtypes.code(torch.float32), 0, dtypes.code(torch.float32), 1, 0, 16, 1]])
     ops.digest_bucket(torch.zeros(64, dtype=torch.uint8), table)
     table[0, column] = value
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         ops.digest_bucket(torch.zeros(64, dtype=torch.uint8), table)

@@ -30,7 +30,7 @@ def order_between_streams() -> None:
     with two_streams() as (first, second):
         x = torch.zeros(3, device=DEVICE)
         torch.accelerator.synchronize()
-        with fakedev.held(first):
+        with fakedev.holding(first):
             with first:
                 x.fill_(5)
                 done = first.record_event()
@@ -54,7 +54,7 @@ def poison() -> None:
         x = torch.ones(1000, device=DEVICE)
         y, z = torch.zeros(1000, device=DEVICE), torch.zeros(1000, device=DEVICE)
         torch.accelerator.synchronize()
-        with fakedev.held(second):
+        with fakedev.holding(second):
             with second:
                 y.copy_(x)
             del x
@@ -62,7 +62,7 @@ def poison() -> None:
         assert not bool((y == 1).any())
         x = torch.ones(1000, device=DEVICE)
         torch.accelerator.synchronize()
-        with fakedev.held(second):
+        with fakedev.holding(second):
             with second:
                 z.copy_(x)
             x.record_stream(second)
@@ -83,7 +83,7 @@ def copies_from_and_to_the_host() -> None:
         x = torch.zeros(4, device=DEVICE)
         back = torch.zeros(4).pin_memory()
         stream.synchronize()
-        with fakedev.held(stream):
+        with fakedev.holding(stream):
             x.copy_(pinned, non_blocking=True)
             back.copy_(x, non_blocking=True)
             assert not stream.query()
@@ -156,8 +156,8 @@ def test_collectives() -> None:
 
 
 def test_an_error_on_a_stream_is_raised_where_the_host_waits() -> None:
-    said = ranks.run(2, failing_collective, setup=fakedev.setup, limit=40)
-    assert "fakedev: work on stream" in said[0]
+    results = ranks.run(2, failing_collective, setup=fakedev.setup, limit=40)
+    assert "fakedev: work on stream" in results[0]
 
 
 def test_a_held_stream_does_not_keep_the_process() -> None:

@@ -63,18 +63,18 @@ def test_a_file_that_is_too_short_for_a_long_run(files: Files, threads: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("row", "file", "said"),
+    ("row", "file", "message"),
     [({0: 999}, 0, "dtype code"), ({2: 999}, 0, "dtype code"), ({3: 2}, 0, "dims"), ({5: -1}, 0, "negative"),
      ({5: 1 << 62}, 0, "outside"), ({}, 1, "row 0 names file 1 of 1"), ({}, -1, "row 0 names file -1 of 1")],
 )  # fmt: skip
-def test_wrong_arguments_digest_nothing(files: Files, row: dict[int, int], file: int, said: str) -> None:
+def test_wrong_arguments_digest_nothing(files: Files, row: dict[int, int], file: int, message: str) -> None:
     files.add(1000)
     offsets, origins = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)
     table = torch.tensor([[dtypes.code(F32), 0, dtypes.code(F32), 1, 0, 16, 1]])
     ops.digest_files(files.descriptors, torch.tensor([0]), offsets, origins, table, 1)
     for column, value in row.items():
         table[0, column] = value
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         ops.digest_files(files.descriptors, torch.tensor([file]), offsets, origins, table, 1)
     with pytest.raises(ValueError, match="digest_files: row 0 starts at byte 0 of tensor 1 of 1"):
         ops.digest_files(files.descriptors, torch.tensor([0]), offsets, torch.tensor([[1, 0]]), table, 1)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from epload.model import materialize
+from epload.model.modules import Modules
 from epload.model.targets import collect
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +46,7 @@ class OfTorch211:
 def test_one_parameter_group_and_no_list(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = sharded()
     targets = collect(model)
-    expected = materialize.fsdp_parameters(model)
+    expected = Modules(model).fsdp_parameters
     states = {id(module): module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
     fully_shard(extra := nn.Sequential())  # of no parameters, and so of no group
     states[id(extra)] = extra._get_fsdp_state()
@@ -53,13 +54,13 @@ def test_one_parameter_group_and_no_list(private: bool, monkeypatch: pytest.Monk
     old = {key: OfTorch211(state) for key, state in states.items()}
     monkeypatch.setattr(FSDPModule, "_get_fsdp_state", lambda module: old[id(module)])
     assert len(expected) == 3
-    assert list(map(id, materialize.fsdp_parameters(model))) == list(map(id, expected))
-    assert materialize.fsdp_parameters(extra) == []
+    assert list(map(id, Modules(model).fsdp_parameters)) == list(map(id, expected))
+    assert Modules(extra).fsdp_parameters == []
     if not private:
         monkeypatch.undo()  # here torch's own code asks for the state
     materialize.materialize(model, targets, torch.device("cpu"), private)
     monkeypatch.undo()
-    found = {id(each.sharded_param): each for each in materialize.fsdp_parameters(model)}
+    found = {id(each.sharded_param): each for each in Modules(model).fsdp_parameters}
     assert set(found) == set(map(id, model.parameters()))
     assert {each._sharded_param_data.device.type for each in found.values()} == {"cpu"}
 

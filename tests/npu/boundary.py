@@ -1,5 +1,5 @@
 """One process: calls a C function of libepload_npu where torch_npu throws, in a thread that cannot learn its device. Prints what
-it returned and said."""
+it returned and its error message."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def main() -> None:
     error = ctypes.create_string_buffer(1024)
     copies = (Copy * 1)(Copy(there.data_ptr() + 32, there.data_ptr(), 32))
     ctypes.CDLL("libascendcl.so").fakecann_fail_get_device(NO_DEVICE)
-    said: dict[str, tuple[int, str]] = {}
+    outcomes: dict[str, tuple[int, str]] = {}
 
     def call(what: str, count: int) -> None:
         error.value = b""
-        said[what] = library.epload_npu_copy(copies, ctypes.c_uint64(count), error), error.value.decode()
+        outcomes[what] = library.epload_npu_copy(copies, ctypes.c_uint64(count), error), error.value.decode()
 
     call("here", 1)
     torch.npu.synchronize()
@@ -42,7 +42,7 @@ def main() -> None:
     thread = threading.Thread(target=call, args=("in a new thread", 1))
     thread.start()
     thread.join()
-    print(json.dumps({"said": said, "moved": moved}), flush=True)
+    print(json.dumps({"outcomes": outcomes, "moved": moved}), flush=True)
     os._exit(0)  # torch_npu's end asks for more of CANN than there is here
 
 

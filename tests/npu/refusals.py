@@ -27,15 +27,15 @@ def main(rank: int, ranks: int, folder: str) -> None:
     external = torch.npu.ExternalStream(stream.npu_stream)
     tensors = [torch.full((n,), float(rank)).to("npu:0") for n in (8, 60)]
     model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.full((9,), float(rank)))}).to("npu:0")
-    said: dict[str, list[str]] = {}
+    outcomes: dict[str, list[str]] = {}
     wrong = []
 
     def refused(what: str, action: Callable[[], object]) -> None:
         try:
             action()
-            said[what] = ["", "raised nothing"]
+            outcomes[what] = ["", "raised nothing"]
         except Exception as error:
-            said[what] = [type(error).__name__, str(error).splitlines()[0]]
+            outcomes[what] = [type(error).__name__, str(error).splitlines()[0]]
         wrong.extend(f"{what}: {t.tolist()}" for t in (*tensors, model["w"]) if t.tolist() != [rank] * t.numel())
 
     def load(given: torch.Stream) -> None:
@@ -54,7 +54,7 @@ def main(rank: int, ranks: int, folder: str) -> None:
     torch.npu.synchronize()
     wrong += [f"after: {t.tolist()}" for t in tensors if t.tolist() != [0] * t.numel()]
     wrong += [f"after: {value.tolist()}" for value in model.values() if value.tolist() != [1] * 9]
-    print(json.dumps({"said": said, "wrong": wrong, "trace": so_far}), flush=True)
+    print(json.dumps({"outcomes": outcomes, "wrong": wrong, "trace": so_far}), flush=True)
     os._exit(0)  # torch_npu's end asks for more of CANN than there is here
 
 

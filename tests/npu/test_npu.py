@@ -51,8 +51,8 @@ def test_no_exception_leaves_a_c_function(cann: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["moved"]
-    assert answer["said"]["here"] == [0, ""]
-    status, text = answer["said"]["in a new thread"]
+    assert answer["outcomes"]["here"] == [0, ""]
+    status, text = answer["outcomes"]["in a new thread"]
     assert status == -(2**31)
     assert "507000" in text
 
@@ -66,16 +66,16 @@ def run_ranks(script: str, cann: Path, folder: Path, *words: str) -> list[tuple[
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
     try:
-        said = [process.communicate(timeout=100) for process in processes]
+        problems = [process.communicate(timeout=100) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    for rank, (process, (_, errors)) in enumerate(zip(processes, said, strict=True)):
+    for rank, (process, (_, errors)) in enumerate(zip(processes, problems, strict=True)):
         assert process.returncode == 0, f"rank {rank}:\n{errors}"
     traces = [(folder / f"trace-{rank}").read_text().splitlines() for rank in range(RANKS)]
     return [
         (json.loads(output.splitlines()[-1]), [line.split() for line in trace])
-        for (output, _), trace in zip(said, traces, strict=True)
+        for (output, _), trace in zip(problems, traces, strict=True)
     ]
 
 
@@ -107,13 +107,13 @@ def test_a_stream_that_torch_npu_did_not_make_is_refused(cann: Path, tmp_path: P
         assert answer["wrong"] == []
         assert [line for line in lines[: answer["trace"]] if line[0] in ("communicator", "broadcast")] == []
         assert [line for line in lines if line[0] == "broadcast"] != []
-    said = answers[0][0]["said"]
-    assert [answer["said"] for answer, _ in answers] == [said] * RANKS
+    outcomes = answers[0][0]["outcomes"]
+    assert [answer["outcomes"] for answer, _ in answers] == [outcomes] * RANKS
     for what, (kind, parts) in {
         "op": ("ValueError", ["ExternalStream", "torch.npu.Stream", "[ranks 0, 1, 2, 3]"]),
         "op, rank 2": ("ValueError", ["ExternalStream", "torch.npu.Stream", "[rank 2]"]),
         "native op": ("RuntimeError", ["External NPU stream is not supported"]),
         "loader": ("ValueError", ["ExternalStream", "torch.npu.Stream"]),
     }.items():
-        assert said[what][0] == kind, said
-        assert [part for part in parts if part not in said[what][1]] == [], said
+        assert outcomes[what][0] == kind, outcomes
+        assert [part for part in parts if part not in outcomes[what][1]] == [], outcomes

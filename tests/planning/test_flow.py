@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epload import _C
 from epload.planning import schedule as flow_module
 from epload.planning.schedule import (
     MIN_PART_BYTES,
@@ -19,7 +21,6 @@ from epload.planning.schedule import (
     STRIPE_ALIGNMENT,
     Flow,
     buckets_per_wave,
-    stripe,
 )
 from epload.planning.schedule import wave_limit as limit_of
 
@@ -207,19 +208,74 @@ def test_nothing_is_relayed_where_nothing_crosses() -> None:
     assert Flow(nodes, 1, 0, "one", "striped", True).relays == (0, 1)
 
 
-@given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(1, 17))
-def test_stripes_partition(begin: int, size: int, count: int) -> None:
-    parts = [stripe(begin, begin + size, count, i) for i in range(count)]
+@given(
+    st.integers(0, 10**6),
+    st.integers(0, 10**6),
+    st.integers(1, 17),
+    st.sampled_from((_C.OP_ALIGNMENT, STRIPE_ALIGNMENT)),
+)
+def test_stripes_partition(begin: int, size: int, count: int, alignment: int) -> None:
+    parts = [_C.stripe(begin, begin + size, count, i, alignment) for i in range(count)]
     assert (parts[0][0], parts[-1][1]) == (begin, begin + size)
     assert all(a[1] == b[0] for a, b in pairwise(parts))
     assert all(low <= high for low, high in parts)
-    assert all((low - begin) % STRIPE_ALIGNMENT == 0 for low, high in parts if low < high)
-    assert max(high - low for low, high in parts) < size / count + 1 + STRIPE_ALIGNMENT
+    assert all((low - begin) % alignment == 0 for low, high in parts if low < high)
+    assert max(high - low for low, high in parts) < size / count + 1 + alignment
+
+
+@given(node_lists(even=True), st.data(), st.integers(1, 2000))
+def test_broadcasts_of_a_rank(nodes: Nodes, data: st.DataObject, nbytes: int) -> None:
+    """Leaders take part between the nodes, all inside theirs; striped, each rank in that of its stripe, and the other nodes
+    broadcast each stripe that is not empty."""
+    ranks = [rank for node in nodes for rank in node]
+    src, rank = data.draw(st.sampled_from(ranks)), data.draw(st.sampled_from(ranks))
+    node = next(sorted(node) for node in nodes if rank in node)
+    inter, intra = len(nodes) > 1, node if len(node) > 1 else []
+    leader = next(r for r in _C.leaders(nodes, src) if r in node)
+    assert _C.broadcast_count(nbytes, False, inter and rank == leader, intra, rank, src, leader) == (
+        (inter and rank == leader) + bool(intra)
+    )
+    parts = [_C.stripe(0, nbytes, len(node), i, _C.OP_ALIGNMENT) for i in range(len(node))]
+    filled = [low < high for low, high in parts]
+    rail = next(rail for rail in _C.rails(nodes) if rank in rail)
+    root = next(r for r in rail if any(src in other and r in other for other in nodes))
+    inside = 0 if not intra else 1 if src in node else sum(filled)
+    expected = inside + (inter and filled[node.index(rank)])
+    assert _C.broadcast_count(nbytes, True, inter, intra, rank, src, root) == expected
+
+
+@given(node_lists(even=True))
+def test_rails(nodes: Nodes) -> None:
+    rails = _C.rails(nodes)
+    assert sorted(rank for rail in rails for rank in rail) == sorted(rank for node in nodes for rank in node)
+    for i, rail in enumerate(rails):
+        assert all(sorted(node)[i] == rank for node, rank in zip(nodes, rail, strict=True))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: _C.stripe(5, 3, 1, 0, 16),
+        lambda: _C.stripe(0, 3, 0, 0, 16),
+        lambda: _C.stripe(0, 3, 2, 2, 16),
+        lambda: _C.stripe(0, 3, 2, 0, 0),
+        lambda: _C.stripe(0, 2**62, 2, 0, 16),
+        lambda: _C.leaders([[0, 1], []], 0),
+        lambda: _C.leaders([[0, 1]], 2),
+        lambda: _C.rails([[0, 1], [2]]),
+        lambda: _C.wave_steps([[0, 1]], 0, 5, False, True, True, [(0, 0, 9)], 64),
+        lambda: _C.wave_steps([[0, 1]], 5, 0, False, True, True, [(0, 0, 9)], 64),
+        lambda: _C.wave_steps([[0, 1]], 0, 5, True, True, True, [(0, 0, 9)], 64),
+    ],
+)
+def test_numbers_that_make_no_schedule_are_refused(call: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="schedule: expected"):
+        call()
 
 
 @given(flows(), st.integers(0, 1 << 42), st.integers(0, 1 << 42))
 def test_chunk_bytes(flow: Flow, a: int, b: int) -> None:
-    """Equal on all ranks, grows with the load, and the fill of the longest chain is small beside it."""
+    """Equal on all ranks, grows with the load, and the fill of the longest chain is small compared with it."""
     less, more = sorted((a, b))
     assert {view.chunk_bytes(more) for view in views_of(flow).values()} == {flow.chunk_bytes(more)}
     low, high = flow_module._CHUNK_BYTES

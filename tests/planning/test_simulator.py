@@ -10,6 +10,7 @@ import pytest
 
 import launch
 from epload.planning import costs
+from epload.planning.costs import StoreRates, agreement
 from epload.planning.simulator import Cluster, Traffic, predict, traffic, waves
 from netbed import INTERFACE, NetBed
 from support.testbed import require
@@ -118,9 +119,20 @@ def test_modes_of_reading() -> None:
     assert predict("partitioned/two_level", total, 10, shared) == pytest.approx(75, rel=0.01), "the link carries 3/4"
 
 
-def test_agreement_grows_with_the_ranks() -> None:
-    small, large = (Cluster(nodes=n, ranks=8, link=GB, fixed=1.0, per_rank=1e-3) for n in (1, 2048))
-    assert predict("every/two_level", 8, 1, large) - predict("every/two_level", 8, 1, small) == pytest.approx(16.376)
+def test_agreement_grows_with_the_nodes() -> None:
+    """Two rounds of a millisecond an operation: 4 of each leader, 2 of each of 64 with children, and 2 of the coordinator."""
+    store = StoreRates(operation=1e-3)
+    small, large = (Cluster(nodes=n, ranks=8, link=GB, fixed=1.0, rounds=2, store=store) for n in (1, 2048))
+    assert predict("every/two_level", 8, 1, small) == pytest.approx(1.0 + 2e-3 * 2 + 1e-3)
+    assert predict("every/two_level", 8, 1, large) == pytest.approx(1.0 + 2e-3 * (4 * 2047 + 2 * 64 + 2) + 1e-3 * 2048)
+
+
+def test_agreement_of_levels_and_ranks() -> None:
+    """Node 33 is the first whose views pass another leader."""
+    store = StoreRates(level=1.0, rank=1e-3)
+    seconds = [agreement(nodes, 8 * nodes, 3, store).seconds for nodes in (1, 2, 33, 34, 2048)]
+    assert seconds == pytest.approx([0.024, 3.048, 3.792, 6.816, 9 + 49.152])
+    assert agreement(2048, 16384, 4, store).most == agreement(64, 512, 4, store).most <= 48
 
 
 @pytest.mark.parametrize("mode", ["one/two_level", "one/striped", "partitioned/two_level", "every/two_level", "ring"])

@@ -91,19 +91,19 @@ def test_wrong_arguments() -> None:
 
 
 def test_threads_wait_for_one_another() -> None:
-    """Each of three goes on only when all have come so far, and sees what they wrote before they said so."""
-    board, said, count, turns = words(3), torch.zeros(3, 200, dtype=torch.int64), 3, 200
+    """Each of three goes on only when all have come so far, and sees what they wrote before they posted it."""
+    board, written, count, turns = words(3), torch.zeros(3, 200, dtype=torch.int64), 3, 200
     problems: list[str] = []
 
     def work(me: int) -> None:
         for turn in range(turns):
-            said[me, turn] = 1000 * me + turn
+            written[me, turn] = 1000 * me + turn
             ops.board_post(board, me, turn + 1)
             if (got := ops.board_wait(board, list(range(count)), turn + 1, LONG)) != ops.BOARD_REACHED:
                 problems.append(f"thread {me} turn {turn}: {got}")
                 return
-            if said[:, turn].tolist() != [1000 * i + turn for i in range(count)]:
-                problems.append(f"thread {me} turn {turn}: {said[:, turn]}")
+            if written[:, turn].tolist() != [1000 * i + turn for i in range(count)]:
+                problems.append(f"thread {me} turn {turn}: {written[:, turn]}")
 
     run_threads([lambda i=i: work(i) for i in range(count)])  # type: ignore[misc]
     assert problems == []
@@ -217,12 +217,12 @@ def open_memfds() -> int:
 
 
 def shared_files() -> set[str]:
-    """But for the semaphores of whatever else runs on this machine: Python's multiprocessing names them so."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    """Except those of other tests that run at the same time: semaphores of multiprocessing, and folders of the census."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "epload-census-"))}
 
 
 def memory_matrix(rank: int, world: int, shapes: list[list[list[int]]]) -> list[str]:
-    said: list[str] = []
+    problems: list[str] = []
     shm = shared_files()
     for nodes in shapes:
         control = Topology.from_nodes(nodes).control
@@ -231,7 +231,7 @@ def memory_matrix(rank: int, world: int, shapes: list[list[list[int]]]) -> list[
             what = f"{nodes} of {nbytes} bytes"
             memory = NodeMemory.for_node(control, nodes, nbytes)
             if not memory.shared or memory.ranks != tuple(node) or [b.nbytes for b in memory.buffers] != [nbytes] * 2:
-                said.append(f"{what}: {memory.shared} {memory.ranks} {[b.nbytes for b in memory.buffers]}")
+                problems.append(f"{what}: {memory.shared} {memory.ranks} {[b.nbytes for b in memory.buffers]}")
             mine = rank + 10
             if rank == node[-1]:
                 for i, buffer in enumerate(memory.buffers):
@@ -241,19 +241,19 @@ def memory_matrix(rank: int, world: int, shapes: list[list[list[int]]]) -> list[
             control.settle("all have written", None)
             for i, buffer in enumerate(memory.buffers):
                 if not bool((buffer == node[-1] + 10 + 100 * i).all()):
-                    said.append(f"{what}: buffer {i} has {buffer[:4]}, not what rank {node[-1]} wrote")
+                    problems.append(f"{what}: buffer {i} has {buffer[:4]}, not what rank {node[-1]} wrote")
             control.settle("all have looked", None)
             memory.buffers[0].fill_(255)  # a buffer and the board are not one
             memory.buffers[1].fill_(255)
             memory.board.wait("read", node[-1] + 10, (node[-1],), timedelta(seconds=0))
             if (mapped_memfds() > 0) != (len(node) > 1):
-                said.append(f"{what}: {mapped_memfds()} mappings")
+                problems.append(f"{what}: {mapped_memfds()} mappings")
             del memory, buffer
             if mapped_memfds() or open_memfds():
-                said.append(f"{what}: left {mapped_memfds()} mappings, {open_memfds()} descriptors")
+                problems.append(f"{what}: left {mapped_memfds()} mappings, {open_memfds()} descriptors")
     if shared_files() - shm:
-        said.append(f"left in /dev/shm: {shared_files() - shm}")
-    return said
+        problems.append(f"left in /dev/shm: {shared_files() - shm}")
+    return problems
 
 
 SHAPES = {
@@ -291,7 +291,7 @@ class Refused:
 
 
 def cannot_share(rank: int, odd: int, what: str) -> list[str]:
-    said = []
+    problems = []
     nodes = [[0, 1], [2, 3]]
     state = state_for(1)
     for readers in ("one", "per_node", "partitioned"):
@@ -304,20 +304,20 @@ def cannot_share(rank: int, odd: int, what: str) -> list[str]:
                 with Refused(what) as refused:
                     report = loader.load(model, state)
                 if refused.calls != 1:
-                    said.append(f"{readers} {algorithm}: asked {refused.calls} times")
+                    problems.append(f"{readers} {algorithm}: asked {refused.calls} times")
             else:
                 report = loader.load(model, state)
             assert loader._resources.memory is not None
             if loader._resources.memory.shared or loader._resources.memory.ranks != (rank,):
-                said.append(f"{readers} {algorithm}: {loader._resources.memory.ranks} share")
+                problems.append(f"{readers} {algorithm}: {loader._resources.memory.ranks} share")
             if report.algorithm != "two_level":
-                said.append(f"{readers} {algorithm}: reports {report.algorithm}")
-            said += [f"{readers} {algorithm}: {text}" for text in wrong(model, state)]
+                problems.append(f"{readers} {algorithm}: reports {report.algorithm}")
+            problems += [f"{readers} {algorithm}: {text}" for text in wrong(model, state)]
             loader.load(model, state_for(2))
-            said += [f"{readers} {algorithm}, again: {text}" for text in wrong(model, state_for(2))]
+            problems += [f"{readers} {algorithm}, again: {text}" for text in wrong(model, state_for(2))]
             if mapped_memfds() or open_memfds():
-                said.append(f"{readers} {algorithm}: left {mapped_memfds()} mappings, {open_memfds()} descriptors")
-    return said
+                problems.append(f"{readers} {algorithm}: left {mapped_memfds()} mappings, {open_memfds()} descriptors")
+    return problems
 
 
 @pytest.mark.parametrize(("odd", "what"), [(3, "open"), (2, "memfd_create")])

@@ -100,8 +100,8 @@ def exchange(
     ]
     coalesced_bcast([g.tensor for g in guarded], src=src, topology=topo, **options)
     case = f"src {src} {options} tensor"
-    said = [(i, g.wrong(content)) for i, (g, content) in enumerate(zip(guarded, contents, strict=True))]
-    return [f"{case} {i}: {text}" for i, text in said if text]
+    problems = [(i, g.wrong(content)) for i, (g, content) in enumerate(zip(guarded, contents, strict=True))]
+    return [f"{case} {i}: {text}" for i, text in problems if text]
 
 
 def matrix(rank: int, shapes_of_nodes: list[Nodes], device: str = "cpu") -> list[str]:
@@ -225,9 +225,9 @@ def raw_op(rank: int, device: str = "cpu") -> list[str]:
 
     def refused(what: str, text: str, *args: Any, **options: Any) -> None:
         tensors = [torch.full((3,), float(rank), device=device)]
-        kind, said = raised(lambda: op(tensors, *args, **options))
-        if kind != "ValueError" or text not in said or tensors[0].tolist() != [rank] * 3:
-            wrong.append(f"{what}: {kind} {said} {tensors}")
+        kind, message = raised(lambda: op(tensors, *args, **options))
+        if kind != "ValueError" or text not in message or tensors[0].tolist() != [rank] * 3:
+            wrong.append(f"{what}: {kind} {message} {tensors}")
 
     refused("unknown inter", "no such name", 0, "no such name", node, 100, "two_level")
     refused("unknown intra", "no such name", 0, name(0, 2), "no such name", 100, "two_level")

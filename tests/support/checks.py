@@ -17,9 +17,9 @@ from support.models import Shape
 
 def all_fine(failures: Sequence[Sequence[str]]) -> None:
     """Fails with what the ranks found wrong, one list a rank."""
-    said = [f"rank {rank}: {text}" for rank, texts in enumerate(failures) for text in texts]
-    if said:
-        pytest.fail("\n".join(said), pytrace=False)
+    problems = [f"rank {rank}: {text}" for rank, texts in enumerate(failures) for text in texts]
+    if problems:
+        pytest.fail("\n".join(problems), pytrace=False)
 
 
 def bits(name: str, shape: Shape, dtype: torch.dtype, salt: int = 0) -> Tensor:

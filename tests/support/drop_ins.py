@@ -12,12 +12,12 @@ from torch.distributed.fsdp import fully_shard
 
 from support.checks import as_bytes
 from support.gather import full_state
-from support.models import Mlp, mesh, meta
+from support.models import Mlp, mesh, on_meta
 
 
 def sharded(dtype: torch.dtype = torch.float32) -> Any:
     """Uneven and empty shards over 4 ranks, on meta."""
-    model = meta(lambda: Mlp(7, 5, 3).to(dtype))
+    model = on_meta(lambda: Mlp(7, 5, 3).to(dtype))
     return fully_shard(model, mesh=mesh(("all", 4)))
 
 

@@ -33,7 +33,7 @@ def outcome(action: Callable[[], Any]) -> Failure:
 
 def check(outcomes: Sequence[Outcome], expected: dict[str, tuple[str, list[str]]]) -> None:
     """Every case failed on all ranks with one class and one text, which says each of the expected things."""
-    problems = [f"rank {rank}: {text}" for rank, (_, said) in enumerate(outcomes) for text in said]
+    problems = [f"rank {rank}: {text}" for rank, (_, lines) in enumerate(outcomes) for text in lines]
     for case, (kind, texts) in expected.items():
         first = outcomes[0][0][case]
         problems += [
@@ -71,7 +71,7 @@ class Failing(Checkpoint):
 
 
 @contextmanager
-def unpack_breaks_once(rank: int, op: str = "unpack_bound") -> Iterator[None]:
+def unpack_breaks_once(rank: int, op: str = "unpack_prepared") -> Iterator[None]:
     """``op``: the one that unpacks, on CPU."""
 
     def once(*args: Any) -> None:
@@ -87,7 +87,7 @@ Raised = tuple[str, str, float]
 """Class and text of what a load raised, and the seconds that it took."""
 
 
-def told(action: Callable[[], Any]) -> Raised:
+def raised_by(action: Callable[[], Any]) -> Raised:
     began = time.monotonic()
     try:
         action()
@@ -96,12 +96,14 @@ def told(action: Callable[[], Any]) -> Raised:
     return "", "", time.monotonic() - began
 
 
-def check_told(said: list[Raised], *parts: str, seconds: float) -> None:
-    assert len({text for _, text, _ in said}) == 1, said
+def check_raised(results: Sequence[Raised | None], *parts: str, seconds: float) -> None:
+    """All ranks that lived, the others having None, raised the same ``LoadError`` in time."""
+    lived = [result for result in results if result is not None]
+    assert len({text for _, text, _ in lived}) == 1, lived
     for part in parts:
-        assert part in said[0][1], said[0][1]
-    assert {kind for kind, _, _ in said} == {"LoadError"}
-    assert max(took for *_, took in said) < seconds, said
+        assert part in lived[0][1], lived[0][1]
+    assert {kind for kind, _, _ in lived} == {"LoadError"}
+    assert max(took for *_, took in lived) < seconds, lived
 
 
 class Slow(Checkpoint):
@@ -122,3 +124,12 @@ class Slow(Checkpoint):
         self.calls += 1
         time.sleep(self._seconds if self.calls > 1 else max(self._seconds, self.first))
         self._inner.fill(bucket, pieces)
+
+
+def error_of(action: Callable[[], Any]) -> str:
+    """The class and the text of the error that an action raises; empty if it raises none."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -29,18 +29,18 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
     everyone: list[list[tuple[str, list, Tensor]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     made: dict[str, Tensor] = {}
-    held: dict[str, Tensor] = {}
+    filled: dict[str, Tensor] = {}
     for shards in everyone:
         for (name, regions, local), shape in zip(shards, (targets.shapes[name] for name in targets.names), strict=True):
             whole = made.setdefault(name, torch.zeros(shape, dtype=local.dtype))
-            count = held.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+            count = filled.setdefault(name, torch.zeros(shape, dtype=torch.bool))
             for region in regions:
                 there, here = _box(region.start, region.size), _box(region.local_start, region.size)
                 fresh = ~count[there]
                 assert torch.equal(whole[there][~fresh], local[here][~fresh]), f"{name}: ranks hold different values"
                 whole[there] = local[here]
                 count[there] = True
-    assert all(bool(count.all()) for count in held.values())
+    assert all(bool(count.all()) for count in filled.values())
     return {name: made[targets.names[i]] for name, i in targets.index.items()}
 
 

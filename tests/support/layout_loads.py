@@ -36,7 +36,7 @@ MODES = (
     ("auto", "auto"),
 )
 BUCKET_BYTES = (200, 1000, 1 << 20)
-WAYS_PER_CASE = 3
+WAYS_PER_CASE = 2
 """Each case is loaded in other ways; the first case in all."""
 
 

@@ -69,7 +69,7 @@ class Tied(nn.Module):
 
 
 class Mlp(nn.Module):
-    """What tensor parallelizm is for; sizes from the case, so that they may be uneven."""
+    """What tensor parallelism is for; sizes from the case, so that they may be uneven."""
 
     def __init__(self, vocabulary: int, hidden: int, width: int) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def partly_materialized(model: nn.Module) -> None:
         model.register_parameter("a", nn.Parameter(torch.full_like(a, -1.0, device=_device)))
 
 
-def meta(make: Callable[[], Any]) -> Any:
+def on_meta(make: Callable[[], Any]) -> Any:
     with torch.device("meta"):
         return make()
 

@@ -36,7 +36,7 @@ LIMIT = 120.0
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or hung; the text has what each rank said."""
+    """A rank raised, died or hung; the text has what each rank raised."""
 
 
 def run(

@@ -79,15 +79,17 @@ def source_of(kind: str, folder: Path, number: int, rank: int, src: int, readers
 def matrix(
     rank: int, world: int, folder: Path, device: str = "cpu", ways: Sequence[Way] = WAYS, every_src: bool = True
 ) -> list[str]:
-    """``every_src``: each way from the first, the middle and the last rank, else from one of them in turn."""
+    """``every_src``: with partitioned readers, from the first, the middle and the last rank; else from one of them in turn."""
     small_waves()
-    said = []
+    problems = []
     turn = 0
-    for nodes in SHAPES[world]:
+    for shift, nodes in enumerate(SHAPES[world]):
         topology = Topology.from_nodes(nodes)
         for readers, algorithm in ways:
             sources = sorted({0, world // 2, world - 1})
-            for src in sources if every_src else [sources[turn // 2 % len(sources)]]:
+            in_turn = [sources[(turn // 2 + shift) % len(sources)]]
+            # Readers of "every" get the manifest from src, and nothing else.
+            for src in sources if every_src and readers == "partitioned" else in_turn:
                 loader = HierarchicalLoader(
                     topology, src=src, readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, timeout=60
                 )
@@ -97,9 +99,11 @@ def matrix(
                     turn += 1
                     case = f"{nodes} from {src}, {readers} {algorithm}, {kind}"
                     report = loader.load(model, source_of(kind, folder, number, rank, src, readers))
-                    said += [f"{case}: {text}" for text in wrong(model, state_for(number), where=device)]
-                    said += [f"{case}: {text}" for text in misreported(report, nodes, readers, algorithm, kind, src)]
-    return said
+                    problems += [f"{case}: {text}" for text in wrong(model, state_for(number), where=device)]
+                    problems += [
+                        f"{case}: {text}" for text in misreported(report, nodes, readers, algorithm, kind, src)
+                    ]
+    return problems
 
 
 def misreported(report: LoadReport, nodes: Nodes, readers: str, algorithm: str, kind: str, src: int) -> Iterator[str]:
@@ -221,23 +225,23 @@ DIFFERENCES = {
 def one_differs(rank: int, folder: Path, readers: str, odd: int = 3, device: str = "cpu") -> Outcome:
     """``odd``: the rank that has other files; one that reads."""
     failures: dict[str, Failure] = {}
-    said = []
+    problems = []
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, timeout=60)
     for what in DIFFERENCES:
         path = folder / what / "model.safetensors" if rank == odd else folder / "1" / "one.safetensors"
         model = meta_net(where=device)
         if readers == "auto":
             report = loader.load(model, path)
-            said += [f"{what}: {text}" for text in wrong(model, state_for(1), where=device)]
+            problems += [f"{what}: {text}" for text in wrong(model, state_for(1), where=device)]
             if report.readers != "one" or "auto -> one: only rank 0" not in report.reason:
-                said.append(f"{what}: {report.readers}, {report.reason}")
+                problems.append(f"{what}: {report.readers}, {report.reason}")
             continue
         failures[what] = outcome(lambda: loader.load(model, path))  # noqa: B023
         if not all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-            said.append(f"{what}: the model left meta")
+            problems.append(f"{what}: the model left meta")
         loader.load(model, folder / "2" / "one.safetensors")
-        said += [f"after {what}: {text}" for text in wrong(model, state_for(2), where=device)]
-    return failures, said
+        problems += [f"after {what}: {text}" for text in wrong(model, state_for(2), where=device)]
+    return failures, problems
 
 
 def with_others(folder: Path) -> Path:
@@ -248,12 +252,12 @@ def with_others(folder: Path) -> Path:
     return saved(folder)
 
 
-def differences_are_told(outcomes: Sequence[Outcome], folder: Path, readers: str, odd: int = 3) -> None:
+def differences_are_reported(outcomes: Sequence[Outcome], folder: Path, readers: str, odd: int = 3) -> None:
     expected = {
         what: ("CheckpointError", [*texts, str(folder / what), f"[rank {odd}]"]) for what, texts in DIFFERENCES.items()
     }
     if readers == "auto":
-        all_fine([said for _, said in outcomes])
+        all_fine([problems for _, problems in outcomes])
     else:
         check(outcomes, expected)
 
@@ -277,7 +281,7 @@ def in_the_middle(
         Topology.from_nodes(nodes), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, timeout=60
     )
     failures: dict[str, Failure] = {}
-    said: list[str] = []
+    problems: list[str] = []
     kinds: dict[str, Callable[..., Failing]] = {"fill": Failing}
     if readers == "every":
         kinds["regions"] = FailingRegions
@@ -290,8 +294,8 @@ def in_the_middle(
         source = kinds[kind](state_for(1), error, at) if rank in culprits else state_for(1)
         failures[case] = outcome(lambda: loader.load(model, source))  # noqa: B023
         loader.load(model, state_for(2))
-        said += [f"after {case}: {text}" for text in wrong(model, state_for(2), where=device)]
-    return failures, said
+        problems += [f"after {case}: {text}" for text in wrong(model, state_for(2), where=device)]
+    return failures, problems
 
 
 IN_THE_MIDDLE = pytest.mark.parametrize(
@@ -305,13 +309,13 @@ IN_THE_MIDDLE = pytest.mark.parametrize(
 )
 
 
-def first_failure_is_told(outcomes: Sequence[Outcome], cases: int) -> None:
+def first_failure_is_reported(outcomes: Sequence[Outcome], cases: int) -> None:
     """On every rank, and no other."""
     expected: dict[str, tuple[str, list[str]]] = {}
     for case, failure in outcomes[0][0].items():
         culprits = re.findall(r"\d", case.partition(")")[0])
         named = [rank for rank in culprits if failure and f"rank {rank} could not read bucket" in failure[1]]
-        assert len(named) == 1, (case, failure, "the first failure is told, and no other")
+        assert len(named) == 1, (case, failure, "the first failure is reported, and no other")
         expected[case] = ("LoadError", ["OSError", "the disk is on fire"])
     assert len(expected) == cases
     check(outcomes, expected)

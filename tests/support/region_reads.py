@@ -97,17 +97,17 @@ class Files:
         for i, (target, expected) in enumerate(zip(targets, before, strict=True)):
             assert torch.equal(storage_of(target), storage_of(expected)), f"target {i}"
         reads, layouts = None, None
-        for _ in range(2):  # bound to some tensors, used for them and for others
+        for _ in range(2):  # prepared for some tensors, used for them and for others
             others = [same_storage(target) for target in targets]
             for other, blank in zip(others, unread, strict=True):
                 storage_of(other).copy_(blank)
-            gathered, *_ = ops.gather(others, layouts)
-            layouts = ops.layouts(gathered)
+            listed, *_ = ops.tensor_list(others, layouts)
+            layouts = ops.layouts(listed)
             if reads is None:
-                reads = ops.bind_reads(gathered, range(len(targets)), table, *where, len(self.descriptors))
-            assert ops.read_bound(self.descriptors, gathered, reads, threads) == (nbytes, -1, 0, 0)
+                reads = ops.prepare_reads(listed, range(len(targets)), table, *where, len(self.descriptors))
+            assert ops.read_prepared(self.descriptors, listed, reads, threads) == (nbytes, -1, 0, 0)
             for i, (other, expected) in enumerate(zip(others, before, strict=True)):
-                assert torch.equal(storage_of(other), storage_of(expected)), f"bound target {i}"
+                assert torch.equal(storage_of(other), storage_of(expected)), f"prepared target {i}"
         self.check_digests(rows, [targets[row.target].dtype for row in rows], threads)
         return nbytes
 

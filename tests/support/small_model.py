@@ -83,7 +83,7 @@ def wrong(
 ) -> list[str]:
     """Names whose local values are not those of the full tensors in ``state``, cast to ``dtype`` if floating; or which lie on
     another device than ``where``, or for names in ``on_cpu`` than the CPU."""
-    said = []
+    problems = []
     for name, tensor in model.state_dict(keep_vars=True).items():
         full = state[name]
         if dtype is not None and isinstance(tensor, nn.Parameter):
@@ -92,8 +92,8 @@ def wrong(
         expected = local_of(full, tensor)
         device = "cpu" if name in on_cpu else where
         if (local.dtype, str(local.device)) != (expected.dtype, device) or not torch.equal(local.cpu(), expected):
-            said.append(f"{name}: {local.device} {local.dtype} {local.flatten()[:3]} not {expected.flatten()[:3]}")
-    return said
+            problems.append(f"{name}: {local.device} {local.dtype} {local.flatten()[:3]} not {expected.flatten()[:3]}")
+    return problems
 
 
 def only_readers(value: Any, readers: str = "one") -> Any:

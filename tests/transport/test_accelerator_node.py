@@ -20,8 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from epload import HierarchicalLoader, Topology
+from epload.loading.run import LoadRun
 from epload.staging import shared_memory
 from epload.staging.device import DeviceStaging
+from epload.transport.local import Local
 from epload.transport.sinks import UploadSink
 from support import fakedev, ranks
 from support.accelerator import DEVICE, NODES, SEMANTICS, aborted_into, for_readers, meta_net, odd_state, wrong
@@ -42,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 
 def contract(rank: int, folder: Path) -> list[str]:
     """From meta, reload, after a forward; the stream given, current and own."""
-    said: list[str] = []
+    problems: list[str] = []
     world = dist.get_world_size()
     nodes, every_way = WAYS[world]
     topology = Topology.from_nodes(nodes)
@@ -51,19 +53,19 @@ def contract(rank: int, folder: Path) -> list[str]:
         loader = HierarchicalLoader(topology, readers=readers, bucket_bytes=BUCKET, stream=streams[number % 3])
         model = meta_net()
         loader.load(model, folder / "one.safetensors")
-        said += [f"{readers}, from meta: {text}" for text in wrong(model, state_for(1))]
+        problems += [f"{readers}, from meta: {text}" for text in wrong(model, state_for(1))]
         report = loader.load(model, for_readers(state_for(2), "one" if readers == "auto" else readers))
-        said += [f"{readers}, reload: {text}" for text in wrong(model, state_for(2))]
+        problems += [f"{readers}, reload: {text}" for text in wrong(model, state_for(2))]
         if (
             loader._resources.memory is None
             or not loader._resources.memory.shared
             or report.phases["unpack"].nbytes == 0
         ):
-            said.append(f"{readers}: not by way of the node's memory, {report}")
+            problems.append(f"{readers}: not by way of the node's memory, {report}")
         model(torch.arange(13).to(DEVICE))
         loader.load(model, folder / "one.safetensors")
-        said += [f"{readers}, after a forward: {text}" for text in wrong(model, state_for(1))]
-    return said
+        problems += [f"{readers}, after a forward: {text}" for text in wrong(model, state_for(1))]
+    return problems
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -74,7 +76,7 @@ def test_the_model_has_its_shards(world: int, tmp_path: Path) -> None:
 
 def _kinds(rank: int) -> list[str]:
     """Ties, buffers, 0-d, empty and split tensors, casts, tensors that stay on CPU."""
-    said = []
+    problems = []
     topology = Topology.from_nodes([[0, 1]])
     one = state_for(1)
 
@@ -89,16 +91,16 @@ def _kinds(rank: int) -> list[str]:
         for number in (1, 2):
             loader.load(odd, for_readers(odd_state(number), readers), strict=False, init_missing=fill)
             tied = {**odd_state(number), "head.weight": odd_state(number)["tail.weight"]}
-            said += [f"{readers}, odd: {text}" for text in wrong(odd, tied)]
+            problems += [f"{readers}, odd: {text}" for text in wrong(odd, tied)]
         model = meta_net(torch.bfloat16)
         loader.load(model, for_readers(one, readers))
-        said += [f"{readers}, cast: {text}" for text in wrong(model, one, dtype=torch.bfloat16)]
+        problems += [f"{readers}, cast: {text}" for text in wrong(model, one, dtype=torch.bfloat16)]
         model = meta_net(offload_policy=CPUOffloadPolicy(pin_memory=False))
         loader.load(model, for_readers(one, readers))
         on_device = [name for name, _ in model.named_buffers()]
         on_cpu = [name for name in one if name not in on_device]
-        said += [f"{readers}, offloaded: {text}" for text in wrong(model, one, on_cpu=on_cpu)]
-    return said
+        problems += [f"{readers}, offloaded: {text}" for text in wrong(model, one, on_cpu=on_cpu)]
+    return problems
 
 
 def test_kinds_of_tensors() -> None:
@@ -107,7 +109,7 @@ def test_kinds_of_tensors() -> None:
 
 def _traced(rank: int, semantics: str) -> list[str]:
     """What a rank keeps crosses to its device once, on the copy stream; unpacking is on the one stream; no bucket is sent."""
-    said = []
+    problems = []
     stream = torch.Stream(DEVICE)
     loader = HierarchicalLoader(
         Topology.from_nodes([[0, 1]]), readers="partitioned", bucket_bytes=BUCKET, stream=stream
@@ -116,7 +118,7 @@ def _traced(rank: int, semantics: str) -> list[str]:
     loader.load(model, state_for(1))
     with fakedev.traced() as seen:
         report = loader.load(model, state_for(2))
-    said += wrong(model, state_for(2))
+    problems += wrong(model, state_for(2))
     where: dict[str, Counter[int]] = {}
     for _, on, what in seen:
         where.setdefault(what, Counter())[on] += 1
@@ -124,17 +126,17 @@ def _traced(rank: int, semantics: str) -> list[str]:
     assert staging is not None
     ours, copies = staging.stream.stream_id, staging.copies.stream_id
     if ours != stream.stream_id or set(where["copy"]) != {ours}:
-        said.append(f"unpacked on {where['copy']}, not {stream.stream_id}")
+        problems.append(f"unpacked on {where['copy']}, not {stream.stream_id}")
     if "broadcast" in where:
-        said.append(f"{where['broadcast']} broadcasts")
+        problems.append(f"{where['broadcast']} broadcasts")
     if where["copy to device"][copies] > report.buckets or set(where["copy to device"]) != {copies}:
-        said.append(f"host to device on {where['copy to device']}")
+        problems.append(f"host to device on {where['copy to device']}")
     owned = sum(t.numel() * t.element_size() for t in (p.to_local() for p in model.parameters()))
     owned += sum(b.numel() * b.element_size() for b in model.buffers())
     crossed = report.phases["host_to_device"].nbytes
     if not owned <= crossed <= owned + 16 * 40:  # each region begins at a multiple of 16
-        said.append(f"{crossed} bytes crossed for {owned} that the rank keeps")
-    return said
+        problems.append(f"{crossed} bytes crossed for {owned} that the rank keeps")
+    return problems
 
 
 @SEMANTICS
@@ -146,18 +148,18 @@ def _in_the_middle(rank: int) -> Outcome:
     loader = HierarchicalLoader(Topology.from_nodes([[0, 1]]), readers="partitioned", bucket_bytes=BUCKET)
     one, two = state_for(1), state_for(2)
     failures: dict[str, tuple[str, str] | None] = {}
-    said: list[str] = []
+    problems: list[str] = []
     loaded = meta_net()
     loader.load(loaded, two)
     for where, model in {"meta": meta_net(), "loaded": loaded}.items():
         source = Failing(one, OSError(5, "the disk is on fire")) if rank == 1 else one
         failures[f"read, {where}"] = outcome(partial(loader.load, model, source))
-        said += [f"{name} was aborted into" for name in aborted_into(model)]
+        problems += [f"{name} was aborted into" for name in aborted_into(model)]
         with unpack_breaks_once(1, "unpack"):
             failures[f"unpack, {where}"] = outcome(partial(loader.load, model, one))
         loader.load(model, two)
-        said += [f"{where}: {text}" for text in wrong(model, two)]
-    return failures, said
+        problems += [f"{where}: {text}" for text in wrong(model, two)]
+    return failures, problems
 
 
 def test_failures_in_the_middle() -> None:
@@ -173,7 +175,7 @@ def _differently(rank: int) -> Outcome:
     return {"differ": outcome(partial(loader.load, meta_net(), state_for(1)))}, []
 
 
-def test_ranks_that_ask_for_different_ways_are_told() -> None:
+def test_ranks_that_ask_for_different_ways_are_reported() -> None:
     expected = {"differ": ("ManifestMismatch", ["ranks [0] have", "algorithm=two_level by node", "ranks [1] have"])}
     check(ranks.run(2, _differently, setup=fakedev.setup), expected)
 
@@ -184,10 +186,10 @@ def _apart(rank: int) -> list[str]:
     with mock.patch.object(shared_memory, "_make", side_effect=OSError("no memfd here")):
         report = loader.load(model, state_for(1))
     assert loader._resources.memory is not None
-    said = ["the memory is shared"] * loader._resources.memory.shared
+    problems = ["the memory is shared"] * loader._resources.memory.shared
     if report.transport_steps < report.buckets:
-        said.append(f"{report.transport_steps} steps for {report.buckets} buckets")
-    return said + wrong(model, state_for(1))
+        problems.append(f"{report.transport_steps} steps for {report.buckets} buckets")
+    return problems + wrong(model, state_for(1))
 
 
 def test_where_memory_cannot_be_shared_the_buckets_are_sent() -> None:
@@ -220,7 +222,7 @@ class Scene:
         staging = self.loader._resources.device.staging
         assert staging is not None
         self.copies = staging.copies
-        self.held = self.stream if rule == "wait_until_unpacked" else staging.copies
+        self.held_stream = self.stream if rule == "wait_until_unpacked" else staging.copies
         self.taken = 0
 
     def state(self, salt: int) -> dict[str, torch.Tensor]:
@@ -237,7 +239,7 @@ class Scene:
         if self.rank == 0:
             self.loader.load(self.model, self.state(salt))
             return True
-        unpack_really, settle_really = UploadSink.unpack, self.loader._control.settle
+        unpack_really, materialize_really = UploadSink.unpack, LoadRun._materialize
         self.taken = 0
 
         def unpack(sink: UploadSink, *args: Any) -> None:
@@ -249,20 +251,19 @@ class Scene:
             while time.monotonic() < until and not self.harmed():
                 time.sleep(0.0005)
             time.sleep(0.002)
-            fakedev.release(self.held)
+            fakedev.release(self.held_stream)
 
         releasing = threading.Thread(target=release)
 
-        def settle(what: str, *args: Any, **options: Any) -> Any:
-            answer = settle_really(what, *args, **options)
-            if what == "materializing the model":  # what is waited for on the host is over
-                fakedev.hold(self.held)
-                releasing.start()
-            return answer
+        def materialize(run: LoadRun) -> Local:
+            local = materialize_really(run)
+            fakedev.hold(self.held_stream)  # what is waited for on the host is over
+            releasing.start()
+            return local
 
         with (
             mock.patch.object(UploadSink, "unpack", unpack),
-            mock.patch.object(self.loader._control, "settle", settle),
+            mock.patch.object(LoadRun, "_materialize", materialize),
         ):
             self.loader.load(self.model, None)
         releasing.join()

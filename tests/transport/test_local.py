@@ -21,7 +21,7 @@ from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import collect
 from epload.native import ops
 from epload.planning.plan import LoadPlan, make_plan
-from epload.transport.local import Bound, Local
+from epload.transport.local import Local, PreparedPlan
 from support import ranks
 from support.checks import all_fine
 from support.small_model import BUCKET, NODES, State, meta_net, state_for, wrong
@@ -42,16 +42,16 @@ def two() -> list[Tensor]:
 # ---- the native side ----
 
 
-def gathered_of(tensors: list[Tensor], known: ops.Layouts | None = None) -> ops.Gathered:
-    gathered, foreign = ops.gather(tensors, known)
+def list_of(tensors: list[Tensor], known: ops.Layouts | None = None) -> ops.TensorList:
+    listed, foreign = ops.tensor_list(tensors, known)
     assert not foreign
-    return gathered
+    return listed
 
 
-def test_only_what_is_bound_is_filled() -> None:
+def test_only_what_is_prepared_is_filled() -> None:
     tensors = [*two(), torch.zeros(4)]
-    gathered = gathered_of(tensors)
-    ops.unpack_bound(bucket(), gathered, ops.bind_copies(gathered, [2, 1], TABLE, 88))
+    listed = list_of(tensors)
+    ops.unpack_prepared(bucket(), listed, ops.prepare_copies(listed, [2, 1], TABLE, 88))
     assert [tensor.tolist() for tensor in tensors] == [[0] * 4, [0, 5, 6], [1, 2, 3, 4]]
 
 
@@ -61,23 +61,23 @@ def test_autograd_hears_of_it() -> None:
         tensors.append(torch.zeros(4))
     before = [tensor._version for tensor in tensors[:2]]
     product = tensors[0] * tensors[0]
-    gathered = gathered_of(tensors)
+    listed = list_of(tensors)
     for which in ([0, 1], [2, 1]):
-        ops.unpack_bound(bucket(), gathered, ops.bind_copies(gathered, which, TABLE, 88))
+        ops.unpack_prepared(bucket(), listed, ops.prepare_copies(listed, which, TABLE, 88))
     assert [tensor._version - version for tensor, version in zip(tensors, before, strict=False)] == [1, 2]
     assert tensors[2].tolist() == [1, 2, 3, 4]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
 
 
-def test_what_was_bound_holds_for_others_of_equal_layouts() -> None:
+def test_what_was_prepared_holds_for_others_of_equal_layouts() -> None:
     first, others = two(), two()
-    gathered = gathered_of(first)
-    known = ops.layouts(gathered)
-    copies = ops.bind_copies(gathered, [0, 1], TABLE, 88)
-    again = gathered_of(others, known)
+    listed = list_of(first)
+    known = ops.layouts(listed)
+    copies = ops.prepare_copies(listed, [0, 1], TABLE, 88)
+    again = list_of(others, known)
     assert ops.has_layouts(again, known)
-    ops.unpack_bound(bucket(), again, copies)
+    ops.unpack_prepared(bucket(), again, copies)
     assert [tensor.tolist() for tensor in others] == [[1, 2, 3, 4], [0, 5, 6]]
     assert not any(tensor.any() for tensor in first)
 
@@ -97,18 +97,18 @@ OTHERS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_and_for_no_others(other: str) -> None:
     tensors = two()
-    gathered = gathered_of(tensors)
-    known = ops.layouts(gathered)
-    copies = ops.bind_copies(gathered, [0, 1], TABLE, 88)
-    digests = ops.bind_digests(gathered, [0, 1], TABLE)
+    listed = list_of(tensors)
+    known = ops.layouts(listed)
+    copies = ops.prepare_copies(listed, [0, 1], TABLE, 88)
+    digests = ops.prepare_digests(listed, [0, 1], TABLE)
     changed = OTHERS[other](tensors)
-    again = gathered_of(changed, known)
+    again = list_of(changed, known)
     assert not ops.has_layouts(again, known)
-    for wrong_ones in (again, gathered_of(tensors), gathered_of(changed)):  # equal, but not found to be
+    for wrong_ones in (again, list_of(tensors), list_of(changed)):  # equal, but not found to be
         with pytest.raises(ValueError, match="expected tensors of the dtypes, shapes and strides"):
-            ops.unpack_bound(bucket(), wrong_ones, copies)
+            ops.unpack_prepared(bucket(), wrong_ones, copies)
         with pytest.raises(ValueError, match="expected tensors of the dtypes, shapes and strides"):
-            ops.digest_bound(wrong_ones, digests)
+            ops.digest_prepared(wrong_ones, digests)
     assert not any(tensor.any() for tensor in (*tensors, *changed))
 
 
@@ -131,44 +131,44 @@ def freed(tensor: Tensor) -> Tensor:
 def test_tensors_without_memory_of_use_are_refused_where_they_are_filled(kind: str) -> None:
     make, text = UNUSABLE[kind]
     tensors = [make(), *two()]
-    gathered = gathered_of(tensors)
-    ops.unpack_bound(bucket(), gathered, ops.bind_copies(gathered, [1, 2], TABLE, 88))
+    listed = list_of(tensors)
+    ops.unpack_prepared(bucket(), listed, ops.prepare_copies(listed, [1, 2], TABLE, 88))
     assert [tensor.tolist() for tensor in tensors[1:]] == [[1, 2, 3, 4], [0, 5, 6]]
     with pytest.raises(ValueError, match=text):
-        ops.unpack_bound(bucket(), gathered, ops.bind_copies(gathered, [0, 2], TABLE, 88))
-    assert ops.has_layouts(gathered_of(tensors, ops.layouts(gathered)), ops.layouts(gathered))
+        ops.unpack_prepared(bucket(), listed, ops.prepare_copies(listed, [0, 2], TABLE, 88))
+    assert ops.has_layouts(list_of(tensors, ops.layouts(listed)), ops.layouts(listed))
 
 
 def test_what_is_copied_when_it_is_written_to_is_copied_only_then() -> None:
     base = [torch.ones(4), torch.ones(4)]
     tensors = [*(torch._lazy_clone(tensor) for tensor in base), torch.zeros(3)]
-    gathered = gathered_of(tensors)
-    ops.unpack_bound(bucket(), gathered, ops.bind_copies(gathered, [0, 2], TABLE, 88))
+    listed = list_of(tensors)
+    ops.unpack_prepared(bucket(), listed, ops.prepare_copies(listed, [0, 2], TABLE, 88))
     assert tensors[0].tolist() == [1, 2, 3, 4]
     assert base[0].tolist() == [1] * 4
     assert torch._C._is_cow_tensor(tensors[1])
     assert not torch._C._is_cow_tensor(tensors[0])
 
 
-def test_what_is_bound_keeps_no_tensor_alive() -> None:
+def test_what_is_prepared_keeps_no_tensor_alive() -> None:
     tensors = two()
     alive = weakref.ref(tensors[0])
-    gathered = gathered_of(tensors)
-    kept = ops.layouts(gathered), ops.bind_copies(gathered, [0, 1], TABLE, 88)
-    ops.unpack_bound(bucket(), gathered, kept[1])
+    listed = list_of(tensors)
+    kept = ops.layouts(listed), ops.prepare_copies(listed, [0, 1], TABLE, 88)
+    ops.unpack_prepared(bucket(), listed, kept[1])
     tensors.clear()
     assert alive() is not None, "the tensors of a load live as long as it does"
-    del gathered
+    del listed
     assert alive() is None
 
 
 def test_wrong_arguments_change_nothing() -> None:
     tensors = two()
-    gathered = gathered_of(tensors)
-    copies = ops.bind_copies(gathered, [0, 1], TABLE, 88)
+    listed = list_of(tensors)
+    copies = ops.prepare_copies(listed, [0, 1], TABLE, 88)
     for wrong_bucket in (bucket()[1:], bucket().view(torch.float32), bucket().view(1, -1)):
         with pytest.raises(ValueError, match="expected the bucket as a contiguous uint8 tensor of 88 bytes"):
-            ops.unpack_bound(wrong_bucket, gathered, copies)
+            ops.unpack_prepared(wrong_bucket, listed, copies)
     for which, nbytes, text in (
         ([0, 2], 88, "expected the number of one of 2 tensors, got 2"),
         ([-1, 0], 88, "expected the number of one of 2 tensors, got -1"),
@@ -177,15 +177,15 @@ def test_wrong_arguments_change_nothing() -> None:
         ([0, 1], 87, "row 1 reaches outside the bucket of 87 bytes"),
     ):
         with pytest.raises(ValueError, match=text):
-            ops.bind_copies(gathered, which, TABLE, nbytes)
+            ops.prepare_copies(listed, which, TABLE, nbytes)
     assert not any(tensor.any() for tensor in tensors)
 
 
-def test_only_tensors_can_be_gathered() -> None:
+def test_a_tensor_list_has_only_tensors() -> None:
     with pytest.raises(TypeError, match="expected a list of tensors, item 1 is of type int"):
-        ops.gather([torch.zeros(2), 3])  # type: ignore[list-item]
+        ops.tensor_list([torch.zeros(2), 3])  # type: ignore[list-item]
     with pytest.raises(RuntimeError, match="known"):
-        ops.gather([torch.zeros(2)], torch.zeros(2))  # type: ignore[arg-type]
+        ops.tensor_list([torch.zeros(2)], torch.zeros(2))  # type: ignore[arg-type]
 
 
 class Unwraps(Tensor):
@@ -200,23 +200,23 @@ class Unwraps(Tensor):
 
 def test_a_class_that_takes_part_in_functions_is_not_asked() -> None:
     tensors = [tensor.as_subclass(Unwraps) for tensor in two()]
-    gathered = gathered_of(tensors)
-    ops.unpack_bound(bucket(), gathered, ops.bind_copies(gathered, [0, 1], TABLE, 88))
+    listed = list_of(tensors)
+    ops.unpack_prepared(bucket(), listed, ops.prepare_copies(listed, [0, 1], TABLE, 88))
     assert tensors[0].as_subclass(Tensor).tolist() == [1, 2, 3, 4]
 
 
-def test_nothing_is_bound_to_tensors_that_stand_for_others() -> None:
+def test_nothing_is_prepared_for_tensors_that_stand_for_others() -> None:
     with FakeTensorMode():
         fake = torch.zeros(4)
-    gathered, foreign = ops.gather([torch.zeros(3), fake])
+    listed, foreign = ops.tensor_list([torch.zeros(3), fake])
     assert foreign
     with pytest.raises(ValueError, match="expected tensors with memory of their own"):
-        ops.bind_copies(gathered, [1, 0], TABLE, 88)
+        ops.prepare_copies(listed, [1, 0], TABLE, 88)
 
 
-def test_reads_are_checked_when_they_are_bound() -> None:
+def test_reads_are_checked_when_they_are_prepared() -> None:
     tensors = two()
-    gathered = gathered_of(tensors)
+    listed = list_of(tensors)
     files, offsets, origins = torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([[0, 0], [1, 4]])
     good: dict[str, Any] = {
         "which": [0, 1], "copies": TABLE, "files": files, "offsets": offsets, "origins": origins, "file_count": 2,
@@ -228,12 +228,12 @@ def test_reads_are_checked_when_they_are_bound() -> None:
         ({"which": [0]}, "row 1 names tensor 1 of 1"),
     ):
         with pytest.raises(ValueError, match=text):
-            ops.bind_reads(gathered, **{**good, **change})
-    reads = ops.bind_reads(gathered, **good)
+            ops.prepare_reads(listed, **{**good, **change})
+    reads = ops.prepare_reads(listed, **good)
     with pytest.raises(ValueError, match="expected 2 descriptors, got 1"):
-        ops.read_bound([0], gathered, reads, 1)
+        ops.read_prepared([0], listed, reads, 1)
     with pytest.raises(ValueError, match="expected tensors of the dtypes, shapes and strides"):
-        ops.read_bound([0, 0], gathered_of(tensors[:1]), reads, 1)
+        ops.read_prepared([0, 0], list_of(tensors[:1]), reads, 1)
 
 
 # ---- one plan's ----
@@ -244,22 +244,22 @@ def planned(model: nn.Module) -> LoadPlan:
     return make_plan(checkpoint.manifest, targets, resolve_mapping("auto", model, targets.index), 4096)
 
 
-def test_what_is_bound_is_kept_for_the_same_plan_and_layouts() -> None:
+def test_what_is_prepared_is_kept_for_the_same_plan_and_layouts() -> None:
     model = nn.Linear(3, 2)
     plan = planned(model)
 
-    def bound(known: Bound | None) -> Bound | None:
-        return Local.on_cpu(plan, collect(model).local(), known).bound
+    def prepared(known: PreparedPlan | None) -> PreparedPlan | None:
+        return Local.on_cpu(plan, collect(model).local(), known).prepared
 
-    first = bound(None)
-    assert bound(first) is first
+    first = prepared(None)
+    assert prepared(first) is first
     model.weight = nn.Parameter(torch.ones(2, 3))
-    assert bound(first) is first, "another tensor of the same layout"
+    assert prepared(first) is first, "another tensor of the same layout"
     model.weight.data = torch.ones(3, 2).t()
-    second = bound(first)
+    second = prepared(first)
     assert second is not first, "another layout"
     plan = planned(model)
-    assert bound(second) is not second, "another plan"
+    assert prepared(second) is not second, "another plan"
 
 
 # ---- loads ----
@@ -291,15 +291,15 @@ def wrapped(rank: int, folder: Path, readers: str) -> list[str]:
     assert isinstance(linear, nn.Linear)
     linear.weight = nn.Parameter(Wrapped(torch.zeros(3, 4)))
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=256)
-    said = []
+    problems = []
     for turn in range(4):
         loader.load(model, folder / f"{turn % 2}.safetensors")
         for name, value in load_file(folder / f"{turn % 2}.safetensors").items():
             found = model.state_dict()[name]
             found = found.inner if isinstance(found, Wrapped) else found
             if not torch.equal(found, value):
-                said.append(f"turn {turn}: {name}")
-    return said
+                problems.append(f"turn {turn}: {name}")
+    return problems
 
 
 @pytest.mark.parametrize("readers", ["one", "every"])
@@ -316,7 +316,7 @@ def between_loads(rank: int, folder: Path, states: list[State], way: tuple[str, 
     """What a training loop may do to a model that is loaded again and again; every load has to be seen in the model."""
     model = plain_net()
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=way[0], algorithm=way[1], bucket_bytes=256)
-    said = []
+    problems = []
     turn = 0
 
     def load(what: str) -> None:
@@ -324,7 +324,7 @@ def between_loads(rank: int, folder: Path, states: list[State], way: tuple[str, 
         turn += 1
         loader.load(model, folder / f"{turn % 2}.safetensors")
         found = model.state_dict()
-        said.extend(
+        problems.extend(
             f"{what}: {name}" for name, value in states[turn % 2].items() if not torch.equal(found[name], value)
         )
 
@@ -336,7 +336,7 @@ def between_loads(rank: int, folder: Path, states: list[State], way: tuple[str, 
     torch.utils.swap_tensors(linear.weight, swapped)
     load("swapped")
     if swapped.detach().eq(states[turn % 2]["2.weight"]).all():
-        said.append("the tensor that was swapped out was filled")
+        problems.append("the tensor that was swapped out was filled")
     linear.weight.data = torch.zeros(4, 3).t()
     load("other strides")
     linear.weight = nn.Parameter(torch.zeros(3, 4))
@@ -345,7 +345,7 @@ def between_loads(rank: int, folder: Path, states: list[State], way: tuple[str, 
     linear.weight = nn.Parameter(torch.zeros(3, 4))
     gc.collect()
     if alive() is not None:
-        said.append("a parameter that was replaced is kept")
+        problems.append("a parameter that was replaced is kept")
     model.double()
     model.float()
     load("converted there and back")
@@ -357,14 +357,14 @@ def between_loads(rank: int, folder: Path, states: list[State], way: tuple[str, 
         linear.bias.untyped_storage().resize_(0)
     try:
         load("freed")
-        said.append("loaded into memory that was freed")
+        problems.append("loaded into memory that was freed")
     except LoadError as error:
         if not re.search("rank 1 could not .*2.bias.*was it freed by FSDP", str(error)):
-            said.append(str(error))
+            problems.append(str(error))
     if rank == 1:
         linear.bias.untyped_storage().resize_(12)
     load("back again")
-    return said
+    return problems
 
 
 def save_two(folder: Path) -> list[State]:
@@ -388,15 +388,15 @@ def odd_ones(rank: int, folder: Path, readers: str) -> list[str]:
     for name in odd:
         model.register_buffer(name, UNUSABLE[name][0]())
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=256)
-    said = []
+    problems = []
     for turn in range(3):
         report = loader.load(model, folder / f"{turn % 2}.safetensors", strict=False)
         if sorted(report.missing_keys) != sorted(odd):
-            said.append(f"{report.missing_keys}")
+            problems.append(f"{report.missing_keys}")
         found = model.state_dict()
         values = load_file(folder / f"{turn % 2}.safetensors")
-        said += [f"turn {turn}: {name}" for name, value in values.items() if not torch.equal(found[name], value)]
-    return said
+        problems += [f"turn {turn}: {name}" for name, value in values.items() if not torch.equal(found[name], value)]
+    return problems
 
 
 @pytest.mark.parametrize("readers", ["one", "every"])
@@ -409,13 +409,13 @@ def two_models(rank: int, folder: Path) -> list[str]:
     """In turns, by one loader, from files that lie otherwise: with a header of another length, and in two parts."""
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="every", bucket_bytes=BUCKET)
     models = [meta_net(), meta_net()]
-    said = []
+    problems = []
     for turn in range(6):
         for number, model in enumerate(models):
             seed = (turn + number) % 3
             loader.load(model, folder / ("one.safetensors", "longer.safetensors", "parts")[seed])
-            said += [f"turn {turn}, model {number}: {text}" for text in wrong(model, state_for(seed))]
-    return said
+            problems += [f"turn {turn}, model {number}: {text}" for text in wrong(model, state_for(seed))]
+    return problems
 
 
 def test_files_that_lie_otherwise_are_read_as_they_lie(tmp_path: Path) -> None:

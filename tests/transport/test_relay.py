@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epload import _C
 from epload.native import ops
-from epload.planning.schedule import Flow, stripe
+from epload.planning.schedule import STRIPE_ALIGNMENT, Flow
 from support import ranks
 from support.checks import all_fine
 
@@ -70,40 +71,40 @@ def check(
     for begin, end, *_ in steps:
         expected[begin:end] = whole[begin:end]
     count = ops.relay(bucket, table(steps), inter, intra, chunk)
-    said = []
+    problems = []
     if not torch.equal(bucket, expected):
         at = int((bucket != expected).nonzero()[0])
-        said.append(f"{what}: {int((bucket != expected).sum())} bytes are wrong, the first at {at}")
+        problems.append(f"{what}: {int((bucket != expected).sum())} bytes are wrong, the first at {at}")
     if count != messages(steps, chunk):
-        said.append(f"{what}: {count} messages, expected {messages(steps, chunk)}")
-    return said
+        problems.append(f"{what}: {count} messages, expected {messages(steps, chunk)}")
+    return problems
 
 
 def rings(rank: int, world: int) -> list[str]:
     group = dist.new_group(list(range(world)))
-    said, salt = [], 0
+    problems, salt = [], 0
     for root in range(world):
         for chunk in CHUNKS:
             salt += 1
             what = f"ring from {root} in chunks of {chunk}"
             step = ring_step(rank, world, root, 5, SIZE - 3)
-            said += check(what, rank, [step], name_of(group), "", chunk, [step[:2]] if rank == root else [], salt)
-    return said + stripes_at_once(rank, world, group) + tiny_and_empty(rank, world, group)
+            problems += check(what, rank, [step], name_of(group), "", chunk, [step[:2]] if rank == root else [], salt)
+    return problems + stripes_at_once(rank, world, group) + tiny_and_empty(rank, world, group)
 
 
 def stripes_at_once(rank: int, world: int, group: dist.ProcessGroup) -> list[str]:
     """Every rank is the root of two stripes; each takes its own first, then those of the rank before, and so on."""
-    said = []
+    problems = []
     for chunk in (*CHUNKS, 331):
         steps, own = [], []
         for distance in range(world):
             root = (rank - distance) % world
             for number in (root, root + world):
-                begin, end = stripe(0, SIZE, 2 * world, number)
+                begin, end = _C.stripe(0, SIZE, 2 * world, number, STRIPE_ALIGNMENT)
                 steps.append(ring_step(rank, world, root, begin, end))
                 own += [(begin, end)] if root == rank else []
-        said += check(f"stripes in chunks of {chunk}", rank, steps, name_of(group), "", chunk, own, chunk)
-    return said
+        problems += check(f"stripes in chunks of {chunk}", rank, steps, name_of(group), "", chunk, own, chunk)
+    return problems
 
 
 def tiny_and_empty(rank: int, world: int, group: dist.ProcessGroup) -> list[str]:
@@ -111,9 +112,9 @@ def tiny_and_empty(rank: int, world: int, group: dist.ProcessGroup) -> list[str]
     cuts = [0, 0, 1, 1, 3, 40, 40, 40, 41]
     pieces = [ring_step(rank, world, 0, low, high) for low, high in pairwise(cuts)]
     own = [(0, 41)] if rank == 0 else []
-    said = check("byte by byte", rank, pieces, name_of(group), "", 1, own, 1)
-    said += check("only empty pieces", rank, [ring_step(rank, world, 0, 7, 7)] * 3, name_of(group), "", 1, [], 2)
-    return said + check("no piece", rank, [], name_of(group), "", 5, [], 3)
+    problems = check("byte by byte", rank, pieces, name_of(group), "", 1, own, 1)
+    problems += check("only empty pieces", rank, [ring_step(rank, world, 0, 7, 7)] * 3, name_of(group), "", 1, [], 2)
+    return problems + check("no piece", rank, [], name_of(group), "", 5, [], 3)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 7])
@@ -123,7 +124,7 @@ def test_rings(world: int) -> None:
 
 def node_chains(rank: int, shapes: list[list[list[int]]]) -> list[str]:
     """Around the nodes from leader to leader, and from each leader on along its node."""
-    said, salt = [], 0
+    problems, salt = [], 0
     for nodes in shapes:
         node = next(n for n in nodes if rank in n)
         made = {tuple(n): dist.new_group(n) for n in nodes if len(n) > 1}
@@ -137,16 +138,16 @@ def node_chains(rank: int, shapes: list[list[list[int]]]) -> list[str]:
                 steps = view.steps([(0, 0, 5000), (1, 5000, 5001), (2, 5056, SIZE)])
                 own = [(0, SIZE)] if rank == src else []
                 what = f"{nodes} from {src} in chunks of {chunk}"
-                before = len(said)
-                said += check(what, rank, steps, inter, intra, chunk, own, salt) if rank != src else []
+                before = len(problems)
+                problems += check(what, rank, steps, inter, intra, chunk, own, salt) if rank != src else []
                 if rank == src:
                     bucket = content(salt=salt)
                     if ops.relay(bucket, table(steps), inter, intra, chunk) != messages(steps, chunk):
-                        said.append(f"{what}: number of messages")
+                        problems.append(f"{what}: number of messages")
                     if not torch.equal(bucket, content(salt=salt)):
-                        said.append(f"{what}: the source's own bytes changed")
-                assert len(said) - before < 5
-    return said
+                        problems.append(f"{what}: the source's own bytes changed")
+                assert len(problems) - before < 5
+    return problems
 
 
 SHAPES = {3: [[[0, 1], [2]], [[2], [1, 0]], [[1, 2, 0]]], 4: [[[0, 1], [3, 2]], [[0, 1, 2], [3]], [[0], [1], [2], [3]]]}
@@ -163,13 +164,13 @@ def test_leaders_pass_on_to_their_nodes(world: int) -> None:
 def wrong_arguments(rank: int) -> list[str]:
     group = dist.new_group([0, 1])
     pair = name_of(group)
-    said = []
+    problems = []
 
     def refused(what: str, text: str, bucket: Tensor, steps: Any, inter: str = pair, chunk: int = 10) -> None:
         before = bucket.clone()
         kind, message = raised(lambda: ops.relay(bucket, steps, inter, "", chunk))
         if kind != "ValueError" or text not in message or not torch.equal(bucket, before):
-            said.append(f"{what}: {kind} {message}")
+            problems.append(f"{what}: {kind} {message}")
 
     bucket = content()
     one: Step = (0, 10, -1, -1, -1, -1)
@@ -188,8 +189,8 @@ def wrong_arguments(rank: int) -> list[str]:
     refused("a rank outside its group", "2", bucket, table([(0, 8, -1, -1, 2, -1)]))
     refused("a source outside its group", "2", bucket, table([(0, 8, 2, -1, -1, -1)]))
     refused("no group", "1", bucket, table([(0, 8, -1, -1, 1, -1)]), inter="")
-    said += check("afterwards", rank, [ring_step(rank, 2, 0, 0, SIZE)], pair, "", 999, [(0, SIZE)] * (rank == 0), 9)
-    return said
+    problems += check("afterwards", rank, [ring_step(rank, 2, 0, 0, SIZE)], pair, "", 999, [(0, SIZE)] * (rank == 0), 9)
+    return problems
 
 
 def test_wrong_arguments() -> None:

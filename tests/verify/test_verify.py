@@ -24,7 +24,7 @@ from epload.model.targets import Targets, collect
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.plan import LoadPlan, make_plan
-from epload.transport.local import Local, _BoundLocal
+from epload.transport.local import Local, _PreparedLocal
 from epload.verify.proof import SAMPLED, Proof
 from support import ranks
 from support.checks import all_fine
@@ -57,7 +57,7 @@ def flips_in_shard(active: bool, name_of_victim: Callable[[Sequence[Tensor]], bo
     done = not active
 
     def then_flip(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(local: _BoundLocal, of: int | range, *args: Any) -> Any:
+        def call(local: _PreparedLocal, of: int | range, *args: Any) -> Any:
             nonlocal done
             result = inner(local, of, *args)
             for number in [of] if isinstance(of, int) else of:
@@ -70,8 +70,8 @@ def flips_in_shard(active: bool, name_of_victim: Callable[[Sequence[Tensor]], bo
         return call
 
     with (
-        mock.patch.object(_BoundLocal, "unpack", then_flip(_BoundLocal.unpack)),
-        mock.patch.object(_BoundLocal, "read", then_flip(_BoundLocal.read)),
+        mock.patch.object(_PreparedLocal, "unpack", then_flip(_PreparedLocal.unpack)),
+        mock.patch.object(_PreparedLocal, "read", then_flip(_PreparedLocal.read)),
     ):
         yield
     assert done or not active, "nothing was flipped"
@@ -129,17 +129,17 @@ def outcome(action: Callable[[], Any]) -> str:
 
 
 def good_loads(rank: int, path: Path, state: State) -> list[str]:
-    said = []
+    problems = []
     for way in WAYS:
         for verify, source in (("buckets", only_readers(state, way[0])), ("full", path), ("sample", path)):
             model = meta_net()
             report = loader_for(way, verify).load(model, source)
             what = f"{way} {verify}"
-            said += [f"{what}: {text}" for text in wrong(model, state)]
+            problems += [f"{what}: {text}" for text in wrong(model, state)]
             looked = verify in ("sample", "full") or (verify == "buckets" and report.readers != "every")
             if report.verify != verify or (report.phases["verify"].seconds > 0) != looked:
-                said.append(f"{what}: {report.verify} {report.phases['verify']}, readers {report.readers}")
-    return said
+                problems.append(f"{what}: {report.verify} {report.phases['verify']}, readers {report.readers}")
+    return problems
 
 
 def test_what_is_right_is_not_doubted(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_what_is_right_is_not_doubted(tmp_path: Path) -> None:
 
 
 def flipped_in_shard(rank: int, path: Path, state: State) -> list[str]:
-    said = []
+    problems = []
     for way in WAYS:
         model, loader = meta_net(), loader_for(way, "full")
 
@@ -158,12 +158,12 @@ def flipped_in_shard(rank: int, path: Path, state: State) -> list[str]:
         with flips_in_shard(rank == 3, embedding):
             text = outcome(lambda model=model, loader=loader: loader.load(model, path))
         if "embed.weight on rank 3;" not in text:
-            said.append(f"{way}: {text}")
+            problems.append(f"{way}: {text}")
         loader.load(model, path)
-        said += [f"{way}, after that: {text}" for text in wrong(model, state)]
+        problems += [f"{way}, after that: {text}" for text in wrong(model, state)]
     with flips_in_shard(rank == 3, embedding):
         loader_for(WAYS[0], "buckets").load(meta_net(), path)  # nothing looks at the shards
-    return said
+    return problems
 
 
 def test_a_bit_that_flips_in_a_shard_is_found_and_named(tmp_path: Path) -> None:
@@ -176,13 +176,13 @@ def stages_of_other_dims(rank: int, path: Path, state: State) -> list[str]:
     mine = ("patch", "bias") if rank < 2 else ("bias", "scale")
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros_like(state[name])) for name in mine})
     loader = loader_for(("one", "two_level"), "full")
-    said = []
+    problems = []
     for _ in range(2):
         loader.load(model, path, local_modules=[LocalModules("")])
-        said += [name for name in mine if not torch.equal(model[name].detach(), state[name])]
+        problems += [name for name in mine if not torch.equal(model[name].detach(), state[name])]
     with flips_in_shard(rank == 3, lambda target: target.shape == state["scale"].shape):
         text = outcome(lambda: loader.load(model, path, local_modules=[LocalModules("")]))
-    return said if "differ" in text and " scale on rank 3;" in text else [*said, text]
+    return problems if "differ" in text and " scale on rank 3;" in text else [*problems, text]
 
 
 def test_ranks_with_other_dims_are_proven(tmp_path: Path) -> None:
@@ -193,39 +193,39 @@ def test_ranks_with_other_dims_are_proven(tmp_path: Path) -> None:
 
 
 def flipped_on_the_way(rank: int, path: Path) -> list[tuple[str, str]]:
-    said = []
+    problems = []
     for way in (("one", "two_level"), ("one", "striped"), ("one", "flat"), ("partitioned", "striped")):
         loader = loader_for(way, "buckets")
         with flips_on_the_way(rank == 2):
-            said.append((str(way), outcome(lambda loader=loader: loader.load(meta_net(), path))))
+            problems.append((str(way), outcome(lambda loader=loader: loader.load(meta_net(), path))))
         loader.load(meta_net(), path)
-    return said
+    return problems
 
 
 def test_a_bit_that_flips_on_the_way_is_found_before_unpacking(tmp_path: Path) -> None:
     save_file(state_for(1), tmp_path / "model.safetensors")
-    for told in zip(*ranks.run(4, flipped_on_the_way, tmp_path / "model.safetensors"), strict=True):
-        assert len({text for _, text in told}) == 1, told
-        assert "is not as rank" in told[0][1], told
-        assert "rank 2 found that bucket" in told[0][1], told
+    for results in zip(*ranks.run(4, flipped_on_the_way, tmp_path / "model.safetensors"), strict=True):
+        assert len({text for _, text in results}) == 1, results
+        assert "is not as rank" in results[0][1], results
+        assert "rank 2 found that bucket" in results[0][1], results
 
 
 def flipped_while_read(rank: int, path: Path) -> list[str]:
-    said = []
+    problems = []
     for way in (("one", "two_level"), ("per_node", "two_level"), ("partitioned", "striped")):
         loader = loader_for(way, "full")
         with flips_while_read(rank == 0):
-            said.append(outcome(lambda loader=loader: loader.load(meta_net(), path)))
-    return said
+            problems.append(outcome(lambda loader=loader: loader.load(meta_net(), path)))
+    return problems
 
 
 def test_a_bit_that_flips_while_it_is_read_is_found(tmp_path: Path) -> None:
     """The checksum of its bucket is right, but not what the file says."""
     save_file(state_for(1), tmp_path / "model.safetensors")
-    for told in zip(*ranks.run(4, flipped_while_read, tmp_path / "model.safetensors"), strict=True):
-        assert len(set(told)) == 1, told
-        assert "after the load, shards differ from" in told[0], told
-        assert "on rank" in told[0]
+    for results in zip(*ranks.run(4, flipped_while_read, tmp_path / "model.safetensors"), strict=True):
+        assert len(set(results)) == 1, results
+        assert "after the load, shards differ from" in results[0], results
+        assert "on rank" in results[0]
 
 
 SOURCES = pytest.mark.parametrize("from_file", [False, True])
@@ -264,14 +264,14 @@ def test_what_differs_is_found_and_nothing_else(from_file: bool, sampled: bool, 
         value.data[-1] += 1
     wrong_too = one.claims(local)[0]
     list(one.check(0, {0: right, 7: right}, checkpoint, checkpoint.manifest))
-    told = outcome(lambda: list(one.check(0, {0: right, 3: wrong_too, 7: right}, checkpoint, checkpoint.manifest)))
+    failure = outcome(lambda: list(one.check(0, {0: right, 3: wrong_too, 7: right}, checkpoint, checkpoint.manifest)))
     listed = re.fullmatch(
-        r"after the load, shards differ from .* as rank 0 reads it: (.*); the memory, the network.*", told
+        r"after the load, shards differ from .* as rank 0 reads it: (.*); the memory, the network.*", failure
     )
-    assert listed is not None, told
-    said = listed[1].split(", ")
-    assert all(re.fullmatch(r"\d+ on rank 3", text) for text in said), "and of no other rank"
-    named = {text.split()[0] for text in said}
+    assert listed is not None, failure
+    names = listed[1].split(", ")
+    assert all(re.fullmatch(r"\d+ on rank 3", text) for text in names), "and of no other rank"
+    named = {text.split()[0] for text in names}
     assert len(named) in (3, 4) if sampled else named == {f"{i}" for i in range(0, 60, 10)}
 
 
@@ -294,16 +294,16 @@ def test_a_file_that_ends_before_it_is_proven_is_named(tmp_path: Path) -> None:
 
 def cast(rank: int, path: Path, state: State) -> list[str]:
     """Into bfloat16, of which a proof has to convert what it reads."""
-    said = []
+    problems = []
     for way in WAYS:
         model, loader = meta_net(), loader_for(way, "full")
         loader.load(model, path, dtype=torch.bfloat16)
-        said += [f"{way}: {text}" for text in wrong(model, state, torch.bfloat16)]
+        problems += [f"{way}: {text}" for text in wrong(model, state, torch.bfloat16)]
         with flips_in_shard(rank == 3, lambda target: target.dtype == torch.bfloat16):
             text = outcome(lambda model=model, loader=loader: loader.load(model, path, dtype=torch.bfloat16))
         if "on rank 3;" not in text:
-            said.append(f"{way}: {text}")
-    return said
+            problems.append(f"{way}: {text}")
+    return problems
 
 
 def test_shards_of_another_dtype_are_proven(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ NARROW = (torch.bfloat16, torch.float16, torch.float64)
 
 def nan_places(rank: int, folder: Path, state: State) -> list[str]:
     """Loads that convert NaN, into tensors of rows and of columns, out of a file and of a dict."""
-    said = []
+    problems = []
     for wanted, turned, source in product(NARROW, (False, True), (folder, state)):
         shape = state["w"].shape
         place = torch.empty(shape[::-1], dtype=wanted).T if turned else torch.empty(shape, dtype=wanted)
@@ -324,12 +324,12 @@ def nan_places(rank: int, folder: Path, state: State) -> list[str]:
         loader = loader_for(("one", "two_level"), "full")
         for _ in range(2):
             text = outcome(lambda loader=loader, model=model, source=source: loader.load(model, only_readers(source)))
-            said += [f"{wanted} {turned}: {text}"] if text != "fine" else []
+            problems += [f"{wanted} {turned}: {text}"] if text != "fine" else []
         with flips_in_shard(rank == 1 and not turned, lambda _: True):
             text = outcome(lambda loader=loader, model=model: loader.load(model, folder))
         if (" w on rank 1;" in text) == turned:
-            said.append(f"{wanted} {turned}: {text}")
-    return said
+            problems.append(f"{wanted} {turned}: {text}")
+    return problems
 
 
 def test_which_nan_something_is_converted_to_is_not_doubted(tmp_path: Path) -> None:
@@ -357,20 +357,20 @@ def planned(model: nn.Module, folder: Path | None) -> tuple[Checkpoint, Targets,
 
 def consumed(rank: int) -> list[str]:
     source = Checkpoint.from_state_dict(state_for(), consume=True)
-    said = []
+    problems = []
     for verify in ("sample", "full"):
         try:
             loader_for(WAYS[0], verify).load(meta_net(), only_readers(source))
         except ValueError as error:
-            said.append(str(error))
+            problems.append(str(error))
     loader_for(WAYS[0], "buckets").load(meta_net(), only_readers(source))
-    return said
+    return problems
 
 
 def test_what_can_be_read_only_once_cannot_be_verified() -> None:
-    for said in ranks.run(4, consumed):
-        assert len(said) == 2
-        assert all("leave out consume=True" in text for text in said)
+    for problems in ranks.run(4, consumed):
+        assert len(problems) == 2
+        assert all("leave out consume=True" in text for text in problems)
 
 
 def test_only_known_words() -> None:

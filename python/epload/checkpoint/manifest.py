@@ -108,6 +108,12 @@ class Manifest:
         """Equal for two manifests only if they differ in nothing but :attr:`provenance`."""
         return hashlib.blake2b(self.compact, digest_size=16).hexdigest()
 
+    @property
+    def version(self) -> str:
+        """Equal for two manifests only if their files have the same facts."""
+        _, files, _ = self.provenance
+        return hashlib.blake2b(json.dumps(files).encode(), digest_size=16).hexdigest()
+
     @cached_property
     def nbytes(self) -> int:
         """Size of all tensors in bytes."""

@@ -29,12 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="show the version and build options")
     inspect = commands.add_parser("inspect", help="check a checkpoint's headers and list its tensors")
-    checkpoint_help = "a safetensors or torch file, or a folder of them"
-    inspect.add_argument("checkpoint", help=checkpoint_help)
-    verify = commands.add_parser(
-        "verify", help="check a checkpoint's headers, read all of its data, and list the tensors with NaN or Inf"
-    )
-    verify.add_argument("checkpoint", help=checkpoint_help)
+    verify_help = "check a checkpoint's headers, read all of its data, and list the tensors with NaN or Inf"
+    for command in (inspect, commands.add_parser("verify", help=verify_help)):
+        command.add_argument("checkpoint", help="a safetensors or torch file, or a folder of them")
     options = parser.parse_args(arguments)
     if options.command == "info":
         for key, value in build_info().items():

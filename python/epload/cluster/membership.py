@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,6 +19,22 @@ def machine_identity() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return f"{platform.node()}-{uuid.getnode():x}"
+
+
+def local_network() -> str:
+    """Equal on two processes exactly if they can connect to each other inside their machine."""
+    try:
+        return f"{machine_identity()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return f"{machine_identity()} ?"
+
+
+def group_equal(of_rank: Mapping[int, str]) -> list[list[int]]:
+    """The ranks that have each text, in the order of the ranks."""
+    found: dict[str, list[int]] = {}
+    for rank, text in sorted(of_rank.items()):
+        found.setdefault(text, []).append(rank)
+    return list(found.values())
 
 
 def membership(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, int, tuple[int, ...]]:

@@ -7,6 +7,7 @@ under a number that they never use again.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from epload.cluster.membership import group_equal, local_network
 from epload.control.control import Control
 from epload.errors import LoadError, message_of
 
@@ -33,8 +35,17 @@ def rendezvous(
     failure: BaseException | None,
     view: Any,
     decide: Callable[[dict[int, Any]], Any],
+    within: str = "",
 ) -> tuple[Control, Any]:
-    """Makes a control for ``ranks``, all of which call this. The last three arguments are those of :meth:`Control.settle`.
+    """Makes a control for ``ranks``, all of which call this.
+
+    Args:
+        store: the job's.
+        ranks: global ranks.
+        rank: this process's.
+        timeout: within which all ranks have to come.
+        failure, view, decide: those of :meth:`Control.settle`.
+        within: ranks of one machine with different texts are in different nodes of the control.
 
     Returns:
         The control, and the first rank's decision.
@@ -56,15 +67,19 @@ def rendezvous(
 
         def close_and_decide(views: dict[int, Any]) -> Any:
             _close(shared, number)
-            return decide(views)
+            decision = decide({rank: view for rank, (_, view) in views.items()})
+            return [decision, group_equal({rank: place for rank, (place, _) in views.items()}), secrets.token_hex(16)]
 
         try:
             with control.guard():
                 control.timeout = timeout
                 control.doing = "topology"
                 control.open_registry()
-                decision = control.settle("topology", failure, view, close_and_decide)
+                place = f"{local_network()} {within}"
+                decision, nodes, token = control.settle("topology", failure, [place, view], close_and_decide)
                 control.close_registry()
+                control.join_nodes(nodes, token)
+                control.settle("topology", None)  # all have joined their nodes, or all fail
         except BaseException:
             _close(shared, number)
             raise

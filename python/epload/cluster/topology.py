@@ -10,10 +10,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from epload.cluster.group_cache import GroupCache
-from epload.cluster.membership import check_partition, machine_identity, membership
+from epload.cluster.membership import check_partition, group_equal, machine_identity, membership
 from epload.cluster.rendezvous import rendezvous
 from epload.control.control import DEFAULT_TIMEOUT, Control
 from epload.errors import ManifestMismatch
+from epload.native.extension import _C
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,8 @@ class Topology:
         if group is None:
             return cls([[rank]], None, rank, Control(None, ranks, rank))
 
-        def by_machine(views: Mapping[int, str]) -> list[list[int]]:
-            nodes: dict[str, list[int]] = {}
-            for member, machine in sorted(views.items()):
-                nodes.setdefault(machine, []).append(member)
-            return list(nodes.values())
-
         store, limit = group.get_group_store(), _as_timedelta(timeout)
-        control, nodes = rendezvous(store, ranks, rank, limit, None, machine_identity(), by_machine)
+        control, nodes = rendezvous(store, ranks, rank, limit, None, machine_identity(), group_equal)
         return cls(nodes, group, rank, control)
 
     @classmethod
@@ -131,7 +126,9 @@ class Topology:
                     )
 
         store, limit = group.get_group_store(), _as_timedelta(timeout)
-        control, _ = rendezvous(store, ranks, rank, limit, failure, nodes, check_equal)
+        # Emulated nodes of one machine are nodes for their control as well.
+        within = str(next((number for number, node in enumerate(nodes) if rank in node), ""))
+        control, _ = rendezvous(store, ranks, rank, limit, failure, nodes, check_equal, within)
         return cls(nodes, group, rank, control)
 
     def __repr__(self) -> str:
@@ -150,8 +147,7 @@ class Topology:
     def leaders(self, src: int) -> tuple[int, ...]:
         """One rank per node: those on the rail of ``src``, in the order of the nodes."""
         self.check_source(src)
-        rail = next(node.index(src) for node in self.nodes if src in node)
-        return tuple(node[rail % len(node)] for node in self.nodes)
+        return tuple(_C.leaders(self.nodes, src))
 
     def route(self, src: int) -> Route:
         """The route of a two-level broadcast from ``src``. Collective: makes its groups if they do not exist."""
@@ -173,7 +169,7 @@ class Topology:
             raise ValueError(
                 f"algorithm 'striped' expects nodes of equal size, got {list(map(list, self.nodes))}; use 'two_level'"
             )
-        rails = tuple(zip(*(sorted(node) for node in self.nodes), strict=True))
+        rails = tuple(map(tuple, _C.rails(self.nodes)))
         self._groups.make("striped route", rails, self.nodes)
         rail = next(rail for rail in rails if self.rank in rail)
         source_node = next(i for i, node in enumerate(self.nodes) if src in node)

@@ -34,48 +34,45 @@ Converted = tuple[str, Any]
 
 
 class Conversion:
-    """Runs converters over the tensors of a checkpoint. Each pass needs a new converter, because converters keep state.
+    """A new converter and the checkpoint that it converts. Each pass needs another one, because converters keep state.
 
     Args:
         source: the checkpoint, open.
         make: creates a converter. Returns None if there is nothing to convert.
         rename: the converter's name for a tensor of the checkpoint.
+
+    Raises:
+        TypeError: the converter lacks a method.
     """
 
     def __init__(self, source: Checkpoint, make: Callable[[], Converter | None], rename: Callable[[str], str]) -> None:
-        self.source = source
-        self._make = make
+        self._source = source
         self._rename = rename
+        self._converter: Any = make()
+        self.name = type(self._converter).__name__
+        """Class of the converter, for messages."""
+        lacking = [method for method in ("can_handle", "convert") if not hasattr(self._converter, method)]
+        if lacking and self._converter is not None:
+            raise TypeError(f"expected a converter with {' and '.join(lacking)}, got {self.name}")
 
-    def new_converter(self) -> Any:
-        """A new converter, or None.
-
-        Raises:
-            TypeError: it lacks a method.
-        """
-        converter = self._make()
-        lacking = [name for name in ("can_handle", "convert") if converter is not None and not hasattr(converter, name)]
-        if lacking:
-            raise TypeError(f"expected a converter with {' and '.join(lacking)}, got {type(converter).__name__}")
-        return converter
-
-    def handles(self, converter: Any, number: int, name: str) -> bool:
-        """Whether the converter takes the checkpoint's tensor of this number, which it knows as ``name``.
+    def handles(self, number: int) -> bool:
+        """Whether the converter takes the checkpoint's tensor of this number.
 
         Raises:
             CheckpointError: the converter failed.
         """
-        if converter is None:
+        if self._converter is None:
             return False
+        name = self._rename(self._source.manifest.names[number])
         try:
-            by_tensor = getattr(converter, "can_handle_tensor", None)
+            by_tensor = getattr(self._converter, "can_handle_tensor", None)
             if callable(by_tensor) and by_tensor(name, self._on_meta(number)):
                 return True
-            return bool(converter.can_handle(name))
+            return bool(self._converter.can_handle(name))
         except Exception as error:
-            raise self._failure(converter, f"at {name}", error) from error
+            raise self._failure(f"at {name}", error) from error
 
-    def run(self, converter: Any, numbers: Sequence[int], meta: bool) -> Iterator[Converted]:
+    def run(self, numbers: Sequence[int], meta: bool) -> Iterator[Converted]:
         """Yields what the converter returns for the checkpoint's tensors of these numbers.
 
         Args:
@@ -85,39 +82,38 @@ class Conversion:
             CheckpointError: the converter failed, or the checkpoint cannot be read.
         """
         for number in numbers:
-            name = self.source.manifest.names[number]
+            name = self._source.manifest.names[number]
             tensor = self._on_meta(number) if meta else self._read(number)
             try:
                 with torch.no_grad():
-                    result = converter.convert(self._rename(name), tensor)
+                    result = self._converter.convert(self._rename(name), tensor)
             except Exception as error:
-                raise self._failure(converter, f"at {name}", error) from error
+                raise self._failure(f"at {name}", error) from error
             if result is not None:
                 yield name, result
-        if not hasattr(converter, "finalize"):
+        if not hasattr(self._converter, "finalize"):
             return
         try:
             with torch.no_grad():
-                rest = list(converter.finalize() or ())
+                rest = list(self._converter.finalize() or ())
         except Exception as error:
-            raise self._failure(converter, "after the last tensor", error) from error
+            raise self._failure("after the last tensor", error) from error
         for result in rest:
             yield "the end", result
 
     def _on_meta(self, number: int) -> Tensor:
-        manifest = self.source.manifest
+        manifest = self._source.manifest
         return torch.empty(manifest.shapes[number], dtype=manifest.dtypes[number], device="meta")
 
     def _read(self, number: int) -> Tensor:
-        manifest = self.source.manifest
+        manifest = self._source.manifest
         shape, dtype = manifest.shapes[number], manifest.dtypes[number]
         raw = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
         if raw.numel():
-            self.source.fill(raw, [Piece(number, 0, 0, raw.numel())])
+            self._source.fill(raw, [Piece(number, 0, 0, raw.numel())])
         return raw.view(dtype).reshape(shape)
 
-    def _failure(self, converter: Any, where: str, error: Exception) -> CheckpointError:
+    def _failure(self, where: str, error: Exception) -> CheckpointError:
         return CheckpointError(
-            f"{self.source.manifest.source}: the model's converter {type(converter).__name__} failed {where}: "
-            f"{type(error).__name__}: {error}"
+            f"{self._source.manifest.source}: the model's converter {self.name} failed {where}: {type(error).__name__}: {error}"
         )

@@ -50,7 +50,6 @@ class ConvertedCheckpoint(Checkpoint):
         self._make = make
         self._rename = rename
         self._inner: Checkpoint | None = None
-        self._conversion: Conversion | None = None
         self._manifest: Manifest | None = None
         self._entries: list[_Entry] = []
         """Tensors that are read directly, then those of the converter in its order."""
@@ -84,8 +83,7 @@ class ConvertedCheckpoint(Checkpoint):
         """
         if self._manifest is None:
             self._inner = Checkpoint.open(self._source)
-            self._conversion = Conversion(self._inner, self._make, self._rename)
-            self._list_entries(self._conversion)
+            self._list_entries(self._inner.manifest)
             columns = [(entry.name, entry.shape, entry.dtype) for entry in self._entries]
             names, shapes, kinds = zip(*columns, strict=True) if columns else ((), (), ())
             self._manifest = Manifest(names, shapes, kinds, self._inner.manifest.source)
@@ -124,39 +122,41 @@ class ConvertedCheckpoint(Checkpoint):
 
     # ---- the first pass ----
 
-    def _list_entries(self, conversion: Conversion) -> None:
-        source = conversion.source.manifest
-        converter = conversion.new_converter()
+    def _list_entries(self, source: Manifest) -> None:
+        conversion = self._new_conversion()
         origins: dict[str, str] = {}
         inputs = []
         for number, (origin, shape, dtype) in enumerate(zip(source.names, source.shapes, source.dtypes, strict=True)):
-            name = self._rename(origin)
-            if conversion.handles(converter, number, name):
+            if conversion.handles(number):
                 inputs.append(number)
             else:
-                self._add(origins, _Entry(name, shape, dtype, number, origin))
+                self._add(origins, _Entry(self._rename(origin), shape, dtype, number, origin))
         self._inputs, self._direct = inputs, len(self._entries)
         if not inputs:
             return
-        for origin, result in self._first_pass(conversion, converter):
+        for origin, result in self._first_pass(conversion):
             if self._keep_all:
                 self._cache[len(self._entries)] = result.tensor.contiguous()
             self._add(origins, _Entry(result.name, tuple(result.tensor.shape), result.tensor.dtype, -1, origin))
 
-    def _first_pass(self, conversion: Conversion, converter: Any) -> list[Converted]:
+    def _new_conversion(self) -> Conversion:
+        assert self._inner is not None
+        return Conversion(self._inner, self._make, self._rename)
+
+    def _first_pass(self, conversion: Conversion) -> list[Converted]:
         """What the converter returns for meta tensors, or if it cannot work on those, for the data."""
         try:
-            return list(conversion.run(converter, self._inputs, meta=True))
+            return list(conversion.run(self._inputs, meta=True))
         except CheckpointError as error:
             if not _is_for_lack_of_data(error.__cause__):
                 raise
         _log.warning(
             "%s: the model's converter %s cannot work on meta tensors, so all the tensors that it returns are kept in memory",
-            self._title, type(converter).__name__,
+            self._title, conversion.name,
         )  # fmt: skip
         self._keep_all = True
         self.passes += 1
-        return list(conversion.run(conversion.new_converter(), self._inputs, meta=False))
+        return list(self._new_conversion().run(self._inputs, meta=False))
 
     def _add(self, origins: dict[str, str], entry: _Entry) -> None:
         if entry.name in origins:
@@ -172,9 +172,8 @@ class ConvertedCheckpoint(Checkpoint):
         """A converted tensor. Frees those before it."""
         if number not in self._cache:
             if number < self._next or self._pass is None:
-                assert self._conversion is not None
-                self._next, self.passes = 0, self.passes + 1
-                self._pass = self._conversion.run(self._conversion.new_converter(), self._inputs, meta=False)
+                self._next, self.passes = self._direct, self.passes + 1
+                self._pass = self._new_conversion().run(self._inputs, meta=False)
             self._cache.clear()
             self._advance(self._pass, number)
         elif not self._keep_all:
@@ -184,7 +183,7 @@ class ConvertedCheckpoint(Checkpoint):
 
     def _advance(self, results: Iterator[Converted], target: int) -> None:
         """Runs the pass up to the tensor of number ``target`` and caches that."""
-        for number in range(max(self._next, self._direct), target + 1):
+        for number in range(self._next, target + 1):
             entry = self._entries[number]
             origin, result = next(results, ("", None))
             if result is None:

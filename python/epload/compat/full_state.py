@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping as MappingType
+from collections.abc import Set
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from epload.broadcast import coalesced_bcast
@@ -39,13 +40,14 @@ def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: bool = Tr
             "function, for this model"
         )
     tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+    on_meta = {name for name, tensor in tensors.items() if tensor.is_meta}
     reads = not dist.is_initialized() or dist.get_rank() == 0
     return load(
         model,
         full_state if reads else None,
         mapping=Mapping(aliases=wrapper_aliases(model, tensors)),
         strict=strict,
-        init_missing=_KeepOnMeta(tensors) if keep_meta else None,
+        init_missing=partial(_move_back_to_meta, on_meta) if keep_meta else None,
         progress=False,
     )
 
@@ -55,24 +57,19 @@ def find_custom_loading(model: nn.Module) -> str:
     return next(filter(None, (describe_custom_loading(path, module) for path, module in model.named_modules())), "")
 
 
-class _KeepOnMeta:
-    """An ``init_missing`` hook that moves tensors that were on meta back there."""
-
-    def __init__(self, tensors: MappingType[str, Tensor]) -> None:
-        self._on_meta = {name for name, tensor in tensors.items() if tensor.is_meta}
-
-    def __call__(self, module: nn.Module, path: str, names: tuple[str, ...]) -> None:
-        for name in names:
-            if (f"{path}.{name}" if path else name) not in self._on_meta:
-                continue
-            owner: Any = module
-            while name not in owner._buffers and name not in owner._parameters:
-                owner = owner._checkpoint_wrapped_module  # a wrapper that does not show in names
-            if name in owner._buffers:
-                owner._buffers[name] = owner.get_buffer(name).to("meta")
-            else:
-                parameter = owner.get_parameter(name)
-                owner._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+def _move_back_to_meta(on_meta: Set[str], module: nn.Module, path: str, names: tuple[str, ...]) -> None:
+    """An ``init_missing`` hook that moves tensors back to meta if they were ``on_meta``."""
+    for name in names:
+        if (f"{path}.{name}" if path else name) not in on_meta:
+            continue
+        owner: Any = module
+        while name not in owner._buffers and name not in owner._parameters:
+            owner = owner._checkpoint_wrapped_module  # a wrapper that does not show in names
+        if name in owner._buffers:
+            owner._buffers[name] = owner.get_buffer(name).to("meta")
+        else:
+            parameter = owner.get_parameter(name)
+            owner._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
 
 def broadcast_buffers(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from epload.model.materialize import fsdp_parameters
+from epload.model.modules import Modules
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def tie(model: nn.Module, source: nn.Module, target: nn.Module) -> None:
     tied, replaced = source._parameters["weight"], target._parameters["weight"]
     if tied is replaced or tied is None or replaced is None:
         return
-    if not any(sharded.sharded_param is replaced for sharded in fsdp_parameters(model)):
+    if not any(sharded.sharded_param is replaced for sharded in Modules(model).fsdp_parameters):
         target._parameters["weight"] = tied
         return
     if isinstance(tied, DTensor) and isinstance(replaced, DTensor) and _same_layout(tied, replaced):

@@ -20,7 +20,6 @@ from epload.mapping.resolve import from_model
 from epload.mapping.rules import Rename
 from epload.mapping.wrappers import BASE_LAYER, PEFT_ALIASES, strip_wrappers, wrapper_aliases
 from epload.model.expert_parallel import OuterShard
-from epload.report import LoadReport
 
 _log = logging.getLogger(__name__)
 _NOT_FOR_LOAD = ("is_peft_model", "adapter_path", "fqn_to_index_mapping")
@@ -78,16 +77,10 @@ def rank0_load_and_broadcast_weights(
     if tied is not None:
         tie(model, *tied)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        _log_keys(weights_path, report)
-
-
-def _log_keys(path: str, report: LoadReport) -> None:
-    for title, names in (
-        ("missing keys, initialized", report.missing_keys),
-        ("unexpected keys", report.unexpected_keys),
-    ):
-        if names:
-            _log.warning("%s: %d %s: %s", path, len(names), title, ", ".join(names[:10]))
+        found = {"missing keys, initialized": report.missing_keys, "unexpected keys": report.unexpected_keys}
+        for title, names in found.items():
+            if names:
+                _log.warning("%s: %d %s: %s", weights_path, len(names), title, ", ".join(names[:10]))
 
 
 def _mapping(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -17,17 +18,19 @@ from typing import Any
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
-from epload.control.failure import Failure, FailureStore, describe
-from epload.control.heartbeat import Heartbeats
-from epload.control.messages import MessageStore
+from epload.control.failure import Alerts, Failure, Outcomes, describe
+from epload.control.heartbeat import Position
+from epload.control.place import Place
 from epload.control.processes import LocalProcesses
-from epload.control.rounds import FAILED, Round, Rounds, decide_on_reports, encode_report
-from epload.control.watch import Watch
+from epload.control.rounds import Round, Rounds, decide_on_reports, encode_report
+from epload.control.watch import FAILED, Guard, Watch
 from epload.errors import LoadError, RankExited, RemoteFailure, WaitTimeout, message_of
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _PUBLISH_TIMEOUT = timedelta(seconds=5)
 """How long a rank that was stopped waits for the failure that stopped it."""
+_LOOK_SECONDS = 0.1
+"""Between two questions to the store whether a rank has failed, from a thread that moves data."""
 
 
 class Control:
@@ -63,42 +66,64 @@ class Control:
         self.progress = 0
         """Grows with the data that this rank has moved. Ranks that wait for it do not time out as long as it grows."""
         self.processes = LocalProcesses()
-        self.alarm = threading.Event()
-        """Set by the watch to wake a rank that waits in a round: a process has ended, or the store is lost."""
         self._default_timeout = self.timeout
-        self._load = self._attempt = self._round = 0
-        """Number of the load, of failures in it so far, and of rounds since."""
+        self._load = self._attempt = 0
+        """Number of the load, and of failures in it so far."""
+        self._step = 1
+        """Number of the round that this rank is in, or comes to next, in the attempt."""
+        self._begun = 0
+        """Of rounds, in the attempt."""
+        self._succeeded = False
+        """Whether this rank has come through the last round of the load."""
         self._lock = threading.Lock()
         self._last_number = 0
         """Returned last by :meth:`next_load`."""
         self._refused: list[tuple[int, tuple[str, ...]]] = []
-        """On the coordinator: loads refused in another thread, with the keys of their outcome."""
+        """Loads that this rank has refused in another thread, with the keys of their outcome."""
+        self._alerts = Alerts()
+        self._looked = 0.0
+        """When :meth:`known` last asked the store."""
         self._failure: Failure | None = None
         """With which the present load has ended."""
         self.store = store
-        self._connection: Store | None = None
-        """To the same store: the watch, or a thread that publishes a failure, must not wait for a call of a round."""
+        self.place: Place | None = None
+        """None without a store."""
         self.rounds: Rounds | None = None
-        self.messages: MessageStore | None = None
-        self.heartbeats: Heartbeats | None = None
-        self.failures: FailureStore | None = None
-        """Outcome of the present attempt of a load."""
         if store is not None:
-            self._connection = _clone(store)
-            self.messages = MessageStore(store)
-            self.heartbeats = Heartbeats(self._connection, rank)
-            self.failures = FailureStore(self._connection, self._prefix)
-            self.rounds = Rounds(ranks, rank, self.messages, self.heartbeats, self.processes, self.alarm)
+            self.place = Place(store, ranks, rank)
+            self.rounds = self._make_rounds(self.place)
         self.watch = Watch(self)
 
+    def _make_rounds(self, place: Place) -> Rounds:
+        return Rounds(place, self.processes, lambda: self._prefix in self._alerts)
+
+    def join_nodes(self, nodes: Iterable[Iterable[int]], token: str) -> None:
+        """Connects the ranks of each node, once all ranks know the nodes. Arguments are those of :meth:`Place.join_nodes`."""
+        if self.place is not None:
+            with self.watch:
+                self.place.join_nodes(nodes, token, self.timeout, self.processes)
+            self.rounds = self._make_rounds(self.place)
+
     @property
-    def round(self) -> int:
-        """Number of the round that this rank is in, or was in last."""
-        return self._round
+    def position(self) -> Position:
+        return self._load, self._attempt, self._begun
+
+    def waits_since(self) -> float:
+        """When this rank began to wait in a round; 0 if it does not."""
+        return self.rounds.waits_since if self.rounds is not None else 0.0
 
     @property
     def _prefix(self) -> str:
         return f"{self._load}.{self._attempt}/"
+
+    @property
+    def _outcomes(self) -> Outcomes:
+        """Of the present attempt of the load."""
+        return self._outcomes_of(self._prefix)
+
+    def _outcomes_of(self, prefix: str) -> Outcomes:
+        assert self.place is not None
+        return Outcomes(self.place.free_connection, prefix)
 
     def next_load(self) -> int:
         """The number of the next load. Every rank takes one for each load, also for one that it refuses. Thread-safe."""
@@ -116,11 +141,13 @@ class Control:
         number = number if number is not None else self.next_load()
         self.timeout = timeout if timeout is not None else self._default_timeout
         self.processes.ended = {}
-        self.alarm.clear()
         self.doing, self.progress = "", 0
-        if self.messages is not None:
-            self.messages.keep_sent()  # of a load that failed
+        if self.place is not None:
+            self.place.begin_load()
         self._start_attempt(number, 0)
+        if self.rounds is not None:
+            self.rounds.forget(number)
+        self._alerts.forget(number)
         with self._lock:
             for refused in [refused for refused in self._refused if refused[0] < number]:
                 self.delete_later(refused[1])
@@ -132,19 +159,15 @@ class Control:
 
     def _start_attempt(self, load: int, attempt: int) -> None:
         """Rounds start anew, under other keys, in a new load and after a failure."""
-        self._failure = None
-        if self.rounds is not None:
-            self.rounds.final = None
-        if self.failures is not None and self.rank == self.coordinator and (self._round > 0 or self._attempt > 0):
-            self.delete_later(self.failures.keys)
-        self._load, self._attempt, self._round = load, attempt, 0
-        if self._connection is not None:
-            self.failures = FailureStore(self._connection, self._prefix)
+        if self.place is not None and self.rank == self.coordinator and self._prefix in self._alerts:
+            self.delete_later(self._outcomes.failure_keys(self._step))
+        self._failure, self._succeeded = None, False
+        self._load, self._attempt, self._step, self._begun = load, attempt, 1, 0
 
     def delete_later(self, keys: Iterable[str]) -> None:
         """Deletes keys that this rank has set when all ranks have come to the next round, and nobody needs them."""
-        if self.messages is not None:
-            self.messages.delete_later(keys)
+        if self.place is not None:
+            self.place.messages.delete_later(keys)
 
     def refuse(self, number: int, error: Exception) -> Failure:
         """Publishes that this rank takes no part in load ``number``; returns what all ranks raise. Thread-safe.
@@ -152,40 +175,83 @@ class Control:
         For a thread that finds another in a load. The other ranks stop in the first round, so that groups can be reused.
         """
         failure = Failure.of(error, self.rank, clean=True)
-        if self._connection is None:
+        if self.store is None:
             return failure
-        failures = FailureStore(self._connection, f"{number}.0/")
-        if self.rank == self.coordinator:
-            with self._lock:
-                self._refused.append((number, failures.keys))
+        prefix = f"{number}.0/"
         try:
-            return failures.publish(failure) or failure
+            outcomes = self._outcomes_of(prefix)
+            with self._lock:
+                self._refused.append((number, outcomes.failure_keys(1)))
+            first = outcomes.publish(1, failure) or failure
         except RuntimeError:  # the store is lost, which the others notice themselves
             return failure
+        self.spread(prefix, True)
+        return first
 
     def abort(self, error: Exception) -> None:
         """Fails the load that another thread is in, with only the error's text. Thread-safe."""
-        if self.failures is None:
+        if self.store is None:
             return
         with suppress(RuntimeError):  # the store is lost, which all notice themselves
-            self.failures.publish(Failure.of(error, self.rank))
+            self._publish(Failure.of(error, self.rank), True)
 
-    def guard(self) -> _Guard:
+    def guard(self) -> Guard:
         """A context in which the watch runs, and out of which every rank raises the same error."""
-        return _Guard(self)
+        return Guard(self)
 
     def open_registry(self) -> None:
         """While ranks rendezvous: the processes of this machine find one another, and are watched from then on."""
-        if self._connection is not None:
-            self.processes.register(self._connection, self.rank)
+        if self.place is not None:
+            self.processes.register(self.place.free_connection(), self.rank)
 
     def close_registry(self) -> None:
         """When all ranks have come."""
         self.delete_later(self.processes.close_registry())
 
+    # ---- failures ----
+
     def known(self) -> Failure | None:
-        """The first failure that any rank has published in this load. For the thread that runs the rounds."""
-        return self.failures.first() if self.failures is not None else None
+        """The first failure that any rank has published in this load. Asks the store every tenth of a second at most."""
+        now, store = time.monotonic(), self.store
+        if store is None or (self._prefix not in self._alerts and now - self._looked < _LOOK_SECONDS):
+            return None
+        self._looked = now
+        found = Outcomes(lambda: store, self._prefix).first(self._step)
+        return found[0] if found is not None else None
+
+    def find_failure(self) -> None:
+        """For the watch of a leader: looks for a failure in the store, unless the round hears of one anyway."""
+        prefix = self._prefix
+        if self.rounds is not None and self.rounds.waits_for_outcome:
+            return
+        if prefix not in self._alerts:
+            found = self._outcomes.first(self._step)
+            if found is not None:
+                self.spread(prefix, found[1])
+        elif not self._alerts.hard(prefix) and self._outcomes.stopped():
+            self.spread(prefix, True)
+
+    def spread(self, prefix: str, hard: bool, sender: int = -1) -> None:
+        """An attempt is known to have failed, from ``sender`` of this node if given: wakes this rank, and tells the others of the
+        node. Thread-safe."""
+        if self.place is None or not self._alerts.add(prefix, hard):
+            return
+        for rank, link in self.place.links.watch.items():
+            if rank != sender:
+                link.notify(FAILED, json.dumps([prefix, hard]).encode())
+        self.place.alarm.set()
+        if hard and prefix == self._prefix:
+            self.watch.stop()
+
+    def _publish(self, failure: Failure, hard: bool) -> Failure | None:
+        """Publishes a failure of the present attempt; returns as :meth:`fail`."""
+        prefix = self._prefix
+        if self._succeeded:
+            return None
+        first = self._outcomes.publish(self._step, failure, hard)
+        if first is not None:
+            self.spread(prefix, hard)
+        return first
 
     def fail(self, error: BaseException, hard: bool = True) -> Failure | None:
         """Publishes a failure; returns what all ranks raise, or None if the load has succeeded on the others. Thread-safe.
@@ -194,37 +260,43 @@ class Control:
         """
         remote = isinstance(error, RemoteFailure)
         try:
-            first = self.failures.first(_PUBLISH_TIMEOUT if remote else None) if self.failures is not None else None
+            first = self._first(_PUBLISH_TIMEOUT if remote else None)
             if first is not None and not hard:
                 return first
             others = ""
-            if first is None and not remote and self.heartbeats is not None:
+            if first is None and not remote and self.place is not None:
                 timed_out = isinstance(error, WaitTimeout)
-                others = self.heartbeats.describe(self.ranks, self.processes.ended, self.doing, find_silent=timed_out)
+                others = self.place.heartbeats.describe(
+                    self.ranks, self.processes.ended, self.doing, find_silent=timed_out
+                )
             failure = describe(error, self.rank, doing=self.doing, others=others)
-            return self.failures.publish(failure, hard) if self.failures is not None else failure
+            return self._publish(failure, hard) if self.store is not None else failure
         except RuntimeError as lost:
             text = (
                 f"{message_of(error)}\nThe other ranks could not be notified, as the store is lost: {message_of(lost)}"
             )
             return Failure(LoadError.__name__, text, self.rank)
 
+    def _first(self, patience: timedelta | None) -> Failure | None:
+        found = self._outcomes.first(self._step, patience) if self.store is not None and not self._succeeded else None
+        return found[0] if found is not None else None
+
     def conclude(self, error: BaseException) -> Failure | None:
         """Ends the present load with ``error``, unless it has failed already. Returns as :meth:`fail`."""
         if self._failure is not None:
             return self._failure
         failure = self.fail(error)
-        with suppress(RuntimeError):
-            if self.messages is not None and self.rounds is not None:
-                if failure is None and self.rounds.final is not None:
-                    self.messages.post(*self.rounds.final)  # interrupted, perhaps before it had posted the decision
-                elif failure is not None:  # ends the others' wait in the next round sooner than the outcome would
-                    key = "decision" if self.rank == self.coordinator else self.rank
-                    self.messages.post(f"{self._prefix}{self._round + 1}/{key}", FAILED)
         if failure is not None:
             self._start_attempt(self._load, self._attempt + 1)
             self._failure = failure
+        elif self.rounds is not None and not self._succeeded:
+            self._succeeded = True
+            with suppress(RuntimeError):  # interrupted, perhaps before it had passed the decision on
+                round_ = Round("", self.position, self.timeout, self._outcomes, last=True)
+                self.rounds.deliver(round_, self._outcomes.read(round_.step))
         return failure
+
+    # ---- rounds ----
 
     def agree(
         self,
@@ -247,35 +319,39 @@ class Control:
             LoadError: a rank did not come within the timeout, published a failure, or ``decide`` raised; with the same text
                 on every rank that is alive.
         """
-        if self.rounds is None or self.failures is None:
+        if self.rounds is None:
             try:
                 return decide({self.rank: view})
             except Exception as refusal:
                 self._failure = Failure.of(refusal, self.rank, clean=True)
                 raise
-        self._round += 1
-        self.doing = what
-        limit = patience * self.timeout
-        round_ = Round(what, self._round, f"{self._prefix}{self._round}/", limit, self.failures, last)
-        error: LoadError | None = None
-        try:
+        with self.watch:
+            self._begun = self._step
+            self.doing = what
+            round_ = Round(what, self.position, patience * self.timeout, self._outcomes, last)
+            error: LoadError | None = None
             try:
-                return self.rounds.run(round_, view, decide)
-            except (WaitTimeout, RankExited) as own:
-                error = own
-            except RemoteFailure:
-                pass
-            raise self._shared_error(error)
-        except DistNetworkError as lost:
-            raise LoadError(f"{what}: the store is lost: {message_of(lost)} (seen by rank {self.rank})") from lost
+                try:
+                    decision = self.rounds.run(round_, view, decide)
+                    self._succeeded = last
+                    self._step += 1
+                    return decision
+                except (WaitTimeout, RankExited) as own:
+                    error = own
+                except RemoteFailure:
+                    pass
+                raise self._shared_error(error)
+            except DistNetworkError as lost:
+                raise LoadError(f"{what}: the store is lost: {message_of(lost)} (seen by rank {self.rank})") from lost
 
     def _shared_error(self, error: LoadError | None) -> Exception:
         """What all ranks raise, after publishing ``error`` if it is not None; later rounds start anew."""
         failure = self.fail(error) if error is not None else None
-        if failure is None and self.failures is not None:
-            failure = self.failures.first(_PUBLISH_TIMEOUT)
+        if failure is None:
+            failure = self._first(_PUBLISH_TIMEOUT)
         if failure is None:
             failure = Failure(LoadError.__name__, "another rank failed and ended before it could say why", self.rank)
+        self.spread(self._prefix, not failure.clean)
         shared = failure.error()
         self._start_attempt(self._load, self._attempt + 1)
         self._failure = failure
@@ -308,57 +384,17 @@ class Control:
             messages: by receiver; every rank sends to the same receivers. They stay in the store until
                 :meth:`delete_messages`, which a rank calls once all have read theirs.
         """
-        if self.messages is None:
+        if self.place is None:
             return dict(messages)
         prefix = f"{self._prefix}message/{what}"
         for receiver, message in messages.items():
-            self.messages.send(f"{prefix}/{self.rank}/{receiver}", message)
+            self.place.messages.send(f"{prefix}/{self.rank}/{receiver}", message)
         self.settle(what, None)
         if self.rank not in messages:
             return {}
-        return {sender: self.messages.receive(f"{prefix}/{sender}/{self.rank}") for sender in self.ranks}
+        return {sender: self.place.messages.receive(f"{prefix}/{sender}/{self.rank}") for sender in self.ranks}
 
     def delete_messages(self) -> None:
         """Deletes what this rank has sent in :meth:`exchange`."""
-        if self.messages is not None:
-            self.messages.delete_sent()
-
-
-class _Guard:
-    """See :meth:`Control.guard`."""
-
-    def __init__(self, control: Control) -> None:
-        self._control = control
-        self.failure: Failure | None = None
-        """With which the operation has failed on all ranks; None if it has not, or has succeeded on the others."""
-
-    def __enter__(self) -> _Guard:
-        try:
-            self._control.watch.__enter__()
-        except BaseException as error:  # the other ranks wait for this one
-            self._raise(error)
-            raise
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is not None:
-                self._raise(error)
-        finally:
-            self._control.watch.__exit__()
-
-    def _raise(self, error: BaseException) -> None:
-        """Publishes the error, and raises what the other ranks raise if that is another one."""
-        self.failure = self._control.conclude(error)
-        # None: the load has succeeded on all ranks, and this one was interrupted while it returned.
-        if self.failure is None or not isinstance(error, Exception):
-            return
-        shared = self.failure.error()
-        if (type(shared), str(shared)) != (type(error), str(error)):
-            raise shared from error
-
-
-def _clone(store: Store) -> Store:
-    """Another connection to the store, as a call on one blocks all threads that use it."""
-    clone: Callable[[], Store] = getattr(store, "clone", lambda: store)
-    return clone()
+        if self.place is not None:
+            self.place.messages.delete_sent()

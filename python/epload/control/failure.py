@@ -1,4 +1,8 @@
-"""The outcome of a load, published once in the store, which still works when process groups do not.
+"""What went wrong, as all ranks raise it, and how they learn of it.
+
+What each step of a load has come to is one key of the store: the coordinator's decision, or the first failure, whichever was
+published first. A step is a round and what a rank does before it. One compare-and-set writes the key, so that all ranks read the
+same outcome, a load cannot both succeed and fail, and a rank that waits for a decision is woken by a failure too.
 
 The first failure published in a load is the one that every rank raises. A *soft* failure is that of a rank that can still do its
 part: the readers check for one before each bucket and end the transfer in band. Any other failure is *hard*: every rank's watch
@@ -8,10 +12,13 @@ stops what that rank is waiting for.
 from __future__ import annotations
 
 import json
+import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import count
 
 from torch.distributed.distributed_c10d import Store
 
@@ -19,10 +26,10 @@ from epload.errors import LoadError, RankExited, WaitTimeout, kind_of, make_erro
 
 _POLL_SECONDS = 0.05
 """Between two checks for a failure that another rank is about to publish."""
+DECISION, LAST, FAILURE = b"o", b"e", b"f"
+"""The first byte of an outcome. ``LAST``: a decision with which the load has succeeded."""
 _MAX_TEXT = 1 << 20
 """Characters of a failure's text; the store accepts values of up to 8 MiB."""
-_SUCCESS = "ended"
-"""The outcome of a load that succeeded; any other outcome is the first failure."""
 
 
 @dataclass(frozen=True)
@@ -82,51 +89,112 @@ def stack_of(error: BaseException) -> str:
     return "".join(traceback.format_tb(error.__traceback__)[-12:]).rstrip()
 
 
-class FailureStore:
-    """The outcome of one load in the store. Thread-safe."""
+class Outcomes:
+    """The outcomes of one attempt of a load. Thread-safe."""
 
-    def __init__(self, store: Store, prefix: str) -> None:
-        """``prefix``: of the load's keys."""
+    def __init__(self, store: Callable[[], Store], prefix: str) -> None:
+        """
+        Args:
+            store: returns a connection.
+            prefix: of the attempt's keys.
+        """
         self._store = store
-        self._outcome, self._stop = f"{prefix}outcome", f"{prefix}stop"
+        self._prefix = prefix
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """All keys that any rank may have set."""
-        return self._outcome, self._stop
+    def key(self, step: int) -> str:
+        return f"{self._prefix}{step}"
 
-    def publish(self, failure: Failure, hard: bool = True) -> Failure | None:
-        """Returns what all ranks raise: this failure, or the one published first; None if the load has succeeded."""
-        first = self._set_outcome(json.dumps(asdict(failure)))
-        if hard and first is not None:
-            self._store.set(self._stop, "1")
-        return first
+    def failure_keys(self, step: int) -> tuple[str, ...]:
+        """Keys that a failure in ``step`` may have set, on any rank."""
+        return self.key(step), self.key(step + 1), f"{self._prefix}stop"
 
-    def end(self) -> bool:
-        """Marks the load as succeeded; returns False if a failure was published before."""
-        return self._set_outcome(_SUCCESS) is None
+    def decide(self, step: int, value: bytes, last: bool) -> bytes:
+        """Publishes a decision; returns the outcome that stands."""
+        outcome: bytes = self._store().compare_set(self.key(step), "", (LAST if last else DECISION) + value)  # type: ignore[arg-type]
+        return outcome
 
-    def first(self, patience: timedelta | None = None) -> Failure | None:
-        """The first published failure, if any; waits up to ``patience`` for one."""
-        if not self._store.check([self._outcome]):
-            if patience is None:
+    def publish(self, step: int, failure: Failure, hard: bool = True) -> Failure | None:
+        """Returns what all ranks raise: this failure, or the one published first; None if the load has succeeded.
+
+        Args:
+            step: of this rank. If it has been decided, the failure belongs to a later one.
+            failure: what has happened on this rank.
+            hard: this rank cannot do its part any more, so that all have to stop at once.
+        """
+        text = json.dumps(asdict(failure) | {"hard": hard}).encode()
+        for at in count(step):
+            outcome = bytes(self._store().compare_set(self.key(at), "", FAILURE + text))  # type: ignore[arg-type]
+            if outcome.startswith(LAST):
                 return None
-            until = time.monotonic() + patience.total_seconds()
-            while not self._store.check([self._outcome]):  # polls: the store's own wait would block the watch
-                if time.monotonic() >= until:
+            if outcome.startswith(FAILURE):
+                first, is_hard = parse(outcome)
+                if hard and not is_hard:
+                    self._store().set(f"{self._prefix}stop", "1")
+                return first
+        raise AssertionError
+
+    def first(self, step: int, patience: timedelta | None = None) -> tuple[Failure, bool] | None:
+        """The first failure published in ``step`` or later, if any, and whether all have to stop at once; waits up to
+        ``patience`` for one."""
+        until = time.monotonic() + (patience.total_seconds() if patience is not None else 0.0)
+        while True:
+            while self._store().check([self.key(step)]):
+                outcome = self._store().get(self.key(step))
+                if outcome.startswith(FAILURE):
+                    failure, hard = parse(outcome)
+                    return failure, hard or self._store().check([f"{self._prefix}stop"])
+                if outcome.startswith(LAST):
                     return None
-                time.sleep(_POLL_SECONDS)
-        return _parse(self._store.get(self._outcome))
+                step += 1
+            if time.monotonic() >= until:
+                return None
+            time.sleep(_POLL_SECONDS)  # the store's own wait would block the watch
+
+    def read(self, step: int) -> bytes:
+        """The outcome of ``step``; empty if it has none."""
+        return self._store().get(self.key(step)) if self.decided(step) else b""
+
+    def decided(self, step: int) -> bool:
+        """Whether ``step`` has an outcome."""
+        return bool(self._store().check([self.key(step)]))
 
     def stopped(self) -> bool:
-        """Whether a hard failure was published."""
-        return bool(self._store.check([self._stop]))
-
-    def _set_outcome(self, text: str) -> Failure | None:
-        """One atomic operation, so that a rank that is interrupted or killed leaves either no outcome or a whole one."""
-        return _parse(self._store.compare_set(self._outcome, "", text))
+        """Whether a rank has published a hard failure after a soft one."""
+        return bool(self._store().check([f"{self._prefix}stop"]))
 
 
-def _parse(outcome: bytes) -> Failure | None:
-    text = outcome.decode()
-    return None if text == _SUCCESS else Failure(**json.loads(text))
+def parse(outcome: bytes) -> tuple[Failure, bool]:
+    """The failure, and whether it is hard."""
+    fields = json.loads(outcome[1:])
+    hard = fields.pop("hard")
+    return Failure(**fields), hard
+
+
+class Alerts:
+    """The attempts of loads that this rank knows to have failed. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hard: dict[str, bool] = {}
+        """By prefix of the attempt, whether all have to stop at once."""
+
+    def __contains__(self, prefix: str) -> bool:
+        return prefix in self._hard
+
+    def hard(self, prefix: str) -> bool:
+        """Whether all have to stop at once."""
+        return self._hard.get(prefix, False)
+
+    def add(self, prefix: str, hard: bool) -> bool:
+        """Whether this is news."""
+        with self._lock:
+            known = self._hard.get(prefix)
+            if known or (known is not None and not hard):
+                return False
+            self._hard[prefix] = hard
+            return True
+
+    def forget(self, load: int) -> None:
+        """Loads before this one."""
+        with self._lock:
+            self._hard = {prefix: hard for prefix, hard in self._hard.items() if int(prefix.split(".")[0]) >= load}

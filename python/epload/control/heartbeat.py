@@ -1,18 +1,28 @@
-"""Heartbeats: each rank's watch posts that the rank is alive and what it is doing; ranks that wait for it read them."""
+"""Heartbeats: that a rank is alive and what it is doing. Ranks tell the leader of their node, which posts one for all of them."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
+from epload.control.tree import Tree
+
 INTERVAL = 1.0
-"""Seconds between two heartbeats."""
+"""Seconds between two heartbeats of a rank to its leader."""
+_NODES_PER_SECOND, _MAX_INTERVALS = 8, 30
+"""A leader posts more rarely the more nodes there are, so that all of them post so many in a second; and at least so often."""
+_SILENT_INTERVALS = 2.2
+_MAX_SILENCE_SECONDS = 10.0
+"""How long an error waits to find out who is silent."""
 _MAX_RANKS = 32
 """Ranks described in one error."""
+
+Position = tuple[int, int, int]
+"""A load, an attempt in it, and the round that a rank is in, or was in last."""
 
 
 class Heartbeat(NamedTuple):
@@ -20,39 +30,92 @@ class Heartbeat(NamedTuple):
 
     number: int
     """Counts the rank's heartbeats."""
-    round: int
-    """The agreement round that the rank is in, or was in last."""
+    position: Position
     progress: int
     """Grows as the rank moves data."""
     doing: str
 
+    @classmethod
+    def parse(cls, fields: Sequence[object]) -> Heartbeat:
+        number, position, progress, doing = fields
+        return cls(number, tuple(position), progress, doing)  # type: ignore[arg-type]
+
+
+State = list[tuple[int, int, int]]
+
 
 class Heartbeats:
-    """The heartbeats of all ranks of a control, one key of the store per rank."""
+    """The heartbeats of all ranks of a control: those of its own node in memory, the others' in one key a node."""
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Callable[[], Store], tree: Tree) -> None:
+        """``store``: returns a connection that no wait blocks."""
         self._store = store
-        self._rank = rank
+        self._tree = tree
         self._count = 0
+        self._posts = 0
+        self._near: dict[int, tuple[Heartbeat, float]] = {}
+        """The last heartbeat of each rank of the node that this rank hears of, and when it came."""
+        self._posted_at = 0.0
+        self._posted: Position = (0, 0, 0)
 
-    def post(self, round_: int, progress: int, doing: str) -> None:
-        """Replaces this rank's heartbeat."""
+    @property
+    def interval(self) -> float:
+        """Seconds between two heartbeats of a node."""
+        return min(max(1.0, len(self._tree.nodes) / _NODES_PER_SECOND), _MAX_INTERVALS) * INTERVAL
+
+    def beat(self, position: Position, progress: int, doing: str) -> bytes:
+        """Counts a heartbeat of this rank; returns it as sent to others of its node."""
         self._count += 1
-        self._store.set(f"heartbeat/{self._rank}", json.dumps(Heartbeat(self._count, round_, progress, doing)))
+        own = Heartbeat(self._count, position, progress, doing[:200])
+        self._near[self._tree.rank] = own, time.monotonic()
+        return json.dumps(own).encode()
 
-    def read(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
-        """The last heartbeat of each of ``ranks`` that has posted one."""
-        keys = {rank: f"heartbeat/{rank}" for rank in ranks}
-        return {
-            rank: Heartbeat(*json.loads(self._store.get(key))) for rank, key in keys.items() if self._store.check([key])
-        }
+    def hear(self, rank: int, sent: bytes) -> None:
+        """A heartbeat of another rank of the node."""
+        self._near[rank] = Heartbeat.parse(json.loads(sent)), time.monotonic()
 
-    def progress(self, ranks: Sequence[int], round_: int) -> list[tuple[int, int, int]]:
-        """A value that changes as long as any of ``ranks`` moves data, or is alive and itself waits in round ``round_``."""
-        beats = self.read(ranks)
-        return [
-            (rank, beat.progress, beat.number if beat.round >= round_ else -1) for rank, beat in sorted(beats.items())
-        ]
+    def due(self, position: Position | None) -> bool:
+        """Whether to post: an interval is over, or this rank has begun to wait in the round at ``position``."""
+        began_to_wait = position is not None and position != self._posted
+        return began_to_wait or time.monotonic() - self._posted_at >= self.interval
+
+    def post(self, position: Position) -> None:
+        """Replaces what the store has of this rank's node; of this rank alone if it does not lead the node."""
+        self._posted_at, self._posted = time.monotonic(), position
+        self._posts += 1
+        ranks = self._tree.node if self._tree.leads else (self._tree.rank,)
+        now = time.monotonic()
+        beats = {rank: [*self._near[rank][0], now - self._near[rank][1]] for rank in ranks if rank in self._near}
+        self._store().set(f"heartbeat/{self._tree.rank}", json.dumps([self._posts, beats]))
+
+    def near(self, ranks: Iterable[int], position: Position) -> State:
+        """As :meth:`far` for ranks of this node; asks nobody."""
+        known = {rank: self._near[rank][0] for rank in ranks if rank in self._near}
+        return [_state(rank, beat, beat.number, position) for rank, beat in sorted(known.items())]
+
+    def far(self, leaders: Iterable[int], position: Position) -> State:
+        """A value that changes as long as any of ``leaders`` or their nodes' ranks moves data, or is alive and itself waits in
+        the round at ``position``."""
+        states = []
+        for leader in leaders:
+            posts, beats = self._read(leader)
+            states += [_state(rank, beat, posts, position) for rank, (beat, _) in sorted(beats.items())]
+        return states
+
+    def arrived(self, rank: int, position: Position) -> bool:
+        """Whether a rank is known to have come to the round at ``position``."""
+        keys = {self._tree.leader_of[rank], rank}
+        beats = [beats[rank][0] for key in keys if rank in (beats := self._read(key)[1])]
+        return any(beat.position >= position for beat in beats)
+
+    def _read(self, poster: int) -> tuple[int, dict[int, tuple[Heartbeat, float]]]:
+        """How often a rank has posted; of each rank the last heartbeat and its age in seconds."""
+        key = f"heartbeat/{poster}"
+        store = self._store()
+        if not store.check([key]):
+            return 0, {}
+        posts, beats = json.loads(store.get(key))
+        return posts, {int(rank): (Heartbeat.parse(fields), age) for rank, (*fields, age) in beats.items()}
 
     def describe(self, ranks: Sequence[int], ended: Collection[int], doing: str, find_silent: bool) -> str:
         """The last known state of each rank, for an error message; empty if no rank has posted a heartbeat.
@@ -62,24 +125,53 @@ class Heartbeats:
             doing: this rank's activity.
             find_silent: also says which ranks post no heartbeats any more; takes two intervals.
         """
-        last: dict[int, Heartbeat] = self.read(ranks)
+        rank = self._tree.rank
+        shown = [*sorted({*ended} & {*ranks}), *(each for each in ranks if each not in ended)][:_MAX_RANKS]
+        posts, last, silent = self._look(shown)
         if not last:
             return ""
-        silent: set[int] = set()
+        silent_after = _SILENT_INTERVALS * self.interval
         if find_silent:
-            time.sleep(2.2 * INTERVAL)
-            now = self.read(ranks)
-            silent = {rank for rank, beat in now.items() if rank in last and last[rank].number == beat.number}
-            silent -= {*ended, self._rank}
+            time.sleep(min(silent_after, _MAX_SILENCE_SECONDS))
+            before = posts
+            posts, now, silent = self._look(shown)
+            if silent_after <= _MAX_SILENCE_SECONDS:
+                far = {
+                    leader
+                    for leader, count in posts.items()
+                    if leader not in self._tree.node and before[leader] == count
+                }
+                silent |= {each for each in now if self._tree.leader_of[each] in far}
             last |= now
-        last[self._rank] = Heartbeat(0, 0, 0, doing)
-        return _describe(ranks, last, set(ended), silent)
+        silent = silent - {*ended, rank} if find_silent else set()
+        last[rank] = Heartbeat(0, (0, 0, 0), 0, doing)
+        return _describe(ranks, shown, last, set(ended), silent)
+
+    def _look(self, ranks: Sequence[int]) -> tuple[dict[int, int], dict[int, Heartbeat], set[int]]:
+        """How often each leader of ``ranks`` has posted, the last heartbeats of ``ranks``, and which of those are old."""
+        limit = _SILENT_INTERVALS * INTERVAL
+        posts: dict[int, int] = {}
+        found: dict[int, tuple[Heartbeat, float]] = {}
+        for leader in dict.fromkeys(self._tree.leader_of[rank] for rank in ranks):
+            posts[leader], beats = self._read(leader)
+            found |= beats
+        now = time.monotonic()
+        found |= {rank: (beat, now - when) for rank, (beat, when) in self._near.items()}
+        found = {rank: found[rank] for rank in ranks if rank in found}
+        return (
+            posts,
+            {rank: beat for rank, (beat, _) in found.items()},
+            {r for r, (_, age) in found.items() if age > limit},
+        )
 
 
-def _describe(ranks: Sequence[int], last: Mapping[int, Heartbeat], ended: set[int], silent: set[int]) -> str:
-    """Ranks that have ended or are silent come first where not all can be shown."""
-    first = [*sorted(ended & set(ranks)), *sorted(silent)]
-    shown = [*first, *(rank for rank in ranks if rank not in first)][:_MAX_RANKS]
+def _state(rank: int, beat: Heartbeat, number: int, position: Position) -> tuple[int, int, int]:
+    return rank, beat.progress, number if beat.position >= position else -1
+
+
+def _describe(
+    ranks: Sequence[int], shown: Sequence[int], last: Mapping[int, Heartbeat], ended: set[int], silent: set[int]
+) -> str:
     lines = ["Last known state of each rank:"]
     for rank in sorted(shown):
         beat = last.get(rank)

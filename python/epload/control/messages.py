@@ -3,14 +3,17 @@ rank's work does not grow with the number of ranks."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 
 from torch.distributed.distributed_c10d import Store
 
 _VALUE_BYTES = 4 << 20
 """Size of one value; the store accepts up to 8 MiB."""
-_PARTS = b"#"
-"""Starts a value that holds the number of parts of a text."""
+_MIN_COMPRESSED = 1 << 10
+"""Shorter texts are not worth compressing. Longer ones list ranks, or what they have in common."""
+_PLAIN, _COMPRESSED, _PARTS = b"=", b"z", b"#"
+"""The first byte of a value: a text, a compressed text, or the number of parts that such a value is in."""
 
 
 class MessageStore:
@@ -26,34 +29,37 @@ class MessageStore:
         """Keys of :meth:`send`."""
 
     def post(self, key: str, text: str) -> None:
-        """Sets a text for all ranks, in parts if it is large. Deleted after the next :meth:`release`."""
-        data = text.encode(errors="backslashreplace")
-        if len(data) > _VALUE_BYTES:
-            parts = [data[begin : begin + _VALUE_BYTES] for begin in range(0, len(data), _VALUE_BYTES)]
-            for number, part in enumerate(parts):
-                self._kept.append(f"{key}/{number}")
-                self._store.set(f"{key}/{number}", part)  # type: ignore[arg-type]
-            data = _PARTS + str(len(parts)).encode()
+        """Sets a text for other ranks. Deleted after the next :meth:`release`."""
         self._kept.append(key)
-        self._store.set(key, data)  # type: ignore[arg-type]
+        self._store.set(key, self.encode(key, text))  # type: ignore[arg-type]
 
-    def has(self, keys: list[str]) -> bool:
-        """Whether all ``keys`` are set."""
-        return self._store.check(keys)
+    def encode(self, key: str, text: str) -> bytes:
+        """The value of ``key`` for a text. If it is large, sets its parts, which are deleted as by :meth:`post`."""
+        data = text.encode(errors="backslashreplace")
+        data = _PLAIN + data if len(data) < _MIN_COMPRESSED else _COMPRESSED + zlib.compress(data, 1)
+        if len(data) <= _VALUE_BYTES:
+            return data
+        parts = [data[begin : begin + _VALUE_BYTES] for begin in range(0, len(data), _VALUE_BYTES)]
+        for number, part in enumerate(parts):
+            self._kept.append(f"{key}/{number}")
+            self._store.set(f"{key}/{number}", part)  # type: ignore[arg-type]
+        return _PARTS + str(len(parts)).encode()
 
-    def read(self, key: str) -> str:
-        """The text posted under ``key``."""
-        return self._join_parts(key, self._store.get(key))
-
-    def read_all(self, keys: list[str]) -> list[str]:
-        """The text posted under each key, in one call to the store if all are small."""
-        values = self._store.multi_get(keys) if keys else []
-        return [self._join_parts(key, value) for key, value in zip(keys, values, strict=True)]
-
-    def _join_parts(self, key: str, value: bytes) -> str:
+    def decode(self, key: str, value: bytes) -> str:
+        """The text of a value that :meth:`encode` returned on any rank."""
         if value.startswith(_PARTS):
-            value = b"".join(self._store.get(f"{key}/{number}") for number in range(int(value[len(_PARTS) :])))
-        return value.decode()
+            value = b"".join(self._store.get(f"{key}/{number}") for number in range(int(value[1:])))
+        return (zlib.decompress(value[1:]) if value.startswith(_COMPRESSED) else value[1:]).decode()
+
+    def has(self, key: str) -> bool:
+        """Whether ``key`` is set."""
+        return bool(self._store.check([key]))
+
+    def fill(self, keys: Iterable[str], value: bytes) -> None:
+        """Sets those of ``keys`` that are not set, which ends a wait for them. Deleted as by :meth:`post`."""
+        for key in keys:
+            self._store.compare_set(key, "", value)  # type: ignore[arg-type]
+            self._kept.append(key)
 
     def send(self, key: str, message: bytes) -> None:
         """Sets a message for one rank. It stays until :meth:`delete_sent`."""

@@ -98,16 +98,24 @@ class ProcessWatch:
             self._pids[rank] = int(pid)
             self._poll.register(fd, select.POLLIN)
 
-    def wait(self, wake: int, seconds: float) -> None:
-        """Sleeps until a process ends, the file descriptor ``wake`` becomes readable, or ``seconds`` have passed."""
-        self._poll.register(wake, select.POLLIN)
-        for fd, _ in self._poll.poll(seconds * 1e3):
-            rank = self._rank_of.pop(fd, None)
-            if rank is not None:
-                self._poll.unregister(fd)
-                os.close(fd)
-                self.ended[rank] = self._pids[rank]
-        self._poll.unregister(wake)
+    def wait(self, others: Iterable[int], seconds: float) -> set[int]:
+        """Sleeps until a process ends, another file descriptor becomes readable, or ``seconds`` have passed.
+
+        Returns:
+            Those of ``others`` that are readable.
+        """
+        watched = set(others)
+        for fd in watched:
+            self._poll.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in self._poll.poll(max(seconds, 0.0) * 1e3)}
+        for fd in watched:
+            self._poll.unregister(fd)
+        for fd in ready - watched:
+            rank = self._rank_of.pop(fd)
+            self._poll.unregister(fd)
+            os.close(fd)
+            self.ended[rank] = self._pids[rank]
+        return ready & watched
 
     def close(self) -> None:
         while self._rank_of:

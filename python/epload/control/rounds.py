@@ -1,22 +1,29 @@
-"""Agreement rounds: every rank posts a view, the coordinator makes a decision of all views, and every rank reads the decision.
+"""Agreement rounds: every rank hands a view to the leader of its node, each leader its node's views up a tree, and the root, the
+coordinator, makes a decision of all views, for which all leaders wait on one key.
 
-A round costs one set and one get per rank, and as many gets as there are ranks on the coordinator.
+Ranks of a node use their links. A leader's round costs a set, a wait and get, and a delete in the store; a leader with children
+waits for all of their views in one call.
 """
 
 from __future__ import annotations
 
 import json
-import threading
+import select
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
 from typing import Any
 
-from epload.control.failure import Failure, FailureStore, stack_of
-from epload.control.heartbeat import Heartbeats
-from epload.control.messages import MessageStore
+from epload.control import tree as trees
+from epload.control.failure import FAILURE, Failure, Outcomes, stack_of
+from epload.control.heartbeat import Position, State
+from epload.control.links import Link
+from epload.control.place import Place
 from epload.control.processes import LocalProcesses
+from epload.control.tree import Bundle
+from epload.control.waiter import Wait
 from epload.core.log import logger
 from epload.errors import (
     CallOrderError,
@@ -29,14 +36,14 @@ from epload.errors import (
     message_of,
 )
 
-_MIN_POLL, _MAX_POLL, _POLL_SHARE = 0.0002, 1.0, 1 / 8
-"""Seconds between two checks for the keys that a round waits for: limits, and the share of the time waited so far. A round polls,
-as a TCPStore prints a warning whenever its own wait times out."""
-_FIRST_CHECK = 0.05
-"""Seconds until a waiting rank first checks whether another has failed. The pauses between checks double, up to a second."""
-FAILED = "x"
-"""Posted in place of a view or a decision by a rank that has failed; any other decision starts with ``_OK``."""
-_OK = "o"
+_MAX_WAIT = 1.0
+"""Seconds until a waiting rank looks at what has changed at the latest; nothing of that asks the store."""
+_SAMPLES, _MAX_SAMPLE = 8, 10.0
+"""How often within its limit a leader reads the heartbeats of those that it waits for, and seconds between two times at most."""
+_QUIET_SECONDS = 1.0
+"""After which a rank whose leader has not come says in the store that it has come itself."""
+_FAILED = b"x"
+"""In place of a view or a decision, from a rank that has failed."""
 
 
 @dataclass(frozen=True)
@@ -45,42 +52,67 @@ class Round:
 
     what: str
     """Its name in error messages."""
-    number: int
-    """In the present attempt of a load."""
-    prefix: str
-    """Of the round's keys."""
+    position: Position
     limit: timedelta
-    """How long the coordinator waits without progress."""
-    failures: FailureStore
+    """How long a rank is waited for without progress."""
+    outcomes: Outcomes
+    """Of the present attempt of a load."""
     last: bool
     """Whether the load has succeeded when the round has."""
 
     @property
-    def decision_key(self) -> str:
-        return f"{self.prefix}decision"
+    def step(self) -> int:
+        return self.position[2]
+
+    @property
+    def tag(self) -> str:
+        """Of its messages within a node, and with a rank the key of a leader's views."""
+        return "view/{}.{}/{}".format(*self.position)
+
+    @property
+    def patience(self) -> timedelta:
+        """How long those wait that others have to tell first whom they lack."""
+        return 1.25 * self.limit + timedelta(seconds=2)
+
+
+class Deadline:
+    """Of a wait: a time without progress."""
+
+    def __init__(self, limit: timedelta) -> None:
+        self._seconds = limit.total_seconds()
+        self._until = monotonic() + self._seconds
+        self._seen: State | None = None
+
+    def note(self, state: State) -> None:
+        """Extends the wait if the state of those that it waits for has changed."""
+        if self._seen is not None and state != self._seen:
+            self._until = monotonic() + self._seconds
+        self._seen = state
+
+    @property
+    def left(self) -> float:
+        return self._until - monotonic()
 
 
 class Rounds:
-    """Runs one rank's part of rounds: the coordinator's or a participant's."""
+    """Runs one rank's part of rounds."""
 
-    def __init__(
-        self,
-        ranks: tuple[int, ...],
-        rank: int,
-        messages: MessageStore,
-        heartbeats: Heartbeats,
-        processes: LocalProcesses,
-        alarm: threading.Event,
-    ) -> None:
-        """The first of ``ranks`` is the coordinator. ``alarm``: set to wake a rank that waits in a round."""
-        self._ranks = ranks
-        self._rank = rank
-        self._messages = messages
-        self._heartbeats = heartbeats
+    def __init__(self, place: Place, processes: LocalProcesses, failed: Callable[[], bool]) -> None:
+        """``failed``: whether the present attempt is known to have failed."""
+        self._tree = place.tree
+        self._links = place.links.rounds
+        self._messages = place.messages
+        self._heartbeats = place.heartbeats
+        self._alarm = place.alarm
+        self._waiter = place.waiter
         self._processes = processes
-        self._alarm = alarm
-        self.final: tuple[str, str] | None = None
-        """On the coordinator: key and text of the decision with which the load has succeeded."""
+        self._failed = failed
+        self._received: dict[str, dict[int, bytes]] = {}
+        """Messages by tag and sender."""
+        self.waits_since = 0.0
+        """When this rank began to wait in the present round; 0 if it does not."""
+        self.waits_for_outcome = False
+        """Whether the waiter is about to tell the outcome of the present step."""
 
     def run(self, round_: Round, view: str, decide: Callable[[Mapping[int, str]], str]) -> str:
         """Returns the coordinator's decision, on every rank.
@@ -90,90 +122,216 @@ class Rounds:
             RankExited: the process of a rank on this machine has ended.
             RemoteFailure: a failure was published, also one of ``decide`` itself.
         """
-        coordinates = self._rank == self._ranks[0]
-        decision = self._coordinate(round_, view, decide) if coordinates else self._participate(round_, view)
-        if decision == FAILED:
-            raise RemoteFailure("another rank failed")
-        return decision[len(_OK) :]
+        self.waits_since = monotonic()
+        try:
+            if not self._tree.leads:
+                return self._participate(round_, view)
+            bundle = self._gather(round_, view)
+            outcome = self._decide(round_, bundle, decide) if self._tree.rank == self._tree.root else None
+            if outcome is None:
+                self._messages.post(self._key(round_, self._tree.rank), trees.encode(bundle))
+                self._messages.delete_released()
+                outcome = self._wait_for_outcome(round_)
+                self._messages.release()  # deleted in the next round: after the last one the store may no longer exist
+            return self.deliver(round_, outcome)
+        finally:
+            self.waits_since = 0.0
+            self._received.pop(round_.tag, None)
 
-    def _coordinate(self, round_: Round, view: str, decide: Callable[[Mapping[int, str]], str]) -> str:
-        others = [rank for rank in self._ranks if rank != self._rank]
-        keys = {f"{round_.prefix}{rank}": rank for rank in others}
-        if absent := self._wait(round_, keys, round_.limit):
-            raise WaitTimeout(
-                f"{round_.what}: {_name(absent)} did not arrive within {round_.limit.total_seconds():.0f} s"
-            )
-        posted = dict(zip(others, self._messages.read_all(list(keys)), strict=True)) | {self._rank: view}
-        views = {rank: posted[rank] for rank in self._ranks}
-        self._messages.release()
-        self._messages.delete_released()
-        decision = self._decide(round_, views, decide)
-        self._messages.post(round_.decision_key, decision)
+    def forget(self, load: int) -> None:
+        """Messages of loads before this one, which have failed."""
+        for tag in [tag for tag in self._received if int(tag.split("/")[1].split(".")[0]) < load]:
+            del self._received[tag]
+
+    def deliver(self, round_: Round, outcome: bytes) -> str:
+        """A leader passes a decision on to the other ranks of its node. Returns the decision."""
+        if outcome.startswith(FAILURE):
+            raise RemoteFailure("another rank failed")
+        decision = self._messages.decode(round_.outcomes.key(round_.step), outcome[1:])
+        data = decision.encode(errors="backslashreplace")
+        for rank in self._tree.members:
+            self._send(round_, rank, data)
         return decision
 
-    def _decide(self, round_: Round, views: dict[int, str], decide: Callable[[Mapping[int, str]], str]) -> str:
-        if FAILED in views.values():
-            return FAILED
-        try:
-            decision = _OK + decide(views)
-        except Exception as error:  # all ranks stop at the same step
-            round_.failures.publish(Failure.of(error, self._rank, clean=True), hard=False)
-            return FAILED
-        if not round_.last:
-            return decision
-        self.final = round_.decision_key, decision
-        return decision if round_.failures.end() else FAILED
+    def _send(self, round_: Round, rank: int, data: bytes) -> None:
+        """To a rank of this node. If its process has ended, the watch sees that."""
+        deadline, link = Deadline(round_.limit), self._links[rank]
+
+        def wait() -> None:
+            self._check(round_)
+            deadline.note(self._heartbeats.near([rank], round_.position))
+            if deadline.left <= 0:
+                raise WaitTimeout(
+                    f"{round_.what}: rank {rank} took no message for {round_.limit.total_seconds():.0f} s"
+                )
+            poll = select.poll()
+            poll.register(link, select.POLLOUT)
+            poll.register(self._alarm, select.POLLIN)
+            poll.poll(1e3 * _MAX_WAIT)
+            self._alarm.clear()
+
+        with suppress(OSError):
+            link.send(round_.tag, data, wait)
+
+    def _key(self, round_: Round, rank: int) -> str:
+        return f"{round_.tag}/{rank}"
+
+    # ---- a rank that does not lead its node ----
 
     def _participate(self, round_: Round, view: str) -> str:
-        self._messages.post(f"{round_.prefix}{self._rank}", view)
+        leader = self._tree.leader
         self._messages.delete_released()
-        # Longer than the coordinator waits, so that its text is the one raised.
-        limit = 1.25 * round_.limit + timedelta(seconds=2)
-        coordinator = self._ranks[0]
-        if self._wait(round_, {round_.decision_key: coordinator}, limit):
-            raise WaitTimeout(
-                f"{round_.what}: rank {coordinator}, the coordinator, made no decision within "
-                f"{limit.total_seconds():.0f} s (seen by rank {self._rank})"
-            )
-        decision = self._messages.read(round_.decision_key)
-        self._messages.release()  # deleted in the next round: after the last one the store may no longer exist
-        return decision
+        self._send(round_, leader, view.encode(errors="backslashreplace"))
+        deadline, posted = Deadline(round_.limit), False
+        while leader not in self._received.get(round_.tag, {}):
+            if leader in self._processes.ended and (outcome := round_.outcomes.read(round_.step)):
+                return self.deliver(round_, outcome)  # the leader has ended, perhaps before it could pass it on
+            self._check(round_)
+            state = self._heartbeats.near([leader], round_.position)
+            deadline.note(state)
+            come = any(number >= 0 for *_, number in state)
+            if not come and not posted and monotonic() - self.waits_since >= _QUIET_SECONDS:
+                self._heartbeats.post(round_.position)
+                posted = True
+            if deadline.left <= 0 and not (come and self._grace(round_, deadline)):
+                raise self._timeout(round_, [leader])
+            self._sleep(deadline.left)
+        self._messages.release()
+        return self._received[round_.tag][leader].decode()
 
-    def _wait(self, round_: Round, rank_of: Mapping[str, int], limit: timedelta) -> list[int]:
-        """Waits until all keys are set.
+    def _grace(self, round_: Round, deadline: Deadline) -> bool:
+        """Whether to wait on for a rank that itself waits for others, and has to say whom it lacks."""
+        return deadline.left > -(round_.patience - round_.limit).total_seconds()
 
-        Args:
-            rank_of: for each key, the rank that sets it.
-            limit: time without progress.
+    def _timeout(self, round_: Round, absent: Sequence[int]) -> WaitTimeout:
+        limit = f"{round_.limit.total_seconds():.0f} s"
+        if list(absent) == [self._tree.root]:
+            who = f"rank {absent[0]}, the coordinator, made no decision within {limit} (seen by rank {self._tree.rank})"
+        else:
+            who = f"{_name(absent)} did not arrive within {limit}"
+        return WaitTimeout(f"{round_.what}: {who}")
 
-        Returns:
-            The ranks that are missing after ``limit``; empty if all keys are set.
-        """
-        keys = list(rank_of)
-        began = monotonic()
-        until = began + limit.total_seconds()
-        seen, next_check = None, _FIRST_CHECK
-        while keys and not self._messages.has(keys):
-            waited = monotonic() - began
-            alarmed = self._alarm.wait(min(max(_POLL_SHARE * waited, _MIN_POLL), _MAX_POLL))
-            if waited < next_check and not alarmed:
-                continue
-            self._alarm.clear()
-            next_check = waited + min(waited, _MAX_POLL)
-            missing = [rank for key, rank in rank_of.items() if not self._messages.has([key])]
-            if round_.failures.first() is not None:
+    # ---- leaders ----
+
+    def _gather(self, round_: Round, view: str) -> Bundle:
+        """The views of this rank's node and of all nodes below it."""
+        deadline = Deadline(round_.limit)
+        members = set(self._tree.members)
+        while missing := sorted(members - self._received.get(round_.tag, {}).keys()):
+            self._check(round_)
+            deadline.note(self._heartbeats.near(missing, round_.position))
+            if deadline.left <= 0:
+                raise self._timeout(round_, [*missing, *self._absent_below(round_)])
+            self._sleep(deadline.left)
+        bundles: list[Bundle] = [{view: [self._tree.rank]}]
+        bundles += [{data.decode(): [rank]} for rank, data in self._received.get(round_.tag, {}).items()]
+        if self._tree.children:
+            keys = [self._key(round_, node[0]) for node in self._tree.children]
+            values = self._wait(round_, keys, deadline)
+            if _FAILED in values:
                 raise RemoteFailure("another rank failed")
+            bundles += [trees.decode(self._messages.decode(*each)) for each in zip(keys, values, strict=True)]
+        return trees.merge(bundles)
+
+    def _decide(self, round_: Round, bundle: Bundle, decide: Callable[[Mapping[int, str]], str]) -> bytes:
+        self._messages.release()
+        self._messages.delete_released()
+        outcomes, step = round_.outcomes, round_.step
+        try:
+            ranks = sorted(self._tree.leader_of)
+            decision = decide(trees.by_rank(bundle, ranks))
+        except Exception as error:  # all ranks stop at the same step
+            outcomes.publish(step, Failure.of(error, self._tree.rank, clean=True), hard=False)
+            return FAILURE
+        key = outcomes.key(step)
+        self._messages.delete_later([key])
+        return outcomes.decide(step, self._messages.encode(key, decision), round_.last)
+
+    def _wait_for_outcome(self, round_: Round) -> bytes:
+        self.waits_for_outcome = True
+        try:
+            deadline = Deadline(round_.patience)
+            return self._wait(round_, [round_.outcomes.key(round_.step)], deadline)[0]
+        finally:
+            self.waits_for_outcome = False
+
+    def _wait(self, round_: Round, keys: list[str], deadline: Deadline) -> list[bytes]:
+        """The values of ``keys``: of the outcome, or of the views of the nodes below."""
+        assert self._waiter is not None
+        wait = self._waiter.wait_for(keys)
+        every = min(round_.limit.total_seconds() / _SAMPLES, _MAX_SAMPLE)
+        next_sample = monotonic() + every
+        try:
+            while not wait.done:
+                self._sleep(min(deadline.left, next_sample - monotonic()))
+                if wait.done:
+                    break
+                self._check(round_)
+                if monotonic() >= next_sample:
+                    next_sample = monotonic() + every
+                    deadline.note(self._heartbeats.far(self._missing(round_), round_.position))
+                if deadline.left <= 0:
+                    self._give_up(round_, deadline)
+            return wait.result()
+        finally:
+            self._end(wait)
+
+    def _give_up(self, round_: Round, deadline: Deadline) -> None:
+        """Raises WaitTimeout, unless all that are missing wait for others in turn and have time left to say so."""
+        if self.waits_for_outcome:
+            raise self._timeout(round_, [self._tree.root])
+        absent = self._absent_below(round_)
+        if not absent and not self._grace(round_, deadline):
+            absent = self._missing(round_)
+        if absent:
+            raise self._timeout(round_, absent)
+
+    def _missing(self, round_: Round) -> list[int]:
+        """The leaders that this rank waits for."""
+        if self.waits_for_outcome:
+            return [self._tree.root]
+        leaders = [node[0] for node in self._tree.children]
+        return [leader for leader in leaders if not self._messages.has(self._key(round_, leader))]
+
+    def _absent_below(self, round_: Round) -> list[int]:
+        """The ranks that have not come, of the nodes below whose leaders have not come either."""
+        late = [rank for rank in self._missing(round_) if not self._heartbeats.arrived(rank, round_.position)]
+        nodes = [node for node in self._tree.children if node[0] in late]
+        return [rank for node in nodes for rank in node if not self._heartbeats.arrived(rank, round_.position)]
+
+    def _end(self, wait: Wait) -> None:
+        """Ends a wait for views that nobody will hand in; that for an outcome ends with the failure."""
+        if not wait.done and not self.waits_for_outcome:
+            wait.given_up = True
+            self._messages.fill(wait.keys, _FAILED)
+
+    # ---- both ----
+
+    def _check(self, round_: Round) -> None:
+        """Raises if the round has failed."""
+        if self._failed():
+            raise RemoteFailure("another rank failed")
+        if ended := dict(self._processes.ended):
+            rank, pid = min(ended.items())
             # A rank that has read the decision of the last round may end before this one has read it.
-            for rank, pid in sorted(self._processes.ended.items()):
-                if not self._messages.has(keys):
-                    raise RankExited(rank, pid)
-            now = self._heartbeats.progress(missing, round_.number)
-            if seen is not None and now != seen:
-                until = monotonic() + limit.total_seconds()
-            seen = now
-            if monotonic() >= until:
-                return missing
-        return []
+            if not round_.outcomes.decided(round_.step):
+                raise RankExited(rank, pid)
+
+    def _sleep(self, seconds: float) -> None:
+        """Until something arrives or the alarm is set; then takes in what has arrived."""
+        poll = select.poll()
+        poll.register(self._alarm, select.POLLIN)
+        links: dict[int, tuple[int, Link]] = {}
+        for rank, link in self._links.items():
+            if not link.closed:
+                poll.register(link, select.POLLIN)
+                links[link.fileno()] = rank, link
+        ready = {fd for fd, _ in poll.poll(1e3 * min(max(seconds, 0.0), _MAX_WAIT))}
+        self._alarm.clear()
+        for fd in ready & links.keys():
+            rank, link = links[fd]
+            for tag, data in link.receive():
+                self._received.setdefault(tag, {})[rank] = data
 
 
 def encode_report(what: str, failure: BaseException | None, view: Any) -> str:
@@ -187,8 +345,9 @@ def encode_report(what: str, failure: BaseException | None, view: Any) -> str:
 
 def decide_on_reports(what: str, texts: Mapping[int, str], decide: Callable[[dict[int, Any]], Any]) -> str:
     """The decision as JSON. Raises the error of the ranks that failed, or CallOrderError if a rank is in another round."""
-    reports = {rank: json.loads(text) for rank, text in texts.items()}
-    if any(report["at"] != what for report in reports.values()):
+    parsed = {text: json.loads(text) for text in set(texts.values())}
+    reports = {rank: parsed[text] for rank, text in texts.items()}
+    if any(report["at"] != what for report in parsed.values()):
         logger.info("ranks in different rounds: %s", {rank: report["at"] for rank, report in reports.items()})
         raise CallOrderError
     failed = {rank: report["error"] for rank, report in reports.items() if report["error"]}

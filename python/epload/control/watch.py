@@ -1,19 +1,23 @@
-"""A rank's watch over a load: posts heartbeats, notices ended processes, and stops what the rank waits for when another fails.
+"""A rank's watch over a load: sends heartbeats, notices ended processes, and stops what the rank waits for when another fails.
 
-It runs in a thread of its own, so that it works while the rank computes, reads or waits for a message.
+It runs in a thread of its own, so that it works while the rank computes, reads or waits for a message. The leader of a node looks
+for failures in the store once a second, unless its round waits for one there anyway, and tells the other ranks of the node.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from epload.control import heartbeat
-from epload.control.failure import Failure, FailureStore
-from epload.control.heartbeat import Heartbeats
+from epload.control.failure import Failure
+from epload.control.heartbeat import Position
+from epload.control.place import Place
 from epload.control.processes import LocalProcesses, ProcessWatch
 from epload.core import threads
 from epload.core.log import logger
@@ -22,6 +26,8 @@ from epload.errors import LoadError, RankExited, message_of
 _ULIMIT_HINT = "raise the limit on open files (ulimit -n)"
 _QUIET_HEARTBEATS = 5
 """A rank logs its activity after so many heartbeats without progress, then after twice as many, and so on."""
+BEAT, FAILED = "beat", "failed"
+"""Tags of messages between the watches of a node."""
 
 
 class Watched(Protocol):
@@ -31,14 +37,26 @@ class Watched(Protocol):
     doing: str
     progress: int
     processes: LocalProcesses
-    alarm: threading.Event
-    heartbeats: Heartbeats | None
-    failures: FailureStore | None
+    place: Place | None
 
     @property
-    def round(self) -> int: ...
+    def position(self) -> Position: ...
+
+    def waits_since(self) -> float: ...
 
     def fail(self, error: BaseException) -> Failure | None: ...
+
+    def find_failure(self) -> None: ...
+
+    def spread(self, prefix: str, hard: bool, sender: int) -> None: ...
+
+
+class Concluding(Protocol):
+    """What a guard needs to know of its rank; a ``Control`` is one."""
+
+    watch: Watch
+
+    def conclude(self, error: BaseException) -> Failure | None: ...
 
 
 class Stoppable(Protocol):
@@ -58,10 +76,11 @@ class Watch:
         self._over = False
         self._depth = 0
         self._thread: threading.Thread | None = None
+        self._next_beat = 0.0
 
     def __enter__(self) -> Watch:
-        if self._depth == 0 and self._control.heartbeats is not None:
-            self._start()
+        if self._depth == 0 and self._control.place is not None:
+            self._start(self._control.place)
         self._depth += 1
         return self
 
@@ -71,23 +90,34 @@ class Watch:
             self._over = True
             os.eventfd_write(self._wake, 1)
             self._thread.join()
-            os.close(self._wake)
             self._thread = None
+            self._close()
 
-    def _start(self) -> None:
-        """Raises LoadError if the thread cannot run: without it, this rank would not notice that others have failed."""
+    def _start(self, place: Place) -> None:
+        """Raises LoadError if a thread cannot run: without it, this rank would not notice that others have failed."""
         self._over = False
         try:
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-        except OSError as error:
-            raise self._error(f"{message_of(error)}; {_ULIMIT_HINT}") from error
-        try:
-            self._thread = threads.start("epload-watch", self._run)
+            place.alarm.open()
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            if place.waiter is not None:
+                place.waiter.start()
+            self._thread = threads.start("epload-watch", lambda: self._run(place))
         except BaseException as error:
-            os.close(self._wake)
+            self._close()
+            if isinstance(error, OSError):
+                raise self._error(f"{message_of(error)}; {_ULIMIT_HINT}") from error
             if isinstance(error, LoadError):
                 raise self._error(str(error)) from error
             raise
+
+    def _close(self) -> None:
+        assert self._control.place is not None
+        if self._control.place.waiter is not None:
+            self._control.place.waiter.stop()
+        self._control.place.alarm.close()
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
 
     def _error(self, cause: str) -> LoadError:
         return LoadError(f"rank {self._control.rank} cannot watch over the other ranks: {cause}")
@@ -101,47 +131,72 @@ class Watch:
         finally:
             self._guarded.remove(waiting)
 
-    def _run(self) -> None:
+    def stop(self) -> None:
+        """Ends what waits in :meth:`guards`."""
+        for waiting in list(self._guarded):
+            waiting.fail()
+
+    def _run(self, place: Place) -> None:
         control = self._control
         watched, count = ProcessWatch(()), 0
+        self._next_beat = 0.0
         try:
             while not self._over:
-                self._beat()
+                if time.monotonic() >= self._next_beat:
+                    self._next_beat = time.monotonic() + heartbeat.INTERVAL
+                    self._beat(place)
                 found = control.processes.find()
                 if len(found) > count:
                     watched.close()
                     watched, count = ProcessWatch(found), len(found)
-                watched.wait(self._wake, heartbeat.INTERVAL)
+                self._listen(watched, place)
                 if watched.ended.keys() - control.processes.ended.keys():
                     control.processes.ended = dict(watched.ended)
-                    control.alarm.set()
+                    place.alarm.set()
+                    self._report_ended()
         except OSError as error:
             control.fail(self._error(f"{message_of(error)}; {_ULIMIT_HINT}"))
-            self._stop()
-            control.alarm.set()
+            self.stop()
+            place.alarm.set()
         except Exception as error:  # the store is lost, and with it any news of other ranks
             if not self._over:
                 logger.warning("rank %d can no longer watch over the load: %s", control.rank, message_of(error))
-                self._stop()
-                control.alarm.set()
+                self.stop()
+                place.alarm.set()
         finally:
             watched.close()
 
-    def _beat(self) -> None:
-        control = self._control
-        assert control.heartbeats is not None
-        assert control.failures is not None
-        control.heartbeats.post(control.round, control.progress, control.doing)
-        self._log_activity(control.progress, control.doing)
-        if self._guarded:
-            for other, pid in sorted(control.processes.ended.items()):
-                control.fail(RankExited(other, pid))
-            if control.failures.stopped():
-                self._stop()
+    def _listen(self, watched: ProcessWatch, place: Place) -> None:
+        """Waits until the next heartbeat, or until a process ends; takes in what the node's other ranks say meanwhile."""
+        links = {link.fileno(): (rank, link) for rank, link in place.links.watch.items() if not link.closed}
+        for fd in watched.wait([self._wake, *links], self._next_beat - time.monotonic()) - {self._wake}:
+            rank, link = links[fd]
+            for tag, data in link.receive():
+                if tag == BEAT:
+                    place.heartbeats.hear(rank, data)
+                elif tag == FAILED:
+                    prefix, hard = json.loads(data)
+                    self._control.spread(prefix, hard, rank)
 
-    def _stop(self) -> None:
-        for waiting in list(self._guarded):
-            waiting.fail()
+    def _beat(self, place: Place) -> None:
+        control = self._control
+        position = control.position
+        sent = place.heartbeats.beat(position, control.progress, control.doing)
+        for link in place.links.watch.values():
+            link.notify(BEAT, sent)
+        self._log_activity(control.progress, control.doing)
+        if place.tree.leads:
+            since = control.waits_since()
+            waits = since > 0 and time.monotonic() - since >= heartbeat.INTERVAL
+            if place.heartbeats.due(position if waits else None):
+                place.heartbeats.post(position)
+            control.find_failure()
+        self._report_ended()
+
+    def _report_ended(self) -> None:
+        if self._guarded:
+            for other, pid in sorted(self._control.processes.ended.items()):
+                self._control.fail(RankExited(other, pid))
 
     def _log_activity(self, progress: int, doing: str) -> None:
         """After 5 s without progress, then after 10 s, 20 s and so on."""
@@ -150,3 +205,37 @@ class Watch:
         times, rest = divmod(self._quiet, _QUIET_HEARTBEATS)
         if doing and rest == 0 and times > 0 and times & (times - 1) == 0:
             logger.info("rank %d %s, %.0f s", self._control.rank, doing, self._quiet * heartbeat.INTERVAL)
+
+
+class Guard:
+    """A context in which the watch runs, and out of which every rank raises the same error."""
+
+    def __init__(self, control: Concluding) -> None:
+        self._control = control
+        self.failure: Failure | None = None
+        """With which the operation has failed on all ranks; None if it has not, or has succeeded on the others."""
+
+    def __enter__(self) -> Guard:
+        try:
+            self._control.watch.__enter__()
+        except BaseException as error:  # the other ranks wait for this one
+            self._raise(error)
+            raise
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None:
+                self._raise(error)
+        finally:
+            self._control.watch.__exit__()
+
+    def _raise(self, error: BaseException) -> None:
+        """Publishes the error, and raises what the other ranks raise if that is another one."""
+        self.failure = self._control.conclude(error)
+        # None: the load has succeeded on all ranks, and this one was interrupted while it returned.
+        if self.failure is None or not isinstance(error, Exception):
+            return
+        shared = self.failure.error()
+        if (type(shared), str(shared)) != (type(error), str(error)):
+            raise shared from error

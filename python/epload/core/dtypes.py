@@ -76,10 +76,9 @@ def code(dtype: torch.dtype) -> int:
     Raises:
         ValueError: epload cannot move this dtype.
     """
-    try:
-        return _SCALAR_TYPE[dtype]
-    except KeyError:
-        raise ValueError(f"epload does not support {dtype}") from None
+    if dtype not in _SCALAR_TYPE:
+        raise ValueError(f"epload does not support {dtype}")
+    return _SCALAR_TYPE[dtype]
 
 
 def from_code(number: int) -> torch.dtype:

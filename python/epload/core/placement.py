@@ -6,10 +6,11 @@ its regions are the Cartesian product of the intervals of all dims. All function
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and size of an n-d box, in elements, one entry per dim."""
@@ -48,8 +49,7 @@ class Layout:
     """One per mesh axis."""
 
 
-@dataclass(frozen=True)
-class OwnedRegion:
+class OwnedRegion(NamedTuple):
     """A box in the global index space that a rank owns, and where it starts in the rank's local shard."""
 
     start: tuple[int, ...]
@@ -147,12 +147,18 @@ def owned_regions(layout: Layout, coordinate: Sequence[int]) -> list[OwnedRegion
     ]
 
 
-def local_shape(layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
-    """Shape of the local shard of the rank at ``coordinate``."""
-    return tuple(
-        sum(size for _, size in owned_intervals(length, dim, layout.mesh_shape, layout.placements, coordinate))
-        for dim, length in enumerate(layout.shape)
-    )
+def owned_parts(box: Box, owned: Iterable[OwnedRegion]) -> Iterator[OwnedRegion]:
+    """The parts of a box that lie in owned regions."""
+    for region in owned:
+        if (shared := intersect(box, (region.start, region.size))) is not None:
+            start, size = shared
+            local_start = (at + a - b for at, a, b in zip(region.local_start, start, region.start, strict=True))
+            yield OwnedRegion(start, size, tuple(local_start))
+
+
+def box_slices(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    """The index of a box in a tensor."""
+    return tuple(slice(begin, begin + length) for begin, length in zip(start, size, strict=True))
 
 
 def intersect(a: Box, b: Box) -> Box | None:

@@ -40,6 +40,12 @@ class View(NamedTuple):
             for start, size in _boxes_within(self, inner_first, begin - self.offset, end - self.offset)
         ]
 
+    def replace_dims(self, dims: slice, start: Shape, size: Shape, offset: int, strides: Shape) -> View:
+        """A view at another offset, with some of its dims replaced."""
+        kept = (self.start, start), (self.size, size), (self.strides, strides)
+        starts, sizes, steps = ((*old[: dims.start], *new, *old[dims.stop :]) for old, new in kept)
+        return View(starts, sizes, offset, steps)
+
 
 def _boxes_within(view: View, dims: Sequence[int], begin: int, end: int) -> Iterator[Box]:
     """Boxes of indices over ``dims`` (innermost first) whose elements lie in [begin, end), relative to the view's offset.
@@ -86,9 +92,7 @@ def concatenate(assemblies: Sequence[Assembly], dim: int) -> Assembly:
     at, parts = 0, []
     for assembly in assemblies:
         shape = assembly.shape
-        if len(shape) != len(first) or any(
-            n != m for i, (n, m) in enumerate(zip(shape, first, strict=True)) if i != dim
-        ):
+        if len(shape) != len(first) or _set(shape, dim, 0) != _set(first, dim, 0):
             raise ValueError(f"cannot concatenate tensors of shape {list(first)} and {list(shape)} along dim {dim}")
         parts += [
             (source, view._replace(start=_set(view.start, dim, at + view.start[dim])))
@@ -101,22 +105,8 @@ def concatenate(assemblies: Sequence[Assembly], dim: int) -> Assembly:
 def stack(assemblies: Sequence[Assembly], dim: int) -> Assembly:
     """Like torch.stack."""
     dim = normalize_dim(dim, len(assemblies[0].shape) + 1)
-    return concatenate(
-        [
-            Assembly(
-                _insert(assembly.shape, dim, 1),
-                tuple(
-                    (
-                        source,
-                        View(_insert(v.start, dim, 0), _insert(v.size, dim, 1), v.offset, _insert(v.strides, dim, 1)),
-                    )
-                    for source, v in assembly.parts
-                ),
-            )
-            for assembly in assemblies
-        ],
-        dim,
-    )
+    shapes = [(*assembly.shape[:dim], 1, *assembly.shape[dim:]) for assembly in assemblies]
+    return concatenate([reshape(*each) for each in zip(assemblies, shapes, strict=True)], dim)
 
 
 def split(assembly: Assembly, dim: int, sizes: Sequence[int]) -> list[Assembly]:
@@ -183,9 +173,9 @@ def reshape(assembly: Assembly, shape: Sequence[int]) -> Assembly:
     dim = 0
     while dim < len(new) or dim < len(assembly.shape):
         if dim == len(assembly.shape):
-            assembly = _split_dim(assembly, dim - 1, assembly.shape[-1], 1) if dim else _unsqueeze(assembly)
+            assembly = _split_dim(assembly, dim - 1, assembly.shape[-1], 1) if dim else _unsqueezed(assembly)
         elif dim == len(new):
-            assembly = _merge_dims(assembly, dim - 1) if dim else Assembly((), _squeezed(assembly.parts))
+            assembly = _merge_dims(assembly, dim - 1) if dim else _squeezed(assembly)
             continue
         length = assembly.shape[dim]
         if length == new[dim]:
@@ -197,13 +187,16 @@ def reshape(assembly: Assembly, shape: Sequence[int]) -> Assembly:
     return assembly
 
 
-def _unsqueeze(assembly: Assembly) -> Assembly:
-    return stack([assembly], 0)
+def _unsqueezed(assembly: Assembly) -> Assembly:
+    """A 0-d tensor as one of shape [1]."""
+    return Assembly((1,), tuple((source, View((0,), (1,), view.offset, (1,))) for source, view in assembly.parts))
 
 
-def _squeezed(parts: tuple[tuple[int, View], ...]) -> tuple[tuple[int, View], ...]:
-    """0-d views, without those that have no elements: a 0-d view always has one."""
-    return tuple((source, View((), (), view.offset, ())) for source, view in parts if 0 not in view.size)
+def _squeezed(assembly: Assembly) -> Assembly:
+    """A tensor of shape [1] as a 0-d one, without empty views: a 0-d view has one element."""
+    return Assembly(
+        (), tuple((source, View((), (), view.offset, ())) for source, view in assembly.parts if all(view.size))
+    )
 
 
 def _merge_dims(assembly: Assembly, dim: int) -> Assembly:
@@ -218,19 +211,10 @@ def _merge_dims(assembly: Assembly, dim: int) -> Assembly:
             rows = [(a * inner, n * m, s if m == 1 else t, 0)]
         else:
             rows = [((a + i) * inner + b, m, t, i * s) for i in range(n)]
-        parts += [
-            (
-                source,
-                View(
-                    _merge(view.start, dim, start),
-                    _merge(view.size, dim, size),
-                    view.offset + more,
-                    _merge(view.strides, dim, stride),
-                ),
-            )
-            for start, size, stride, more in rows
-        ]
-    return Assembly(_merge(shape, dim, shape[dim] * inner), tuple(parts))
+        for start, size, stride, skipped in rows:
+            merged = view.replace_dims(slice(dim, dim + 2), (start,), (size,), view.offset + skipped, (stride,))
+            parts.append((source, merged))
+    return Assembly((*shape[:dim], shape[dim] * inner, *shape[dim + 2 :]), tuple(parts))
 
 
 def _split_dim(assembly: Assembly, dim: int, outer: int, inner: int) -> Assembly:
@@ -243,19 +227,13 @@ def _split_dim(assembly: Assembly, dim: int, outer: int, inner: int) -> Assembly
             row, at = divmod(begin, inner)
             rows = (end - begin) // inner if at == 0 and end - begin >= inner else 1
             length = inner if rows > 1 else min(inner - at, end - begin)
-            parts.append(
-                (
-                    source,
-                    View(
-                        _split(view.start, dim, row, at),
-                        _split(view.size, dim, rows, length),
-                        view.offset + (begin - view.start[dim]) * stride,
-                        _split(view.strides, dim, stride * inner, stride),
-                    ),
-                )
+            offset = view.offset + (begin - view.start[dim]) * stride
+            row_view = view.replace_dims(
+                slice(dim, dim + 1), (row, at), (rows, length), offset, (stride * inner, stride)
             )
+            parts.append((source, row_view))
             begin += rows * length
-    return Assembly(_split(assembly.shape, dim, outer, inner), tuple(parts))
+    return Assembly((*assembly.shape[:dim], outer, inner, *assembly.shape[dim + 1 :]), tuple(parts))
 
 
 def normalize_dim(dim: int, ndim: int) -> int:
@@ -267,15 +245,3 @@ def normalize_dim(dim: int, ndim: int) -> int:
 
 def _set(values: Shape, dim: int, value: int) -> Shape:
     return (*values[:dim], value, *values[dim + 1 :])
-
-
-def _insert(values: Shape, dim: int, value: int) -> Shape:
-    return (*values[:dim], value, *values[dim:])
-
-
-def _merge(values: Shape, dim: int, value: int) -> Shape:
-    return (*values[:dim], value, *values[dim + 2 :])
-
-
-def _split(values: Shape, dim: int, outer: int, inner: int) -> Shape:
-    return (*values[:dim], outer, inner, *values[dim + 1 :])

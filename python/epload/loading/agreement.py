@@ -18,7 +18,7 @@ from epload.loading import meshes
 from epload.loading.buffers import find_holders
 from epload.loading.differences import check_same_loader, check_same_options, distinct, explain_difference
 from epload.loading.hints import check_match
-from epload.loading.inputs import InputReader, LocalInputs
+from epload.loading.inputs import Draft, InputReader, LocalInputs, Proposal
 from epload.loading.missing import Missing, compute_missing, unfilled_anywhere
 from epload.loading.request import Options, Request
 from epload.loading.routes import Router
@@ -54,17 +54,8 @@ class _Opening(NamedTuple):
     """Whether any rank has tensors on meta."""
     seed: int
     """For tensors that are initialized."""
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """Everything that a plan follows from, besides the model."""
-
-    manifest: Manifest
-    mapping: Mapping
-    per_wave: int
-    bucket_bytes: int
-    options: str
+    planned: list[Any] | None
+    """If all ranks have proposed the same plan: what the planning round would have decided."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +78,8 @@ class AgreedLoad:
     ignored_keys: list[str]
     """Missing and unexpected keys that the mapping says to ignore."""
     missing: Missing
+    prepared: bool
+    """Whether nothing has to be made for the model, so that no rank can fail before data moves."""
 
     @property
     def device(self) -> torch.device:
@@ -120,26 +113,67 @@ class Agreement:
             LoadError, ValueError, TypeError: the same on every rank; nothing has been changed.
         """
         inputs, failure = attempt(lambda: self._read_inputs(request, stream))
-        opening = self._agree_on_opening(request, inputs, failure)
+        proposal = self._propose(request, inputs) if inputs is not None else None
+        opening = self._agree_on_opening(request, inputs, proposal, failure)
         assert inputs is not None
+        if opening.planned is not None:
+            assert proposal is not None
+            return self._accept(request, inputs, proposal, opening)
+        if proposal is not None and proposal.joined:
+            self.inputs.close_checkpoint()
+            inputs.checkpoint = None
         route, manifest = self._share_manifest(inputs, opening.manifest, report)
         return self._agree_on_plan(request, inputs, opening, route, manifest)
 
     def _read_inputs(self, request: Request, stream: torch.Stream | None) -> LocalInputs:
         if self._closed:
             raise ValueError("expected an open HierarchicalLoader, got one that was closed; make a new one")
-        # A first load pays for nothing that only the next one gains from.
-        return self.inputs.read(request, stream, snapshot=bool(self._plans))
+        return self.inputs.read(request, stream)
 
     def close(self) -> None:
         """Forgets plans and what was read of models."""
         self._closed = True
         self._plans.clear()
-        self.inputs.snapshot = self.inputs.manifest = None
+        self.inputs.forget()
+
+    # ---- a load like the one before ----
+
+    def _propose(self, request: Request, inputs: LocalInputs) -> Proposal | None:
+        """None unless this is a load of a known checkpoint into a known model, which needs no round but this and the last."""
+        known = self.inputs.manifest
+        if inputs.checkpoint is not None and self._topology.rank == self._options.src:
+            known = inputs.checkpoint.manifest
+        fresh = inputs.devices.has_meta or inputs.targets.unsaved_meta or inputs.targets.staged_modules
+        if not self._plans or known is None or fresh or inputs.local_modules:
+            return None
+        opened = inputs.checkpoint is not None
+
+        def make() -> tuple[Draft, LoadPlan]:
+            draft = self._make_draft(request, inputs, known)
+            return draft, self._make_checked_plan(request, inputs, draft, frozenset())
+
+        made, _ = attempt(make)  # what fails here fails again, and is reported, in the rounds of a first load
+        joined = not opened and inputs.checkpoint is not None
+        if made is None and joined:
+            self.inputs.close_checkpoint()
+            inputs.checkpoint = None
+        return Proposal(*made, joined) if made is not None else None
+
+    def _accept(self, request: Request, inputs: LocalInputs, proposal: Proposal, opening: _Opening) -> AgreedLoad:
+        draft, plan, _ = proposal
+        manifest = draft.manifest
+        if self._topology.rank != self._options.src:
+            manifest = manifest.with_provenance(opening.manifest.about)
+        assert opening.planned is not None
+        _, all_read, owned, _ = opening.planned
+        route = self._router.manifest_route(inputs.device)
+        return self._agreed(request, inputs, opening, route, replace(draft, manifest=manifest), plan, all_read, owned)
 
     # ---- opening ----
 
-    def _agree_on_opening(self, request: Request, inputs: LocalInputs | None, failure: Exception | None) -> _Opening:
+    def _agree_on_opening(
+        self, request: Request, inputs: LocalInputs | None, proposal: Proposal | None, failure: Exception | None
+    ) -> _Opening:
         src, rank = self._options.src, self._topology.rank
         timeout = self._control.timeout.total_seconds()
         local_modules = request.parts is not None and bool(request.parts.local_modules)
@@ -152,6 +186,10 @@ class Agreement:
         }
         if rank == src:
             view["seed"] = torch.initial_seed()
+        if proposal is not None:
+            assert inputs is not None
+            view["plan"] = self._describe_plan(inputs, proposal.plan)
+            view["version"] = proposal.draft.manifest.version
         if len(self._topology.ranks) > 1:
             if self.inputs.manifest is not None:
                 view["known"] = self.inputs.manifest.identity
@@ -169,13 +207,21 @@ class Agreement:
                 if all(view.get("known") == announced.identity for rank, view in views.items() if rank != src):
                     announced = announced._replace(nbytes=0)
             uneven = len({view["lost"] for view in views.values()}) > 1
-            return [announced, uneven, any(view["meta"] for view in views.values()), views[src]["seed"]]
+            planned = None
+            # Ranks have opened what the source had before; if it has other files now, they have to open these.
+            same_files = len({view.get("version") for view in views.values()}) == 1
+            if announced.nbytes == 0 and same_files and all("plan" in view for view in views.values()):
+                planned = self._compare_plans({rank: view["plan"] for rank, view in views.items()})
+                fingerprints, _, _, mismatches = planned
+                if len(fingerprints) > 1 or mismatches:
+                    planned = None
+            return [announced, uneven, any(view["meta"] for view in views.values()), views[src]["seed"], planned]
 
-        announced, uneven, meta, seed = self._control.settle("opening the checkpoint", failure, view, decide)
+        announced, uneven, meta, seed, planned = self._control.settle("opening the checkpoint", failure, view, decide)
         assert inputs is not None
         # Some ranks have buffers that others lack.
         holders = find_holders(self._control, request.model, inputs.targets) if uneven else {}
-        return _Opening(_Announcement(*announced), holders, meta, seed)
+        return _Opening(_Announcement(*announced), holders, meta, seed, planned)
 
     def _describe_options(self, device: torch.device) -> str:
         """What ranks must agree on before they can so much as share the manifest."""
@@ -236,9 +282,7 @@ class Agreement:
         if draft is not None:
             wanted = self._wanted_by_any(draft, inputs) if inputs.local_modules else frozenset()
             plan, failure = attempt(lambda: self._make_checked_plan(request, inputs, draft, wanted))
-        claims = self._meshes.of(inputs.targets)
-        fingerprint, owned = (plan.fingerprint.hex(), plan.owned) if plan is not None else ("", 0)
-        view = [fingerprint, inputs.checkpoint is not None, owned, claims]
+        view = self._describe_plan(inputs, plan)
         fingerprints, all_read, all_owned, mismatches = self._control.settle(
             "planning", unprepared, view, self._compare_plans, patience=2
         )
@@ -250,6 +294,12 @@ class Agreement:
         assert draft is not None
         if inputs.local_modules:
             self._tied.compare_anywhere(inputs.checkpoint, draft.manifest, plan.twins)
+        return self._agreed(request, inputs, opening, route, draft, plan, all_read, all_owned)
+
+    def _agreed(
+        self, request: Request, inputs: LocalInputs, opening: _Opening, route: Route, draft: Draft, plan: LoadPlan,
+        all_read: bool, owned: list[int],
+    ) -> AgreedLoad:  # fmt: skip
         missing_keys, mismatched_keys = unfilled_anywhere(self._control, inputs, plan)
         missing = compute_missing(
             self._control, request, inputs, plan, [*missing_keys, *mismatched_keys], opening.holders, opening.meta,
@@ -257,11 +307,16 @@ class Agreement:
         )  # fmt: skip
         ignored = ignored_keys(draft.mapping, draft.manifest.names, missing_keys, plan.unexpected)
         return AgreedLoad(
-            inputs, draft.manifest, plan, route, draft.per_wave, all_read, all_owned, missing_keys, mismatched_keys,
-            ignored, missing,
+            inputs, draft.manifest, plan, route, draft.per_wave, all_read, owned, missing_keys, mismatched_keys,
+            ignored, missing, prepared=opening.planned is not None,
         )  # fmt: skip
 
-    def _make_draft(self, request: Request, inputs: LocalInputs, known: Manifest) -> _Draft:
+    def _describe_plan(self, inputs: LocalInputs, plan: LoadPlan | None) -> list[Any]:
+        """A rank's part of the planning round."""
+        fingerprint, owned = (plan.fingerprint.hex(), plan.owned) if plan is not None else ("", 0)
+        return [fingerprint, inputs.checkpoint is not None, owned, self._meshes.of(inputs.targets)]
+
+    def _make_draft(self, request: Request, inputs: LocalInputs, known: Manifest) -> Draft:
         manifest = self.inputs.join(inputs, request.checkpoint, known)
         mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names)
         self.inputs.manifest = manifest
@@ -272,10 +327,10 @@ class Agreement:
             f"{self._describe_options(inputs.device)} strict={request.strict} "
             f"ignore_mismatched_shapes={request.ignore_mismatched_shapes} mapping={mapping}"
         )
-        return _Draft(manifest, mapping, per_wave, bucket_bytes, options)
+        return Draft(manifest, mapping, per_wave, bucket_bytes, options)
 
     def _make_checked_plan(
-        self, request: Request, inputs: LocalInputs, draft: _Draft, wanted: frozenset[int]
+        self, request: Request, inputs: LocalInputs, draft: Draft, wanted: frozenset[int]
     ) -> LoadPlan:
         """Raises ModelMismatch where the plan is not what ``strict`` and ``ignore_mismatched_shapes`` allow."""
         manifest = draft.manifest
@@ -298,7 +353,7 @@ class Agreement:
             meshes.find_mismatches({rank: view[3] for rank, view in views.items()}),
         ]
 
-    def _raise_disagreement(self, inputs: LocalInputs, draft: _Draft | None, failure: Exception | None) -> None:
+    def _raise_disagreement(self, inputs: LocalInputs, draft: Draft | None, failure: Exception | None) -> None:
         """Raises on every rank, in rounds: some rank could not plan, or the plans differ."""
         assert draft is not None
         # A file that was replaced between two ranks' opening it is why they differ.
@@ -312,7 +367,7 @@ class Agreement:
             raise
         raise ManifestMismatch("the ranks made different plans of the same checkpoint and model, nothing was moved")
 
-    def _wanted_by_any(self, draft: _Draft, inputs: LocalInputs) -> frozenset[int]:
+    def _wanted_by_any(self, draft: Draft, inputs: LocalInputs) -> frozenset[int]:
         """Numbers of the checkpoint tensors that some rank has a place for. A rank that cannot plan ends the load here; one that
         could not even make a draft reports that in this same round."""
         plan, failure = attempt(lambda: self._make_plan(draft, inputs.targets, frozenset()))
@@ -326,7 +381,7 @@ class Agreement:
         bits = int(self._control.settle("planning", failure, view, either, patience=2), 16)
         return frozenset(i for i in range(len(names)) if bits >> i & 1)
 
-    def _make_plan(self, draft: _Draft, targets: Targets, wanted: frozenset[int]) -> LoadPlan:
+    def _make_plan(self, draft: Draft, targets: Targets, wanted: frozenset[int]) -> LoadPlan:
         """A plan depends on nothing but its inputs, so that those of the last load are kept for a load of the same kind: one,
         and one more if some ranks want tensors that others do not."""
         inputs = (draft.manifest.digest, draft.mapping, f"{draft.bucket_bytes} {draft.options}")

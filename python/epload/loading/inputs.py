@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,10 +14,13 @@ from epload.cluster.topology import Topology
 from epload.errors import CheckpointError
 from epload.loading.request import Options, Request
 from epload.loading.routes import Router
+from epload.mapping.mapping import Mapping
 from epload.model.devices import Devices, check_backend, devices_of
-from epload.model.materialize import cpu_offloaded_ids, fsdp_parameters
+from epload.model.materialize import cpu_offloaded_ids
+from epload.model.modules import Modules
 from epload.model.snapshot import Snapshot
 from epload.model.targets import Targets, collect
+from epload.planning.plan import LoadPlan
 
 
 @dataclass
@@ -30,6 +33,8 @@ class LocalInputs:
     """None on a rank that has not opened it."""
     local_modules: bool
     """Whether ranks may hold different modules."""
+    modules: Modules | None = None
+    """Of the model; None if it was not walked, because it has not changed since the load before."""
 
     @property
     def device(self) -> torch.device:
@@ -48,6 +53,26 @@ class LocalInputs:
             self.checkpoint.reopen()
 
 
+@dataclass(frozen=True)
+class Draft:
+    """Everything that a plan follows from, besides the model."""
+
+    manifest: Manifest
+    mapping: Mapping
+    per_wave: int
+    bucket_bytes: int
+    options: str
+
+
+class Proposal(NamedTuple):
+    """A plan made before the ranks have agreed on anything: of the checkpoint and the model of the load before."""
+
+    draft: Draft
+    plan: LoadPlan
+    joined: bool
+    """Whether this rank has opened the checkpoint for it."""
+
+
 class InputReader:
     """Reads models and opens checkpoints for one loader; keeps what the next load need not read again."""
 
@@ -55,34 +80,50 @@ class InputReader:
         self._topology = topology
         self._options = options
         self._router = router
+        self.remembers = True
+        """Whether there will be another load."""
         self.snapshot: Snapshot | None = None
         self.manifest: Manifest | None = None
         """That of the load before."""
         self._opened: Checkpoint | None = None
         """What this rank has opened for the present load, unless the caller passed it opened."""
 
-    def read(self, request: Request, stream: torch.Stream | None, snapshot: bool) -> LocalInputs:
+    def read(self, request: Request, stream: torch.Stream | None) -> LocalInputs:
         """Reads the model, and opens the checkpoint where this rank is the source or has one of its own.
 
         Args:
             stream: that of the models' device, if the caller gave one.
-            snapshot: whether to keep a snapshot of the model for the next load.
         """
         request.check()
-        asked = (request.dtype, request.parts)
-        known = self.snapshot.read(request.model, asked) if self.snapshot is not None else None
+        known = self.snapshot.read(request.model, _asked(request)) if self.snapshot is not None else None
+        modules = None
         if known is not None:
             targets, devices = known
         else:
-            targets = collect(request.model, request.dtype, request.parts)
-            devices = devices_of(targets, cpu_offloaded_ids(fsdp_parameters(request.model)), stream)
-            if snapshot:
-                self.snapshot = Snapshot(request.model, targets, devices, asked)
+            modules = Modules(request.model)
+            targets = collect(request.model, request.dtype, request.parts, modules)
+            devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_parameters), stream)
         check_backend(self._topology.group, devices.load)
         checkpoint = self._open(request.checkpoint, devices.load)
         return LocalInputs(
-            targets, devices, checkpoint, request.parts is not None and bool(request.parts.local_modules)
+            targets, devices, checkpoint, request.parts is not None and bool(request.parts.local_modules), modules
         )
+
+    def remember(self, request: Request, inputs: LocalInputs) -> None:
+        """After a load: keeps what the next one would read of the same model."""
+        modules, targets = inputs.modules, inputs.targets
+        if modules is None or not self.remembers:
+            return
+        if request.init_missing is not None:  # it may have changed anything
+            modules = Modules(request.model)
+            targets = collect(request.model, request.dtype, request.parts, modules)
+            if not targets.matches(inputs.targets):
+                return
+        self.snapshot = Snapshot(request.model, modules, targets, inputs.devices, _asked(request))
+
+    def forget(self) -> None:
+        """Drops what was kept for the next load."""
+        self.snapshot = self.manifest = None
 
     def _open(self, given: Any, device: torch.device) -> Checkpoint | None:
         options, path = self._options, isinstance(given, str | os.PathLike)
@@ -119,3 +160,8 @@ class InputReader:
     def _keep(self, checkpoint: Checkpoint, given: Any) -> Checkpoint:
         self._opened = checkpoint if checkpoint is not given else None
         return checkpoint
+
+
+def _asked(request: Request) -> tuple[object, ...]:
+    """What targets depend on besides the model."""
+    return request.dtype, request.parts

@@ -11,7 +11,7 @@ from epload.loading.routes import Router
 from epload.staging.device import DeviceStaging
 from epload.staging.device_resources import DeviceResources
 from epload.staging.shared_memory import NodeMemory
-from epload.transport.local import Bound
+from epload.transport.local import PreparedPlan
 from epload.transport.sinks import upload_bytes
 from epload.verify.proof import Proof
 
@@ -26,8 +26,14 @@ class Resources:
         self._router = router
         self.memory: NodeMemory | None = None
         self.device = DeviceResources(stream)
-        self.bound: Bound | None = None
+        self.prepared: PreparedPlan | None = None
         self._proof: Proof | None = None
+
+    def clear_board(self) -> None:
+        """Before the first round of a load: all ranks have come through the last round of the one before, and none of them moves
+        data before all have come to this one."""
+        if self.memory is not None:
+            self.memory.board.clear()
 
     def reserve_memory(self, nbytes: int) -> NodeMemory:
         """Host staging with buffers of at least ``nbytes``. Collective when there is none yet."""
@@ -70,4 +76,4 @@ class Resources:
     def close(self) -> None:
         """Frees everything."""
         self.forget_staging()
-        self.bound = self._proof = None
+        self.prepared = self._proof = None

@@ -71,7 +71,10 @@ class LoadRun:
         if self._router.stages_on_host(load.device):
             self._memory = self._resources.reserve_memory(wave_bytes(plan, load.per_wave))
         local, failure = attempt(self._materialize)
-        self._control.settle("materializing the model", failure)
+        if not load.prepared:
+            self._control.settle("materializing the model", failure)
+        elif failure is not None:
+            raise failure
         assert local is not None
         self._local = local
         if load.missing.holders:
@@ -96,11 +99,10 @@ class LoadRun:
         targets = inputs.targets
         with report.timed("materialize"):
             if inputs.devices.has_meta or targets.unsaved_meta:
-                materialize(model, targets, inputs.devices.materialize_on)
+                materialize(model, targets, inputs.devices.materialize_on, modules=inputs.modules)
             if targets.staged_modules:
                 allocate_staging(model, targets)
             if self._memory is not None:
-                self._memory.board.clear()
                 report.peak_staging = sum(buffer.nbytes for buffer in self._memory.buffers)
             if load.device != CPU:
                 report.peak_staging += resources.reserve_staging(load, self._shared).footprint
@@ -109,8 +111,8 @@ class LoadRun:
             tensors = targets.local() + scales
             if load.device != CPU:
                 return Local(self._plan, tensors)
-            local = Local.on_cpu(self._plan, tensors, resources.bound)
-            resources.bound = local.bound
+            local = Local.on_cpu(self._plan, tensors, resources.prepared)
+            resources.prepared = local.prepared
             return local
 
     def _route(self, readers: str) -> RoutePlan:
@@ -173,9 +175,10 @@ class LoadRun:
             read.nbytes - before[0].nbytes, read.seconds - before[0].seconds,
             crossed.nbytes - before[1].nbytes, crossed.seconds - before[1].seconds,
         ]  # fmt: skip
+        # What ranks have measured decides how the rest is moved; at the end there is none.
         views = self._control.settle(
-            "the transfer", failure, measured, lambda views: [views[rank] for rank in self._topology.ranks],
-            patience=2, last=last,
+            "the transfer", failure, None if last else measured,
+            lambda views: [] if last else [views[rank] for rank in self._topology.ranks], patience=2, last=last,
         )  # fmt: skip
         return [WaveMeasurement(*view) for view in views]
 

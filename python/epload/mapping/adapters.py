@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from epload.errors import ModelMismatch
-from epload.mapping.wrappers import compile_aliases, is_from_package, meta_tensors, strip_wrappers
+from epload.mapping.wrappers import compile_aliases, is_from_package, strip_wrappers
+from epload.model.state_dict import tensor_entries
 
 _PREFIX = "base_model.model."
 NamePairs = tuple[tuple[str, str], ...]
@@ -61,7 +62,8 @@ def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence
             pairs.append((name, inner[target]))
     # Tensors that the file lacks: no checkpoint key is empty, so they are reported as missing.
     pairs += [("", inner[target]) for target in saved.values()]
-    if on_meta := meta_tensors(model, [target for _, target in pairs]):
+    filled = {target for _, target in pairs}
+    if on_meta := [name for name, tensor in tensor_entries(model) if tensor.is_meta and name not in filled]:
         raise ModelMismatch(
             f"the checkpoint is an adapter file without base weights, but {len(on_meta)} base weights of the model are on meta "
             f"({', '.join(on_meta[:3])}, ...); load the base checkpoint first, then the adapter"

@@ -99,12 +99,12 @@ class Converter:
         key = (id(group.convert), *group.inputs, *group.indices, *shapes, *target_shapes)
         if (known := self._outputs.get(key)) is not None:
             return known
-        self._check_complete(group, target_shapes)
+        present = next(filter(None, targets))
+        self._check_complete(group, present, target_shapes)
         tensors: TensorLists = [[] for _ in group.convert.sources]
         for i in sorted(range(len(shapes)), key=lambda i: (group.inputs[i], group.indices[i])):
             assembly = self._whole[shapes[i]]
             tensors[group.inputs[i]].append(replace(assembly, parts=tuple((i, view) for _, view in assembly.parts)))
-        present = next(filter(None, targets))
         try:
             for operation in group.convert.operations:
                 tensors = operation(tensors, ConversionTargets(target_shapes, group.convert.targets))
@@ -120,12 +120,10 @@ class Converter:
         self._outputs[key] = tensors
         return tensors
 
-    def _check_complete(self, group: Group, target_shapes: Sequence[Shape | None]) -> None:
+    def _check_complete(self, group: Group, target: str, target_shapes: Sequence[Shape | None]) -> None:
         """Raises ModelMismatch unless each input is there once, with each index from 0 to the last."""
         convert = group.convert
         found: dict[tuple[int, int], int] = {}
-        present = (name for name, shape in zip(group.targets, target_shapes, strict=True) if shape is not None)
-        target = next(present, group.targets[0])
         for source, key in zip(group.sources, zip(group.inputs, group.indices, strict=True), strict=True):
             if key in found:
                 both = f"{self._names[found[key]]} and {self._names[source]}"

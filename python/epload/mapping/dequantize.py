@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from epload.core.placement import OwnedRegion, intersect, owned_regions
+from epload.core.placement import OwnedRegion, box_slices, owned_parts, owned_regions
 from epload.core.views import Shape
 from epload.mapping.scales import Scaling, indices_in_weight
 from epload.model.targets import Targets
@@ -28,15 +28,10 @@ def multiply(scalings: Sequence[Scaling], targets: Targets, local: Sequence[Tens
         layout = targets.layout[scaling.target]
         if layout not in owned:
             owned[layout] = owned_regions(targets.layouts[layout], targets.coordinates[layout])
-        for region in owned[layout]:
-            shared = intersect((scaling.view.start, scaling.view.size), (region.start, region.size))
-            if shared is None:
-                continue
-            start, size = shared
-            local_start = [at + a - b for at, a, b in zip(region.local_start, start, region.start, strict=True)]
-            box = tuple(slice(at, at + n) for at, n in zip(local_start, size, strict=True))
-            part = local[scaling.target][box]
-            in_view = tuple(map(int.__sub__, start, scaling.view.start))
+        view = scaling.view
+        for start, size, local_start in owned_parts((view.start, view.size), owned[layout]):
+            part = local[scaling.target][box_slices(local_start, size)]
+            in_view = tuple(map(int.__sub__, start, view.start))
             part.copy_(part.float() * _expand(scaling, local[scaling.scale].to(part.device), in_view, size))
 
 

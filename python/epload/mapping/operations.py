@@ -65,7 +65,9 @@ class Split(Operation):
     sizes: str | tuple[int, ...] = "equal"
 
     def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
-        tensor = _single(self, inputs)
+        if len(inputs) != 1 or len(inputs[0]) != 1:
+            raise ValueError(f"{self} takes one tensor, got {sum(map(len, inputs))}")
+        ((tensor,),) = inputs
         dim = views.normalize_dim(self.dim, len(tensor.shape))
         if self.sizes == "targets":
             if None in targets.shapes:
@@ -118,7 +120,89 @@ class Reshape(Operation):
         return [[views.reshape(tensor, self.shape) for tensor in tensors] for tensors in inputs]
 
 
-def _single(operation: Operation, inputs: TensorLists) -> Assembly:
-    if len(inputs) != 1 or len(inputs[0]) != 1:
-        raise ValueError(f"{operation} takes one tensor, got {sum(map(len, inputs))}")
-    return inputs[0][0]
+# ---- operations that only transformers declares ----
+
+
+@dataclass(frozen=True)
+class UnsupportedOperation(Operation):
+    """An operation of the library that computes values, such as quantizing or dequantizing."""
+
+    name: str
+
+    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
+        raise ValueError(
+            f"the transformers operation {self.name} computes values, which a mapping cannot do; load the model once with "
+            "from_pretrained, save its state dict, and load that"
+        )
+
+
+@dataclass(frozen=True)
+class Interleave(Operation):
+    """Reorders ``dim`` to the even indices, then the odd ones; ``inverse`` reverses that."""
+
+    dim: int
+    inverse: bool
+
+    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
+        return [[_interleave(tensor, self.dim, self.inverse) for tensor in tensors] for tensors in inputs]
+
+
+@dataclass(frozen=True)
+class PermuteForRope(Operation):
+    """Reorders the rows of each head from (real, imaginary) pairs to all real rows, then all imaginary rows."""
+
+    heads: int
+    inverse: bool
+    inputs: tuple[bool, ...]
+    """Which inputs it applies to."""
+
+    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
+        applies = self.inputs if len(self.inputs) == len(inputs) else (True,) * len(inputs)
+        return [
+            [self._permute(tensor) if permuted else tensor for tensor in tensors]
+            for tensors, permuted in zip(inputs, applies, strict=True)
+        ]
+
+    def _permute(self, tensor: Assembly) -> Assembly:
+        if len(tensor.shape) not in (1, 2):
+            return tensor
+        by_head = views.reshape(tensor, (self.heads, tensor.shape[0] // self.heads, *tensor.shape[1:]))
+        return views.reshape(_interleave(by_head, 1, self.inverse), tensor.shape)
+
+
+@dataclass(frozen=True)
+class Flatten(Operation):
+    """Flattens a convolution's weight to that of a linear layer; keeps one that is flat already."""
+
+    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
+        return [[views.reshape(tensor, (tensor.shape[0], -1)) for tensor in tensors] for tensors in inputs]
+
+
+@dataclass(frozen=True)
+class FuseAndSplitExperts(Operation):
+    """Divides each input's list evenly among the targets; each target stacks its share of each input and concatenates those."""
+
+    stack_dim: int
+    concat_dim: int
+
+    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
+        count = len(targets.patterns)
+        shares = []
+        for tensors in inputs:
+            size = -(-len(tensors) // count)
+            shares.append([tensors[i * size : (i + 1) * size] for i in range(count)])
+        if not all(share for of_input in shares for share in of_input):
+            raise ValueError(f"{self} cannot divide {max(map(len, inputs))} tensors among {count} targets")
+        return [
+            [views.concatenate([views.stack(of_input[i], self.stack_dim) for of_input in shares], self.concat_dim)]
+            for i in range(count)
+        ]
+
+
+def _interleave(tensor: Assembly, dim: int, inverse: bool) -> Assembly:
+    """See :class:`Interleave`: views ``dim`` as a matrix of pairs, and transposes it."""
+    dim = views.normalize_dim(dim, len(tensor.shape))
+    half = tensor.shape[dim] // 2
+    pairs = (2, half) if inverse else (half, 2)
+    matrix = views.reshape(tensor, (*tensor.shape[:dim], *pairs, *tensor.shape[dim + 1 :]))
+    return views.reshape(views.transpose(matrix, dim, dim + 1), tensor.shape)

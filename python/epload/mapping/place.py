@@ -166,20 +166,12 @@ class _Placer:
             placed[source] = ((target, views[shape]),)
 
     def _find(self, name: str) -> str | None:
-        """The model's name for ``name``, with or without the base model's prefix; None if it has none."""
-        if base := self.mapping.base_model_prefix:
-            prefix = f"{base}."
-            if name.startswith(prefix) and name[len(prefix) :] in self.targets:
-                return name[len(prefix) :]
-            if prefix + name in self.targets:
-                return prefix + name
-        return name if name in self.targets else None
-
-    def _find_list(self, name: str) -> str | None:
-        """As :meth:`_find`, for a name with ``{index}``."""
-        base = f"{self.mapping.base_model_prefix}."
-        lists = self.converter.indexed_names
-        return next((form for form in (name, base + name, name.removeprefix(base)) if form in lists), None)
+        """The model's name for ``name``, which may have ``{index}``, with or without the base model's prefix."""
+        known = self.converter.indexed_names if "{index}" in name else self.targets
+        prefix = self.mapping.base_model_prefix and f"{self.mapping.base_model_prefix}."
+        inner = name.removeprefix(prefix)
+        forms = (prefix + name, name) if inner == name else (inner, prefix + name, name)
+        return next((form for form in forms if form in known), None)
 
     def _duplicate(self, target: str, source: int) -> ModelMismatch:
         return ModelMismatch(
@@ -188,7 +180,7 @@ class _Placer:
         )
 
     def _convert(self, group: Group) -> None:
-        found = [self._find_list(name) if "{index}" in name else self._find(name) for name in group.targets]
+        found = [self._find(name) for name in group.targets]
         if not any(found):
             self._place_whole(group.sources, self.names)
             return

@@ -30,13 +30,12 @@ class Rename:
     def apply(self, names: list[str]) -> list[str]:
         """All names; those that match are renamed."""
         search = re.compile(self.source).search
-        if self.when and not any(re.search(self.when, rest) for _, rest in _in_scope(names, self.scopes)):
+        parts = [split_scope(name, self.scopes) for name in names] if self.scopes else [("", name) for name in names]
+        if self.when and not any(prefix is not None and re.search(self.when, rest) for prefix, rest in parts):
             return names
-        if not self.scopes:
-            return [self._replace(name, match) if (match := search(name)) else name for name in names]
         return [
             prefix + self._replace(rest, match) if prefix is not None and (match := search(rest)) else name
-            for name, (prefix, rest) in zip(names, (split_scope(name, self.scopes) for name in names), strict=True)
+            for name, (prefix, rest) in zip(names, parts, strict=True)
         ]
 
     def _replace(self, name: str, match: re.Match[str]) -> str:
@@ -93,12 +92,6 @@ def split_scope(name: str, scopes: Iterable[str]) -> tuple[str | None, str]:
         if name.startswith(scope):
             return scope, name[len(scope) :]
     return None, name
-
-
-def _in_scope(names: Iterable[str], scopes: tuple[str, ...]) -> list[tuple[str | None, str]]:
-    if not scopes:
-        return [("", name) for name in names]
-    return [split for name in names if (split := split_scope(name, scopes))[0] is not None]
 
 
 def _check(rule: Rename | Convert, sources: tuple[str, ...], targets: tuple[str, ...]) -> None:

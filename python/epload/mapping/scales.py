@@ -7,7 +7,7 @@ the scales are among its own tensors, and nothing here applies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from epload.core import dtypes
 from epload.core.pieces import Metadata
-from epload.core.placement import Box, Layout, OwnedRegion, intersect, owned_regions, row_major_strides
+from epload.core.placement import Box, Layout, OwnedRegion, owned_parts, owned_regions, row_major_strides
 from epload.core.views import Shape, View
 from epload.errors import ModelMismatch
 from epload.mapping.place import Place
@@ -141,19 +141,13 @@ class _NeededScales:
 
     def _box_of(self, view: View, owned: Sequence[OwnedRegion], shape: Shape, blocks: Shape) -> Box | None:
         boxes = []
-        for region in owned:
-            if (shared := intersect((view.start, view.size), (region.start, region.size))) is None:
-                continue
+        for start, size, _ in owned_parts((view.start, view.size), owned):
             if prod(_grid(shape, blocks)) == 1:
                 return (0,) * len(shape), (1,) * len(shape)
-            start, size = shared
-            ends = [
-                (low, low + sum((n - 1) * step for _, n, step in runs))
-                for low, runs in _runs(view, shape, tuple(map(int.__sub__, start, view.start)), size)
-            ]
-            first = tuple(low // block for (low, _), block in zip(ends, blocks, strict=True))
-            counts = (high // block + 1 - f for (_, high), block, f in zip(ends, blocks, first, strict=True))
-            boxes.append((first, tuple(counts)))
+            indices = indices_in_weight(view, shape, tuple(map(int.__sub__, start, view.start)), size)
+            first = tuple(int(index.min()) // block for index, block in zip(indices, blocks, strict=True))
+            last = (int(index.max()) // block for index, block in zip(indices, blocks, strict=True))
+            boxes.append((first, tuple(b + 1 - a for a, b in zip(first, last, strict=True))))
         return _bounding_box(boxes)
 
 
@@ -210,28 +204,16 @@ def indices_in_weight(view: View, shape: Shape, begin: Shape, size: Shape) -> li
     The tensors broadcast to ``size``, the size of the box, which starts at ``begin`` in the view.
     """
     indices = []
-    for first, runs in _runs(view, shape, begin, size):
-        index = torch.full((1,) * len(size), first)
-        for dim, n, step in runs:
-            index = index + (torch.arange(n) * step).reshape([-1 if d == dim else 1 for d in range(len(size))])
-        indices.append(index)
-    return indices
-
-
-def _runs(view: View, shape: Shape, begin: Shape, size: Shape) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
-    """For each dim of a weight of this shape: the index at which a box of a view starts (as in :func:`indices_in_weight`), and
-    the dims of the box that run along it, each with its length and its step in indices."""
     offset = view.offset + sum(map(int.__mul__, begin, view.strides))
     for dim_of_weight, stride in enumerate(row_major_strides(shape)):
         first, offset = divmod(offset, stride)
-        yield (
-            first,
-            [
-                (dim, n, step // stride)
-                for dim, (n, step) in enumerate(zip(size, view.strides, strict=True))
-                if n > 1 and _runs_along(shape, step) == dim_of_weight
-            ],
-        )
+        index = torch.full((1,) * len(size), first)
+        for dim, (n, step) in enumerate(zip(size, view.strides, strict=True)):
+            if n > 1 and _runs_along(shape, step) == dim_of_weight:
+                along = torch.arange(n) * (step // stride)
+                index = index + along.reshape([-1 if d == dim else 1 for d in range(len(size))])
+        indices.append(index)
+    return indices
 
 
 def _runs_along(shape: Shape, step: int) -> int:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -83,16 +82,6 @@ def strip_wrappers(name: str, aliases: Iterable[Rename]) -> str:
 def is_from_package(model: object, package: str) -> bool:
     """Whether the class of ``model``, or one of its bases, is defined in ``package``."""
     return any(cls.__module__.split(".")[0] == package for cls in type(model).__mro__)
-
-
-def meta_tensors(model: nn.Module, excluded: Collection[str]) -> list[str]:
-    """Names of the model's parameters and persistent buffers on meta, without those ``excluded``."""
-    excluded = set(excluded)
-    return [
-        name
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, torch.Tensor) and tensor.is_meta and name not in excluded
-    ]
 
 
 def _saved_copies(names: Collection[str], aliases: Iterable[Rename]) -> tuple[tuple[str, str], ...]:

@@ -40,8 +40,14 @@ def devices_of(targets: Targets, offloaded: AbstractSet[int], stream: torch.Stre
     first_on: dict[torch.device, str] = {}  # the first target on each device, for messages
     mesh_devices: dict[torch.device, str] = {}
     plain_meta, has_meta = None, False
+    seen: set[object] = set()  # DTensors alike
     for name, tensor in zip(targets.names, targets.tensors, strict=True):
         device = tensor.device
+        if isinstance(tensor, DTensor):
+            alike = device, id(tensor.device_mesh), id(tensor) in offloaded
+            if alike in seen:
+                continue
+            seen.add(alike)
         has_meta |= tensor.is_meta
         if isinstance(tensor, DTensor) and (tensor.is_meta or id(tensor) in offloaded):
             mesh_device = _current_device(name, tensor.device_mesh.device_type)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -26,6 +27,7 @@ _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _PRIVATE_PATH_TESTED = {(2, 13), (2, 14)}
 _FSDP_COUNTS_STRIDED_SHARDS = (2, 13)
 """The first torch minor known to do so."""
+_FSDP_STATE_KNOWN = {(2, 13)}
 _MAX_RANKS_SHOWN = 64
 
 
@@ -37,6 +39,11 @@ def private_path_available() -> bool:
 # ---- FSDP ----
 
 
+def fsdp_state_is_known() -> bool:
+    """Whether what FSDP keeps of a parameter is known for this torch, so that it can be set directly."""
+    return _TORCH in _FSDP_STATE_KNOWN
+
+
 def parameter_groups(module: FSDPModule) -> list[Any]:
     """The parameter groups of one FSDP module. torch 2.11 has at most one; later versions have a list."""
     state: Any = module._get_fsdp_state()
@@ -45,7 +52,7 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-def fsdp_shard_axes(modules: Iterable[nn.Module]) -> dict[int, int]:
+def fsdp_shard_axes(modules: Iterable[FSDPModule]) -> dict[int, int]:
     """The mesh axis along which FSDP shards each parameter, by the parameter's id. Empty where placements are correct
     as they are.
 
@@ -58,7 +65,6 @@ def fsdp_shard_axes(modules: Iterable[nn.Module]) -> dict[int, int]:
     return {
         id(fsdp_param.sharded_param): group.mesh_info.shard_mesh_dim
         for module in modules
-        if isinstance(module, FSDPModule)
         for group in parameter_groups(module)
         for fsdp_param in group.fsdp_params
         if getattr(group.mesh_info, "shard_mesh_dim", None) is not None
@@ -112,11 +118,8 @@ def _with_split_factor(placements: list[Placement], axis: int, mesh: DeviceMesh)
     placement = placements[axis]
     if isinstance(placement, Replicated):
         return placement
-    split_factor = 1
-    for other in range(axis + 1, len(placements)):
-        right = placements[other]
-        if isinstance(right, Sharded) and right.dim == placement.dim:
-            split_factor *= mesh.size(other)
+    right = list(enumerate(placements))[axis + 1 :]
+    split_factor = prod(mesh.size(i) for i, p in right if isinstance(p, Sharded) and p.dim == placement.dim)
     return Sharded(placement.dim, split_factor)
 
 
@@ -142,7 +145,7 @@ def local_tensors(tensors: list[Tensor], private: bool | None = None) -> list[Te
     with torch.no_grad():
         if not private:
             return [_to_local(t) for t in tensors]
-        found, others = _C.values(tensors, DTensor._local_tensor)
+        found, others = _C.slot_values(tensors, DTensor._local_tensor)
         for i in others:
             found[i] = _to_local(tensors[i])
         return found
@@ -175,8 +178,8 @@ class MetadataRecord:
     def _read(self, tensors: list[Tensor]) -> object:
         if not self._private:
             return [_metadata(t) for t in tensors]
-        specs, others = _C.held(tensors, DTensor._spec)
-        local, _ = _C.held(tensors, DTensor._local_tensor)
+        specs, others = _C.slot_addresses(tensors, DTensor._spec)
+        local, _ = _C.slot_addresses(tensors, DTensor._local_tensor)
         return specs, local, [_metadata(tensors[i]) for i in others]
 
 

@@ -15,16 +15,18 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from epload.core.placement import OwnedRegion, owned_regions
+from epload.core.placement import box_slices, owned_regions
 from epload.errors import ModelMismatch
 from epload.model import dtensor
 from epload.model.expert_parallel import ExpertParallelSpec
+from epload.model.modules import Modules
 from epload.model.poison import poison
 from epload.model.skeleton import Skeleton, class_before_fsdp
 
@@ -96,7 +98,7 @@ def compute_missing(
                     f"{', '.join(list(missing)[:5])}. Pass init_missing=hook(module, path, names) to fill it"
                 ) from error
     computed = skeleton.computed()
-    fsdp_axes = dtensor.fsdp_shard_axes(model.modules())
+    fsdp_axes = dtensor.fsdp_shard_axes(Modules(model).fsdp)
     for name, tensor in missing.items():
         value = computed.get(id(tensor))
         if value is not None and value.shape == tensor.shape:
@@ -113,7 +115,7 @@ def params_ignoring_meta(model: nn.Module, names: Collection[str]) -> set[str]:
     other. A parameter that a new model has on meta, on the other hand, has been given its values by the caller.
     """
     found: set[str] = set()
-    for path, module in model.named_modules():
+    for path, module in model.named_modules() if names else ():
         prefix = f"{path}." if path else ""
         inside = {name for name in names if name.startswith(prefix)}
         if not inside or not _is_pretrained_model(module):
@@ -154,41 +156,28 @@ class _Step:
     """A module to initialize, under one of its paths."""
 
     path: str
-    module: nn.Module
-    owner: nn.Module
-    """The module whose ``_init_weights`` initializes this one."""
     tensors: tuple[str, ...]
     """Names of the module's own tensors that are to be initialized."""
-
-    @property
-    def initializer(self) -> str:
-        """For messages."""
-        return f"{class_before_fsdp(type(self.owner)).__name__}._init_weights"
-
-    def run(self, skeleton: Skeleton) -> None:
-        owner: Any = skeleton.module(self.owner)
-        owner._init_weights(skeleton.module(self.module))
+    initializer: str
+    """Class and method, for messages."""
+    run: Callable[[Skeleton], None]
 
 
-@dataclass(frozen=True)
-class _AdapterStep(_Step):
-    """A layer with adapters whose parameters the layer itself initializes."""
+def _init_weights(owner: nn.Module, module: nn.Module, skeleton: Skeleton) -> None:
+    """Initializes a module by the ``_init_weights`` of ``owner``."""
+    initializer: Any = skeleton.module(owner)
+    initializer._init_weights(skeleton.module(module))
 
-    configs: Mapping[str, Any]
-    """PEFT's config of each adapter; empty for other libraries."""
 
-    @property
-    def initializer(self) -> str:
-        return f"{type(self.module).__name__}.reset_lora_parameters"
-
-    def run(self, skeleton: Skeleton) -> None:
-        layer: Any = skeleton.module(self.module)
-        if not hasattr(layer, "reset_lora_parameters"):
-            return
-        for name in layer.lora_A:
-            method = getattr(self.configs.get(name), "init_lora_weights", True)
-            if method is True or method == "gaussian":
-                layer.reset_lora_parameters(name, method)  # other methods need the base weights
+def _reset_adapters(module: nn.Module, configs: Mapping[str, Any], skeleton: Skeleton) -> None:
+    """Lets a layer initialize its adapters. ``configs``: PEFT's config of each; empty for other libraries."""
+    layer: Any = skeleton.module(module)
+    if not hasattr(layer, "reset_lora_parameters"):
+        return
+    for name in layer.lora_A:
+        method = getattr(configs.get(name), "init_lora_weights", True)
+        if method is True or method == "gaussian":
+            layer.reset_lora_parameters(name, method)  # other methods need the base weights
 
 
 def _steps(model: nn.Module, wanted: set[int], adapters: bool) -> list[_Step]:
@@ -215,9 +204,11 @@ def _steps(model: nn.Module, wanted: set[int], adapters: bool) -> list[_Step]:
         tensors = (*module._parameters.items(), *module._buffers.items())
         own = tuple(name for name, tensor in tensors if tensor is not None and id(tensor) in wanted)
         if (own or below) and owner is not None:
-            steps.append(_Step(path, module, owner, own))
+            initializer = f"{class_before_fsdp(type(owner)).__name__}._init_weights"
+            steps.append(_Step(path, own, initializer, partial(_init_weights, owner, module)))
         if added and adapters:
-            steps.append(_AdapterStep(path, module, module, (), configs))
+            initializer = f"{type(module).__name__}.reset_lora_parameters"
+            steps.append(_Step(path, (), initializer, partial(_reset_adapters, module, configs)))
         return below or added or bool(own)
 
     visit("", model, None, {})
@@ -283,12 +274,8 @@ def _local_shard(name: str, tensor: Tensor, full: Tensor, fsdp_axis: int | None)
     layout, coordinate = dtensor.layout_of(name, tensor, fsdp_axis)
     shard = torch.empty(tensor.to_local().shape, dtype=full.dtype)
     for region in owned_regions(layout, coordinate):
-        shard[_slices(region.local_start, region)] = full[_slices(region.start, region)]
+        shard[box_slices(region.local_start, region.size)] = full[box_slices(region.start, region.size)]
     return shard
-
-
-def _slices(start: tuple[int, ...], region: OwnedRegion) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + size) for begin, size in zip(start, region.size, strict=True))
 
 
 # ---- random numbers ----

@@ -101,9 +101,8 @@ class Skeleton:
     def _owned_tensor(self, module: nn.Module, name: str, original: Tensor) -> Tensor:
         if (id(module), name) in self._tied:
             return self._on_meta(original)
-        if id(original) in self._full or not isinstance(module, ParametrizationList):
-            return self._tensor(original)
-        if not any(id(tensor) in self._full for tensor in module.parameters(recurse=False)):
+        siblings = module.parameters(recurse=False) if isinstance(module, ParametrizationList) else ()
+        if id(original) in self._full or not any(id(tensor) in self._full for tensor in siblings):
             return self._tensor(original)
         # Reading one tensor of a parametrization computes with all of them.
         zeros = torch.zeros(original.shape, dtype=original.dtype)

@@ -4,6 +4,8 @@ Why: collecting the targets of a model of 18,867 parameters and 25,000 modules t
 itself 80 ms. The check takes 5 ms with the native functions of ``_C``, which prefetch the small objects that they
 visit, and 35 ms in plain Python.
 
+When: at the end of the load that has collected the targets, when storage has taken the place of meta tensors.
+
 How: the check visits no module. It compares the dicts in which modules keep their children, parameters and buffers: keys and
 values, by address. An address identifies an object only while the object lives. So a snapshot
   - holds the dicts of parameters and buffers and all their keys, none of which refers to a module;
@@ -19,18 +21,18 @@ themselves: ``torch.utils.swap_tensors`` refuses tensors that have weak referenc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from epload.model.devices import Devices
 from epload.model.dtensor import MetadataRecord
-from epload.model.state_dict import customizes_state, describe_custom_loading, walk_modules
+from epload.model.modules import Containers, Modules
+from epload.model.state_dict import describe_custom_loading
 from epload.model.targets import Targets
 from epload.native.extension import _C
 
@@ -38,24 +40,27 @@ from epload.native.extension import _C
 class Snapshot:
     """The targets of a model, and the state of the model's modules from which they were collected. Not thread-safe."""
 
-    def __init__(self, model: nn.Module, targets: Targets, devices: Devices, options: object) -> None:
+    def __init__(self, model: nn.Module, modules: Modules, targets: Targets, devices: Devices, options: object) -> None:
         """
         Args:
-            targets: just collected from the model.
+            modules: of the model, whose targets have been collected from them.
+            targets: meta tensors among them have been replaced since, in the model and here; nothing else has changed.
             devices: of the targets.
             options: everything else that targets and devices depend on.
         """
-        modules = [module for _, module in walk_modules(model)]
         self._modules: _ModuleRecord | None = None
-        # A module may materialize what is on meta outside its state dict, and aliases depend on addresses of storages.
-        if targets.unsaved_meta or targets.has_aliases or not _determine_targets(modules):
+        # Aliases depend on addresses of storages, and modules that customize their state dict may return anything.
+        containers = modules.unique_containers
+        if targets.has_aliases or not targets.plain or not _are_dicts(containers) or _have_meta_buffers(containers):
             return
         self._modules = _ModuleRecord(model, modules, targets)
         self._options = options
-        self._targets = replace(targets, tensors=[])
-        self._devices = devices
+        # Buffers that were on meta have storage now.
+        names = targets.unsaved_buffers | targets.unsaved_meta.keys()
+        self._targets = replace(targets, tensors=[], unsaved_meta={}, unsaved_buffers=names)
+        self._devices = devices._replace(has_meta=False)
         self._metadata = MetadataRecord(targets.tensors)
-        self._fsdp_modules = [weakref.ref(module) for module in modules if isinstance(module, FSDPModule)]
+        self._fsdp_modules: list[weakref.ref[Any]] = list(map(weakref.ref, modules.fsdp))
 
     def read(self, model: nn.Module, options: object) -> tuple[Targets, Devices] | None:
         """What collecting the targets of the model would give, and their devices.
@@ -67,7 +72,7 @@ class Snapshot:
             return None
         for reference in self._fsdp_modules:
             module = reference()
-            if isinstance(module, FSDPModule):
+            if module is not None:
                 module.reshard()
         tensors = self._modules.unchanged_tensors()
         if tensors is None or not self._metadata.matches(tensors):
@@ -78,40 +83,43 @@ class Snapshot:
 class _ModuleRecord:
     """The containers of a model's modules and what was in them, to check that they hold the same."""
 
-    def __init__(self, model: nn.Module, modules: list[nn.Module], targets: Targets) -> None:
+    def __init__(self, model: nn.Module, modules: Modules, targets: Targets) -> None:
+        """Raises KeyError if a target is not a tensor of one of the modules."""
+        unique, containers = modules.unique, modules.unique_containers
+        parents, with_buffers = _C.nonempty(containers.children), _C.nonempty(containers.buffers)
         self._freed: list[object] = []
-        self._references = [weakref.ref(module, self._freed.append) for module in modules]
-        self._parents = [weakref.ref(module) for module in modules if module._modules]
-        tensor_dicts: list[dict[str, Any]] = [module._parameters for module in modules]
-        tensor_dicts += [module._buffers for module in modules]
-        self._tensor_dicts = [each for each in tensor_dicts if each]
-        self._empty: list[Sized] = [each for each in tensor_dicts if not each]
-        self._empty += [module._modules for module in modules if not module._modules]
-        self._empty += [module._state_dict_hooks for module in modules]
-        self._non_persistent = [module._non_persistent_buffers_set for module in modules if module._buffers]
+        self._references = [weakref.ref(module, self._freed.append) for module in unique]
+        self._parents = [weakref.ref(unique[i]) for i in parents]
+        tensor_dicts: list[Any] = containers.parameters + containers.buffers
+        self._tensor_dicts = [tensor_dicts[i] for i in _C.nonempty(tensor_dicts)]
+        self._empty = _without(tensor_dicts, _C.nonempty(tensor_dicts)) + _without(containers.children, parents)
+        self._empty += containers.state_dict_hooks
+        self._non_persistent = [containers.non_persistent[i] for i in with_buffers]
         self._non_persistent_names = list(map(frozenset, self._non_persistent))
         self.model = weakref.ref(model, _clearing(self._tensor_dicts, self._empty))
 
-        child_dicts = [module._modules for module in modules if module._modules]
-        self._child_addresses = _C.addresses(child_dicts)
-        self._tensor_addresses, tensors = _C.contents(self._tensor_dicts)
+        child_dicts = [containers.children[i] for i in parents]
+        self._child_addresses = _C.dict_addresses(child_dicts)
+        self._tensor_addresses, tensors = _C.dict_contents(self._tensor_dicts)
         self._keys = list(chain.from_iterable((*child_dicts, *self._tensor_dicts)))  # kept alive
         self._next_hook_id = RemovableHandle.next_id
-        first = {id(tensor): i for i, tensor in reversed(list(enumerate(tensors)))}
-        positions = [first[id(tensor)] for tensor in targets.tensors]
-        self._positions = None if positions == list(range(len(tensors))) else positions
+        self._positions: list[int] | None = None
         """The position of each target among all tensors; None if the targets are all tensors, in this order."""
+        ids = list(map(id, tensors))
+        if ids != list(map(id, targets.tensors)):
+            first = {number: i for i, number in reversed(list(enumerate(ids)))}
+            self._positions = [first[id(tensor)] for tensor in targets.tensors]
 
     def unchanged_tensors(self) -> list[Tensor] | None:
         """The tensors of the targets as they are now, None if a module has changed."""
         if self._freed:
             return None
-        child_addresses = _C.addresses(_C.attributes(self._parents, "_modules"))
-        tensor_addresses, tensors = _C.contents(self._tensor_dicts)
+        child_addresses = _C.dict_addresses(_C.weakref_attributes(self._parents, "_modules"))
+        tensor_addresses, tensors = _C.dict_contents(self._tensor_dicts)
         if not (
             child_addresses == self._child_addresses
             and tensor_addresses == self._tensor_addresses
-            and _C.all_empty(self._empty)
+            and not _C.nonempty(self._empty)
             and self._non_persistent == self._non_persistent_names
             and not self._has_custom_loading()
             and not self._freed
@@ -134,15 +142,25 @@ class _ModuleRecord:
         return False
 
 
-def _determine_targets(modules: list[nn.Module]) -> bool:
-    """Whether the containers of the modules determine the targets: no module customizes its state dict or its loading, and all
-    containers are dicts, unlike those of TorchScript."""
-    return not any(
-        customizes_state(module)
-        or describe_custom_loading("", module)
-        or not all(isinstance(each, dict) for each in (module._modules, module._parameters, module._buffers))
-        for module in modules
-    )
+def _without(items: list[Any], places: list[int]) -> list[Any]:
+    """The items that are not at these places, which are in ascending order."""
+    rest = []
+    for begin, end in zip([0, *(place + 1 for place in places)], [*places, len(items)], strict=True):
+        rest += items[begin:end]
+    return rest
+
+
+def _are_dicts(containers: Containers) -> bool:
+    """Whether all containers are dicts, unlike those of TorchScript."""
+    kinds = {*map(type, containers.children), *map(type, containers.parameters), *map(type, containers.buffers)}
+    return all(issubclass(kind, dict) for kind in kinds)
+
+
+def _have_meta_buffers(containers: Containers) -> bool:
+    """Whether a non-persistent buffer is on meta."""
+    owners = [(containers.buffers[i], containers.non_persistent[i]) for i in _C.nonempty(containers.non_persistent)]
+    found = [buffers.get(name) for buffers, names in owners for name in names]
+    return any(buffer is not None and buffer.is_meta for buffer in found)
 
 
 def _clearing(*lists: list[Any]) -> Callable[[object], None]:

@@ -7,7 +7,7 @@ entries go to staging tensors, and these to the module's own ``load_state_dict``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -21,10 +21,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from epload.errors import LoadError, ModelMismatch
 from epload.model import dtensor
+from epload.model.modules import Modules, NamedModule
 from epload.model.poison import is_poisoned
+from epload.native.extension import _C
 
-NamedModule = tuple[str, nn.Module]
-"""The prefix of a module's names in the state dict, which ends in a dot or is empty, and the module."""
 NamedTensor = tuple[str, Tensor]
 
 _HARMLESS_PACKAGES = ("torch", "transformers", "peft", "accelerate")
@@ -35,88 +35,106 @@ _HARMLESS_PACKAGES = ("torch", "transformers", "peft", "accelerate")
 
 
 @dataclass
-class ModelState:
-    """The tensors of a model, by whether and how a checkpoint can fill them."""
+class IndirectState:
+    """What a checkpoint does not fill in place: tensors outside the state dict, and modules with custom loading."""
 
-    entries: list[NamedTensor]
-    """The tensors of ``model.state_dict(keep_vars=True)``."""
-    unsaved_meta: dict[str, Tensor] = field(default_factory=dict)
-    """See the fields of the same names of ``Targets``."""
+    plain: bool = True
+    """Whether there is no module with custom loading, nor one that customizes its state dict."""
     unsaved_buffers: set[str] = field(default_factory=set)
+    """Names of non-persistent buffers with storage. No checkpoint has them, and other ranks may lack them."""
+    unsaved_meta: dict[str, Tensor] = field(default_factory=dict)
+    """Meta tensors that are not in the model's state dict, so that no checkpoint fills them: non-persistent buffers,
+    and parameters that a state-dict hook leaves out."""
     staged_modules: tuple[StagedModule, ...] = ()
+    """Modules that are loaded through their own ``load_state_dict``."""
     staged_meta: dict[str, Tensor] = field(default_factory=dict)
+    """Meta tensors that are not in the state dict and that only the staged modules can fill."""
 
 
-def read_state(model: nn.Module, modules: Sequence[NamedModule]) -> ModelState:
+def read_state(model: nn.Module, modules: Modules) -> tuple[list[NamedTensor], IndirectState]:
     """Reads a model's state.
 
-    If no module customizes its state, takes the tensors from the modules directly, which takes half the time of ``state_dict()``.
+    If no module customizes its state, takes the tensors from the modules directly, which takes a fifth of the time of
+    ``state_dict()``.
 
     Args:
-        modules: all modules of the model, see :func:`walk_modules`.
+        modules: of the model.
 
     Raises:
         ModelMismatch: a module or an entry that cannot be loaded into.
     """
-    is_custom_class: dict[type, bool] = {}
+    for cls, prefix in modules.classes.items():
+        check_supported(prefix, cls)
+    customized = _customizing(modules)
+    custom_loading = _with_custom_loading(modules)
     entries: list[NamedTensor] = []
-    state = ModelState(entries)
-    use_state_dict = False
-    custom_loading: list[NamedModule] = []
-    for prefix, module in modules:
-        cls = type(module)
-        if cls not in is_custom_class:
-            check_supported(prefix, cls)
-            is_custom_class[cls] = customizes_state(module)
-        if module._state_dict_hooks or is_custom_class[cls]:
-            use_state_dict = True
-        if describe_custom_loading("", module):
-            custom_loading.append((prefix, module))
-            use_state_dict = True
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                entries.append((prefix + name, parameter))
-        if module._buffers:
-            _read_buffers(state, prefix, module)
-    if state.unsaved_meta:  # except those that the state dict has under another name
+    indirect = IndirectState()
+    prefixes, containers = modules.prefixes, modules.containers
+    with_buffers = set(_C.nonempty(containers.buffers))
+    for i in sorted({*_C.nonempty(containers.parameters), *with_buffers}):
+        prefix = prefixes[i]
+        entries += [(prefix + name, p) for name, p in containers.parameters[i].items() if p is not None]
+        if i in with_buffers:
+            _read_buffers(entries, indirect, prefix, containers.buffers[i], containers.non_persistent[i])
+    if indirect.unsaved_meta:  # except those that the state dict has under another name
         saved = {id(tensor) for _, tensor in entries}
-        state.unsaved_meta = {name: t for name, t in state.unsaved_meta.items() if id(t) not in saved}
-    if not use_state_dict:
-        return state
-    state.entries = tensor_entries(model)
-    customized = [(prefix, module) for prefix, module in modules if customizes_state(module)]
-    state.staged_modules = _find_staged_modules(model, customized, custom_loading, state.entries)
-    saved_storage = _storage_filter([tensor for _, tensor in state.entries])
+        indirect.unsaved_meta = {name: t for name, t in indirect.unsaved_meta.items() if id(t) not in saved}
+    indirect.plain = not customized and not custom_loading
+    if indirect.plain:
+        return entries, indirect
+    returned = tensor_entries(model)
+    indirect.staged_modules = _find_staged_modules(model, customized, custom_loading, returned)
+    saved_storage = _storage_filter([tensor for _, tensor in returned])
     for name, tensor in entries:
         if tensor.is_meta and not saved_storage(tensor):
-            is_staged = any(name.startswith(module.prefix) for module in state.staged_modules)
-            (state.staged_meta if is_staged else state.unsaved_meta)[name] = tensor
-    return state
+            is_staged = any(name.startswith(module.prefix) for module in indirect.staged_modules)
+            (indirect.staged_meta if is_staged else indirect.unsaved_meta)[name] = tensor
+    return returned, indirect
 
 
-def _read_buffers(state: ModelState, prefix: str, module: nn.Module) -> None:
-    for name, buffer in module._buffers.items():
+def _customizing(modules: Modules) -> list[NamedModule]:
+    """The modules that customize their state dict, parents first."""
+    classes = {cls for cls in modules.classes if _has_own_state(cls)}
+    places = set(_C.nonempty(modules.containers.state_dict_hooks))
+    if classes:
+        places.update(i for i, module in enumerate(modules.all) if type(module) in classes)
+    return [(modules.prefixes[i], modules.all[i]) for i in sorted(places)]
+
+
+def _with_custom_loading(modules: Modules) -> list[NamedModule]:
+    """The modules with a load_state_dict hook, or such a method of their own, that might change values, parents first."""
+    classes = {cls for cls in modules.classes if _custom_load_method(cls)}  # type: ignore[arg-type]  # a class is hashable
+    places = {i for i, module in enumerate(modules.all) if type(module) in classes} if classes else set()
+    harmless: set[int] = set()  # ids of the code of hooks: FSDP adds the same one to every module with a parameter
+    for column in (modules.containers.load_pre_hooks, modules.containers.load_post_hooks):
+        for i in _C.nonempty(column):
+            for hook in column[i].values():
+                code = id(getattr(hook, "__code__", hook))
+                if code in harmless:
+                    continue
+                if _custom_hook(hook):
+                    places.add(i)
+                else:
+                    harmless.add(code)
+    return [(modules.prefixes[i], modules.all[i]) for i in sorted(places)]
+
+
+def _read_buffers(
+    entries: list[NamedTensor],
+    indirect: IndirectState,
+    prefix: str,
+    buffers: Mapping[str, Tensor | None],
+    non_persistent: Collection[str],
+) -> None:
+    for name, buffer in buffers.items():
         if buffer is None:
             continue
-        if name not in module._non_persistent_buffers_set:
-            state.entries.append((prefix + name, buffer))
+        if name not in non_persistent:
+            entries.append((prefix + name, buffer))
         elif buffer.is_meta:
-            state.unsaved_meta[prefix + name] = buffer
+            indirect.unsaved_meta[prefix + name] = buffer
         else:
-            state.unsaved_buffers.add(prefix + name)
-
-
-def walk_modules(model: nn.Module) -> list[NamedModule]:
-    """All modules, each under every name it has, parents before children: the order of ``state_dict()``."""
-    found = []
-    stack = [("", model)]
-    while stack:
-        item = stack.pop()
-        found.append(item)
-        if children := item[1]._modules:
-            prefix = item[0]
-            stack += [(f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None]
-    return found
+            indirect.unsaved_buffers.add(prefix + name)
 
 
 def tensor_entries(model: nn.Module, prefix: str = "") -> list[NamedTensor]:
@@ -139,11 +157,7 @@ def tensor_entries(model: nn.Module, prefix: str = "") -> list[NamedTensor]:
 def tensor_at(model: nn.Module, name: str) -> Tensor:
     """The parameter or buffer with this path of modules, which may differ from its name in the state dict."""
     path, _, leaf = name.rpartition(".")
-    module = model
-    for child in filter(None, path.split(".")):
-        found = module._modules[child]
-        assert found is not None
-        module = found
+    module = model.get_submodule(path)
     tensor: Tensor | None = module._parameters.get(leaf)
     if tensor is None:
         tensor = module._buffers[leaf]
@@ -171,26 +185,28 @@ def check_supported(prefix: str, cls: type) -> None:
 
 def customizes_state(module: nn.Module) -> bool:
     """Whether a module may change the names and tensors of its state dict."""
-    cls = type(module)
-    return bool(module._state_dict_hooks) or not (
-        cls.state_dict is nn.Module.state_dict
-        and cls._save_to_state_dict is nn.Module._save_to_state_dict
-        and cls.get_extra_state is nn.Module.get_extra_state
-    )
+    return bool(module._state_dict_hooks) or _has_own_state(type(module))
+
+
+def _has_own_state(cls: type[nn.Module]) -> bool:
+    methods = ("state_dict", "_save_to_state_dict", "get_extra_state")
+    return any(getattr(cls, method) is not getattr(nn.Module, method) for method in methods)
 
 
 def describe_custom_loading(path: str, module: nn.Module) -> str:
     """Describes the hook or the method by which a module might change values when it is loaded; empty if there is none."""
-    custom = _custom_load_method(type(module))  # type: ignore[arg-type]  # a class is hashable
-    pre_hooks, post_hooks = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
-    if not custom and (pre_hooks or post_hooks):
-        for hook in chain(pre_hooks.values(), post_hooks.values()):
-            function = getattr(hook, "hook", hook)  # torch wraps the hooks that take the module
-            function = getattr(function, "func", function)
-            if not _is_harmless(getattr(function, "__module__", "") or ""):
-                custom = f"a load_state_dict hook ({getattr(function, '__qualname__', type(function).__qualname__)})"
-                break
+    hooks = chain(module._load_state_dict_pre_hooks.values(), module._load_state_dict_post_hooks.values())
+    custom = _custom_load_method(type(module)) or next(filter(None, map(_custom_hook, hooks)), "")  # type: ignore[arg-type]
     return f"{path or 'the model'} ({type(module).__name__}) has {custom}" if custom else ""
+
+
+def _custom_hook(hook: Any) -> str:
+    """Describes a load_state_dict hook that might change values; empty if it does not."""
+    function = getattr(hook, "hook", hook)  # torch wraps the hooks that take the module
+    function = getattr(function, "func", function)
+    if _is_harmless(getattr(function, "__module__", "") or ""):
+        return ""
+    return f"a load_state_dict hook ({getattr(function, '__qualname__', type(function).__qualname__)})"
 
 
 @cache

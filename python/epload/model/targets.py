@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from epload.core import dtypes
@@ -21,12 +20,13 @@ from epload.errors import ModelMismatch
 from epload.model import dtensor, overlap
 from epload.model.dtensor import Mesh
 from epload.model.expert_parallel import ExpertParallelSpec, OuterShard
+from epload.model.modules import Modules
 from epload.model.poison import poison
-from epload.model.state_dict import StagedModule, read_state, tensor_at, walk_modules
+from epload.model.state_dict import IndirectState, read_state, tensor_at
 
 
 @dataclass
-class Targets:
+class Targets(IndirectState):
     """The parameters and persistent buffers of a model, each once. Entry i of ``names``, ``tensors``, ``layout`` and
     ``dtypes`` is target i."""
 
@@ -51,16 +51,6 @@ class Targets:
     """Targets that other ranks may lack: those in ``LocalModules``."""
     has_aliases: bool = False
     """Whether different objects of the model are the same memory, and therefore one target."""
-
-    unsaved_buffers: set[str] = field(default_factory=set)
-    """Names of non-persistent buffers with storage. No checkpoint has them, and other ranks may lack them."""
-    unsaved_meta: dict[str, Tensor] = field(default_factory=dict)
-    """Meta tensors that are not in the model's state dict, so that no checkpoint fills them: non-persistent buffers,
-    and parameters that a state-dict hook leaves out."""
-    staged_modules: tuple[StagedModule, ...] = ()
-    """Modules that are loaded through their own ``load_state_dict``."""
-    staged_meta: dict[str, Tensor] = field(default_factory=dict)
-    """Meta tensors that are not in the state dict and that only the staged modules can fill."""
 
     mesh_digest_cache: list[list[tuple[str, Mesh]]] = field(default_factory=list, compare=False)
     """The first result of :meth:`mesh_digests`. Shared by copies of these targets, which reloads make."""
@@ -126,7 +116,12 @@ DTypes = torch.dtype | Mapping[str, torch.dtype] | None
 match counts."""
 
 
-def collect(model: nn.Module, dtype: DTypes = None, expert_parallel: ExpertParallelSpec | None = None) -> Targets:
+def collect(
+    model: nn.Module,
+    dtype: DTypes = None,
+    expert_parallel: ExpertParallelSpec | None = None,
+    modules: Modules | None = None,
+) -> Targets:
     """Collects the parameters and persistent buffers of a model, under their names in its state dict.
 
     First reshards every FSDP2 module: a forward pass leaves the root unsharded, and writes to it would be lost.
@@ -134,6 +129,7 @@ def collect(model: nn.Module, dtype: DTypes = None, expert_parallel: ExpertParal
     Args:
         dtype: overrides the dtype of floating-point parameters on meta.
         expert_parallel: the sharding that the model does not describe itself.
+        modules: of the model, if they were just found.
 
     Raises:
         ModelMismatch: a placement that cannot be loaded into (Partial); a tensor that is sparse, expanded or without a shape; two
@@ -141,17 +137,13 @@ def collect(model: nn.Module, dtype: DTypes = None, expert_parallel: ExpertParal
         ValueError: ``dtype`` differs from the dtype of a parameter with storage, or a pattern of ``expert_parallel`` or ``dtype``
             matches no name.
     """
-    modules = walk_modules(model)
-    for _, module in modules:
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    fsdp_axes = dtensor.fsdp_shard_axes(module for _, module in modules)
-    state = read_state(model, modules)
-    collector = _Collector(dtype, expert_parallel, fsdp_axes)
-    collector.add_all(state.entries)
-    targets = collector.targets
-    targets.unsaved_meta, targets.unsaved_buffers = state.unsaved_meta, state.unsaved_buffers
-    targets.staged_modules, targets.staged_meta = state.staged_modules, state.staged_meta
+    modules = modules or Modules(model)
+    for module in modules.fsdp:
+        module.reshard()
+    fsdp_axes = dtensor.fsdp_shard_axes(modules.fsdp)
+    entries, indirect = read_state(model, modules)
+    targets = Targets(**vars(indirect))
+    _Collector(targets, dtype, expert_parallel, fsdp_axes).add_all(entries)
     if expert_parallel is not None:
         expert_parallel.check(targets.names)
     if isinstance(dtype, Mapping):
@@ -178,8 +170,14 @@ def allocate_staging(model: nn.Module, targets: Targets) -> None:
 class _Collector:
     """Adds tensors to targets. Each tensor is one target, and each layout one entry, however often they occur."""
 
-    def __init__(self, dtype: DTypes, expert_parallel: ExpertParallelSpec | None, fsdp_axes: Mapping[int, int]) -> None:
-        self.targets = Targets()
+    def __init__(
+        self,
+        targets: Targets,
+        dtype: DTypes,
+        expert_parallel: ExpertParallelSpec | None,
+        fsdp_axes: Mapping[int, int],
+    ) -> None:
+        self.targets = targets
         self._dtype = dtype
         self._expert_parallel = expert_parallel
         self._fsdp_axes = fsdp_axes
@@ -273,9 +271,7 @@ def _check_loadable(name: str, tensor: Tensor) -> None:
             f"{name} is {tensor.layout}, and only dense tensors can be loaded into; "
             "make it dense, or register it with persistent=False"
         )
-    if tensor.is_contiguous():
-        return
-    if overlap.has_internal_overlap(tensor):
+    if not tensor.is_contiguous() and overlap.has_internal_overlap(tensor):
         raise ModelMismatch(
             f"{name} is expanded: its elements share memory and cannot be loaded into; clone() it first"
         )

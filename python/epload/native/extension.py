@@ -1,3 +1,3 @@
-"""The extension module: build information, the bucket planner, and what Python code cannot do as fast with dicts and modules."""
+"""The extension module: build information, the bucket planner, the schedule, and fast access to many dicts, slots and tensors."""
 
 from epload import _C as _C

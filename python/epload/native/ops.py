@@ -17,31 +17,32 @@ _coalesced_bcast = torch.ops.epload.coalesced_bcast.default
 _pack = torch.ops.epload.pack.default
 _unpack = torch.ops.epload.unpack.default
 _read_regions = torch.ops.epload.read_regions.default
-_gather = torch.ops.epload.gather.default
+_tensor_list = torch.ops.epload.tensor_list.default
 _layouts = torch.ops.epload.layouts.default
 _has_layouts = torch.ops.epload.has_layouts.default
-_bind_copies = torch.ops.epload.bind_copies.default
-_unpack_bound = torch.ops.epload.unpack_bound.default
-_bind_reads = torch.ops.epload.bind_reads.default
-_read_bound = torch.ops.epload.read_bound.default
-_bind_digests = torch.ops.epload.bind_digests.default
-_digest_bound = torch.ops.epload.digest_bound.default
+_prepare_copies = torch.ops.epload.prepare_copies.default
+_unpack_prepared = torch.ops.epload.unpack_prepared.default
+_prepare_reads = torch.ops.epload.prepare_reads.default
+_read_prepared = torch.ops.epload.read_prepared.default
+_prepare_digests = torch.ops.epload.prepare_digests.default
+_digest_prepared = torch.ops.epload.digest_prepared.default
 _relay = torch.ops.epload.relay.default
 _checksum = torch.ops.epload.checksum.default
 _digest_tensors = torch.ops.epload.digest_tensors.default
 _digest_bucket = torch.ops.epload.digest_bucket.default
 _digest_files = torch.ops.epload.digest_files.default
+_allocate_like = torch.ops.epload.allocate_like.default
 _board_post = torch.ops.epload.board_post.default
 _board_wait = torch.ops.epload.board_wait.default
 
-Gathered: TypeAlias = torch.ScriptObject
+TensorList: TypeAlias = torch.ScriptObject
 Layouts: TypeAlias = torch.ScriptObject
-BoundCopies: TypeAlias = torch.ScriptObject
-BoundReads: TypeAlias = torch.ScriptObject
-BoundDigests: TypeAlias = torch.ScriptObject
-"""Of classes in csrc/cpu/bound.h, which Python only hands on."""
+PreparedCopies: TypeAlias = torch.ScriptObject
+PreparedReads: TypeAlias = torch.ScriptObject
+PreparedDigests: TypeAlias = torch.ScriptObject
+"""Objects of classes in csrc/cpu/tensor_list.h and prepared.h, opaque to Python."""
 BOARD_FIXED_WORDS, BOARD_REACHED, BOARD_FAILED = 2, -1, -2
-"""As in csrc/board.h."""
+"""As in csrc/comm/board.h."""
 
 
 def coalesced_bcast(
@@ -123,110 +124,110 @@ def read_regions(
     return tuple(map(int, outcome))  # type: ignore[return-value]
 
 
-def gather(tensors: list[Tensor], known: Layouts | None = None) -> tuple[Gathered, bool]:
-    """The CPU tensors that a load writes to, passed to the native side once. The result keeps them alive.
+def tensor_list(tensors: list[Tensor], known: Layouts | None = None) -> tuple[TensorList, bool]:
+    """The CPU tensors that a load writes to, passed to the native library once. The result keeps them alive.
 
-    As a ``Tensor[]`` argument of an op they would take longer than all else that is done with them, so ``_C`` passes them on
-    and the op takes a ticket for them.
+    As a ``Tensor[]`` argument of every op they would cost more than all other work on them, so ``_C`` registers them and the op
+    takes a ticket.
 
     Args:
-        known: the :func:`layouts` of others; what was bound to those holds for these too, if theirs are equal.
+        known: the :func:`layouts` of another list. If they fit, what was prepared for that list is valid for this one too.
 
     Returns:
-        the tensors; whether one is of a class that stands for other tensors, so that nothing can be bound to them.
+        the list; whether a tensor is of a class that wraps other tensors, so that nothing can be prepared for the list.
 
     Raises:
-        TypeError: an item is no tensor.
+        TypeError: an item is not a tensor.
     """
-    gathered, foreign = _gather(_C.hand_over(tensors), known)
-    return gathered, bool(foreign)
+    listed, foreign = _tensor_list(_C.register_tensors(tensors), known)
+    return listed, bool(foreign)
 
 
-def layouts(tensors: Gathered) -> Layouts:
-    """Their dtypes, shapes and strides: what was known, if theirs were equal to it.
+def layouts(tensors: TensorList) -> Layouts:
+    """The dtypes, shapes and strides of the tensors: ``known`` if they fit it.
 
     Raises:
-        ValueError: one is of a class that stands for other tensors.
+        ValueError: a tensor is of a class that wraps other tensors.
     """
     found: Layouts = _layouts(tensors)
     return found
 
 
-def has_layouts(tensors: Gathered, known: Layouts) -> bool:
-    """Whether they were found to have these layouts when they were gathered, so that what was bound to those fits them."""
+def has_layouts(tensors: TensorList, known: Layouts) -> bool:
+    """Whether the list was made with these layouts and fits them, so that what was prepared for them is valid."""
     return bool(_has_layouts(tensors, known))
 
 
-def bind_copies(tensors: Gathered, which: Sequence[int], copies: Tensor, nbytes: int) -> BoundCopies:
-    """What :func:`unpack_bound` does with a bucket of ``nbytes``; holds no tensor.
+def prepare_copies(tensors: TensorList, which: Sequence[int], copies: Tensor, nbytes: int) -> PreparedCopies:
+    """Prepares :func:`unpack_prepared` of buckets of ``nbytes``. The result keeps no tensor alive.
 
     Args:
-        which: numbers of tensors.
+        which: indices of tensors.
         copies: as for :func:`unpack`; column 0 counts in ``which``.
 
     Raises:
         ValueError: as for :func:`unpack`.
     """
-    bound: BoundCopies = _bind_copies(tensors, which, copies, nbytes)
-    return bound
+    prepared: PreparedCopies = _prepare_copies(tensors, which, copies, nbytes)
+    return prepared
 
 
-def unpack_bound(bucket: Tensor, tensors: Gathered, copies: BoundCopies) -> None:
-    """:func:`unpack`, with what :func:`bind_copies` has worked out.
+def unpack_prepared(bucket: Tensor, tensors: TensorList, copies: PreparedCopies) -> None:
+    """:func:`unpack` with the result of :func:`prepare_copies`.
 
     Raises:
-        ValueError: the tensors' layouts are not those that the copies were bound to, or the memory of one cannot be used.
+        ValueError: the copies were prepared for other layouts, or the memory of a tensor cannot be used.
     """
-    _unpack_bound(bucket, tensors, copies)
+    _unpack_prepared(bucket, tensors, copies)
 
 
-def bind_reads(
-    tensors: Gathered,
+def prepare_reads(
+    tensors: TensorList,
     which: Sequence[int],
     copies: Tensor,
     files: Tensor,
     offsets: Tensor,
     origins: Tensor,
     file_count: int,
-) -> BoundReads:
-    """What :func:`read_bound` reads from so many files; holds no tensor.
+) -> PreparedReads:
+    """Prepares :func:`read_prepared` from ``file_count`` files. The result keeps no tensor alive.
 
     Args:
-        which: numbers of tensors.
+        which: indices of tensors.
         copies, files, offsets, origins: as for :func:`read_regions`; column 0 of ``copies`` counts in ``which``.
 
     Raises:
         ValueError: as for :func:`read_regions`.
     """
-    bound: BoundReads = _bind_reads(tensors, which, copies, files, offsets, origins, file_count)
-    return bound
+    prepared: PreparedReads = _prepare_reads(tensors, which, copies, files, offsets, origins, file_count)
+    return prepared
 
 
-def read_bound(
-    descriptors: Sequence[int], tensors: Gathered, reads: BoundReads, threads: int
+def read_prepared(
+    descriptors: Sequence[int], tensors: TensorList, reads: PreparedReads, threads: int
 ) -> tuple[int, int, int, int]:
-    """:func:`read_regions`, with what :func:`bind_reads` has worked out. Raises as :func:`unpack_bound` does."""
-    outcome = _read_bound(descriptors, tensors, reads, threads)
+    """:func:`read_regions` with the result of :func:`prepare_reads`. Raises as :func:`unpack_prepared` does."""
+    outcome = _read_prepared(descriptors, tensors, reads, threads)
     return tuple(map(int, outcome))  # type: ignore[return-value]
 
 
-def bind_digests(tensors: Gathered, which: Sequence[int], copies: Tensor) -> BoundDigests:
-    """What :func:`digest_bound` works out; holds no tensor.
+def prepare_digests(tensors: TensorList, which: Sequence[int], copies: Tensor) -> PreparedDigests:
+    """Prepares :func:`digest_prepared`. The result keeps no tensor alive.
 
     Args:
-        which: numbers of tensors.
+        which: indices of tensors.
         copies: as for :func:`digest_tensors`; column 0 counts in ``which``.
 
     Raises:
         ValueError: as for :func:`digest_tensors`.
     """
-    bound: BoundDigests = _bind_digests(tensors, which, copies)
-    return bound
+    prepared: PreparedDigests = _prepare_digests(tensors, which, copies)
+    return prepared
 
 
-def digest_bound(tensors: Gathered, digests: BoundDigests) -> Tensor:
-    """:func:`digest_tensors`, with what :func:`bind_digests` has worked out. Raises as :func:`unpack_bound` does."""
-    found: Tensor = _digest_bound(tensors, digests)
+def digest_prepared(tensors: TensorList, digests: PreparedDigests) -> Tensor:
+    """:func:`digest_tensors` with the result of :func:`prepare_digests`. Raises as :func:`unpack_prepared` does."""
+    found: Tensor = _digest_prepared(tensors, digests)
     return found
 
 
@@ -305,6 +306,29 @@ def digest_files(
     """
     digests, *outcome = _digest_files(descriptors, files, offsets, origins, copies, threads)
     return digests, tuple(map(int, outcome))  # type: ignore[return-value]
+
+
+def allocate_like(
+    tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device, threads: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Uninitialized tensors with the shapes and strides of others, each with a storage of its own.
+
+    On CPU, parts of common blocks of memory whose pages are touched at once. The memory of a tensor that is freed goes back to
+    the system, except for what it has of a page with others.
+
+    Args:
+        tensors: dense; may be on meta.
+        threads: at most so many touch the memory.
+
+    Returns:
+        The tensors, and each once more as one dim, which for a tensor that is not contiguous is the tensor itself.
+
+    Raises:
+        ValueError: a tensor is not dense.
+        torch.OutOfMemoryError: there is not enough memory.
+    """
+    made, flat = _allocate_like(tensors, dtype, device, threads)
+    return made, flat
 
 
 def board_post(board: Tensor, slot: int, value: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from epload.core import dtypes
 from epload.core.copy_table import CopyTable
 from epload.core.pieces import Metadata, Pieces
-from epload.core.placement import OwnedRegion, intersect, owned_regions
+from epload.core.placement import OwnedRegion, owned_parts, owned_regions
 from epload.core.views import View
 from epload.model.targets import Targets
 from epload.native.extension import _C
@@ -170,26 +170,9 @@ def _rows(
     begin, end = offset // dtype.itemsize, (offset + nbytes) // dtype.itemsize
     rows = []
     for part in view.within(begin, end):
-        for region in owned:
-            shared = intersect((part.start, part.size), (region.start, region.size))
-            if shared is None:
-                continue
-            low, extent = shared
+        for low, extent, local in owned_parts((part.start, part.size), owned):
             steps = sum((a - b) * stride for a, b, stride in zip(low, part.start, part.strides, strict=True))
-            local = [at + a - b for at, a, b in zip(region.local_start, low, region.start, strict=True)]
             fill = [0] * (dims - len(low))
-            rows.append(
-                [
-                    0,
-                    (part.offset - begin + steps) * dtype.itemsize,
-                    dtypes.code(dtype),
-                    len(low),
-                    *local,
-                    *fill,
-                    *extent,
-                    *fill,
-                    *part.strides,
-                    *fill,
-                ]
-            )
+            row = [0, (part.offset - begin + steps) * dtype.itemsize, dtypes.code(dtype), len(low)]
+            rows.append([*row, *local, *fill, *extent, *fill, *part.strides, *fill])
     return rows

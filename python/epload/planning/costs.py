@@ -20,6 +20,8 @@ MEMORY_RATE = 2e9
 """Rate at which a rank unpacks from host memory, a low estimate (measured: 2.6e9 in pieces of 12 kB on 2 busy cores)."""
 MIN_SECONDS_FOR_TRIAL = 1.0
 """A load that is predicted to end sooner than this does not try another mode on one of its waves."""
+FAN_OUT = 32
+"""Children of a leader in the tree of nodes. The views of so many are one call to the store."""
 INFINITE = float("inf")
 
 
@@ -131,6 +133,49 @@ def tree_edges(ranks: Sequence[int], src: int) -> list[tuple[int, int]]:
         edges += [(i, i + reach) for i in range(min(reach, count - reach))]
         reach *= 2
     return [(ranks[(a + first) % count], ranks[(b + first) % count]) for a, b in edges]
+
+
+@dataclass(frozen=True)
+class StoreRates:
+    """What agreement costs, in seconds, measured by bench_control.py."""
+
+    operation: float = 0.0
+    """Of the store's server, for one operation."""
+    rank: float = 0.0
+    """Of the coordinator, for the view of one rank in one round."""
+    level: float = 0.0
+    """From the views of one level of the tree to those of the next."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The agreement rounds of one load."""
+
+    operations: int
+    """Of the store, by all ranks."""
+    most: int
+    """By one rank."""
+    server: float
+    """Seconds for which the store's server computes."""
+    seconds: float
+
+
+def agreement(nodes: int, ranks: int, rounds: int, store: StoreRates) -> Agreement:
+    """The rounds of a load of ``ranks`` ranks on ``nodes`` nodes: see control/rounds.py. All ranks come to each at once.
+
+    A leader sets its views, waits for and gets the decision, and deletes the views; the coordinator sets the decision and deletes
+    it. Every parent waits for and gets the views of its children. When a load begins, each leader looks for a failure once.
+    """
+    parents = -(-(nodes - 1) // FAN_OUT)
+    operations = rounds * (4 * (nodes - 1) + 2 * parents + 2) + nodes
+    most = rounds * (4 if nodes == 1 else 6) + 1
+    levels, reach, last = 0, 1, 1
+    while reach < nodes:
+        last *= FAN_OUT
+        reach += last
+        levels += 1
+    server = operations * store.operation
+    return Agreement(operations, most, server, server + rounds * (levels * store.level + ranks * store.rank))
 
 
 def describe_choice(readers: str, predictions: dict[str, float], reason: str) -> str:

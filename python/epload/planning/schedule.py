@@ -1,4 +1,5 @@
 """Who reads which bucket, and which pieces of it each rank receives and passes on. Pure: nodes and numbers in, roles out.
+Stripes, chains and leaders are computed in csrc/schedule.cpp, which the broadcast op uses too.
 
 Buckets move in waves: consecutive buckets that share a staging buffer. With one reader a wave is one bucket; with several it has
 a bucket for each of them, so that all read, send and receive at once.
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
+
+from epload.native.extension import _C
 
 READERS = ("one", "per_node", "partitioned", "every")
 ALGORITHMS = ("two_level", "striped", "flat")
@@ -43,7 +46,11 @@ class Flow:
     @cached_property
     def node(self) -> int:
         """Number of this rank's node."""
-        return next(i for i, node in enumerate(self.nodes) if self.rank in node)
+        return self._node_of[self.rank]
+
+    @cached_property
+    def _node_of(self) -> dict[int, int]:
+        return {rank: i for i, node in enumerate(self.nodes) for rank in node}
 
     @cached_property
     def sharers(self) -> tuple[int, ...]:
@@ -52,9 +59,8 @@ class Flow:
 
     @cached_property
     def leaders(self) -> tuple[int, ...]:
-        """One rank a node: those on the rail of ``src``."""
-        rail = next(node.index(self.src) for node in self.nodes if self.src in node)
-        return tuple(node[rail % len(node)] for node in self.nodes)
+        """One rank per node: those on the rail of ``src``."""
+        return tuple(_C.leaders(self.nodes, self.src))
 
     @cached_property
     def turns(self) -> tuple[int, ...]:
@@ -106,34 +112,11 @@ class Flow:
         Args:
             buckets: number of the bucket, begin and end in the wave.
         """
-        node = self.nodes[self.node]
-        leader = self.rank if self.algorithm == "striped" else self.leaders[self.node]
-        chain = () if self.shared else (leader, *(rank for rank in node if rank != leader))
-        before, after = _neighbors(chain, self.rank)
-        steps = []
-        count = len(self.nodes) if self.crosses else 1
-        for distance in range(count):
-            origin = (self.node - distance) % count if self.crosses else self.node
-            for number, low, high in buckets:
-                if self.reader(number) not in self.nodes[origin]:
-                    continue
-                begin, end = low, high
-                if self.algorithm == "striped":
-                    begin, end = stripe(low, high, len(node), sorted(node).index(self.rank))
-                if self.rank != leader:
-                    steps.append((begin, end, -1, before, -1, after))
-                    continue
-                source = self._on_rail(self.node - 1) if distance else -1
-                goes_on = self.crosses and (self.node + 1) % count != origin
-                steps.append((begin, end, source, -1, self._on_rail(self.node + 1) if goes_on else -1, after))
-        return steps
-
-    def _on_rail(self, node: int) -> int:
-        """The rank of another node to which this one is joined."""
-        node %= len(self.nodes)
-        if self.algorithm != "striped":
-            return self.leaders[node]
-        return sorted(self.nodes[node])[sorted(self.nodes[self.node]).index(self.rank)]
+        read_on = [(self._node_of[self.reader(number)], begin, end) for number, begin, end in buckets]
+        striped = self.algorithm == "striped"
+        return _C.wave_steps(
+            self.nodes, self.src, self.rank, striped, self.shared, self.crosses, read_on, STRIPE_ALIGNMENT
+        )
 
     def chunk_bytes(self, total: int, bucket: int = 0, per_wave: int = 1) -> int:
         """Bytes of a message: large, but so that filling the longest chain takes little of the time of ``total`` bytes.
@@ -162,18 +145,3 @@ def buckets_per_wave(nodes: Sequence[Sequence[int]], readers: str, wave_bytes: i
 def wave_limit(total: int, most: int) -> int:
     """Bytes of a wave in a load of ``total`` bytes."""
     return min(most, max(MIN_WAVE_BYTES, total // MIN_WAVES))
-
-
-def stripe(begin: int, end: int, count: int, index: int) -> tuple[int, int]:
-    """One of ``count`` consecutive parts of a range, aligned to STRIPE_ALIGNMENT; the last may be short or empty."""
-    share = -(-(end - begin) // count)
-    each = -(-share // STRIPE_ALIGNMENT) * STRIPE_ALIGNMENT
-    low = min(end, begin + index * each)
-    return low, min(end, low + each)
-
-
-def _neighbors(chain: Sequence[int], rank: int) -> tuple[int, int]:
-    if rank not in chain:
-        return -1, -1
-    at = chain.index(rank)
-    return (chain[at - 1] if at else -1), (chain[at + 1] if at + 1 < len(chain) else -1)

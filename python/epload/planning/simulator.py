@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from epload.planning import costs
-from epload.planning.costs import INFINITE, Rates
+from epload.planning.costs import INFINITE, Rates, StoreRates
 from epload.planning.schedule import Flow, buckets_per_wave, wave_limit
 
 Nodes = Sequence[Sequence[int]]
@@ -48,8 +48,9 @@ class Cluster:
     """The same between two ranks of a node."""
     fixed: float = 0.0
     """Time of every load, to inspect the model, make the plan and materialize."""
-    per_rank: float = 0.0
-    """Extra time per rank of the job, as all ranks agree through one store."""
+    rounds: int = 0
+    """Agreement rounds of the load."""
+    store: StoreRates = field(default_factory=StoreRates)
 
     @property
     def world(self) -> int:
@@ -133,7 +134,8 @@ def predict(mode: str, total: int, tensors: int, cluster: Cluster) -> float:
     Raises:
         ValueError: there is no such mode.
     """
-    return cluster.fixed + cluster.per_rank * cluster.world + _transfer_seconds(mode, total, tensors, cluster)
+    agreeing = costs.agreement(cluster.nodes, cluster.world, cluster.rounds, cluster.store).seconds
+    return cluster.fixed + agreeing + _transfer_seconds(mode, total, tensors, cluster)
 
 
 def _transfer_seconds(mode: str, total: int, tensors: int, cluster: Cluster) -> float:

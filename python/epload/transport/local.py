@@ -1,4 +1,4 @@
-"""The local tensors that a load fills. On CPU, what follows from their layouts is worked out natively once, and kept."""
+"""The local tensors that a load fills. On CPU, what depends on their layouts is prepared natively once, and kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from epload.planning.plan import LoadPlan, Taken
 class Local:
     """The local tensors of a plan's targets, for one load."""
 
-    bound: Bound | None = None
+    prepared: PreparedPlan | None = None
     """For the next load."""
 
     def __init__(self, plan: LoadPlan, tensors: list[Tensor]) -> None:
@@ -24,14 +24,14 @@ class Local:
         self._plan = plan
 
     @staticmethod
-    def on_cpu(plan: LoadPlan, tensors: list[Tensor], known: Bound | None) -> Local:
+    def on_cpu(plan: LoadPlan, tensors: list[Tensor], known: PreparedPlan | None) -> Local:
         """``tensors``: all on CPU. ``known``: of the load before."""
-        gathered, foreign = ops.gather(tensors, known.layouts if known is not None else None)
+        tensor_list, foreign = ops.tensor_list(tensors, known.layouts if known is not None else None)
         if foreign:  # only their own class knows where their data is
             return Local(plan, tensors)
-        if known is None or known.plan is not plan or not ops.has_layouts(gathered, known.layouts):
-            known = Bound(plan, ops.layouts(gathered))
-        return _BoundLocal(plan, tensors, gathered, known)
+        if known is None or known.plan is not plan or not ops.has_layouts(tensor_list, known.layouts):
+            known = PreparedPlan(plan, ops.layouts(tensor_list))
+        return _PreparedLocal(plan, tensors, tensor_list, known)
 
     def regions(self, number: int) -> Regions:
         """All that this rank takes out of a bucket."""
@@ -66,67 +66,69 @@ class Local:
         return ops.digest_tensors([tensor if tensor.is_cpu else tensor.cpu() for tensor in some], table)
 
 
-class Bound:
-    """What has been worked out of a plan for tensors on CPU of some layouts. Holds no tensor."""
+class PreparedPlan:
+    """What is prepared of a plan for CPU tensors of some layouts. Keeps no tensor alive."""
 
     def __init__(self, plan: LoadPlan, layouts: ops.Layouts) -> None:
         """``layouts``: see ``ops.layouts``."""
         self.plan = plan
         self.layouts = layouts
-        self.copies: dict[int, ops.BoundCopies] = {}
+        self.copies: dict[int, ops.PreparedCopies] = {}
         """Of each bucket."""
-        self.reads: dict[range, _BoundReads] = {}
+        self.reads: dict[range, _PreparedReads] = {}
         """Of some buckets."""
-        self.digests: dict[int, tuple[Tensor, ops.BoundDigests]] = {}
+        self.digests: dict[int, tuple[Tensor, ops.PreparedDigests]] = {}
         """Of each bucket, with the copy table that they follow from."""
 
 
-class _BoundLocal(Local):
-    """On CPU, and handed over once: nothing is handed over with every bucket."""
+class _PreparedLocal(Local):
+    """On CPU: the tensors are passed to the native library once per load, not with every bucket."""
 
-    bound: Bound
+    prepared: PreparedPlan
 
-    def __init__(self, plan: LoadPlan, tensors: list[Tensor], gathered: ops.Gathered, bound: Bound) -> None:
+    def __init__(
+        self, plan: LoadPlan, tensors: list[Tensor], tensor_list: ops.TensorList, prepared: PreparedPlan
+    ) -> None:
         super().__init__(plan, tensors)
-        self._gathered = gathered
-        self.bound = bound
+        self._tensor_list = tensor_list
+        self.prepared = prepared
 
     def unpack(self, number: int, bucket: Tensor) -> None:
-        copies = self.bound.copies.get(number)
+        copies = self.prepared.copies.get(number)
         if copies is None:
             planned = self._plan.buckets[number]
-            copies = ops.bind_copies(self._gathered, planned.targets, planned.copies.rows, planned.nbytes)
-            self.bound.copies[number] = copies
-        ops.unpack_bound(bucket, self._gathered, copies)
+            copies = ops.prepare_copies(self._tensor_list, planned.targets, planned.copies.rows, planned.nbytes)
+            self.prepared.copies[number] = copies
+        ops.unpack_prepared(bucket, self._tensor_list, copies)
 
     def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
-        reads = self.bound.reads.get(numbers)
+        reads = self.prepared.reads.get(numbers)
         if reads is None:
-            reads = self.bound.reads[numbers] = _BoundReads(self._plan.taken(numbers))
-        return checkpoint.read_regions(_Readable(self._gathered, reads)) if reads.taken.targets else 0
+            reads = self.prepared.reads[numbers] = _PreparedReads(self._plan.taken(numbers))
+        return checkpoint.read_regions(_Readable(self._tensor_list, reads)) if reads.taken.targets else 0
 
     def digests(self, number: int, which: Sequence[int], table: Tensor) -> Tensor:
-        known = self.bound.digests.get(number)
+        known = self.prepared.digests.get(number)
         if known is None or known[0] is not table:
-            known = self.bound.digests[number] = table, ops.bind_digests(self._gathered, which, table)
-        return ops.digest_bound(self._gathered, known[1])
+            known = self.prepared.digests[number] = table, ops.prepare_digests(self._tensor_list, which, table)
+        return ops.digest_prepared(self._tensor_list, known[1])
 
 
-class _BoundReads:
+class _PreparedReads:
     """Regions as they are read from the files of a checkpoint, and from those of the next if its tensors lie as there."""
 
     def __init__(self, taken: Taken) -> None:
         self.taken = taken
         self._places: tuple[Tensor, Tensor, int] | None = None
-        self._reads: ops.BoundReads | None = None
+        self._reads: ops.PreparedReads | None = None
 
-    def of(self, gathered: ops.Gathered, files: Tensor, offsets: Tensor, file_count: int) -> ops.BoundReads:
+    def of(self, tensor_list: ops.TensorList, files: Tensor, offsets: Tensor, file_count: int) -> ops.PreparedReads:
         known = self._places
         if known is None or not (torch.equal(known[0], files) and torch.equal(known[1], offsets)):
             self._reads = None
         if self._reads is None or known is None or known[2] != file_count:
             targets, copies, origins = self.taken
-            self._reads = ops.bind_reads(gathered, targets, copies.rows, files, offsets, origins, file_count)
+            self._reads = ops.prepare_reads(tensor_list, targets, copies.rows, files, offsets, origins, file_count)
             self._places = files, offsets, file_count
         return self._reads
 
@@ -134,13 +136,13 @@ class _BoundReads:
 class _Readable:
     """See ``byte_store.Readable``."""
 
-    def __init__(self, gathered: ops.Gathered, reads: _BoundReads) -> None:
+    def __init__(self, tensor_list: ops.TensorList, reads: _PreparedReads) -> None:
         self.origins = reads.taken.origins
-        self._gathered = gathered
+        self._tensor_list = tensor_list
         self._reads = reads
 
     def read(
         self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int
     ) -> tuple[int, int, int, int]:
-        reads = self._reads.of(self._gathered, files, offsets, len(descriptors))
-        return ops.read_bound(descriptors, self._gathered, reads, threads)
+        reads = self._reads.of(self._tensor_list, files, offsets, len(descriptors))
+        return ops.read_prepared(descriptors, self._tensor_list, reads, threads)

@@ -11,6 +11,7 @@ from torch import Tensor
 from epload.cluster.topology import Route
 from epload.errors import LoadError, RemoteFailure, WaitTimeout, message_of
 from epload.native import ops
+from epload.native.extension import _C
 from epload.planning.schedule import Flow, Step
 from epload.planning.waves import Wave
 from epload.staging.host_ring import HostRing
@@ -96,7 +97,7 @@ class Collective:
 def broadcast(flat: Tensor, route: Route, algorithm: str, stream: torch.Stream | None) -> None:
     """Sends contiguous bytes in place, from ``route.src``, as one bucket."""
     leader = -1 if algorithm == "flat" else route.leader
-    nbytes = max(16, flat.nbytes)
+    nbytes = max(_C.OP_ALIGNMENT, flat.nbytes)
     ops.coalesced_bcast(
         [flat], route.src, route.inter_group, route.intra_group, nbytes, algorithm, stream, leader=leader
     )
@@ -104,12 +105,9 @@ def broadcast(flat: Tensor, route: Route, algorithm: str, stream: torch.Stream |
 
 def broadcast_steps(route: Route, flow: Flow, nbytes: int) -> int:
     """Number of broadcasts that a rank takes part in for a bucket of so many bytes."""
-    if flow.algorithm != "striped":
-        return bool(route.inter_group) + bool(route.intra_group)
-    node = sorted(flow.nodes[flow.node])
-    stripes = -(-nbytes // ((nbytes // len(node) + 16) // 16 * 16))  # as csrc/coalesced_bcast.cpp cuts it
-    on_rail = bool(route.inter_group) and node.index(flow.rank) < stripes
-    return on_rail + bool(route.intra_group) * (1 if route.src in node else stripes)
+    node = sorted(flow.nodes[flow.node]) if route.intra_group else []
+    striped = flow.algorithm == "striped"
+    return _C.broadcast_count(nbytes, striped, bool(route.inter_group), node, flow.rank, route.src, route.leader)
 
 
 def _explain(context: TransferContext, error: RuntimeError, number: int) -> LoadError:

@@ -36,9 +36,8 @@ def find_non_finite(checkpoint: Checkpoint) -> Iterator[NonFinite]:
     """
     manifest = checkpoint.manifest
     buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
-    for index, (name, dtype, nbytes) in enumerate(
-        zip(manifest.names, manifest.dtypes, manifest.nbytes_of(), strict=True)
-    ):
+    tensors = zip(manifest.names, manifest.dtypes, manifest.nbytes_of(), strict=True)
+    for index, (name, dtype, nbytes) in enumerate(tensors):
         nans = infs = 0
         for begin in range(0, nbytes, _CHUNK_BYTES):
             chunk = buffer[: min(_CHUNK_BYTES, nbytes - begin)]

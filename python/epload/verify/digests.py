@@ -127,7 +127,8 @@ def claims_by_bucket(tables: Mapping[int, bytes]) -> dict[int, tuple[Tensor, lis
         first = 0
         for bucket, table in regions:
             part = slice(first, first + len(table))
-            parts.setdefault(bucket, []).append((rank, part, _widened(table, columns)))
+            wide = table if table.shape[1] == columns else CopyTable(table).widened(columns)
+            parts.setdefault(bucket, []).append((rank, part, wide))
             first = part.stop
     return {bucket: _merged(parts[bucket]) for bucket in sorted(parts)}
 
@@ -146,11 +147,6 @@ def _merged(parts: Sequence[tuple[int, slice, Tensor]]) -> tuple[Tensor, list[Cl
             length += len(table)
         claims.append(Claim(rank, digests, rows_of[raw]))
     return torch.cat(tables), claims
-
-
-def _widened(table: Tensor, columns: int) -> Tensor:
-    """A copy table with room for more dims."""
-    return table if table.shape[1] == columns else CopyTable(table).widened(columns)
 
 
 def _bytes(words: Tensor) -> bytes:

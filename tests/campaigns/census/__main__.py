@@ -40,9 +40,9 @@ def main() -> int:
     stopped = sorted(set(by_kind["does not build"]) & set(listed())) if LIST.exists() else []
     for kind in ("wrong", "raising"):
         for name in by_kind[kind]:
-            print(f"{kind}: {name}: " + "\n    ".join(verdicts[name]["said"][:3]))
+            print(f"{kind}: {name}: " + "\n    ".join(verdicts[name]["findings"][:3]))
     for name in stopped:
-        print(f"stopped building: {name}: {verdicts[name]['said'][0]}")
+        print(f"stopped building: {name}: {verdicts[name]['findings'][0]}")
     judged = len(names) - len(by_kind["does not build"])
     print(
         f"{judged} judged, {len(by_kind['wrong'])} wrong, {len(by_kind['raising'])} raising, "

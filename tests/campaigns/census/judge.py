@@ -35,7 +35,7 @@ class Verdict:
     name: str
     kind: str = "right"
     """``"right"``, ``"wrong"``, ``"raising"`` or ``"does not build"``."""
-    said: list[str] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Not held against epload: what the library itself does not get right, or does differently on purpose."""
     parameters: int = 0
@@ -44,7 +44,7 @@ class Verdict:
 
     def wrong(self, text: str) -> None:
         self.kind = "wrong"
-        self.said.append(text)
+        self.findings.append(text)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -57,7 +57,7 @@ def judge(name: str, places: list[tuple[str, str]]) -> Verdict:
     try:
         built = _build(name, places, verdict)
     except Exception as error:
-        verdict.kind, verdict.said = "does not build", [_text(error)]
+        verdict.kind, verdict.findings = "does not build", [_text(error)]
         built = None
     if built is not None:
         try:
@@ -65,7 +65,7 @@ def judge(name: str, places: list[tuple[str, str]]) -> Verdict:
                 _Case(verdict, *built, Path(folder)).judge()
         except Exception as error:
             verdict.kind = "raising"
-            verdict.said.append(_text(error) + "\n" + traceback.format_exc()[-1500:])
+            verdict.findings.append(_text(error) + "\n" + traceback.format_exc()[-1500:])
     verdict.seconds = round(time.perf_counter() - began, 2)
     return verdict
 
@@ -304,7 +304,7 @@ class _Case:
             oracle = self._oracle("fewer", folder)
             loaded, report = self._load(folder, strict=False)
         gone = self._aliases(dropped)
-        told = set(initialized(report))
+        reported = set(initialized(report))
         for name, got in self._compare(loaded, report):
             want = self._tensors[name]
             if name not in gone and name not in self._unsaved:
@@ -314,7 +314,7 @@ class _Case:
             as_theirs = (
                 oracle is not None and name in oracle and same(got, oracle[name])
             )  # it takes another key for this one
-            if name in gone and got.numel() and not told & self._names_of(name) and not as_theirs:
+            if name in gone and got.numel() and not reported & self._names_of(name) and not as_theirs:
                 self._verdict.wrong(f"partial: {name} is missing and not reported as initialized")
             self._judge_computed(name, got, oracle, folder)
 
@@ -410,7 +410,7 @@ class _Case:
             other = first.setdefault(id(tensor), name)
             if other != name and name in got and other in got and got[name] is not got[other]:
                 self._verdict.wrong(f"{name} and {other} are not one tensor any more")
-        told = set(initialized(report))
+        reported = set(initialized(report))
         for name, tensor in got.items():
             if name not in self._tensors:
                 continue
@@ -421,9 +421,9 @@ class _Case:
                 self._verdict.wrong(f"{name} is left with the library's mark")
             if (
                 name in self._unsaved
-                and name not in told
+                and name not in reported
                 and name in unsaved(loaded)
-                and not told & self._names_of(name)
+                and not reported & self._names_of(name)
             ):
                 self._verdict.notes.append(f"{name} is not reported as initialized")
             yield name, tensor

@@ -72,7 +72,7 @@ class Worker:
             return dict(self.link.recv())
         except (EOFError, ConnectionResetError):
             self._dead = True  # also while the system has yet to notice
-            return {"name": name, "kind": "raising", "said": ["the process died"], "notes": []}
+            return {"name": name, "kind": "raising", "findings": ["the process died"], "notes": []}
 
     def excess(self) -> str:
         """Whether its class takes too much, and of what."""
@@ -82,7 +82,7 @@ class Worker:
 
     def exhausted(self, verdict: dict[str, Any]) -> bool:
         """Whether a class failed, or ended its process, for want of memory that classes before it have taken."""
-        return self.count > 1 and (self._dead or any("can't allocate memory" in text for text in verdict["said"]))
+        return self.count > 1 and (self._dead or any("can't allocate memory" in text for text in verdict["findings"]))
 
     def spent(self) -> bool:
         return self.count >= RECYCLED or self._dead or not self._process.is_alive()
@@ -97,8 +97,8 @@ def verdict_of(worker: Worker, name: str, places: list[tuple[str, str]]) -> dict
     """The verdict on one class, from a worker that has nothing to do."""
     worker.give(name, places)
     while not worker.link.poll(1):
-        if said := worker.excess():
-            return {"name": name, "kind": "raising", "said": [said], "notes": []}
+        if too_much := worker.excess():
+            return {"name": name, "kind": "raising", "findings": [too_much], "notes": []}
     return worker.take()
 
 
@@ -123,29 +123,29 @@ def census(names: list[str], workers: int, results: Path | None, verbose: bool) 
                 worker.give(name, known.get(name, []))
         busy = {worker.link: worker for worker in pool if worker.task}
         ready = wait(list(busy), timeout=1)
-        told = []
+        verdicts = []
         for worker in [busy[link] for link in ready if isinstance(link, Connection)]:
             verdict = worker.take()
             if worker.exhausted(verdict):
                 waiting.append(verdict["name"])
                 worker.count = RECYCLED
             else:
-                told.append(verdict)
+                verdicts.append(verdict)
         for worker in [w for w in busy.values() if w.task]:
-            if said := worker.excess():
-                told.append({"name": worker.task, "kind": "raising", "said": [said], "notes": []})
+            if too_much := worker.excess():
+                verdicts.append({"name": worker.task, "kind": "raising", "findings": [too_much], "notes": []})
                 worker.close()
                 pool.remove(worker)
-        for verdict in told:
+        for verdict in verdicts:
             done[verdict["name"]] = verdict
             count += 1
             if verbose or verdict["kind"] in ("wrong", "raising"):
-                said = "; ".join(verdict["said"])[:400]
+                findings = "; ".join(verdict["findings"])[:400]
                 print(
-                    f"{time.monotonic() - began:7.1f} s {count:5} {verdict['name']}: {verdict['kind']} {said}",
+                    f"{time.monotonic() - began:7.1f} s {count:5} {verdict['name']}: {verdict['kind']} {findings}",
                     flush=True,
                 )
-        if told and results is not None:
+        if verdicts and results is not None:
             part = results.with_suffix(".part")
             part.write_text(json.dumps(done, indent=0))
             part.replace(results)

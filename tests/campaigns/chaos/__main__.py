@@ -113,21 +113,21 @@ def run(job: Job, fault: Fault) -> tuple[str, bool, bool]:
             return f"WRONG: ranks {dead} died", fired, False
         live = [answer for answer in answers.values() if answer is not None]
         return judge(fault, [answer[1] for answer in live]), fired, False
-    told = [answers[rank] for rank in sorted(answers)]
-    for answer in told:
-        if said := judge_clean([answer[0]]):
-            return f"{said} before the fault", fired, False
-    for at in range(1, len(told[0])):  # of two loads at once, each by itself
-        if said := judge(fault, [answer[at] for answer in told]):
-            return said, fired, False
+    by_rank = [answers[rank] for rank in sorted(answers)]
+    for answer in by_rank:
+        if problem := judge_clean([answer[0]]):
+            return f"{problem} before the fault", fired, False
+    for at in range(1, len(by_rank[0])):  # of two loads at once, each by itself
+        if problem := judge(fault, [answer[at] for answer in by_rank]):
+            return problem, fired, False
     job.tell("after", fault.seed)
     answers = job.collect(everyone)
     if hung := sorted(everyone - set(answers)):
         return f"HANG: after the fault, ranks {hung} did not answer in {HANG:.0f} s", fired, False
     if None in answers.values():
         return "WRONG: a rank died in the load after the fault", fired, False
-    said = judge_clean([answers[rank][0] for rank in sorted(answers)])
-    return (f"{said} in the load after the fault" if said else ""), fired, not said
+    problem = judge_clean([answers[rank][0] for rank in sorted(answers)])
+    return (f"{problem} in the load after the fault" if problem else ""), fired, not problem
 
 
 def _state(pid: int) -> str:
@@ -149,8 +149,8 @@ def judge(fault: Fault, outcomes: list[Outcome]) -> str:
     kind = others[0].kind
     if kind and (not kind.endswith(("Error", "Mismatch")) or not others[0].text):
         return f"WRONG: raised {kind}: {others[0].text[:300]}"
-    if not kind and (said := judge_clean(others)):
-        return said
+    if not kind and (problem := judge_clean(others)):
+        return problem
     if max(outcome.seconds for outcome in outcomes) > IN_TIME and fault.kind != "stop":
         return f"LATE: took {max(outcome.seconds for outcome in outcomes):.0f} s"
     return _leaked(outcomes)
@@ -184,16 +184,16 @@ def campaign(seeds: range, until: float, verbose: bool, bed: NetBed | None) -> i
         if time.monotonic() > until:
             break
         fault = Fault.of(seed)
-        said, fired, goes_on = run(job, fault)
+        problem, fired, goes_on = run(job, fault)
         happened[fault.kind] += 1
         reached[fault.kind] += fired
         if verbose:
             print(
-                f"{time.monotonic() - began:7.1f} s  {fault}: {said or ('right' if fired else 'did not happen')}",
+                f"{time.monotonic() - began:7.1f} s  {fault}: {problem or ('right' if fired else 'did not happen')}",
                 flush=True,
             )
-        if said:
-            bad.append(f"{fault}: {said}")
+        if problem:
+            bad.append(f"{fault}: {problem}")
             print(bad[-1], flush=True)
         if not goes_on:
             job.close()

@@ -22,7 +22,7 @@ from epload.cluster.groups import Group
 from epload.control.control import Control
 from epload.native import ops
 from epload.staging import shared_memory
-from epload.transport.local import _BoundLocal
+from epload.transport.local import _PreparedLocal
 from netbed import slow_link
 
 WORLD = 4
@@ -130,7 +130,7 @@ class Moments:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        owners: dict[str, Any] = dict.fromkeys(_READS, FileCheckpoint) | dict.fromkeys(_WRITES, _BoundLocal)
+        owners: dict[str, Any] = dict.fromkeys(_READS, FileCheckpoint) | dict.fromkeys(_WRITES, _PreparedLocal)
         owners |= dict.fromkeys(("open_registry", "agree", "close_registry"), Control)
         owners |= dict.fromkeys(("make", "register"), Group) | {"start": Thread}
         with ExitStack() as stack:
@@ -140,7 +140,7 @@ class Moments:
             yield
 
 
-def _flip_in(local: _BoundLocal, of: int | range, *_: Any) -> bool:
+def _flip_in(local: _PreparedLocal, of: int | range, *_: Any) -> bool:
     """In what was taken out of a bucket, or some buckets."""
     for number in [of] if isinstance(of, int) else of:
         for tensor in local.regions(number).targets:
@@ -185,9 +185,9 @@ def broken(fault: Fault, path: Path, calls: int, timeout: float, mbit: int) -> I
 
     def replace(*_: Any) -> None:
         content = path.read_bytes()
-        beside = path.with_name("replacement")
-        beside.write_bytes(content[:-600] + bytes(byte ^ 1 for byte in content[-600:]))
-        os.replace(beside, path)
+        replacement = path.with_name("replacement")
+        replacement.write_bytes(content[:-600] + bytes(byte ^ 1 for byte in content[-600:]))
+        os.replace(replacement, path)
 
     def stop_here(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -43,18 +43,18 @@ class Outcome:
 def leaks(folder: Path, memories_of: int = 1) -> list[str]:
     """What a load must not leave behind. Sockets of groups that a failure retired are not looked at (docs/reliability.md)."""
     gc.collect()
-    said = [f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("epload-")]
+    problems = [f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("epload-")]
     for entry in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{entry}")
         except OSError:
             continue
         if "[pidfd]" in target or target.startswith(str(folder)):
-            said.append(f"descriptor {target}")
+            problems.append(f"descriptor {target}")
     if memories() > memories_of:  # those of each loader, which it keeps for its next load
-        said.append(f"{memories()} shared buffers")
+        problems.append(f"{memories()} shared buffers")
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return said + [f"process {child}" for child in children]
+    return problems + [f"process {child}" for child in children]
 
 
 def memories() -> int:
@@ -174,7 +174,7 @@ class Place:
 
 
 def main(rank: int, folder: str, place: Place, link: Connection) -> None:
-    """Does as it is told over ``link`` until that closes."""
+    """Carries out the commands that arrive over ``link`` until it closes."""
     if place.namespace:
         enter(place.namespace)
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE

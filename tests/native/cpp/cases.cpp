@@ -1,8 +1,8 @@
 #include "cases.h"
 
 #include "../../../csrc/bucket_plan.h"
-#include "../../../csrc/cpu/bound.h"
 #include "../../../csrc/cpu/file_digests.h"
+#include "../../../csrc/cpu/prepared.h"
 #include "../../../csrc/digest.h"
 #include "../../../csrc/region_copy.h"
 
@@ -81,13 +81,13 @@ Block exactly(size_t nbytes) {
 
 constexpr std::array kDtypes = {at::kFloat, at::kByte, at::kShort, at::kBFloat16, at::kDouble};
 
-// What is bound to tensors fills them from the bucket, and from a file of the same bytes, as the copies did.
-void bound_case(
+// Prepared regions fill the tensors from the bucket, and from a file of the same bytes, as the copies did.
+void prepared_case(
     const at::Tensor& bucket,
     const std::vector<at::Tensor>& tensors,
     const at::Tensor& table,
     const std::vector<epload::RegionCopy>& copies,
-    const std::vector<uint64_t>& held) {
+    const std::vector<uint64_t>& expected) {
   std::vector<int64_t> which, offsets;
   for (size_t i = 0; i < tensors.size(); ++i) {
     which.push_back(static_cast<int64_t>(which.size()));
@@ -102,33 +102,33 @@ void bound_case(
       }
     }
   };
-  const epload::Gathered gathered(tensors, {});
-  const epload::BoundCopies bound(gathered, which, table, bucket.numel());
-  const epload::BoundReads reads(gathered, which, table, std::vector<int64_t>(copies.size()), offsets, 1);
-  const epload::BoundDigests digests(gathered, which, table);
-  const epload::Gathered again(tensors, gathered.layouts());
+  const epload::TensorList listed(tensors, {});
+  const epload::PreparedCopies prepared(listed, which, table, bucket.numel());
+  const epload::PreparedReads reads(listed, which, table, std::vector<int64_t>(copies.size()), offsets, 1);
+  const epload::PreparedDigests digests(listed, which, table);
+  const epload::TensorList again(tensors, listed.layouts());
   clear();
-  bound.unpack(bucket, again);
-  require(epload::digest_tensors(tensors, copies) == held, "what is bound unpacks the same");
+  prepared.unpack(bucket, again);
+  require(epload::digest_tensors(tensors, copies) == expected, "prepared copies unpack the same");
   const int file = memfd_create("bucket", 0);
   require(write(file, bucket.const_data_ptr(), bucket.nbytes()) == static_cast<ssize_t>(bucket.nbytes()), "a file");
   std::vector<at::ScalarType> dtypes;
   for (const auto& copy : copies) {
     dtypes.push_back(tensors[copy.tensor].scalar_type());
   }
-  require(digests.digests(again) == held, "what is bound has the digests");
+  require(digests.digests(again) == expected, "prepared digests are the same");
   for (const int64_t piece_bytes : {16, 1 << 10}) { // so that regions are digested in parts, and whole
     const auto in_file =
         epload::digest_files({file}, std::vector<int64_t>(copies.size()), copies, dtypes, 1, piece_bytes);
     require(in_file.outcome.file == -1, "all is digested");
-    require(copies.size() != 1 || in_file.digests == held, "what was unpacked has the digests of the file");
+    require(copies.size() != 1 || in_file.digests == expected, "what was unpacked has the digests of the file");
   }
   clear();
   const auto outcome = reads.run({file}, again, 1);
   close(file);
   require(outcome.file == -1, "all is read");
   // Random rows may lie on one another, and are read in the order of the file.
-  require(copies.size() != 1 || epload::digest_tensors(tensors, copies) == held, "what is bound reads the same");
+  require(copies.size() != 1 || epload::digest_tensors(tensors, copies) == expected, "prepared reads read the same");
 }
 
 } // namespace
@@ -165,12 +165,12 @@ void copy_table_case(const uint8_t* data, size_t size) {
   try {
     const auto copies = epload::decode_copies(bucket, tensors, table);
     epload::region_copy(bucket, tensors, copies, epload::Direction::kUnpack);
-    const auto held = epload::digest_tensors(tensors, copies);
-    require(held.size() == copies.size(), "a digest for each row");
-    bound_case(bucket, tensors, table, copies, held);
+    const auto expected = epload::digest_tensors(tensors, copies);
+    require(expected.size() == copies.size(), "a digest for each row");
+    prepared_case(bucket, tensors, table, copies, expected);
     for (const auto& copy : copies) {
       const auto sent = epload::digest_unpacked(bucket, copy, tensors[copy.tensor].scalar_type());
-      require(copies.size() != 1 || sent == held.front(), "what was unpacked has the digest of the bucket");
+      require(copies.size() != 1 || sent == expected.front(), "what was unpacked has the digest of the bucket");
     }
     epload::region_copy(bucket, tensors, copies, epload::Direction::kPack);
   } catch (const c10::Error&) {

@@ -2,8 +2,8 @@
 // checksum however its stream is cut, and a board and a region copy that several threads work on.
 #include "cases.h"
 
-#include "../../../csrc/board.h"
 #include "../../../csrc/checksum.h"
+#include "../../../csrc/comm/board.h"
 #include "../../../csrc/region_copy.h"
 
 #include <ATen/Parallel.h>

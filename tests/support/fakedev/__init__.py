@@ -56,7 +56,7 @@ def release(stream: torch.Stream) -> None:
 
 
 @contextmanager
-def held(stream: torch.Stream) -> Iterator[None]:
+def holding(stream: torch.Stream) -> Iterator[None]:
     hold(stream)
     try:
         yield

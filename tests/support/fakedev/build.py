@@ -22,16 +22,16 @@ INCLUDES = [TORCH / "include", TORCH / "include/torch/csrc/api/include", Path(sy
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
 
 CHANGES: dict[str, list[tuple[str, str]]] = {
-    "ops.cpp": [("TORCH_LIBRARY(epload,", "TORCH_LIBRARY(epload_test,"), ("_IMPL(epload,", "_IMPL(epload_test,")],
+    "schemas.cpp": [("TORCH_LIBRARY(epload,", "TORCH_LIBRARY(epload_test,")],
     # The CUDA region copy, with tests/support/fakedev/kernels.cpp in the place of libepload_cuda.
     "cuda/region_copy.cpp": [("c10::DeviceType::CUDA", "c10::DeviceType::PrivateUse1")],
     # Each rule of the op can be broken, one at a time, by the environment.
-    "stream.h": [
-        ("namespace epload {", '#include "broken.h"\nnamespace epload {'),
+    "comm/stream.h": [
+        ("namespace epload {", '#include "../broken.h"\nnamespace epload {'),
         ("      join(*caller_, *ours_);", '      if (!broken("entry_wait")) join(*caller_, *ours_);'),
         ("        join(*ours_, *caller_);", '        if (!broken("exit_wait")) join(*ours_, *caller_);'),
     ],
-    "coalesced_bcast.cpp": [
+    "comm/coalesced_bcast.cpp": [
         (
             "        staging = at::empty(",
             '        std::optional<c10::StreamGuard> astray;\n        if (broken("allocation")) '
@@ -39,14 +39,16 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             "        staging = at::empty(",
         )
     ],
-    "collective.cpp": [
-        ("namespace epload {", '#include "broken.h"\nnamespace epload {'),
+    "comm/collective.cpp": [
+        ("namespace epload {", '#include "../broken.h"\nnamespace epload {'),
         ("    work->wait();", '    if (!broken("staging_reuse")) work->wait();'),
     ],
 }
 """How the library that is tested here differs from the one that is shipped: in each file, text and what replaces it."""
+CHANGES_OF_ALL = [("_IMPL(epload,", "_IMPL(epload_test,"), ('>("epload", ', '>("epload_test", ')]
+"""The same, for files that may or may not have such text."""
 
-LEFT_OUT = ("module.cpp", "containers.cpp", "npu/ascend.cpp", "npu/region_copy.cpp")
+LEFT_OUT = ("python/containers.cpp", "python/module.cpp", "python/tensors.cpp", "npu/ascend.cpp", "npu/region_copy.cpp")
 """The Python module; Ascend, whose place the fake accelerator has."""
 
 BROKEN = """#pragma once
@@ -88,6 +90,11 @@ def library() -> Path:
                     )
                 text = text.replace(old, new)
             (source / name).write_text(text)
+        for path in source.rglob("*.cpp"):
+            text = path.read_text()
+            for old, new in CHANGES_OF_ALL:
+                text = text.replace(old, new)
+            path.write_text(text)
         sources = [path for path in sorted(source.rglob("*.cpp")) if str(path.relative_to(source)) not in LEFT_OUT]
         compile_all(sources, folder / "libepload_test.so", ["c10", "torch_cpu"])
         (folder / "libepload_cuda.so").symlink_to(extension)

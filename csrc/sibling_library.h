@@ -1,4 +1,4 @@
-// Libraries that lie beside libepload and are opened when they are first needed.
+// Libraries in the same folder as libepload, opened when they are first needed.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -10,12 +10,12 @@
 
 namespace epload {
 
-// One of them; null where this build has none.
-class Beside {
+// One of them, which a build may lack.
+class SiblingLibrary {
  public:
-  // `interface` names a function that returns the interface's number. Throws c10::Error, with `rebuild` at its end,
-  // when the library is there but does not load or has another interface.
-  Beside(const char* name, const char* interface, uint32_t expected, const char* rebuild) : rebuild_(rebuild) {
+  // `interface` names a function that returns the version of the library's interface. Throws c10::Error, with `rebuild`
+  // at its end, when the library exists but does not load or has another interface.
+  SiblingLibrary(const char* name, const char* interface, uint32_t expected, const char* rebuild) : rebuild_(rebuild) {
     static const char anchor = 0;
     Dl_info self{};
     TORCH_CHECK(dladdr(&anchor, &self) != 0, "epload: cannot find its own library");

@@ -1,4 +1,4 @@
-// The one seam to a communicator: c10d process groups, resolved by name.
+// The only interface to communicators: c10d process groups, resolved by name.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,11 +30,10 @@ class Group {
 
   // Broadcasts `flat` (contiguous bytes) from `global_root` on the current stream, in c10d's synchronous mode. On a
   // device the host does not wait; over gloo it does. HCCL's process group has no such mode: libepload_npu calls HCCL
-  // itself; where that is not possible yet the group's broadcast runs on a stream of the group's, between two event
-  // hops.
+  // itself; where that is not possible yet, the group's broadcast runs on the group's stream and is ordered by events.
   void broadcast(const at::Tensor& flat, int64_t global_root) const;
 
-  // Begins to send contiguous bytes to, or to receive them from, another rank of the group. Messages between two ranks
+  // Starts to send contiguous bytes to, or to receive them from, another rank of the group. Messages between two ranks
   // arrive in the order they were sent. The memory must live until the work is complete. Throws ValueError when `peer`
   // (a global rank) is not in the group.
   Work send(const at::Tensor& flat, int64_t peer) const;

@@ -1,9 +1,11 @@
 #include "relay.h"
 
+#include "../tensor_memory.h"
 #include "board.h"
-#include "region_copy.h"
 
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
@@ -79,14 +81,14 @@ void check(
   }
 }
 
-// Waits for messages on behalf of one relay, and is woken when the board says that somebody failed: a thread of its own
-// sleeps on the board, as no call of c10d waits for a message and for anything else.
+// Waits for the messages of one relay. A thread of its own waits for a failure on the board and then aborts that wait,
+// as no call of c10d waits for a message and for anything else.
 class Waiter {
  public:
   Waiter(const std::optional<at::Tensor>& board, double seconds)
       : board_(board), limit_(static_cast<int64_t>(seconds * 1e3)) {
     if (board_.has_value()) {
-      board_wait(*board_, {}, 0, 0); // refuses what is no board; in the thread that would end the process
+      board_wait(*board_, {}, 0, 0); // throws if it is not a board; in the thread that would end the process
       sentry_ = std::thread([this] {
         if (board_wait_failure(*board_, quit_)) {
           const std::lock_guard<std::mutex> hold(lock_);
@@ -151,8 +153,8 @@ struct Sending {
   int64_t peer;
 };
 
-// The receives of chunks that come over one of the two groups, in order. Each group has its own, so that the many
-// messages inside a node do not keep those between nodes from being awaited.
+// The receives of chunks over one of the two groups, in order. Each group has its own, so that the many messages inside
+// a node do not delay the receives of those between nodes.
 class Inbox {
  public:
   Inbox(const Group& group, int64_t RelayStep::* from) : group_(group), from_(from) {
@@ -163,7 +165,7 @@ class Inbox {
     return chunk.step->*from_;
   }
 
-  // Posts receives until enough wait; returns how many.
+  // Posts receives until enough are pending; returns how many.
   int64_t post_ahead(const at::Tensor& bucket, const std::vector<Chunk>& chunks) {
     int64_t posted = 0;
     for (; at_ < chunks.size() && waiting_.size() < kAhead; ++at_) {
@@ -235,4 +237,32 @@ int64_t relay(
   return messages;
 }
 
+namespace {
+
+int64_t relay_op(
+    const at::Tensor& bucket,
+    const at::Tensor& steps,
+    const std::string& inter_group,
+    const std::string& intra_group,
+    int64_t chunk_bytes,
+    const std::optional<at::Tensor>& board,
+    double seconds) {
+  const auto* row = numbers_of("relay", "the steps", steps, 2);
+  TORCH_CHECK_VALUE(steps.size(1) == 6, "relay: expected steps of 6 numbers, got ", steps.size(1));
+  const at::NoGradGuard no_grad;
+  std::vector<RelayStep> rows;
+  for (int64_t i = 0; i < steps.size(0); ++i, row += 6) {
+    rows.push_back({row[0], row[1], row[2], row[3], row[4], row[5]});
+  }
+  const auto device = bucket.device().type();
+  const auto messages = relay(bucket, rows, {inter_group, device}, {intra_group, device}, chunk_bytes, board, seconds);
+  mark_written(bucket);
+  return messages;
+}
+
+} // namespace
 } // namespace epload
+
+TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
+  m.impl("relay", TORCH_FN(epload::relay_op));
+}

@@ -1,4 +1,5 @@
-// A board: counters in memory that several ranks or threads share, by which each tells the others how far it is.
+// A board: counters in memory that several processes or threads share. Each posts its progress, and waits for that of
+// the others.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +11,7 @@
 namespace epload {
 
 // Layout of a board, an int32 CPU tensor: word 0 changes with every post and is what waiters sleep on; word 1 is not 0
-// once somebody has failed; the counters follow.
+// once a failure was posted; the counters follow.
 constexpr int64_t kBoardFixedWords = 2;
 constexpr int64_t kBoardFailed = -2;
 constexpr int64_t kBoardReached = -1;
@@ -18,10 +19,10 @@ constexpr int64_t kBoardReached = -1;
 // Sets counter `slot` and wakes every waiter, in any process that maps the memory. Slot -1 posts a failure.
 void board_post(const at::Tensor& board, int64_t slot, int64_t value);
 
-// Sleeps until a failure is posted (true) or `quit` is set (false). Whoever sets `quit` calls board_nudge after.
+// Waits until a failure is posted (true) or `quit` is set (false). Call board_nudge after setting `quit`.
 bool board_wait_failure(const at::Tensor& board, const std::atomic<bool>& quit);
 
-// Wakes every waiter, to look again at whatever it waits for.
+// Wakes every waiter, to check again what it waits for.
 void board_nudge(const at::Tensor& board);
 
 // Waits until every counter in `slots` is at least `value`. Returns kBoardReached, kBoardFailed as soon as a failure

@@ -1,6 +1,6 @@
 #include "collective.h"
 
-#include "npu/broadcast.h"
+#include "../npu/broadcast.h"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 

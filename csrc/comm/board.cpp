@@ -1,8 +1,9 @@
 #include "board.h"
 
-#include "region_copy.h"
+#include "../tensor_memory.h"
 
 #include <c10/util/Exception.h>
+#include <torch/library.h>
 
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -113,3 +114,8 @@ int64_t board_wait(const at::Tensor& board, c10::IntArrayRef slots, int64_t valu
 }
 
 } // namespace epload
+
+TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
+  m.impl("board_post", TORCH_FN(epload::board_post));
+  m.impl("board_wait", TORCH_FN(epload::board_wait));
+}

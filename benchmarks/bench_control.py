@@ -1,0 +1,241 @@
+"""Measures the control plane without data: store operations, bytes, seconds and the server's CPU, per rank and load.
+
+    python benchmarks/bench_control.py --ranks 512 --per-node 8 --late 3 --json
+
+Ranks are threads of few processes against a real TCPStore in a process of its own. Seconds of a round go from the arrival of its
+last rank to the departure of its last rank; Python threads of all ranks share this machine's cores, so that seconds are an
+upper bound of what a real job takes, while operations are exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import plots
+from control_bed import Bed, Cluster, Rank, Sample
+from epload.control import tree as trees
+from epload.control.rounds import decide_on_reports, encode_report
+from epload.planning.costs import Agreement, StoreRates, agreement
+from summary import facts
+from tables import Table, provenance, seconds, write
+
+RELOAD_ROUNDS, FIRST_ROUNDS = 2, 9
+"""Agreement rounds of a load of a known checkpoint into a known model, and at most of a first load."""
+LOADS = 5
+IDLE_SECONDS = 8.0
+"""Whole intervals between the heartbeats of a node, of 8 s at 512 ranks."""
+SWEEP = (8, 16, 32, 64, 128, 256, 512)
+CHECKED_FROM = 64
+"""Ranks from which the simulator is compared."""
+VIEW = {"options": "x" * 200, "number": 0}
+
+
+def load(rank: Rank, rounds: int, late: float = 0.0, late_rank: int = -1) -> None:
+    rank.load(rounds, late if rank.rank == late_rank else 0.0)
+
+
+def loads(rank: Rank, count: int, rounds: int) -> None:
+    for _ in range(count):
+        rank.load(rounds)
+
+
+def idle(rank: Rank, seconds: float) -> None:
+    """All ranks are inside a load and move data."""
+    rank.control.begin()
+    with rank.control.guard():
+        rank.round(None, last=False)
+        rank.move_data(seconds)
+        rank.round(None, last=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=512)
+    parser.add_argument("--per-node", type=int, default=8)
+    parser.add_argument("--late", type=float, default=3.0, help="seconds that one rank comes late")
+    parser.add_argument("--processes", type=int, default=4, help="that the ranks are threads of")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--docs", action="store_true", help="measure 4 to 512 ranks; write tables and a plot to docs/")
+    options = parser.parse_args()
+    if not options.docs:
+        found = measure(Bed(options.ranks, options.per_node, options.processes), options.late)
+        print(json.dumps(found, indent=1) if options.json else measured([found]).markdown())
+        return
+    began = time.monotonic()
+    beds = [Bed(4, 2, options.processes), *(Bed(ranks, 8, options.processes) for ranks in SWEEP)]
+    runs = [measure(bed, options.late) for bed in beds]
+    results = facts(0, 0) | {"minutes": (time.monotonic() - began) / 60, "runs": runs, "rates": rates(runs)}
+    docs = Path(__file__).parents[1] / "docs"
+    (docs / "control.json").write_text(json.dumps(results, indent=1) + "\n")
+    texts = [provenance(results), *(table.markdown() for table in (measured(runs), compared(runs, results["rates"])))]
+    write(docs / "performance.md", "control", texts)
+    plots.control(runs, docs / "control.png")
+
+
+# ---- measuring ----
+
+
+def measure(bed: Bed, late: float) -> dict[str, Any]:
+    found: dict[str, Any] = {"ranks": bed.ranks, "per_node": bed.per_node, "nodes": len(bed.nodes), "late_s": late}
+    with Cluster(bed) as cluster:
+        for step in (Rank.register, Rank.join_nodes):
+            check(cluster.run(step)[0])
+        check(cluster.run(loads, 2, RELOAD_ROUNDS)[0])
+        samples, cpu, _ = cluster.run(loads, LOADS, RELOAD_ROUNDS)
+        check(samples)
+        found["nobody_late"] = describe(samples, cpu, LOADS)
+        found["connections"] = cluster.connections()
+        samples, cpu, _ = cluster.run(load, RELOAD_ROUNDS, late, bed.ranks // 2)
+        check(samples)
+        found["one_late"] = describe(samples, cpu, 1)
+        samples, _, _ = cluster.run(idle, IDLE_SECONDS)
+        check(samples)
+        found["idle"] = {"operations_per_rank_second": sum(sample.idle_rate for sample in samples) / bed.ranks}
+        found["killed"] = killed(cluster)
+    return found
+
+
+def killed(cluster: Cluster) -> dict[str, Any]:
+    """All are inside a load when one rank is killed."""
+    samples, _, when = cluster.run(idle, 60.0, kill_after=3.0)
+    texts = {sample.error for sample in samples}
+    if len(texts) > 1 or f"rank {cluster.bed.victim} has exited" not in samples[0].error:
+        raise SystemExit(f"rank {cluster.bed.victim} was killed, but the others raised {texts}")
+    return {"named_s": max(sample.ended for sample in samples) - when}
+
+
+def check(samples: list[Sample]) -> None:
+    for sample in samples:
+        if sample.error:
+            raise SystemExit(f"rank {sample.rank}: {sample.error}")
+
+
+def operations(sample: Sample) -> int:
+    return sum_operations(sample.operations)
+
+
+def sum_operations(counts: Counter[str]) -> int:
+    return sum(count for kind, count in counts.items() if kind != "bytes")
+
+
+def describe(samples: list[Sample], cpu: float, count: int) -> dict[str, Any]:
+    """Per load, of which there were ``count``."""
+    kinds: Counter[str] = Counter()
+    for sample in samples:
+        kinds.update(sample.operations)
+    nbytes = kinds.pop("bytes", 0)
+    per_round = [
+        max(end for _, end in times) - max(begin for begin, _ in times)
+        for times in zip(*(sample.rounds for sample in samples), strict=True)
+    ]
+    return {
+        "operations_per_rank": sum(kinds.values()) / count / len(samples),
+        "operations_most": max(map(operations, samples)) / count,
+        "operations": {kind: total / count / len(samples) for kind, total in sorted(kinds.items())},
+        "bytes_per_rank": nbytes / count / len(samples),
+        "round_s": statistics.median(per_round),
+        "round_least_s": min(per_round),
+        "server_cpu_s": cpu / count,
+    }
+
+
+# ---- what follows ----
+
+
+def rates(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Coefficients of the simulator: from the largest run, and what the coordinator computes, measured alone."""
+    largest = max(runs, key=lambda run: run["ranks"])["nobody_late"]
+    operations = largest["operations_per_rank"] * max(run["ranks"] for run in runs)
+    return {
+        "operation": largest["server_cpu_s"] / operations,
+        "rank": coordinator_seconds(16384) / 16384,
+        "level": next(run for run in runs if run["ranks"] == 16)["nobody_late"]["round_least_s"],
+    }
+
+
+def coordinator_seconds(ranks: int) -> float:
+    """To decide one round of so many ranks with the same view."""
+    bundle = trees.merge([{encode_report("the round", None, VIEW): list(range(ranks))}])
+    text = trees.encode(bundle)
+    taken = []
+    for _ in range(5):
+        began = time.perf_counter()
+        views = trees.by_rank(trees.merge([trees.decode(text)]), range(ranks))
+        decide_on_reports("the round", views, lambda views: len({view["number"] for view in views.values()}))
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def predicted(run: dict[str, Any], store: StoreRates) -> Agreement:
+    return agreement(run["nodes"], run["ranks"], RELOAD_ROUNDS, store)
+
+
+def measured(runs: list[dict[str, Any]]) -> Table:
+    columns = (
+        "ranks, per node", "operations of a rank and load", "most of one rank", "one rank late", "most", "idle, per rank and s",
+        "connections per node besides one per rank", "round, ms: median", "least", "server CPU of a load, ms", "killed: named, s",
+    )  # fmt: skip
+    rows = []
+    for run in runs:
+        together, late = run["nobody_late"], run["one_late"]
+        more = (run["connections"] - run["ranks"]) / run["nodes"]
+        cells = [
+            together["operations_per_rank"], together["operations_most"], late["operations_per_rank"], late["operations_most"],
+            run["idle"]["operations_per_rank_second"], more, 1e3 * together["round_s"], 1e3 * together["round_least_s"],
+            1e3 * together["server_cpu_s"], run["killed"]["named_s"],
+        ]  # fmt: skip
+        rows.append([f"{run['ranks']}, {run['per_node']}", *(seconds(cell) for cell in cells)])
+    return Table(f"A reload of {RELOAD_ROUNDS} rounds: store operations and seconds", columns, rows)
+
+
+def compared(runs: list[dict[str, Any]], found: dict[str, float]) -> Table:
+    """Simulated and measured; then what is simulated for more ranks."""
+    store = StoreRates(**found)
+    rows = []
+    for run in runs:
+        if run["ranks"] < CHECKED_FROM:
+            continue
+        here, there = run["nobody_late"], predicted(run, store)
+        operations = here["operations_per_rank"] * run["ranks"]
+        rows.append(
+            [
+                f"{run['ranks']}",
+                f"{operations:.0f}",
+                f"{there.operations}",
+                f"{100 * (there.operations / operations - 1):+.0f} %",
+                seconds(1e3 * here["server_cpu_s"]),
+                seconds(1e3 * there.server),
+                f"{100 * (there.server / here['server_cpu_s'] - 1):+.0f} %",
+                seconds(RELOAD_ROUNDS * here["round_s"]),
+                seconds(there.seconds),
+            ]
+        )
+    for rounds, name in ((RELOAD_ROUNDS, "reload"), (FIRST_ROUNDS, "first load")):
+        there = agreement(2048, 16384, rounds, store)
+        rows.append(
+            [
+                f"16,384, {name}",
+                "",
+                f"{there.operations}",
+                "",
+                "",
+                seconds(1e3 * there.server),
+                "",
+                "",
+                seconds(there.seconds),
+            ]
+        )
+    columns = (
+        "ranks", "operations", "simulated", "error", "server CPU, ms", "simulated", "error", "rounds of a load, s", "simulated",
+    )  # fmt: skip
+    return Table("Agreement in one load, measured and simulated", columns, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+// The Python module epload._C: functions of integers and Python objects, which need no tensors. It links no torch, so
+// that it can be imported before the native library is loaded, to find out for which torch that was built.
+#include "../bucket_plan.h"
+#include "../schedule.h"
+#include "containers.h"
+#include "tensors.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace {
+
+using Columns = std::array<std::vector<int64_t>, 5>;
+
+// Slots as columns: tensor, tensor_offset, bucket, bucket_offset, nbytes.
+std::pair<Columns, std::vector<int64_t>> plan_buckets(
+    const std::vector<std::array<int64_t, 3>>& extents, int64_t capacity, int64_t alignment, int64_t header) {
+  std::vector<epload::TensorExtent> tensors;
+  tensors.reserve(extents.size());
+  for (const auto& [nbytes, granule, slab] : extents) {
+    tensors.push_back({nbytes, granule, slab});
+  }
+  auto plan = epload::plan_buckets(tensors, capacity, alignment, header);
+  Columns columns;
+  for (const auto& slot : plan.slots) {
+    columns[0].push_back(slot.tensor);
+    columns[1].push_back(slot.tensor_offset);
+    columns[2].push_back(slot.bucket);
+    columns[3].push_back(slot.bucket_offset);
+    columns[4].push_back(slot.nbytes);
+  }
+  return {std::move(columns), std::move(plan.bucket_nbytes)};
+}
+
+std::tuple<int64_t, int64_t, int64_t> extent_of(const std::vector<int64_t>& shape, int64_t itemsize, int64_t room) {
+  const auto e = epload::extent_of(shape.data(), static_cast<int64_t>(shape.size()), itemsize, room);
+  return {e.nbytes, e.granule, e.slab};
+}
+
+std::pair<int64_t, int64_t> stripe(int64_t begin, int64_t end, int64_t count, int64_t index, int64_t alignment) {
+  const auto part = epload::stripe({begin, end}, count, index, alignment);
+  return {part.begin, part.end};
+}
+
+// The number of broadcasts that a rank takes part in. `intra` are the ranks of its node in order, empty if it has no
+// group for them; `inter` says whether it has a group for other nodes.
+int64_t broadcast_count(
+    int64_t nbytes, bool striped, bool inter, const epload::Ranks& intra, int64_t rank, int64_t src, int64_t leader) {
+  const epload::Position position{inter ? epload::Ranks{rank} : epload::Ranks{}, intra, rank, src, leader, striped};
+  return static_cast<int64_t>(epload::broadcast_steps(position, nbytes, epload::kOpAlignment).size());
+}
+
+using Step = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
+
+// `buckets`: node that reads it, begin, end.
+std::vector<Step> wave_steps(
+    const epload::Nodes& nodes,
+    int64_t src,
+    int64_t rank,
+    bool striped,
+    bool shared,
+    bool crosses,
+    const std::vector<std::tuple<int64_t, int64_t, int64_t>>& buckets,
+    int64_t alignment) {
+  std::vector<epload::WaveBucket> wave;
+  for (const auto& [node, begin, end] : buckets) {
+    wave.push_back({node, begin, end});
+  }
+  std::vector<Step> steps;
+  for (const auto& s : epload::wave_steps(nodes, src, rank, {striped, shared, crosses}, wave, alignment)) {
+    steps.emplace_back(s.begin, s.end, s.from_inter, s.from_intra, s.to_inter, s.to_intra);
+  }
+  return steps;
+}
+
+void define_schedule(py::module_& m) {
+  m.attr("OP_ALIGNMENT") = epload::kOpAlignment;
+  m.def("stripe", &stripe, py::arg("begin"), py::arg("end"), py::arg("count"), py::arg("index"), py::arg("alignment"));
+  m.def("leaders", &epload::leaders, py::arg("nodes"), py::arg("src"));
+  m.def("rails", &epload::rails, py::arg("nodes"));
+  m.def(
+      "broadcast_count",
+      &broadcast_count,
+      py::arg("nbytes"),
+      py::arg("striped"),
+      py::arg("inter"),
+      py::arg("intra"),
+      py::arg("rank"),
+      py::arg("src"),
+      py::arg("leader"));
+  m.def(
+      "wave_steps",
+      &wave_steps,
+      py::arg("nodes"),
+      py::arg("src"),
+      py::arg("rank"),
+      py::arg("striped"),
+      py::arg("shared"),
+      py::arg("crosses"),
+      py::arg("buckets"),
+      py::arg("alignment"));
+}
+
+} // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.attr("torch_version") = EPLOAD_TORCH_VERSION;
+  m.attr("version") = EPLOAD_VERSION;
+  m.attr("compiler") = EPLOAD_COMPILER;
+  m.attr("cuda_architectures") = EPLOAD_CUDA_ARCHITECTURES; // comma-separated; empty in a build without CUDA
+  m.attr("torch_npu_version") = EPLOAD_TORCH_NPU_VERSION;   // empty in a build without the Ascend part
+  m.def(
+      "plan_buckets", &plan_buckets, py::arg("extents"), py::arg("capacity"), py::arg("alignment"), py::arg("header"));
+  m.def("extent_of", &extent_of, py::arg("shape"), py::arg("itemsize"), py::arg("room"));
+  define_schedule(m);
+  m.def("dict_addresses", &epload::dict_addresses, py::arg("dicts"));
+  m.def("dict_contents", &epload::dict_contents, py::arg("dicts"));
+  m.def("weakref_attributes", &epload::weakref_attributes, py::arg("references"), py::arg("name"));
+  m.def("slot_addresses", &epload::slot_addresses, py::arg("objects"), py::arg("slot"));
+  m.def("slot_values", &epload::slot_values, py::arg("objects"), py::arg("slot"));
+  m.def("nonempty", &epload::nonempty, py::arg("containers"));
+  m.def("find_modules", &epload::find_modules, py::arg("root"));
+  m.def("attributes", &epload::attributes, py::arg("objects"), py::arg("names"));
+  m.def("register_tensors", &epload::register_tensors, py::arg("tensors"));
+}

@@ -1,0 +1,228 @@
+#include "schedule.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace epload {
+namespace {
+
+void require(bool holds, const char* what) {
+  if (!holds) {
+    throw std::invalid_argument(std::string("schedule: ") + what);
+  }
+}
+
+bool has(const Ranks& ranks, int64_t rank) {
+  return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+}
+
+// The rank's index; the number of ranks if it is not among them.
+int64_t index_of(const Ranks& ranks, int64_t rank) {
+  return std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
+}
+
+// How many ranks are lower.
+int64_t place_of(const Ranks& ranks, int64_t rank) {
+  return std::count_if(ranks.begin(), ranks.end(), [rank](int64_t other) { return other < rank; });
+}
+
+int64_t node_of(const Nodes& nodes, int64_t rank) {
+  const auto found = std::find_if(nodes.begin(), nodes.end(), [rank](const Ranks& node) { return has(node, rank); });
+  require(found != nodes.end(), "expected a rank of one of the nodes");
+  return found - nodes.begin();
+}
+
+// The size of all stripes but the last ones.
+int64_t stripe_bytes(int64_t nbytes, int64_t count, int64_t alignment) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 4;
+  require(nbytes >= 0 && nbytes <= kMost, "expected a size from 0 to 2**61 bytes");
+  require(count > 0 && alignment > 0 && alignment <= kMost, "expected a positive number of stripes and alignment");
+  const int64_t share = nbytes / count + (nbytes % count != 0);
+  return (share + alignment - 1) / alignment * alignment;
+}
+
+std::vector<RelayStep> leader_relay(const Position& at, int64_t nbytes) {
+  const auto inter = chain_neighbors(at.inter, at.src, at.self);
+  const auto intra = chain_neighbors(at.intra, at.leader, at.self);
+  return {{0, nbytes, inter.before, intra.before, inter.after, intra.after}};
+}
+
+std::vector<RelayStep> striped_relay(const Position& at, int64_t nbytes, int64_t alignment, int64_t chunk_bytes) {
+  const bool source_node = at.on_source_node();
+  const auto rail = chain_neighbors(at.inter, at.leader, at.self);
+  const auto node = source_node ? chain_neighbors(at.intra, at.src, at.self) : ring_neighbors(at.intra, at.self);
+  const int64_t count = std::max<int64_t>(static_cast<int64_t>(at.intra.size()), 1);
+  const int64_t mine = index_of(at.intra, at.self);
+  const auto longest = stripe({0, nbytes}, count, 0, alignment).end;
+  std::vector<RelayStep> steps;
+  for (int64_t offset = 0; offset < longest; offset += chunk_bytes) {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t k = source_node ? i : (mine - i + count) % count;
+      const auto [low, high] = stripe({0, nbytes}, count, k, alignment);
+      if (low + offset >= high) {
+        continue;
+      }
+      RelayStep step{low + offset, std::min(high, low + offset + chunk_bytes), kNoRank, kNoRank, kNoRank, kNoRank};
+      if (source_node) {
+        step.from_intra = node.before;
+        step.to_intra = node.after;
+        step.to_inter = k == mine ? rail.after : kNoRank;
+      } else {
+        (i == 0 ? step.from_inter : step.from_intra) = i == 0 ? rail.before : node.before;
+        step.to_inter = i == 0 ? rail.after : kNoRank;
+        step.to_intra = i + 1 < count ? node.after : kNoRank;
+      }
+      steps.push_back(step);
+    }
+  }
+  return steps;
+}
+
+// For each node, the rank on it that is in the same ring as `rank`, which is on one of the nodes.
+Ranks ring_through(const Nodes& nodes, int64_t src, int64_t rank, bool striped) {
+  if (!striped) {
+    return leaders(nodes, src);
+  }
+  const auto all = rails(nodes);
+  return *std::find_if(all.begin(), all.end(), [rank](const Ranks& rail) { return has(rail, rank); });
+}
+
+} // namespace
+
+Range stripe(Range whole, int64_t count, int64_t index, int64_t alignment) {
+  require(whole.begin >= 0 && whole.begin <= whole.end, "expected a range of bytes");
+  const int64_t nbytes = whole.end - whole.begin;
+  const int64_t each = stripe_bytes(nbytes, count, alignment);
+  require(index >= 0 && index < count, "expected the index of a stripe");
+  int64_t offset = 0;
+  if (__builtin_mul_overflow(index, each, &offset) || offset >= nbytes) {
+    return {whole.end, whole.end};
+  }
+  return {whole.begin + offset, whole.begin + offset + std::min(each, nbytes - offset)};
+}
+
+int64_t stripe_count(int64_t nbytes, int64_t count, int64_t alignment) {
+  const int64_t each = stripe_bytes(nbytes, count, alignment);
+  return nbytes == 0 ? 0 : (nbytes - 1) / each + 1;
+}
+
+Neighbors chain_neighbors(const Ranks& ranks, int64_t first, int64_t rank) {
+  const auto count = static_cast<int64_t>(ranks.size());
+  const int64_t start = index_of(ranks, first), at = index_of(ranks, rank);
+  if (at == count) {
+    return {kNoRank, kNoRank};
+  }
+  require(start < count, "expected a chain that begins at one of its ranks");
+  const auto [before, after] = ring_neighbors(ranks, rank);
+  return {at == start ? kNoRank : before, (at + 1) % count == start ? kNoRank : after};
+}
+
+Neighbors ring_neighbors(const Ranks& ranks, int64_t rank) {
+  const auto count = static_cast<int64_t>(ranks.size());
+  const int64_t at = index_of(ranks, rank);
+  if (at == count) {
+    return {kNoRank, kNoRank};
+  }
+  return {ranks[(at + count - 1) % count], ranks[(at + 1) % count]};
+}
+
+Ranks leaders(const Nodes& nodes, int64_t src) {
+  const auto place = index_of(nodes[node_of(nodes, src)], src);
+  Ranks found;
+  for (const auto& node : nodes) {
+    require(!node.empty(), "expected nodes with ranks");
+    found.push_back(node[place % static_cast<int64_t>(node.size())]);
+  }
+  return found;
+}
+
+int64_t leader_of(const Ranks& node, int64_t src) {
+  require(!node.empty(), "expected a node with ranks");
+  return has(node, src) ? src : *std::min_element(node.begin(), node.end());
+}
+
+Nodes rails(const Nodes& nodes) {
+  Nodes found(nodes.empty() ? 0 : nodes[0].size());
+  for (auto node : nodes) {
+    require(node.size() == found.size(), "expected nodes of equal size");
+    std::sort(node.begin(), node.end());
+    for (size_t i = 0; i < node.size(); ++i) {
+      found[i].push_back(node[i]);
+    }
+  }
+  return found;
+}
+
+bool Position::on_source_node() const {
+  return self == src || has(intra, src);
+}
+
+std::vector<BroadcastStep> broadcast_steps(const Position& at, int64_t nbytes, int64_t alignment) {
+  std::vector<BroadcastStep> steps;
+  const auto add = [&steps](Range range, bool inter, const Ranks& group, int64_t root) {
+    if (!group.empty() && range.begin < range.end) {
+      steps.push_back({range.begin, range.end, inter, root});
+    }
+  };
+  const Range whole{0, nbytes};
+  if (!at.striped) {
+    add(whole, true, at.inter, at.src); // first, as a leader would otherwise spread what it has not received yet
+    add(whole, false, at.intra, at.leader);
+    return steps;
+  }
+  const int64_t count = std::max<int64_t>(static_cast<int64_t>(at.intra.size()), 1);
+  if (at.on_source_node()) {
+    add(whole, false, at.intra, at.src);
+  }
+  add(stripe(whole, count, index_of(at.intra, at.self), alignment), true, at.inter, at.leader);
+  if (!at.on_source_node() && !at.intra.empty()) {
+    for (int64_t k = 0; k < stripe_count(nbytes, count, alignment); ++k) {
+      add(stripe(whole, count, k, alignment), false, at.intra, at.intra[k]);
+    }
+  }
+  return steps;
+}
+
+std::vector<RelayStep> relay_steps(const Position& position, int64_t nbytes, int64_t alignment, int64_t chunk_bytes) {
+  require(chunk_bytes > 0, "expected a positive size of a chunk");
+  return position.striped ? striped_relay(position, nbytes, alignment, chunk_bytes) : leader_relay(position, nbytes);
+}
+
+std::vector<RelayStep> wave_steps(
+    const Nodes& nodes,
+    int64_t src,
+    int64_t rank,
+    const WaveOptions& options,
+    const std::vector<WaveBucket>& buckets,
+    int64_t alignment) {
+  const int64_t own = node_of(nodes, rank);
+  const auto ring = ring_through(nodes, src, rank, options.striped);
+  const auto& node = nodes[own];
+  const auto links = ring_neighbors(ring, ring[own]);
+  const auto chain = options.shared ? Neighbors{kNoRank, kNoRank} : chain_neighbors(node, ring[own], rank);
+  const int64_t count = options.crosses ? static_cast<int64_t>(nodes.size()) : 1;
+  std::vector<RelayStep> steps;
+  for (int64_t distance = 0; distance < count; ++distance) {
+    const int64_t origin = options.crosses ? (own - distance + count) % count : own;
+    const bool goes_on = options.crosses && (own + 1) % count != origin;
+    for (const auto& bucket : buckets) {
+      if (bucket.node != origin) {
+        continue;
+      }
+      const Range whole{bucket.begin, bucket.end};
+      const auto [begin, end] =
+          options.striped ? stripe(whole, static_cast<int64_t>(node.size()), place_of(node, rank), alignment) : whole;
+      if (rank == ring[own]) {
+        const int64_t from = distance > 0 ? links.before : kNoRank;
+        steps.push_back({begin, end, from, kNoRank, goes_on ? links.after : kNoRank, chain.after});
+      } else {
+        steps.push_back({begin, end, kNoRank, chain.before, kNoRank, chain.after});
+      }
+    }
+  }
+  return steps;
+}
+
+} // namespace epload

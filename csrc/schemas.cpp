@@ -1,0 +1,54 @@
+// The schemas of torch.ops.epload. Implementations are registered where they are defined.
+#include "cpu/prepared.h"
+
+#include <torch/library.h>
+
+TORCH_LIBRARY(epload, m) {
+  epload::register_prepared_classes();
+  m.def(
+      "coalesced_bcast(Tensor(a!)[] tensors, int src, str inter_group, str intra_group, int bucket_bytes, "
+      "str algorithm, Stream? stream=None, *, int leader=-1) -> ()");
+  m.def("pack(Tensor(a!) bucket, Tensor[] sources, Tensor copies) -> ()");
+  m.def("unpack(Tensor bucket, Tensor(a!)[] targets, Tensor copies) -> ()");
+  m.def(
+      "read_regions(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor(a!)[] targets, "
+      "Tensor copies, int threads) -> (int, int, int, int)");
+  m.def(
+      "tensor_list(int ticket, __torch__.torch.classes.epload.Layouts? known=None) -> "
+      "(__torch__.torch.classes.epload.TensorList, bool)");
+  m.def("layouts(__torch__.torch.classes.epload.TensorList tensors) -> __torch__.torch.classes.epload.Layouts");
+  m.def(
+      "has_layouts(__torch__.torch.classes.epload.TensorList tensors, __torch__.torch.classes.epload.Layouts layouts) "
+      "-> "
+      "bool");
+  m.def(
+      "prepare_copies(__torch__.torch.classes.epload.TensorList tensors, int[] which, Tensor copies, int nbytes) -> "
+      "__torch__.torch.classes.epload.PreparedCopies");
+  m.def(
+      "unpack_prepared(Tensor bucket, __torch__.torch.classes.epload.TensorList tensors, "
+      "__torch__.torch.classes.epload.PreparedCopies copies) -> ()");
+  m.def(
+      "prepare_reads(__torch__.torch.classes.epload.TensorList tensors, int[] which, Tensor copies, Tensor files, "
+      "Tensor offsets, Tensor origins, int file_count) -> __torch__.torch.classes.epload.PreparedReads");
+  m.def(
+      "read_prepared(int[] descriptors, __torch__.torch.classes.epload.TensorList tensors, "
+      "__torch__.torch.classes.epload.PreparedReads reads, int threads) -> (int, int, int, int)");
+  m.def(
+      "prepare_digests(__torch__.torch.classes.epload.TensorList tensors, int[] which, Tensor copies) -> "
+      "__torch__.torch.classes.epload.PreparedDigests");
+  m.def(
+      "digest_prepared(__torch__.torch.classes.epload.TensorList tensors, "
+      "__torch__.torch.classes.epload.PreparedDigests digests) -> Tensor");
+  m.def(
+      "relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes, Tensor? board=None, "
+      "float seconds=0) -> int");
+  m.def("allocate_like(Tensor[] tensors, ScalarType dtype, Device device, int threads) -> (Tensor[], Tensor[])");
+  m.def("checksum(Tensor bytes) -> int");
+  m.def("digest_tensors(Tensor[] tensors, Tensor copies) -> Tensor");
+  m.def("digest_bucket(Tensor bucket, Tensor copies) -> Tensor");
+  m.def(
+      "digest_files(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor copies, int threads) -> "
+      "(Tensor, int, int, int, int)");
+  m.def("board_post(Tensor(a!) board, int slot, int value) -> ()");
+  m.def("board_wait(Tensor board, int[] slots, int value, float seconds) -> int");
+}

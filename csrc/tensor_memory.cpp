@@ -1,0 +1,108 @@
+#include "tensor_memory.h"
+
+#include <c10/util/Exception.h>
+
+namespace epload {
+namespace {
+
+// Whether the storage of a dense strided tensor holds every element.
+bool storage_holds(const at::Tensor& tensor) {
+  int64_t last = tensor.storage_offset();
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    last += (tensor.size(d) - 1) * tensor.stride(d);
+  }
+  return tensor.numel() == 0 ||
+         static_cast<int64_t>(tensor.storage().nbytes()) / static_cast<int64_t>(tensor.element_size()) > last;
+}
+
+} // namespace
+
+void fetch_ahead(at::TensorList tensors, size_t i) {
+  constexpr size_t kImpl = 16, kStorage = 8;
+  if (i + kImpl < tensors.size()) {
+    fetch_tensor(tensors[i + kImpl]);
+  }
+  if (i + kStorage < tensors.size()) {
+    fetch_storage(tensors[i + kStorage]);
+  }
+}
+
+void fetch_tensor(const at::Tensor& tensor) {
+  const auto* const impl = reinterpret_cast<const char*>(tensor.unsafeGetTensorImpl());
+  for (size_t at = 0; at < sizeof(c10::TensorImpl); at += 64) {
+    __builtin_prefetch(impl + at);
+  }
+}
+
+void fetch_storage(const at::Tensor& tensor) {
+  if (tensor.has_storage()) {
+    __builtin_prefetch(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  }
+}
+
+void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
+  TORCH_CHECK_VALUE(
+      tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_nested(),
+      op,
+      ": expected dense strided tensors, tensor ",
+      index,
+      " is ",
+      tensor.is_quantized() ? "quantized"
+      : tensor.is_nested()  ? "nested"
+                            : c10::str(tensor.layout()));
+  TORCH_CHECK_VALUE(
+      !tensor.is_meta(), op, ": tensor ", index, " is on meta and holds no data; materialize it first (to_empty)");
+  TORCH_CHECK_VALUE(
+      !tensor.is_conj() && !tensor.is_neg(),
+      op,
+      ": tensor ",
+      index,
+      " is a lazy conjugate or negation; pass resolve_conj() / resolve_neg() of it");
+  TORCH_CHECK_VALUE(
+      storage_holds(tensor),
+      op,
+      ": tensor ",
+      index,
+      " of shape ",
+      tensor.sizes(),
+      " has a storage of ",
+      tensor.storage().nbytes(),
+      " bytes, too few (was it freed by FSDP?)");
+  TORCH_CHECK_VALUE(
+      tensor.numel() == 0 || tensor.storage().data_ptr().get() != nullptr,
+      op,
+      ": tensor ",
+      index,
+      " of shape ",
+      tensor.sizes(),
+      " holds no data (does it wrap another tensor? then pass that one)");
+}
+
+const int64_t* numbers_of(const char* op, const char* name, const at::Tensor& table, int64_t dims) {
+  TORCH_CHECK_VALUE(
+      table.is_cpu() && table.layout() == at::kStrided && !table.is_nested() && table.scalar_type() == at::kLong &&
+          table.dim() == dims && table.is_contiguous(),
+      op,
+      ": expected ",
+      name,
+      " as a contiguous ",
+      dims,
+      "-D int64 CPU tensor, got ",
+      table.scalar_type(),
+      " of shape ",
+      table.sizes(),
+      " on ",
+      table.device());
+  check_memory(op, table, 0);
+  return table.const_data_ptr<int64_t>();
+}
+
+void mark_written(at::TensorList tensors) {
+  for (const auto& tensor : tensors) {
+    if (!tensor.is_inference()) {
+      tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+} // namespace epload

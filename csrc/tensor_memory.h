@@ -1,0 +1,29 @@
+// What every op needs to know of the memory of the tensors that it is given.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace epload {
+
+// Throws ValueError, naming `op` and the tensor's index, unless the tensor is dense, strided, not a lazy conjugate or
+// negation, and its storage holds every element (FSDP frees the storage of its parameters).
+void check_memory(const char* op, const at::Tensor& tensor, size_t index);
+
+// The numbers in a table that an op takes. Throws ValueError, naming `op` and the table, unless it is a contiguous
+// int64 CPU tensor of `dims` dims that has memory.
+const int64_t* numbers_of(const char* op, const char* name, const at::Tensor& table, int64_t dims);
+
+// Prefetches, at tensor i of thousands that lie all over memory, the tensors that come next.
+void fetch_ahead(at::TensorList tensors, size_t i);
+
+// The two steps of it: one tensor, and some time later its storage.
+void fetch_tensor(const at::Tensor& tensor);
+void fetch_storage(const at::Tensor& tensor);
+
+// Tells autograd that tensors were written in place, as every in-place op does.
+void mark_written(at::TensorList tensors);
+
+} // namespace epload

@@ -1,0 +1,98 @@
+"""The nodes of a control as a tree: each rank hands its view to the leader of its node, each leader its node's to its parent.
+
+A node here is a set of ranks that can reach one another inside their machine. A rank alone leads a node of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from epload.planning.costs import FAN_OUT
+
+Bundle = dict[str, list[int]]
+"""Each distinct view with the ranks that have it, ascending."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The place of one rank."""
+
+    nodes: tuple[tuple[int, ...], ...]
+    """The ranks of each node, ascending, as are their first ranks. The first rank of each leads it."""
+    rank: int
+
+    @classmethod
+    def of(cls, nodes: Iterable[Iterable[int]], rank: int) -> Tree:
+        return cls(tuple(sorted(tuple(sorted(node)) for node in nodes)), rank)
+
+    @cached_property
+    def node(self) -> tuple[int, ...]:
+        """The ranks of this rank's node."""
+        return next(node for node in self.nodes if self.rank in node)
+
+    @property
+    def leader(self) -> int:
+        return self.node[0]
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == self.node[0]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The other ranks of the node that this rank leads."""
+        return self.node[1:] if self.leads else ()
+
+    @cached_property
+    def leader_of(self) -> dict[int, int]:
+        return {rank: node[0] for node in self.nodes for rank in node}
+
+    @property
+    def root(self) -> int:
+        return self.nodes[0][0]
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes whose leaders hand their views to this rank."""
+        if not self.leads:
+            return ()
+        first = FAN_OUT * self.nodes.index(self.node) + 1
+        return self.nodes[first : first + FAN_OUT]
+
+
+def merge(bundles: Iterable[Bundle]) -> Bundle:
+    merged: Bundle = {}
+    for bundle in bundles:
+        for view, ranks in bundle.items():
+            merged.setdefault(view, []).extend(ranks)
+    return {view: sorted(ranks) for view, ranks in merged.items()}
+
+
+def encode(bundle: Bundle) -> str:
+    return json.dumps([[view, _ranges(ranks)] for view, ranks in bundle.items()])
+
+
+def decode(text: str) -> Bundle:
+    return {
+        view: [rank for first, last in ranges for rank in range(first, last + 1)] for view, ranges in json.loads(text)
+    }
+
+
+def by_rank(bundle: Bundle, ranks: Sequence[int]) -> Mapping[int, str]:
+    """The view of each of ``ranks``, in their order."""
+    views = {rank: view for view, holders in bundle.items() for rank in holders}
+    return {rank: views[rank] for rank in ranks}
+
+
+def _ranges(ranks: Sequence[int]) -> list[list[int]]:
+    """First and last of each run of consecutive ranks."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return found

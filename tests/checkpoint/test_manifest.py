@@ -1,0 +1,135 @@
+"""Manifests: what is parsed again, what a known manifest saves, and what changes its digest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from epload import Checkpoint, CheckpointError, Manifest
+from epload.checkpoint import safetensors as safetensors_format
+from epload.checkpoint.safetensors import read_layout
+from epload.core.dtypes import SAFETENSORS
+from support.checkpoint_kinds import (
+    folder_with_index,
+    folder_with_model_file,
+    folder_without_index,
+    one_file,
+    small_state,
+    the_index_itself,
+)
+from support.checkpoints import State, assert_same, index, read_all, tensor
+
+
+def test_compact_round_trip() -> None:
+    state = {f"t.{name}.é\u4e16": tensor(i, (i, 2), dtype) for i, (name, dtype) in enumerate(SAFETENSORS.items())}
+    manifest = Checkpoint.open(state).manifest
+    again = Manifest.from_compact(manifest.compact, manifest.provenance)
+    assert again == manifest
+    assert again.digest == manifest.digest
+    nothing = Manifest((), (), (), "nothing")
+    assert Manifest.from_compact(nothing.compact, nothing.provenance) == nothing
+
+
+def _twice(
+    first: State, second: State, folder: Path, how: Callable[[Path, State], Any]
+) -> tuple[Checkpoint, Checkpoint]:
+    """A checkpoint, and another that is opened when the first is known."""
+    folders = folder / "first", folder / "second"
+    for each in folders:
+        each.mkdir()
+    known = Checkpoint.open(how(folders[0], first))
+    return known, Checkpoint.open(how(folders[1], second), known.manifest)
+
+
+FILES = [one_file, folder_with_index, the_index_itself, folder_without_index, folder_with_model_file]
+
+
+@pytest.mark.parametrize("source", FILES, ids=lambda f: f.__name__)
+def test_headers_that_are_known_are_not_parsed_again(source: Callable[[Path, State], Any], tmp_path: Path) -> None:
+    first = small_state()
+    second = {name: value.flip(0) if value.ndim else value for name, value in first.items()}
+    with mock.patch.object(safetensors_format, "read_layout", wraps=read_layout) as parse:
+        known, again = _twice(first, second, tmp_path, source)
+    parsed_once = {call.args[0].path.parent.name for call in parse.call_args_list}
+    assert parsed_once == {"first"}
+    assert_same(read_all(again), second)
+    assert again.manifest.identity == known.manifest.identity
+    assert "second" in again.manifest.source
+    assert again.manifest.provenance == Checkpoint.open(source(tmp_path / "second", second)).manifest.provenance
+    joined = Checkpoint.join(source(tmp_path / "second", second), again.manifest)
+    assert_same(read_all(joined), second)
+    for each in (known, again, joined):
+        each.close()
+
+
+@pytest.mark.parametrize("source", FILES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("change", ["name", "shape", "dtype", "one less", "shorter"])
+def test_a_header_that_changed_is_parsed(source: Callable[[Path, State], Any], change: str, tmp_path: Path) -> None:
+    first = {f"t{i}": tensor(i, (6, 4)) for i in range(4)}
+    second = {name: value * 2 for name, value in first.items()}
+    match change:
+        case "name":
+            second["u0"] = second.pop("t0")
+        case "shape":
+            second["t1"] = second["t1"].reshape(4, 6)
+        case "dtype":
+            second["t1"] = second["t1"].view(torch.int32)
+        case "one less":
+            del second["t2"]
+        case "shorter":
+            second["t3"] = second["t3"][:2]
+    known, again = _twice(first, second, tmp_path, source)
+    assert_same(read_all(again), second)
+    assert again.manifest.identity != known.manifest.identity
+    again.close()
+
+
+def test_an_index_that_changed_is_read(tmp_path: Path) -> None:
+    """The same files with the same headers, but another of two holds the tensor."""
+    a, b = {"w": tensor(1, (3,))}, {"w": tensor(2, (3,)), "v": tensor(3, (3,))}
+    save_file(a, tmp_path / "x.safetensors")
+    save_file(b, tmp_path / "y.safetensors")
+    place = {"w": "x.safetensors", "v": "y.safetensors"}
+    known = Checkpoint.open(index(tmp_path, {"weight_map": place}))
+    assert_same(read_all(known), {**b, **a})
+    place["w"] = "y.safetensors"
+    again = Checkpoint.open(
+        index(tmp_path, {"weight_map": {"v": "y.safetensors", "w": "y.safetensors"}}), known.manifest
+    )
+    assert_same(read_all(again), b)
+    for each in (known, again):
+        each.close()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "no header", "header cut"])
+def test_a_damaged_file_is_refused_also_when_its_like_is_known(damage: str, tmp_path: Path) -> None:
+    path = one_file(tmp_path, small_state())
+    known = Checkpoint.open(path).manifest
+    raw = path.read_bytes()
+    path.write_bytes({"truncated": raw[:-1], "no header": raw[:4], "header cut": raw[:20]}[damage])
+    with pytest.raises(CheckpointError, match=str(path)):
+        Checkpoint.open(path, known)
+
+
+def test_digest_changes_with_any_change() -> None:
+    base = Manifest(("a", "b", "c"), ((2, 3), (6,), (2, 3)), (torch.float32, torch.float32, torch.int32), "here")
+    changed = [
+        replace(base, names=("a", "b", "d")),
+        replace(base, names=("b", "a", "c")),
+        replace(base, names=('a","b', "b", "c")),
+        replace(base, shapes=((3, 2), (6,), (2, 3))),
+        replace(base, shapes=((2, 3), (6,), (6,))),
+        replace(base, shapes=((2, 3), (6, 1), (2, 3))),
+        replace(base, dtypes=(torch.float32, torch.int32, torch.int32)),
+        replace(base, dtypes=(torch.bfloat16, torch.bfloat16, torch.int32)),
+        Manifest(base.names[:2], base.shapes[:2], base.dtypes[:2], "here"),
+    ]
+    assert len({manifest.digest for manifest in [base, *changed]}) == len(changed) + 1
+    assert replace(base, source="elsewhere").digest == base.digest

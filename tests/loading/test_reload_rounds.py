@@ -1,0 +1,97 @@
+"""A load like the one before needs two agreement rounds; one that differs in anything on any rank needs those of a first load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from bench_control import FIRST_ROUNDS, RELOAD_ROUNDS
+from epload import CheckpointError, HierarchicalLoader, LoadError, Topology
+from epload.control.control import Control
+from support import ranks
+from support.checks import all_fine
+from support.small_model import BUCKET, NODES, meta_net, state_for, wrong
+
+
+@contextmanager
+def counted_rounds() -> Iterator[list[str]]:
+    rounds: list[str] = []
+    settle = Control.settle
+
+    def counting(self: Control, what: str, *args: Any, **options: Any) -> Any:
+        rounds.append(what)
+        return settle(self, what, *args, **options)
+
+    with mock.patch.object(Control, "settle", counting):
+        yield rounds
+
+
+def load_many_times(rank: int, folder: Path, readers: str) -> list[str]:
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, timeout=60.0)
+    model, problems = meta_net(), []
+
+    def load(name: str, seed: int, most: int) -> None:
+        with counted_rounds() as rounds:
+            loader.load(model, folder / name)
+        problems.extend(f"{name}: {text}" for text in wrong(model, state_for(seed)))
+        if len(rounds) > most:
+            problems.append(f"{name}: {rounds}")
+
+    load("a.safetensors", 1, FIRST_ROUNDS)
+    for _ in range(2):
+        load("a.safetensors", 1, RELOAD_ROUNDS)
+    load("b.safetensors", 2, RELOAD_ROUNDS + 2)  # another file, of the same names and shapes
+    load("b.safetensors", 2, RELOAD_ROUNDS)
+    try:
+        loader.load(model, folder / "b.safetensors", strict=rank != 3)
+        problems.append("ranks with different options have loaded")
+    except LoadError as error:
+        if "strict" not in str(error):
+            problems.append(str(error))
+    load("a.safetensors", 1, FIRST_ROUNDS)
+    load("a.safetensors", 1, RELOAD_ROUNDS)
+    return problems
+
+
+@pytest.mark.parametrize("readers", ["one", "partitioned", "every", "auto"])
+def test_a_reload_needs_two_rounds(readers: str, tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 2)):
+        save(seed, tmp_path / f"{name}.safetensors")
+    all_fine(ranks.run(4, load_many_times, tmp_path, readers))
+
+
+def replaced(rank: int, folder: Path, readers: str) -> list[str]:
+    """Each rank has a copy of its own. First that of the source alone is replaced, then all are."""
+    loader = HierarchicalLoader(Topology.from_nodes([[0], [1]]), readers=readers, bucket_bytes=BUCKET, timeout=60.0)
+    model, path = meta_net(), folder / f"{rank}.safetensors"
+    problems = []
+    for versions in ((1, 1), (1, 1), (2, 1), (2, 2), (2, 2)):
+        save(versions[rank], path)
+        torch.distributed.barrier()
+        try:
+            loader.load(model, path)
+        except CheckpointError as error:
+            if versions == (2, 1) and readers == "every" and "is not the file that the source rank has" in str(error):
+                continue
+            raise
+        if versions == (2, 1) and readers == "every":
+            problems.append("a rank with another file has loaded")
+        problems += [f"{versions}: {text}" for text in wrong(model, state_for(versions[0]))]
+    return problems
+
+
+@pytest.mark.parametrize("readers", ["every", "auto"])
+def test_a_file_that_was_replaced_for_some_ranks(readers: str, tmp_path: Path) -> None:
+    all_fine(ranks.run(2, replaced, tmp_path, readers))
+
+
+def save(seed: int, path: Path) -> None:
+    save_file({key: value.contiguous() for key, value in state_for(seed).items()}, f"{path}.new")
+    Path(f"{path}.new").replace(path)
