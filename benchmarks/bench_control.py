@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from control_bed import Bed, Cluster, Rank, Sample
+from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS, Bed, Cluster, Rank, Sample
 from epload.control import tree as trees
 from epload.control.rounds import decide_on_reports, encode_report
 from epload.planning.costs import Agreement, StoreRates, agreement
 from summary import facts
 from tables import Table, provenance, seconds, write
 
-RELOAD_ROUNDS, FIRST_ROUNDS = 2, 9
-"""Agreement rounds of a load of a known checkpoint into a known model, and at most of a first load."""
 LOADS = 5
 IDLE_SECONDS = 8.0
 """Whole intervals between the heartbeats of a node, of 8 s at 512 ranks."""

@@ -27,6 +27,8 @@ from torch.distributed import PrefixStore, TCPStore
 from epload.control.control import Control
 from epload.errors import LoadError, RemoteFailure
 
+RELOAD_ROUNDS, FIRST_ROUNDS = 2, 9
+"""Agreement rounds of a load of a known checkpoint into a known model, and at most of a first load."""
 PATIENCE = timedelta(minutes=5)
 COMMANDS = {"get": 2, "multi_get": 2}
 """Commands of one call, where they are not one."""

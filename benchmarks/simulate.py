@@ -16,7 +16,7 @@ import statistics
 from pathlib import Path
 
 import plots
-from bench_control import FIRST_ROUNDS
+from control_bed import FIRST_ROUNDS
 from cases import PIECE
 from clusters import MODELS, NODES, SOURCES, STORAGES, Model, Node, cluster
 from epload.planning.costs import StoreRates

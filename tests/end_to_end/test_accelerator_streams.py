@@ -243,7 +243,7 @@ def _host_does_not_wait(rank: int) -> list[str]:
 
         def settle_and_hold(what: str, *args: Any, **options: Any) -> Any:
             answer = settle(what, *args, **options)
-            if what == "materializing the model":
+            if what == "opening the checkpoint":
                 fakedev.hold(stream)
             return answer
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bench_control import FIRST_ROUNDS, RELOAD_ROUNDS
+from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS
 from epload import CheckpointError, HierarchicalLoader, LoadError, Topology
 from epload.control.control import Control
 from support import ranks

@@ -225,7 +225,7 @@ class Control:
         if self.rounds is not None and self.rounds.waits_for_outcome:
             return
         if prefix not in self._alerts:
-            found = self._outcomes.first(self._step)
+            found = self._outcomes_of(prefix).first(self._step)
             if found is not None:
                 self.spread(prefix, found[1])
         elif not self._alerts.hard(prefix) and self._outcomes.stopped():

@@ -22,6 +22,7 @@ from itertools import count
 
 from torch.distributed.distributed_c10d import Store
 
+from epload.control.messages import read_if_set
 from epload.errors import LoadError, RankExited, WaitTimeout, kind_of, make_error, message_of
 
 _POLL_SECONDS = 0.05
@@ -138,8 +139,7 @@ class Outcomes:
         ``patience`` for one."""
         until = time.monotonic() + (patience.total_seconds() if patience is not None else 0.0)
         while True:
-            while self._store().check([self.key(step)]):
-                outcome = self._store().get(self.key(step))
+            while outcome := self.read(step):
                 if outcome.startswith(FAILURE):
                     failure, hard = parse(outcome)
                     return failure, hard or self._store().check([f"{self._prefix}stop"])
@@ -151,12 +151,8 @@ class Outcomes:
             time.sleep(_POLL_SECONDS)  # the store's own wait would block the watch
 
     def read(self, step: int) -> bytes:
-        """The outcome of ``step``; empty if it has none."""
-        return self._store().get(self.key(step)) if self.decided(step) else b""
-
-    def decided(self, step: int) -> bool:
-        """Whether ``step`` has an outcome."""
-        return bool(self._store().check([self.key(step)]))
+        """The outcome of ``step``; empty if it has none, or no longer."""
+        return read_if_set(self._store(), self.key(step)) or b""
 
     def stopped(self) -> bool:
         """Whether a rank has published a hard failure after a soft one."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
+from epload.control.messages import read_if_set
 from epload.control.tree import Tree
 
 INTERVAL = 1.0
@@ -110,11 +111,10 @@ class Heartbeats:
 
     def _read(self, poster: int) -> tuple[int, dict[int, tuple[Heartbeat, float]]]:
         """How often a rank has posted; of each rank the last heartbeat and its age in seconds."""
-        key = f"heartbeat/{poster}"
-        store = self._store()
-        if not store.check([key]):
+        value = read_if_set(self._store(), f"heartbeat/{poster}")
+        if value is None:
             return 0, {}
-        posts, beats = json.loads(store.get(key))
+        posts, beats = json.loads(value)
         return posts, {int(rank): (Heartbeat.parse(fields), age) for rank, (*fields, age) in beats.items()}
 
     def describe(self, ranks: Sequence[int], ended: Collection[int], doing: str, find_silent: bool) -> str:

@@ -14,6 +14,15 @@ _MIN_COMPRESSED = 1 << 10
 """Shorter texts are not worth compressing. Longer ones list ranks, or what they have in common."""
 _PLAIN, _COMPRESSED, _PARTS = b"=", b"z", b"#"
 """The first byte of a value: a text, a compressed text, or the number of parts that such a value is in."""
+_UNSET = "?"
+"""No key of the store has this value."""
+
+
+def read_if_set(store: Store, key: str) -> bytes | None:
+    """The value of ``key``, in one operation that does not wait. After :meth:`Store.check`, :meth:`Store.get` would wait for as long
+    as the store's timeout if another thread or rank had deleted the key in between."""
+    value = bytes(store.compare_set(key, _UNSET, _UNSET))  # sets nothing: not a missing key, nor one with another value
+    return value if value != _UNSET.encode() else None
 
 
 class MessageStore:

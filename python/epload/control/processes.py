@@ -12,6 +12,8 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
+from epload.control.messages import read_if_set
+
 
 class LocalProcesses:
     """Other ranks on this machine, which find one another through a list in the store while they rendezvous. Thread-safe."""
@@ -40,7 +42,7 @@ class LocalProcesses:
         return [self._own_key] if self._own_key != f"{self._list}/1" else [self._own_key, self._list]
 
     def find(self) -> list[tuple[int, str]]:
-        """Looks for ranks that have registered since the last call: one call to the store, and two for each new rank.
+        """Looks for ranks that have registered since the last call: one call to the store, and one for each new rank.
 
         Returns:
             Every rank found so far, with the identity of its process.
@@ -54,10 +56,11 @@ class LocalProcesses:
         count = store.add(self._list, 0)
         while self._seen < count:
             key = f"{self._list}/{self._seen + 1}"
-            if not store.check([key]):
+            value = read_if_set(store, key)
+            if value is None:
                 break
             if key != self._own_key:
-                rank, identity = store.get(key).decode().split(" ", 1)
+                rank, identity = value.decode().split(" ", 1)
                 self._found.append((int(rank), identity))
             self._seen += 1
 

@@ -314,7 +314,7 @@ class Rounds:
         if ended := dict(self._processes.ended):
             rank, pid = min(ended.items())
             # A rank that has read the decision of the last round may end before this one has read it.
-            if not round_.outcomes.decided(round_.step):
+            if not round_.outcomes.read(round_.step):
                 raise RankExited(rank, pid)
 
     def _sleep(self, seconds: float) -> None:
