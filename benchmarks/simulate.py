@@ -16,9 +16,9 @@ import statistics
 from pathlib import Path
 
 import plots
-from control_bed import FIRST_ROUNDS
 from cases import PIECE
 from clusters import MODELS, NODES, SOURCES, STORAGES, Model, Node, cluster
+from control_bed import FIRST_ROUNDS
 from epload.planning.costs import StoreRates
 from epload.planning.simulator import Cluster, predict, traffic
 from summary import Row, median

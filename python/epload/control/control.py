@@ -27,8 +27,8 @@ from epload.control.watch import FAILED, Guard, Watch
 from epload.errors import LoadError, RankExited, RemoteFailure, WaitTimeout, message_of
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-_PUBLISH_TIMEOUT = timedelta(seconds=5)
-"""How long a rank that was stopped waits for the failure that stopped it."""
+_PUBLISH_SECONDS, _POLL_SECONDS = 5.0, 0.05
+"""How long a rank that was stopped waits for the failure that stopped it, and how often it looks."""
 _LOOK_SECONDS = 0.1
 """Between two questions to the store whether a rank has failed, from a thread that moves data."""
 
@@ -81,6 +81,8 @@ class Control:
         self._refused: list[tuple[int, tuple[str, ...]]] = []
         """Loads that this rank has refused in another thread, with the keys of their outcome."""
         self._alerts = Alerts()
+        self._looking = threading.Lock()
+        """Held by a thread that looks for a failure, and until then by a rank that goes on to another round."""
         self._looked = 0.0
         """When :meth:`known` last asked the store."""
         self._failure: Failure | None = None
@@ -91,18 +93,15 @@ class Control:
         self.rounds: Rounds | None = None
         if store is not None:
             self.place = Place(store, ranks, rank)
-            self.rounds = self._make_rounds(self.place)
+            self.rounds = Rounds(self.place, self.processes, self._failed)
         self.watch = Watch(self)
-
-    def _make_rounds(self, place: Place) -> Rounds:
-        return Rounds(place, self.processes, lambda: self._prefix in self._alerts)
 
     def join_nodes(self, nodes: Iterable[Iterable[int]], token: str) -> None:
         """Connects the ranks of each node, once all ranks know the nodes. Arguments are those of :meth:`Place.join_nodes`."""
         if self.place is not None:
             with self.watch:
                 self.place.join_nodes(nodes, token, self.timeout, self.processes)
-            self.rounds = self._make_rounds(self.place)
+            self.rounds = Rounds(self.place, self.processes, self._failed)
 
     @property
     def position(self) -> Position:
@@ -111,6 +110,9 @@ class Control:
     def waits_since(self) -> float:
         """When this rank began to wait in a round; 0 if it does not."""
         return self.rounds.waits_since if self.rounds is not None else 0.0
+
+    def _failed(self) -> bool:
+        return self._prefix in self._alerts
 
     @property
     def _prefix(self) -> str:
@@ -216,8 +218,12 @@ class Control:
         if store is None or (self._prefix not in self._alerts and now - self._looked < _LOOK_SECONDS):
             return None
         self._looked = now
-        found = Outcomes(lambda: store, self._prefix).first(self._step)
-        return found[0] if found is not None else None
+        return found[0] if (found := self._look(lambda: store)) is not None else None
+
+    def _look(self, connection: Callable[[], Store]) -> tuple[Failure, bool] | None:
+        """See :meth:`Outcomes.first`. Thread-safe: this rank does not come to another round meanwhile."""
+        with self._looking:
+            return Outcomes(connection, self._prefix).first(self._step)
 
     def find_failure(self) -> None:
         """For the watch of a leader: looks for a failure in the store, unless the round hears of one anyway."""
@@ -225,8 +231,7 @@ class Control:
         if self.rounds is not None and self.rounds.waits_for_outcome:
             return
         if prefix not in self._alerts:
-            found = self._outcomes_of(prefix).first(self._step)
-            if found is not None:
+            if self.place is not None and (found := self._look(self.place.free_connection)) is not None:
                 self.spread(prefix, found[1])
         elif not self._alerts.hard(prefix) and self._outcomes.stopped():
             self.spread(prefix, True)
@@ -260,7 +265,7 @@ class Control:
         """
         remote = isinstance(error, RemoteFailure)
         try:
-            first = self._first(_PUBLISH_TIMEOUT if remote else None)
+            first = self._first(_PUBLISH_SECONDS if remote else 0.0)
             if first is not None and not hard:
                 return first
             others = ""
@@ -277,9 +282,15 @@ class Control:
             )
             return Failure(LoadError.__name__, text, self.rank)
 
-    def _first(self, patience: timedelta | None) -> Failure | None:
-        found = self._outcomes.first(self._step, patience) if self.store is not None and not self._succeeded else None
-        return found[0] if found is not None else None
+    def _first(self, seconds: float) -> Failure | None:
+        until = time.monotonic() + seconds
+        while self.place is not None and not self._succeeded:
+            if (found := self._look(self.place.free_connection)) is not None:
+                return found[0]
+            if time.monotonic() >= until:
+                break
+            time.sleep(_POLL_SECONDS)  # the store's own wait would block the watch
+        return None
 
     def conclude(self, error: BaseException) -> Failure | None:
         """Ends the present load with ``error``, unless it has failed already. Returns as :meth:`fail`."""
@@ -299,13 +310,8 @@ class Control:
     # ---- rounds ----
 
     def agree(
-        self,
-        what: str,
-        view: str,
-        decide: Callable[[Mapping[int, str]], str],
-        patience: float = 1.0,
-        last: bool = False,
-    ) -> str:
+        self, what: str, view: str, decide: Callable[[Mapping[int, str]], str], patience: float = 1.0, last: bool = False,
+    ) -> str:  # fmt: skip
         """Runs a round: returns, on every rank, what the coordinator's ``decide`` made of all ranks' views.
 
         Args:
@@ -326,7 +332,8 @@ class Control:
                 self._failure = Failure.of(refusal, self.rank, clean=True)
                 raise
         with self.watch:
-            self._begun = self._step
+            with self._looking:  # what another thread looks at here is deleted once all ranks have come to this round
+                self._begun = self._step
             self.doing = what
             round_ = Round(what, self.position, patience * self.timeout, self._outcomes, last)
             error: LoadError | None = None
@@ -348,7 +355,7 @@ class Control:
         """What all ranks raise, after publishing ``error`` if it is not None; later rounds start anew."""
         failure = self.fail(error) if error is not None else None
         if failure is None:
-            failure = self._first(_PUBLISH_TIMEOUT)
+            failure = self._first(_PUBLISH_SECONDS)
         if failure is None:
             failure = Failure(LoadError.__name__, "another rank failed and ended before it could say why", self.rank)
         self.spread(self._prefix, not failure.clean)
@@ -358,14 +365,9 @@ class Control:
         return shared
 
     def settle(
-        self,
-        what: str,
-        failure: BaseException | None,
-        view: Any = None,
-        decide: Callable[[dict[int, Any]], Any] = lambda views: None,
-        patience: float = 1.0,
-        last: bool = False,
-    ) -> Any:
+        self, what: str, failure: BaseException | None, view: Any = None,
+        decide: Callable[[dict[int, Any]], Any] = lambda views: None, patience: float = 1.0, last: bool = False,
+    ) -> Any:  # fmt: skip
         """A round in which any rank may report that it failed: then every rank raises that error.
 
         ``view`` and what ``decide`` returns are JSON values. When several ranks failed, the text has each distinct message
@@ -387,12 +389,9 @@ class Control:
         if self.place is None:
             return dict(messages)
         prefix = f"{self._prefix}message/{what}"
-        for receiver, message in messages.items():
-            self.place.messages.send(f"{prefix}/{self.rank}/{receiver}", message)
+        self.place.messages.send(prefix, self.rank, messages)
         self.settle(what, None)
-        if self.rank not in messages:
-            return {}
-        return {sender: self.place.messages.receive(f"{prefix}/{sender}/{self.rank}") for sender in self.ranks}
+        return self.place.messages.receive(prefix, self.rank, self.ranks if self.rank in messages else ())
 
     def delete_messages(self) -> None:
         """Deletes what this rank has sent in :meth:`exchange`."""

@@ -13,20 +13,15 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from itertools import count
 
 from torch.distributed.distributed_c10d import Store
 
-from epload.control.messages import read_if_set
 from epload.errors import LoadError, RankExited, WaitTimeout, kind_of, make_error, message_of
 
-_POLL_SECONDS = 0.05
-"""Between two checks for a failure that another rank is about to publish."""
 DECISION, LAST, FAILURE = b"o", b"e", b"f"
 """The first byte of an outcome. ``LAST``: a decision with which the load has succeeded."""
 _MAX_TEXT = 1 << 20
@@ -134,25 +129,24 @@ class Outcomes:
                 return first
         raise AssertionError
 
-    def first(self, step: int, patience: timedelta | None = None) -> tuple[Failure, bool] | None:
-        """The first failure published in ``step`` or later, if any, and whether all have to stop at once; waits up to
-        ``patience`` for one."""
-        until = time.monotonic() + (patience.total_seconds() if patience is not None else 0.0)
-        while True:
-            while outcome := self.read(step):
-                if outcome.startswith(FAILURE):
-                    failure, hard = parse(outcome)
-                    return failure, hard or self._store().check([f"{self._prefix}stop"])
-                if outcome.startswith(LAST):
-                    return None
-                step += 1
-            if time.monotonic() >= until:
+    def first(self, step: int) -> tuple[Failure, bool] | None:
+        """The first failure published in ``step`` or later, if any, and whether all have to stop at once."""
+        while outcome := self.read(step):
+            if outcome.startswith(FAILURE):
+                failure, hard = parse(outcome)
+                return failure, hard or self.stopped()
+            if outcome.startswith(LAST):
                 return None
-            time.sleep(_POLL_SECONDS)  # the store's own wait would block the watch
+            step += 1
+        return None
 
     def read(self, step: int) -> bytes:
-        """The outcome of ``step``; empty if it has none, or no longer."""
-        return read_if_set(self._store(), self.key(step)) or b""
+        """The outcome of ``step``; empty if it has none.
+
+        Does not wait, provided that this rank does not come to a later round meanwhile: then the key may be deleted.
+        """
+        key = self.key(step)
+        return self._store().get(key) if self._store().check([key]) else b""
 
     def stopped(self) -> bool:
         """Whether a rank has published a hard failure after a soft one."""

@@ -4,7 +4,7 @@ rank's work does not grow with the number of ranks."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch.distributed.distributed_c10d import Store
 
@@ -19,8 +19,11 @@ _UNSET = "?"
 
 
 def read_if_set(store: Store, key: str) -> bytes | None:
-    """The value of ``key``, in one operation that does not wait. After :meth:`Store.check`, :meth:`Store.get` would wait for as long
-    as the store's timeout if another thread or rank had deleted the key in between."""
+    """The value of ``key``, in one operation that does not wait. After :meth:`Store.check`, :meth:`Store.get` would wait for as
+    long as the store's timeout if another rank had deleted the key in between.
+
+    Not for a key that some rank waits for: a TCPStore wakes it, with an empty value.
+    """
     value = bytes(store.compare_set(key, _UNSET, _UNSET))  # sets nothing: not a missing key, nor one with another value
     return value if value != _UNSET.encode() else None
 
@@ -70,22 +73,27 @@ class MessageStore:
             self._store.compare_set(key, "", value)  # type: ignore[arg-type]
             self._kept.append(key)
 
-    def send(self, key: str, message: bytes) -> None:
-        """Sets a message for one rank. It stays until :meth:`delete_sent`."""
-        starts = range(0, len(message), _VALUE_BYTES) or range(1)
-        for number, begin in enumerate(starts):
-            part = bytes([begin == starts[-1]]) + message[begin : begin + _VALUE_BYTES]
-            self._store.set(f"{key}/{number}", part)  # type: ignore[arg-type]
-            self._sent.append(f"{key}/{number}")
+    def send(self, prefix: str, rank: int, messages: Mapping[int, bytes]) -> None:
+        """Sends messages of ``rank``, by receiver. They stay until :meth:`delete_sent`."""
+        for receiver, message in messages.items():
+            starts = range(0, len(message), _VALUE_BYTES) or range(1)
+            for number, begin in enumerate(starts):
+                key = f"{prefix}/{rank}/{receiver}/{number}"
+                part = bytes([begin == starts[-1]]) + message[begin : begin + _VALUE_BYTES]
+                self._store.set(key, part)  # type: ignore[arg-type]
+                self._sent.append(key)
 
-    def receive(self, key: str) -> bytes:
-        """The message sent under ``key``."""
-        message, last, number = b"", 0, 0
-        while not last:
-            last, *_ = part = self._store.get(f"{key}/{number}")
-            message += part[1:]
-            number += 1
-        return message
+    def receive(self, prefix: str, rank: int, senders: Iterable[int]) -> dict[int, bytes]:
+        """The messages sent to ``rank`` under ``prefix``."""
+        messages = {}
+        for sender in senders:
+            message, last, number = b"", 0, 0
+            while not last:
+                last, *_ = part = self._store.get(f"{prefix}/{sender}/{rank}/{number}")
+                message += part[1:]
+                number += 1
+            messages[sender] = message
+        return messages
 
     def delete_sent(self) -> None:
         """Deletes what this rank has sent, once all receivers have read it."""

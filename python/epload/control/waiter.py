@@ -13,7 +13,6 @@ from typing import Any
 from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from epload.control.messages import read_if_set
 from epload.core import threads
 
 _SLICE = timedelta(minutes=5)
@@ -118,14 +117,11 @@ class Waiter:
 
     def _poll(self, wait: Wait) -> list[bytes]:
         began = time.monotonic()
-        while True:
-            if self._store.check(wait.keys):
-                values = [read_if_set(self._store, key) for key in wait.keys]
-                if None not in values:
-                    return values  # type: ignore[return-value]
+        while not self._store.check(wait.keys):
             if wait.given_up:
                 raise DistStoreError("given up")
             time.sleep(min(max(_POLL_SHARE * (time.monotonic() - began), _MIN_POLL), _MAX_POLL))
+        return self._store.multi_get(wait.keys)
 
 
 def _can_block(store: Any) -> bool:
