@@ -157,7 +157,7 @@ class Scene:
 
     def wait_until_copied(self, salt: int) -> bool:
         """A pinned buffer is filled again while the copy out of it has not begun."""
-        return self.load(self.staging.copies, salt, lambda source: source.read > 2)
+        return self.load(self.staging.copies, salt, lambda source: self.unpacked > 2)
 
     def wait_until_unpacked(self, salt: int) -> bool:
         """A device buffer is copied into again while what was in it is not unpacked."""
