@@ -11,6 +11,8 @@ TORCH_LIBRARY(epload, m) {
   m.def("pack(Tensor(a!) bucket, Tensor[] sources, Tensor copies) -> ()");
   m.def("unpack(Tensor bucket, Tensor(a!)[] targets, Tensor copies) -> ()");
   m.def(
+      "read_ranges(int[] descriptors, Tensor ranges, Tensor(a!) buffer, int threads) -> (int, int, int, int)");
+  m.def(
       "read_regions(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor(a!)[] targets, "
       "Tensor copies, int threads) -> (int, int, int, int)");
   m.def(

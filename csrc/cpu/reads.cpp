@@ -81,6 +81,21 @@ Reads::Reads(c10::IntArrayRef files, int64_t file_count, at::TensorList targets,
         files[i] >= 0 && files[i] < file_count, "read_regions: row ", i, " names file ", files[i], " of ", file_count);
     add(files[i], targets[copies[i].tensor], copies[i]);
   }
+  plan();
+}
+
+Reads::Reads(const std::vector<FileRange>& ranges, int64_t file_count) : file_count_(file_count) {
+  pieces_.reserve(ranges.size());
+  for (const auto& range : ranges) {
+    for (int64_t done = 0; done < range.nbytes; done += kRequestBytes) {
+      const int64_t nbytes = std::min(range.nbytes - done, kRequestBytes);
+      pieces_.push_back({range.file, range.offset + done, nbytes, 0, range.at + done});
+    }
+  }
+  plan();
+}
+
+void Reads::plan() {
   const auto before = [](const Piece& a, const Piece& b) {
     return std::tie(a.file, a.offset) < std::tie(b.file, b.offset);
   };
@@ -168,11 +183,11 @@ bool Reads::read_streamed(const Request& request, RangedReader::Worker& worker, 
 ReadOutcome Reads::run(c10::IntArrayRef descriptors, const Memory& memory, int64_t threads) const {
   TORCH_CHECK_VALUE(
       static_cast<int64_t>(descriptors.size()) == file_count_,
-      "read_regions: expected ",
+      "reading files: expected ",
       file_count_,
       " descriptors, got ",
       descriptors.size());
-  const RangedReader reader("read_regions", descriptors, kScratchBytes);
+  const RangedReader reader("reading files", descriptors, kScratchBytes);
   return reader.run(tasks_.size(), threads, [&](size_t task, RangedReader::Worker& worker) {
     for (size_t i = task == 0 ? 0 : tasks_[task - 1]; i < tasks_[task]; ++i) {
       if (!read(requests_[i], worker, memory)) {
@@ -207,9 +222,61 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> read_regions(
   return outcome.as_tuple();
 }
 
+// Decodes and checks the ranges that read_ranges takes, one a row.
+std::vector<FileRange> decode_ranges(const at::Tensor& ranges, int64_t file_count, int64_t buffer_bytes) {
+  const auto* numbers = numbers_of("read_ranges", "ranges", ranges, 2);
+  TORCH_CHECK_VALUE(ranges.size(1) == 4, "read_ranges: expected ranges of shape [n, 4], got ", ranges.sizes());
+  std::vector<FileRange> decoded;
+  decoded.reserve(ranges.size(0));
+  for (int64_t i = 0; i < ranges.size(0); ++i, numbers += 4) {
+    const FileRange range{numbers[0], numbers[1], numbers[2], numbers[3]};
+    TORCH_CHECK_VALUE(
+        range.file >= 0 && range.file < file_count,
+        "read_ranges: row ",
+        i,
+        " names file ",
+        range.file,
+        " of ",
+        file_count);
+    TORCH_CHECK_VALUE(
+        range.nbytes >= 0 && range.offset >= 0 && range.offset <= std::numeric_limits<int64_t>::max() - range.nbytes &&
+            range.at >= 0 && range.nbytes <= buffer_bytes && range.at <= buffer_bytes - range.nbytes,
+        "read_ranges: row ",
+        i,
+        " reads ",
+        range.nbytes,
+        " bytes at ",
+        range.offset,
+        " to byte ",
+        range.at,
+        " of a buffer of ",
+        buffer_bytes);
+    decoded.push_back(range);
+  }
+  return decoded;
+}
+
+std::tuple<int64_t, int64_t, int64_t, int64_t> read_ranges(
+    at::IntArrayRef descriptors, const at::Tensor& ranges, const at::Tensor& buffer, int64_t threads) {
+  check_memory("read_ranges", buffer, 0);
+  TORCH_CHECK_VALUE(
+      buffer.is_cpu() && buffer.scalar_type() == at::kByte && buffer.is_contiguous(),
+      "read_ranges: expected a contiguous uint8 buffer on cpu, got ",
+      buffer.toString(),
+      " on ",
+      buffer.device());
+  const auto file_count = static_cast<int64_t>(descriptors.size());
+  const Reads reads(decode_ranges(ranges, file_count, buffer.numel()), file_count);
+  const Memory memory{{static_cast<char*>(buffer.data_ptr())}, [&](int64_t) -> const at::Tensor& { return buffer; }};
+  const auto outcome = reads.run(descriptors, memory, threads);
+  mark_written(buffer);
+  return outcome.as_tuple();
+}
+
 } // namespace
 } // namespace epload
 
 TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
+  m.impl("read_ranges", TORCH_FN(epload::read_ranges));
   m.impl("read_regions", TORCH_FN(epload::read_regions));
 }

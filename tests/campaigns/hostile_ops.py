@@ -174,6 +174,7 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "coalesced_bcast": lambda s: [s.tensors, 0, GROUP, "", 64, "flat", None],
     "pack": lambda s: [s.bucket, s.tensors, s.copies],
     "unpack": lambda s: [s.bucket, s.tensors, s.copies],
+    "read_ranges": lambda s: [s.descriptors, torch.tensor([[0, 16, 8, 8], [0, 100, 0, 8]]), s.bucket, 2],
     "read_regions": lambda s: [s.descriptors, s.files, s.offsets, s.origins, s.tensors, s.copies, 2],
     "tensor_list": lambda s: [ops._C.register_tensors(s.tensors), s.layouts],
     "layouts": lambda s: [s.listed],

@@ -10,14 +10,14 @@ from typing import BinaryIO
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 import epload
 from epload import CheckpointError
 from epload.checkpoint import safetensors, torch_file
-from epload.checkpoint.byte_store import ByteStore, Extent, StoredFile
+from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint, merge_layouts
-from epload.checkpoint.local_store import READ_BYTES, LocalFile, LocalStore
+from epload.checkpoint.local_store import LocalFile, LocalStore
 from support.checkpoints import assert_same, read_all, tensor
 
 
@@ -53,12 +53,12 @@ class MemoryStore(ByteStore):
         changed = (file for file in self.files if file.path.read_bytes() != file.content)
         return next((f"{file.name} was modified" for file in changed), "")
 
-    def readv(self, extents: Sequence[Extent], buffers: Sequence[memoryview]) -> None:
-        for (file, offset, nbytes), buffer in zip(extents, buffers, strict=True):
+    def read(self, ranges: Tensor, buffer: Tensor) -> None:
+        for file, offset, at, nbytes in ranges.tolist():
             part = self.files[file].read(offset, nbytes)
             if len(part) < nbytes:
                 raise CheckpointError(f"{self.files[file].name} ends at byte {offset + len(part)}")
-            buffer[:] = part
+            memoryview(buffer.numpy())[at : at + nbytes] = part
 
     def reopen(self) -> None:
         if changed := self.changed():
@@ -87,27 +87,38 @@ def _files(folder: Path, nbytes: int = 1000) -> list[Path]:
     return paths
 
 
+REQUEST = 16 << 20
+"""No request of a local file has more bytes."""
+
+
 @STORES
-def test_extents_go_to_their_buffers(make: Make, tmp_path: Path) -> None:
-    paths = _files(tmp_path, 2 * READ_BYTES + 999)
+def test_ranges_go_to_their_places(make: Make, tmp_path: Path) -> None:
+    paths = _files(tmp_path, 2 * REQUEST + 999)
     store = make(paths)
-    assert store.alignment >= 1
-    extents: list[Extent] = [(1, 7, 100), (0, 0, 2 * READ_BYTES + 999), (0, 3, 0), (1, 107, 20), (0, 5, 13)]
-    buffers = [memoryview(bytearray(nbytes)) for _, _, nbytes in extents]
-    store.readv(extents, buffers)
-    store.readv([], [])
-    for (file, offset, nbytes), buffer in zip(extents, buffers, strict=True):
-        assert buffer == paths[file].read_bytes()[offset : offset + nbytes]
+    places = [(1, 7, 100), (0, 0, 2 * REQUEST + 999), (0, 3, 0), (1, 107, 20), (0, 5, 13)]
+    rows, at = [], 3
+    for file, offset, nbytes in places:
+        rows.append((file, offset, at, nbytes))
+        at += nbytes + 1  # the bytes in between stay
+    buffer = torch.full((at,), 255, dtype=torch.uint8)
+    expected = bytearray(b"\xff" * at)
+    for file, offset, begin, nbytes in rows:
+        expected[begin : begin + nbytes] = paths[file].read_bytes()[offset : offset + nbytes]
+    store.read(torch.tensor(rows), buffer)
+    store.read(torch.empty(0, 4, dtype=torch.int64), buffer)
+    assert buffer.numpy().tobytes() == expected
     store.close()
-    store.readv(extents[:1], buffers[:1])  # opens the file again
+    buffer.fill_(255)
+    store.read(torch.tensor(rows), buffer)  # opens the files again
+    assert buffer.numpy().tobytes() == expected
     store.close()
 
 
 @STORES
-def test_an_extent_beyond_the_end_names_the_file(make: Make, tmp_path: Path) -> None:
+def test_a_range_beyond_the_end_names_the_file(make: Make, tmp_path: Path) -> None:
     store = make(_files(tmp_path))
     with pytest.raises(CheckpointError, match="b ends at byte 1000"):
-        store.readv([(0, 0, 10), (1, 990, 11)], [memoryview(bytearray(10)), memoryview(bytearray(11))])
+        store.read(torch.tensor([[0, 0, 0, 10], [1, 990, 10, 11]]), torch.zeros(21, dtype=torch.uint8))
     store.close()
 
 

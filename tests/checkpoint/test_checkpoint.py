@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from epload import Checkpoint, CheckpointError
-from epload.checkpoint.local_store import READ_BYTES
 from epload.core.dtypes import SAFETENSORS
 from epload.core.pieces import Piece
 from support.checkpoint_kinds import (
@@ -83,80 +82,7 @@ def test_metadata_is_no_tensor_and_order_is_that_of_the_bytes(tmp_path: Path) ->
     checkpoint.close()
 
 
-# ---- requests ----
-
-
-class Requests:
-    """Stands for os.preadv; notes the sizes asked for, and may give back fewer bytes than that."""
-
-    def __init__(self, most: int | None = None) -> None:
-        self.sizes: list[list[int]] = []
-        self._real = os.preadv
-        self._most = most
-
-    def __call__(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        self.sizes.append([len(view) for view in views])
-        if self._most is None:
-            return self._real(fd, views, offset)
-        kept, left = [], self._most
-        for view in views:
-            kept.append(view[:left])
-            left -= len(kept[-1])
-        return self._real(fd, kept, offset)
-
-
-@pytest.mark.parametrize(
-    ("size", "count", "requests"), [(64, 40, 1), (13, 40, 1), (13, 1100, 3)], ids=["aligned", "padded", "many"]
-)
-def test_adjacent_tensors_are_one_request(
-    size: int, count: int, requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = {f"t{i:04}": tensor(i, (size,), torch.uint8) for i in range(count)}
-    checkpoint = Checkpoint.open(one_file(tmp_path, state))
-    seen = Requests()
-    monkeypatch.setattr(os, "preadv", seen)
-    got = read_all(checkpoint)
-    checkpoint.close()
-    assert len(seen.sizes) == requests
-    assert max(map(len, seen.sizes)) <= 1024  # IOV_MAX of Linux
-    assert sum(map(sum, seen.sizes)) == size * count
-    assert_same(got, state)
-
-
-def test_tensors_that_are_not_adjacent_are_requests_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = {f"t{i}": tensor(i, (64,), torch.uint8) for i in range(5)}
-    checkpoint = Checkpoint.open(one_file(tmp_path, state))
-    seen = Requests()
-    monkeypatch.setattr(os, "preadv", seen)
-    bucket = torch.zeros(256, dtype=torch.uint8)
-    checkpoint.fill(bucket, [Piece(0, 0, 0, 64), Piece(2, 0, 64, 64), Piece(3, 0, 128, 64)])
-    checkpoint.close()
-    assert sorted(seen.sizes) == [[64], [128]]
-
-
-def test_requests_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"small": tensor(1, (100,), torch.uint8), "large": tensor(2, ((2 * READ_BYTES + 999) // 4,), torch.int32)}
-    checkpoint = Checkpoint.open(one_file(tmp_path, state))
-    seen = Requests()
-    monkeypatch.setattr(os, "preadv", seen)
-    got = read_all(checkpoint)
-    checkpoint.close()
-    assert READ_BYTES == 16 << 20
-    assert len(seen.sizes) == 3
-    assert max(map(sum, seen.sizes)) <= READ_BYTES
-    assert all(torch.equal(got[name], value) for name, value in state.items())
-
-
-@pytest.mark.parametrize("most", [1, 13, 100])
-def test_short_reads_are_continued(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {f"t{i}": tensor(i, (17 + i,), torch.uint8) for i in range(6)}
-    checkpoint = Checkpoint.open(one_file(tmp_path, state))
-    monkeypatch.setattr(os, "preadv", Requests(most))
-    got = read_all(checkpoint)
-    checkpoint.close()
-    assert_same(got, state)
+# ---- files that change ----
 
 
 def test_a_file_that_shrinks_after_opening(tmp_path: Path) -> None:
@@ -176,18 +102,6 @@ def test_a_file_that_goes_away_after_opening(tmp_path: Path) -> None:
     assert checkpoint.changed() == f"{path} was removed"
     with pytest.raises(CheckpointError, match=str(path)):
         read_all(checkpoint)
-
-
-def test_a_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(fd: int, views: object, offset: int) -> int:
-        raise OSError(5, "Input/output error")
-
-    path = one_file(tmp_path, {"a": tensor(1, (100,))})
-    checkpoint = Checkpoint.open(path)
-    monkeypatch.setattr(os, "preadv", broken)
-    with pytest.raises(CheckpointError, match=f"{path}.*Input/output error"):
-        read_all(checkpoint)
-    checkpoint.close()
 
 
 # ---- state dicts ----

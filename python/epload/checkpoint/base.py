@@ -98,7 +98,7 @@ class Checkpoint(ABC):
             self._store.reopen()
 
     def close(self) -> None:
-        """Releases files and threads. The checkpoint can still be used afterwards, provided that its files are unchanged."""
+        """Closes the files. The checkpoint can still be used afterwards, provided that its files are unchanged."""
         if self._store is not None:
             self._store.close()
 

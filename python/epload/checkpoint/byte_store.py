@@ -9,9 +9,6 @@ from typing import BinaryIO, Protocol
 
 from torch import Tensor
 
-Extent = tuple[int, int, int]
-"""A byte range: index of the file in its store, offset in the file, length; both in bytes."""
-
 
 class StoredFile(ABC):
     """One open file of a store. ``str(file)`` is its path or URL, for error messages. Reading is thread-safe."""
@@ -63,10 +60,8 @@ class ByteStore(ABC):
     parsed is what is read.
     """
 
-    alignment: int = 1
-    """In bytes. Extents whose offset, length and memory are multiples of it are read fastest; any extent can be read."""
     files: Sequence[StoredFile]
-    """The files that extents refer to by index."""
+    """The files that ranges refer to by index."""
 
     @abstractmethod
     def identity(self) -> tuple[Hashable, ...]:
@@ -80,10 +75,15 @@ class ByteStore(ABC):
         """How a file now differs from :meth:`identity`, e.g. "PATH was replaced by another file"; empty if none does."""
 
     @abstractmethod
-    def readv(self, extents: Sequence[Extent], buffers: Sequence[memoryview]) -> None:
-        """Reads each extent into the buffer of the same index, which has its length. Returns when all are read.
+    def read(self, ranges: Tensor, buffer: Tensor) -> None:
+        """Reads byte ranges of files into a buffer. Returns when all are read.
 
-        Extents that follow each other in a file are read with one request.
+        Ranges that follow one another in a file are read with one request.
+
+        Args:
+            ranges: int64 CPU tensor [n, 4], one a row: index of the file, offset in it, offset in ``buffer``, length; the last
+                three in bytes.
+            buffer: contiguous, uint8, on CPU.
 
         Raises:
             CheckpointError: a file has changed, cannot be read or ends too early.
@@ -98,10 +98,10 @@ class ByteStore(ABC):
             regions: what to read.
 
         Returns:
-            The bytes read, or None if the store can only :meth:`readv`.
+            The bytes read, or None if the store can only :meth:`read`.
 
         Raises:
-            CheckpointError: as for :meth:`readv`.
+            CheckpointError: as for :meth:`read`.
         """
         return None
 
@@ -115,4 +115,4 @@ class ByteStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Releases files and threads. Later reads open the files again, provided that they are unchanged."""
+        """Releases connections and files. Later reads open the files again, provided that they are unchanged."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -35,11 +34,9 @@ class FileCheckpoint(Checkpoint):
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         tensor, tensor_offset, bucket_offset, nbytes = Pieces.of(pieces).columns.unbind(1)
         offset = self._locations.offset[tensor] + tensor_offset
-        columns = _coalesced(self._locations.file[tensor], offset, bucket_offset, nbytes)
-        file, begin, position, length = (column.tolist() for column in columns)
-        memory = memoryview((ctypes.c_char * bucket.numel()).from_address(bucket.data_ptr())).cast("B")
-        buffers = [memory[at : at + count] for at, count in zip(position, length, strict=True)]
-        self._store.readv(list(zip(file, begin, length, strict=True)), buffers)
+        self._store.read(
+            torch.stack(_coalesced(self._locations.file[tensor], offset, bucket_offset, nbytes), 1), bucket
+        )
 
     def read_regions(self, regions: Readable) -> int | None:
         return self._store.read_regions(self._locations.file, self._locations.offset, regions)

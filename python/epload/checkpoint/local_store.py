@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -14,13 +13,12 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore, Extent, Readable, StoredFile
+from epload.checkpoint.byte_store import ByteStore, Readable, StoredFile
 from epload.errors import CheckpointError
+from epload.native import ops
 
-READ_BYTES = 16 << 20
 READ_THREADS = 2
 """Two threads that read 16 MiB at a time into a reused buffer read the page cache at 12.6 GB/s; mmap and copy: 3.9 GB/s."""
-_MAX_IOVECS = 512
 _TICK_NS = 12_000_000
 """Longer than one tick of the kernel's timestamp clock (10 ms at 100 Hz): changes further apart than this differ in ctime."""
 _COARSE_TICK_NS = 1_000_000_000
@@ -198,25 +196,18 @@ def open_files(paths: Sequence[Path]) -> Iterator[list[LocalFile]]:
         raise
 
 
-_Request = tuple[LocalFile, int, list[memoryview]]
-"""File, offset in bytes, and the buffers that its bytes go to."""
-
-
 class LocalStore(ByteStore):
-    """Local files, read with a few threads that are kept until :meth:`close`."""
-
-    _pool: ThreadPoolExecutor | None = None
+    """Local files, read natively with a few threads."""
 
     def __init__(self, files: Sequence[LocalFile], metadata: Sequence[LocalFile] = ()) -> None:
         """Takes ownership of the files.
 
         Args:
-            files: the files that extents refer to.
+            files: the files that ranges refer to.
             metadata: other files whose content the checkpoint depends on, such as an index; part of the identity.
         """
         self.files: Sequence[LocalFile] = files
         self._all = [*metadata, *files]
-        self._pool_lock = Lock()
 
     def identity(self) -> tuple[Hashable, ...]:
         return tuple(file.version for file in self._all)
@@ -224,100 +215,38 @@ class LocalStore(ByteStore):
     def changed(self) -> str:
         return next(filter(None, (file.changed() for file in self._all)), "")
 
-    def readv(self, extents: Sequence[Extent], buffers: Sequence[memoryview]) -> None:
-        batches: list[list[_Request]] = []
-        room = 0
-        for request in self._requests(extents, buffers):
-            nbytes = sum(map(len, request[2]))
-            if not batches or nbytes > room:
-                batches.append([])
-                room = READ_BYTES
-            batches[-1].append(request)
-            room -= nbytes
-        if len(batches) <= 1:
-            for batch in batches:
-                _read_batch(batch)
-            return
-        with self._pool_lock:
-            pool = self._pool = self._pool or ThreadPoolExecutor(READ_THREADS, thread_name_prefix="epload-read")
-        reads = [pool.submit(_read_batch, batch) for batch in batches]
-        wait(reads)  # for all of them, even if one fails: they write to the caller's buffers
-        for read in reads:
-            read.result()
-
-    def _requests(self, extents: Sequence[Extent], buffers: Sequence[memoryview]) -> list[_Request]:
-        """Joins extents that follow each other in a file; cuts at READ_BYTES, so that threads can share the work."""
-        requests: list[_Request] = []
-        views: list[memoryview] = []
-        last, end, room = -1, -1, 0
-        for (file, offset, nbytes), buffer in zip(extents, buffers, strict=True):
-            while nbytes:
-                if file != last or offset != end or room == 0 or len(views) == _MAX_IOVECS:
-                    views, room = [], READ_BYTES
-                    requests.append((self.files[file], offset, views))
-                    last = file
-                if nbytes <= room:
-                    views.append(buffer)
-                    end, room = offset + nbytes, room - nbytes
-                    break
-                views.append(buffer[:room])
-                buffer, nbytes = buffer[room:], nbytes - room
-                offset = end = offset + room
-                room = 0
-        return requests
+    def read(self, ranges: Tensor, buffer: Tensor) -> None:
+        self._check(ops.read_ranges(self._descriptors(ranges[:, 0]), ranges, buffer, READ_THREADS))
 
     def read_regions(self, files: Tensor, offsets: Tensor, regions: Readable) -> int:
+        descriptors = self._descriptors(files[regions.origins[:, 0]])
+        return self._check(regions.read(descriptors, files, offsets, READ_THREADS))
+
+    def _descriptors(self, files: Tensor) -> list[int]:
+        """Of all files, -1 for one that is not among ``files``. Raises CheckpointError."""
+        if len(self.files) == 1:
+            return [self.files[0].fd]
         descriptors = [-1] * len(self.files)
-        for index in torch.unique(files[regions.origins[:, 0]]).tolist() if len(self.files) > 1 else [0]:
+        for index in torch.unique(files).tolist():
             descriptors[index] = self.files[index].fd
-        nbytes, failed, offset, error = regions.read(descriptors, files, offsets, READ_THREADS)
-        if failed >= 0:
-            raise _read_error(self.files[failed], offset, os.strerror(error) if error else "")
-        return nbytes
+        return descriptors
+
+    def _check(self, outcome: tuple[int, int, int, int]) -> int:
+        """The bytes read. ``outcome``: of ``ops.read_ranges``. Raises CheckpointError if a file could not be read."""
+        nbytes, failed, offset, error = outcome
+        if failed < 0:
+            return nbytes
+        file = self.files[failed]
+        if changed := file.changed():
+            raise CheckpointError(f"{changed} while it was read; load again")
+        if error:
+            raise CheckpointError(f"cannot read {file} at byte {offset}: {os.strerror(error)}")
+        raise CheckpointError(f"{file} ends at byte {offset}, but its header describes more")
 
     def reopen(self) -> None:
         for file in self._all:
             file.reopen()
 
     def close(self) -> None:
-        self._end_threads()
         for file in self._all:
             file.close()
-
-    def _end_threads(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
-
-    def __del__(self) -> None:
-        self._end_threads()
-
-
-def _read_batch(requests: list[_Request]) -> None:
-    for request in requests:
-        _read(*request)
-
-
-def _read(file: LocalFile, offset: int, views: list[memoryview]) -> None:
-    while views:
-        try:
-            nbytes = os.preadv(file.fd, views, offset)
-        except OSError as error:
-            raise _read_error(file, offset, error.strerror or str(error)) from error
-        if nbytes == 0:
-            raise _read_error(file, offset)
-        offset += nbytes
-        while views and nbytes >= len(views[0]):
-            nbytes -= len(views[0])
-            views = views[1:]
-        if views and nbytes:
-            views = [views[0][nbytes:], *views[1:]]
-
-
-def _read_error(file: LocalFile, offset: int, reason: str = "") -> CheckpointError:
-    """``reason``: what the system reports; empty at the end of the file."""
-    if changed := file.changed():
-        return CheckpointError(f"{changed} while it was read; load again")
-    if reason:
-        return CheckpointError(f"cannot read {file} at byte {offset}: {reason}")
-    return CheckpointError(f"{file} ends at byte {offset}, but its header describes more")

@@ -8,14 +8,17 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from epload.native import fakes
 from epload.native.build import load_native_library
 from epload.native.extension import _C
 
 load_native_library()
+fakes.register()
 
 _coalesced_bcast = torch.ops.epload.coalesced_bcast.default
 _pack = torch.ops.epload.pack.default
 _unpack = torch.ops.epload.unpack.default
+_read_ranges = torch.ops.epload.read_ranges.default
 _read_regions = torch.ops.epload.read_regions.default
 _tensor_list = torch.ops.epload.tensor_list.default
 _layouts = torch.ops.epload.layouts.default
@@ -93,6 +96,24 @@ def unpack(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
         ValueError: a row reaches outside the bucket or its target; nothing has been copied.
     """
     _unpack(bucket, targets, copies)
+
+
+def read_ranges(descriptors: Sequence[int], ranges: Tensor, buffer: Tensor, threads: int) -> tuple[int, int, int, int]:
+    """Reads byte ranges of open files into a buffer. Ranges that follow one another in a file are read with one request.
+
+    Args:
+        descriptors: open file descriptors.
+        ranges: int64 CPU tensor [n, 4], one a row: index into ``descriptors``, offset in the file, offset in ``buffer``, length;
+            the last three in bytes.
+        buffer: contiguous, uint8, on CPU.
+
+    Returns:
+        as :func:`read_regions`.
+
+    Raises:
+        ValueError: a row names no file or reaches outside the buffer; nothing has been read.
+    """
+    return tuple(map(int, _read_ranges(descriptors, ranges, buffer, threads)))  # type: ignore[return-value]
 
 
 def read_regions(
@@ -339,47 +360,3 @@ def board_post(board: Tensor, slot: int, value: int) -> None:
 def board_wait(board: Tensor, slots: Sequence[int], value: int, seconds: float) -> int:
     """Waits until all of ``slots`` are at least ``value``: BOARD_REACHED, BOARD_FAILED, or the first slot that is behind."""
     return int(_board_wait(board, slots, value, seconds))
-
-
-def _refuse_meta(op: str, tensors: Sequence[Tensor]) -> None:
-    """The fakes also stand for the meta device, where there is nothing to copy. Fake tensors are a type of their own."""
-    for i, tensor in enumerate(tensors):
-        if tensor.is_meta and type(tensor) in (Tensor, torch.nn.Parameter):
-            raise ValueError(f"{op}: tensor {i} is on meta and holds no data; materialize it first (to_empty)")
-
-
-@torch.library.register_fake("epload::coalesced_bcast")  # type: ignore[untyped-decorator]
-def _coalesced_bcast_fake(
-    tensors: Sequence[Tensor],
-    src: int,
-    inter_group: str,
-    intra_group: str,
-    bucket_bytes: int,
-    algorithm: str,
-    stream: torch.Stream | None = None,
-    *,
-    leader: int = -1,
-) -> None:
-    _refuse_meta("coalesced_bcast", tensors)
-    if algorithm not in ("two_level", "striped", "flat"):
-        raise ValueError(f"coalesced_bcast: expected algorithm 'two_level', 'striped' or 'flat', got {algorithm!r}")
-
-
-@torch.library.register_fake("epload::read_regions")  # type: ignore[untyped-decorator]
-def _read_regions_fake(*_: object, **__: object) -> tuple[int, int, int, int]:
-    raise ValueError("read_regions: expected targets on cpu with data, got fake or meta tensors")
-
-
-@torch.library.register_fake("epload::relay")  # type: ignore[untyped-decorator]
-def _relay_fake(*_: object, **__: object) -> int:
-    raise ValueError("relay: expected a bucket on cpu with data, got a fake or meta tensor")
-
-
-@torch.library.register_fake("epload::pack")  # type: ignore[untyped-decorator]
-def _pack_fake(bucket: Tensor, sources: Sequence[Tensor], copies: Tensor) -> None:
-    _refuse_meta("region_copy", [bucket, *sources])
-
-
-@torch.library.register_fake("epload::unpack")  # type: ignore[untyped-decorator]
-def _unpack_fake(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
-    _refuse_meta("region_copy", [bucket, *targets])

@@ -1,0 +1,88 @@
+"""Reads of a checkpoint's file as the system sees them: which requests are made, and what happens if they are short or fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epload import Checkpoint, CheckpointError
+from epload.core.pieces import Piece
+
+HERE = Path(__file__).parent
+
+
+class Request(NamedTuple):
+    """One call of pread or preadv."""
+
+    offset: int
+    nbytes: int
+    vectors: int
+    """Buffers that it fills."""
+
+
+class Traced(NamedTuple):
+    buffer: Tensor
+    """uint8, what was read."""
+    error: str
+    """Of :class:`CheckpointError`; empty if there was none."""
+    requests: list[Request]
+
+
+@cache
+def _library() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="epload-traced-reads-"))
+    library = folder / "traced_reads.so"
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, HERE / "traced_reads.c", "-ldl"],
+        check=True,
+    )
+    return library
+
+
+def fill(path: Path, pieces: list[Piece], nbytes: int, *, most: int = 0, error: int = 0, delay: float = 0.0) -> Traced:
+    """Has another process fill a buffer of ``nbytes`` from the checkpoint at ``path``, which is one file.
+
+    Args:
+        most: bytes that a request returns; 0 for no limit.
+        error: errno with which all requests fail.
+        delay: of each request, in seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="epload-traced-") as folder:
+        task, result, log = (Path(folder) / name for name in ("task", "result", "log"))
+        traced = {
+            "READS_OF": str(path.resolve()), "READS_LOG": str(log), "READS_MOST": str(most), "READS_ERROR": str(error),
+            "READS_DELAY": str(round(1e6 * delay)),
+        }  # fmt: skip
+        torch.save({"pieces": [list(piece) for piece in pieces], "nbytes": nbytes, "traced": traced}, task)
+        environment = os.environ | {
+            "LD_PRELOAD": str(_library()),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        subprocess.run([sys.executable, "-m", __name__, path, task, result], env=environment, check=True, timeout=120)
+        found = torch.load(result)
+        lines = log.read_text().splitlines() if log.exists() else []
+    return Traced(found["buffer"], found["error"], [Request(*map(int, line.split())) for line in lines])
+
+
+def _main(path: str, task: str, result: str) -> None:
+    checkpoint, error = Checkpoint.open(path), ""
+    wanted = torch.load(task)
+    os.environ |= wanted["traced"]  # the requests for the header do not count
+    buffer = torch.zeros(wanted["nbytes"], dtype=torch.uint8)
+    try:
+        checkpoint.fill(buffer, [Piece(*piece) for piece in wanted["pieces"]])
+    except CheckpointError as raised:
+        error = str(raised)
+    torch.save({"buffer": buffer, "error": error}, result)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
