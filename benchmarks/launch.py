@@ -138,6 +138,7 @@ def _ranks(plan: Plan, folder: Path, bed: NetBed | None) -> str:
         "WORLD_SIZE": str(plan.nodes * plan.ranks), "LOCAL_WORLD_SIZE": str(plan.ranks), "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1",
         "PYTHONWARNINGS": "ignore",
+        "PYTHONFAULTHANDLER": "1",
     }  # fmt: skip
     processes = []
     for rank in range(plan.nodes * plan.ranks):
@@ -176,11 +177,12 @@ def _watch(plan: Plan, folder: Path, processes: list[subprocess.Popen[bytes]]) -
         if failed:
             killed = [rank for rank in failed if (codes[rank] or 0) < 0]
             if killed:
+                print(_tail(folder / f"output-{killed[0]}", 60), file=sys.stderr)  # its stacks
                 return f"rank {killed[0]} was killed by {signal.Signals(-(codes[killed[0]] or 0)).name}"
             errors = sorted(folder.glob("error-*"), key=lambda file: file.stat().st_mtime_ns)
             if errors:
                 return f"rank {errors[0].name[6:]}: {errors[0].read_text().strip()}"
-            return f"rank {failed[0]} ended with {codes[failed[0]]}: {_last(folder / f'output-{failed[0]}')}"
+            return f"rank {failed[0]} ended with {codes[failed[0]]}: {_tail(folder / f'output-{failed[0]}', 1)}"
         if all(code == 0 for code in codes):
             return ""
         if time.monotonic() > until:
@@ -201,6 +203,6 @@ def _follow(path: Path) -> Iterator[dict[str, Any]]:
         yield {}
 
 
-def _last(output: Path) -> str:
+def _tail(output: Path, count: int) -> str:
     lines = output.read_text(errors="replace").strip().splitlines() if output.exists() else []
-    return lines[-1] if lines else "no output"
+    return "\n".join(lines[-count:]) if lines else "no output"
