@@ -23,6 +23,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from epload.core import threads
 from epload.errors import LoadError
 
 FIRST_POLL, LAST_POLL = 0.001, 0.1
@@ -205,8 +206,8 @@ def dispose(groups: Sequence[Group]) -> None:
             open_groups.pop().close()
 
     if open_groups:
-        with suppress(RuntimeError):  # no thread can be started: the groups stay open until the process exits
-            threading.Thread(target=close, name="close-groups", daemon=True).start()
+        with suppress(LoadError):  # no thread can be started: the groups stay open until the process exits
+            threads.start("epload-close", close)
 
 
 _with_devices: weakref.WeakSet[Group] = weakref.WeakSet()

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
+import weakref
 from collections.abc import Callable
 
 from epload.errors import LoadError
+
+_EXIT_SECONDS = 5.0
+"""How long the exit of the process waits for threads that are still running, as some are after a failed load."""
+_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def start(name: str, target: Callable[[], None]) -> threading.Thread:
@@ -22,4 +29,13 @@ def start(name: str, target: Callable[[], None]) -> threading.Thread:
             f"cannot start thread {name} ({error}): raise the limit on threads and processes (ulimit -u, or pids.max of the "
             "container)"
         ) from error
+    _started.add(thread)
     return thread
+
+
+@atexit.register
+def _join_all() -> None:
+    """The interpreter ends a daemon thread when it returns from native code, which ends the process with SIGABRT if that is C++."""
+    until = time.monotonic() + _EXIT_SECONDS
+    for thread in list(_started):
+        thread.join(max(until - time.monotonic(), 0.0))
