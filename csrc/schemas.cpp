@@ -11,10 +11,11 @@ TORCH_LIBRARY(epload, m) {
   m.def("pack(Tensor(a!) bucket, Tensor[] sources, Tensor copies) -> ()");
   m.def("unpack(Tensor bucket, Tensor(a!)[] targets, Tensor copies) -> ()");
   m.def(
-      "read_ranges(int[] descriptors, Tensor ranges, Tensor(a!) buffer, int threads) -> (int, int, int, int)");
+      "read_ranges(int[] descriptors, Tensor ranges, Tensor(a!) buffer, int threads, bool direct=False) -> "
+      "(int, int, int, int)");
   m.def(
       "read_regions(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor(a!)[] targets, "
-      "Tensor copies, int threads) -> (int, int, int, int)");
+      "Tensor copies, int threads, bool direct=False) -> (int, int, int, int)");
   m.def(
       "tensor_list(int ticket, __torch__.torch.classes.epload.Layouts? known=None) -> "
       "(__torch__.torch.classes.epload.TensorList, bool)");
@@ -34,7 +35,8 @@ TORCH_LIBRARY(epload, m) {
       "Tensor offsets, Tensor origins, int file_count) -> __torch__.torch.classes.epload.PreparedReads");
   m.def(
       "read_prepared(int[] descriptors, __torch__.torch.classes.epload.TensorList tensors, "
-      "__torch__.torch.classes.epload.PreparedReads reads, int threads) -> (int, int, int, int)");
+      "__torch__.torch.classes.epload.PreparedReads reads, int threads, bool direct=False) -> "
+      "(int, int, int, int)");
   m.def(
       "prepare_digests(__torch__.torch.classes.epload.TensorList tensors, int[] which, Tensor copies) -> "
       "__torch__.torch.classes.epload.PreparedDigests");
@@ -49,8 +51,8 @@ TORCH_LIBRARY(epload, m) {
   m.def("digest_tensors(Tensor[] tensors, Tensor copies) -> Tensor");
   m.def("digest_bucket(Tensor bucket, Tensor copies) -> Tensor");
   m.def(
-      "digest_files(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor copies, int threads) -> "
-      "(Tensor, int, int, int, int)");
+      "digest_files(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor copies, int threads, "
+      "bool direct=False) -> (Tensor, int, int, int, int)");
   m.def("board_post(Tensor(a!) board, int slot, int value) -> ()");
   m.def("board_wait(Tensor board, int[] slots, int value, float seconds) -> int");
 }

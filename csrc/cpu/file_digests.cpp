@@ -96,8 +96,12 @@ class FileDigester {
       c10::IntArrayRef files,
       const std::vector<RegionCopy>& copies,
       const std::vector<at::ScalarType>& dtypes,
-      int64_t piece_bytes)
-      : reader_("digest_files", descriptors, piece_bytes), copies_(copies), dtypes_(dtypes), piece_bytes_(piece_bytes) {
+      int64_t piece_bytes,
+      bool direct)
+      : reader_("digest_files", descriptors, piece_bytes, direct),
+        copies_(copies),
+        dtypes_(dtypes),
+        piece_bytes_(piece_bytes) {
     digests_.assign(copies.size(), Checksum().value()); // of a region without elements
     std::vector<Span> spans;
     spans.reserve(copies.size());
@@ -247,8 +251,9 @@ FileDigests digest_files(
     const std::vector<RegionCopy>& copies,
     const std::vector<at::ScalarType>& dtypes,
     int64_t threads,
+    bool direct,
     int64_t piece_bytes) {
-  return FileDigester(descriptors, files, copies, dtypes, piece_bytes).run(threads);
+  return FileDigester(descriptors, files, copies, dtypes, piece_bytes, direct).run(threads);
 }
 
 namespace {
@@ -259,11 +264,12 @@ std::tuple<at::Tensor, int64_t, int64_t, int64_t, int64_t> digest_files_op(
     const at::Tensor& offsets,
     const at::Tensor& origins,
     const at::Tensor& copies,
-    int64_t threads) {
+    int64_t threads,
+    bool direct) {
   const FileOrigins from("digest_files", files, offsets, origins, copies);
   const at::NoGradGuard no_grad;
   const auto rows = decode_copies(std::numeric_limits<int64_t>::max(), copies, from.offsets);
-  const auto found = digest_files(descriptors, from.files, rows, target_dtypes("digest_files", rows), threads);
+  const auto found = digest_files(descriptors, from.files, rows, target_dtypes("digest_files", rows), threads, direct);
   return std::tuple_cat(std::make_tuple(as_tensor(found.digests)), found.outcome.as_tuple());
 }
 

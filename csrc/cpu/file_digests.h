@@ -30,6 +30,7 @@ FileDigests digest_files(
     const std::vector<RegionCopy>& copies,
     const std::vector<at::ScalarType>& dtypes,
     int64_t threads,
+    bool direct = false,              // see RangedReader
     int64_t piece_bytes = 256 << 10); // half of what a small core caches
 
 } // namespace epload

@@ -54,9 +54,10 @@ PreparedReads::PreparedReads(
       }()) {
 }
 
-ReadOutcome PreparedReads::run(c10::IntArrayRef descriptors, const TensorList& tensors, int64_t threads) const {
+ReadOutcome PreparedReads::run(
+    c10::IntArrayRef descriptors, const TensorList& tensors, int64_t threads, bool direct) const {
   const auto which = which_.of(tensors);
-  const auto outcome = reads_.run(descriptors, tensors.memory(which), threads);
+  const auto outcome = reads_.run(descriptors, tensors.memory(which), threads, direct);
   tensors.mark_written(which);
   return outcome;
 }
@@ -136,9 +137,13 @@ c10::intrusive_ptr<PreparedReads> prepare_reads(
 }
 
 std::tuple<int64_t, int64_t, int64_t, int64_t> read_prepared(
-    at::IntArrayRef descriptors, const List& tensors, const c10::intrusive_ptr<PreparedReads>& reads, int64_t threads) {
+    at::IntArrayRef descriptors,
+    const List& tensors,
+    const c10::intrusive_ptr<PreparedReads>& reads,
+    int64_t threads,
+    bool direct) {
   const at::NoGradGuard no_grad;
-  return reads->run(descriptors, *tensors, threads).as_tuple();
+  return reads->run(descriptors, *tensors, threads, direct).as_tuple();
 }
 
 c10::intrusive_ptr<PreparedDigests> prepare_digests(

@@ -42,7 +42,7 @@ class PreparedReads : public torch::CustomClassHolder {
       c10::IntArrayRef offsets,
       int64_t file_count);
 
-  ReadOutcome run(c10::IntArrayRef descriptors, const TensorList& tensors, int64_t threads) const;
+  ReadOutcome run(c10::IntArrayRef descriptors, const TensorList& tensors, int64_t threads, bool direct) const;
 
  private:
   Selection which_;

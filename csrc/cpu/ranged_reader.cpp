@@ -9,18 +9,99 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <limits>
 #include <mutex>
+#include <numeric>
 
 namespace epload {
 namespace {
 
 constexpr int64_t kCacheLine = 64;
+constexpr int64_t kDirectBytes = 256 << 10; // shorter reads profit from what the kernel reads ahead
+constexpr int64_t kDirectRequest = 4 << 20; // of several threads in turn, these keep a disk as busy as larger ones
+
+int64_t bytes_of(const iovec* vectors, size_t count) {
+  return std::accumulate(vectors, vectors + count, int64_t{0}, [](int64_t sum, const iovec& vector) {
+    return sum + static_cast<int64_t>(vector.iov_len);
+  });
+}
+
+// Fills vectors with bytes from one place after another.
+class Scatter {
+ public:
+  explicit Scatter(const iovec* vectors) : vector_(vectors) {
+  }
+
+  void add(const char* bytes, int64_t nbytes) {
+    while (nbytes > 0) {
+      const auto some = std::min(nbytes, static_cast<int64_t>(vector_->iov_len) - filled_);
+      std::memcpy(static_cast<char*>(vector_->iov_base) + filled_, bytes, some);
+      bytes += some;
+      nbytes -= some;
+      filled_ += some;
+      if (filled_ == static_cast<int64_t>(vector_->iov_len)) {
+        ++vector_;
+        filled_ = 0;
+      }
+    }
+  }
+
+ private:
+  const iovec* vector_;
+  int64_t filled_ = 0;
+};
 
 } // namespace
 
 bool RangedReader::Worker::read(int64_t file, int64_t offset, iovec* vectors, size_t count) {
   const auto descriptor = static_cast<int>(reader_.descriptors_[file]);
+  if (!reader_.direct_.empty()) {
+    const auto nbytes = bytes_of(vectors, count);
+    auto& direct = reader_.direct_[file];
+    if (nbytes >= kDirectBytes && direct.descriptor() >= 0 && direct.is_cold(offset, nbytes)) {
+      if (read_direct(direct.descriptor(), file, offset, vectors, count)) {
+        nbytes_ += nbytes;
+        return true;
+      }
+      if (failure_.error != EINVAL) { // some file systems open files with O_DIRECT that they cannot read so
+        return false;
+      }
+      failure_ = {};
+    }
+  }
+  return read_cached(descriptor, file, offset, vectors, count);
+}
+
+bool RangedReader::Worker::read_direct(
+    int descriptor, int64_t file, int64_t offset, const iovec* vectors, size_t count) {
+  if (!aligned_.defined()) {
+    aligned_ = at::empty({kDirectRequest + kDirectAlignment}, at::TensorOptions().dtype(at::kByte));
+  }
+  auto* const memory = static_cast<char*>(aligned_.data_ptr());
+  char* const buffer = memory + (kDirectAlignment - reinterpret_cast<uintptr_t>(memory) % kDirectAlignment);
+  const int64_t end = offset + bytes_of(vectors, count);
+  Scatter scatter(vectors);
+  for (int64_t at = offset; at < end;) {
+    const int64_t skipped = at % kDirectAlignment; // bytes before, which come along
+    const int64_t wanted = std::min(skipped + end - at, kDirectRequest);
+    const int64_t whole = (wanted + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
+    const ssize_t got = pread(descriptor, buffer, whole, at - skipped);
+    if (got < 0 && errno == EINTR) {
+      continue;
+    }
+    if (got <= skipped) {
+      failure_ = {0, file, at, got < 0 ? errno : 0};
+      return false;
+    }
+    const int64_t useful = std::min(static_cast<int64_t>(got), wanted) - skipped;
+    scatter.add(buffer + skipped, useful);
+    at += useful;
+  }
+  return true;
+}
+
+bool RangedReader::Worker::read_cached(int descriptor, int64_t file, int64_t offset, iovec* vectors, size_t count) {
   while (count > 0) {
     ssize_t got = count == 1 ? pread(descriptor, vectors->iov_base, vectors->iov_len, offset)
                              : preadv(descriptor, vectors, static_cast<int>(count), offset);
@@ -66,7 +147,7 @@ const at::Tensor& RangedReader::Worker::scratch(int64_t nbytes) {
   return scratch_;
 }
 
-RangedReader::RangedReader(const char* op, c10::IntArrayRef descriptors, int64_t scratch_bytes)
+RangedReader::RangedReader(const char* op, c10::IntArrayRef descriptors, int64_t scratch_bytes, bool direct)
     : descriptors_(descriptors), scratch_bytes_(scratch_bytes) {
   for (const auto descriptor : descriptors) {
     TORCH_CHECK_VALUE(
@@ -74,6 +155,9 @@ RangedReader::RangedReader(const char* op, c10::IntArrayRef descriptors, int64_t
         op,
         ": expected descriptors of open files, or -1, got ",
         descriptor);
+    if (direct) {
+      direct_.emplace_back(static_cast<int>(descriptor));
+    }
   }
 }
 

@@ -1,6 +1,8 @@
 // Reads byte ranges of open files from a few threads: for reads into tensors, and for digests of what is in files.
 #pragma once
 
+#include "direct_file.h"
+
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
@@ -8,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <tuple>
 
@@ -59,16 +62,21 @@ class RangedReader {
     }
 
    private:
+    bool read_cached(int descriptor, int64_t file, int64_t offset, iovec* vectors, size_t count);
+    bool read_direct(int descriptor, int64_t file, int64_t offset, const iovec* vectors, size_t count);
+
     const RangedReader& reader_;
     at::Tensor scratch_;
+    at::Tensor aligned_;          // for reads past the page cache
     int64_t begin_ = 0, end_ = 0; // of what is loaded, in the scratch buffer
     int64_t nbytes_ = 0;
     ReadOutcome failure_;
   };
 
   // `descriptors`: of open files, or -1 for a file that is not read. They outlive the reader. Scratch buffers have at
-  // least `scratch_bytes`. Throws ValueError, naming `op`, if a number cannot be a descriptor.
-  RangedReader(const char* op, c10::IntArrayRef descriptors, int64_t scratch_bytes);
+  // least `scratch_bytes`. `direct`: large reads of what is not in the page cache go past it. Throws ValueError, naming
+  // `op`, if a number cannot be a descriptor.
+  RangedReader(const char* op, c10::IntArrayRef descriptors, int64_t scratch_bytes, bool direct);
 
   // Calls `work` with the numbers of `count` tasks, each once, from up to `threads` threads. It returns false when a
   // read failed, which ends all threads.
@@ -77,6 +85,7 @@ class RangedReader {
  private:
   c10::IntArrayRef descriptors_;
   int64_t scratch_bytes_;
+  mutable std::deque<DirectFile> direct_; // of each file, or none
 };
 
 } // namespace epload

@@ -180,14 +180,14 @@ bool Reads::read_streamed(const Request& request, RangedReader::Worker& worker, 
   return true;
 }
 
-ReadOutcome Reads::run(c10::IntArrayRef descriptors, const Memory& memory, int64_t threads) const {
+ReadOutcome Reads::run(c10::IntArrayRef descriptors, const Memory& memory, int64_t threads, bool direct) const {
   TORCH_CHECK_VALUE(
       static_cast<int64_t>(descriptors.size()) == file_count_,
       "reading files: expected ",
       file_count_,
       " descriptors, got ",
       descriptors.size());
-  const RangedReader reader("reading files", descriptors, kScratchBytes);
+  const RangedReader reader("reading files", descriptors, kScratchBytes, direct);
   return reader.run(tasks_.size(), threads, [&](size_t task, RangedReader::Worker& worker) {
     for (size_t i = task == 0 ? 0 : tasks_[task - 1]; i < tasks_[task]; ++i) {
       if (!read(requests_[i], worker, memory)) {
@@ -207,7 +207,8 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> read_regions(
     const at::Tensor& origins,
     at::TensorList targets,
     const at::Tensor& copies,
-    int64_t threads) {
+    int64_t threads,
+    bool direct) {
   const FileOrigins from("read_regions", files, offsets, origins, copies);
   for (size_t i = 0; i < targets.size(); ++i) {
     fetch_ahead(targets, i);
@@ -217,7 +218,7 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> read_regions(
   const at::NoGradGuard no_grad;
   const auto rows = decode_copies(std::numeric_limits<int64_t>::max(), targets, copies, from.offsets);
   const Reads reads(from.files, static_cast<int64_t>(descriptors.size()), targets, rows);
-  const auto outcome = reads.run(descriptors, memory_of(targets, rows), threads);
+  const auto outcome = reads.run(descriptors, memory_of(targets, rows), threads, direct);
   mark_written(targets);
   return outcome.as_tuple();
 }
@@ -257,7 +258,7 @@ std::vector<FileRange> decode_ranges(const at::Tensor& ranges, int64_t file_coun
 }
 
 std::tuple<int64_t, int64_t, int64_t, int64_t> read_ranges(
-    at::IntArrayRef descriptors, const at::Tensor& ranges, const at::Tensor& buffer, int64_t threads) {
+    at::IntArrayRef descriptors, const at::Tensor& ranges, const at::Tensor& buffer, int64_t threads, bool direct) {
   check_memory("read_ranges", buffer, 0);
   TORCH_CHECK_VALUE(
       buffer.is_cpu() && buffer.scalar_type() == at::kByte && buffer.is_contiguous(),
@@ -268,7 +269,7 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> read_ranges(
   const auto file_count = static_cast<int64_t>(descriptors.size());
   const Reads reads(decode_ranges(ranges, file_count, buffer.numel()), file_count);
   const Memory memory{{static_cast<char*>(buffer.data_ptr())}, [&](int64_t) -> const at::Tensor& { return buffer; }};
-  const auto outcome = reads.run(descriptors, memory, threads);
+  const auto outcome = reads.run(descriptors, memory, threads, direct);
   mark_written(buffer);
   return outcome.as_tuple();
 }

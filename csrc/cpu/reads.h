@@ -1,5 +1,5 @@
-// Reads files into memory: byte ranges into a buffer, and regions straight into tensors on CPU, which is the region copy
-// with files in place of the bucket.
+// Reads files into memory: byte ranges into a buffer, and regions straight into tensors on CPU, which is the region
+// copy with files in place of the bucket.
 #pragma once
 
 #include "ranged_reader.h"
@@ -31,8 +31,8 @@ class Reads {
   // Ranges of `file_count` files, into one buffer, which is tensor 0 of the memory.
   Reads(const std::vector<FileRange>& ranges, int64_t file_count);
 
-  // From open files.
-  ReadOutcome run(c10::IntArrayRef descriptors, const Memory& memory, int64_t threads) const;
+  // From open files. `direct`: see RangedReader.
+  ReadOutcome run(c10::IntArrayRef descriptors, const Memory& memory, int64_t threads, bool direct) const;
 
  private:
   // Bytes of one file: one run at byte `at` of a tensor's data, or, if `tensor` is negative, what scattered region `at`

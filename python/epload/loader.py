@@ -51,6 +51,7 @@ def load(
     verify: str = "off",
     timeout: timedelta | float | None = None,
     stream: torch.Stream | None = None,
+    direct_io: bool = True,
     progress: bool = True,
 ) -> LoadReport:
     """Loads a checkpoint into a sharded model, once. Collective over the topology's ranks.
@@ -65,7 +66,7 @@ def load(
     """
     loader = HierarchicalLoader(
         topology, src=src, readers=readers, algorithm=algorithm, bucket_bytes=bucket_bytes, verify=verify,
-        timeout=timeout, stream=stream, progress=progress,
+        timeout=timeout, stream=stream, direct_io=direct_io, progress=progress,
     )  # fmt: skip
     with loader:
         loader._agreement.inputs.remembers = False
@@ -103,6 +104,7 @@ class HierarchicalLoader:
         verify: str = "off",
         timeout: timedelta | float | None = None,
         stream: torch.Stream | None = None,
+        direct_io: bool = True,
         progress: bool = True,
     ) -> None:
         """Collective over the topology's ranks; arguments equal on all of them.
@@ -125,6 +127,9 @@ class HierarchicalLoader:
                 moves bytes has what they take at 10 MB/s on top.
             stream: of the models' device: all device work but the copies from host memory is on it, between a wait for the
                 caller's current stream and one of that stream for it. None makes one, kept; for models on CPU only None.
+            direct_io: whether files of local disks are read past the page cache (``O_DIRECT``) where they are not in it, which
+                takes a small part of the CPU time and leaves the cache as it is. If False, they are in the cache afterwards,
+                as far as there is memory, where the next load finds them.
             progress: a bar on rank ``src`` when standard error is a terminal.
 
         Raises:
@@ -136,7 +141,7 @@ class HierarchicalLoader:
         if not isinstance(timeout, int | float | timedelta):
             raise TypeError(f"expected timeout to be a number of seconds or a timedelta, got {timeout!r}")
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        self.options = Options(readers, algorithm, src, bucket_bytes, verify)
+        self.options = Options(readers, algorithm, src, bucket_bytes, verify, direct_io)
         check_stream(stream)
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
         self.number = self.topology.number_loader()

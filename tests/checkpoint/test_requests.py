@@ -14,6 +14,7 @@ from epload import Checkpoint
 from epload.core.pieces import Piece
 from support.checkpoint_kinds import one_file
 from support.checkpoints import tensor
+from support.page_cache import cached, drop
 from support.traced_reads import Traced, fill
 
 MOST_BYTES = 16 << 20
@@ -74,4 +75,28 @@ def test_a_read_error_names_the_file(tmp_path: Path) -> None:
     path = one_file(tmp_path, {"a": tensor(1, (100,))})
     traced = fill(path, [Piece(0, 0, 0, 400)], 400, error=errno.EIO)
     assert str(path) in traced.error
+    assert "Input/output error" in traced.error
+
+
+@pytest.fixture
+def large_file(tmp_path: Path) -> Path:
+    """A cold file of one tensor of 1 MiB."""
+    path = one_file(tmp_path, {"a": tensor(1, (1 << 20,), torch.uint8)})
+    drop(path)
+    if cached(path) > 0:
+        pytest.skip(f"{tmp_path} is on a file system that is its own cache")
+    return path
+
+
+@pytest.mark.parametrize("refused", [0, errno.EINVAL], ids=["read", "refused"])
+def test_a_cold_file_is_read_past_the_cache_unless_its_file_system_refuses(refused: int, large_file: Path) -> None:
+    traced = fill(large_file, [Piece(0, 0, 0, 1 << 20)], 1 << 20, direct_error=refused)
+    assert traced.error == ""
+    assert torch.equal(traced.buffer, tensor(1, (1 << 20,), torch.uint8))
+    assert (cached(large_file) > 0.9) == bool(refused)
+
+
+def test_a_read_error_past_the_cache_names_the_file(large_file: Path) -> None:
+    traced = fill(large_file, [Piece(0, 0, 0, 1 << 20)], 1 << 20, direct_error=errno.EIO)
+    assert str(large_file) in traced.error
     assert "Input/output error" in traced.error

@@ -47,8 +47,9 @@ ssize_t preadv(int fd, const struct iovec* vectors, int count, off_t offset) {
   }
   note(nbytes, offset, count);
   usleep(number("READS_DELAY"));
-  if (number("READS_ERROR") != 0) {
-    errno = (int)number("READS_ERROR");
+  const long error = number((fcntl(fd, F_GETFL) & O_DIRECT) != 0 ? "READS_DIRECT_ERROR" : "READS_ERROR");
+  if (error != 0) {
+    errno = (int)error;
     return -1;
   }
   const size_t most = (size_t)number("READS_MOST");

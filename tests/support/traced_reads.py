@@ -47,21 +47,39 @@ def _library() -> Path:
     return library
 
 
-def fill(path: Path, pieces: list[Piece], nbytes: int, *, most: int = 0, error: int = 0, delay: float = 0.0) -> Traced:
+def fill(
+    path: Path,
+    pieces: list[Piece],
+    nbytes: int,
+    *,
+    most: int = 0,
+    error: int = 0,
+    direct_error: int | None = None,
+    delay: float = 0.0,
+) -> Traced:
     """Has another process fill a buffer of ``nbytes`` from the checkpoint at ``path``, which is one file.
 
     Args:
         most: bytes that a request returns; 0 for no limit.
-        error: errno with which all requests fail.
+        error: errno with which requests fail; 0 for none.
+        direct_error: the same of those that go past the page cache; None if none does.
         delay: of each request, in seconds.
     """
     with tempfile.TemporaryDirectory(prefix="epload-traced-") as folder:
         task, result, log = (Path(folder) / name for name in ("task", "result", "log"))
         traced = {
             "READS_OF": str(path.resolve()), "READS_LOG": str(log), "READS_MOST": str(most), "READS_ERROR": str(error),
-            "READS_DELAY": str(round(1e6 * delay)),
+            "READS_DIRECT_ERROR": str(direct_error or 0), "READS_DELAY": str(round(1e6 * delay)),
         }  # fmt: skip
-        torch.save({"pieces": [list(piece) for piece in pieces], "nbytes": nbytes, "traced": traced}, task)
+        torch.save(
+            {
+                "direct": direct_error is not None,
+                "pieces": [list(piece) for piece in pieces],
+                "nbytes": nbytes,
+                "traced": traced,
+            },
+            task,
+        )
         environment = os.environ | {
             "LD_PRELOAD": str(_library()),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -75,6 +93,7 @@ def fill(path: Path, pieces: list[Piece], nbytes: int, *, most: int = 0, error: 
 def _main(path: str, task: str, result: str) -> None:
     checkpoint, error = Checkpoint.open(path), ""
     wanted = torch.load(task)
+    checkpoint.use_direct_io(wanted["direct"])
     os.environ |= wanted["traced"]  # the requests for the header do not count
     buffer = torch.zeros(wanted["nbytes"], dtype=torch.uint8)
     try:

@@ -97,6 +97,11 @@ class Checkpoint(ABC):
         if self._store is not None:
             self._store.reopen()
 
+    def use_direct_io(self, direct: bool) -> None:
+        """Whether later reads of files may go past the page cache; see ``HierarchicalLoader``."""
+        if self._store is not None:
+            self._store.direct_io = direct
+
     def close(self) -> None:
         """Closes the files. The checkpoint can still be used afterwards, provided that its files are unchanged."""
         if self._store is not None:

@@ -48,7 +48,7 @@ class Readable(Protocol):
         """int64 CPU tensor [n, 2]; for each region the index of its checkpoint tensor, and its offset there in bytes."""
 
     def read(
-        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int
+        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int, direct: bool
     ) -> tuple[int, int, int, int]:
         """Reads the regions; arguments and result are those of ``ops.read_regions``."""
 
@@ -62,6 +62,8 @@ class ByteStore(ABC):
 
     files: Sequence[StoredFile]
     """The files that ranges refer to by index."""
+    direct_io: bool = False
+    """Whether large reads of what is not in the page cache go past it, in a store that uses it."""
 
     @abstractmethod
     def identity(self) -> tuple[Hashable, ...]:

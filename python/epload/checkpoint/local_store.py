@@ -216,11 +216,12 @@ class LocalStore(ByteStore):
         return next(filter(None, (file.changed() for file in self._all)), "")
 
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
-        self._check(ops.read_ranges(self._descriptors(ranges[:, 0]), ranges, buffer, READ_THREADS))
+        descriptors = self._descriptors(ranges[:, 0])
+        self._check(ops.read_ranges(descriptors, ranges, buffer, READ_THREADS, self.direct_io))
 
     def read_regions(self, files: Tensor, offsets: Tensor, regions: Readable) -> int:
         descriptors = self._descriptors(files[regions.origins[:, 0]])
-        return self._check(regions.read(descriptors, files, offsets, READ_THREADS))
+        return self._check(regions.read(descriptors, files, offsets, READ_THREADS, self.direct_io))
 
     def _descriptors(self, files: Tensor) -> list[int]:
         """Of all files, -1 for one that is not among ``files``. Raises CheckpointError."""

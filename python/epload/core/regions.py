@@ -28,10 +28,11 @@ class Regions(NamedTuple):
         ops.unpack(bucket, self.targets, self.copies.rows)
 
     def read(
-        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int
+        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int, direct: bool
     ) -> tuple[int, int, int, int]:
         """Those on CPU, from files; see ``ops.read_regions``."""
-        return ops.read_regions(descriptors, files, offsets, self.origins, self.targets, self.copies.rows, threads)
+        rows = self.copies.rows
+        return ops.read_regions(descriptors, files, offsets, self.origins, self.targets, rows, threads, direct)
 
     def by_device(self) -> tuple[Regions, Regions]:
         """Those whose targets are on CPU, and the others."""

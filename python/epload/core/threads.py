@@ -35,7 +35,7 @@ def start(name: str, target: Callable[[], None]) -> threading.Thread:
 
 @atexit.register
 def _join_all() -> None:
-    """The interpreter ends a daemon thread when it returns from native code, which ends the process with SIGABRT if that is C++."""
+    """The interpreter ends a daemon thread when it returns from native code. If that is C++, the process ends with SIGABRT."""
     until = time.monotonic() + _EXIT_SECONDS
     for thread in list(_started):
         thread.join(max(until - time.monotonic(), 0.0))

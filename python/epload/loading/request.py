@@ -28,6 +28,7 @@ class Options:
     src: int
     bucket_bytes: int
     verify: str
+    direct_io: bool = True
 
     def __post_init__(self) -> None:
         """Raises ValueError, TypeError."""

@@ -185,6 +185,8 @@ class LoadRun:
     def _make_transfer(self, route: RoutePlan, buckets: range) -> Engine | DirectRead:
         load, flow, report = self._load, route.flow, self._report
         checkpoint = load.inputs.checkpoint if flow.reads else None
+        if checkpoint is not None:
+            checkpoint.use_direct_io(self._options.direct_io and not (flow.readers == "every" and self._reads_repeat()))
         context = TransferContext(self._plan, flow, checkpoint, self._framing, self._control, report)
         if flow.readers == "every":
             waves = make_waves(self._plan, buckets, load.per_wave)
@@ -199,6 +201,11 @@ class LoadRun:
         ring = DeviceRing(staging, flow, report, "inter_node" if flow.crosses else "intra_node")
         mover = Collective(context, ring, route.routes, staging.stream) if route.routes else None
         return Engine(context, make_waves(self._plan, buckets), ring, mover, DeviceSink(staging, self._local))
+
+    def _reads_repeat(self) -> bool:
+        """Whether ranks of this node keep the same bytes, which each of them reads: the page cache then saves the disk work."""
+        owned = dict(zip(self._topology.ranks, self._load.owned, strict=True))
+        return sum(owned[rank] for rank in self._topology.node) > 1.25 * self._plan.nbytes
 
     def _through_memory(self, context: TransferContext, route: RoutePlan, waves: list[Wave]) -> Engine:
         """A transfer through the node's memory, and from there to the device if the model is on one."""

@@ -98,7 +98,9 @@ def unpack(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
     _unpack(bucket, targets, copies)
 
 
-def read_ranges(descriptors: Sequence[int], ranges: Tensor, buffer: Tensor, threads: int) -> tuple[int, int, int, int]:
+def read_ranges(
+    descriptors: Sequence[int], ranges: Tensor, buffer: Tensor, threads: int, direct: bool = False
+) -> tuple[int, int, int, int]:
     """Reads byte ranges of open files into a buffer. Ranges that follow one another in a file are read with one request.
 
     Args:
@@ -106,6 +108,7 @@ def read_ranges(descriptors: Sequence[int], ranges: Tensor, buffer: Tensor, thre
         ranges: int64 CPU tensor [n, 4], one a row: index into ``descriptors``, offset in the file, offset in ``buffer``, length;
             the last three in bytes.
         buffer: contiguous, uint8, on CPU.
+        direct: whether requests of 256 KiB and more of what is not in the page cache go past it, with O_DIRECT.
 
     Returns:
         as :func:`read_regions`.
@@ -113,7 +116,7 @@ def read_ranges(descriptors: Sequence[int], ranges: Tensor, buffer: Tensor, thre
     Raises:
         ValueError: a row names no file or reaches outside the buffer; nothing has been read.
     """
-    return tuple(map(int, _read_ranges(descriptors, ranges, buffer, threads)))  # type: ignore[return-value]
+    return tuple(map(int, _read_ranges(descriptors, ranges, buffer, threads, direct)))  # type: ignore[return-value]
 
 
 def read_regions(
@@ -124,6 +127,7 @@ def read_regions(
     targets: Sequence[Tensor],
     copies: Tensor,
     threads: int,
+    direct: bool = False,
 ) -> tuple[int, int, int, int]:
     """Copies regions of tensors in open files into ``targets``: :func:`unpack` with files in place of the bucket.
 
@@ -134,6 +138,7 @@ def read_regions(
         origins: int64 CPU tensor [n, 2], for each row of ``copies`` the tensor that it is of and where in it it starts (bytes).
         targets: on CPU, any dtypes, any strides.
         copies: as for :func:`unpack`, but the offsets are ignored; strides are those of the tensor in the file.
+        direct: as for :func:`read_ranges`.
 
     Returns:
         bytes read; the index of a file that could not be read, or -1; where, in bytes; the errno, 0 if it ended there.
@@ -141,7 +146,7 @@ def read_regions(
     Raises:
         ValueError: a row reaches outside its target or names no tensor or file; nothing has been read.
     """
-    outcome = _read_regions(descriptors, files, offsets, origins, targets, copies, threads)
+    outcome = _read_regions(descriptors, files, offsets, origins, targets, copies, threads, direct)
     return tuple(map(int, outcome))  # type: ignore[return-value]
 
 
@@ -225,10 +230,10 @@ def prepare_reads(
 
 
 def read_prepared(
-    descriptors: Sequence[int], tensors: TensorList, reads: PreparedReads, threads: int
+    descriptors: Sequence[int], tensors: TensorList, reads: PreparedReads, threads: int, direct: bool = False
 ) -> tuple[int, int, int, int]:
     """:func:`read_regions` with the result of :func:`prepare_reads`. Raises as :func:`unpack_prepared` does."""
-    outcome = _read_prepared(descriptors, tensors, reads, threads)
+    outcome = _read_prepared(descriptors, tensors, reads, threads, direct)
     return tuple(map(int, outcome))  # type: ignore[return-value]
 
 
@@ -311,12 +316,18 @@ def digest_bucket(bucket: Tensor, copies: Tensor) -> Tensor:
 
 
 def digest_files(
-    descriptors: Sequence[int], files: Tensor, offsets: Tensor, origins: Tensor, copies: Tensor, threads: int
+    descriptors: Sequence[int],
+    files: Tensor,
+    offsets: Tensor,
+    origins: Tensor,
+    copies: Tensor,
+    threads: int,
+    direct: bool = False,
 ) -> tuple[Tensor, tuple[int, int, int, int]]:
     """:func:`digest_bucket` with files in place of the bucket. Near regions are read together, each byte once.
 
     Args:
-        descriptors, files, offsets, origins: as for :func:`read_regions`.
+        descriptors, files, offsets, origins, direct: as for :func:`read_regions`.
         copies: as for :func:`digest_bucket`, but the offsets are ignored; strides are those of the tensor in the file.
 
     Returns:
@@ -325,7 +336,7 @@ def digest_files(
     Raises:
         ValueError: a row names no tensor or file; nothing has been read.
     """
-    digests, *outcome = _digest_files(descriptors, files, offsets, origins, copies, threads)
+    digests, *outcome = _digest_files(descriptors, files, offsets, origins, copies, threads, direct)
     return digests, tuple(map(int, outcome))  # type: ignore[return-value]
 
 

@@ -142,7 +142,7 @@ class _Readable:
         self._reads = reads
 
     def read(
-        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int
+        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int, direct: bool
     ) -> tuple[int, int, int, int]:
         reads = self._reads.of(self._tensor_list, files, offsets, len(descriptors))
-        return ops.read_prepared(descriptors, self._tensor_list, reads, threads)
+        return ops.read_prepared(descriptors, self._tensor_list, reads, threads, direct)

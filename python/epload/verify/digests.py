@@ -70,10 +70,10 @@ class FileDigests:
         self._table = claims.table
 
     def read(
-        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int
+        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int, direct: bool
     ) -> tuple[int, int, int, int]:
         self.digests, outcome = ops.digest_files(
-            descriptors, files, offsets, self.origins, self._table, max(threads, _THREADS)
+            descriptors, files, offsets, self.origins, self._table, max(threads, _THREADS), direct
         )
         return outcome
 

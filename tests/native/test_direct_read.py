@@ -1,0 +1,117 @@
+"""Reads past the page cache: the same bytes, where the file is cold, and nothing left in the cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from epload.core import dtypes
+from epload.native import ops
+from support.checkpoints import tensor
+from support.page_cache import cached, drop
+
+MIB = 1 << 20
+NBYTES = 9 * MIB + 123
+"""Of the file: more than two requests, and its last block is not whole."""
+RANGES = [
+    (0, NBYTES), (1, NBYTES - 1), (4095, 2), (4096, 4 * MIB), (5 * MIB - 7, 4 * MIB + 100), (NBYTES - 300_000, 300_000),
+    (NBYTES - 5, 5), (123_457, 300_001), (0, 0),
+]  # fmt: skip
+"""Offset in the file and bytes."""
+
+
+@pytest.fixture
+def content() -> Tensor:
+    return tensor(1, (NBYTES,), torch.uint8)
+
+
+@pytest.fixture
+def path(tmp_path: Path, content: Tensor) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(content.numpy().tobytes())
+    drop(path)
+    if cached(path) > 0:
+        pytest.skip(f"{tmp_path} is on a file system that is its own cache")
+    return path
+
+
+@pytest.fixture
+def descriptor(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), RANGES)
+def test_any_range_of_a_cold_file(offset: int, nbytes: int, path: Path, descriptor: int, content: Tensor) -> None:
+    buffer = torch.full((nbytes + 100,), 255, dtype=torch.uint8)
+    outcome = ops.read_ranges([descriptor], torch.tensor([[0, offset, 33, nbytes]]), buffer, 2, direct=True)
+    assert outcome == (nbytes, -1, 0, 0)
+    assert torch.equal(buffer[33 : 33 + nbytes], content[offset : offset + nbytes])
+    assert buffer[:33].eq(255).all()
+    assert buffer[33 + nbytes :].eq(255).all()
+
+
+def test_what_is_read_directly_is_not_in_the_cache_afterwards(path: Path, descriptor: int) -> None:
+    buffer = torch.zeros(NBYTES, dtype=torch.uint8)
+    whole = torch.tensor([[0, 0, 0, NBYTES]])
+    ops.read_ranges([descriptor], whole, buffer, 2, direct=True)
+    assert cached(path) < 0.1
+    ops.read_ranges([descriptor], whole, buffer, 2, direct=False)
+    assert cached(path) > 0.9
+
+
+def test_what_is_in_the_cache_is_read_there(path: Path, descriptor: int, content: Tensor) -> None:
+    """Among it what another program has just written, and the disk does not have yet."""
+    changed = content.flip(0)
+    with open(path, "r+b") as file:
+        file.write(changed.numpy().tobytes())
+    buffer = torch.zeros(NBYTES, dtype=torch.uint8)
+    ops.read_ranges([descriptor], torch.tensor([[0, 0, 0, NBYTES]]), buffer, 2, direct=True)
+    assert torch.equal(buffer, changed)
+
+
+def test_adjacent_ranges_that_go_to_different_places(path: Path, descriptor: int, content: Tensor) -> None:
+    sizes = torch.randint(1, 400_000, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    rows, begin, at = [], 77, 10 * MIB
+    for size in sizes:
+        if begin + size > NBYTES:
+            break
+        at -= size + 3
+        rows.append((0, begin, at, size))
+        begin += size
+    buffer = torch.zeros(10 * MIB, dtype=torch.uint8)
+    assert ops.read_ranges([descriptor], torch.tensor(rows), buffer, 3, direct=True)[1] == -1
+    for _, offset, place, size in rows:
+        assert torch.equal(buffer[place : place + size], content[offset : offset + size])
+
+
+def test_regions_and_digests(path: Path, descriptor: int, content: Tensor) -> None:
+    """A tensor of floats at byte 64, of which a part of each row is taken."""
+    values = content[64 : 64 + 8 * MIB].view(torch.float32).view(1024, 2048)
+    target = torch.zeros(1024, 1500, dtype=torch.bfloat16)
+    table = torch.tensor([[0, 0, dtypes.code(torch.float32), 2, 0, 0, 1024, 1500, 2048, 1]])
+    where = torch.tensor([0]), torch.tensor([64]), torch.tensor([[0, 4 * 100]])
+    outcome = ops.read_regions([descriptor], *where, [target], table, 2, direct=True)
+    assert outcome[1] == -1
+    expected = values[:, 100:1600].to(torch.bfloat16)
+    assert torch.equal(target.view(torch.int16), expected.view(torch.int16))
+    drop(path)
+    wanted, _ = ops.digest_files([descriptor], *where, table, 2, direct=False)
+    drop(path)
+    found, outcome = ops.digest_files([descriptor], *where, table, 2, direct=True)
+    assert outcome[1] == -1
+    assert torch.equal(found, wanted)
+
+
+def test_a_file_that_is_too_short(path: Path, descriptor: int) -> None:
+    os.truncate(path, 5 * MIB + 17)
+    drop(path)
+    buffer = torch.zeros(NBYTES, dtype=torch.uint8)
+    _, failed, offset, error = ops.read_ranges([descriptor], torch.tensor([[0, 0, 0, NBYTES]]), buffer, 1, direct=True)
+    assert (failed, offset, error) == (0, 5 * MIB + 17, 0)
