@@ -140,11 +140,30 @@ class MetaModel:
         gc.collect()
 
 
-def write_checkpoint(folder: Path, size: Size, seed: int) -> None:
-    """Writes a safetensors file, with different bytes for each seed, and the config of the transformers model with these names
-    and shapes. Streams the data, to need little memory."""
+def write_checkpoint(folder: Path, size: Size, seed: int, files: int = 1) -> None:
+    """Writes a safetensors checkpoint, with different bytes for each seed, and the config of the transformers model with these
+    names and shapes. Streams the data, to need little memory. ``files``: of about equal size, with an index if there are several.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     state = meta_model(size).state_dict()
+    most = -(-sum(tensor.nbytes for tensor in state.values()) // files)
+    parts: list[dict[str, Tensor]] = [{}]
+    for name, tensor in state.items():
+        if parts[-1] and sum(other.nbytes for other in parts[-1].values()) + tensor.nbytes > most:
+            parts.append({})
+        parts[-1][name] = tensor
+    generator = torch.Generator().manual_seed(seed)
+    places = {}
+    for number, part in enumerate(parts, 1):
+        file = FILE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
+        _write_file(folder / file, part, generator)
+        places.update(dict.fromkeys(part, file))
+    if len(parts) > 1:
+        (folder / f"{FILE}.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / "config.json").write_text(json.dumps(library_config(size)))
+
+
+def _write_file(path: Path, state: dict[str, Tensor], generator: torch.Generator) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in state.items():
@@ -156,15 +175,13 @@ def write_checkpoint(folder: Path, size: Size, seed: int) -> None:
         offset += tensor.nbytes
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)
-    generator = torch.Generator().manual_seed(seed)
-    with open(folder / FILE, "wb") as file:
+    with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
         step = 16 << 20
         for begin in range(0, offset, step):
             data = torch.randint(0, 256, (min(step, offset - begin),), dtype=torch.uint8, generator=generator)
             data[1::2] &= 0x3F  # avoids NaN: the high bit of the exponent stays clear
             file.write(data.numpy().data)
-    (folder / "config.json").write_text(json.dumps(library_config(size)))
 
 
 def library_config(size: Size) -> dict[str, object]:

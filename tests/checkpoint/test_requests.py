@@ -12,9 +12,9 @@ from torch import Tensor
 
 from epload import Checkpoint
 from epload.core.pieces import Piece
+from page_cache import cached, drop
 from support.checkpoint_kinds import one_file
 from support.checkpoints import tensor
-from support.page_cache import cached, drop
 from support.traced_reads import Traced, fill
 
 MOST_BYTES = 16 << 20

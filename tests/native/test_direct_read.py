@@ -12,8 +12,8 @@ from torch import Tensor
 
 from epload.core import dtypes
 from epload.native import ops
+from page_cache import cached, drop
 from support.checkpoints import tensor
-from support.page_cache import cached, drop
 
 MIB = 1 << 20
 NBYTES = 9 * MIB + 123
