@@ -153,7 +153,7 @@ class HierarchicalLoader:
         self._control = self.topology.control
         self._router = Router(self.topology, self.options)
         self._resources = Resources(self.topology, self.options, self._router, stream)
-        self._agreement = Agreement(self.topology, self.options, self._router, self._resources.device, self.number)
+        self._agreement = Agreement(self.topology, self.options, self._router, self._resources, self.number)
 
     def close(self) -> None:
         """Frees pinned and shared memory, and whatever else is kept for the next load. Not collective. May be called again."""
@@ -255,6 +255,7 @@ class HierarchicalLoader:
             with report.timed("plan"), garbage_collection.paused():
                 self._agreement.inputs.remember(request, load.inputs)
         finally:
+            self._resources.end_sharing()
             self._agreement.inputs.close_checkpoint()
         plan, ignored = load.plan, set(load.ignored_keys)
         report.missing_keys = [key for key in load.missing_keys if key not in ignored]

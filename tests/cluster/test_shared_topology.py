@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -66,14 +67,14 @@ def memfds() -> int:
     return found
 
 
-def failing_offer(rank: int) -> list[str]:
-    """The round in which a node's leader offers its memory fails: another rank was interrupted in it."""
+def failing_offer(rank: int, round_: str) -> list[str]:
+    """A round fails between a leader's offer of memory and the end of it: another rank was interrupted in it."""
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=30)
     before = memfds()
     settle = Control.settle
 
     def interrupted(self: Control, what: str, *args: Any, **options: Any) -> Any:
-        if what == "sharing memory":
+        if what == round_:
             raise MemoryError("no room for a round")
         return settle(self, what, *args, **options)
 
@@ -90,8 +91,37 @@ def failing_offer(rank: int) -> list[str]:
     return problems + wrong(model, state_for(2))
 
 
-def test_a_round_that_fails_leaves_no_descriptor_of_shared_memory() -> None:
-    assert ranks.run(4, failing_offer, limit=60) == [[]] * 4
+@pytest.mark.parametrize("round_", ["planning", "materializing the model"])
+def test_a_round_that_fails_leaves_no_descriptor_of_shared_memory(round_: str) -> None:
+    assert ranks.run(4, failing_offer, round_, limit=60) == [[]] * 4
+
+
+def failing_group(rank: int) -> list[str]:
+    """A rank cannot make a group of its first load; the others have made theirs and go on, until they hear of it."""
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=30)
+    model, problems = meta_net(), []
+    with (
+        mock.patch.object(dist, "ProcessGroupGloo", side_effect=RuntimeError("no port")) if rank == 3 else nullcontext()
+    ):
+        began = time.monotonic()
+        try:
+            loader.load(model, only_readers(state_for(1), "one"))
+            problems.append("the load did not fail")
+        except epload.LoadError as error:
+            if "rank 3 could not make the process group of ranks [2, 3]: " not in str(error) or "no port" not in str(
+                error
+            ):
+                problems.append(str(error))
+        if time.monotonic() - began > 20:
+            problems.append("the other ranks have waited for the timeout")
+    if not all(parameter.is_meta for parameter in model.parameters()):
+        problems.append("the model left meta")
+    loader.load(model, only_readers(state_for(2), "one"))
+    return problems + wrong(model, state_for(2))
+
+
+def test_a_group_that_one_rank_cannot_make_fails_the_load_on_all() -> None:
+    assert ranks.run(4, failing_group, limit=60) == [[]] * 4
 
 
 NAMES = [f"{'x' * 6000}{number}" for number in range(1500)]

@@ -71,8 +71,8 @@ def _traced(rank: int, semantics: str) -> list[str]:
         headers = where.get("copy to host", Counter())
         if headers != +Counter({ours: report.buckets - mine[readers].get(rank, 0)}):
             problems.append(f"copies to host: {headers}")
-        if len(topology._groups.names) != groups:
-            problems.append(f"{len(topology._groups.names)} communicators")
+        if len(topology.groups.names) != groups:
+            problems.append(f"{len(topology.groups.names)} communicators")
     return problems
 
 

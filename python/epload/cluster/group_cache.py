@@ -38,8 +38,10 @@ class GroupCache:
         """By timeout, which a group is given when it is made, and ranks."""
         self._made: set[tuple[timedelta, tuple[tuple[int, ...], ...]]] = set()
         """Timeouts and families of groups that all ranks of the topology have made."""
-        self._count = 0
-        """Of groups that all ranks together have begun to make."""
+        self.count = 0
+        """Of groups that this rank has begun to make; part of the name of the next."""
+        self._agreed: tuple[int, int] | None = None
+        """The attempt of a load for which all ranks have the same count."""
 
     @property
     def names(self) -> list[str]:
@@ -51,6 +53,16 @@ class GroupCache:
         group = self._groups.get((self._control.timeout, ranks))
         return group.name if group is not None else ""
 
+    def agree(self, count: int) -> None:
+        """All ranks have agreed on a count, the largest of theirs, in a round of the present load. Until it ends, groups need no
+        rounds of their own: if a rank cannot make one, the load fails on all, which clears the groups."""
+        self.count = count
+        self._agreed = self._control.position[:2]
+
+    def end_load(self) -> None:
+        """Groups that are made outside of a load need rounds."""
+        self._agreed = None
+
     def make(self, what: str, *families: tuple[tuple[int, ...], ...]) -> None:
         """Makes the groups of each family in turn, unless they exist. The groups of one family share no rank. Collective.
 
@@ -61,9 +73,11 @@ class GroupCache:
         if self._like is None or not families:
             return
         with control.guard():
-            # All ranks are here, and will make their groups. A rank that failed to make its last ones may have a lower count.
-            number = control.settle(what, None, self._count, lambda views: max(views.values()))
-            self._count = number + len(families)
+            alone = self._agreed != control.position[:2]
+            if alone:  # a rank that failed to make its last ones may have a lower count
+                self.count = control.settle(what, None, self.count, lambda views: max(views.values()))
+            number = self.count
+            self.count += len(families)
             made: list[Group] = []
             try:
                 for family in families:
@@ -72,8 +86,8 @@ class GroupCache:
                         made.append(self._make_group(f"{what} {number}", sorted(ranks), timeout, self._like))
                         self._groups[timeout, ranks] = made[-1]
                     number += 1
-                # All have made theirs, or all fail: a rank that lacks a group would later wait for the others to make it.
-                control.settle(what, None)
+                if alone:  # all have made theirs, or all fail: a rank that lacks one would later wait for the others to make it
+                    control.settle(what, None)
             except BaseException:
                 self._groups = {key: group for key, group in self._groups.items() if group not in made}
                 dispose(made)

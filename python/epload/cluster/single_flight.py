@@ -81,6 +81,7 @@ def exclusive(call: Call, timeout: timedelta | None = None) -> Iterator[None]:
         yield
     finally:
         control.end()
+        call.topology.groups.end_load()
         with _lock:
             _current = None
 

@@ -49,7 +49,7 @@ class Topology:
         self.control = control
         self.made_by = threading.current_thread()
         """The thread that made this topology."""
-        self._groups = GroupCache(group, rank, control)
+        self.groups = GroupCache(group, rank, control)
         self._loaders = 0
         self.stale = False
         """Whether a load has failed of which this rank learned while another load may have used the groups."""
@@ -152,9 +152,9 @@ class Topology:
     def route(self, src: int) -> Route:
         """The route of a two-level broadcast from ``src``. Collective: makes its groups if they do not exist."""
         leaders = self.leaders(src)
-        self._groups.make("route", (leaders,), self.nodes)
+        self.groups.make("route", (leaders,), self.nodes)
         leader = leaders[self.nodes.index(self.node)]
-        return Route(src, leader, self._groups.name(leaders), self._groups.name(self.node))
+        return Route(src, leader, self.groups.name(leaders), self.groups.name(self.node))
 
     def striped_route(self, src: int) -> Route:
         """The route of a striped broadcast; ``inter_group`` is this rank's rail, ``leader`` its rank on the source's node.
@@ -170,20 +170,20 @@ class Topology:
                 f"algorithm 'striped' expects nodes of equal size, got {list(map(list, self.nodes))}; use 'two_level'"
             )
         rails = tuple(map(tuple, _C.rails(self.nodes)))
-        self._groups.make("striped route", rails, self.nodes)
+        self.groups.make("striped route", rails, self.nodes)
         rail = next(rail for rail in rails if self.rank in rail)
         source_node = next(i for i, node in enumerate(self.nodes) if src in node)
-        return Route(src, rail[source_node], self._groups.name(rail), self._groups.name(self.node))
+        return Route(src, rail[source_node], self.groups.name(rail), self.groups.name(self.node))
 
     def flat_route(self, src: int) -> Route:
         """The route of a broadcast in one group of all ranks. Collective: makes the group if it does not exist."""
         self.check_source(src)
-        self._groups.make("flat route", (self.ranks,))
-        return Route(src, src, self._groups.name(self.ranks), "")
+        self.groups.make("flat route", (self.ranks,))
+        return Route(src, src, self.groups.name(self.ranks), "")
 
     def retire(self) -> None:
         """Disposes of all groups, as after a failed transfer: the next route makes new ones. On all ranks alike."""
-        self._groups.clear()
+        self.groups.clear()
 
     def dispose_stale_groups(self) -> None:
         """Before each load."""

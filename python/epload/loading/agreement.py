@@ -3,10 +3,10 @@ failure, so that they go on together or not at all."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from operator import or_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,13 +14,22 @@ from epload.checkpoint.manifest import Manifest
 from epload.cluster.topology import Route, Topology
 from epload.core.attempt import attempt
 from epload.errors import LoadError, ManifestMismatch, ModelMismatch, message_of
-from epload.loading import meshes
+from epload.loading.agreed import AgreedLoad, Announcement, Draft, Opening, Proposal
 from epload.loading.buffers import find_holders
-from epload.loading.differences import check_same_loader, check_same_options, distinct, explain_difference
+from epload.loading.differences import (
+    MeshClaims,
+    check_same_loader,
+    check_same_options,
+    distinct,
+    explain_difference,
+    find_mesh_mismatches,
+    raise_mesh_mismatch,
+)
 from epload.loading.hints import check_match
-from epload.loading.inputs import Draft, InputReader, LocalInputs, Proposal
-from epload.loading.missing import Missing, compute_missing, unfilled_anywhere
+from epload.loading.inputs import InputReader, LocalInputs
+from epload.loading.missing import Missing, compute_missing, initialize, unfilled_anywhere
 from epload.loading.request import Options, Request
+from epload.loading.resources import Resources
 from epload.loading.routes import Router
 from epload.loading.tied import TiedWeights
 from epload.mapping.mapping import Mapping, ignored_keys
@@ -29,70 +38,18 @@ from epload.model.devices import CPU
 from epload.model.targets import Targets
 from epload.planning.plan import LoadPlan, make_plan
 from epload.planning.schedule import wave_limit
+from epload.planning.waves import wave_bytes
 from epload.report import LoadReport
 from epload.staging.board import Board
-from epload.staging.device_resources import DeviceResources
+from epload.staging.shared_memory import collect_offers
 from epload.transport import sharing
 from epload.transport.movers import SLOWEST
-
-
-class _Announcement(NamedTuple):
-    """What the source rank says of its manifest before it sends it."""
-
-    nbytes: int
-    """Of its compact form; 0 if every rank has it, from the load before."""
-    identity: str
-    about: list[Any]
-
-
-class _Opening(NamedTuple):
-    """What the ranks have agreed on once all have opened."""
-
-    manifest: _Announcement
-    holders: dict[str, int]
-    meta: bool
-    """Whether any rank has tensors on meta."""
-    seed: int
-    """For tensors that are initialized."""
-    planned: list[Any] | None
-    """If all ranks have proposed the same plan: what the planning round would have decided."""
-
-
-@dataclass(frozen=True)
-class AgreedLoad:
-    """One load, as all ranks have agreed on it. Equal on all but for ``inputs``, ``missing`` and the plan's copies."""
-
-    inputs: LocalInputs
-    manifest: Manifest
-    plan: LoadPlan
-    manifest_route: Route
-    """Of the manifest, and of buckets that are not striped."""
-    per_wave: int
-    all_read: bool
-    """Whether every rank has opened the checkpoint."""
-    owned: list[int]
-    """Bytes that each rank copies into its shards, in the order of the ranks."""
-    missing_keys: list[str]
-    mismatched_keys: list[str]
-    """Names of the model, on whichever rank."""
-    ignored_keys: list[str]
-    """Missing and unexpected keys that the mapping says to ignore."""
-    missing: Missing
-    prepared: bool
-    """Whether nothing has to be made for the model, so that no rank can fail before data moves."""
-
-    @property
-    def device(self) -> torch.device:
-        """That the load works on."""
-        return self.inputs.device
 
 
 class Agreement:
     """Brings the ranks of one loader to an :class:`AgreedLoad`; keeps plans for the next load."""
 
-    def __init__(
-        self, topology: Topology, options: Options, router: Router, resources: DeviceResources, loader: int
-    ) -> None:
+    def __init__(self, topology: Topology, options: Options, router: Router, resources: Resources, loader: int) -> None:
         """``loader``: the loader's number among those of its topology."""
         self._topology = topology
         self._control = topology.control
@@ -100,7 +57,7 @@ class Agreement:
         self._router = router
         self._resources = resources
         self._loader = loader
-        self._meshes = meshes.MeshClaims(topology.ranks)
+        self._meshes = MeshClaims(topology.ranks)
         self._tied = TiedWeights(self._control, options.src)
         self._plans: dict[frozenset[int], tuple[tuple[bytes, Mapping, str], Targets, LoadPlan]] = {}
         self._closed = False
@@ -159,7 +116,7 @@ class Agreement:
             inputs.checkpoint = None
         return Proposal(*made, joined) if made is not None else None
 
-    def _accept(self, request: Request, inputs: LocalInputs, proposal: Proposal, opening: _Opening) -> AgreedLoad:
+    def _accept(self, request: Request, inputs: LocalInputs, proposal: Proposal, opening: Opening) -> AgreedLoad:
         draft, plan, _ = proposal
         manifest = draft.manifest
         if self._topology.rank != self._options.src:
@@ -167,13 +124,14 @@ class Agreement:
         assert opening.planned is not None
         _, all_read, owned, _ = opening.planned
         route = self._router.manifest_route(inputs.device)
-        return self._agreed(request, inputs, opening, route, replace(draft, manifest=manifest), plan, all_read, owned)
+        draft = replace(draft, manifest=manifest)
+        return self._agreed(request, inputs, opening, route, draft, plan, all_read, owned, offers={}, missing=None)
 
     # ---- opening ----
 
     def _agree_on_opening(
         self, request: Request, inputs: LocalInputs | None, proposal: Proposal | None, failure: Exception | None
-    ) -> _Opening:
+    ) -> Opening:
         src, rank = self._options.src, self._topology.rank
         timeout = self._control.timeout.total_seconds()
         local_modules = request.parts is not None and bool(request.parts.local_modules)
@@ -183,6 +141,7 @@ class Agreement:
             "options": f"{described} timeout={timeout:g} local_modules={local_modules}",
             "lost": inputs is not None and bool(inputs.targets.unsaved_meta),
             "meta": inputs is not None and (inputs.devices.has_meta or bool(inputs.targets.unsaved_meta)),
+            "groups": self._topology.groups.count,
         }
         if rank == src:
             view["seed"] = torch.initial_seed()
@@ -201,9 +160,9 @@ class Agreement:
         def decide(views: dict[int, dict[str, Any]]) -> list[Any]:
             check_same_loader({rank: view["loader"] for rank, view in views.items()})
             check_same_options({rank: view["options"] for rank, view in views.items()})
-            announced = _Announcement(0, "", [])
+            announced = Announcement(0, "", [])
             if len(views) > 1:
-                announced = _Announcement(*views[src]["manifest"])
+                announced = Announcement(*views[src]["manifest"])
                 if all(view.get("known") == announced.identity for rank, view in views.items() if rank != src):
                     announced = announced._replace(nbytes=0)
             uneven = len({view["lost"] for view in views.values()}) > 1
@@ -215,13 +174,16 @@ class Agreement:
                 fingerprints, _, _, mismatches = planned
                 if len(fingerprints) > 1 or mismatches:
                     planned = None
-            return [announced, uneven, any(view["meta"] for view in views.values()), views[src]["seed"], planned]
+            meta, groups = any(view["meta"] for view in views.values()), max(view["groups"] for view in views.values())
+            return [announced, uneven, meta, views[src]["seed"], groups, planned]
 
-        announced, uneven, meta, seed, planned = self._control.settle("opening the checkpoint", failure, view, decide)
+        answer = self._control.settle("opening the checkpoint", failure, view, decide)
+        announced, uneven, meta, seed, groups, planned = answer
         assert inputs is not None
+        self._topology.groups.agree(groups)
         # Some ranks have buffers that others lack.
         holders = find_holders(self._control, request.model, inputs.targets) if uneven else {}
-        return _Opening(_Announcement(*announced), holders, meta, seed, planned)
+        return Opening(Announcement(*announced), holders, meta, seed, planned)
 
     def _describe_options(self, device: torch.device) -> str:
         """What ranks must agree on before they can so much as share the manifest."""
@@ -235,7 +197,7 @@ class Agreement:
     # ---- the manifest ----
 
     def _share_manifest(
-        self, inputs: LocalInputs, announced: _Announcement, report: LoadReport
+        self, inputs: LocalInputs, announced: Announcement, report: LoadReport
     ) -> tuple[Route, Manifest]:
         """The route of the data, and over it the source's manifest, on every rank."""
         self._control.doing = "sharing the manifest"
@@ -248,7 +210,7 @@ class Agreement:
             raise LoadError(f"sharing the manifest: {message_of(error)}") from error
 
     def _receive_manifest(
-        self, inputs: LocalInputs, announced: _Announcement, route: Route, report: LoadReport
+        self, inputs: LocalInputs, announced: Announcement, route: Route, report: LoadReport
     ) -> Manifest:
         nbytes, _, about = announced
         is_source = self._topology.rank == self._options.src
@@ -267,7 +229,7 @@ class Agreement:
             with self._control.watch.guards(board):
                 received, steps = sharing.through_host(compact, flow, route, board, limit)
         else:
-            stream = self._resources.stream(inputs.device)
+            stream = self._resources.device.stream(inputs.device)
             received, steps = sharing.on_stream(compact, flow, route, stream)
         report.transport_steps += steps
         return known if is_source else Manifest.from_compact(received, about)
@@ -275,40 +237,51 @@ class Agreement:
     # ---- the plan ----
 
     def _agree_on_plan(
-        self, request: Request, inputs: LocalInputs, opening: _Opening, route: Route, known: Manifest
+        self, request: Request, inputs: LocalInputs, opening: Opening, route: Route, known: Manifest
     ) -> AgreedLoad:
         draft, unprepared = attempt(lambda: self._make_draft(request, inputs, known))
         plan, failure = None, None
         if draft is not None:
             wanted = self._wanted_by_any(draft, inputs) if inputs.local_modules else frozenset()
             plan, failure = attempt(lambda: self._make_checked_plan(request, inputs, draft, wanted))
-        view = self._describe_plan(inputs, plan)
-        fingerprints, all_read, all_owned, mismatches = self._control.settle(
-            "planning", unprepared, view, self._compare_plans, patience=2
-        )
+        offer = None
+        if plan is not None and draft is not None and self._router.stages_on_host(inputs.device):
+            offer = self._resources.begin_sharing(wave_bytes(plan, draft.per_wave))
+        missing = None
+        if opening.meta and plan is not None and not (inputs.local_modules or plan.missing or plan.mismatched):
+            missing, unprepared = attempt(
+                lambda: initialize(request, inputs, plan, set(), opening.holders, opening.seed)
+            )
+        view = [*self._describe_plan(inputs, plan), offer]
+        fingerprints, all_read, all_owned, mismatches, offers = self._control.settle(
+            "planning", unprepared, view,
+            lambda views: [*self._compare_plans(views), collect_offers({rank: view[-1] for rank, view in views.items()})],
+            patience=2,
+        )  # fmt: skip
         if "" in fingerprints or len(fingerprints) > 1:
             self._raise_disagreement(inputs, draft, failure)
         if mismatches:
-            meshes.raise_mismatch(self._control, inputs.targets, mismatches)
+            raise_mesh_mismatch(self._control, inputs.targets, mismatches)
         assert plan is not None
         assert draft is not None
         if inputs.local_modules:
             self._tied.compare_anywhere(inputs.checkpoint, draft.manifest, plan.twins)
-        return self._agreed(request, inputs, opening, route, draft, plan, all_read, all_owned)
+        return self._agreed(request, inputs, opening, route, draft, plan, all_read, all_owned, offers, missing)
 
     def _agreed(
-        self, request: Request, inputs: LocalInputs, opening: _Opening, route: Route, draft: Draft, plan: LoadPlan,
-        all_read: bool, owned: list[int],
+        self, request: Request, inputs: LocalInputs, opening: Opening, route: Route, draft: Draft, plan: LoadPlan,
+        all_read: bool, owned: list[int], offers: dict[str, Any], missing: Missing | None,
     ) -> AgreedLoad:  # fmt: skip
         missing_keys, mismatched_keys = unfilled_anywhere(self._control, inputs, plan)
-        missing = compute_missing(
-            self._control, request, inputs, plan, [*missing_keys, *mismatched_keys], opening.holders, opening.meta,
-            opening.seed,
-        )  # fmt: skip
+        if missing is None:
+            missing = compute_missing(
+                self._control, request, inputs, plan, [*missing_keys, *mismatched_keys], opening.holders, opening.meta,
+                opening.seed,
+            )  # fmt: skip
         ignored = ignored_keys(draft.mapping, draft.manifest.names, missing_keys, plan.unexpected)
         return AgreedLoad(
             inputs, draft.manifest, plan, route, draft.per_wave, all_read, owned, missing_keys, mismatched_keys,
-            ignored, missing, prepared=opening.planned is not None,
+            ignored, missing, prepared=opening.planned is not None, offers=offers,
         )  # fmt: skip
 
     def _describe_plan(self, inputs: LocalInputs, plan: LoadPlan | None) -> list[Any]:
@@ -350,7 +323,7 @@ class Agreement:
             distinct({rank: view[0] for rank, view in views.items()}),
             all(view[1] for view in ordered),
             [view[2] for view in ordered],
-            meshes.find_mismatches({rank: view[3] for rank, view in views.items()}),
+            find_mesh_mismatches({rank: view[3] for rank, view in views.items()}),
         ]
 
     def _raise_disagreement(self, inputs: LocalInputs, draft: Draft | None, failure: Exception | None) -> None:

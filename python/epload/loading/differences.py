@@ -1,8 +1,9 @@
-"""Where the ranks differ in what they want to load into what."""
+"""Where the ranks differ: in what they want to load into what, or in the device meshes that they have built."""
 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from epload.checkpoint.manifest import Manifest
 from epload.control.control import Control
@@ -15,6 +16,11 @@ _MAX_VIEWS = 4
 """Whole descriptions of models that are compared to tell where they differ."""
 _MAX_LINES = 5
 """Differences that an error shows."""
+_MAX_MESHES, _MAX_RANKS = 4, 16
+"""That an error lists."""
+
+Claims = list[list[Any]]
+"""Of each mesh its digest, and how many ranks of the topology have to report the same."""
 
 
 def distinct(views: dict[int, str]) -> dict[str, int]:
@@ -78,3 +84,58 @@ def difference(views: dict[int, list[str]], reference: int) -> ManifestMismatch:
             extra, who = (ours, reference) if len(ours) > len(theirs) else (theirs, rank)
             lines.append(f"only rank {who} has {extra[min(len(ours), len(theirs))]!r}")
     return ManifestMismatch("the ranks disagree, nothing was moved:\n  " + "\n  ".join(lines[: _MAX_LINES + 1]))
+
+
+# ---- device meshes ----
+
+
+class MeshClaims:
+    """What this rank reports of its meshes; kept while the model's meshes are the same."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = frozenset(ranks)
+        self._known: tuple[object, Claims] | None = None
+
+    def of(self, targets: Targets) -> Claims:
+        """Their size does not depend on the number of ranks."""
+        claims = targets.mesh_digests()
+        if self._known is None or self._known[0] is not claims:
+            self._known = claims, [[digest, sum(rank in self._ranks for rank in mesh.ranks)] for digest, mesh in claims]
+        return self._known[1]
+
+
+def find_mesh_mismatches(claims: dict[int, Claims]) -> dict[str, list[int]]:
+    """Digests of meshes that not all of their ranks have reported, each with the first ranks that have; a few of them."""
+    reported: dict[str, list[int]] = {}
+    expected: dict[str, int] = {}
+    for rank, theirs in claims.items():
+        for digest, count in theirs:
+            reported.setdefault(digest, []).append(rank)
+            expected[digest] = count
+    mismatched = [digest for digest, ranks in reported.items() if len(ranks) != expected[digest]]
+    return {digest: reported[digest][:_MAX_RANKS] for digest in mismatched[:_MAX_MESHES]}
+
+
+def raise_mesh_mismatch(control: Control, targets: Targets, mismatches: dict[str, list[int]]) -> None:
+    """Raises ManifestMismatch on every rank, in a round. ``mismatches``: as found by :func:`find_mesh_mismatches`."""
+    described: dict[str, str] = {}
+    for digest, mesh in targets.mesh_digests():
+        if control.rank == mismatches.get(digest, [None])[0]:
+            number = targets.meshes.index(mesh)
+            name = next(
+                name
+                for i, (name, layout) in enumerate(zip(targets.names, targets.layout, strict=True))
+                if i not in targets.local_only and number in targets.layout_meshes[layout]
+            )
+            described[digest] = f"{mesh}, e.g. for {name}"
+
+    def explain(views: dict[int, dict[str, str]]) -> None:
+        known = {digest: text for view in views.values() for digest, text in view.items()}
+        lines = [f"ranks {ranks} have mesh {known[digest]}" for digest, ranks in mismatches.items()]
+        raise ManifestMismatch(
+            "the ranks disagree about the device mesh, or about what lies on it, nothing was moved:\n  "
+            + "\n  ".join(lines)
+            + "\nBuild every DeviceMesh from the same ranks in the same order on all ranks"
+        )
+
+    control.settle("planning", None, described, explain)

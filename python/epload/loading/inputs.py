@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,13 +14,11 @@ from epload.cluster.topology import Topology
 from epload.errors import CheckpointError
 from epload.loading.request import Options, Request
 from epload.loading.routes import Router
-from epload.mapping.mapping import Mapping
 from epload.model.devices import Devices, check_backend, devices_of
 from epload.model.materialize import cpu_offloaded_ids
 from epload.model.modules import Modules
 from epload.model.snapshot import Snapshot
 from epload.model.targets import Targets, collect
-from epload.planning.plan import LoadPlan
 
 
 @dataclass
@@ -51,26 +49,6 @@ class LocalInputs:
         if self.checkpoint is not None:
             self.check_unchanged("; the model may be partly overwritten")
             self.checkpoint.reopen()
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Everything that a plan follows from, besides the model."""
-
-    manifest: Manifest
-    mapping: Mapping
-    per_wave: int
-    bucket_bytes: int
-    options: str
-
-
-class Proposal(NamedTuple):
-    """A plan made before the ranks have agreed on anything: of the checkpoint and the model of the load before."""
-
-    draft: Draft
-    plan: LoadPlan
-    joined: bool
-    """Whether this rank has opened the checkpoint for it."""
 
 
 class InputReader:

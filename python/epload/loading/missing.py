@@ -42,7 +42,7 @@ def unfilled_anywhere(control: Control, inputs: LocalInputs, plan: LoadPlan) -> 
     kinds = [list(plan.missing), list(plan.mismatched)]
     if not inputs.local_modules:
         return kinds
-    known = {inputs.targets.names[i]: name for name, i in reversed(inputs.targets.index.items())}
+    known = _shared_names(inputs)
 
     def union(views: dict[int, list[list[str]]]) -> list[list[str]]:
         return [list(dict.fromkeys(name for view in views.values() for name in view[kind])) for kind in (0, 1)]
@@ -65,39 +65,64 @@ def compute_missing(
     """Tensors that hold values keep them, unless another rank has them on meta: then all ranks initialize them alike. So do
     those that a model on meta holds only because its class cannot make them on meta.
 
+    Collective where a model is on meta: in rounds, out of which all ranks raise what :meth:`initialize` raises on any.
+
     Args:
         anywhere: names of tensors that no checkpoint tensor fills on some rank, as all ranks know them.
         meta: whether any rank has tensors on meta.
         seed: for tensors that are initialized; equal on all ranks.
     """
-    targets = inputs.targets
-    left = {*plan.missing, *plan.mismatched}
     if not meta:
-        return Missing(Initialization(), frozenset(left), frozenset(), holders)
-    shared = {targets.names[i]: name for name, i in reversed(targets.index.items())}
+        return Missing(Initialization(), frozenset(_unfilled(plan)), frozenset(), holders)
+    on_meta = _on_meta(request, inputs, plan)
+    if anywhere:
+        on_meta = set(control.settle("comparing what is missing", None, sorted(on_meta), _union))
+    missing, failure = attempt(lambda: initialize(request, inputs, plan, on_meta, holders, seed))
+    control.settle("initializing what the checkpoint lacks", failure)
+    assert missing is not None
+    return missing
+
+
+def _unfilled(plan: LoadPlan) -> set[str]:
+    return {*plan.missing, *plan.mismatched}
+
+
+def _shared_names(inputs: LocalInputs) -> dict[str, str]:
+    """A name of each tensor's, by the name that all ranks know."""
+    return {inputs.targets.names[i]: name for name, i in reversed(inputs.targets.index.items())}
+
+
+def _on_meta(request: Request, inputs: LocalInputs, plan: LoadPlan) -> set[str]:
+    targets, shared, left = inputs.targets, _shared_names(inputs), _unfilled(plan)
     on_meta = {shared[name] for name in left if targets.tensors[targets.index[shared[name]]].is_meta}
     if inputs.devices.has_meta:
         with_values = [name for name in left if shared[name] not in on_meta]
         on_meta |= {shared[name] for name in params_ignoring_meta(request.model, with_values)}
-    if anywhere:
-        on_meta = set(control.settle("comparing what is missing", None, sorted(on_meta), _union))
+    return on_meta
+
+
+def initialize(
+    request: Request, inputs: LocalInputs, plan: LoadPlan, on_meta: set[str], holders: dict[str, int], seed: int
+) -> Missing:
+    """Computes what the model can of what was on meta and no checkpoint tensor fills.
+
+    Args:
+        on_meta: names of parameters and persistent buffers; others that were on meta come on top.
+
+    Raises:
+        ModelMismatch: nobody will fill a tensor that was on meta.
+    """
+    targets, shared, left = inputs.targets, _shared_names(inputs), _unfilled(plan)
     garbage: dict[str, Tensor] = {n: t for n, t in targets.unsaved_meta.items() if n not in holders}
     garbage |= {n: targets.tensors[targets.index[shared[n]]] for n in left if shared[n] in on_meta}
     dtypes = {name: tensor.dtype for name, tensor in garbage.items()}
     dtypes |= {name: targets.dtypes[targets.index[shared[name]]] for name in left}
     hooked = request.init_missing is not None
-
-    def initialize() -> Initialization:
-        made = compute(request.model, garbage, dtypes, seed, request.parts, adapters=not hooked)
-        copies = {name for module in targets.staged_modules for name in module.names}
-        nobody = sorted(name for name in garbage if name not in made.values and (not hooked or name in copies))
-        if nobody:
-            raise unfilled_error(nobody)
-        return made
-
-    made, failure = attempt(initialize)
-    control.settle("initializing what the checkpoint lacks", failure)
-    assert made is not None
+    made = compute(request.model, garbage, dtypes, seed, request.parts, adapters=not hooked)
+    copies = {name for module in targets.staged_modules for name in module.names}
+    nobody = sorted(name for name in garbage if name not in made.values and (not hooked or name in copies))
+    if nobody:
+        raise unfilled_error(nobody)
     filled = {*made.values}
     return Missing(made, frozenset({*garbage, *left} - filled), frozenset({*garbage} - filled), holders)
 

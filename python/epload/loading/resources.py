@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from epload.cluster.topology import Topology
-from epload.loading.agreement import AgreedLoad
+from epload.loading.agreed import AgreedLoad
 from epload.loading.request import Options
 from epload.loading.routes import Router
 from epload.staging.device import DeviceStaging
 from epload.staging.device_resources import DeviceResources
-from epload.staging.shared_memory import NodeMemory
+from epload.staging.shared_memory import NodeMemory, NodeSharing
 from epload.transport.local import PreparedPlan
 from epload.transport.sinks import upload_bytes
 from epload.verify.proof import Proof
@@ -25,6 +27,8 @@ class Resources:
         self._options = options
         self._router = router
         self.memory: NodeMemory | None = None
+        self.sharing: NodeSharing | None = None
+        """Memory that the ranks of a node are about to share, between two rounds."""
         self.device = DeviceResources(stream)
         self.prepared: PreparedPlan | None = None
         self._proof: Proof | None = None
@@ -35,15 +39,45 @@ class Resources:
         if self.memory is not None:
             self.memory.board.clear()
 
+    @property
+    def _shares_memory(self) -> bool:
+        options = self._options
+        return options.algorithm != "flat" and options.readers != "every" and len(self._topology.ranks) > 1
+
+    def _has_memory(self, nbytes: int) -> bool:
+        return self.memory is not None and self.memory.nbytes >= nbytes
+
+    def begin_sharing(self, nbytes: int) -> list[Any] | None:
+        """This rank's offer of host staging with buffers of at least ``nbytes``, for the next round, if it has one to make; see
+        :class:`NodeSharing`."""
+        self.end_sharing()
+        if self._has_memory(nbytes) or not self._shares_memory:
+            return None
+        self.memory = None
+        self.sharing = NodeSharing(self._topology.nodes, self._topology.rank, nbytes)
+        return self.sharing.offer
+
+    def finish_sharing(self, all_fine: bool) -> NodeMemory:
+        """``all_fine``: whether every rank has accepted the offers."""
+        assert self.sharing is not None
+        self.memory, self.sharing = self.sharing.finish(all_fine), None
+        return self.memory
+
+    def end_sharing(self) -> None:
+        """Takes back an offer that was not finished."""
+        if self.sharing is not None:
+            self.sharing.close()
+            self.sharing = None
+
     def reserve_memory(self, nbytes: int) -> NodeMemory:
         """Host staging with buffers of at least ``nbytes``. Collective when there is none yet."""
-        if self.memory is None or self.memory.nbytes < nbytes:
-            self.memory = None
-            options, ranks = self._options, self._topology.ranks
-            if options.algorithm == "flat" or options.readers == "every" or len(ranks) == 1:
-                self.memory = NodeMemory.private(self._topology.rank, nbytes)
-            else:
-                self.memory = NodeMemory.for_node(self._topology.control, self._topology.nodes, nbytes)
+        if self._has_memory(nbytes):
+            assert self.memory is not None
+            return self.memory
+        if self._shares_memory:
+            self.memory = NodeMemory.for_node(self._topology.control, self._topology.nodes, nbytes)
+        else:
+            self.memory = NodeMemory.private(self._topology.rank, nbytes)
         return self.memory
 
     def reserve_staging(self, load: AgreedLoad, shared: bool) -> DeviceStaging:
@@ -70,6 +104,7 @@ class Resources:
 
     def forget_staging(self) -> None:
         """After a failed transfer: the next load makes new staging memory."""
+        self.end_sharing()
         self.memory = None
         self.device.staging = None
 

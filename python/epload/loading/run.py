@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from epload.cluster.topology import Topology
 from epload.core.attempt import attempt
-from epload.loading.agreement import AgreedLoad
+from epload.loading.agreed import AgreedLoad
 from epload.loading.buffers import share
 from epload.loading.missing import fill_missing
 from epload.loading.request import Options, Request
@@ -66,15 +66,23 @@ class LoadRun:
 
     def run(self, show_progress: bool) -> None:
         """Raises LoadError; tensors may have been materialized and partly written."""
-        load, plan = self._load, self._plan
+        load, plan, resources = self._load, self._plan, self._resources
         self._memory: NodeMemory | None = None
-        if self._router.stages_on_host(load.device):
-            self._memory = self._resources.reserve_memory(wave_bytes(plan, load.per_wave))
-        local, failure = attempt(self._materialize)
+        sharing = resources.sharing
+        if sharing is None and self._router.stages_on_host(load.device):
+            self._memory = resources.reserve_memory(wave_bytes(plan, load.per_wave))
+        fine = sharing is not None and sharing.accept(load.offers)
+        local, failure = attempt(lambda: self._materialize(fine or self._shared))
         if not load.prepared:
-            self._control.settle("materializing the model", failure)
+            all_fine = self._control.settle("materializing the model", failure, fine, lambda views: all(views.values()))
         elif failure is not None:
             raise failure
+        if sharing is not None:
+            self._memory = resources.finish_sharing(all_fine)
+            if fine and not all_fine and load.device != CPU:
+                self._report.peak_staging = resources.reserve_staging(load, shared=False).footprint
+        if self._memory is not None:
+            self._report.peak_staging += sum(buffer.nbytes for buffer in self._memory.buffers)
         assert local is not None
         self._local = local
         if load.missing.holders:
@@ -93,7 +101,7 @@ class LoadRun:
         """Whether the ranks of a node share memory."""
         return self._memory is not None and self._memory.shared
 
-    def _materialize(self) -> Local:
+    def _materialize(self, shared: bool) -> Local:
         load, report, resources = self._load, self._report, self._resources
         model, inputs = self._request.model, self._load.inputs
         targets = inputs.targets
@@ -102,10 +110,8 @@ class LoadRun:
                 materialize(model, targets, inputs.devices.materialize_on, modules=inputs.modules)
             if targets.staged_modules:
                 allocate_staging(model, targets)
-            if self._memory is not None:
-                report.peak_staging = sum(buffer.nbytes for buffer in self._memory.buffers)
             if load.device != CPU:
-                report.peak_staging += resources.reserve_staging(load, self._shared).footprint
+                report.peak_staging += resources.reserve_staging(load, shared).footprint
                 report.stream = resources.device.describe_stream(load.device)
             scales = dequantize.scale_tensors(self._plan.targets, len(targets.names), load.device)
             tensors = targets.local() + scales

@@ -10,7 +10,9 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,37 +50,75 @@ class NodeMemory:
     @classmethod
     def for_node(cls, control: Control, nodes: Sequence[Sequence[int]], nbytes: int) -> NodeMemory:
         """Shared by the node's ranks, or private for every rank of the job if any cannot share. Collective."""
-        rank = control.rank
-        node = next(node for node in nodes if rank in node)
-        if all(len(node) == 1 for node in nodes):
-            return cls.private(rank, nbytes, shared=True)
-        made: tuple[int, mmap.mmap, bytes] | None = None
-        offer = None
-        if rank == node[0] and len(node) > 1:
-            try:
-                made = _make(_total(len(node), nbytes))
-                offer = [os.getpid(), made[0], made[2].hex()]
-            except OSError:
-                pass  # the others find no offer
-        try:
-            offers = control.settle("sharing memory", None, offer, lambda views: {str(r): v for r, v in views.items()})
-            mapped = made[1] if made is not None else None
-            if mapped is None and len(node) > 1 and offers[str(node[0])] is not None:
-                pid, fd, token = offers[str(node[0])]
-                mapped = _open(pid, fd, token, _total(len(node), nbytes))
-            fine = len(node) == 1 or mapped is not None
-            all_fine = control.settle("sharing memory", None, fine, lambda views: all(views.values()))
-        finally:
-            if made is not None:
-                os.close(made[0])  # whoever wanted it has mapped it
-        if not all_fine or len(node) == 1:
-            return cls.private(rank, nbytes, shared=all_fine)
-        assert mapped is not None
-        return cls(torch.frombuffer(mapped, dtype=torch.uint8), nbytes, node, rank, True)
+        with NodeSharing(nodes, control.rank, nbytes) as sharing:
+            if sharing.trivial:
+                return sharing.finish(True)
+            offers = control.settle("sharing memory", None, sharing.offer, collect_offers)
+            fine = sharing.accept(offers)
+            return sharing.finish(control.settle("sharing memory", None, fine, lambda views: all(views.values())))
 
     def abandon(self) -> None:
         """Keeps the memory until the process ends: a transfer that timed out may still write to it."""
         _ABANDONED.append(self)
+
+
+class NodeSharing:
+    """Making a node's memory, in two rounds of all ranks: in the first they exchange :attr:`offer`, in the second what
+    :meth:`accept` has returned. A context manager, or :meth:`close` it."""
+
+    def __init__(self, nodes: Sequence[Sequence[int]], rank: int, nbytes: int) -> None:
+        """``nbytes``: of one buffer; equal on all ranks."""
+        self.trivial = all(len(node) == 1 for node in nodes)
+        """Whether there is nothing to share, nor to agree on."""
+        self.nbytes = nbytes
+        self.offer: list[Any] | None = None
+        """By which the node's other ranks find the memory that this one has made: process, descriptor, token. For JSON."""
+        self._rank = rank
+        self._node = next(node for node in nodes if rank in node)
+        self._fd = -1
+        self._mapped: mmap.mmap | None = None
+        if rank == self._node[0] and len(self._node) > 1:
+            with suppress(OSError):  # the others find no offer
+                self._fd, self._mapped, token = _make(_total(len(self._node), nbytes))
+                self.offer = [os.getpid(), self._fd, token.hex()]
+
+    def accept(self, offers: Mapping[str, list[Any]]) -> bool:
+        """Whether this rank can use its node's memory. ``offers``: by rank, those that were made."""
+        made = offers.get(str(self._node[0]))
+        if self._mapped is None and made is not None:
+            pid, fd, token = made
+            self._mapped = _open(pid, fd, token, _total(len(self._node), self.nbytes))
+        return len(self._node) == 1 or self._mapped is not None
+
+    def finish(self, all_fine: bool) -> NodeMemory:
+        """Ends the offer: whoever wanted the memory has mapped it. ``all_fine``: whether every rank has accepted."""
+        if not all_fine or len(self._node) == 1:
+            self.close()
+            return NodeMemory.private(self._rank, self.nbytes, shared=all_fine)
+        assert self._mapped is not None
+        memory, self._mapped = torch.frombuffer(self._mapped, dtype=torch.uint8), None
+        self.close()
+        return NodeMemory(memory, self.nbytes, self._node, self._rank, True)
+
+    def close(self) -> None:
+        """Takes back the offer, and drops what was accepted."""
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> NodeSharing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def collect_offers(views: Mapping[int, list[Any] | None]) -> dict[str, list[Any]]:
+    """The offers that were made, as :meth:`NodeSharing.accept` takes them."""
+    return {str(rank): offer for rank, offer in views.items() if offer is not None}
 
 
 def _rounded(nbytes: int) -> int:

@@ -1,0 +1,88 @@
+"""The values of an agreement: what a rank proposes, what the ranks have agreed on after each round, and in the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from epload.checkpoint.manifest import Manifest
+from epload.cluster.topology import Route
+from epload.loading.inputs import LocalInputs
+from epload.loading.missing import Missing
+from epload.mapping.mapping import Mapping
+from epload.planning.plan import LoadPlan
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Everything that a plan follows from, besides the model."""
+
+    manifest: Manifest
+    mapping: Mapping
+    per_wave: int
+    bucket_bytes: int
+    options: str
+
+
+class Proposal(NamedTuple):
+    """A plan made before the ranks have agreed on anything: of the checkpoint and the model of the load before."""
+
+    draft: Draft
+    plan: LoadPlan
+    joined: bool
+    """Whether this rank has opened the checkpoint for it."""
+
+
+class Announcement(NamedTuple):
+    """What the source rank says of its manifest before it sends it."""
+
+    nbytes: int
+    """Of its compact form; 0 if every rank has it, from the load before."""
+    identity: str
+    about: list[Any]
+
+
+class Opening(NamedTuple):
+    """What the ranks have agreed on once all have opened."""
+
+    manifest: Announcement
+    holders: dict[str, int]
+    meta: bool
+    """Whether any rank has tensors on meta."""
+    seed: int
+    """For tensors that are initialized."""
+    planned: list[Any] | None
+    """If all ranks have proposed the same plan: what the planning round would have decided."""
+
+
+@dataclass(frozen=True)
+class AgreedLoad:
+    """One load, as all ranks have agreed on it. Equal on all but for ``inputs``, ``missing`` and the plan's copies."""
+
+    inputs: LocalInputs
+    manifest: Manifest
+    plan: LoadPlan
+    manifest_route: Route
+    """Of the manifest, and of buckets that are not striped."""
+    per_wave: int
+    all_read: bool
+    """Whether every rank has opened the checkpoint."""
+    owned: list[int]
+    """Bytes that each rank copies into its shards, in the order of the ranks."""
+    missing_keys: list[str]
+    mismatched_keys: list[str]
+    """Names of the model, on whichever rank."""
+    ignored_keys: list[str]
+    """Missing and unexpected keys that the mapping says to ignore."""
+    missing: Missing
+    prepared: bool
+    """Whether nothing has to be made for the model, so that no rank can fail before data moves."""
+    offers: dict[str, Any]
+    """Of memory that the ranks of a node share, by the rank that has made it; see ``NodeSharing``."""
+
+    @property
+    def device(self) -> torch.device:
+        """That the load works on."""
+        return self.inputs.device
