@@ -23,8 +23,8 @@ the last unpacked when all else is done."""
 MIN_PART_BYTES = 4 << 20
 """A reader's share of a wave is no smaller, so that its reads stay long."""
 _RING_PART_BYTES = 16 << 20
-"""The same where a wave cannot have a reader on each node: the readers of the next wave then wait until this one has come to them,
-which takes as many hops as this one has readers."""
+"""The same where a wave cannot have a reader on each node: the readers of the next wave then wait until this one has come to
+them, over as many hops as it has readers."""
 STRIPE_ALIGNMENT = 64
 _MAX_FILL = 1 / 128
 _MAX_WAVE_FILL = 1 / 32
