@@ -119,12 +119,12 @@ void prepared_case(
   require(digests.digests(again) == expected, "prepared digests are the same");
   for (const int64_t piece_bytes : {16, 1 << 10}) { // so that regions are digested in parts, and whole
     const auto in_file =
-        epload::digest_files({file}, std::vector<int64_t>(copies.size()), copies, dtypes, 1, piece_bytes);
+        epload::digest_files({file}, std::vector<int64_t>(copies.size()), copies, dtypes, 1, false, piece_bytes);
     require(in_file.outcome.file == -1, "all is digested");
     require(copies.size() != 1 || in_file.digests == expected, "what was unpacked has the digests of the file");
   }
   clear();
-  const auto outcome = reads.run({file}, again, 1);
+  const auto outcome = reads.run({file}, again, 1, false);
   close(file);
   require(outcome.file == -1, "all is read");
   // Random rows may lie on one another, and are read in the order of the file.

@@ -4,11 +4,15 @@
 
 #include "../../../csrc/checksum.h"
 #include "../../../csrc/comm/board.h"
+#include "../../../csrc/cpu/reads.h"
 #include "../../../csrc/region_copy.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+
+#include <fcntl.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdio>
@@ -138,6 +142,35 @@ void several_threads() {
   require(std::memcmp(tensor.const_data_ptr(), numbers, values.nbytes()) == 0, "two threads copy as one");
 }
 
+// Past the page cache where the file system allows it, by two threads, and in pieces that begin and end anywhere.
+void cold_file() {
+  const int64_t nbytes = (9 << 20) + 123;
+  const auto bytes = at::empty({nbytes}, at::kByte);
+  auto* const expected = static_cast<char*>(bytes.mutable_data_ptr());
+  for (int64_t i = 0; i < nbytes; ++i) {
+    expected[i] = static_cast<char>(i * 7 + i / 251);
+  }
+  char path[] = "/tmp/epload-native-XXXXXX";
+  const int file = mkstemp(path);
+  unlink(path);
+  require(write(file, expected, nbytes) == nbytes, "a file");
+  const auto buffer = at::empty({nbytes}, at::kByte);
+  auto* const memory = static_cast<char*>(buffer.mutable_data_ptr());
+  const epload::Memory into{{memory}, [&](int64_t) -> const at::Tensor& { return buffer; }};
+  for (const bool cold : {true, false}) {
+    if (cold) {
+      fsync(file);
+      posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
+    }
+    std::memset(memory, 0, nbytes);
+    const int64_t cut = (5 << 20) + 77;
+    const epload::Reads reads({{0, cut, cut, nbytes - cut}, {0, 0, 0, 100}, {0, 100, 100, cut - 100}}, 1);
+    require(reads.run({file}, into, 2, true).file == -1, "all is read");
+    require(std::memcmp(memory, expected, nbytes) == 0, "what is in the file");
+  }
+  close(file);
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -153,5 +186,6 @@ int main(int argc, char** argv) {
   handing_over();
   failing();
   several_threads();
+  cold_file();
   std::printf("%zu + %zu inputs of the corpus and 2 x %d random ones (seed %u): fine\n", tables, plans, count, seed);
 }
