@@ -297,10 +297,11 @@ def test_a_parameter_keeps_its_identity_and_attributes() -> None:
     model = as_one()
     weight = model.norm.weight
     weight.tag = "kept"
-    reference = weakref.ref(weight)
+    # Torch's own path, which versions take that were not tried, refuses tensors with weak references.
+    reference = weakref.ref(weight) if dtensor.private_path_available() else None
     materialize(model, collect(model), CPU)
     assert model.norm.weight is weight
-    assert reference() is weight
+    assert reference is None or reference() is weight
     assert weight.tag == "kept"
     assert isinstance(weight, nn.Parameter)
     assert weight.is_leaf
