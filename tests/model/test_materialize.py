@@ -298,7 +298,7 @@ def test_a_parameter_keeps_its_identity_and_attributes() -> None:
     weight = model.norm.weight
     weight.tag = "kept"
     # Torch's own path, which versions take that were not tried, refuses tensors with weak references.
-    reference = weakref.ref(weight) if dtensor.private_path_available() else None
+    reference = weakref.ref(weight) if private_path_available() else None
     materialize(model, collect(model), CPU)
     assert model.norm.weight is weight
     assert reference is None or reference() is weight
