@@ -287,12 +287,12 @@ def test_chunk_bytes(flow: Flow, a: int, b: int) -> None:
 
 @pytest.mark.parametrize("nodes", [2, 16, 17, 64])
 def test_chunks_of_waves_with_fewer_buckets_than_nodes(nodes: int) -> None:
-    """The next wave's readers wait while a chunk goes over as many nodes as a wave has buckets: for a thirty-second of a wave."""
+    """The next wave's readers wait while a chunk goes over as many nodes as a wave has buckets: for an eighth of a wave."""
     flow = Flow(tuple((rank,) for rank in range(nodes)), 0, 0, "partitioned", "two_level", True)
-    total, bucket, per_wave = 1 << 40, 16 << 20, 4
+    total, bucket, per_wave = 1 << 40, 4 << 20, 16
     chunk = flow.chunk_bytes(total, bucket, per_wave)
     if nodes > per_wave:
-        assert per_wave * chunk <= per_wave * bucket / 32
+        assert per_wave * chunk <= per_wave * bucket / 8
     else:
         assert chunk == replace(flow, readers="one").chunk_bytes(total)
 
@@ -316,12 +316,6 @@ def test_buckets_per_wave(nodes: Nodes, wave: int) -> None:
         assert 1 <= count <= sum(map(len, nodes))
         assert count == 1 or wave // count >= MIN_PART_BYTES
         assert count <= len(nodes) or count % len(nodes) == 0
-
-
-def test_fewer_and_larger_buckets_where_not_every_node_has_one_in_a_wave() -> None:
-    for nodes, count in ((8, 16), (16, 16), (17, 4), (128, 4)):
-        shape = [range(8 * node, 8 * node + 8) for node in range(nodes)]
-        assert buckets_per_wave(shape, "partitioned", 64 << 20) == count
 
 
 @pytest.mark.parametrize(("wave", "count"), [(4, 1), (8, 2), (12, 2), (16, 4), (64, 4)])

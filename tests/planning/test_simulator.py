@@ -146,19 +146,6 @@ def test_seconds_fall_with_the_rate_of_every_link(mode: str) -> None:
     assert all(slow == pytest.approx(2 * fast, rel=0.02) for slow, fast in pairwise(rates))
 
 
-@pytest.mark.parametrize("cards", [1, 8])
-@pytest.mark.parametrize("algorithm", ["two_level", "striped"])
-def test_partitioned_takes_as_long_on_many_nodes_as_on_few(algorithm: str, cards: int) -> None:
-    """700 GB over 400 Gbit/s cards, 8 ranks a node, apart from agreement: at most 1.2 times as long on 128 nodes as on 8."""
-
-    def seconds(nodes: int) -> float:
-        cluster = Cluster(nodes, 8, link=50e9, links=cards, intra=450e9, reader=35e9, message=8.4e-6, hop=9.6e-6)
-        return predict(f"partitioned/{algorithm}", 700 * 10**9, 100_000, cluster)
-
-    for nodes in (16, 17, 32, 128):
-        assert seconds(nodes) <= 1.2 * seconds(8)
-
-
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'one/two_level'.*'by post'"):
         predict("by post", 1, 1, CLUSTER)

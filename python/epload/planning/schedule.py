@@ -22,12 +22,9 @@ MIN_WAVE_BYTES = 8 << 20
 the last unpacked when all else is done."""
 MIN_PART_BYTES = 4 << 20
 """A reader's share of a wave is no smaller, so that its reads stay long."""
-_RING_PART_BYTES = 16 << 20
-"""The same where a wave cannot have a reader on each node: the readers of the next wave then wait until this one has come to
-them, over as many hops as it has readers."""
 STRIPE_ALIGNMENT = 64
 _MAX_FILL = 1 / 128
-_MAX_WAVE_FILL = 1 / 32
+_MAX_WAVE_FILL = 1 / 8
 _CHUNK_BYTES = (512 << 10, 16 << 20)
 
 Step = tuple[int, int, int, int, int, int]
@@ -141,8 +138,7 @@ def buckets_per_wave(nodes: Sequence[Sequence[int]], readers: str, wave_bytes: i
     if readers not in ("partitioned", "auto"):
         return 1
     ranks = sum(map(len, nodes))
-    part = MIN_PART_BYTES if wave_bytes >= len(nodes) * MIN_PART_BYTES else _RING_PART_BYTES
-    most = max(1, min(ranks, wave_bytes // part))
+    most = max(1, min(ranks, wave_bytes // MIN_PART_BYTES))
     return most // len(nodes) * len(nodes) if most > len(nodes) else most
 
 
