@@ -83,11 +83,11 @@ def main() -> None:
     nbytes, tensors = contents(meta_model(size_of(options)))
     results = facts(nbytes, tensors) | results | {"minutes": (monotonic() - began) / 60}
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "cold.json").write_text(json.dumps(results, indent=1))
+    mark = "warm" if options.warm else "cold-many" if options.many else f"cold-{options.files}"
+    (options.out / f"{mark}.json").write_text(json.dumps(results, indent=1))
     table = compared(results, options)
     table.show()
     if options.docs:
-        mark = "warm" if options.warm else "cold-many" if options.many else f"cold-{options.files}"
         write(ROOT / "docs" / "performance.md", mark, [provenance(results), table.markdown()])
 
 
@@ -157,6 +157,9 @@ class Worker:
                 samples[name].append(self._measure(lambda name=name: self._load(name)))
                 notes[name] = self.report.reason
         for mode in modes:
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.to_local().fill_(float("nan"))
             self._load(mode)
             self._check(mode)
         peaks = [0] * dist.get_world_size()

@@ -30,15 +30,15 @@ bool is_cached(int file, int64_t offset) {
   return preadv2(file, &one, 1, offset, RWF_NOWAIT) >= 0 || errno != EAGAIN;
 }
 
-// Whether a file is on a disk of this machine. Other file systems may depend on what the kernel reads ahead.
+// Whether a file is on a disk of this machine. Other file systems may depend on what the kernel reads ahead, and of
+// overlayfs the kernel does not say what is cached.
 bool is_on_disk(int file) {
   struct statfs status{};
   if (fstatfs(file, &status) != 0) {
     return false;
   }
   const auto type = static_cast<uint32_t>(status.f_type);
-  return type == EXT4_SUPER_MAGIC || type == XFS_SUPER_MAGIC || type == BTRFS_SUPER_MAGIC ||
-         type == OVERLAYFS_SUPER_MAGIC;
+  return type == EXT4_SUPER_MAGIC || type == XFS_SUPER_MAGIC || type == BTRFS_SUPER_MAGIC;
 }
 
 } // namespace

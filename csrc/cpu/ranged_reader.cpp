@@ -55,26 +55,21 @@ class Scatter {
 } // namespace
 
 bool RangedReader::Worker::read(int64_t file, int64_t offset, iovec* vectors, size_t count) {
-  const auto descriptor = static_cast<int>(reader_.descriptors_[file]);
   if (!reader_.direct_.empty()) {
     const auto nbytes = bytes_of(vectors, count);
     auto& direct = reader_.direct_[file];
-    if (nbytes >= kDirectBytes && direct.descriptor() >= 0 && direct.is_cold(offset, nbytes)) {
-      if (read_direct(direct.descriptor(), file, offset, vectors, count)) {
-        nbytes_ += nbytes;
-        return true;
-      }
-      if (failure_.error != EINVAL) { // some file systems open files with O_DIRECT that they cannot read so
-        return false;
-      }
-      failure_ = {};
+    if (nbytes >= kDirectBytes && direct.is_cold(offset, nbytes) && direct.descriptor() >= 0 &&
+        read_direct(direct.descriptor(), offset, vectors, count)) {
+      nbytes_ += nbytes;
+      return true;
     }
   }
-  return read_cached(descriptor, file, offset, vectors, count);
+  return read_cached(file, offset, vectors, count);
 }
 
-bool RangedReader::Worker::read_direct(
-    int descriptor, int64_t file, int64_t offset, const iovec* vectors, size_t count) {
+// False when anything is amiss, even the end of the file: reading through the page cache may still succeed, or says why
+// not. Leaves the vectors as they are.
+bool RangedReader::Worker::read_direct(int descriptor, int64_t offset, const iovec* vectors, size_t count) {
   if (!aligned_.defined()) {
     aligned_ = at::empty({kDirectRequest + kDirectAlignment}, at::TensorOptions().dtype(at::kByte));
   }
@@ -91,7 +86,6 @@ bool RangedReader::Worker::read_direct(
       continue;
     }
     if (got <= skipped) {
-      failure_ = {0, file, at, got < 0 ? errno : 0};
       return false;
     }
     const int64_t useful = std::min(static_cast<int64_t>(got), wanted) - skipped;
@@ -101,7 +95,8 @@ bool RangedReader::Worker::read_direct(
   return true;
 }
 
-bool RangedReader::Worker::read_cached(int descriptor, int64_t file, int64_t offset, iovec* vectors, size_t count) {
+bool RangedReader::Worker::read_cached(int64_t file, int64_t offset, iovec* vectors, size_t count) {
+  const auto descriptor = static_cast<int>(reader_.descriptors_[file]);
   while (count > 0) {
     ssize_t got = count == 1 ? pread(descriptor, vectors->iov_base, vectors->iov_len, offset)
                              : preadv(descriptor, vectors, static_cast<int>(count), offset);

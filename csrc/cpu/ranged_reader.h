@@ -42,6 +42,9 @@ class RangedReader {
     // not be read: `failure` then says where and why.
     bool read(int64_t file, int64_t offset, iovec* vectors, size_t count);
 
+    // The same, never past the page cache.
+    bool read_cached(int64_t file, int64_t offset, iovec* vectors, size_t count);
+
     // Reads bytes [begin, end) of a file into the scratch buffer; null when they could not be read. They start as far
     // into a cache line as in the file, where the kernel copies fastest.
     const char* load(int64_t file, int64_t begin, int64_t end);
@@ -62,8 +65,7 @@ class RangedReader {
     }
 
    private:
-    bool read_cached(int descriptor, int64_t file, int64_t offset, iovec* vectors, size_t count);
-    bool read_direct(int descriptor, int64_t file, int64_t offset, const iovec* vectors, size_t count);
+    bool read_direct(int descriptor, int64_t offset, const iovec* vectors, size_t count);
 
     const RangedReader& reader_;
     at::Tensor scratch_;

@@ -144,7 +144,8 @@ bool Reads::read(const Request& request, RangedReader::Worker& worker, const Mem
   if (first.tensor < 0) {
     const auto buffer = worker.scratch(first.nbytes).narrow(0, 0, first.nbytes);
     iovec whole{buffer.data_ptr(), static_cast<size_t>(first.nbytes)};
-    if (!worker.read(first.file, first.offset, &whole, 1)) {
+    // Other ranks may take other parts of the same bytes, and then find them in the page cache.
+    if (!worker.read_cached(first.file, first.offset, &whole, 1)) {
       return false;
     }
     scattered_[first.at].copy(buffer, first.offset, memory, Direction::kUnpack, false);

@@ -129,7 +129,8 @@ class HierarchicalLoader:
                 caller's current stream and one of that stream for it. None makes one, kept; for models on CPU only None.
             direct_io: whether files of local disks are read past the page cache (``O_DIRECT``) where they are not in it, which
                 takes a small part of the CPU time and leaves the cache as it is. If False, they are in the cache afterwards,
-                as far as there is memory, where the next load finds them.
+                as far as there is memory, where the next load finds them. Not where bytes are read again: with
+                ``verify="full"`` or ``"sample"``, and with ``"every"`` if ranks of a node keep the same ones.
             progress: a bar on rank ``src`` when standard error is a terminal.
 
         Raises:

@@ -96,7 +96,14 @@ def test_a_cold_file_is_read_past_the_cache_unless_its_file_system_refuses(refus
     assert (cached(large_file) > 0.9) == bool(refused)
 
 
-def test_a_read_error_past_the_cache_names_the_file(large_file: Path) -> None:
+def test_what_is_in_the_cache_is_not_read_past_it(large_file: Path) -> None:
+    large_file.read_bytes()
     traced = fill(large_file, [Piece(0, 0, 0, 1 << 20)], 1 << 20, direct_error=errno.EIO)
+    assert traced.error == ""
+    assert len(traced.requests) == 1
+
+
+def test_a_read_error_past_the_cache_names_the_file(large_file: Path) -> None:
+    traced = fill(large_file, [Piece(0, 0, 0, 1 << 20)], 1 << 20, direct_error=errno.EIO, error=errno.EIO)
     assert str(large_file) in traced.error
     assert "Input/output error" in traced.error

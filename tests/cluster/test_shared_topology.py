@@ -96,6 +96,31 @@ def test_a_round_that_fails_leaves_no_descriptor_of_shared_memory(round_: str) -
     assert ranks.run(4, failing_offer, round_, limit=60) == [[]] * 4
 
 
+def failing_larger_load(rank: int) -> list[str]:
+    """One rank cannot plan a load that needs more memory than the one before; the next load needs as much as the first."""
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="partitioned", timeout=10, progress=False)
+    model, problems = meta_net(), []
+    loader.load(model, state_for(1))
+    large = nn.Linear(300, 200)
+    state = {"weight": torch.ones(200, 300), "bias": torch.ones(200)}
+    if rank == 1:
+        state["weight"] = torch.ones(200, 301)
+    try:
+        loader.load(large, state)
+        problems.append("the load did not fail")
+    except epload.LoadError as error:
+        if "weight" not in str(error):
+            problems.append(str(error))
+    for number in (2, 3):
+        loader.load(model, state_for(number))
+        problems += wrong(model, state_for(number))
+    return problems
+
+
+def test_a_larger_load_that_one_rank_cannot_plan_leaves_all_with_the_same_memory() -> None:
+    assert ranks.run(4, failing_larger_load, limit=80) == [[]] * 4
+
+
 def failing_group(rank: int) -> list[str]:
     """A rank cannot make a group of its first load; the others have made theirs and go on, until they hear of it."""
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=30)

@@ -253,7 +253,8 @@ class Control:
         prefix = self._prefix
         if self._succeeded:
             return None
-        first = self._outcomes.publish(self._step, failure, hard)
+        with self._looking:
+            first = self._outcomes.publish(self._step, failure, hard)
         if first is not None:
             self.spread(prefix, hard)
         return first

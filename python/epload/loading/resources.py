@@ -53,7 +53,6 @@ class Resources:
         self.end_sharing()
         if self._has_memory(nbytes) or not self._shares_memory:
             return None
-        self.memory = None
         self.sharing = NodeSharing(self._topology.nodes, self._topology.rank, nbytes)
         return self.sharing.offer
 
@@ -74,6 +73,7 @@ class Resources:
         if self._has_memory(nbytes):
             assert self.memory is not None
             return self.memory
+        self.memory = None  # before more is allocated
         if self._shares_memory:
             self.memory = NodeMemory.for_node(self._topology.control, self._topology.nodes, nbytes)
         else:

@@ -69,7 +69,9 @@ class LoadRun:
         load, plan, resources = self._load, self._plan, self._resources
         self._memory: NodeMemory | None = None
         sharing = resources.sharing
-        if sharing is None and self._router.stages_on_host(load.device):
+        if sharing is not None:  # all ranks have agreed on the plan, and replace their memory
+            resources.memory = None
+        elif self._router.stages_on_host(load.device):
             self._memory = resources.reserve_memory(wave_bytes(plan, load.per_wave))
         fine = sharing is not None and sharing.accept(load.offers)
         local, failure = attempt(lambda: self._materialize(fine or self._shared))
@@ -192,7 +194,9 @@ class LoadRun:
         load, flow, report = self._load, route.flow, self._report
         checkpoint = load.inputs.checkpoint if flow.reads else None
         if checkpoint is not None:
-            checkpoint.use_direct_io(self._options.direct_io and not (flow.readers == "every" and self._reads_repeat()))
+            # A proof reads all bytes once more.
+            again = self._options.proves or (flow.readers == "every" and self._reads_repeat())
+            checkpoint.use_direct_io(self._options.direct_io and not again)
         context = TransferContext(self._plan, flow, checkpoint, self._framing, self._control, report)
         if flow.readers == "every":
             waves = make_waves(self._plan, buckets, load.per_wave)
