@@ -255,8 +255,8 @@ class Scene:
 
         releasing = threading.Thread(target=release)
 
-        def materialize(run: LoadRun) -> Local:
-            local = materialize_really(run)
+        def materialize(run: LoadRun, shared: bool) -> Local:
+            local = materialize_really(run, shared)
             fakedev.hold(self.held_stream)  # what is waited for on the host is over
             releasing.start()
             return local
