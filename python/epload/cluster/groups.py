@@ -207,7 +207,7 @@ def dispose(groups: Sequence[Group]) -> None:
 
     if open_groups:
         with suppress(LoadError):  # no thread can be started: the groups stay open until the process exits
-            threads.start("epload-close", close)
+            threads.start("close-groups", close)  # which a load leaves behind, unlike threads named epload-*
 
 
 _with_devices: weakref.WeakSet[Group] = weakref.WeakSet()
