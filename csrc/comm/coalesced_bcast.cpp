@@ -1,5 +1,5 @@
-#include "coalesced_bcast.h"
-
+// The coalesced two-level broadcast: checks, bucket plan, and per bucket pack -> leaders -> node -> unpack on one
+// stream.
 #include "../bucket_plan.h"
 #include "../region_copy.h"
 #include "../schedule.h"
@@ -14,6 +14,9 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <string>
 
 namespace epload {
 namespace {
@@ -233,8 +236,13 @@ void broadcast_buckets(at::TensorList tensors, const BucketPlan& plan, const Rou
   }
 }
 
-} // namespace
-
+// Collective over the ranks of both groups; every rank passes the same number of tensors, of the same dtypes and sizes,
+// in the same order. `src` is a global rank. `inter_group` has one leader per node, `src` among them, and is empty on a
+// rank that leads no node; `intra_group` has this node's ranks and is empty if there is only one. `leader` is the
+// global rank of this node's leader; -1 derives it: `src` on its own node, elsewhere the node's lowest rank. With
+// algorithm "flat", `inter_group` is the one group of all ranks. With "striped", it is this rank's rail, on which is
+// the rank of every node that comes at the same place in its `intra_group`, and `leader` the one of the source's node.
+// Throws ValueError before anything has moved.
 void coalesced_bcast(
     at::TensorList tensors,
     int64_t src,
@@ -257,27 +265,12 @@ void coalesced_bcast(
   const auto device = check_tensors(tensors);
   ExplicitStream::check(device, stream);
   const Route route(device.type(), src, inter_group, intra_group, wanted, leader);
-  if (route.alone()) {
-    return;
+  if (!route.alone()) {
+    const auto plan = plan_of(tensors, bucket_bytes);
+    const at::NoGradGuard no_grad;
+    const ExplicitStream on_stream(device, stream);
+    broadcast_buckets(tensors, plan, route, device);
   }
-  const auto plan = plan_of(tensors, bucket_bytes);
-  const at::NoGradGuard no_grad;
-  const ExplicitStream on_stream(device, stream);
-  broadcast_buckets(tensors, plan, route, device);
-}
-
-namespace {
-
-void coalesced_bcast_op(
-    at::TensorList tensors,
-    int64_t src,
-    const std::string& inter_group,
-    const std::string& intra_group,
-    int64_t bucket_bytes,
-    const std::string& algorithm,
-    std::optional<c10::Stream> stream,
-    int64_t leader) {
-  coalesced_bcast(tensors, src, inter_group, intra_group, bucket_bytes, algorithm, stream, leader);
   mark_written(tensors);
 }
 
@@ -285,5 +278,5 @@ void coalesced_bcast_op(
 } // namespace epload
 
 TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
-  m.impl("coalesced_bcast", TORCH_FN(epload::coalesced_bcast_op));
+  m.impl("coalesced_bcast", TORCH_FN(epload::coalesced_bcast));
 }

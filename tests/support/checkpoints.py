@@ -9,11 +9,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from epload import Checkpoint, Manifest
 from epload.core.pieces import Piece
+from page_cache import cached, drop
 
 State = dict[str, Tensor]
 
@@ -70,6 +72,13 @@ def read_all(checkpoint: Checkpoint) -> State:
         part = bucket[at[i].bucket_offset :][: at[i].nbytes] if i in at else bucket[:0]
         made[name] = part.clone().view(kind).reshape(shape)
     return made
+
+
+def make_cold(path: Path) -> None:
+    """Takes a file out of the page cache. Skips the test where it has no other place."""
+    drop(path)
+    if cached(path) > 0:
+        pytest.skip(f"{path.parent} is on a file system that is its own cache")
 
 
 def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

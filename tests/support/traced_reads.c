@@ -1,4 +1,4 @@
-// Preloaded into a process: notes its positioned reads of one file, and can make them short, slow or fail.
+// Preloaded into a process: notes its positioned reads of one file, and can make them short or fail.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -46,7 +46,6 @@ ssize_t preadv(int fd, const struct iovec* vectors, int count, off_t offset) {
     nbytes += vectors[i].iov_len;
   }
   note(nbytes, offset, count);
-  usleep(number("READS_DELAY"));
   const long error = number((fcntl(fd, F_GETFL) & O_DIRECT) != 0 ? "READS_DIRECT_ERROR" : "READS_ERROR");
   if (error != 0) {
     errno = (int)error;

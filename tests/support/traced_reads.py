@@ -55,7 +55,6 @@ def fill(
     most: int = 0,
     error: int = 0,
     direct_error: int | None = None,
-    delay: float = 0.0,
 ) -> Traced:
     """Has another process fill a buffer of ``nbytes`` from the checkpoint at ``path``, which is one file.
 
@@ -63,13 +62,12 @@ def fill(
         most: bytes that a request returns; 0 for no limit.
         error: errno with which requests fail; 0 for none.
         direct_error: the same of those that go past the page cache; None if none does.
-        delay: of each request, in seconds.
     """
     with tempfile.TemporaryDirectory(prefix="epload-traced-") as folder:
         task, result, log = (Path(folder) / name for name in ("task", "result", "log"))
         traced = {
             "READS_OF": str(path.resolve()), "READS_LOG": str(log), "READS_MOST": str(most), "READS_ERROR": str(error),
-            "READS_DIRECT_ERROR": str(direct_error or 0), "READS_DELAY": str(round(1e6 * delay)),
+            "READS_DIRECT_ERROR": str(direct_error or 0),
         }  # fmt: skip
         torch.save(
             {
