@@ -28,22 +28,25 @@ class Alarm:
 
     def __init__(self) -> None:
         self._fd = -1
+        self._lock = threading.Lock()
+        """Held by who sets or closes it: once it is closed, the system may give its number to another file."""
 
     def open(self) -> None:
         """Raises OSError if the process has too many open files."""
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        with self._lock:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
 
     def fileno(self) -> int:
         return self._fd
 
     def set(self) -> None:
-        if self._fd >= 0:
-            with suppress(OSError):
+        with self._lock:
+            if self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
