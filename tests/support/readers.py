@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from epload import HierarchicalLoader, LoadReport, Topology
-from epload.checkpoint.byte_store import Readable
 from epload.checkpoint.file_checkpoint import FileCheckpoint
+from epload.core.regions import BoundRegions, Regions
 from epload.planning import schedule
 from support.checks import all_fine
 from support.failures import Failing, Failure, Outcome, check, outcome
@@ -265,7 +265,7 @@ def differences_are_reported(outcomes: Sequence[Outcome], folder: Path, readers:
 class FailingRegions(Failing):
     """A source that can read regions, and fails at one."""
 
-    def read_regions(self, regions: Readable) -> int | None:
+    def read_regions(self, regions: Regions | BoundRegions) -> int | None:
         self.calls += 1
         if self.calls == self._bucket + 1:
             raise self._error

@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore, Readable
+from epload.checkpoint.byte_store import ByteStore
 from epload.checkpoint.manifest import Manifest
 from epload.core.pieces import Piece
+from epload.core.regions import BoundRegions, Regions
 from epload.errors import CheckpointError
 
 
@@ -73,14 +74,25 @@ class Checkpoint(ABC):
         """The tensor with this index in the manifest, if the checkpoint has it in memory; else None."""
         return None
 
-    def read_regions(self, regions: Readable) -> int | None:
-        """Reads regions of tensors from files directly into a model's tensors, or to compute digests.
+    def read_regions(self, regions: Regions | BoundRegions) -> int | None:
+        """Reads regions of tensors from files directly into a model's tensors, which are on CPU.
 
         Returns:
             The bytes read, or None if the checkpoint cannot read this way.
 
         Raises:
             CheckpointError: a file is missing, cannot be read or ends too early.
+        """
+        return None
+
+    def digest_regions(self, origins: Tensor, table: Tensor) -> Tensor | None:
+        """Computes the digests of regions of tensors directly from files. Arguments are those of ``ops.digest_files``.
+
+        Returns:
+            int64 [n], one a row of ``table``, or None if the checkpoint cannot read this way.
+
+        Raises:
+            CheckpointError: as for :meth:`read_regions`.
         """
         return None
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from torch import Tensor
+
+from epload.core.regions import BoundRegions, Regions
 
 
 class StoredFile(ABC):
@@ -40,19 +42,6 @@ class StoredFile(ABC):
         return None
 
 
-class Readable(Protocol):
-    """Regions of tensors that a store reads from its files: into a model's tensors, or to compute digests."""
-
-    @property
-    def origins(self) -> Tensor:
-        """int64 CPU tensor [n, 2]; for each region the index of its checkpoint tensor, and its offset there in bytes."""
-
-    def read(
-        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int, direct: bool
-    ) -> tuple[int, int, int, int]:
-        """Reads the regions; arguments and result are those of ``ops.read_regions``."""
-
-
 class ByteStore(ABC):
     """The files of one checkpoint, open for reading. Reading is thread-safe; closing must not overlap with it.
 
@@ -66,15 +55,8 @@ class ByteStore(ABC):
     """Whether large reads of what is not in the page cache go past it, in a store that uses it."""
 
     @abstractmethod
-    def identity(self) -> tuple[Hashable, ...]:
-        """What must still be true when the load ends: the version that each file had when it was opened.
-
-        Two stores with equal identities read the same bytes.
-        """
-
-    @abstractmethod
     def changed(self) -> str:
-        """How a file now differs from :meth:`identity`, e.g. "PATH was replaced by another file"; empty if none does."""
+        """How a file is not what it was when it was opened, e.g. "PATH was replaced by another file"; empty if all are."""
 
     @abstractmethod
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
@@ -91,16 +73,32 @@ class ByteStore(ABC):
             CheckpointError: a file has changed, cannot be read or ends too early.
         """
 
-    def read_regions(self, files: Tensor, offsets: Tensor, regions: Readable) -> int | None:
-        """Reads regions of tensors without a buffer in between, if the store has such a path.
+    def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions | BoundRegions) -> int | None:
+        """Reads regions of tensors into a model's, without a buffer in between, if the store has such a path.
 
         Args:
             files: int64 CPU tensor [t], for each tensor the index of its file.
             offsets: int64 CPU tensor [t], where each tensor starts in its file, in bytes.
-            regions: what to read.
+            regions: what to read, and where to; targets on CPU.
 
         Returns:
             The bytes read, or None if the store can only :meth:`read`.
+
+        Raises:
+            CheckpointError: as for :meth:`read`.
+        """
+        return None
+
+    def digest_regions(self, files: Tensor, offsets: Tensor, origins: Tensor, table: Tensor) -> Tensor | None:
+        """Computes the digests of regions of tensors as it reads them, if the store has such a path.
+
+        Args:
+            files, offsets: as for :meth:`read_regions`.
+            origins: int64 CPU tensor [n, 2], as in ``Regions``.
+            table: a copy table of n rows, as for ``ops.digest_files``.
+
+        Returns:
+            int64 [n], or None if the store can only :meth:`read`.
 
         Raises:
             CheckpointError: as for :meth:`read`.

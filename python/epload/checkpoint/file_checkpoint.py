@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.byte_store import ByteStore, Readable, StoredFile
+from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.index import Index
 from epload.checkpoint.manifest import FileFacts, FileLayout, Manifest, TensorLocations
 from epload.core.pieces import Piece, Pieces
+from epload.core.regions import BoundRegions, Regions
 from epload.errors import CheckpointError
 
 
@@ -38,8 +39,11 @@ class FileCheckpoint(Checkpoint):
             torch.stack(_coalesced(self._locations.file[tensor], offset, bucket_offset, nbytes), 1), bucket
         )
 
-    def read_regions(self, regions: Readable) -> int | None:
+    def read_regions(self, regions: Regions | BoundRegions) -> int | None:
         return self._store.read_regions(self._locations.file, self._locations.offset, regions)
+
+    def digest_regions(self, origins: Tensor, table: Tensor) -> Tensor | None:
+        return self._store.digest_regions(self._locations.file, self._locations.offset, origins, table)
 
 
 def _coalesced(file: Tensor, offset: Tensor, position: Tensor, nbytes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

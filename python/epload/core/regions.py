@@ -1,4 +1,4 @@
-"""The regions of its tensors that one rank takes out of some bytes."""
+"""The regions of its tensors that one rank takes out of some bytes: data, which is read and copied elsewhere."""
 
 from __future__ import annotations
 
@@ -26,13 +26,6 @@ class Regions(NamedTuple):
     def unpack(self, bucket: Tensor) -> None:
         """Copies them out of a bucket (uint8) on the targets' device."""
         ops.unpack(bucket, self.targets, self.copies.rows)
-
-    def read(
-        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int, direct: bool
-    ) -> tuple[int, int, int, int]:
-        """Those on CPU, from files; see ``ops.read_regions``."""
-        rows = self.copies.rows
-        return ops.read_regions(descriptors, files, offsets, self.origins, self.targets, rows, threads, direct)
 
     def by_device(self) -> tuple[Regions, Regions]:
         """Those whose targets are on CPU, and the others."""
@@ -63,3 +56,43 @@ class Regions(NamedTuple):
     def _select(self, rows: Tensor) -> Regions:
         copies = self.copies.select(rows)
         return Regions([self.targets[i] for i in copies.renumber_targets()], copies, self.origins[rows])
+
+
+class PreparedRegions:
+    """The same of CPU tensors that the native library knows: what follows from where the regions lie is prepared once, and kept
+    for the next load, whose tensors may be others with the same layouts."""
+
+    def __init__(self, targets: Sequence[int], copies: CopyTable, origins: Tensor) -> None:
+        """Arguments are those of :class:`Regions`, but ``targets`` are indices into a tensor list."""
+        self.targets = targets
+        self.origins = origins
+        self._copies = copies
+        self._read_from: tuple[Tensor, Tensor, int] | None = None
+        self._reads: ops.PreparedReads | None = None
+
+    def reads(self, tensors: ops.TensorList, files: Tensor, offsets: Tensor, file_count: int) -> ops.PreparedReads:
+        """See ``ops.prepare_reads``; kept until the tensors of the checkpoint lie elsewhere."""
+        known = self._read_from
+        if (
+            known is None
+            or known[2] != file_count
+            or not (torch.equal(known[0], files) and torch.equal(known[1], offsets))
+        ):
+            self._reads = ops.prepare_reads(
+                tensors, self.targets, self._copies.rows, files, offsets, self.origins, file_count
+            )
+            self._read_from = files, offsets, file_count
+        assert self._reads is not None
+        return self._reads
+
+
+class BoundRegions(NamedTuple):
+    """Prepared regions, and the tensors of one load that they are of."""
+
+    regions: PreparedRegions
+    tensors: ops.TensorList
+
+    @property
+    def origins(self) -> Tensor:
+        """See :class:`Regions`."""
+        return self.regions.origins

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
-from epload.core.regions import Regions
+from epload.core.regions import BoundRegions, PreparedRegions, Regions
 from epload.native import ops
-from epload.planning.plan import LoadPlan, Taken
+from epload.planning.plan import LoadPlan
 
 
 class Local:
@@ -75,7 +74,7 @@ class PreparedPlan:
         self.layouts = layouts
         self.copies: dict[int, ops.PreparedCopies] = {}
         """Of each bucket."""
-        self.reads: dict[range, _PreparedReads] = {}
+        self.reads: dict[range, PreparedRegions] = {}
         """Of some buckets."""
         self.digests: dict[int, tuple[Tensor, ops.PreparedDigests]] = {}
         """Of each bucket, with the copy table that they follow from."""
@@ -104,45 +103,11 @@ class _PreparedLocal(Local):
     def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
         reads = self.prepared.reads.get(numbers)
         if reads is None:
-            reads = self.prepared.reads[numbers] = _PreparedReads(self._plan.taken(numbers))
-        return checkpoint.read_regions(_Readable(self._tensor_list, reads)) if reads.taken.targets else 0
+            reads = self.prepared.reads[numbers] = PreparedRegions(*self._plan.taken(numbers))
+        return checkpoint.read_regions(BoundRegions(reads, self._tensor_list)) if reads.targets else 0
 
     def digests(self, number: int, which: Sequence[int], table: Tensor) -> Tensor:
         known = self.prepared.digests.get(number)
         if known is None or known[0] is not table:
             known = self.prepared.digests[number] = table, ops.prepare_digests(self._tensor_list, which, table)
         return ops.digest_prepared(self._tensor_list, known[1])
-
-
-class _PreparedReads:
-    """Regions as they are read from the files of a checkpoint, and from those of the next if its tensors lie as there."""
-
-    def __init__(self, taken: Taken) -> None:
-        self.taken = taken
-        self._places: tuple[Tensor, Tensor, int] | None = None
-        self._reads: ops.PreparedReads | None = None
-
-    def of(self, tensor_list: ops.TensorList, files: Tensor, offsets: Tensor, file_count: int) -> ops.PreparedReads:
-        known = self._places
-        if known is None or not (torch.equal(known[0], files) and torch.equal(known[1], offsets)):
-            self._reads = None
-        if self._reads is None or known is None or known[2] != file_count:
-            targets, copies, origins = self.taken
-            self._reads = ops.prepare_reads(tensor_list, targets, copies.rows, files, offsets, origins, file_count)
-            self._places = files, offsets, file_count
-        return self._reads
-
-
-class _Readable:
-    """See ``byte_store.Readable``."""
-
-    def __init__(self, tensor_list: ops.TensorList, reads: _PreparedReads) -> None:
-        self.origins = reads.taken.origins
-        self._tensor_list = tensor_list
-        self._reads = reads
-
-    def read(
-        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int, direct: bool
-    ) -> tuple[int, int, int, int]:
-        reads = self._reads.of(self._tensor_list, files, offsets, len(descriptors))
-        return ops.read_prepared(descriptors, self._tensor_list, reads, threads, direct)

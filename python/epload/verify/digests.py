@@ -11,10 +11,6 @@ import torch
 from torch import Tensor
 
 from epload.core.copy_table import CopyTable
-from epload.native import ops
-
-_THREADS = 4
-"""Per rank, for reading files and computing digests."""
 
 
 class LocalRegions(NamedTuple):
@@ -57,25 +53,6 @@ class BucketClaims(NamedTuple):
             differs = expected[rows] != digests[rank][part]
             found += [(tensor, rank) for tensor in self.origins[rows][differs, 0].tolist()]
         return found
-
-
-class FileDigests:
-    """Computes the digests of regions from the files of a checkpoint. See ``byte_store.Readable``."""
-
-    digests: Tensor
-    """int64 [n], once :meth:`read` has returned."""
-
-    def __init__(self, claims: BucketClaims) -> None:
-        self.origins = claims.origins
-        self._table = claims.table
-
-    def read(
-        self, descriptors: Sequence[int], files: Tensor, offsets: Tensor, threads: int, direct: bool
-    ) -> tuple[int, int, int, int]:
-        self.digests, outcome = ops.digest_files(
-            descriptors, files, offsets, self.origins, self._table, max(threads, _THREADS), direct
-        )
-        return outcome
 
 
 # ---- what travels ----

@@ -24,7 +24,7 @@ from epload.planning.buckets import Bucket
 from epload.planning.plan import LoadPlan
 from epload.transport.local import Local
 from epload.verify import digests
-from epload.verify.digests import BucketClaims, FileDigests, LocalRegions
+from epload.verify.digests import BucketClaims, LocalRegions
 
 VERIFY = ("off", "buckets", "sample", "full")
 SAMPLED = 16
@@ -131,9 +131,9 @@ class Proof:
 
     def _expected(self, claims: BucketClaims, checkpoint: Checkpoint, scratch: Tensor) -> Tensor:
         """The digests that the checkpoint has. ``scratch``: as large as the bucket."""
-        from_files = FileDigests(claims)
-        if checkpoint.read_regions(from_files) is not None:
-            return from_files.digests
+        from_files = checkpoint.digest_regions(claims.origins, claims.table)
+        if from_files is not None:
+            return from_files
         bucket = self._plan.buckets[claims.bucket]
         columns = self._plan.pieces(bucket).columns
         checkpoint.fill(scratch, Pieces(columns[self._selected(bucket, columns[:, 2])]))

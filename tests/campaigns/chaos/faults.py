@@ -47,7 +47,7 @@ WAYS = (
     ("auto", "auto"),
     ("one", "flat"),
 )
-_READS = ("fill", "read_regions")
+_READS = ("fill", "read_regions", "digest_regions")
 _MOVES = ("relay", "coalesced_bcast")
 _WRITES = ("unpack", "read")
 _ALL = (*_READS, *_MOVES, "unpack", "agree")
