@@ -69,7 +69,7 @@ def load(
         timeout=timeout, stream=stream, direct_io=direct_io, progress=progress,
     )  # fmt: skip
     with loader:
-        loader._agreement.inputs.remembers = False
+        loader._remembers = False
         return loader.load(
             model, checkpoint, mapping=mapping, strict=strict,
             ignore_mismatched_shapes=ignore_mismatched_shapes, dtype=dtype, init_missing=init_missing,
@@ -148,6 +148,8 @@ class HierarchicalLoader:
         self.number = self.topology.number_loader()
         """Among the loaders of its topology, equal on all ranks."""
         self._made_by = threading.current_thread()
+        self._remembers = True
+        """Whether there will be another load."""
         self.topology.check_source(src)
         self.stream = stream
         self.progress = progress
@@ -253,8 +255,9 @@ class HierarchicalLoader:
                 load = self._agreement.run(request, self.stream, report)
             run = LoadRun(self.topology, options, self._router, self._resources, request, load, report)
             run.run(show_progress=self.progress and self.topology.rank == options.src)
-            with report.timed("plan"), garbage_collection.paused():
-                self._agreement.inputs.remember(request, load.inputs)
+            if self._remembers:
+                with report.timed("plan"), garbage_collection.paused():
+                    self._agreement.inputs.remember(request, load.inputs)
         finally:
             self._resources.end_sharing()
             self._agreement.inputs.close_checkpoint()

@@ -58,8 +58,6 @@ class InputReader:
         self._topology = topology
         self._options = options
         self._router = router
-        self.remembers = True
-        """Whether there will be another load."""
         self.snapshot: Snapshot | None = None
         self.manifest: Manifest | None = None
         """That of the load before."""
@@ -90,7 +88,7 @@ class InputReader:
     def remember(self, request: Request, inputs: LocalInputs) -> None:
         """After a load: keeps what the next one would read of the same model."""
         modules, targets = inputs.modules, inputs.targets
-        if modules is None or not self.remembers:
+        if modules is None:
             return
         if request.init_missing is not None:  # it may have changed anything
             modules = Modules(request.model)
