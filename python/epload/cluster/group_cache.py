@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from epload.cluster.groups import FIRST_POLL, LAST_POLL, Group, dispose
+from epload.cluster.groups import FIRST_POLL, LAST_POLL, Group, abort, dispose
 from epload.control.control import Control
+from epload.control.watch import Stop
 from epload.core import threads
 from epload.errors import LoadError, RemoteFailure, message_of
 
@@ -94,6 +95,10 @@ class GroupCache:
                 raise
         self._made.update((timeout, family) for family in families)
 
+    def fail(self) -> None:
+        """Ends what the groups do on devices, as another rank has failed. Called by the watch."""
+        abort(list(self._groups.values()))
+
     def clear(self) -> None:
         """Disposes of all groups. On all ranks alike."""
         dispose(list(self._groups.values()))
@@ -107,7 +112,7 @@ class GroupCache:
         control.doing = f"makes the process group of ranks {ranks}"
         group = Group(f"epload/{control.name}/{name}/{ranks[0]}", ranks)
         prefix = f"group/{name}/{ranks[0]}"
-        stop = _Stop()
+        stop = Stop()
         with control.watch.guards(stop):
             creation = _Creation(group, PrefixStore(prefix, control.store), self._rank, timeout, like)
             ended = creation.wait(stop.requested, 1.25 * timeout.total_seconds() + 2)
@@ -124,19 +129,6 @@ class GroupCache:
         return group
 
 
-class _Stop:
-    """Set by the watch when another rank has failed."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def fail(self) -> None:
-        self._event.set()
-
-    def requested(self) -> bool:
-        return self._event.is_set()
-
-
 class _Creation:
     """Makes a group in a thread, as a wait for connections between its members cannot be canceled."""
 
@@ -146,13 +138,12 @@ class _Creation:
         self._group = group
         self._ended = threading.Event()
         self._make: Callable[[], None] = lambda: group.make(store, rank, timeout, like)
-        self._device = _current_device(like)
+        group.device = _current_device(like)
         threads.start("epload-group", self._run)
 
     def _run(self) -> None:
         try:
-            if self._device is not None:  # a new thread is on device 0
-                torch.accelerator.set_device_index(self._device)
+            self._group.enter_thread()
             self._make()
         except BaseException as error:
             self.error = error

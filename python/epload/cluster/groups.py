@@ -89,6 +89,8 @@ class Group:
         """
         self.name: Any = name  # torch 2.13 has a type for names, 2.11 has none
         self.ranks = tuple(ranks)
+        self.device: int | None = None
+        """Index of the device that its backends for devices use."""
         self._group: dist.ProcessGroup | None = None
         self._store: GroupStore | None = None
         self._device_backends: list[Any] = []
@@ -172,16 +174,26 @@ class Group:
         if self._store is not None:
             self._store.canceled = True
 
+    def enter_thread(self) -> None:
+        """Makes the group's device the current one of a new thread."""
+        if self.device is not None:
+            torch.accelerator.set_device_index(self.device)
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether it may have operations that run on devices, and has not been aborted."""
+        return bool(self._device_backends)
+
     def abort(self) -> None:
-        """Ends operations that run on devices."""
-        for backend in self._device_backends:
+        """Ends operations that run on devices. In a thread of its own, as that may not return."""
+        backends, self._device_backends = self._device_backends, []
+        self.enter_thread()
+        for backend in backends:
             with suppress(Exception):
                 backend.abort()
 
     def close(self) -> None:
-        """Closes connections; may wait for an operation that cannot be aborted."""
-        self.abort()
-        self._device_backends.clear()
+        """Closes connections; may wait for an operation on CPU."""
         self._group = None
         self._store = None
 
@@ -205,9 +217,18 @@ def dispose(groups: Sequence[Group]) -> None:
         while open_groups:
             open_groups.pop().close()
 
+    abort(open_groups)
     if open_groups:
         with suppress(LoadError):  # no thread can be started: the groups stay open until the process exits
             threads.start("close-groups", close)  # which a load leaves behind, unlike threads named epload-*
+
+
+def abort(groups: Sequence[Group]) -> None:
+    """Ends operations of groups that run on devices. Each in another thread: NCCL's abort of a communicator may not return."""
+    for group in groups:
+        if group.on_devices:
+            with suppress(LoadError):  # no thread can be started: the operations go on until the process exits
+                threads.start("abort-group", group.abort)
 
 
 _with_devices: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -216,13 +237,13 @@ _with_devices: weakref.WeakSet[Group] = weakref.WeakSet()
 @atexit.register
 def _abort_all() -> None:
     """Before the device libraries are unloaded, as torch does for the groups that it knows."""
-    groups = list(_with_devices)
+    groups = [group for group in _with_devices if group.on_devices]
 
-    def abort() -> None:
+    def abort_each() -> None:
         for group in groups:
             group.abort()
 
     if groups:
-        thread = threading.Thread(target=abort, daemon=True)
+        thread = threading.Thread(target=abort_each, daemon=True)
         thread.start()
         thread.join(_EXIT_SECONDS)

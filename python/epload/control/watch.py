@@ -21,7 +21,7 @@ from epload.control.place import Place
 from epload.control.processes import LocalProcesses, ProcessWatch
 from epload.core import threads
 from epload.core.log import logger
-from epload.errors import LoadError, RankExited, message_of
+from epload.errors import LoadError, RankExited, RemoteFailure, message_of
 
 _ULIMIT_HINT = "raise the limit on open files (ulimit -n)"
 _QUIET_HEARTBEATS = 5
@@ -63,6 +63,24 @@ class Stoppable(Protocol):
     """A wait that can be ended by another thread; a ``Board`` is one."""
 
     def fail(self) -> None: ...
+
+
+class Stop:
+    """Tells whoever polls it that another rank has failed."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def fail(self) -> None:
+        self._event.set()
+
+    def requested(self) -> bool:
+        return self._event.is_set()
+
+    def check(self) -> None:
+        """Raises RemoteFailure if another rank has failed."""
+        if self.requested():
+            raise RemoteFailure("another rank failed")
 
 
 class Watch:
@@ -123,13 +141,14 @@ class Watch:
         return LoadError(f"rank {self._control.rank} cannot watch over the other ranks: {cause}")
 
     @contextmanager
-    def guards(self, waiting: Stoppable) -> Iterator[None]:
-        """A context in which ``waiting.fail()`` is called when a rank publishes a hard failure or the store is lost."""
-        self._guarded.append(waiting)
+    def guards(self, *waiting: Stoppable) -> Iterator[None]:
+        """A context in which ``fail()`` of each is called when a rank publishes a hard failure or the store is lost."""
+        self._guarded += waiting
         try:
             yield
         finally:
-            self._guarded.remove(waiting)
+            for each in waiting:
+                self._guarded.remove(each)
 
     def stop(self) -> None:
         """Ends what waits in :meth:`guards`."""

@@ -16,7 +16,8 @@ _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def start(name: str, target: Callable[[], None]) -> threading.Thread:
-    """Starts a daemon thread that runs ``target``. Its current device is 0, not its caller's.
+    """Starts a daemon thread that runs ``target``. Its current device is 0, not its caller's, so that one that works on a device
+    makes it the current one first: else it would make a context on device 0, of some 0.5 GB, for each rank.
 
     Raises:
         LoadError: the process cannot start another thread.

@@ -12,6 +12,7 @@ import torch
 
 from epload.checkpoint.manifest import Manifest
 from epload.cluster.topology import Route, Topology
+from epload.control.watch import Stop
 from epload.core.attempt import attempt
 from epload.errors import LoadError, ManifestMismatch, ModelMismatch, message_of
 from epload.loading.agreed import AgreedLoad, Announcement, Draft, Opening, Proposal
@@ -229,8 +230,9 @@ class Agreement:
             with self._control.watch.guards(board):
                 received, steps = sharing.through_host(compact, flow, route, board, limit)
         else:
-            stream = self._resources.device.stream(inputs.device)
-            received, steps = sharing.on_stream(compact, flow, route, stream)
+            stream, stop = self._resources.device.stream(inputs.device), Stop()
+            with self._control.watch.guards(stop, self._topology.groups):
+                received, steps = sharing.on_stream(compact, flow, route, stream, stop.check)
         report.transport_steps += steps
         return known if is_source else Manifest.from_compact(received, about)
 

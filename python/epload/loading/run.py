@@ -166,7 +166,7 @@ class LoadRun:
         transfer = self._make_transfer(route, buckets)
         before = replace(report.phases["read"]), replace(report.phases["inter_node"])
         try:
-            with self._control.watch.guards(transfer):
+            with self._control.watch.guards(transfer, self._topology.groups):
                 transfer.run(bar)
         except BaseException:
             if transfer.broken:

@@ -6,7 +6,8 @@ one stream. There are two buffers of each kind: while one is in use, the other i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from epload.planning.buckets import HEADER_BYTES
 
 BUFFERS = 2
+_POLL_SECONDS = 50e-6
+"""Between two looks at an event; a bucket takes some milliseconds."""
 _ABANDONED: list[DeviceStaging] = []
 
 
@@ -77,9 +80,9 @@ class DeviceStaging:
         if caller != self.stream:
             caller.wait_stream(self.stream)
 
-    def wait_until_copied(self, pinned: int) -> None:
-        """The host waits until nothing reads a pinned buffer any more."""
-        self._copied[pinned].synchronize()
+    def wait_until_copied(self, pinned: int, check: Callable[[], None] = lambda: None) -> None:
+        """The host waits until nothing reads a pinned buffer any more. ``check``: as for :func:`wait_for`."""
+        wait_for(self._copied[pinned], check)
 
     def copy(self, pinned: int, bucket: int, nbytes: int) -> None:
         """Host to device, on the copy stream, once the last use of the device buffer has been queued."""
@@ -100,16 +103,32 @@ class DeviceStaging:
         """Everything queued on the stream so far is what used a device buffer."""
         self._unpacked[bucket].record(self.stream)
 
-    def fetch_header(self, bucket: int) -> Tensor:
-        """The first HEADER_BYTES of a device buffer, on the host, which waits for them alone. Called on the stream."""
+    def fetch_header(self, bucket: int, check: Callable[[], None]) -> Tensor:
+        """The first HEADER_BYTES of a device buffer, on the host, which waits for them alone. Called on the stream.
+
+        ``check``: as for :func:`wait_for`.
+        """
         self.header.copy_(self.buckets[bucket][:HEADER_BYTES], non_blocking=True)
         self._arrived.record(self.stream)
-        self._arrived.synchronize()
+        wait_for(self._arrived, check)
         return self.header
 
     def abandon(self) -> None:
         """Keeps the memory until the process ends: a transfer that failed may still use it."""
         _ABANDONED.append(self)
+
+
+def wait_for(event: torch.Event, check: Callable[[], None]) -> None:
+    """The host waits for an event, but not in the driver, which no other thread could end: a collective before the event does not
+    end if another rank has.
+
+    ``check``: called again and again meanwhile; an error that it raises ends the wait.
+    """
+    while not event.query():
+        check()
+        time.sleep(_POLL_SECONDS)
+    check()  # it may be that the collective was aborted
+    event.synchronize()  # raises the error of what was queued before it, if there was one
 
 
 def _pinned(nbytes: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from epload.errors import RemoteFailure
@@ -38,9 +39,12 @@ class DeviceRing:
         """Waves of which all work is queued."""
         self._ended = self._failed = False
 
+    def enter_thread(self) -> None:
+        torch.accelerator.set_device_index(self._staging.device)
+
     def acquire(self, wave: Wave) -> None:
         with self._report.timed("host_to_device"):
-            self._staging.wait_until_copied(self._ready % BUFFERS)
+            self._staging.wait_until_copied(self._ready % BUFFERS, self._check)
 
     def read_buffer(self, wave: Wave, i: int) -> Tensor:
         return self._staging.pinned[self._ready % BUFFERS][: wave.ends[i]]
@@ -77,7 +81,7 @@ class DeviceRing:
         """Waits for the bucket: one that was aborted must not reach the model, and no rank may begin a broadcast that its reader
         will not join."""
         with self._report.timed(self._phase):
-            return self._staging.fetch_header(wave.index % BUFFERS)
+            return self._staging.fetch_header(wave.index % BUFFERS, self._check)
 
     def checked(self, wave: Wave, last: bool) -> None:
         pass
@@ -111,6 +115,9 @@ class DeviceRing:
         """False if the transfer has ended."""
         with self._turn:
             self._turn.wait_for(lambda: self._failed or self._ended or condition())
-            if self._failed:
-                raise RemoteFailure("another rank failed")
+            self._check()
             return not self._ended
+
+    def _check(self) -> None:
+        if self._failed:
+            raise RemoteFailure("another rank failed")

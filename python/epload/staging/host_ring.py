@@ -37,6 +37,9 @@ class HostRing:
         self._activity = activity
         self._before = waves_before
 
+    def enter_thread(self) -> None:
+        pass
+
     def acquire(self, wave: Wave) -> None:
         if wave.index >= BUFFERS:
             count = wave.index + 1 - BUFFERS

@@ -23,6 +23,10 @@ class Ring(Protocol):
         its steps in turn for each wave."""
         ...
 
+    def enter_thread(self) -> None:
+        """Called first in each thread that uses the ring, but for the one that made it."""
+        ...
+
     # Reading
     def acquire(self, wave: Wave) -> None:
         """Waits until the wave may be read into its buffer."""

@@ -61,7 +61,7 @@ class Engine:
         try:
             if self._waves:
                 with self._sink.entered():
-                    pipeline.run(self._lanes(), self._stop)
+                    pipeline.run(self._lanes(), self._stop, self._ring.enter_thread)
         except BaseException:
             self.broken = True
             raise

@@ -12,7 +12,9 @@ Stage = tuple[str, Callable[[], None]]
 """The stage's name, and the function that runs all of it."""
 
 
-def run(stages: Sequence[Stage], stop: Callable[[BaseException], None]) -> None:
+def run(
+    stages: Sequence[Stage], stop: Callable[[BaseException], None], prepare: Callable[[], None] = lambda: None
+) -> None:
     """Runs the stages concurrently, the last one on the calling thread. Returns when all have ended.
 
     If a stage raises, or the calling thread is interrupted, ``stop`` is called with the exception and must make the other stages
@@ -21,6 +23,7 @@ def run(stages: Sequence[Stage], stop: Callable[[BaseException], None]) -> None:
     Args:
         stages: at least one.
         stop: makes the stages end.
+        prepare: called first in each thread that is started.
 
     Raises:
         BaseException: what interrupted the run (e.g. KeyboardInterrupt), else the first exception of a stage.
@@ -40,8 +43,12 @@ def run(stages: Sequence[Stage], stop: Callable[[BaseException], None]) -> None:
     ended = threading.Semaphore(0)
 
     def run_in_thread(stage: Callable[[], None]) -> None:
+        def prepared() -> None:
+            prepare()
+            stage()
+
         try:
-            run_stage(stage)
+            run_stage(prepared)
         finally:
             ended.release()
 

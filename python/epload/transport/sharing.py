@@ -3,6 +3,8 @@ messages or broadcasts that this took."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from epload.cluster.topology import Route
 from epload.native import ops
 from epload.planning.schedule import Flow
 from epload.staging.board import Board
+from epload.staging.device import wait_for
 from epload.transport.movers import broadcast, broadcast_steps
 
 
@@ -31,11 +34,16 @@ def through_host(compact: bytes, flow: Flow, route: Route, board: Board, limit: 
     return bytes(flat.tolist()), steps
 
 
-def on_stream(compact: bytes, flow: Flow, route: Route, stream: torch.Stream) -> tuple[bytes, int]:
-    """The same over the device's backend, as a job may have no other."""
+def on_stream(
+    compact: bytes, flow: Flow, route: Route, stream: torch.Stream, check: Callable[[], None]
+) -> tuple[bytes, int]:
+    """The same over the device's backend, as a job may have no other. ``check``: as for ``staging.device.wait_for``."""
     with stream:
         there = _tensor(compact).to(stream.device)
         broadcast(there, route, flow.algorithm, stream)
+        arrived = torch.Event(stream.device)
+        arrived.record(stream)
+        wait_for(arrived, check)
         return bytes(there.tolist()), broadcast_steps(route, flow, there.nbytes)
 
 

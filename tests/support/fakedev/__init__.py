@@ -3,7 +3,8 @@
 Use it in processes made for it, since it stays loaded: ``ranks.run(2, function, setup=partial(fakedev.setup, "nccl"))``.
 Work on a stream runs when its turn comes; a *gate* (:func:`hold`) stops it there until :func:`release`, so that what
 should have been waited for is certain not to have happened yet. Memory is poisoned when it is freed and when it is given
-out. An error of a stream's work is raised by the next host-side wait for that stream.
+out. An error of a stream's work is raised by the next host-side wait for that stream. A collective whose peer has ended does
+not end until its communicator is aborted.
 """
 
 from __future__ import annotations
@@ -62,6 +63,16 @@ def holding(stream: torch.Stream) -> Iterator[None]:
         yield
     finally:
         release(stream)
+
+
+def wedge_aborts(wedge: bool = True) -> None:
+    """Whether aborting a communicator never returns, as NCCL's may not."""
+    _native().wedge_aborts(wedge)
+
+
+def contexts() -> list[int]:
+    """The devices on which this process has a context."""
+    return list(_native().contexts())
 
 
 def group_streams() -> list[torch.Stream]:

@@ -10,7 +10,9 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <atomic>
 #include <map>
+#include <thread>
 #include <utility>
 
 namespace fakedev {
@@ -18,6 +20,48 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 using Work = c10::intrusive_ptr<c10d::Work>;
+
+// Whether aborting a communicator never returns, as NCCL's may not.
+std::atomic<bool> aborts_wedge = false;
+
+// A communicator, which may be aborted.
+class Communicator {
+ public:
+  void abort() {
+    while (aborts_wedge) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    aborted_ = true;
+    changed_.notify_all();
+  }
+
+  // Runs a collective as a kernel does: it waits for its peers until it is aborted, does not notice that one has ended,
+  // and is no error on its stream when it is aborted.
+  template <typename Start>
+  void run(const Start& start) {
+    std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
+    try {
+      const auto work = start();
+      lock.lock();
+      while (!work->isCompleted() && !aborted_) {
+        changed_.wait_for(lock, std::chrono::microseconds(200));
+      }
+      if (!aborted_) {
+        lock.unlock();
+        work->wait();
+      }
+    } catch (const std::exception&) {
+      lock.lock();
+      changed_.wait(lock, [&] { return aborted_; });
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool aborted_ = false;
+};
 
 std::mutex group_streams_mutex;
 std::vector<std::pair<int, int64_t>> group_streams;
@@ -119,6 +163,9 @@ class StreamBackend final : public c10d::Backend {
   Work barrier(const c10d::BarrierOptions& options) override {
     return gloo_->barrier(options);
   }
+  void abort() override {
+    communicator_->abort();
+  }
 
  private:
   struct Flat {
@@ -150,7 +197,7 @@ class StreamBackend final : public c10d::Backend {
         flat.push_back({t.data_ptr(), t.sizes().vec(), t.scalar_type()});
       }
     }
-    ours.push(what, [gloo = gloo_, flats, call] {
+    ours.push(what, [gloo = gloo_, communicator = communicator_, flats, call] {
       const at::AutoDispatchBelowAutograd below;
       std::vector<Tensors> on_host;
       for (const auto& list : flats) {
@@ -159,7 +206,7 @@ class StreamBackend final : public c10d::Backend {
           tensors.push_back(at::from_blob(flat.data, flat.sizes, at::TensorOptions().dtype(flat.dtype)));
         }
       }
-      call(gloo, on_host)->wait();
+      communicator->run([&] { return call(gloo, on_host); });
     });
     if (!own) {
       return {};
@@ -185,6 +232,7 @@ class StreamBackend final : public c10d::Backend {
   const std::string name_;
   const c10::intrusive_ptr<Options> options_;
   const bool own_stream_;
+  const std::shared_ptr<Communicator> communicator_ = std::make_shared<Communicator>();
   std::mutex mutex_;
   std::map<int, Queue*> internal_;
 };
@@ -198,6 +246,8 @@ PYBIND11_MODULE(_fakedev, m) {
           -> c10::intrusive_ptr<c10d::Backend> {
         return c10::make_intrusive<StreamBackend>(std::move(gloo), std::move(name), std::move(ranks), own_stream);
       });
+  m.def("wedge_aborts", [](bool wedge) { aborts_wedge = wedge; });
+  m.def("contexts", &contexts);
   m.def("hold", [](int device, int64_t stream) { queue(device, stream).hold(); });
   m.def("release", [](int device, int64_t stream) { queue(device, stream).release(); });
   m.def("group_streams", [] {

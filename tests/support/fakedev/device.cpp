@@ -120,6 +120,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void setDevice(c10::Device d) const override {
     set_device(index_of(d));
+    make_context(device());
   }
   void uncheckedSetDevice(c10::Device d) const noexcept override {
     set_device(index_of(d));
@@ -151,10 +152,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (*event == nullptr) {
       *event = new Event;
     }
+    make_contexts(s);
     static_cast<Event*>(*event)->record(queue(s));
   }
   void block(void* event, const c10::Stream& s) const override {
     if (event != nullptr) {
+      make_contexts(s);
       static_cast<Event*>(event)->block(queue(s));
     }
   }
@@ -183,6 +186,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override {
     record_stream(data.get_context(), s);
   }
+  // As c10::cuda's guard, which sets the stream's device, and then the one that the thread had before.
+  static void make_contexts(const c10::Stream& s) {
+    make_context(s.device_index());
+    make_context(device());
+  }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
     return 1000 * static_cast<Event*>(second)->seconds_since(*static_cast<Event*>(first));
   }
@@ -197,21 +205,22 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override {
     return true;
   }
-  bool hasPrimaryContext(c10::DeviceIndex) const override {
-    return true;
+  bool hasPrimaryContext(c10::DeviceIndex d) const override {
+    return has_context(d);
   }
   c10::DeviceIndex deviceCount() const override {
     return kDevices;
   }
   void setCurrentDevice(c10::DeviceIndex d) const override {
     set_device(d);
+    make_context(d);
   }
   c10::DeviceIndex getCurrentDevice() const override {
     return static_cast<c10::DeviceIndex>(device());
   }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex d) const override {
     const auto before = getCurrentDevice();
-    set_device(d);
+    setCurrentDevice(d);
     return before;
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override {

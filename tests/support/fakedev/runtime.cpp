@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -34,6 +35,7 @@ Trace& trace() {
 
 struct Device {
   std::mutex mutex;
+  std::atomic<bool> context = false;
   std::map<int64_t, Queue*> queues;
   int64_t next = 1;
 };
@@ -179,6 +181,24 @@ int device() {
 void set_device(int device) {
   device_state(device);
   current_device = device;
+}
+
+std::vector<int> contexts() {
+  std::vector<int> found;
+  for (int device = 0; device < kDevices; ++device) {
+    if (has_context(device)) {
+      found.push_back(device);
+    }
+  }
+  return found;
+}
+
+bool has_context(int device) {
+  return device_state(device).context;
+}
+
+void make_context(int device) {
+  device_state(device).context = true;
 }
 
 c10::Stream make_stream(int device, int64_t id) {

@@ -63,6 +63,11 @@ std::vector<Queue*> queues(int device);
 // The calling thread's current device and stream.
 int device();
 void set_device(int device);
+
+// Devices on which this process has a context. As CUDA's, made when a thread sets its device, and kept.
+std::vector<int> contexts();
+bool has_context(int device);
+void make_context(int device);
 c10::Stream stream(int device);
 void set_stream(const c10::Stream& stream);
 c10::Stream make_stream(int device, int64_t id);

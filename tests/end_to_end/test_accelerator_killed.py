@@ -1,0 +1,122 @@
+"""A rank is killed while others are in a collective with it on a device, where they cannot notice. On a fake accelerator."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epload import HierarchicalLoader, Topology
+from epload.native import ops
+from support import fakedev, ranks
+from support.accelerator import DEVICE, NODES, SEMANTICS, for_readers, meta_net, wrong
+from support.failures import Raised, check_raised, raised_by
+from support.small_model import BUCKET, state_for
+
+pytestmark = pytest.mark.usefixtures("fake_device")
+
+SOON = 20.0
+"""Seconds for what takes one or two on a machine with nothing else to do; the groups' own timeout is more than 100."""
+AT = {"the manifest": 0, "the first bucket": 1, "the fourth bucket": 4}
+
+
+def killed_at(which: int) -> Callable[..., None]:
+    """A broadcast of which the process does not survive call number ``which``."""
+    calls = 0
+    broadcast = ops.coalesced_bcast
+
+    def call(*args: Any, **options: Any) -> None:
+        nonlocal calls
+        if calls == which:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls += 1
+        broadcast(*args, **options)
+
+    return call
+
+
+def killed_in_a_collective(
+    rank: int, victim: int, which: int, readers: str, algorithm: str, wedged: bool, folder: Path
+) -> tuple[Raised, list[str]] | None:
+    fakedev.wedge_aborts(wedged)
+    options: dict[str, Any] = {"readers": readers, "algorithm": algorithm, "bucket_bytes": BUCKET, "timeout": 90.0}
+    loader = HierarchicalLoader(Topology.from_nodes(NODES[4]), **options)
+    breaks = mock.patch.object(ops, "coalesced_bcast", killed_at(which)) if rank == victim else nullcontext()
+    with breaks:
+        raised = raised_by(lambda: loader.load(meta_net(), for_readers(state_for(1), readers)))
+    if wedged:
+        return raised, []
+    torch.accelerator.synchronize()  # nothing is stuck on any stream
+    # The process lives, and loads again with the ranks that are left.
+    dist.destroy_process_group()
+    left = [other for other in range(4) if other != victim]
+    init = f"file://{folder}/again"
+    dist.init_process_group(fakedev.BACKENDS, init_method=init, rank=left.index(rank), world_size=3)
+    model = meta_net()
+    HierarchicalLoader(Topology.from_nodes(NODES[3]), **options).load(model, for_readers(state_for(2), readers))
+    return raised, wrong(model, state_for(2))
+
+
+def check(results: list[tuple[Raised, list[str]] | None], victim: int) -> None:
+    lived = [result for result in results if result is not None]
+    check_raised([raised for raised, _ in lived], f"rank {victim} has exited", seconds=SOON)
+    assert [bad for _, bad in lived] == [[]] * 3
+
+
+@SEMANTICS
+@pytest.mark.parametrize("when", AT)
+def test_the_others_raise_and_load_again(semantics: str, when: str, tmp_path: Path) -> None:
+    results = ranks.run(
+        4, killed_in_a_collective, 2, AT[when], "one", "two_level", False, tmp_path,
+        setup=partial(fakedev.setup, semantics), dying=(2,), limit=100,
+    )  # fmt: skip
+    check(results, 2)
+
+
+@pytest.mark.parametrize(
+    ("victim", "readers", "algorithm"),
+    [(0, "one", "two_level"), (3, "one", "striped"), (1, "per_node", "two_level"), (2, "partitioned", "flat")],
+)
+def test_whoever_is_killed(victim: int, readers: str, algorithm: str, tmp_path: Path) -> None:
+    results = ranks.run(
+        4, killed_in_a_collective, victim, 3, readers, algorithm, False, tmp_path,
+        setup=fakedev.setup, dying=(victim,), limit=100,
+    )  # fmt: skip
+    check(results, victim)
+
+
+@SEMANTICS
+def test_an_abort_that_does_not_return_holds_nobody_up(semantics: str, tmp_path: Path) -> None:
+    began = time.monotonic()
+    results = ranks.run(
+        4, killed_in_a_collective, 2, 3, "one", "two_level", True, tmp_path,
+        setup=partial(fakedev.setup, semantics), dying=(2,), limit=100,
+    )  # fmt: skip
+    check(results, 2)
+    assert time.monotonic() - began < 2 * SOON, "processes end, too"
+
+
+def on_device_1(rank: int) -> list[int]:
+    """Contexts that loads of a rank on ``fakedev:1`` make."""
+    torch.accelerator.set_device_index(1)
+    topology = Topology.from_nodes(NODES[2])
+    for readers in ("one", "partitioned", "every", "per_node"):
+        model = meta_net(where=DEVICE.replace("0", "1"))
+        loader = HierarchicalLoader(topology, readers=readers, bucket_bytes=BUCKET, timeout=60.0)
+        for turn in range(2):
+            loader.load(model, for_readers(state_for(turn), readers))
+    return fakedev.contexts()
+
+
+def test_each_thread_uses_the_ranks_own_device() -> None:
+    assert ranks.run(2, on_device_1, setup=fakedev.setup) == [[1], [1]]
