@@ -237,6 +237,7 @@ def test_a_rank_killed_making_the_groups_of_a_broadcast_is_named() -> None:
 
 def store_dies(rank: int, folder: Path, step: str) -> Raised | None:
     """Rank 0 hosts the store, as without a launcher."""
+    dist.barrier()  # else a rank may close its connections while others still make theirs
     dist.destroy_process_group()
     port = folder / "port"
     if rank == 0:
