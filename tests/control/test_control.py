@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from epload.cluster.rendezvous import rendezvous
 from epload.control.control import Control
+from epload.control.watch import Stop
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
 from epload.planning.buckets import HEADER_BYTES
 from epload.transport.framing import STATUS_ABORT, STATUS_OK, BucketHeader
@@ -225,3 +226,19 @@ def early_retry(rank: int) -> list[str]:
 
 def test_messages_outlive_a_load_that_was_given_up() -> None:
     assert ranks.run(3, early_retry)[2] == ["0: b'\\x00'", "1: b'\\x01'", "2: b'2'"]
+
+
+def test_what_begins_to_wait_when_a_failure_is_known_is_stopped_at_once() -> None:
+    control = Control(dist.HashStore(), (0,), 0)
+
+    def stopped() -> bool:
+        stop = Stop()
+        with control.watch.guards(stop):
+            return stop.requested()
+
+    control.begin()
+    assert not stopped()
+    control.abort(LoadError("another thread has failed the load"))
+    assert stopped()
+    control.begin()
+    assert not stopped(), "in the next load"

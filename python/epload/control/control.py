@@ -114,6 +114,10 @@ class Control:
     def _failed(self) -> bool:
         return self._prefix in self._alerts
 
+    def must_stop(self) -> bool:
+        """Whether a rank is known to have published a hard failure of the present attempt."""
+        return self._alerts.hard(self._prefix)
+
     @property
     def _prefix(self) -> str:
         return f"{self._load}.{self._attempt}/"
@@ -237,8 +241,7 @@ class Control:
             self.spread(prefix, True)
 
     def spread(self, prefix: str, hard: bool, sender: int = -1) -> None:
-        """An attempt is known to have failed, from ``sender`` of this node if given: wakes this rank, and tells the others of the
-        node. Thread-safe."""
+        """An attempt has failed, as ``sender`` of this node says if given: wakes this rank, tells its node. Thread-safe."""
         if self.place is None or not self._alerts.add(prefix, hard):
             return
         for rank, link in self.place.links.watch.items():
@@ -271,17 +274,13 @@ class Control:
                 return first
             others = ""
             if first is None and not remote and self.place is not None:
-                timed_out = isinstance(error, WaitTimeout)
-                others = self.place.heartbeats.describe(
-                    self.ranks, self.processes.ended, self.doing, find_silent=timed_out
-                )
+                timed_out, ended = isinstance(error, WaitTimeout), self.processes.ended
+                others = self.place.heartbeats.describe(self.ranks, ended, self.doing, find_silent=timed_out)
             failure = describe(error, self.rank, doing=self.doing, others=others)
             return self._publish(failure, hard) if self.store is not None else failure
         except RuntimeError as lost:
-            text = (
-                f"{message_of(error)}\nThe other ranks could not be notified, as the store is lost: {message_of(lost)}"
-            )
-            return Failure(LoadError.__name__, text, self.rank)
+            why = f"The other ranks could not be notified, as the store is lost: {message_of(lost)}"
+            return Failure(LoadError.__name__, f"{message_of(error)}\n{why}", self.rank)
 
     def _first(self, seconds: float) -> Failure | None:
         until = time.monotonic() + seconds

@@ -48,6 +48,8 @@ class Watched(Protocol):
 
     def find_failure(self) -> None: ...
 
+    def must_stop(self) -> bool: ...
+
     def spread(self, prefix: str, hard: bool, sender: int) -> None: ...
 
 
@@ -145,6 +147,8 @@ class Watch:
         """A context in which ``fail()`` of each is called when a rank publishes a hard failure or the store is lost."""
         self._guarded += waiting
         try:
+            if self._control.must_stop():  # since before this
+                self.stop()
             yield
         finally:
             for each in waiting:
