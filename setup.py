@@ -80,6 +80,13 @@ def find_torch_npu(torch: str) -> tuple[Path, str] | None:
             f"epload: EPLOAD_NPU=1 needs a torch_npu for torch {torch}, found {version} in {found}. Install the matching "
             "one; EPLOAD_NPU=0 builds without the Ascend part"
         )
+    header = found / "include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp"
+    if not header.is_file() or "tryGetHcclComm" not in header.read_text(errors="replace"):
+        raise SystemExit(
+            f"epload: EPLOAD_NPU=1 needs a torch_npu whose ProcessGroupHCCL has tryGetHcclComm, and {version} in {found} has "
+            "none. Install 2.11.0.post3, 2.12.0.post3, 2.13.0, 2.14.0 or a later one; EPLOAD_NPU=0 builds without the Ascend "
+            "part"
+        )
     return found, version
 
 

@@ -53,6 +53,7 @@ TORCH_LIBRARY(epload, m) {
   m.def(
       "digest_files(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor copies, int threads, "
       "bool direct=False) -> (Tensor, int, int, int, int)");
+  m.def("cuda_obstacle(Device device) -> str");
   m.def("board_post(Tensor(a!) board, int slot, int value) -> ()");
   m.def("board_wait(Tensor board, int[] slots, int value, float seconds) -> int");
 }

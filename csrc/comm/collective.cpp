@@ -82,6 +82,9 @@ void Group::broadcast(const at::Tensor& flat, int64_t global_root) const {
   if (const auto work = group_->broadcast(tensors, options)) {
     work->wait();
   }
+  if (hccl_ != nullptr) {
+    drain_hccl(flat);
+  }
 }
 
 Work Group::send(const at::Tensor& flat, int64_t peer) const {

@@ -13,8 +13,11 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Float8_e4m3fn.h>
 
-#include <array>
-#include <atomic>
+#include <torch/library.h>
+
+#include <map>
+#include <mutex>
+#include <string>
 
 namespace epload {
 namespace {
@@ -47,15 +50,43 @@ const Library& library() {
   return opened;
 }
 
-// Whether the kernels run on a device; checked once per device.
-bool usable(c10::Device device) {
-  enum : char { kUnknown, kNo, kYes };
-  static std::array<std::atomic<char>, 256> known{};
-  auto& answer = known.at(static_cast<uint8_t>(device.index()));
-  if (answer == kUnknown) {
-    answer = library().ready != nullptr && library().ready() == 0 ? kYes : kNo;
+// Why the kernels do not run on the current device, `device`; empty if they do. Asked and warned of once per device.
+const std::string& obstacle(c10::Device device) {
+  static std::mutex mutex;
+  static std::map<c10::DeviceIndex, std::string> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [found, fresh] = known.try_emplace(device.index());
+  auto& reason = found->second;
+  if (fresh) {
+    if (library().ready == nullptr) {
+      reason = "this build has none; build with nvcc, or EPLOAD_CUDA=1 to see why there are none";
+    } else if (const int error = library().ready(); error != 0) {
+      reason = library().error(error);
+    }
+    if (!reason.empty()) {
+      TORCH_WARN(
+          "epload: its CUDA kernels do not run on ",
+          device,
+          ": ",
+          reason,
+          ". Regions are copied with one call of torch's each, which is correct but slow");
+    }
   }
-  return answer == kYes;
+  return reason;
+}
+
+bool usable(c10::Device device) {
+  return obstacle(device).empty();
+}
+
+// The same for Python; `device` need not be the current one, or be there.
+std::string cuda_obstacle(c10::Device device) {
+  TORCH_CHECK_VALUE(device.type() == kDevice, "cuda_obstacle: expected a device of CUDA, got ", device);
+  if (!c10::impl::hasDeviceGuardImpl(kDevice) || device.index() >= c10::impl::VirtualGuardImpl(kDevice).deviceCount()) {
+    return "torch finds no such device";
+  }
+  const c10::DeviceGuard on_device(device);
+  return obstacle(on_device.current_device());
 }
 
 cuda::Number number_of(at::ScalarType dtype) {
@@ -130,3 +161,7 @@ const RegisterRegionCopy registered(kDevice, region_copy_cuda);
 
 } // namespace
 } // namespace epload
+
+TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
+  m.impl("cuda_obstacle", TORCH_FN(epload::cuda_obstacle));
+}

@@ -12,7 +12,7 @@ namespace c10d {
 class Backend;
 }
 
-constexpr uint32_t kEploadNpuInterface = 3; // raised when a signature below changes
+constexpr uint32_t kEploadNpuInterface = 4; // raised when a signature below changes
 
 enum EploadNpuStatus : int { kEploadNpuDone = 0, kEploadNpuNotYet = -1, kEploadNpuThrew = INT_MIN };
 
@@ -37,6 +37,9 @@ uint32_t epload_npu_interface() noexcept;
 // error code.
 int epload_npu_broadcast(
     c10d::Backend* backend, void* data, uint64_t nbytes, uint32_t root, EploadNpuError* error) noexcept;
+
+// Waits on the host for all that is queued on the current stream. kEploadNpuDone or kEploadNpuThrew.
+int epload_npu_drain(EploadNpuError* error) noexcept;
 
 // Writes the global ranks of `backend`'s group, `size` of them, in group-rank order. kEploadNpuNotYet: it is not
 // torch_npu's, or of another size; or kEploadNpuThrew.

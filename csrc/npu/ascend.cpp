@@ -46,6 +46,11 @@ int broadcast(c10d::Backend* backend, void* data, uint64_t nbytes, uint32_t root
   return HcclBroadcast(data, nbytes, HCCL_DATA_TYPE_UINT8, root, communicator->getHcclComm(), stream.stream());
 }
 
+int drain() {
+  c10_npu::getCurrentNPUStream().synchronize();
+  return kEploadNpuDone;
+}
+
 int ranks_of(c10d::Backend* backend, uint32_t* ranks, uint32_t size) {
   const auto* const group = dynamic_cast<c10d_npu::ProcessGroupHCCL*>(backend);
   if (group == nullptr) {
@@ -81,6 +86,10 @@ EPLOAD_EXPORT uint32_t epload_npu_interface() noexcept {
 EPLOAD_EXPORT int epload_npu_broadcast(
     c10d::Backend* backend, void* data, uint64_t nbytes, uint32_t root, EploadNpuError* error) noexcept {
   return guarded(error, [&] { return broadcast(backend, data, nbytes, root); });
+}
+
+EPLOAD_EXPORT int epload_npu_drain(EploadNpuError* error) noexcept {
+  return guarded(error, [] { return drain(); });
 }
 
 EPLOAD_EXPORT int epload_npu_ranks(

@@ -16,6 +16,15 @@ bool broadcast_hccl(c10d::Backend& backend, const at::Tensor& flat, int root) {
   return status == kEploadNpuDone;
 }
 
+void drain_hccl(const at::Tensor& flat) {
+  if (npu::library().drain == nullptr) {
+    return;
+  }
+  EploadNpuError error;
+  const int status = npu::library().drain(&error);
+  TORCH_CHECK(status == kEploadNpuDone, "epload: the first HcclBroadcast on ", flat.device(), " failed: ", error.text);
+}
+
 std::vector<int64_t> ranks_hccl(c10d::Backend& backend) {
   std::vector<uint32_t> ranks(backend.getSize());
   EploadNpuError error;

@@ -15,6 +15,11 @@ namespace epload {
 // one. Throws c10::Error if HCCL fails.
 bool broadcast_hccl(c10d::Backend& backend, const at::Tensor& flat, int root);
 
+// To be called after the first broadcast of a group, which torch_npu runs on a stream of the group's own: waits for it
+// on the host. From then on the communicator is used on other streams, and HCCL does not promise what becomes of
+// operations of one communicator on two streams.
+void drain_hccl(const at::Tensor& flat);
+
 // Global ranks of an HCCL group, which its backend exposes only to torch_npu's own code. Throws ValueError if
 // libepload_npu is not in this build.
 std::vector<int64_t> ranks_hccl(c10d::Backend& backend);

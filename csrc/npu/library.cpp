@@ -14,6 +14,7 @@ Library open_library() {
   Library library;
   if (sibling.present()) {
     sibling.find(library.broadcast, "epload_npu_broadcast");
+    sibling.find(library.drain, "epload_npu_drain");
     sibling.find(library.ranks, "epload_npu_ranks");
     sibling.find(library.plain, "epload_npu_plain");
     sibling.find(library.copy, "epload_npu_copy");

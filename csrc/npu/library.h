@@ -7,6 +7,7 @@ namespace epload::npu {
 
 struct Library {
   decltype(&epload_npu_broadcast) broadcast = nullptr; // all null in a build without it
+  decltype(&epload_npu_drain) drain = nullptr;
   decltype(&epload_npu_ranks) ranks = nullptr;
   decltype(&epload_npu_plain) plain = nullptr;
   decltype(&epload_npu_copy) copy = nullptr;

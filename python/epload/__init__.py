@@ -10,10 +10,11 @@ from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMis
 from epload.loader import HierarchicalLoader, load
 from epload.mapping import Mapping
 from epload.model.expert_parallel import LocalModules, OuterShard
-from epload.native.build import build_info
+from epload.native.extension import _C
+from epload.native.info import build_info
 from epload.report import LoadReport
 
-__version__: str = build_info()["version"]
+__version__: str = _C.version
 
 __all__ = [
     "Checkpoint",

@@ -193,6 +193,7 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "digest_files": lambda s: [
         s.descriptors, s.files, s.offsets, s.origins, torch.tensor([[FLOAT, *ROW[1:]]]), 2,
     ],
+    "cuda_obstacle": lambda s: [torch.device("cuda", 0)],
     "board_post": lambda s: [s.board, 0, 1],
     "board_wait": lambda s: [s.board, [0, 1], 0, 0.01],
 }  # fmt: skip

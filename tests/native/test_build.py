@@ -29,6 +29,7 @@ def test_build_info() -> None:
     assert LIBRARY.is_file()
     assert info["cuda"] == (PACKAGE / "libepload_cuda.so").is_file()
     assert info["cuda"] == ("sm_90" in info["cuda_architectures"])
+    assert info["cuda_obstacle"] or torch.cuda.is_available()
     assert info["npu"] == (PACKAGE / "libepload_npu.so").is_file()
     assert info["npu"] == bool(info["torch_npu_version"])
 
@@ -122,6 +123,27 @@ def test_a_build_for_ascend_that_cannot_be_is_refused(wanted: str, parts: list[s
     assert message.startswith("epload: "), done.stderr
     assert [part for part in parts if part not in message] == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("header", [None, "class ProcessGroupHCCL {};"], ids=["no header", "an old one"])
+def test_a_torch_npu_that_does_not_give_its_communicators_is_refused(header: str | None, tmp_path: Path) -> None:
+    folder = tmp_path / "torch_npu"
+    place = folder / "include/torch_npu/csrc/distributed"
+    place.mkdir(parents=True)
+    (folder / "lib").mkdir()
+    (folder / "__init__.py").touch()
+    version = f"{torch.__version__.partition('+')[0]}.test"
+    (folder / "version.py").write_text(f"__version__ = '{version}'\n")
+    if header is not None:
+        (place / "ProcessGroupHCCL.hpp").write_text(header)
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path / "built")]
+    environment = {**os.environ, "EPLOAD_NPU": "1", "EPLOAD_CUDA": "0", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode != 0
+    message = done.stderr.strip().splitlines()[-1]
+    for part in ("epload: ", "tryGetHcclComm", version, str(folder), "2.13.0", "EPLOAD_NPU=0"):
+        assert part in message, message
+    assert not (tmp_path / "built").exists()
 
 
 def binutils(*command: str) -> list[str]:

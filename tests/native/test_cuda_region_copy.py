@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,36 @@ def test_division_by_multiplication_is_exact() -> None:
     alone(divisions)
 
 
+def without_kernels() -> None:
+    """What a driver that is too old for them, or a device that they have no code for, looks like."""
+    os.environ["EPLOAD_TEST_NO_KERNELS"] = "1"
+    library, reason = torch.ops.epload_test, "no kernel image is available for execution on the device"
+    with tempfile.TemporaryFile() as said:  # of native code, which warns on standard error
+        os.dup2(said.fileno(), 2)
+        for turn in range(3):
+            bucket = (torch.arange(40, dtype=torch.uint8) + turn).to(DEVICE)
+            target = torch.zeros(10, device=DEVICE)
+            library.unpack(bucket, [target], table_of([Row(0, 0, torch.float32, [0], [10], [1])], 1))
+            assert torch.equal(target.cpu().view(torch.uint8), bucket.cpu()), "right all the same"
+        assert library.cuda_obstacle(torch.device(DEVICE)) == reason
+        said.seek(0)
+        lines = [line for line in said.read().decode().splitlines() if "kernels" in line]
+    assert len(lines) == 1, lines
+    for part in (DEVICE, reason, "slow"):
+        assert part in lines[0]
+
+
+def with_kernels() -> None:
+    library = torch.ops.epload_test
+    assert library.cuda_obstacle(torch.device(DEVICE)) == ""
+    assert library.cuda_obstacle(torch.device(f"{fakedev.NAME}:7")) == "torch finds no such device"
+
+
+@pytest.mark.parametrize("case", [with_kernels, without_kernels])
+def test_kernels_that_do_not_run_say_why_once(case: Callable[..., None]) -> None:
+    alone(case)
+
+
 KERNELS = build.CSRC / "cuda" / "region_copy.cu"
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH to compile the CUDA kernels with")
 
@@ -174,7 +206,7 @@ def cubin(folder: Path, architecture: str, source: Path) -> tuple[dict[str, list
 
 
 @needs_nvcc
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_wide_accesses_and_no_spills(architecture: str, tmp_path: Path) -> None:
     kernels, log = cubin(tmp_path, architecture, KERNELS)
     assert log.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == len(kernels) == 2, log

@@ -255,6 +255,7 @@ CANN int aclrtCreateStream(void** stream) {
   return aclrtCreateStreamWithConfig(stream, 0, 0);
 }
 CANN int aclrtSynchronizeStream(void* stream) {
+  trace("synchronize", 0, stream);
   stream_of(stream)->synchronize();
   return kFine;
 }

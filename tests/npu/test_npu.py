@@ -100,6 +100,20 @@ def test_on_one_stream_with_two_communicators(case: str, cann: Path, tmp_path: P
         assert ours not in to_device
 
 
+def test_a_groups_first_broadcast_is_over_before_its_communicator_is_used_on_another_stream(
+    cann: Path, tmp_path: Path
+) -> None:
+    for answer, lines in run_ranks("rank.py", cann, tmp_path, "op", "two_level"):
+        ours = answer["stream"]
+        firsts = [i for i, line in enumerate(lines) if line[0] == "broadcast" and line[2] != ours]
+        assert len(firsts) == sum(line[0] == "communicator" for line in lines)
+        for first in firsts:
+            after = [
+                line[0] for line in lines[first + 1 :] if line[0] in ("broadcast", "synchronize") and line[2] == ours
+            ]
+            assert after[0] == "synchronize", lines[first:]
+
+
 def test_a_stream_that_torch_npu_did_not_make_is_refused(cann: Path, tmp_path: Path) -> None:
     """On every rank alike, before a communicator is made; the native op by torch_npu, where it would wait for the caller."""
     answers = run_ranks("refusals.py", cann, tmp_path)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from epload.checkpoint.base import Checkpoint
 from epload.core.dtypes import name as dtype_name
 from epload.errors import LoadError
-from epload.native.build import build_info
+from epload.native.info import build_info
 from epload.verify.audit import find_non_finite
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from epload.model.targets import Targets
-from epload.native.build import build_info
+from epload.native.info import has_npu
 
 CPU = torch.device("cpu")
 
@@ -94,7 +94,7 @@ def check_backend(group: dist.ProcessGroup | None, device: torch.device) -> None
             f"expected a process group with a backend for {device.type} tensors, got {config!r}; "
             "make it with one, e.g. init_process_group('cpu:gloo,cuda:nccl')"
         )
-    if backends[device.type] == "hccl" and not build_info()["npu"]:
+    if backends[device.type] == "hccl" and not has_npu():
         raise ValueError(
             f"the process group {config!r} uses HCCL, which this build of epload does not support; rebuild it with EPLOAD_NPU=1 "
             "in the environment that has torch_npu"

@@ -35,6 +35,7 @@ _digest_tensors = torch.ops.epload.digest_tensors.default
 _digest_bucket = torch.ops.epload.digest_bucket.default
 _digest_files = torch.ops.epload.digest_files.default
 _allocate_like = torch.ops.epload.allocate_like.default
+_cuda_obstacle = torch.ops.epload.cuda_obstacle.default
 _board_post = torch.ops.epload.board_post.default
 _board_wait = torch.ops.epload.board_wait.default
 
@@ -361,6 +362,15 @@ def allocate_like(
     """
     made, flat = _allocate_like(tensors, dtype, device, threads)
     return made, flat
+
+
+def cuda_obstacle(device: torch.device) -> str:
+    """Why the CUDA kernels do not run on a device; empty if they do. If there is a reason, a warning says it once.
+
+    Raises:
+        ValueError: ``device`` is not a CUDA device.
+    """
+    return str(_cuda_obstacle(device))
 
 
 def board_post(board: Tensor, slot: int, value: int) -> None:

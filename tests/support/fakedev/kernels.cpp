@@ -6,6 +6,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <cstdlib>
+
 #define EPLOAD_EXPORT __attribute__((visibility("default")))
 
 EPLOAD_EXPORT uint32_t epload_cuda_interface() {
@@ -13,7 +15,7 @@ EPLOAD_EXPORT uint32_t epload_cuda_interface() {
 }
 
 EPLOAD_EXPORT int epload_cuda_ready() {
-  return 0;
+  return std::getenv("EPLOAD_TEST_NO_KERNELS") != nullptr ? 209 : 0;
 }
 
 EPLOAD_EXPORT int epload_cuda_region_copy(
@@ -34,6 +36,6 @@ EPLOAD_EXPORT int epload_cuda_region_copy(
   return 0;
 }
 
-EPLOAD_EXPORT const char* epload_cuda_error(int) {
-  return "no error is possible here";
+EPLOAD_EXPORT const char* epload_cuda_error(int error) {
+  return error == 209 ? "no kernel image is available for execution on the device" : "no other error is possible here";
 }
