@@ -108,7 +108,7 @@ class _Module(types.ModuleType):
     get_rng_state = staticmethod(lambda device=None: torch.empty(0, dtype=torch.uint8))
     set_rng_state = staticmethod(lambda state, device=None: None)
     get_amp_supported_dtype = staticmethod(lambda: [torch.float16, torch.bfloat16])
-    device_count = staticmethod(lambda: torch.accelerator.device_count())
+    device_count = staticmethod(lambda: int(_native().DEVICES))
     current_device = staticmethod(lambda: torch.accelerator.current_device_index())
     current_stream = staticmethod(lambda device=None: torch.accelerator.current_stream(device))
     synchronize = staticmethod(lambda device=None: torch.accelerator.synchronize(device))
