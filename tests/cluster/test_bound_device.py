@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from epload import HierarchicalLoader, Topology, coalesced_bcast
 from support import fakedev, ranks
-from support.accelerator import DEVICE, for_readers, meta_net, wrong
+from support.accelerator import DEVICE, meta_net, wrong
 from support.checks import all_fine
 from support.small_model import BUCKET, state_for
 

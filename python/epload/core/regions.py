@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from epload.core import dtypes
 from epload.core.copy_table import CopyTable
 from epload.native import ops
 
@@ -26,36 +24,6 @@ class Regions(NamedTuple):
     def unpack(self, bucket: Tensor) -> None:
         """Copies them out of a bucket (uint8) on the targets' device."""
         ops.unpack(bucket, self.targets, self.copies.rows)
-
-    def by_device(self) -> tuple[Regions, Regions]:
-        """Those whose targets are on CPU, and the others."""
-        on_cpu = torch.tensor([target.is_cpu for target in self.targets], dtype=torch.bool)
-        if not on_cpu.any():
-            return self._select(torch.zeros(len(self.copies), dtype=torch.bool)), self
-        rows = on_cpu[self.copies.target]
-        return self._select(rows), self._select(~rows)
-
-    def packed(self) -> tuple[Regions, int]:
-        """The same out of a buffer in which they lie one after the other; and its bytes."""
-        copies, nbytes = self.copies.packed()
-        return self._replace(copies=copies), nbytes
-
-    def read_into(self, buffer: Tensor) -> Regions:
-        """For reading the regions to where :meth:`packed` expects them: each has a part of ``buffer`` as its target."""
-        packed, _ = self.copies.packed()
-        copies = self.copies.clone()
-        copies.target[:] = torch.arange(len(copies))
-        copies.start[:] = 0
-        views = []
-        columns = (packed.offset, packed.dtype, packed.ndim, packed.size)
-        for at, code, ndim, size in zip(*(column.tolist() for column in columns), strict=True):
-            dtype, shape = dtypes.from_code(code), size[:ndim]
-            views.append(buffer[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape))
-        return Regions(views, copies, self.origins)
-
-    def _select(self, rows: Tensor) -> Regions:
-        copies = self.copies.select(rows)
-        return Regions([self.targets[i] for i in copies.renumber_targets()], copies, self.origins[rows])
 
 
 class PreparedRegions:

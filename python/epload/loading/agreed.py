@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from epload.checkpoint.manifest import Manifest
-from epload.cluster.topology import Route
 from epload.loading.inputs import LocalInputs
 from epload.loading.missing import Missing
 from epload.mapping.mapping import Mapping
@@ -48,6 +47,8 @@ class Opening(NamedTuple):
     """What the ranks have agreed on once all have opened."""
 
     manifest: Announcement
+    content: str
+    """The manifest's compact form in base64, if it comes with this round and some rank lacks it; else empty."""
     holders: dict[str, int]
     meta: bool
     """Whether any rank has tensors on meta."""
@@ -64,8 +65,6 @@ class AgreedLoad:
     inputs: LocalInputs
     manifest: Manifest
     plan: LoadPlan
-    manifest_route: Route
-    """Of the manifest, and of buckets that are not striped."""
     per_wave: int
     all_read: bool
     """Whether every rank has opened the checkpoint."""

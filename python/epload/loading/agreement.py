@@ -3,6 +3,7 @@ failure, so that they go on together or not at all."""
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from dataclasses import replace
 from functools import reduce
 from operator import or_
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from epload.checkpoint.manifest import Manifest
-from epload.cluster.topology import Route, Topology
+from epload.cluster.topology import Topology
 from epload.control.watch import Stop
 from epload.core.attempt import attempt
 from epload.errors import LoadError, ManifestMismatch, ModelMismatch, message_of
@@ -80,8 +81,8 @@ class Agreement:
         if proposal is not None and proposal.joined:
             self.inputs.close_checkpoint()
             inputs.checkpoint = None
-        route, manifest = self._share_manifest(inputs, opening.manifest, report)
-        return self._agree_on_plan(request, inputs, opening, route, manifest)
+        manifest = self._share_manifest(inputs, opening, report)
+        return self._agree_on_plan(request, inputs, opening, manifest)
 
     def _read_inputs(self, request: Request, stream: torch.Stream | None) -> LocalInputs:
         if self._closed:
@@ -124,9 +125,8 @@ class Agreement:
             manifest = manifest.with_provenance(opening.manifest.about)
         assert opening.planned is not None
         _, all_read, owned, _ = opening.planned
-        route = self._router.manifest_route(inputs.device)
         draft = replace(draft, manifest=manifest)
-        return self._agreed(request, inputs, opening, route, draft, plan, all_read, owned, offers={}, missing=None)
+        return self._agreed(request, inputs, opening, draft, plan, all_read, owned, offers={}, missing=None)
 
     # ---- opening ----
 
@@ -157,13 +157,15 @@ class Agreement:
                 assert inputs.checkpoint is not None
                 ours = inputs.checkpoint.manifest
                 view["manifest"] = len(ours.compact), ours.identity, ours.provenance
+                if view.get("known") != ours.identity and not self._router.needs_groups(inputs.device):
+                    view["content"] = b64encode(ours.compact).decode()
 
         def decide(views: dict[int, dict[str, Any]]) -> list[Any]:
             check_same_loader({rank: view["loader"] for rank, view in views.items()})
             check_same_options({rank: view["options"] for rank, view in views.items()})
-            announced = Announcement(0, "", [])
+            announced, content = Announcement(0, "", []), ""
             if len(views) > 1:
-                announced = Announcement(*views[src]["manifest"])
+                announced, content = Announcement(*views[src]["manifest"]), views[src].get("content", "")
                 if all(view.get("known") == announced.identity for rank, view in views.items() if rank != src):
                     announced = announced._replace(nbytes=0)
             uneven = len({view["lost"] for view in views.values()}) > 1
@@ -176,15 +178,16 @@ class Agreement:
                 if len(fingerprints) > 1 or mismatches:
                     planned = None
             meta, groups = any(view["meta"] for view in views.values()), max(view["groups"] for view in views.values())
-            return [announced, uneven, meta, views[src]["seed"], groups, planned]
+            content = content if announced.nbytes else ""
+            return [announced, content, uneven, meta, views[src]["seed"], groups, planned]
 
         answer = self._control.settle("opening the checkpoint", failure, view, decide)
-        announced, uneven, meta, seed, groups, planned = answer
+        announced, content, uneven, meta, seed, groups, planned = answer
         assert inputs is not None
         self._topology.groups.agree(groups)
         # Some ranks have buffers that others lack.
         holders = find_holders(self._control, request.model, inputs.targets) if uneven else {}
-        return Opening(Announcement(*announced), holders, meta, seed, planned)
+        return Opening(Announcement(*announced), content, holders, meta, seed, planned)
 
     def _describe_options(self, device: torch.device) -> str:
         """What ranks must agree on before they can so much as share the manifest."""
@@ -197,50 +200,45 @@ class Agreement:
 
     # ---- the manifest ----
 
-    def _share_manifest(
-        self, inputs: LocalInputs, announced: Announcement, report: LoadReport
-    ) -> tuple[Route, Manifest]:
-        """The route of the data, and over it the source's manifest, on every rank."""
+    def _share_manifest(self, inputs: LocalInputs, opening: Opening, report: LoadReport) -> Manifest:
+        """The source's manifest, on every rank."""
+        nbytes, _, about = opening.manifest
+        ours = inputs.checkpoint.manifest if inputs.checkpoint and self._topology.rank == self._options.src else None
+        if nbytes and not opening.content:
+            compact = self._send_manifest(inputs, ours.compact if ours is not None else bytes(nbytes), report)
+        else:
+            compact = b64decode(opening.content)
+        if ours is not None:
+            return ours
+        if nbytes:
+            return Manifest.from_compact(compact, about)
+        assert self.inputs.manifest is not None
+        return self.inputs.manifest.with_provenance(about)
+
+    def _send_manifest(self, inputs: LocalInputs, compact: bytes, report: LoadReport) -> bytes:
+        """Over the route of the data. ``compact``: of one length on all ranks."""
         self._control.doing = "sharing the manifest"
         try:
             route = self._router.manifest_route(inputs.device)
-            return route, self._receive_manifest(inputs, announced, route, report)
+            flow = self._router.flow(inputs.device, "one", shared=False)
+            if inputs.device == CPU:
+                board, limit = Board.alone(), self._control.timeout.total_seconds() + len(compact) / SLOWEST
+                with self._control.watch.guards(board):
+                    received, steps = sharing.through_host(compact, flow, route, board, limit)
+            else:
+                stream, stop = self._resources.device.stream(inputs.device), Stop()
+                with self._control.watch.guards(stop, self._topology.groups):
+                    received, steps = sharing.on_stream(compact, flow, route, stream, stop.check)
         except LoadError:
             raise
         except RuntimeError as error:
             raise LoadError(f"sharing the manifest: {message_of(error)}") from error
-
-    def _receive_manifest(
-        self, inputs: LocalInputs, announced: Announcement, route: Route, report: LoadReport
-    ) -> Manifest:
-        nbytes, _, about = announced
-        is_source = self._topology.rank == self._options.src
-        if is_source:
-            assert inputs.checkpoint is not None
-            known = inputs.checkpoint.manifest
-        elif nbytes == 0:
-            assert self.inputs.manifest is not None
-            known = self.inputs.manifest.with_provenance(about)
-        if nbytes == 0:
-            return known
-        compact = known.compact if is_source else bytes(nbytes)
-        flow = self._router.flow(inputs.device, "one", shared=False)
-        if inputs.device == CPU:
-            board, limit = Board.alone(), self._control.timeout.total_seconds() + nbytes / SLOWEST
-            with self._control.watch.guards(board):
-                received, steps = sharing.through_host(compact, flow, route, board, limit)
-        else:
-            stream, stop = self._resources.device.stream(inputs.device), Stop()
-            with self._control.watch.guards(stop, self._topology.groups):
-                received, steps = sharing.on_stream(compact, flow, route, stream, stop.check)
         report.transport_steps += steps
-        return known if is_source else Manifest.from_compact(received, about)
+        return received
 
     # ---- the plan ----
 
-    def _agree_on_plan(
-        self, request: Request, inputs: LocalInputs, opening: Opening, route: Route, known: Manifest
-    ) -> AgreedLoad:
+    def _agree_on_plan(self, request: Request, inputs: LocalInputs, opening: Opening, known: Manifest) -> AgreedLoad:
         draft, unprepared = attempt(lambda: self._make_draft(request, inputs, known))
         plan, failure = None, None
         if draft is not None:
@@ -268,11 +266,11 @@ class Agreement:
         assert draft is not None
         if inputs.local_modules:
             self._tied.compare_anywhere(inputs.checkpoint, draft.manifest, plan.twins)
-        return self._agreed(request, inputs, opening, route, draft, plan, all_read, all_owned, offers, missing)
+        return self._agreed(request, inputs, opening, draft, plan, all_read, all_owned, offers, missing)
 
     def _agreed(
-        self, request: Request, inputs: LocalInputs, opening: Opening, route: Route, draft: Draft, plan: LoadPlan,
-        all_read: bool, owned: list[int], offers: dict[str, Any], missing: Missing | None,
+        self, request: Request, inputs: LocalInputs, opening: Opening, draft: Draft, plan: LoadPlan, all_read: bool,
+        owned: list[int], offers: dict[str, Any], missing: Missing | None,
     ) -> AgreedLoad:  # fmt: skip
         missing_keys, mismatched_keys = unfilled_anywhere(self._control, inputs, plan)
         if missing is None:
@@ -282,7 +280,7 @@ class Agreement:
             )  # fmt: skip
         ignored = ignored_keys(draft.mapping, draft.manifest.names, missing_keys, plan.unexpected)
         return AgreedLoad(
-            inputs, draft.manifest, plan, route, draft.per_wave, all_read, owned, missing_keys, mismatched_keys,
+            inputs, draft.manifest, plan, draft.per_wave, all_read, owned, missing_keys, mismatched_keys,
             ignored, missing, prepared=opening.planned is not None, offers=offers,
         )  # fmt: skip
 

@@ -13,8 +13,8 @@ from epload.loading.routes import Router
 from epload.staging.device import DeviceStaging
 from epload.staging.device_resources import DeviceResources
 from epload.staging.shared_memory import NodeMemory, NodeSharing
+from epload.transport.device_plan import DevicePlan, upload_bytes
 from epload.transport.local import PreparedPlan
-from epload.transport.sinks import upload_bytes
 from epload.verify.proof import Proof
 
 
@@ -31,6 +31,7 @@ class Resources:
         """Memory that the ranks of a node are about to share, between two rounds."""
         self.device = DeviceResources(stream)
         self.prepared: PreparedPlan | None = None
+        self.device_plan: DevicePlan | None = None
         self._proof: Proof | None = None
 
     def clear_board(self) -> None:
@@ -86,7 +87,7 @@ class Resources:
         if readers == "auto":
             readers = "every" if load.all_read else "one"
         flow = self._router.flow(load.device, readers, shared)
-        largest, uploaded = load.plan.largest, upload_bytes(load.plan)
+        largest, uploaded = load.plan.largest, upload_bytes(load.plan, merged=readers == "every")
         if flow.shared:
             nbytes = uploaded
         elif readers == "every":
@@ -106,7 +107,7 @@ class Resources:
         """After a failed transfer: the next load makes new staging memory."""
         self.end_sharing()
         self.memory = None
-        self.device.staging = None
+        self.device.staging = self.device_plan = None
 
     def close(self) -> None:
         """Frees everything."""

@@ -50,6 +50,15 @@ class Router:
             return buckets_per_wave(self._topology.nodes, self._options.readers, wave_bytes)
         return len(self._topology.nodes) if self._options.readers in ("partitioned", "auto") else 1
 
+    def needs_groups(self, device: torch.device) -> bool:
+        """Whether any byte of a load goes over process groups. None does where each rank reads what it keeps, nor where no bucket
+        crosses nodes and the ranks of a node share memory, unless they turn out to share none."""
+        options = self._options
+        inside = len(self._topology.nodes) == 1 or options.readers == "per_node"
+        return options.readers != "every" and not (
+            inside and self.stages_on_host(device) and options.algorithm != "flat"
+        )
+
     def manifest_route(self, device: torch.device) -> Route:
         """The route from rank ``src`` for the manifest, and for buckets that are not striped. Collective where its groups are not
         there yet."""
@@ -66,21 +75,21 @@ class Router:
         shared = shared and (device == CPU or self._by_node(readers))
         return Flow(topology.nodes, topology.rank, self._options.src, readers, algorithm, shared)
 
-    def resolve(self, device: torch.device, readers: str, shared: bool, manifest_route: Route) -> RoutePlan:
+    def resolve(self, device: torch.device, readers: str, shared: bool) -> RoutePlan:
         """Collective where groups are not there yet."""
         flow = self.flow(device, readers, shared)
         on_host = device == CPU or flow.shared
         why = self._why_not_striped(device, readers, shared) if self._options.sent_algorithm == "striped" else ""
         note = f"two_level in place of striped, as {why}" if why else ""
-        return RoutePlan(flow, self._routes(flow, on_host, manifest_route), on_host, note)
+        return RoutePlan(flow, self._routes(device, flow, on_host), on_host, note)
 
-    def _routes(self, flow: Flow, on_host: bool, manifest_route: Route) -> dict[int, Route]:
+    def _routes(self, device: torch.device, flow: Flow, on_host: bool) -> dict[int, Route]:
         src = self._options.src
-        if flow.readers == "every":
+        if flow.readers == "every" or (flow.shared and not flow.crosses and flow.algorithm != "flat"):
             return {}
         if on_host:
             striped = flow.algorithm == "striped" and flow.crosses
-            route = self._topology.striped_route(src) if striped else manifest_route
+            route = self._topology.striped_route(src) if striped else self.manifest_route(device)
             return {reader: replace(route, src=reader) for reader in flow.turns}
         if len(self._topology.ranks) == 1:
             return {}

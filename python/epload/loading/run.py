@@ -31,6 +31,7 @@ from epload.staging.device_ring import DeviceRing
 from epload.staging.host_ring import HostRing
 from epload.staging.shared_memory import NodeMemory
 from epload.transport.context import TransferContext
+from epload.transport.device_plan import DevicePlan
 from epload.transport.direct_read import DirectRead
 from epload.transport.engine import Engine
 from epload.transport.framing import Framing
@@ -124,7 +125,7 @@ class LoadRun:
             return local
 
     def _route(self, readers: str) -> RoutePlan:
-        return self._router.resolve(self._load.device, readers, self._shared, self._load.manifest_route)
+        return self._router.resolve(self._load.device, readers, self._shared)
 
     def _choose_readers(self, bar: tqdm[Any]) -> tuple[str, int]:
         """Who reads, and the first bucket that the trials have left."""
@@ -199,18 +200,20 @@ class LoadRun:
             checkpoint.use_direct_io(self._options.direct_io and not again)
         context = TransferContext(self._plan, flow, checkpoint, self._framing, self._control, report)
         if flow.readers == "every":
-            waves = make_waves(self._plan, buckets, load.per_wave)
             buffer = self._memory.buffers[0] if self._memory is not None else None
             if load.device == CPU:
-                return DirectRead(context, waves, HostSink(self._local, report), buffer)
-            return DirectRead(context, waves, self._upload_sink(), buffer)
+                groups = [wave.numbers for wave in make_waves(self._plan, buckets, load.per_wave)]
+                return DirectRead(context, groups, HostSink(self._local, report), buffer)
+            return DirectRead(context, self._device_plan().merged(buckets), self._upload_sink(), buffer)
         if route.on_host:
             return self._through_memory(context, route, make_waves(self._plan, buckets, load.per_wave))
         staging = self._resources.device.staging
         assert staging is not None
         ring = DeviceRing(staging, flow, report, "inter_node" if flow.crosses else "intra_node")
         mover = Collective(context, ring, route.routes, staging.stream) if route.routes else None
-        return Engine(context, make_waves(self._plan, buckets), ring, mover, DeviceSink(staging, self._local))
+        return Engine(
+            context, make_waves(self._plan, buckets), ring, mover, DeviceSink(self._device_plan(), self._local)
+        )
 
     def _reads_repeat(self) -> bool:
         """Whether ranks of this node keep the same bytes, which each of them reads: the page cache then saves the disk work."""
@@ -238,10 +241,15 @@ class LoadRun:
         sink = HostSink(self._local, self._report) if load.device == CPU else self._upload_sink()
         return Engine(context, waves, ring, mover, sink)
 
+    def _device_plan(self) -> DevicePlan:
+        resources = self._resources
+        assert resources.device.staging is not None
+        known = resources.device_plan
+        resources.device_plan = DevicePlan.of(self._plan, self._local.tensors, resources.device.staging, known)
+        return resources.device_plan
+
     def _upload_sink(self) -> UploadSink:
-        staging = self._resources.device.staging
-        assert staging is not None
-        return UploadSink(staging, self._local, self._report)
+        return UploadSink(self._device_plan(), self._local, self._report)
 
     # ---- after the data ----
 

@@ -6,6 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -83,6 +84,11 @@ class LoadPlan:
     def nbytes(self) -> int:
         """Bytes on the wire towards one rank, headers included."""
         return sum(bucket.nbytes for bucket in self.buckets)
+
+    @cached_property
+    def kept_nbytes(self) -> tuple[int, ...]:
+        """For each bucket, the bytes of a buffer in which the regions that this rank keeps of it lie one after the other."""
+        return tuple(bucket.copies.packed()[1] for bucket in self.buckets)
 
     @property
     def largest(self) -> int:

@@ -10,7 +10,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from epload.errors import LoadError
-from epload.planning.waves import Wave
 from epload.transport.context import TransferContext
 from epload.transport.framing import list_numbers
 from epload.transport.sinks import DirectSink
@@ -20,11 +19,15 @@ class DirectRead:
     """Reads some of a plan's buckets. Single use. The same interface as :class:`~epload.transport.engine.Engine`."""
 
     def __init__(
-        self, context: TransferContext, waves: Sequence[Wave], sink: DirectSink, buffer: Tensor | None
+        self, context: TransferContext, groups: Sequence[range], sink: DirectSink, buffer: Tensor | None
     ) -> None:
-        """``buffer``: host memory for the largest bucket, for a checkpoint that gives whole buckets only; None to make it."""
+        """
+        Args:
+            groups: numbers of buckets that are read together.
+            buffer: host memory for the largest bucket, for a checkpoint that gives whole buckets only; None to make it.
+        """
         self._context = context
-        self._waves = waves
+        self._groups = groups
         self._sink = sink
         self._buffer = buffer
         self.broken = False
@@ -39,14 +42,14 @@ class DirectRead:
         context = self._context
         try:
             with self._sink.entered():
-                for wave in self._waves:
+                for numbers in self._groups:
                     if failure := context.framing.remote_failure():
                         raise failure
-                    with context.activity.doing(f"reads {list_numbers('bucket', wave.numbers)}"):
-                        nbytes = self._read(wave)
+                    with context.activity.doing(f"reads {list_numbers('bucket', numbers)}"):
+                        nbytes = self._read(numbers)
                     context.report.phases["read"].nbytes += nbytes
                     context.control.progress += nbytes
-                    bar.update(sum(context.plan.buckets[number].nbytes for number in wave.numbers))
+                    bar.update(sum(context.plan.buckets[number].nbytes for number in numbers))
         except LoadError:  # a checkpoint that cannot be read, or another rank's failure: what was queued is in order
             raise
         except BaseException:
@@ -59,14 +62,14 @@ class DirectRead:
     def abandon(self) -> None:
         self._sink.abandon()
 
-    def _read(self, wave: Wave) -> int:
+    def _read(self, numbers: range) -> int:
         checkpoint = self._context.checkpoint
         assert checkpoint is not None
         try:
-            nbytes = self._sink.read(wave.numbers, checkpoint)
+            nbytes = self._sink.read(numbers, checkpoint)
         except Exception as error:
-            raise self._context.framing.describe_failure("read", wave.numbers, error) from error
-        return nbytes if nbytes is not None else sum(map(self._read_whole, wave.numbers))
+            raise self._context.framing.describe_failure("read", numbers, error) from error
+        return nbytes if nbytes is not None else sum(map(self._read_whole, numbers))
 
     def _read_whole(self, number: int) -> int:
         """By way of a buffer, from a checkpoint that cannot read single regions."""

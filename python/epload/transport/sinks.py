@@ -8,10 +8,9 @@ from typing import Protocol
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
-from epload.core.regions import Regions
-from epload.planning.plan import LoadPlan
 from epload.report import LoadReport
-from epload.staging.device import BUFFERS, DeviceStaging
+from epload.staging.device import BUFFERS
+from epload.transport.device_plan import DevicePlan, Kept, Pinned
 from epload.transport.local import Local
 
 
@@ -62,19 +61,19 @@ class HostSink:
 class DeviceSink:
     """Tensors on a device (and some on CPU), out of buckets on that device, on the staging's stream."""
 
-    def __init__(self, staging: DeviceStaging, local: Local) -> None:
-        self._staging = staging
-        self._local = local
+    def __init__(self, plan: DevicePlan, local: Local) -> None:
+        self._plan = plan
+        self._tensors = local.tensors
 
     def entered(self) -> AbstractContextManager[None]:
-        return self._staging.entered()
+        return self._plan.staging.entered()
 
     def unpack(self, number: int, bucket: Tensor) -> None:
-        on_cpu, on_device = self._local.regions(number).by_device()
-        if on_device.targets:
-            on_device.unpack(bucket)
-        if on_cpu.targets:
-            on_cpu.unpack(bucket.cpu())
+        kept = self._plan.kept(range(number, number + 1))
+        if kept.on_device.targets:
+            kept.on_device.of(self._tensors).unpack(bucket)
+        if kept.on_cpu.targets:
+            kept.on_cpu.of(self._tensors).unpack(bucket.cpu())
 
     def abandon(self) -> None:
         pass  # the ring has the same staging
@@ -88,10 +87,11 @@ class UploadSink:
     link in one copy, and are unpacked on the load's stream.
     """
 
-    def __init__(self, staging: DeviceStaging, local: Local, report: LoadReport) -> None:
-        """``staging``: with buffers of at least ``upload_bytes(plan)``."""
-        self._staging = staging
-        self._local = local
+    def __init__(self, plan: DevicePlan, local: Local, report: LoadReport) -> None:
+        """``plan``: with a staging of at least ``upload_bytes``."""
+        self._plan = plan
+        self._staging = plan.staging
+        self._tensors = local.tensors
         self._report = report
         self._turn = 0
 
@@ -99,53 +99,49 @@ class UploadSink:
         return self._staging.entered()
 
     def unpack(self, number: int, bucket: Tensor) -> None:
-        on_cpu, on_device = self._local.regions(number).by_device()
-        if on_cpu.targets:
-            on_cpu.unpack(bucket)
-        if on_device.targets:
-            self._pinned_for(on_device).unpack(bucket)
-            self._upload(on_device)
+        kept = self._plan.kept(range(number, number + 1))
+        if kept.on_cpu.targets:
+            kept.on_cpu.of(self._tensors).unpack(bucket)
+        if kept.on_device.targets:
+            self._pinned_for(kept).unpack(bucket)
+            self._upload(kept)
 
     def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
         total = 0
-        for number in numbers:
-            on_cpu, on_device = self._local.regions(number).by_device()
-            for regions, uploads in ((on_cpu, False), (on_device, True)):
-                if not regions.targets:
+        for group in self._plan.merged(numbers):
+            kept = self._plan.kept(group)
+            for part in (kept.on_cpu, kept.on_device):
+                if not part.targets:
                     continue
-                into = self._pinned_for(regions) if uploads else regions
+                uploads = part is kept.on_device
+                regions = self._pinned_for(kept).regions() if uploads else part.of(self._tensors)
                 with self._report.timed("read"):
-                    nbytes = checkpoint.read_regions(into)
+                    nbytes = checkpoint.read_regions(regions)
                 if nbytes is None:
                     return None
                 total += nbytes
                 if uploads:
-                    self._upload(regions)
+                    self._upload(kept)
         return total
 
     def abandon(self) -> None:
         self._staging.abandon()
 
-    def _pinned_for(self, regions: Regions) -> Regions:
-        """The same regions with pieces of the next pinned buffer as their targets, once nothing reads that any more."""
+    def _pinned_for(self, kept: Kept) -> Pinned:
+        """The next pinned buffer, once nothing reads it any more."""
         turn = self._turn % BUFFERS
         with self._report.timed("host_to_device"):
             self._staging.wait_until_copied(turn)
-        return regions.read_into(self._staging.pinned[turn])
+        return kept.pinned(turn)
 
-    def _upload(self, regions: Regions) -> None:
+    def _upload(self, kept: Kept) -> None:
         """Queues the copy of the pinned buffer to the device, and unpacking it there."""
         turn = self._turn % BUFFERS
         self._turn += 1
-        moved, nbytes = regions.packed()
+        packed, nbytes = kept.packed
         self._staging.copy(turn, turn, nbytes)
         with self._staging.stream:
             self._staging.wait_for_copy(turn)
-            moved.unpack(self._staging.buckets[turn])
+            kept.on_device._replace(copies=packed).of(self._tensors).unpack(self._staging.buckets[turn])
             self._staging.unpacked(turn)
         self._report.phases["host_to_device"].nbytes += nbytes
-
-
-def upload_bytes(plan: LoadPlan) -> int:
-    """Bytes of one staging buffer of an UploadSink."""
-    return max((bucket.copies.packed()[1] for bucket in plan.buckets), default=0)

@@ -1,0 +1,100 @@
+"""A load in which no byte goes from rank to rank over a process group makes none: the manifest comes with the agreement."""
+
+from __future__ import annotations
+
+import errno
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from epload import HierarchicalLoader, Topology
+from epload.staging import shared_memory
+from support import accelerator, fakedev, ranks
+from support.broadcasts import Nodes
+from support.checks import all_fine
+from support.small_model import BUCKET, meta_net, only_readers, state_for, wrong
+
+CASES: list[tuple[Nodes, dict[str, Any], bool]] = [
+    ([[0, 1, 2, 3]], {"readers": "one"}, False),
+    ([[0, 1, 2]], {"readers": "auto", "src": 1}, False),
+    ([[0, 1, 2]], {"readers": "partitioned", "algorithm": "striped"}, False),
+    ([[0, 1, 2]], {"readers": "one", "algorithm": "flat"}, True),
+    ([[0, 1], [2]], {"readers": "per_node"}, False),
+    ([[0, 1], [2]], {"readers": "every"}, False),
+    ([[0, 1], [2]], {"readers": "one"}, True),
+]
+
+
+def source(state: dict[str, torch.Tensor], options: dict[str, Any], rank: int) -> dict[str, torch.Tensor] | None:
+    if options["readers"] in ("one", "auto"):
+        return state if rank == options.get("src", 0) else None
+    return only_readers(state, options["readers"])
+
+
+def loads(rank: int, nodes: Nodes, options: dict[str, Any], groups: bool, memory: bool = True) -> list[str]:
+    """Twice each of two checkpoints with other tensors, so that the manifest is sent, known, and sent again."""
+    problems = []
+    topology = Topology.from_nodes(nodes)
+    loader = HierarchicalLoader(topology, bucket_bytes=BUCKET, timeout=60.0, **options)
+    no_room = mock.patch.object(shared_memory, "_make", side_effect=OSError(errno.ENOSPC, "no space left on device"))
+    with nullcontext() if memory else no_room:
+        for number, extra in ((1, False), (2, False), (3, True), (4, True)):
+            state = state_for(number)
+            if extra:
+                state = {"unused": torch.zeros(3), **state}
+            model = meta_net()
+            report = loader.load(model, source(state, options, rank), strict=False)
+            problems += wrong(model, state_for(number))
+            if report.unexpected_keys != ["unused"] * extra:
+                problems.append(f"load {number}: unexpected {report.unexpected_keys}")
+            if bool(topology.groups.names) != groups:
+                problems.append(f"load {number}: groups {topology.groups.names}")
+    return problems
+
+
+@pytest.mark.parametrize(("nodes", "options", "groups"), CASES)
+def test_groups_are_made_where_bytes_use_them(nodes: Nodes, options: dict[str, Any], groups: bool) -> None:
+    all_fine(ranks.run(sum(map(len, nodes)), loads, nodes, options, groups))
+
+
+def test_ranks_that_share_no_memory_make_a_group_after_all() -> None:
+    all_fine(ranks.run(3, loads, [[0, 1, 2]], {"readers": "one"}, True, False))
+
+
+def on_a_device(rank: int, options: dict[str, Any]) -> list[str]:
+    topology = Topology.from_nodes([[0, 1], [2]] if options["readers"] == "every" else [[0, 1, 2]])
+    loader = HierarchicalLoader(topology, bucket_bytes=BUCKET, timeout=60.0, **options)
+    problems = []
+    for number in (1, 2):
+        model = accelerator.meta_net()
+        loader.load(model, source(state_for(number), options, rank))
+        problems += accelerator.wrong(model, state_for(number))
+    return problems + topology.groups.names
+
+
+@pytest.mark.usefixtures("fake_device")
+@pytest.mark.parametrize("readers", ["every", "one", "partitioned"])
+def test_a_device_needs_no_communicator(readers: str) -> None:
+    all_fine(ranks.run(3, on_a_device, {"readers": readers}, setup=fakedev.setup))
+
+
+def many_names(rank: int) -> list[str]:
+    """A manifest of more than one value of the store: names that do not compress."""
+    generator = torch.Generator().manual_seed(0)
+    names = [bytes(torch.randint(97, 123, (2000,), generator=generator).tolist()).decode() for _ in range(8000)]
+    topology = Topology.from_nodes([[0], [1]])
+    model = nn.ParameterDict({names[0]: nn.Parameter(torch.zeros(3))})
+    state = {name: torch.full((1,), float(i)) for i, name in enumerate(names)}
+    state[names[0]] = torch.arange(3.0) + 1
+    report = HierarchicalLoader(topology, readers="every", timeout=60.0).load(model, state, strict=False)
+    right = model[names[0]].tolist() == [1, 2, 3] and len(report.unexpected_keys) == len(names) - 1
+    return topology.groups.names + ([] if right else ["wrong"])
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_manifest_of_megabytes_comes_in_parts(tcp: bool) -> None:
+    all_fine(ranks.run(2, many_names, tcp=tcp))
