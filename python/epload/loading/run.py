@@ -32,7 +32,7 @@ from epload.staging.host_ring import HostRing
 from epload.staging.shared_memory import NodeMemory
 from epload.transport.context import TransferContext
 from epload.transport.device_plan import DevicePlan
-from epload.transport.direct_read import DirectRead
+from epload.transport.direct_read import DirectRead, group_buckets
 from epload.transport.engine import Engine
 from epload.transport.framing import Framing
 from epload.transport.local import Local
@@ -202,7 +202,7 @@ class LoadRun:
         if flow.readers == "every":
             buffer = self._memory.buffers[0] if self._memory is not None else None
             if load.device == CPU:
-                groups = [wave.numbers for wave in make_waves(self._plan, buckets, load.per_wave)]
+                groups = group_buckets(self._plan, buckets, load.per_wave)
                 return DirectRead(context, groups, HostSink(self._local, report), buffer)
             return DirectRead(context, self._device_plan().merged(buckets), self._upload_sink(), buffer)
         if route.on_host:

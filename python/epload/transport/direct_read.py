@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 from epload.errors import LoadError
+from epload.planning.plan import LoadPlan
 from epload.transport.context import TransferContext
 from epload.transport.framing import list_numbers
 from epload.transport.sinks import DirectSink
+
+READ_BYTES = 64 << 20
+"""That a rank reads in one call, about. With less, the threads that read spend more of the time waiting for one another at the end
+of a call."""
+
+
+def group_buckets(plan: LoadPlan, buckets: range, least: int) -> list[range]:
+    """Divides some of a plan's buckets into groups of which this rank reads ``READ_BYTES``. ``least``: buckets of a group."""
+    each = max(least, READ_BYTES * len(plan.buckets) // max(plan.owned, 1))
+    return [range(first, min(first + each, buckets.stop)) for first in range(buckets.start, buckets.stop, each)]
 
 
 class DirectRead:
@@ -39,17 +50,12 @@ class DirectRead:
         Raises:
             LoadError: another rank failed, or this rank could not read.
         """
-        context = self._context
         try:
             with self._sink.entered():
                 for numbers in self._groups:
-                    if failure := context.framing.remote_failure():
-                        raise failure
-                    with context.activity.doing(f"reads {list_numbers('bucket', numbers)}"):
-                        nbytes = self._read(numbers)
-                    context.report.phases["read"].nbytes += nbytes
-                    context.control.progress += nbytes
-                    bar.update(sum(context.plan.buckets[number].nbytes for number in numbers))
+                    if not self._step(self._read_regions, numbers, bar):
+                        for number in numbers:
+                            self._step(self._read_whole, range(number, number + 1), bar)
         except LoadError:  # a checkpoint that cannot be read, or another rank's failure: what was queued is in order
             raise
         except BaseException:
@@ -62,18 +68,32 @@ class DirectRead:
     def abandon(self) -> None:
         self._sink.abandon()
 
-    def _read(self, numbers: range) -> int:
+    def _step(self, read: Callable[[range], int | None], numbers: range, bar: tqdm[Any]) -> bool:
+        """Whether the checkpoint can read this way."""
+        context = self._context
+        if failure := context.framing.remote_failure():
+            raise failure
+        with context.activity.doing(f"reads {list_numbers('bucket', numbers)}"):
+            nbytes = read(numbers)
+        if nbytes is None:
+            return False
+        context.report.phases["read"].nbytes += nbytes
+        context.control.progress += nbytes
+        bar.update(sum(context.plan.buckets[number].nbytes for number in numbers))
+        return True
+
+    def _read_regions(self, numbers: range) -> int | None:
         checkpoint = self._context.checkpoint
         assert checkpoint is not None
         try:
-            nbytes = self._sink.read(numbers, checkpoint)
+            return self._sink.read(numbers, checkpoint)
         except Exception as error:
             raise self._context.framing.describe_failure("read", numbers, error) from error
-        return nbytes if nbytes is not None else sum(map(self._read_whole, numbers))
 
-    def _read_whole(self, number: int) -> int:
-        """By way of a buffer, from a checkpoint that cannot read single regions."""
+    def _read_whole(self, numbers: range) -> int:
+        """One bucket by way of a buffer, from a checkpoint that cannot read single regions."""
         assert self._context.checkpoint is not None
+        (number,) = numbers
         plan = self._context.plan
         bucket = plan.buckets[number]
         if not bucket.targets:
