@@ -16,7 +16,7 @@ from epload.transport.framing import list_numbers
 from epload.transport.sinks import DirectSink
 
 READ_BYTES = 64 << 20
-"""That a rank reads in one call, about. With less, the threads that read spend more of the time waiting for one another at the end
+"""That a rank reads in one call, about. With less, threads that read spend more of their time waiting for one another at the end
 of a call."""
 
 
