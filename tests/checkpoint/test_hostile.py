@@ -42,7 +42,7 @@ def test_a_file_is_loaded_as_it_is_or_refused(content: bytes, bucket_bytes: int)
             return
         found = read_layout(LocalFile(path))
     for name, parameter in filled.named_parameters():
-        if name in report.missing_keys:
+        if name in report.missing_keys or (name not in found.names and parameter.numel() == 0):  # which needs nothing
             assert not parameter.detach().any()
             continue
         at = found.names.index(name)

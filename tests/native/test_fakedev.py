@@ -124,7 +124,7 @@ def failing_collective(rank: int) -> str:
     group = dist.new_group(backend=fakedev.BACKENDS, timeout=timedelta(seconds=1))
     if rank == 0:
         try:
-            dist.broadcast(torch.ones(4, device=DEVICE), 1, group=group)
+            dist.all_reduce(torch.ones(4, device=DEVICE), group=group)
             torch.accelerator.synchronize()
         except RuntimeError as error:
             return str(error)

@@ -3,7 +3,7 @@
 Use it in processes made for it, since it stays loaded: ``ranks.run(2, function, setup=partial(fakedev.setup, "nccl"))``.
 Work on a stream runs when its turn comes; a *gate* (:func:`hold`) stops it there until :func:`release`, so that what
 should have been waited for is certain not to have happened yet. Memory is poisoned when it is freed and when it is given
-out. An error of a stream's work is raised by the next host-side wait for that stream. A collective whose peer has ended does
+out. An error of a stream's work is raised by the next host-side wait for that stream. A broadcast whose peer has ended does
 not end until its communicator is aborted.
 """
 

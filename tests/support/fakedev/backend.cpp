@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <map>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -36,7 +37,7 @@ class Communicator {
     changed_.notify_all();
   }
 
-  // Runs a collective as a kernel does: it waits for its peers until it is aborted, does not notice that one has ended,
+  // Runs a broadcast as a kernel does: it waits for its peers until it is aborted, does not notice that one has ended,
   // and is no error on its stream when it is aborted.
   template <typename Start>
   void run(const Start& start) {
@@ -197,7 +198,8 @@ class StreamBackend final : public c10d::Backend {
         flat.push_back({t.data_ptr(), t.sizes().vec(), t.scalar_type()});
       }
     }
-    ours.push(what, [gloo = gloo_, communicator = communicator_, flats, call] {
+    const bool broadcasts = std::string_view(what) == "broadcast";
+    ours.push(what, [gloo = gloo_, communicator = communicator_, broadcasts, flats, call] {
       const at::AutoDispatchBelowAutograd below;
       std::vector<Tensors> on_host;
       for (const auto& list : flats) {
@@ -206,7 +208,11 @@ class StreamBackend final : public c10d::Backend {
           tensors.push_back(at::from_blob(flat.data, flat.sizes, at::TensorOptions().dtype(flat.dtype)));
         }
       }
-      communicator->run([&] { return call(gloo, on_host); });
+      if (broadcasts) {
+        communicator->run([&] { return call(gloo, on_host); });
+      } else { // of some of gloo's other collectives a part is done in the wait
+        call(gloo, on_host)->wait();
+      }
     });
     if (!own) {
       return {};
