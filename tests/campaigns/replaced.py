@@ -39,6 +39,7 @@ from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.state_dict import StateDictCheckpoint
 from epload.loading import run as run_module
 from epload.loading.run import LoadRun
+from epload.transport import direct_read
 from epload.verify.proof import Proof
 from support import ranks
 
@@ -314,6 +315,7 @@ class Rank:
 
 
 def rank_main(rank: int, folder: str, runs: Sequence[Run]) -> list[Outcome]:
+    direct_read.READ_BYTES = 1  # each wave of the small model is a call
     job = Rank(rank, Path(folder))
     return [job.run(run, number) for number, run in enumerate(runs)]
 

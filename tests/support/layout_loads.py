@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import epload
 from epload.planning import schedule
+from epload.transport import direct_read
 from support.checks import differences, full_values
 from support.layout_cases import Case, cases
 from support.models import device, use_device
@@ -83,6 +84,7 @@ def check_cases(rank: int, world: int, folder: str, on: str = "cpu", ways_per_ca
     """What is wrong, a line a tensor."""
     use_device(on)
     schedule.MIN_PART_BYTES = 100  # in this rank's process, so that readers share waves of small buckets too
+    direct_read.READ_BYTES = 100  # and read them wave by wave
     failures: list[str] = []
     topologies = {str(nodes): epload.Topology.from_nodes(nodes) for nodes in NODES[world]}
     for number, case in enumerate(cases(world)):

@@ -95,7 +95,10 @@ class Resources:
             nbytes = max(largest, uploaded) if self._options.readers == "auto" else uploaded
         else:
             nbytes = largest
-        return self.device.reserve(load.device, nbytes, reads=flow.shared or flow.reads)
+        reads = flow.shared or flow.reads
+        if self.device_plan is not None and not self.device_plan.staging.serves(load.device, nbytes, reads):
+            self.device_plan = None  # before more is allocated
+        return self.device.reserve(load.device, nbytes, reads)
 
     def proof(self, load: AgreedLoad, verifiers: tuple[int, ...]) -> Proof:
         """The proof of a plan, kept for the next load of the same plan."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from campaigns.chaos.faults import ANEW, WORLD, Fault, Moments, broken, moments_of
 from epload import HierarchicalLoader, Topology
+from epload.transport import direct_read
 from netbed import INTERFACE, enter
 from support.small_model import NODES, meta_net, state_for, wrong
 
@@ -179,6 +180,7 @@ def main(rank: int, folder: str, place: Place, link: Connection) -> None:
         enter(place.namespace)
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     torch.set_num_threads(1)
+    direct_read.READ_BYTES = 1  # so that each wave of the small model is a call, which may fail
     signal.signal(signal.SIGINT, signal.default_int_handler)
     store = dist.TCPStore(place.host, place.port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
