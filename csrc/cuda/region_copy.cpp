@@ -18,6 +18,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 
 namespace epload {
 namespace {
@@ -55,9 +56,9 @@ const std::string& obstacle(c10::Device device) {
   static std::mutex mutex;
   static std::map<c10::DeviceIndex, std::string> known;
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto [found, fresh] = known.try_emplace(device.index());
-  auto& reason = found->second;
-  if (fresh) {
+  auto found = known.find(device.index());
+  if (found == known.end()) {
+    std::string reason;
     if (library().ready == nullptr) {
       reason = "this build has none; build with nvcc, or EPLOAD_CUDA=1 to see why there are none";
     } else if (const int error = library().ready(); error != 0) {
@@ -71,8 +72,9 @@ const std::string& obstacle(c10::Device device) {
           reason,
           ". Regions are copied with one call of torch's each, which is correct but slow");
     }
+    found = known.emplace(device.index(), std::move(reason)).first;
   }
-  return reason;
+  return found->second;
 }
 
 bool usable(c10::Device device) {

@@ -119,7 +119,7 @@ class HierarchicalLoader:
                 for a model on a device, buckets that do not cross nodes then go through memory that a node's ranks share,
                 out of which each copies what it keeps.
             bucket_bytes: size of a bucket; each rank has two, and for a model on a device two more in pinned host memory if
-                it reads.
+                it reads. With ``"every"``, those for a device have up to 32 MiB, if that is more.
             verify: ``"buckets"``: every bucket carries a checksum, which each node checks before it unpacks. ``"full"``: after
                 the load, ranks prove their shards against the checkpoint, which is read once more, by all ranks that have it
                 together; nothing is left for checksums to find. ``"sample"``: checksums, and a sixteenth is proven.

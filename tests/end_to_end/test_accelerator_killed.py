@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -30,19 +29,19 @@ SOON = 20.0
 AT = {"the manifest": 0, "the first bucket": 1, "the fourth bucket": 4}
 
 
-def killed_at(which: int) -> Callable[..., None]:
-    """A broadcast of which the process does not survive call number ``which``."""
-    calls = 0
-    broadcast = ops.coalesced_bcast
+class Broadcasts:
+    """Counts the broadcasts of this process, which does not survive one of them."""
 
-    def call(*args: Any, **options: Any) -> None:
-        nonlocal calls
-        if calls == which:
+    def __init__(self, fatal: int | None = None) -> None:
+        self.calls = 0
+        self._fatal = fatal
+        self._broadcast = ops.coalesced_bcast
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        if self.calls == self._fatal:
             os.kill(os.getpid(), signal.SIGKILL)
-        calls += 1
-        broadcast(*args, **options)
-
-    return call
+        self.calls += 1
+        self._broadcast(*args, **options)
 
 
 def killed_in_a_collective(
@@ -51,7 +50,7 @@ def killed_in_a_collective(
     fakedev.wedge_aborts(wedged)
     options: dict[str, Any] = {"readers": readers, "algorithm": algorithm, "bucket_bytes": BUCKET, "timeout": 90.0}
     loader = HierarchicalLoader(Topology.from_nodes(NODES[4]), **options)
-    breaks = mock.patch.object(ops, "coalesced_bcast", killed_at(which)) if rank == victim else nullcontext()
+    breaks = mock.patch.object(ops, "coalesced_bcast", Broadcasts(which)) if rank == victim else nullcontext()
     with breaks:
         raised = raised_by(lambda: loader.load(meta_net(), for_readers(state_for(1), readers)))
     if wedged:
@@ -93,6 +92,25 @@ def test_whoever_is_killed(victim: int, readers: str, algorithm: str, tmp_path: 
         setup=fakedev.setup, dying=(victim,), limit=100,
     )  # fmt: skip
     check(results, victim)
+
+
+def killed_in_the_last_one(rank: int) -> tuple[Raised, list[str]] | None:
+    """Rank 0 reads: it waits for no header, and goes on to the proof, which copies from the device."""
+    loader = HierarchicalLoader(
+        Topology.from_nodes(NODES[4]), readers="one", bucket_bytes=BUCKET, verify="full", timeout=90.0
+    )
+    model = meta_net()
+    with mock.patch.object(ops, "coalesced_bcast", Broadcasts()) as counted:
+        loader.load(model, for_readers(state_for(1), "one"))
+    last = counted.calls - 2  # the manifest is known now
+    with mock.patch.object(ops, "coalesced_bcast", Broadcasts(last)) if rank == 2 else nullcontext():
+        return raised_by(lambda: loader.load(model, for_readers(state_for(2), "one"))), []
+
+
+@SEMANTICS
+def test_a_rank_that_is_killed_in_the_last_broadcast_is_noticed_by_the_reader(semantics: str) -> None:
+    results = ranks.run(4, killed_in_the_last_one, setup=partial(fakedev.setup, semantics), dying=(2,), limit=100)
+    check(results, 2)
 
 
 @SEMANTICS

@@ -36,17 +36,26 @@ def source(state: dict[str, torch.Tensor], options: dict[str, Any], rank: int) -
 
 
 def loads(rank: int, nodes: Nodes, options: dict[str, Any], groups: bool, memory: bool = True) -> list[str]:
-    """Twice each of two checkpoints with other tensors, so that the manifest is sent, known, and sent again."""
+    """Checkpoints with the same and with other tensors, so that the manifest is sent, known, and sent again; into one model, and
+    into new ones."""
     problems = []
     topology = Topology.from_nodes(nodes)
     loader = HierarchicalLoader(topology, bucket_bytes=BUCKET, timeout=60.0, **options)
     no_room = mock.patch.object(shared_memory, "_make", side_effect=OSError(errno.ENOSPC, "no space left on device"))
     with nullcontext() if memory else no_room:
-        for number, extra in ((1, False), (2, False), (3, True), (4, True)):
+        model = meta_net()
+        for number, extra, fresh in (
+            (1, 0, False),
+            (2, 0, False),
+            (3, 1, False),
+            (4, 1, True),
+            (5, 0, True),
+            (6, 0, True),
+        ):
             state = state_for(number)
             if extra:
                 state = {"unused": torch.zeros(3), **state}
-            model = meta_net()
+            model = meta_net() if fresh else model
             report = loader.load(model, source(state, options, rank), strict=False)
             problems += wrong(model, state_for(number))
             if report.unexpected_keys != ["unused"] * extra:

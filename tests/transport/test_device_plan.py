@@ -66,5 +66,5 @@ def merged(rank: int, folder: Path, limit: int, copies: int) -> list[str]:
 
 @pytest.mark.parametrize(("limit", "copies"), [(1, 8), (3 * 4096, 4), (6 * 4096, 2), (1 << 20, 1)])
 def test_buckets_go_to_the_device_together(limit: int, copies: int, tmp_path: Path) -> None:
-    """As many as fit into a pinned buffer, of which a tensor takes 4,096 bytes."""
+    """As many as fit into a pinned buffer, of which a tensor takes 4,000 bytes."""
     all_fine(ranks.run(2, merged, tmp_path, limit, copies, setup=fakedev.setup))

@@ -187,7 +187,8 @@ class Group:
     def abort(self) -> None:
         """Ends operations that run on devices. In a thread of its own, as that may not return."""
         backends, self._device_backends = self._device_backends, []
-        self.enter_thread()
+        with suppress(Exception):
+            self.enter_thread()
         for backend in backends:
             with suppress(Exception):
                 backend.abort()

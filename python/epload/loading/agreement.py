@@ -63,6 +63,8 @@ class Agreement:
         self._tied = TiedWeights(self._control, options.src)
         self._plans: dict[frozenset[int], tuple[tuple[bytes, Mapping, str], Targets, LoadPlan]] = {}
         self._closed = False
+        self._common = ""
+        """Identity of a manifest that all ranks have."""
         self.inputs = InputReader(topology, options, router)
 
     def run(self, request: Request, stream: torch.Stream | None, report: LoadReport) -> AgreedLoad:
@@ -157,7 +159,7 @@ class Agreement:
                 assert inputs.checkpoint is not None
                 ours = inputs.checkpoint.manifest
                 view["manifest"] = len(ours.compact), ours.identity, ours.provenance
-                if view.get("known") != ours.identity and not self._router.needs_groups(inputs.device):
+                if self._common != ours.identity and not self._router.needs_groups(inputs.device):
                     view["content"] = b64encode(ours.compact).decode()
 
         def decide(views: dict[int, dict[str, Any]]) -> list[Any]:
@@ -272,6 +274,7 @@ class Agreement:
         self, request: Request, inputs: LocalInputs, opening: Opening, draft: Draft, plan: LoadPlan, all_read: bool,
         owned: list[int], offers: dict[str, Any], missing: Missing | None,
     ) -> AgreedLoad:  # fmt: skip
+        self._common = draft.manifest.identity
         missing_keys, mismatched_keys = unfilled_anywhere(self._control, inputs, plan)
         if missing is None:
             missing = compute_missing(

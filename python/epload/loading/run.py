@@ -91,7 +91,9 @@ class LoadRun:
         if load.missing.holders:
             self._control.doing = "sharing buffers"
             stream = self._resources.device.stream(load.device) if load.device != CPU else None
-            self._report.transport_steps += share(self._request.model, load.missing.holders, self._topology, stream)
+            with self._control.watch.guards(self._topology.groups):
+                steps = share(self._request.model, load.missing.holders, self._topology, stream)
+            self._report.transport_steps += steps
         self._framing = Framing(plan, self._topology.rank, load.manifest, self._control, self._options.checksums)
         with progress_bar(plan.nbytes, show_progress) as bar:
             readers, begin = self._choose_readers(bar)
@@ -200,7 +202,8 @@ class LoadRun:
             checkpoint.use_direct_io(self._options.direct_io and not again)
         context = TransferContext(self._plan, flow, checkpoint, self._framing, self._control, report)
         if flow.readers == "every":
-            buffer = self._memory.buffers[0] if self._memory is not None else None
+            # Not memory that the ranks of a node share: each would read buckets of its own into it.
+            buffer = self._memory.buffers[0] if self._memory is not None and not self._memory.shared else None
             if load.device == CPU:
                 groups = group_buckets(self._plan, buckets, load.per_wave)
                 return DirectRead(context, groups, HostSink(self._local, report), buffer)

@@ -13,7 +13,8 @@ from epload.native.extension import _C
 
 def build_info() -> dict[str, Any]:
     """The version, the torch and the compiler of this build; whether it has CUDA kernels, for which architectures, and why they
-    cannot be used on the current device (``""`` if they can); whether it has the Ascend part, and for which torch_npu.
+    cannot be used on the current device (``""`` if they can; asked only where the process uses CUDA already, as asking makes a
+    context); whether it has the Ascend part, and for which torch_npu.
 
     Without the kernels, regions on a CUDA device are copied through ATen: right, but one call a region. Without the Ascend
     part, groups of HCCL's are refused.
@@ -39,4 +40,8 @@ def has_npu() -> bool:
 def _cuda_obstacle() -> str:
     if not _C.cuda_architectures:
         return "this build has no CUDA kernels"
-    return ops.cuda_obstacle(torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0))
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return "not known: the process does not use CUDA yet (torch.cuda.init())"
+    return ops.cuda_obstacle(torch.device("cuda", torch.cuda.current_device()))

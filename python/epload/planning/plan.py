@@ -86,6 +86,11 @@ class LoadPlan:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @cached_property
+    def owned_by_bucket(self) -> tuple[int, ...]:
+        """Bytes that this rank keeps of each bucket."""
+        return tuple(int(bucket.copies.nbytes().sum()) for bucket in self.buckets)
+
+    @cached_property
     def kept_nbytes(self) -> tuple[int, ...]:
         """For each bucket, the bytes of a buffer in which the regions that this rank keeps of it lie one after the other."""
         return tuple(bucket.copies.packed()[1] for bucket in self.buckets)

@@ -113,6 +113,11 @@ class DeviceStaging:
         wait_for(self._arrived, check)
         return self.header
 
+    def wait_for_stream(self, check: Callable[[], None]) -> None:
+        """The host waits for all that is queued on the stream. ``check``: as for :func:`wait_for`."""
+        self._arrived.record(self.stream)
+        wait_for(self._arrived, check)
+
     def abandon(self) -> None:
         """Keeps the memory until the process ends: a transfer that failed may still use it."""
         _ABANDONED.append(self)

@@ -98,6 +98,12 @@ class DeviceRing:
             self._released = wave.index + 1
             self._turn.notify_all()
 
+    def finish(self) -> None:
+        """A reader does not wait for the headers of its own buckets. If another rank ends while it receives the last ones, this
+        rank has to notice here: what comes later may wait for the stream in the driver."""
+        with self._report.timed(self._phase):
+            self._staging.wait_for_stream(self._check)
+
     def end(self) -> None:
         with self._turn:
             self._ended = True

@@ -88,6 +88,9 @@ class HostRing:
     def release(self, wave: Wave) -> None:
         self._post("unpacked", wave.index + 1)
 
+    def finish(self) -> None:
+        pass  # a mover returns when messages have been sent
+
     def end(self) -> None:
         self._post("unpacked", _ENDED)
 

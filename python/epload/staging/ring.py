@@ -79,6 +79,10 @@ class Ring(Protocol):
         ...
 
     # Ending
+    def finish(self) -> None:
+        """Waits until what this rank has sent and received through the ring has arrived."""
+        ...
+
     def end(self) -> None:
         """A reader has aborted the transfer: this rank unpacks no more."""
         ...

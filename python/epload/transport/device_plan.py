@@ -64,7 +64,7 @@ class DevicePlan:
                 nbytes = self._plan.kept_nbytes[number]
                 if not groups or nbytes > room:
                     groups.append(range(number, number))
-                    room = self.staging.nbytes
+                    room = min(MERGED, self.staging.nbytes)
                 groups[-1] = range(groups[-1].start, number + 1)
                 room -= nbytes
             self._merged[numbers] = groups

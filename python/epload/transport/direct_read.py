@@ -21,9 +21,18 @@ of a call."""
 
 
 def group_buckets(plan: LoadPlan, buckets: range, least: int) -> list[range]:
-    """Divides some of a plan's buckets into groups of which this rank reads ``READ_BYTES``. ``least``: buckets of a group."""
-    each = max(least, READ_BYTES * len(plan.buckets) // max(plan.owned, 1))
-    return [range(first, min(first + each, buckets.stop)) for first in range(buckets.start, buckets.stop, each)]
+    """Divides some of a plan's buckets into groups of which this rank reads ``READ_BYTES`` at most, unless ``least`` buckets have
+    more."""
+    groups: list[range] = []
+    nbytes = 0
+    for number in buckets:
+        owned = plan.owned_by_bucket[number]
+        if not groups or (len(groups[-1]) >= least and nbytes + owned > READ_BYTES):
+            groups.append(range(number, number))
+            nbytes = 0
+        groups[-1] = range(groups[-1].start, number + 1)
+        nbytes += owned
+    return groups
 
 
 class DirectRead:

@@ -62,6 +62,8 @@ class Engine:
             if self._waves:
                 with self._sink.entered():
                     pipeline.run(self._lanes(), self._stop, self._ring.enter_thread)
+                    if self._mover is not None:
+                        self._ring.finish()
         except BaseException:
             self.broken = True
             raise

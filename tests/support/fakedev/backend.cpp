@@ -42,6 +42,11 @@ class Communicator {
   template <typename Start>
   void run(const Start& start) {
     std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
+    lock.lock();
+    if (aborted_) {
+      return;
+    }
+    lock.unlock();
     try {
       const auto work = start();
       lock.lock();
