@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
 
 from epload.checkpoint.base import Checkpoint
 from epload.core.dtypes import name as dtype_name
@@ -34,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("checkpoint", help="a safetensors or torch file, or a folder of them")
     options = parser.parse_args(arguments)
     if options.command == "info":
+        if torch.cuda.is_available():
+            with suppress(RuntimeError):
+                torch.cuda.init()  # type: ignore[no-untyped-call]  # so that it can be asked whether the kernels run
         for key, value in build_info().items():
             print(f"{key}: {value}")
         return 0
