@@ -117,7 +117,7 @@ class CMakeBuild(build_ext):
             f"-DEPLOAD_TORCH_DIR={torch_dir}",
             f"-DEPLOAD_TORCH_VERSION={torch_version(torch_dir)}",
             f"-DEPLOAD_VERSION={self.distribution.get_version()}",
-            f"-DEPLOAD_OUTPUT_DIR={output}",
+            f"-DEPLOAD_OUTPUT_DIR={build / 'out'}",
             f"-DEPLOAD_NVCC={nvcc or ''}",
             f"-DEPLOAD_TORCH_NPU_DIR={npu[0] if npu else ''}",
             f"-DEPLOAD_TORCH_NPU_VERSION={npu[1] if npu else ''}",
@@ -128,6 +128,10 @@ class CMakeBuild(build_ext):
         if built.returncode != 0:
             without = f" If it was {nvcc} that failed, EPLOAD_CUDA=0 builds without CUDA kernels." if nvcc else ""
             raise SystemExit(f"epload: the build failed; the compiler's own words are above.{without}")
+        output.mkdir(parents=True, exist_ok=True)
+        # Out of a folder of this configuration's own: what another one has left in `output` may be newer.
+        for library in [Path(self.get_ext_fullpath(ext.name)).name, OPS_LIBRARY, *self.optional_libraries()]:
+            shutil.copy(build / "out" / library, output / library)
 
     def copy_extensions_to_source(self) -> None:
         """`pip install -e` and `build_ext --inplace`: setuptools knows of _C only, the other libraries go beside it."""
@@ -139,10 +143,11 @@ class CMakeBuild(build_ext):
             self.copy_file(str(library), str(package / library.name))
 
     def libraries_beside(self) -> list[Path]:
-        names = [OPS_LIBRARY, *([CUDA_LIBRARY] if find_nvcc() else [])]
-        if os.environ.get("EPLOAD_NPU") == "1":
-            names.append(NPU_LIBRARY)
-        return [Path(self.build_lib).resolve() / "epload" / name for name in names]
+        return [Path(self.build_lib).resolve() / "epload" / name for name in (OPS_LIBRARY, *self.optional_libraries())]
+
+    def optional_libraries(self) -> list[str]:
+        libraries = [CUDA_LIBRARY] if find_nvcc() else []
+        return libraries + [NPU_LIBRARY] * (os.environ.get("EPLOAD_NPU") == "1")
 
     def get_outputs(self) -> list[str]:
         return [*super().get_outputs(), *map(str, self.libraries_beside())]

@@ -247,3 +247,19 @@ def test_without_a_process_group() -> None:
 
 def test_machine_identity_is_stable() -> None:
     assert membership.machine_identity() == membership.machine_identity() != ""
+
+
+def two_groups(rank: int) -> list[float]:
+    """Of the same ranks, each with a store of its own."""
+    seen = []
+    for number in range(2):
+        topology = Topology.from_nodes([[0, 1], [2]], dist.new_group([0, 1, 2]))
+        for src in (0, 2):
+            tensor = torch.tensor([10.0 * number + rank])
+            coalesced_bcast([tensor], src, topology)
+            seen.append(tensor.item())
+    return seen
+
+
+def test_topologies_of_two_groups_of_the_same_ranks() -> None:
+    assert ranks.run(3, two_groups) == [[0.0, 2.0, 10.0, 12.0]] * 3

@@ -78,6 +78,8 @@ def rendezvous(
                 place = f"{local_network()} {within}"
                 decision, nodes, token = control.settle("topology", failure, [place, view], close_and_decide)
                 control.close_registry()
+                # Another group of the same ranks has a store of its own, which gives out the same numbers.
+                control.name += f"/{hashlib.blake2b(token.encode(), digest_size=4).hexdigest()}"
                 control.join_nodes(nodes, token)
                 control.settle("topology", None)  # all have joined their nodes, or all fail
         except BaseException:
