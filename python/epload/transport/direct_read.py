@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from epload.checkpoint.base import Checkpoint
+from epload.core.attempt import attempt
 from epload.errors import LoadError
 from epload.planning.plan import LoadPlan
 from epload.transport.context import TransferContext
@@ -97,7 +100,17 @@ class DirectRead:
         try:
             return self._sink.read(numbers, checkpoint)
         except Exception as error:
-            raise self._context.framing.describe_failure("read", numbers, error) from error
+            culprits, error = self._locate(numbers, checkpoint, error)
+            raise self._context.framing.describe_failure("read", culprits, error) from error
+
+    def _locate(self, numbers: range, checkpoint: Checkpoint, error: Exception) -> tuple[range, Exception]:
+        """Of which of the buckets the error is: they are read once more, one by one."""
+        for number in numbers if len(numbers) > 1 else ():
+            alone = range(number, number + 1)
+            _, again = attempt(partial(self._sink.read, alone, checkpoint))
+            if again is not None:
+                return alone, again
+        return numbers, error
 
     def _read_whole(self, numbers: range) -> int:
         """One bucket by way of a buffer, from a checkpoint that cannot read single regions."""
