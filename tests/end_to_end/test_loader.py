@@ -229,8 +229,8 @@ def _steps(rank: int) -> list[str]:
 
 def _messages(rank: int, readers: str, algorithm: str, buckets: int) -> Counter[str]:
     """What a rank of 2 nodes x 2 sends and receives: the manifest through the leaders and on in each node; then every bucket
-    once between the nodes, through one rank of each or, in stripes, through all; nothing inside a node, which shares memory. Where
-    no bucket crosses nodes, the manifest comes with the agreement."""
+    once between the nodes, through one rank of each or, in stripes, through all; nothing inside a node, which shares memory.
+    Where no bucket crosses nodes, the manifest comes with the agreement."""
     if readers == "every" or (readers == "per_node" and algorithm != "flat"):
         return Counter()
     if algorithm == "flat":
