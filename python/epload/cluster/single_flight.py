@@ -68,16 +68,12 @@ def exclusive(call: Call, timeout: timedelta | None = None) -> Iterator[None]:
     control = call.topology.control
     with _lock:
         number = control.next_load()
-        other = _current
-        if other is None:
-            _current = call
-        else:
-            refused = _refuse(call, number, other)
-    if other is not None:
-        raise refused
-    try:
+        if _current is not None:
+            raise _refuse(call, number, _current)
         call.topology.dispose_stale_groups()
-        control.begin(timeout, number)
+        control.begin(timeout, number)  # before another thread can find this load, and fail it
+        _current = call
+    try:
         yield
     finally:
         control.end()

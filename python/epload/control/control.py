@@ -167,8 +167,9 @@ class Control:
         """Rounds start anew, under other keys, in a new load and after a failure."""
         if self.place is not None and self.rank == self.coordinator and self._prefix in self._alerts:
             self.delete_later(self._outcomes.failure_keys(self._step))
-        self._failure, self._succeeded = None, False
-        self._load, self._attempt, self._step, self._begun = load, attempt, 1, 0
+        with self._looking:  # another thread must not publish under the key of one attempt and the step of another
+            self._failure, self._succeeded = None, False
+            self._load, self._attempt, self._step, self._begun = load, attempt, 1, 0
 
     def delete_later(self, keys: Iterable[str]) -> None:
         """Deletes keys that this rank has set when all ranks have come to the next round, and nobody needs them."""
@@ -253,10 +254,10 @@ class Control:
 
     def _publish(self, failure: Failure, hard: bool) -> Failure | None:
         """Publishes a failure of the present attempt; returns as :meth:`fail`."""
-        prefix = self._prefix
-        if self._succeeded:
-            return None
         with self._looking:
+            if self._succeeded:
+                return None
+            prefix = self._prefix
             first = self._outcomes.publish(self._step, failure, hard)
         if first is not None:
             self.spread(prefix, hard)
