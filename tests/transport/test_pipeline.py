@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
+from epload.core import threads
 from epload.transport import pipeline
 
 LIMIT = 20.0
@@ -108,3 +111,26 @@ def test_the_first_of_several_exceptions_is_raised(first: int) -> None:
         pipeline.run([(f"s{i}", before if i == first else after) for i in range(3)], stopped)
     assert stops[0] == (threading.current_thread().name if first == 2 else f"epload-s{first}")
     assert left_threads() == []
+
+
+def test_a_thread_whose_start_was_interrupted_is_waited_for() -> None:
+    """It runs, although the call that started it raised."""
+    stopped, ended = threading.Event(), threading.Event()
+    start = threads.start
+
+    def interrupted(name: str, target: Callable[[], None]) -> threading.Thread:
+        start(name, target)
+        begun.wait(5)
+        raise KeyboardInterrupt
+
+    begun = threading.Event()
+
+    def stage() -> None:
+        begun.set()
+        stopped.wait(5)
+        time.sleep(0.2)
+        ended.set()
+
+    with mock.patch.object(threads, "start", interrupted), pytest.raises(KeyboardInterrupt):
+        pipeline.run([("first", stage), ("last", lambda: None)], lambda error: stopped.set())
+    assert ended.is_set()

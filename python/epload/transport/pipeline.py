@@ -42,7 +42,15 @@ def run(
     started: list[threading.Thread] = []
     ended = threading.Semaphore(0)
 
+    lock, begun, closed = threading.Lock(), 0, False
+
     def run_in_thread(stage: Callable[[], None]) -> None:
+        nonlocal begun
+        with lock:
+            if closed:
+                return
+            begun += 1
+
         def prepared() -> None:
             prepare()
             stage()
@@ -56,11 +64,13 @@ def run(
         for name, stage in others:
             started.append(threads.start(f"epload-{name}", partial(run_in_thread, stage)))
     except BaseException as error:  # no more threads, or an interrupt: stop those that run, and wait for them below
+        with lock:  # a thread whose start was interrupted may run, and is not in the list
+            closed, left = True, begun
         failures.append(error)
         stop(error)
     else:
+        left = len(started)
         run_stage(last)
-    left = len(started)
     while left:
         try:
             ended.acquire()  # not join: a thread whose join was interrupted counts as ended although it runs
