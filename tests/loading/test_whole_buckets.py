@@ -1,23 +1,18 @@
-"""``readers="every"`` from checkpoints that give whole buckets only, and how buckets are grouped."""
+"""``readers="every"`` from checkpoints that give whole buckets only."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
 from epload import Checkpoint, HierarchicalLoader, Manifest, Topology
 from epload.core.pieces import Piece
-from epload.transport import direct_read
 from support import ranks
 from support.checks import all_fine
 from support.small_model import BUCKET, meta_net, state_for, wrong
@@ -52,17 +47,3 @@ def whole_buckets(rank: int, path: Path) -> list[str]:
 
 def test_ranks_that_share_memory_do_not_read_into_one_buffer(tmp_path: Path) -> None:
     all_fine(ranks.run(3, whole_buckets, tmp_path / "model.safetensors"))
-
-
-@given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 4), st.integers(1, 150))
-def test_buckets_are_grouped_by_what_the_rank_reads(owned: list[int], least: int, limit: int) -> None:
-    plan: Any = SimpleNamespace(owned_by_bucket=owned)
-    with mock.patch.object(direct_read, "READ_BYTES", limit):
-        groups = direct_read.group_buckets(plan, range(len(owned)), least)
-    assert [number for group in groups for number in group] == list(range(len(owned)))
-    sums = [sum(owned[number] for number in group) for group in groups]
-    for i, (group, nbytes) in enumerate(zip(groups, sums, strict=True)):
-        assert nbytes <= limit or len(group) <= least
-        if i + 1 < len(groups):
-            assert len(group) >= least
-            assert nbytes + owned[group.stop] > limit

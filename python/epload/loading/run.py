@@ -25,14 +25,14 @@ from epload.model.state_dict import check_staged_filled
 from epload.model.targets import allocate_staging
 from epload.planning.choose import LoadProfile, WaveMeasurement, choose_readers
 from epload.planning.schedule import READERS
-from epload.planning.waves import Wave, make_waves, wave_bytes
+from epload.planning.waves import Wave, group_buckets, make_waves, wave_bytes
 from epload.report import LoadReport, progress_bar
 from epload.staging.device_ring import DeviceRing
 from epload.staging.host_ring import HostRing
 from epload.staging.shared_memory import NodeMemory
+from epload.transport import direct_read
 from epload.transport.context import TransferContext
 from epload.transport.device_plan import DevicePlan
-from epload.transport.direct_read import DirectRead, group_buckets
 from epload.transport.engine import Engine
 from epload.transport.framing import Framing
 from epload.transport.local import Local
@@ -193,7 +193,7 @@ class LoadRun:
         )  # fmt: skip
         return [WaveMeasurement(*view) for view in views]
 
-    def _make_transfer(self, route: RoutePlan, buckets: range) -> Engine | DirectRead:
+    def _make_transfer(self, route: RoutePlan, buckets: range) -> Engine | direct_read.DirectRead:
         load, flow, report = self._load, route.flow, self._report
         checkpoint = load.inputs.checkpoint if flow.reads else None
         if checkpoint is not None:
@@ -205,9 +205,9 @@ class LoadRun:
             # Not memory that the ranks of a node share: each would read buckets of its own into it.
             buffer = self._memory.buffers[0] if self._memory is not None and not self._memory.shared else None
             if load.device == CPU:
-                groups = group_buckets(self._plan, buckets, load.per_wave)
-                return DirectRead(context, groups, HostSink(self._local, report), buffer)
-            return DirectRead(context, self._device_plan().merged(buckets), self._upload_sink(), buffer)
+                groups = group_buckets(buckets, self._plan.owned_by_bucket, direct_read.READ_BYTES, load.per_wave)
+                return direct_read.DirectRead(context, groups, HostSink(self._local, report), buffer)
+            return direct_read.DirectRead(context, self._device_plan().merged(buckets), self._upload_sink(), buffer)
         if route.on_host:
             return self._through_memory(context, route, make_waves(self._plan, buckets, load.per_wave))
         staging = self._resources.device.staging

@@ -56,8 +56,8 @@ class LoadPlan:
     """Without tensors: the model's, then the side tensors for scales."""
     scalings: tuple[Scaling, ...]
     """What is multiplied once all data is there."""
-    owned: int
-    """Bytes of the checkpoint that this rank copies into its shards."""
+    owned_by_bucket: tuple[int, ...]
+    """For each bucket, the bytes of it that this rank copies into its shards."""
 
     def pieces(self, bucket: Bucket) -> Pieces:
         """What a reader has to fill a bucket with."""
@@ -85,13 +85,13 @@ class LoadPlan:
         """Bytes on the wire towards one rank, headers included."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
-    @cached_property
-    def owned_by_bucket(self) -> tuple[int, ...]:
-        """Bytes that this rank keeps of each bucket."""
-        return tuple(int(bucket.copies.nbytes().sum()) for bucket in self.buckets)
+    @property
+    def owned(self) -> int:
+        """Bytes of the checkpoint that this rank copies into its shards."""
+        return sum(self.owned_by_bucket)
 
     @cached_property
-    def kept_nbytes(self) -> tuple[int, ...]:
+    def packed_by_bucket(self) -> tuple[int, ...]:
         """For each bucket, the bytes of a buffer in which the regions that this rank keeps of it lie one after the other."""
         return tuple(bucket.copies.packed()[1] for bucket in self.buckets)
 
@@ -150,8 +150,15 @@ def make_plan(
         casts=casts,
         targets=replace(targets, tensors=[]),
         scalings=scalings,
-        owned=int(CopyTable.concatenate([b.copies for b in buckets]).nbytes().sum()) if buckets else 0,
+        owned_by_bucket=_owned(buckets),
     )
+
+
+def _owned(buckets: Sequence[Bucket]) -> tuple[int, ...]:
+    if not buckets:
+        return ()
+    nbytes = CopyTable.concatenate([bucket.copies for bucket in buckets]).nbytes()  # at once, as each call costs
+    return tuple(int(part.sum()) for part in torch.split(nbytes, [len(bucket.copies) for bucket in buckets]))
 
 
 def _missing(targets: Targets, mapping: Mapping, chosen: Selection, mismatched: Container[str]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from epload.planning.plan import LoadPlan
@@ -44,6 +45,23 @@ def make_waves(plan: LoadPlan, buckets: range, per_wave: int = 1) -> list[Wave]:
 def wave_bytes(plan: LoadPlan, per_wave: int) -> int:
     """Bytes of the largest wave."""
     return max((wave.nbytes for wave in make_waves(plan, range(len(plan.buckets)), per_wave)), default=0)
+
+
+def group_buckets(numbers: range, nbytes: Sequence[int], limit: int, least: int = 1) -> list[range]:
+    """Divides consecutive buckets into groups of at most ``limit`` bytes, unless ``least`` buckets have more.
+
+    Args:
+        nbytes: what counts of each bucket of the plan, which may be less than its size.
+    """
+    groups: list[range] = []
+    total = 0
+    for number in numbers:
+        if not groups or (len(groups[-1]) >= least and total + nbytes[number] > limit):
+            groups.append(range(number, number))
+            total = 0
+        groups[-1] = range(groups[-1].start, number + 1)
+        total += nbytes[number]
+    return groups
 
 
 def _aligned(nbytes: int) -> int:

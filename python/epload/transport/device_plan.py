@@ -16,6 +16,7 @@ from epload.core.copy_table import CopyTable
 from epload.core.regions import BoundRegions, PreparedRegions, Regions
 from epload.native import ops
 from epload.planning.plan import LoadPlan, Taken
+from epload.planning.waves import group_buckets
 from epload.staging.device import DeviceStaging
 
 MERGED = 32 << 20
@@ -25,7 +26,8 @@ copy costs a wait, two events and a launch."""
 
 def upload_bytes(plan: LoadPlan, merged: bool) -> int:
     """Bytes of one staging buffer for uploads. ``merged``: whether those of several buckets may go together."""
-    return max((*plan.kept_nbytes, min(MERGED, sum(plan.kept_nbytes)) if merged else 0), default=0)
+    packed = plan.packed_by_bucket
+    return max((*packed, min(MERGED, sum(packed)) if merged else 0), default=0)
 
 
 class DevicePlan:
@@ -58,16 +60,8 @@ class DevicePlan:
     def merged(self, numbers: range) -> list[range]:
         """The same buckets in groups, of which each fits in a pinned buffer."""
         if numbers not in self._merged:
-            groups: list[range] = []
-            room = 0
-            for number in numbers:
-                nbytes = self._plan.kept_nbytes[number]
-                if not groups or nbytes > room:
-                    groups.append(range(number, number))
-                    room = min(MERGED, self.staging.nbytes)
-                groups[-1] = range(groups[-1].start, number + 1)
-                room -= nbytes
-            self._merged[numbers] = groups
+            limit = min(MERGED, self.staging.nbytes)
+            self._merged[numbers] = group_buckets(numbers, self._plan.packed_by_bucket, limit)
         return self._merged[numbers]
 
 

@@ -13,7 +13,6 @@ from tqdm import tqdm
 from epload.checkpoint.base import Checkpoint
 from epload.core.attempt import attempt
 from epload.errors import LoadError
-from epload.planning.plan import LoadPlan
 from epload.transport.context import TransferContext
 from epload.transport.framing import list_numbers
 from epload.transport.sinks import DirectSink
@@ -21,21 +20,6 @@ from epload.transport.sinks import DirectSink
 READ_BYTES = 64 << 20
 """That a rank reads in one call, about. With less, threads that read spend more of their time waiting for one another at the end
 of a call."""
-
-
-def group_buckets(plan: LoadPlan, buckets: range, least: int) -> list[range]:
-    """Divides some of a plan's buckets into groups of which this rank reads ``READ_BYTES`` at most, unless ``least`` buckets have
-    more."""
-    groups: list[range] = []
-    nbytes = 0
-    for number in buckets:
-        owned = plan.owned_by_bucket[number]
-        if not groups or (len(groups[-1]) >= least and nbytes + owned > READ_BYTES):
-            groups.append(range(number, number))
-            nbytes = 0
-        groups[-1] = range(groups[-1].start, number + 1)
-        nbytes += owned
-    return groups
 
 
 class DirectRead:
