@@ -152,5 +152,5 @@ def cluster(node: Node, nodes: int, nics: int, storage: str, fixed: float, round
     return Cluster(
         nodes=nodes, ranks=8, link=node.nic, links=nics, intra=node.intra, storage=one, storage_all=everyones,
         reader=rank, unpack=node.unpack, message=node.message, hop=node.hop, hop_inside=node.hop_inside,
-        fixed=fixed, rounds=rounds, store=store,
+        fixed=fixed, rounds=rounds, store=store, on_device=True,
     )  # fmt: skip

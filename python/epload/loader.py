@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from epload.broadcast import DEFAULT_BUCKET_BYTES
 from epload.cluster.membership import uninitialized_warning
 from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology
@@ -47,7 +46,7 @@ def load(
     src: int = 0,
     readers: str = "auto",
     algorithm: str = "auto",
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     verify: str = "off",
     timeout: timedelta | float | None = None,
     stream: torch.Stream | None = None,
@@ -100,7 +99,7 @@ class HierarchicalLoader:
         src: int = 0,
         readers: str = "auto",
         algorithm: str = "auto",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         verify: str = "off",
         timeout: timedelta | float | None = None,
         stream: torch.Stream | None = None,
@@ -119,7 +118,9 @@ class HierarchicalLoader:
                 for a model on a device, buckets that do not cross nodes then go through memory that a node's ranks share,
                 out of which each copies what it keeps.
             bucket_bytes: size of a bucket; each rank has two, and for a model on a device two more in pinned host memory if
-                it reads. With ``"every"``, those for a device have up to 32 MiB, if that is more.
+                it reads. With ``"every"``, those for a device have up to 32 MiB, if that is more. Where a node's ranks share
+                staging buffers, it is the size of the buckets that move together, and the node has twice that. None is 64 MiB;
+                for a model on CPU with ``"partitioned"`` or ``"auto"`` on more than 16 nodes 4 MiB per node, at most 512 MiB.
             verify: ``"buckets"``: every bucket carries a checksum, which each node checks before it unpacks. ``"full"``: after
                 the load, ranks prove their shards against the checkpoint, which is read once more, by all ranks that have it
                 together; nothing is left for checksums to find. ``"sample"``: checksums, and a sixteenth is proven.

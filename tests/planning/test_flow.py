@@ -21,6 +21,7 @@ from epload.planning.schedule import (
     STRIPE_ALIGNMENT,
     Flow,
     buckets_per_wave,
+    default_wave_bytes,
 )
 from epload.planning.schedule import wave_limit as limit_of
 
@@ -285,16 +286,29 @@ def test_chunk_bytes(flow: Flow, a: int, b: int) -> None:
         assert flow.chunk_bytes(more) * (hops - 1) <= more / 128
 
 
-@pytest.mark.parametrize("nodes", [2, 16, 17, 64])
-def test_chunks_of_waves_with_fewer_buckets_than_nodes(nodes: int) -> None:
-    """The next wave's readers wait while a chunk goes over as many nodes as a wave has buckets: for an eighth of a wave."""
+@pytest.mark.parametrize(
+    ("nodes", "bucket", "per_wave"), [(2, 32 << 20, 2), (4, 16 << 20, 4), (8, 4 << 20, 16), (129, 32 << 20, 16)]
+)
+def test_a_chunk_is_a_small_part_of_what_a_node_reads_of_a_wave(nodes: int, bucket: int, per_wave: int) -> None:
+    """So that it is forwarded while the node before still sends its own. Of two nodes none forwards."""
     flow = Flow(tuple((rank,) for rank in range(nodes)), 0, 0, "partitioned", "two_level", True)
-    total, bucket, per_wave = 1 << 40, 4 << 20, 16
-    chunk = flow.chunk_bytes(total, bucket, per_wave)
-    if nodes > per_wave:
-        assert per_wave * chunk <= per_wave * bucket / 8
+    chunk = flow.chunk_bytes(1 << 40, bucket, per_wave)
+    if nodes > 2:
+        assert chunk <= bucket * max(per_wave // nodes, 1) / 16
     else:
-        assert chunk == replace(flow, readers="one").chunk_bytes(total)
+        assert chunk == replace(flow, readers="one").chunk_bytes(1 << 40)
+
+
+@pytest.mark.parametrize("readers", ["one", "per_node", "partitioned", "every", "auto"])
+def test_waves_grow_with_the_nodes_that_read(readers: str) -> None:
+    """By default, on the host, up to 512 MiB; each of up to 128 nodes then has a bucket of its own."""
+    several = readers in ("partitioned", "auto")
+    for nodes in (1, 2, 16, 17, 128, 129, 2048):
+        assert default_wave_bytes(nodes, readers, on_host=False) == 64 << 20
+        wave = default_wave_bytes(nodes, readers, on_host=True)
+        assert wave == (min(max(64, 4 * nodes), 512) << 20 if several else 64 << 20)
+        count = buckets_per_wave([[rank] for rank in range(nodes)], readers, wave)
+        assert count == ((nodes if nodes <= 128 else 16) if several else 1)
 
 
 @given(st.integers(0, 1 << 45), st.integers(1, 1 << 35))

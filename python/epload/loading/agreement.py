@@ -296,7 +296,7 @@ class Agreement:
         manifest = self.inputs.join(inputs, request.checkpoint, known)
         mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names)
         self.inputs.manifest = manifest
-        wave = wave_limit(manifest.nbytes, self._options.bucket_bytes)
+        wave = wave_limit(manifest.nbytes, self._router.wave_bytes(inputs.device))
         per_wave = self._router.buckets_per_wave(inputs.device, wave)
         bucket_bytes = wave // per_wave if self._router.stages_on_host(inputs.device) else wave
         options = (
@@ -334,7 +334,7 @@ class Agreement:
         assert draft is not None
         # A file that was replaced between two ranks' opening it is why they differ.
         self._control.settle("planning", attempt(inputs.check_unchanged)[1])
-        explain_difference(self._control, draft.manifest, inputs.targets, self._options.bucket_bytes, draft.options)
+        explain_difference(self._control, draft.manifest, inputs.targets, draft.options)
         try:
             self._control.settle("planning", failure)
         except ModelMismatch as error:

@@ -45,9 +45,9 @@ def check_same_options(options: dict[int, str]) -> None:
         raise ManifestMismatch(f"the ranks' loaders have different options, nothing was moved: {listed}")
 
 
-def explain_difference(control: Control, manifest: Manifest, targets: Targets, bucket_bytes: int, options: str) -> None:
+def explain_difference(control: Control, manifest: Manifest, targets: Targets, options: str) -> None:
     """Raises ManifestMismatch on every rank, in rounds, if what the ranks want to load into what differs."""
-    view = describe(manifest, targets, bucket_bytes, options)
+    view = describe(manifest, targets, options)
     digest = hashlib.blake2b("\n".join(view).encode(errors="backslashreplace"), digest_size=16).hexdigest()
     speakers = sorted(control.settle("planning", None, digest, distinct).values())[:_MAX_VIEWS]
     if len(speakers) == 1:
@@ -59,9 +59,9 @@ def explain_difference(control: Control, manifest: Manifest, targets: Targets, b
     control.settle("planning", None, view if control.rank in speakers else None, differ)
 
 
-def describe(manifest: Manifest, targets: Targets, bucket_bytes: int, options: str) -> list[str]:
+def describe(manifest: Manifest, targets: Targets, options: str) -> list[str]:
     """A line an entry of everything in the plan's fingerprint."""
-    lines = [f"options: bucket_bytes={bucket_bytes} {options}"]
+    lines = [f"options: {options}"]
     lines += [f"model {line}" for line in targets.describe()]
     lines += [
         f"checkpoint {name}: {dtypes.name(dtype)} {list(shape)}"

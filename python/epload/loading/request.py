@@ -26,7 +26,8 @@ class Options:
     algorithm: str
     """One of ALGORITHMS, or "auto"."""
     src: int
-    bucket_bytes: int
+    bucket_bytes: int | None
+    """None for the default of the load's route; see ``default_wave_bytes``."""
     verify: str
     direct_io: bool = True
 
@@ -39,6 +40,8 @@ class Options:
                 raise ValueError(f"expected {name} to be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if self.readers == "per_node" and self.algorithm == "flat":
             raise ValueError("readers='per_node' has no step between nodes, so it does not go with algorithm='flat'")
+        if self.bucket_bytes is None:
+            return
         if not isinstance(self.bucket_bytes, int) or isinstance(self.bucket_bytes, bool):
             raise TypeError(
                 f"expected bucket_bytes to be a number of bytes as an int, such as 500 * 10**6, got {self.bucket_bytes!r}"

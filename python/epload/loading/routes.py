@@ -10,7 +10,7 @@ import torch
 from epload.cluster.topology import Route, Topology
 from epload.loading.request import Options
 from epload.model.devices import CPU
-from epload.planning.schedule import Flow, buckets_per_wave
+from epload.planning.schedule import Flow, buckets_per_wave, default_wave_bytes
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Router:
         """Whether buckets may be staged in host memory, where a buffer holds several."""
         readers = "one" if self._options.readers == "auto" else self._options.readers
         return device == CPU or self._by_node(readers)
+
+    def wave_bytes(self, device: torch.device) -> int:
+        """Most bytes of a wave, or of a device's bucket."""
+        nodes, options = len(self._topology.nodes), self._options
+        return options.bucket_bytes or default_wave_bytes(nodes, options.readers, self.stages_on_host(device))
 
     def buckets_per_wave(self, device: torch.device, wave_bytes: int) -> int:
         """Buckets in a wave: those that share a staging buffer, or on a device one for each leader that reads."""

@@ -41,6 +41,12 @@ class Rates:
     """Seconds from a chunk's arrival at a rank to its departure."""
     message: float = 0.0
     """Seconds that each bucket's collective takes at any size."""
+    in_turn: bool = False
+    """Whether a bucket's steps between and inside nodes follow one another, as on one stream of a device."""
+
+    def moving(self, crossing: float, spreading: float) -> float:
+        """Seconds of the steps between and inside nodes together, from those of each."""
+        return crossing + spreading if self.in_turn else max(crossing, spreading)
 
 
 def every(owned: Sequence[int], rates: Rates) -> float:
@@ -58,17 +64,24 @@ def partitioned(total: int, owned: Sequence[int], nodes: int, wave: int, rates: 
     crossing = total * (nodes - 1) / nodes / rates.link
     spreading = total / rates.intra
     fill = (wave / together + (nodes - 1) * rates.hop) * (nodes > 1)
-    return max(reading, crossing, spreading) + fill + max(owned, default=0) / rates.unpack
+    return max(reading, rates.moving(crossing, spreading)) + fill + max(owned, default=0) / rates.unpack
 
 
 def partitioned_wave_overhead(total: int, nodes: int, wave: int, per_wave: int, chunk: int, rates: Rates) -> float:
-    """Extra seconds of :func:`partitioned` if a wave has fewer buckets (``per_wave``) than there are nodes.
+    """Extra seconds of :func:`partitioned` for the hops around the ring of nodes.
 
-    The readers of the next wave are ``per_wave`` nodes further along the ring, and start when the last chunk has arrived there.
+    A node can forward a chunk when it has arrived, ``chunk / link + hop`` after the node before began to send it. With a bucket
+    of each node in a wave, that is hidden while the nodes still send their own buckets, if these take longer; and the next wave
+    begins when the last chunk has arrived. With fewer, the next wave's readers are ``per_wave`` nodes further along the ring, and
+    start one after another, each when all of this wave has passed it.
     """
-    if nodes <= per_wave:
+    if nodes < 2:
         return 0.0
-    return total / wave * per_wave * (rates.hop + chunk / rates.link)
+    forwarded = rates.hop + chunk / rates.link
+    if per_wave < nodes:
+        return total / wave * per_wave * forwarded
+    own = wave / nodes / rates.link
+    return total / wave * (rates.hop + (nodes - 2) * max(0.0, forwarded - own))
 
 
 def one(
@@ -78,7 +91,7 @@ def one(
     crossing = total / rates.link if nodes > 1 else 0.0
     spreading = total / rates.intra
     fill = wave / reader + max(nodes - 2, 0) * (chunk / rates.link + rates.hop)
-    return max(total / reader, crossing, spreading) + fill + max(owned, default=0) / rates.unpack
+    return max(total / reader, rates.moving(crossing, spreading)) + fill + max(owned, default=0) / rates.unpack
 
 
 def per_node(total: int, owned: Sequence[int], readers: Sequence[float], rates: Rates | None = None) -> float:

@@ -21,10 +21,17 @@ MIN_WAVE_BYTES = 8 << 20
 """A load has at least so many waves, unless they would be smaller than this: the first is read before anything can be sent, and
 the last unpacked when all else is done."""
 MIN_PART_BYTES = 4 << 20
-"""A reader's share of a wave is no smaller, so that its reads stay long."""
+"""A reader's share of a wave is no smaller, so that its reads stay long, and sending a node's share takes longer than a hop."""
+WAVE_BYTES = 64 << 20
+"""Of a wave, or a device's bucket, unless many nodes read."""
+MAX_WAVE_BYTES = 512 << 20
+"""Of waves that grow with the number of nodes."""
+MOST_READERS_OF_SOME_NODES = 16
+"""Readers that share a wave with no room for one of each node. Each delays the next wave's readers by a hop, and takes a part of
+the reading."""
 STRIPE_ALIGNMENT = 64
 _MAX_FILL = 1 / 128
-_MAX_WAVE_FILL = 1 / 8
+_MAX_WAVE_FILL = 1 / 16
 _CHUNK_BYTES = (512 << 10, 16 << 20)
 
 Step = tuple[int, int, int, int, int, int]
@@ -121,15 +128,15 @@ class Flow:
     def chunk_bytes(self, total: int, bucket: int = 0, per_wave: int = 1) -> int:
         """Bytes of a message: large, but so that filling the longest chain takes little of the time of ``total`` bytes.
 
-        With fewer buckets in a wave than nodes, the readers of the next wave stand ``per_wave`` nodes further along the ring
-        and wait for the last chunk to come there: it is then a small part of a bucket, which has ``bucket`` bytes.
+        With several readers, a node begins to forward a chunk while the node before it still sends the rest of what it reads of a
+        wave, at most ``per_wave`` buckets of ``bucket`` bytes: a chunk is a small part of that.
         """
         hops = len(self.nodes) - 1 if self.crosses else 0
         if not self.shared:
             hops += max(map(len, self.nodes)) - 1
         low, high = _CHUNK_BYTES
-        if self.readers == "partitioned" and self.crosses and len(self.nodes) > per_wave:
-            high = max(low, int(bucket * _MAX_WAVE_FILL))
+        if self.readers == "partitioned" and self.crosses and len(self.nodes) > 2:
+            high = int(min(high, bucket * max(per_wave // len(self.nodes), 1) * _MAX_WAVE_FILL)) >> 16 << 16
         return max(low, min(high, int(total * _MAX_FILL / max(hops - 1, 1)) >> 16 << 16))
 
 
@@ -139,9 +146,20 @@ def buckets_per_wave(nodes: Sequence[Sequence[int]], readers: str, wave_bytes: i
         return 1
     ranks = sum(map(len, nodes))
     most = max(1, min(ranks, wave_bytes // MIN_PART_BYTES))
-    return most // len(nodes) * len(nodes) if most > len(nodes) else most
+    return most // len(nodes) * len(nodes) if most >= len(nodes) else min(most, MOST_READERS_OF_SOME_NODES)
 
 
 def wave_limit(total: int, most: int) -> int:
     """Bytes of a wave in a load of ``total`` bytes."""
     return min(most, max(MIN_WAVE_BYTES, total // MIN_WAVES))
+
+
+def default_wave_bytes(nodes: int, readers: str, on_host: bool) -> int:
+    """Most bytes of a wave where the caller gives no limit.
+
+    In host memory, where several readers' buckets share a wave, it has room for one of each of ``nodes`` nodes: else the hops from
+    the readers of one wave to those of the next take as long as the wave.
+    """
+    if not on_host or readers not in ("partitioned", "auto"):
+        return WAVE_BYTES
+    return min(max(WAVE_BYTES, nodes * MIN_PART_BYTES), MAX_WAVE_BYTES)

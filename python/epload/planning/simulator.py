@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 
 from epload.planning import costs
 from epload.planning.costs import INFINITE, Rates, StoreRates
-from epload.planning.schedule import Flow, buckets_per_wave, wave_limit
+from epload.planning.schedule import Flow, buckets_per_wave, default_wave_bytes, wave_limit
 
 Nodes = Sequence[Sequence[int]]
 """The global ranks of each node."""
-BUCKET_BYTES = 64 << 20
+_CHUNK_ON_DEVICE = 512 << 10
+"""Bytes that a collective library forwards at a time: NCCL's slice of its Simple protocol."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ class Cluster:
     """Time of every load, to inspect the model, make the plan and materialize."""
     rounds: int = 0
     """Agreement rounds of the load."""
+    on_device: bool = False
+    """Whether buckets move from device to device, one after another on one stream, read by the leaders; else through host memory
+    that a node's ranks share."""
     store: StoreRates = field(default_factory=StoreRates)
 
     @property
@@ -66,10 +70,11 @@ class Traffic:
     sent: list[int] = field(default_factory=list)
 
 
-def waves(total: int, nodes: Nodes, readers: str, bucket_bytes: int = BUCKET_BYTES) -> tuple[int, int]:
-    """The bytes of a wave and the number of buckets in it, as the loader chooses them for ``total`` bytes."""
-    size = wave_limit(total, bucket_bytes)
-    return size, buckets_per_wave(nodes, readers, size)
+def waves(total: int, nodes: Nodes, readers: str, on_device: bool = False) -> tuple[int, int]:
+    """The bytes of a wave and the number of buckets in it, as the loader chooses them for ``total`` bytes. On a device each
+    bucket moves alone."""
+    size = wave_limit(total, default_wave_bytes(len(nodes), readers, not on_device))
+    return size, 1 if on_device else buckets_per_wave(nodes, readers, size)
 
 
 def traffic(
@@ -145,14 +150,16 @@ def _transfer_seconds(mode: str, total: int, tensors: int, cluster: Cluster) -> 
     owned = [-(-total // c.world)] * c.world
     one_reads = min(c.reader, c.storage, c.storage_all)
     all_read = min(c.storage, c.storage_all / c.nodes, c.reader * c.ranks) / c.ranks
+    leaders_read = min(c.reader, c.storage, c.storage_all / c.nodes)
+    read = [leaders_read] * c.nodes if c.on_device and readers == "partitioned" else [all_read] * c.world
     # A leader uses one of its node's cards. With "striped", each rank uses its own.
     cards = min(c.links, c.ranks) if algorithm == "striped" else 1
-    rates = Rates(
-        [all_read] * c.world, c.link * cards if c.nodes > 1 else INFINITE, c.unpack, c.intra, c.hop, c.message
-    )
-    wave, per_wave = waves(total, nodes, readers if readers in ("partitioned", "auto") else "one")
+    link = c.link * cards if c.nodes > 1 else INFINITE
+    rates = Rates(read, link, c.unpack, c.intra, c.hop, c.message, c.on_device)
+    wave, per_wave = waves(total, nodes, readers, c.on_device)
     flow = Flow(tuple(map(tuple, nodes)), 0, 0, "partitioned" if readers == "partitioned" else "one", "two_level", True)
-    chunk = min(flow.chunk_bytes(total, wave // per_wave, per_wave), wave // per_wave)
+    chunk = _CHUNK_ON_DEVICE if c.on_device else flow.chunk_bytes(total, wave // per_wave, per_wave)
+    chunk = min(chunk, wave // per_wave)
     buckets = -(-total * per_wave // wave)
     if mode in ("ring", "tensor ring"):
         count = tensors if mode == "tensor ring" else buckets
@@ -165,11 +172,10 @@ def _transfer_seconds(mode: str, total: int, tensors: int, cluster: Cluster) -> 
     if readers == "one":
         return costs.one(total, owned, c.nodes, rates, one_reads, wave, chunk) + overhead
     if readers == "partitioned":
-        extra = costs.partitioned_wave_overhead(total, c.nodes, wave, per_wave, chunk, rates) if c.nodes > 1 else 0.0
+        extra = costs.partitioned_wave_overhead(total, c.nodes, wave, per_wave, chunk, rates)
         return costs.partitioned(total, owned, c.nodes, wave, rates) + extra + overhead
     if readers == "per_node":
-        reading = min(c.reader, c.storage, c.storage_all / c.nodes)
-        return costs.per_node(total, owned, [reading], rates) + overhead
+        return costs.per_node(total, owned, [leaders_read], rates) + overhead
     if readers == "every":
         return costs.every(owned, replace(rates, read=[min(all_read, c.unpack)] * c.world))
     raise ValueError(f"expected a mode such as 'one/two_level', 'ring', 'tensor ring' or 'tree', got {mode!r}")
