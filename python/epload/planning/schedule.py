@@ -157,8 +157,8 @@ def wave_limit(total: int, most: int) -> int:
 def default_wave_bytes(nodes: int, readers: str, on_host: bool) -> int:
     """Most bytes of a wave where the caller gives no limit.
 
-    In host memory, where several readers' buckets share a wave, it has room for one of each of ``nodes`` nodes: else the hops from
-    the readers of one wave to those of the next take as long as the wave.
+    In host memory, where several readers' buckets share a wave, it has room for one of each of ``nodes`` nodes. Else the hops
+    from the readers of one wave to those of the next take as long as the wave.
     """
     if not on_host or readers not in ("partitioned", "auto"):
         return WAVE_BYTES
