@@ -20,6 +20,5 @@ def load(job: Job, readers: str) -> nn.Module:
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-    job.keep["loader"] = loader = epload.HierarchicalLoader(job.topology, readers=readers, progress=False)
-    job.keep["report"] = loader.load(model, job.folder)
+    job.keep["report"] = epload.load(model, job.folder, topology=job.topology, readers=readers, progress=False)
     return model

@@ -26,13 +26,15 @@ MODE_CASES = dict.fromkeys(_ONLY_RELOAD, ("reload",))
 
 
 def load(job: Job, readers: str, algorithm: str, as_dict: bool = False, verify: str = "off") -> None:
-    """Reloads reuse one loader and its buffers; each load from meta creates a new loader."""
+    """Reloads reuse one loader and its buffers; a load from meta is the only one of its loader, as in ``epload.load``."""
     checkpoint: Any = job.folder
     if as_dict:
         with job.phase("read"):
             checkpoint = load_file(job.file) if job.rank == 0 else None
-    if job.case != "reload" or "loader" not in job.keep:
-        job.keep["loader"] = epload.HierarchicalLoader(
-            job.topology, readers=readers, algorithm=algorithm, verify=verify, progress=False
-        )
+    options: dict[str, Any] = {"readers": readers, "algorithm": algorithm, "verify": verify, "progress": False}
+    if job.case != "reload":
+        job.keep["report"] = epload.load(job.model, checkpoint, topology=job.topology, **options)
+        return
+    if "loader" not in job.keep:
+        job.keep["loader"] = epload.HierarchicalLoader(job.topology, **options)
     job.keep["report"] = job.keep["loader"].load(job.model, checkpoint)

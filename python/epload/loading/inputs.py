@@ -78,7 +78,7 @@ class InputReader:
         else:
             modules = Modules(request.model)
             targets = collect(request.model, request.dtype, request.parts, modules)
-            devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_parameters), stream)
+            devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), stream)
         check_backend(self._topology.group, devices.load)
         checkpoint = self._open(request.checkpoint, devices.load)
         return LocalInputs(

@@ -83,7 +83,11 @@ class Modules:
         return [module for module in self.unique if type(module) in sharded]  # type: ignore[misc]
 
     @cached_property
+    def fsdp_groups(self) -> list[Any]:
+        """FSDP's own objects for what it gathers at once (``FSDPParamGroup``)."""
+        return [group for module in self.fsdp for group in dtensor.parameter_groups(module)]
+
+    @cached_property
     def fsdp_parameters(self) -> list[Any]:
         """FSDP's own object for each parameter that it shards (``FSDPParam``)."""
-        groups = [group for module in self.fsdp for group in dtensor.parameter_groups(module)]
-        return [parameter for group in groups for parameter in group.fsdp_params]
+        return [parameter for group in self.fsdp_groups for parameter in group.fsdp_params]
