@@ -91,7 +91,7 @@ def fill(
 def _main(path: str, task: str, result: str) -> None:
     checkpoint, error = Checkpoint.open(path), ""
     wanted = torch.load(task)
-    checkpoint.use_direct_io(wanted["direct"])
+    checkpoint.configure_reads(wanted["direct"])
     os.environ |= wanted["traced"]  # the requests for the header do not count
     buffer = torch.zeros(wanted["nbytes"], dtype=torch.uint8)
     try:

@@ -109,10 +109,16 @@ class Checkpoint(ABC):
         if self._store is not None:
             self._store.reopen()
 
-    def use_direct_io(self, direct: bool) -> None:
-        """Whether later reads of files may go past the page cache; see ``HierarchicalLoader``."""
+    def configure_reads(self, direct: bool, threads: int | None = None) -> None:
+        """How later reads of files are made.
+
+        Args:
+            direct: whether they may go past the page cache; see ``HierarchicalLoader``.
+            threads: how many threads read at once; None for the default.
+        """
         if self._store is not None:
             self._store.direct_io = direct
+            self._store.threads = threads
 
     def close(self) -> None:
         """Closes the files. The checkpoint can still be used afterwards, provided that its files are unchanged."""

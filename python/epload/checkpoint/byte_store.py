@@ -53,6 +53,8 @@ class ByteStore(ABC):
     """The files that ranges refer to by index."""
     direct_io: bool = False
     """Whether large reads of what is not in the page cache go past it, in a store that uses it."""
+    threads: int | None = None
+    """Number of threads that read, in a store that has threads; None for what is best for memory that others use too."""
 
     @abstractmethod
     def changed(self) -> str:

@@ -217,16 +217,16 @@ class LocalStore(ByteStore):
 
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
         descriptors = self._descriptors(ranges[:, 0])
-        self._check(ops.read_ranges(descriptors, ranges, buffer, READ_THREADS, self.direct_io))
+        self._check(ops.read_ranges(descriptors, ranges, buffer, self._threads, self.direct_io))
 
     def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions | BoundRegions) -> int:
         descriptors = self._descriptors(files[regions.origins[:, 0]])
         if isinstance(regions, BoundRegions):
             reads = regions.regions.reads(regions.tensors, files, offsets, len(descriptors))
-            return self._check(ops.read_prepared(descriptors, regions.tensors, reads, READ_THREADS, self.direct_io))
+            return self._check(ops.read_prepared(descriptors, regions.tensors, reads, self._threads, self.direct_io))
         targets, copies, origins = regions
         return self._check(
-            ops.read_regions(descriptors, files, offsets, origins, targets, copies.rows, READ_THREADS, self.direct_io)
+            ops.read_regions(descriptors, files, offsets, origins, targets, copies.rows, self._threads, self.direct_io)
         )
 
     def digest_regions(self, files: Tensor, offsets: Tensor, origins: Tensor, table: Tensor) -> Tensor:
@@ -234,6 +234,10 @@ class LocalStore(ByteStore):
         digests, outcome = ops.digest_files(descriptors, files, offsets, origins, table, DIGEST_THREADS, self.direct_io)
         self._check(outcome)
         return digests
+
+    @property
+    def _threads(self) -> int:
+        return self.threads or READ_THREADS
 
     def _descriptors(self, files: Tensor) -> list[int]:
         """Of all files, -1 for one that is not among ``files``. Raises CheckpointError."""

@@ -134,7 +134,7 @@ class InputReader:
             self._opened = None
 
     def _keep(self, checkpoint: Checkpoint, given: Any) -> Checkpoint:
-        checkpoint.use_direct_io(False)  # which a transfer that reads decides for itself
+        checkpoint.configure_reads(direct=False)  # a transfer that reads decides for itself
         self._opened = checkpoint if checkpoint is not given else None
         return checkpoint
 

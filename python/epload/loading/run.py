@@ -27,6 +27,7 @@ from epload.planning.choose import LoadProfile, WaveMeasurement, choose_readers
 from epload.planning.schedule import READERS
 from epload.planning.waves import Wave, group_buckets, make_waves, wave_bytes
 from epload.report import LoadReport, progress_bar
+from epload.staging.affinity import read_threads
 from epload.staging.device_ring import DeviceRing
 from epload.staging.host_ring import HostRing
 from epload.staging.shared_memory import NodeMemory
@@ -199,7 +200,9 @@ class LoadRun:
         if checkpoint is not None:
             # A proof reads all bytes once more.
             again = self._options.proves or (flow.readers == "every" and self._reads_repeat())
-            checkpoint.use_direct_io(self._options.direct_io and not again)
+            readers = len({*flow.turns} & {*self._topology.node})
+            threads = None if load.device == CPU else read_threads(readers)
+            checkpoint.configure_reads(self._options.direct_io and not again, threads)
         context = TransferContext(self._plan, flow, checkpoint, self._framing, self._control, report)
         if flow.readers == "every":
             # Not memory that the ranks of a node share: each would read buckets of its own into it.

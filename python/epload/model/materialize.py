@@ -207,7 +207,7 @@ class _FsdpState:
         self._facts: list[list[Any]] = []
         """Columns with an entry for each of ``managed``, if it is known what they mean."""
         self._left = {i: i for i in range(len(managed))}
-        """Those that do not have their storage yet, as indices into ``managed``; by the ids of the parameters if they are known."""
+        """Those without their storage yet, as indices into ``managed``; by the ids of the parameters if the columns are known."""
         if dtensor.fsdp_state_is_known():
             parameters, *self._facts = _C.attributes(managed, _FSDP_STATE)
             self._left = {id(parameter): i for i, parameter in enumerate(parameters)}

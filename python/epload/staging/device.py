@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from epload.planning.buckets import HEADER_BYTES
+from epload.staging.affinity import near
 
 BUFFERS = 2
 _POLL_SECONDS = 50e-6
@@ -36,8 +37,9 @@ class DeviceStaging:
         self.reads = reads
         self.stream = stream
         self.copies = torch.Stream(device)
-        self.pinned = [_pinned(nbytes) for _ in range(BUFFERS * reads)]
-        self.header = _pinned(HEADER_BYTES)
+        with near(device):
+            self.pinned = [_pinned(nbytes) for _ in range(BUFFERS * reads)]
+            self.header = _pinned(HEADER_BYTES)
         with self.stream:  # so that what was here before is over before a bucket is
             self.buckets = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         self._copied = [torch.Event(device) for _ in range(BUFFERS)]

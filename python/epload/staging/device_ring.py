@@ -12,6 +12,7 @@ from epload.errors import RemoteFailure
 from epload.planning.schedule import Flow
 from epload.planning.waves import Wave
 from epload.report import LoadReport
+from epload.staging.affinity import move_thread
 from epload.staging.device import BUFFERS, DeviceStaging
 
 
@@ -41,6 +42,7 @@ class DeviceRing:
 
     def enter_thread(self) -> None:
         torch.accelerator.set_device_index(self._staging.device)
+        move_thread(self._staging.device)
 
     def acquire(self, wave: Wave) -> None:
         with self._report.timed("host_to_device"):

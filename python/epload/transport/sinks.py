@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.report import LoadReport
+from epload.staging.affinity import near
 from epload.staging.device import BUFFERS
 from epload.transport.device_plan import DevicePlan, Kept, Pinned
 from epload.transport.local import Local
@@ -95,8 +97,10 @@ class UploadSink:
         self._report = report
         self._turn = 0
 
-    def entered(self) -> AbstractContextManager[None]:
-        return self._staging.entered()
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with near(self._staging.device), self._staging.entered():
+            yield
 
     def unpack(self, number: int, bucket: Tensor) -> None:
         kept = self._plan.kept(range(number, number + 1))
