@@ -267,7 +267,7 @@ def wrong_shards(model: nn.Module, reference: Reference) -> list[str]:
             else:
                 want, local = reference.whole(name), parameter
             if local.shape != want.shape or not torch.equal(
-                local.view(torch.int16), want.contiguous().view(torch.int16)
+                local.cpu().view(torch.int16), want.contiguous().view(torch.int16)
             ):
                 wrong.append(name)
     return wrong

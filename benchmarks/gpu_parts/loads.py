@@ -1,0 +1,149 @@
+"""Parts of the GPU check: whole loads of a Mixture of Experts from the page cache, alone and by several ranks; other loaders."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import epload
+from gpu_parts.common import Clock, NotRun, Row, checkpoint_of, device_of, finished, size_of
+from support import ranks
+from workload import FILE, Reference, Size, meta_model, sharded_model, wrong_shards
+
+
+def load(options: argparse.Namespace) -> list[Row]:
+    """From meta, and again into the same model, with the phases of each; every bit is compared with the file. Then FSDP2 over
+    several ranks of this machine."""
+    device, folder = device_of(options), checkpoint_of(options)
+    model = meta_model(size_of(options))
+    stream = torch.Stream(device) if device.type != "cpu" else None
+    rows = []
+    with epload.HierarchicalLoader(stream=stream, progress=False, readers="every") as loader:
+        for what in ("from meta", "reload", "reload again"):
+            report = loader.load(model, folder)
+            finished(device, lambda: None)()
+            rows.append(_row(f"load, {what}", report))
+    if wrong := wrong_shards(model, Reference(folder, 0, 1)):
+        raise NotRun(f"{len(wrong)} tensors differ from the file: {wrong[:3]}")
+    rows[-1]["wrong"] = 0
+    del model
+    return rows + several_ranks(options)
+
+
+def _row(what: str, report: epload.LoadReport) -> Row:
+    phases = {f"{name}_s": phase.seconds for name, phase in report.phases.items() if phase.seconds > 0.001}
+    return {
+        "what": what,
+        "GB": report.nbytes / 1e9,
+        "s": report.seconds,
+        "GB_s": report.nbytes / report.seconds / 1e9,
+    } | phases
+
+
+def several_ranks(options: argparse.Namespace) -> list[Row]:
+    """Two ranks on one device, over gloo, as NCCL refuses that; and a rank on each of several GPUs, over NCCL."""
+    count = torch.cuda.device_count() if options.device == "cuda" else 0
+    rows: list[Row] = []
+    for backend, world in [("gloo", 2)] + ([("nccl", min(count, 8))] if count > 1 else []):
+        for readers in ("every", "per_node", "one"):
+            what = f"FSDP2, {world} ranks over {backend}, {readers}"
+            setup = partial(_backends, backend, options.device)
+            results = ranks.run(
+                world, _load_sharded, options.device, size_of(options), checkpoint_of(options), readers, what,
+                setup=setup, limit=110,
+            )  # fmt: skip
+            if wrong := [name for _, found, _ in results for name in found]:
+                raise NotRun(f"{what}: {len(wrong)} tensors differ from the file: {wrong[:3]}")
+            contexts = [found for *_, found in results]
+            rows.append(results[0][0] | {"wrong": 0, "contexts": contexts})
+            if any(len(found) > 1 for found in contexts):
+                raise NotRun(f"expected a context on its own GPU for each rank, found {contexts}")
+    return rows
+
+
+def _backends(backend: str, device: str) -> str:
+    return "gloo" if device == "cpu" else f"cpu:gloo,cuda:{backend}"
+
+
+def _load_sharded(
+    rank: int, device: str, size: Size, folder: Path, readers: str, what: str
+) -> tuple[Row, list[str], list[int]]:
+    """What a rank measured at its second load, what is wrong, and the GPUs on which it has a context."""
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    model = sharded_model(size)
+    with epload.HierarchicalLoader(readers=readers, progress=False, timeout=60) as loader:
+        loader.load(model, folder)
+        report = loader.load(model, folder)
+    world = int(torch.distributed.get_world_size())
+    return _row(what, report), wrong_shards(model, Reference(folder, rank, world)), contexts()
+
+
+def contexts() -> list[int]:
+    """The GPUs on which this process has a context, each of some hundred MB."""
+    if not torch.cuda.is_initialized():
+        return []
+    driver = ctypes.CDLL("libcuda.so.1")
+    found = []
+    for index in range(torch.cuda.device_count()):
+        flags, active = ctypes.c_uint(), ctypes.c_int()
+        device = ctypes.c_int()
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+        found += [index] if active.value else []
+    return found
+
+
+def others(options: argparse.Namespace) -> list[Row]:
+    """Other libraries that load the same file to the device, where they are installed, and epload."""
+    device, folder = device_of(options), checkpoint_of(options)
+    file = str(folder / FILE)
+    nbytes = os.path.getsize(file)
+    loaders: dict[str, Callable[[], object]] = {}
+
+    def epload_loads() -> None:
+        stream = torch.Stream(device) if device.type != "cpu" else None
+        epload.load(meta_model(size_of(options)), folder, stream=stream, progress=False)
+
+    loaders["epload, from meta"] = epload_loads
+    loaders["safetensors load_file"] = lambda: _safetensors(file, device)
+    loaders["fastsafetensors"] = lambda: _fastsafetensors(file, device)
+    loaders["Run:ai streamer"] = lambda: _runai(file, device)
+    rows: list[Row] = []
+    for name, run in loaders.items():
+        try:
+            seconds, _ = Clock(device).best(finished(device, run))
+        except ModuleNotFoundError as error:
+            rows.append({"what": name, "is": f"not installed: {error.name}"})
+        except Exception as error:  # another library's: the others are measured all the same
+            rows.append({"what": name, "not_run": f"{type(error).__name__}: {error}"[:200]})
+        else:
+            rows.append({"what": name, "GB": nbytes / 1e9, "s": seconds, "GB_s": nbytes / seconds / 1e9})
+    return rows
+
+
+def _safetensors(file: str, device: torch.device) -> object:
+    from safetensors.torch import load_file
+
+    return load_file(file, device=str(device))
+
+
+def _fastsafetensors(file: str, device: torch.device) -> object:
+    from fastsafetensors import fastsafe_open
+
+    with fastsafe_open(filenames=[file], nogds=True, device=str(device)) as opened:
+        return [opened.get_tensor(name).clone() for name in opened.keys()]  # noqa: SIM118
+
+
+def _runai(file: str, device: torch.device) -> object:
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_file(file)
+        return [tensor.to(device, non_blocking=True) for _, tensor in streamer.get_tensors()]

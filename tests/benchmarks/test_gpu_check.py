@@ -1,0 +1,57 @@
+"""The GPU check, rehearsed without a GPU: its parts run, in processes of their own, and one that fails stops no other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+CHECK = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
+
+
+def check(out: Path, *words: str) -> tuple[int, dict[str, Any], str]:
+    """Exit status, rows by part, and what was printed."""
+    command = [sys.executable, str(CHECK), f"--out={out}", "--checkpoint-gb=0.01", "--layers=1", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    results = json.loads((out / "gpu.json").read_text()) if (out / "gpu.json").exists() else {}
+    return done.returncode, results, done.stdout + done.stderr
+
+
+def test_a_rehearsal(tmp_path: Path) -> None:
+    """Of the parts that do not take long; "load" ends with an error unless every bit is that of the file."""
+    status, results, output = check(tmp_path, "--device=cpu", "--parts=page_cache,load,peers,build")
+    assert status == 0, output
+    assert list(results) == ["machine", "page_cache", "load", "peers"], "a GPU's parts are left out"
+    rows = {row["what"]: row for part in results.values() for row in part}
+    assert not [row for row in rows.values() if "not_run" in row]
+    assert rows["load, reload again"]["wrong"] == rows["FSDP2, 2 ranks over gloo, one"]["wrong"] == 0
+    for what in ("page cache to pinned memory, 1 threads", "load, from meta", "safetensors load_file"):
+        assert rows[what]["GB_s"] > 0
+        assert what in (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
+    status, results, output = check(tmp_path, "--parts=op")
+    assert status == 1
+    assert "--device cpu" in results["machine"][0]["not_run"]
+    assert "NOT RUN" in output
+
+
+def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
+    """No directory for the checkpoint can be made below a file."""
+    (tmp_path / "file").touch()
+    status, results, _ = check(tmp_path, "--device=cpu", f"--work={tmp_path / 'file'}", "--parts=page_cache,load")
+    assert status == 1
+    assert [list(results[part][0]) for part in ("page_cache", "load")] == [["what", "not_run"]] * 2
+
+
+def test_an_unknown_part(tmp_path: Path) -> None:
+    status, results, output = check(tmp_path, "--parts=kernel")
+    assert (status, results) == (2, {})
+    assert "expected parts among build, tests" in output
