@@ -15,7 +15,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -152,10 +151,8 @@ std::vector<at::Tensor> allocate_on_cpu(at::TensorList like, at::ScalarType dtyp
   return tensors;
 }
 
-// Uninitialized tensors of these shapes and strides, each with a storage of its own, and each once more as one dim
-// (which one that is not contiguous does not have).
-std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> allocate_like(
-    at::TensorList like, at::ScalarType dtype, at::Device device, int64_t threads) {
+// Uninitialized tensors of these shapes and strides, each with a storage of its own.
+std::vector<at::Tensor> allocate_like(at::TensorList like, at::ScalarType dtype, at::Device device, int64_t threads) {
   for (size_t i = 0; i < like.size(); ++i) {
     TORCH_CHECK_VALUE(
         like[i].layout() == at::kStrided,
@@ -164,22 +161,16 @@ std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> allocate_like(
         " is ",
         like[i].layout());
   }
-  std::vector<at::Tensor> tensors;
   if (device.is_cpu()) {
-    tensors = allocate_on_cpu(like, dtype, threads);
-  } else {
-    tensors.reserve(like.size());
-    for (const auto& tensor : like) {
-      const auto options = at::TensorOptions().dtype(dtype).device(device);
-      tensors.push_back(at::empty_strided(tensor.sizes(), tensor.strides(), options));
-    }
+    return allocate_on_cpu(like, dtype, threads);
   }
-  std::vector<at::Tensor> flat;
-  flat.reserve(tensors.size());
-  for (const auto& tensor : tensors) {
-    flat.push_back(tensor.is_contiguous() ? tensor.view({-1}) : tensor);
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(like.size());
+  for (const auto& tensor : like) {
+    const auto options = at::TensorOptions().dtype(dtype).device(device);
+    tensors.push_back(at::empty_strided(tensor.sizes(), tensor.strides(), options));
   }
-  return {std::move(tensors), std::move(flat)};
+  return tensors;
 }
 
 } // namespace

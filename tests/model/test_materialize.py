@@ -199,6 +199,27 @@ def test_a_loaded_model_trains() -> None:
     all_fine(ranks.run(4, _training))
 
 
+def _moved_to_meta(rank: int) -> list[str]:
+    """FSDP has looked at its parameters once, and does not do so again by itself."""
+    problems = []
+    for private in (True, False):
+        model, outputs = by_layer(), []
+        for number in (1, 1, 2):
+            materialize(model, collect(model), CPU, private=private)
+            HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET).load(
+                model, only_readers(full_state(model, number)), init_missing=lambda module, path, names: None
+            )
+            outputs.append(model(torch.arange(13)))
+            model.to("meta")
+        if not torch.equal(outputs[0], outputs[1]) or torch.equal(outputs[0], outputs[2]):
+            problems.append(f"private={private}: {[output.sum() for output in outputs]}")
+    return problems
+
+
+def test_a_model_that_was_run_and_moved_to_meta() -> None:
+    all_fine(ranks.run(4, _moved_to_meta))
+
+
 def _offloaded(rank: int) -> list[str]:
     with torch.device("meta"):
         model = sharded(Net(), offload_policy=CPUOffloadPolicy(pin_memory=False))

@@ -62,7 +62,7 @@ def test_one_parameter_group_and_no_list(private: bool, monkeypatch: pytest.Monk
     monkeypatch.undo()
     found = {id(each.sharded_param): each for each in Modules(model).fsdp_parameters}
     assert set(found) == set(map(id, model.parameters()))
-    assert {each._sharded_param_data.device.type for each in found.values()} == {"cpu"}
+    assert {each.sharded_param.to_local().device.type for each in found.values()} == {"cpu"}
 
 
 def minors(text: str, pattern: str) -> list[str]:

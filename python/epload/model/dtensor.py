@@ -27,7 +27,6 @@ _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _PRIVATE_PATH_TESTED = {(2, 13), (2, 14)}
 _FSDP_COUNTS_STRIDED_SHARDS = (2, 13)
 """The first torch minor known to do so."""
-_FSDP_STATE_KNOWN = {(2, 13)}
 _MAX_RANKS_SHOWN = 64
 
 
@@ -37,11 +36,6 @@ def private_path_available() -> bool:
 
 
 # ---- FSDP ----
-
-
-def fsdp_state_is_known() -> bool:
-    """Whether what FSDP keeps of a parameter is known for this torch, so that it can be set directly."""
-    return _TORCH in _FSDP_STATE_KNOWN
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:

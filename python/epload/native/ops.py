@@ -341,9 +341,7 @@ def digest_files(
     return digests, tuple(map(int, outcome))  # type: ignore[return-value]
 
 
-def allocate_like(
-    tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device, threads: int
-) -> tuple[list[Tensor], list[Tensor]]:
+def allocate_like(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device, threads: int) -> list[Tensor]:
     """Uninitialized tensors with the shapes and strides of others, each with a storage of its own.
 
     On CPU, parts of common blocks of memory whose pages are touched at once. The memory of a tensor that is freed goes back to
@@ -353,15 +351,12 @@ def allocate_like(
         tensors: dense; may be on meta.
         threads: at most so many touch the memory.
 
-    Returns:
-        The tensors, and each once more as one dim, which for a tensor that is not contiguous is the tensor itself.
-
     Raises:
         ValueError: a tensor is not dense.
         torch.OutOfMemoryError: there is not enough memory.
     """
-    made, flat = _allocate_like(tensors, dtype, device, threads)
-    return made, flat
+    made: list[Tensor] = _allocate_like(tensors, dtype, device, threads)
+    return made
 
 
 def cuda_obstacle(device: torch.device) -> str:
