@@ -11,7 +11,8 @@ from contextlib import contextmanager
 def paused() -> Iterator[None]:
     """Disables garbage collection within the block.
 
-    For code that allocates many small objects and little garbage: each collection would traverse the whole model.
+    For code that allocates many small objects and little garbage: each collection would traverse the whole model. What the block
+    has allocated counts as old afterwards, or the first collection would traverse that.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -19,4 +20,7 @@ def paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():  # else the caller's frozen objects would no longer be
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
