@@ -220,6 +220,16 @@ def test_a_model_that_was_run_and_moved_to_meta() -> None:
     all_fine(ranks.run(4, _moved_to_meta))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_scripted_module_on_meta() -> None:
+    """Its containers are no dicts."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3)))
+    full = {name: torch.full(tensor.shape, 1.0 + i) for i, (name, tensor) in enumerate(model.state_dict().items())}
+    epload.load(model, full, progress=False)
+    assert all(torch.equal(tensor, full[name]) for name, tensor in model.state_dict().items())
+
+
 def _offloaded(rank: int) -> list[str]:
     with torch.device("meta"):
         model = sharded(Net(), offload_policy=CPUOffloadPolicy(pin_memory=False))

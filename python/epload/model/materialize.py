@@ -135,15 +135,12 @@ class _Materialization:
 
     def run(self, modules: Modules) -> None:
         containers = modules.unique_containers
-        dtensors: dict[int, DTensor] = {}
         others: list[dict[str, Any]] = [containers.buffers[i] for i in _C.nonempty(containers.buffers)]
-        for i in _C.nonempty(containers.parameters):
-            owned: dict[str, Any] = containers.parameters[i]
-            for tensor in owned.values():
-                if type(tensor) is not DTensor:
-                    others.append(owned)
-                elif tensor.is_meta:
-                    dtensors[id(tensor)] = tensor
+        owners: list[dict[str, Any]] = [containers.parameters[i] for i in _C.nonempty(containers.parameters)]
+        parameters = _values(owners)
+        dtensors = {id(tensor): tensor for tensor in parameters if type(tensor) is DTensor and tensor.is_meta}
+        if {*map(type, parameters)} - {DTensor, type(None)}:
+            others += owners
         for (dtype, device), alike in self._by_dtype_and_device(dtensors).items():
             self._give_storage(alike, dtype, device)
         self._replace(others, dtensors)
@@ -196,6 +193,12 @@ class _Materialization:
             else:
                 torch._C._swap_tensor_impl(parameter, new)
                 parameter._local_tensor, parameter._spec = local, spec
+
+
+def _values(owners: list[dict[str, Any]]) -> list[Any]:
+    if all(issubclass(kind, dict) for kind in {*map(type, owners)}):
+        return _C.dict_contents(owners)[1]
+    return [value for owned in owners for value in owned.values()]  # of TorchScript
 
 
 def _empty_like(meta: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
