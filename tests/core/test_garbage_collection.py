@@ -60,6 +60,17 @@ def test_garbage_is_found_later() -> None:
     assert Cyclic.freed == 1000
 
 
+def test_garbage_is_found_although_the_collector_is_paused_again_and_again() -> None:
+    """As in a loop of reloads, with work in between that makes garbage."""
+    Cyclic.freed = 0
+    for _ in range(200):
+        for _ in range(300):
+            Cyclic()
+        with garbage_collection.paused():
+            make_lists(100)
+    assert Cyclic.freed > 50_000
+
+
 def test_what_the_caller_has_frozen_stays_frozen(collections: list[int]) -> None:
     kept = make_lists(100_000)
     gc.freeze()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard
 
 import epload
 from epload import HierarchicalLoader, Topology
 from epload.model.dtensor import private_path_available
 from epload.model.materialize import materialize
+from epload.model.modules import Modules
 from epload.model.targets import collect
 from support import ranks
 from support.checks import all_fine
@@ -197,6 +200,64 @@ def _training(rank: int) -> list[str]:
 
 def test_a_loaded_model_trains() -> None:
     all_fine(ranks.run(4, _training))
+
+
+def _memory(model: nn.Module) -> dict[str, int]:
+    return {n: t.to_local().data_ptr() for n, t in model.named_parameters() if t.to_local().numel()}
+
+
+def _same_memory(rank: int) -> list[str]:
+    """A state dict of before the first forward, in which FSDP pads and looks again, is the model's: to be saved after training."""
+    problems = []
+    makers = [by_layer, as_one, on_two_axes, lambda: on_two_axes(shard_placement_fn=lambda p: Shard(p.ndim - 1))]
+    for number, make in enumerate(makers):
+        for private in (True, False):
+            model = make()
+            materialize(model, collect(model), CPU, private=private)
+            HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET).load(
+                model, only_readers(full_state(model, 1)), init_missing=lambda module, path, names: None
+            )
+            before = _memory(model)
+            model(torch.arange(13))
+            for module in Modules(model).fsdp:
+                module.reshard()
+            if before != _memory(model):
+                problems.append(f"model {number} private={private}: FSDP has made other tensors")
+    return problems
+
+
+def test_fsdp_keeps_the_memory_that_was_loaded() -> None:
+    all_fine(ranks.run(4, _same_memory))
+
+
+def _reset_early(rank: int) -> dict[str, list[str]]:
+    """The parameters that FSDP is asked to look at when a model gets storage."""
+    found: dict[str, list[str]] = {}
+    for case in ("on meta", "pinned", "with storage before"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6)) if "storage" in case else None
+        if model is None:
+            with torch.device("meta"):
+                model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
+        fully_shard(model)
+        (group,) = Modules(model).fsdp_groups
+        if "storage" in case:
+            model._apply = nn.Module._apply.__get__(model)  # type: ignore[method-assign]  # not FSDP's, which looks itself
+            model.to("meta")
+        for parameter in group.fsdp_params:
+            parameter.pin_memory = case == "pinned"
+        reset: list[str] = []
+        with mock.patch.object(FSDPParam, "reset_sharded_param", lambda self: reset.append(self._module_info.param_name)):
+            materialize(model, collect(model), CPU, private=True)
+        found[case] = reset
+    return found
+
+
+def test_what_fsdp_must_look_at_early() -> None:
+    """Shards of 6 rows on 4 ranks are padded, one of 2 rows is not."""
+    both = ["weight", "bias"]
+    for rank, found in enumerate(ranks.run(4, _reset_early)):
+        assert found["on meta"] == ([] if rank < 3 else both)
+        assert found["pinned"] == found["with storage before"] == [*both, *both]
 
 
 def _moved_to_meta(rank: int) -> list[str]:

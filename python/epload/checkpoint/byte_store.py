@@ -54,7 +54,7 @@ class ByteStore(ABC):
     direct_io: bool = False
     """Whether large reads of what is not in the page cache go past it, in a store that uses it."""
     threads: int | None = None
-    """Number of threads that read, in a store that has threads; None for what is best for memory that others use too."""
+    """Number of threads that read, in a store that has threads; None for the store's own number."""
 
     @abstractmethod
     def changed(self) -> str:

@@ -296,7 +296,7 @@ class Agreement:
         manifest = self.inputs.join(inputs, request.checkpoint, known)
         mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names)
         self.inputs.manifest = manifest
-        wave = wave_limit(manifest.nbytes, self._router.wave_bytes(inputs.device))
+        wave = wave_limit(manifest.nbytes, self._router.wave_bytes(inputs.device, only_src=manifest.locations is None))
         per_wave = self._router.buckets_per_wave(inputs.device, wave)
         bucket_bytes = wave // per_wave if self._router.stages_on_host(inputs.device) else wave
         options = (

@@ -44,10 +44,14 @@ class Router:
         readers = "one" if self._options.readers == "auto" else self._options.readers
         return device == CPU or self._by_node(readers)
 
-    def wave_bytes(self, device: torch.device) -> int:
-        """Most bytes of a wave, or of a device's bucket."""
-        nodes, options = len(self._topology.nodes), self._options
-        return options.bucket_bytes or default_wave_bytes(nodes, options.readers, self.stages_on_host(device))
+    def wave_bytes(self, device: torch.device, only_src: bool) -> int:
+        """Most bytes of a wave, or of a device's bucket. ``only_src``: with ``"auto"``, only rank ``src`` has the checkpoint."""
+        options = self._options
+        if options.bucket_bytes is not None:
+            return options.bucket_bytes
+        one = options.sent_algorithm == "flat" or (options.readers == "auto" and only_src)
+        readers = "one" if one else options.readers
+        return default_wave_bytes(len(self._topology.nodes), readers, self.stages_on_host(device))
 
     def buckets_per_wave(self, device: torch.device, wave_bytes: int) -> int:
         """Buckets in a wave: those that share a staging buffer, or on a device one for each leader that reads."""

@@ -144,11 +144,8 @@ class _Materialization:
         for (dtype, device), alike in self._by_dtype_and_device(dtensors).items():
             self._give_storage(alike, dtype, device)
         self._replace(others, dtensors)
-        # What FSDP keeps of its parameters it renews before it first uses them. That takes 5 us for each.
         for group in modules.fsdp_groups:
-            if getattr(group, "_reset_sharded_params", True):
-                for parameter in group.fsdp_params:
-                    parameter.reset_sharded_param()
+            _reset(group)
 
     def _replace(self, owners: list[dict[str, Any]], dtensors: Collection[int]) -> None:
         """Replaces what is on meta, except for the parameters with the ids ``dtensors``."""
@@ -193,6 +190,30 @@ class _Materialization:
             else:
                 torch._C._swap_tensor_impl(parameter, new)
                 parameter._local_tensor, parameter._spec = local, spec
+
+
+def _reset(group: Any) -> None:
+    """Has FSDP take note of the storage of its parameters, where that cannot wait for its lazy init.
+
+    There it does so itself, in 5 us for each, unless it did before. But where it pads or pins a shard it makes another tensor, and
+    what refers to the one that was loaded, such as a state dict, would no longer be the model's.
+
+    Args:
+        group: an ``FSDPParamGroup`` whose parameters have storage.
+    """
+    parameters = list(group.fsdp_params)
+    if not getattr(group, "_reset_sharded_params", True):
+        managed, pinned, data = _C.attributes(parameters, ["sharded_param", "pin_memory", "_sharded_param_data"])
+        local_tensors, _ = _C.slot_values(managed, DTensor._local_tensor)
+        columns = zip(parameters, pinned, data, local_tensors, strict=True)
+        # FSDP's own tensor, on meta since the model is, has the size of a padded shard.
+        parameters = [
+            parameter
+            for parameter, pin, kept, local in columns
+            if pin or not kept.is_meta or local is None or kept.numel() != local.numel()
+        ]
+    for parameter in parameters:
+        parameter.reset_sharded_param()
 
 
 def _values(owners: list[dict[str, Any]]) -> list[Any]:

@@ -129,7 +129,7 @@ class Flow:
         """Bytes of a message: large, but so that filling the longest chain takes little of the time of ``total`` bytes.
 
         With several readers, a node begins to forward a chunk while the node before it still sends the rest of what it reads of a
-        wave, at most ``per_wave`` buckets of ``bucket`` bytes: a chunk is a small part of that.
+        wave, at most ``per_wave`` buckets of ``bucket`` bytes: a chunk is a small part of that, but not under 512 KiB.
         """
         hops = len(self.nodes) - 1 if self.crosses else 0
         if not self.shared:
@@ -157,8 +157,8 @@ def wave_limit(total: int, most: int) -> int:
 def default_wave_bytes(nodes: int, readers: str, on_host: bool) -> int:
     """Most bytes of a wave where the caller gives no limit.
 
-    In host memory, where several readers' buckets share a wave, it has room for one of each of ``nodes`` nodes. Else the hops
-    from the readers of one wave to those of the next take as long as the wave.
+    In host memory, where several readers' buckets share a wave, it has room for one of each of ``nodes`` nodes. With fewer, the
+    hops from the readers of one wave to those of the next are not hidden, and can take as long as the wave.
     """
     if not on_host or readers not in ("partitioned", "auto"):
         return WAVE_BYTES
