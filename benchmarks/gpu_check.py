@@ -1,12 +1,12 @@
 """Checks epload on a machine with an NVIDIA GPU: builds, tests, sanitizes, traces and measures. Writes tables and JSON.
 
-    python benchmarks/gpu_check.py                                # all parts, in the order of their worth
+    python benchmarks/gpu_check.py                                # all parts, the most important first
     python benchmarks/gpu_check.py --parts build,tests,bandwidth
     python benchmarks/gpu_check.py --device cpu --checkpoint-gb 0.3   # a rehearsal without a GPU; its numbers mean nothing
 
-Parts: "build"; "tests" of the kernels and of loads; "load", a checkpoint from the page cache, compared with the file, also by
-several ranks; "bandwidth" of packing and unpacking; "page_cache", each step from a file to the device; "streams" of a load in a
-profiler trace; "op", the broadcast over NCCL; "peers", other libraries that load the same file; "sanitizer", memcheck.
+Parts: "build"; "tests" of the kernels and of loads; "load", a checkpoint from the page cache, compared with the file; "ranks",
+the same by several; "bandwidth" of packing and unpacking; "page_cache", each step from a file to the device; "streams" of a load
+in a profiler trace; "op", the broadcast over NCCL; "peers", other libraries that load the same file; "sanitizer", memcheck.
 
 Each part is a process with two minutes; those after one that fails run all the same. Downloads nothing. Needs torch with CUDA,
 nvcc, cmake, ninja, pybind11, pytest, hypothesis and safetensors; which of these are there is said first. The exit status is 1 if
@@ -21,11 +21,13 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,21 +43,44 @@ class NotRun(Exception):
     """A part could not run; the message says why."""
 
 
-def command(words: list[str], **environment: str) -> str:
-    """Runs a command and returns what it printed. Raises NotRun with the end of it if the command fails."""
+def command(words: list[str], gpus: bool = True, **environment: str) -> str:
+    """Runs a command, and whatever processes it starts, and returns what it wrote to standard output.
+
+    Args:
+        gpus: whether it may see any.
+
+    Raises:
+        NotRun: it failed or took too long; with the end of what it wrote.
+    """
     folders = [str(ROOT / folder) for folder in ("python", "tests", "benchmarks")]
-    path = {"PYTHONPATH": os.pathsep.join(folders), "EPLOAD_CUDA": "1"}
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "EPLOAD_CUDA": "1", **environment}
+    if not gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    pipe = subprocess.PIPE
     try:
-        done = subprocess.run(
-            words, cwd=ROOT, env={**os.environ, **path, **environment}, capture_output=True, text=True, timeout=LIMIT,
-            check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
+        process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=variables,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
         raise NotRun(str(error)) from error
-    output = (done.stdout + done.stderr).strip()
-    if done.returncode != 0:
-        raise NotRun(f"{' '.join(words[:6])} ended with {done.returncode}: {output[-2000:]}")
-    return output
+    try:
+        output, errors = process.communicate(timeout=LIMIT)
+        status = f"ended with {process.returncode}"
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        status = f"took more than {LIMIT:.0f} s"
+    if process.returncode != 0:
+        raise NotRun(f"{' '.join(words[:6])} {status}: {(output + errors).strip()[-2000:]}")
+    return output.strip()
 
 
 # ---- parts that are commands ----
@@ -130,9 +155,17 @@ def _words(part: str, options: argparse.Namespace) -> list[str]:
 
 def measured(part: str) -> Callable[[argparse.Namespace], list[Row]]:
     def run(options: argparse.Namespace) -> list[Row]:
-        command(_words(part, options))
-        rows: list[Row] = json.loads((Path(options.work) / f"{part}.json").read_text())
-        return rows
+        found = Path(options.work) / f"{part}.json"
+        found.unlink(missing_ok=True)
+        failure = None
+        try:
+            command(_words(part, options), gpus=options.device != "cpu")
+        except NotRun as error:
+            failure = {"what": part, "not_run": str(error)}
+        rows: list[Row] = (
+            json.loads(found.read_text()) if found.exists() else []
+        )  # of what it measured before it failed
+        return rows + ([failure] if failure else [])
 
     return run
 
@@ -141,21 +174,23 @@ def run_here(options: argparse.Namespace) -> None:
     """Runs one part in this process, and writes its rows."""
     from gpu_parts import kernels, loads, reading
 
-    parts: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
-        "load": loads.load, "bandwidth": kernels.bandwidth, "page_cache": reading.page_cache, "streams": kernels.streams,
-        "op": kernels.op, "peers": loads.others, "exercise": kernels.exercise,
+    parts: dict[str, Callable[[argparse.Namespace], Iterable[Row]]] = {
+        "load": loads.load, "ranks": loads.several_ranks, "bandwidth": kernels.bandwidth, "page_cache": reading.page_cache,
+        "streams": kernels.streams, "op": kernels.op, "peers": loads.others, "exercise": kernels.exercise,
     }  # fmt: skip
-    rows = parts[options.part](options)
-    (Path(options.work) / f"{options.part}.json").write_text(json.dumps(rows))
+    rows: list[Row] = []
+    for row in parts[options.part](options):
+        rows.append(row)
+        (Path(options.work) / f"{options.part}.json").write_text(json.dumps(rows))
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
-    "build": build, "tests": tests, "load": measured("load"), "bandwidth": measured("bandwidth"),
+    "build": build, "tests": tests, "load": measured("load"), "ranks": measured("ranks"), "bandwidth": measured("bandwidth"),
     "page_cache": measured("page_cache"), "streams": measured("streams"), "op": measured("op"), "peers": measured("peers"),
     "sanitizer": sanitizer,
 }  # fmt: skip
 """In the order in which they run."""
-ON_CPU = ("load", "bandwidth", "page_cache", "peers")
+ON_CPU = ("load", "ranks", "bandwidth", "page_cache", "peers")
 """Parts that a machine without a GPU can rehearse."""
 
 
@@ -203,11 +238,12 @@ def main() -> int:
         parser.error(f"expected parts among {', '.join(PARTS)}, got {', '.join(unknown)}")
     if options.device == "cpu":
         names = [name for name in names if name in ON_CPU]
-    out = Path(options.out)
+    out = Path(options.out).resolve()
+    options.out = str(out)
     out.mkdir(parents=True, exist_ok=True)
     results: dict[str, list[Row]] = {}
     with tempfile.TemporaryDirectory(prefix="epload-gpu-") as work:
-        options.work = options.work or work
+        options.work = str(Path(options.work or work).resolve())
         for name, rows in run_all(options, ["machine", *names]):
             results[name] = rows
             print(f"\n{name}", *lines(rows), sep="\n", flush=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -111,13 +112,13 @@ def meta_model(size: Size) -> nn.Module:
         torch.set_default_dtype(default)
 
 
-def sharded_model(size: Size) -> nn.Module:
-    """The model on meta, sharded by FSDP2 over the whole job, one group per layer."""
+def sharded_model(size: Size, mesh: DeviceMesh | None = None) -> nn.Module:
+    """The model on meta, sharded by FSDP2 over a mesh, by default the whole job, one group per layer."""
     with garbage_collection.paused():
         model = meta_model(size)
         for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     gc.collect()  # so that no collection runs during a timed section
     return model
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from workload import Size, write_checkpoint
+from workload import FILE, Size, write_checkpoint
 
 REPEATS = 5
 Row = dict[str, Any]
@@ -37,6 +37,9 @@ def checkpoint_of(options: argparse.Namespace) -> Path:
     folder = Path(options.work) / f"checkpoint-{options.checkpoint_gb:g}"
     if not (folder / "config.json").exists():  # written last
         write_checkpoint(folder, size_of(options), seed=1)
+    with open(folder / FILE, "rb") as file:
+        while file.read(64 << 20):
+            pass
     return folder
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +64,17 @@ def copy_bandwidth(clock: Clock, device: torch.device, nbytes: int) -> float:
     return 2 * nbytes / seconds
 
 
-def bandwidth(options: argparse.Namespace) -> list[Row]:
+def bandwidth(options: argparse.Namespace) -> Iterator[Row]:
     """Pack and unpack bandwidth over that of a plain device copy, for shards of 8 ranks, and of one: the longest runs of bytes.
     Counts bytes read plus bytes written. Every bucket is checked before it is timed."""
     device = device_of(options)
     clock = Clock(device)
     floor = copy_bandwidth(clock, device, options.bucket_bytes * 16)
-    rows: list[Row] = [{"what": "device copy", "GB": options.bucket_bytes * 16 / 1e9, "GB_s": floor / 1e9}]
+    yield {"what": "device copy", "GB": options.bucket_bytes * 16 / 1e9, "GB_s": floor / 1e9}
     bucket = torch.randint(0, 255, (options.bucket_bytes,), dtype=torch.uint8, device=device)
     for world in (8, 1):
         for layout in regions.LAYOUTS[: None if world > 1 else 1]:
-            rows += _bandwidth_of(layout, world, options, bucket, clock, floor)
-    return rows
+            yield from _bandwidth_of(layout, world, options, bucket, clock, floor)
 
 
 def _bandwidth_of(

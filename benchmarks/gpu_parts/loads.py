@@ -1,15 +1,18 @@
-"""Parts of the GPU check: whole loads of a Mixture of Experts from the page cache, alone and by several ranks; other loaders."""
+"""Parts of the GPU check: whole loads of a Mixture of Experts from the page cache, by one rank and by several; peers."""
 
 from __future__ import annotations
 
 import argparse
 import ctypes
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import epload
 from gpu_parts.common import Clock, NotRun, Row, checkpoint_of, device_of, finished, size_of
@@ -17,54 +20,45 @@ from support import ranks
 from workload import FILE, Reference, Size, meta_model, sharded_model, wrong_shards
 
 
-def load(options: argparse.Namespace) -> list[Row]:
-    """From meta, and again into the same model, with the phases of each; every bit is compared with the file. Then FSDP2 over
-    several ranks of this machine."""
+def load(options: argparse.Namespace) -> Iterator[Row]:
+    """From meta, and again into the same model, with the phases of each; every bit is compared with the file."""
     device, folder = device_of(options), checkpoint_of(options)
     model = meta_model(size_of(options))
     stream = torch.Stream(device) if device.type != "cpu" else None
-    rows = []
     with epload.HierarchicalLoader(stream=stream, progress=False, readers="every") as loader:
         for what in ("from meta", "reload", "reload again"):
-            report = loader.load(model, folder)
-            finished(device, lambda: None)()
-            rows.append(_row(f"load, {what}", report))
+            yield timed(f"load, {what}", loader, model, folder, device)
     if wrong := wrong_shards(model, Reference(folder, 0, 1)):
         raise NotRun(f"{len(wrong)} tensors differ from the file: {wrong[:3]}")
-    rows[-1]["wrong"] = 0
-    del model
-    return rows + several_ranks(options)
+    yield {"what": "load, compared with the file", "wrong": 0}
 
 
-def _row(what: str, report: epload.LoadReport) -> Row:
-    phases = {f"{name}_s": phase.seconds for name, phase in report.phases.items() if phase.seconds > 0.001}
-    return {
-        "what": what,
-        "GB": report.nbytes / 1e9,
-        "s": report.seconds,
-        "GB_s": report.nbytes / report.seconds / 1e9,
-    } | phases
+def timed(what: str, loader: epload.HierarchicalLoader, model: nn.Module, folder: Path, device: torch.device) -> Row:
+    """One load until the device has done it, which is after it returns."""
+    began = time.perf_counter()
+    report = loader.load(model, folder)
+    finished(device, lambda: None)()
+    seconds = time.perf_counter() - began
+    row = {"what": what, "GB": report.nbytes / 1e9, "s": seconds, "GB_s": report.nbytes / seconds / 1e9}
+    return row | {f"{name}_s": phase.seconds for name, phase in report.phases.items() if phase.seconds > 0.001}
 
 
-def several_ranks(options: argparse.Namespace) -> list[Row]:
+def several_ranks(options: argparse.Namespace) -> Iterator[Row]:
     """Two ranks on one device, over gloo, as NCCL refuses that; and a rank on each of several GPUs, over NCCL."""
     count = torch.cuda.device_count() if options.device == "cuda" else 0
-    rows: list[Row] = []
+    size, folder = size_of(options), checkpoint_of(options)
     for backend, world in [("gloo", 2)] + ([("nccl", min(count, 8))] if count > 1 else []):
         for readers in ("every", "per_node", "one"):
             what = f"FSDP2, {world} ranks over {backend}, {readers}"
             setup = partial(_backends, backend, options.device)
-            results = ranks.run(
-                world, _load_sharded, options.device, size_of(options), checkpoint_of(options), readers, what,
-                setup=setup, limit=110,
-            )  # fmt: skip
+            devices = [options.device] * world if backend == "gloo" else list(range(world))
+            results = ranks.run(world, _load_sharded, devices, size, folder, readers, what, setup=setup, limit=40)
             if wrong := [name for _, found, _ in results for name in found]:
                 raise NotRun(f"{what}: {len(wrong)} tensors differ from the file: {wrong[:3]}")
             contexts = [found for *_, found in results]
-            rows.append(results[0][0] | {"wrong": 0, "contexts": contexts})
+            yield results[0][0] | {"wrong": 0, "contexts": contexts}
             if any(len(found) > 1 for found in contexts):
                 raise NotRun(f"expected a context on its own GPU for each rank, found {contexts}")
-    return rows
 
 
 def _backends(backend: str, device: str) -> str:
@@ -72,17 +66,20 @@ def _backends(backend: str, device: str) -> str:
 
 
 def _load_sharded(
-    rank: int, device: str, size: Size, folder: Path, readers: str, what: str
+    rank: int, devices: list[str | int], size: Size, folder: Path, readers: str, what: str
 ) -> tuple[Row, list[str], list[int]]:
     """What a rank measured at its second load, what is wrong, and the GPUs on which it has a context."""
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    model = sharded_model(size)
+    if devices[rank] == "cpu":
+        device = torch.device("cpu")
+    else:
+        device = torch.device("cuda", 0 if devices[rank] == "cuda" else int(devices[rank]))
+        torch.cuda.set_device(device)
+    world = len(devices)
+    model = sharded_model(size, init_device_mesh(device.type, (world,)))
     with epload.HierarchicalLoader(readers=readers, progress=False, timeout=60) as loader:
-        loader.load(model, folder)
-        report = loader.load(model, folder)
-    world = int(torch.distributed.get_world_size())
-    return _row(what, report), wrong_shards(model, Reference(folder, rank, world)), contexts()
+        timed(what, loader, model, folder, device)
+        row = timed(what, loader, model, folder, device)
+    return row, wrong_shards(model, Reference(folder, rank, world)), contexts()
 
 
 def contexts() -> list[int]:
@@ -100,32 +97,28 @@ def contexts() -> list[int]:
     return found
 
 
-def others(options: argparse.Namespace) -> list[Row]:
-    """Other libraries that load the same file to the device, where they are installed, and epload."""
+def others(options: argparse.Namespace) -> Iterator[Row]:
+    """Other libraries that load the same file to the device, where they are installed, and epload into a model that is there."""
     device, folder = device_of(options), checkpoint_of(options)
     file = str(folder / FILE)
     nbytes = os.path.getsize(file)
-    loaders: dict[str, Callable[[], object]] = {}
-
-    def epload_loads() -> None:
-        stream = torch.Stream(device) if device.type != "cpu" else None
-        epload.load(meta_model(size_of(options)), folder, stream=stream, progress=False)
-
-    loaders["epload, from meta"] = epload_loads
-    loaders["safetensors load_file"] = lambda: _safetensors(file, device)
-    loaders["fastsafetensors"] = lambda: _fastsafetensors(file, device)
-    loaders["Run:ai streamer"] = lambda: _runai(file, device)
-    rows: list[Row] = []
+    model = meta_model(size_of(options))
+    loader = epload.HierarchicalLoader(stream=torch.Stream(device) if device.type != "cpu" else None, progress=False)
+    loaders: dict[str, Callable[[], object]] = {
+        "epload": lambda: loader.load(model, folder),
+        "safetensors load_file": lambda: _safetensors(file, device),
+        "fastsafetensors": lambda: _fastsafetensors(file, device),
+        "Run:ai streamer": lambda: _runai(file, device),
+    }
     for name, run in loaders.items():
         try:
             seconds, _ = Clock(device).best(finished(device, run))
         except ModuleNotFoundError as error:
-            rows.append({"what": name, "is": f"not installed: {error.name}"})
+            yield {"what": name, "is": f"not installed: {error.name}"}
         except Exception as error:  # another library's: the others are measured all the same
-            rows.append({"what": name, "not_run": f"{type(error).__name__}: {error}"[:200]})
+            yield {"what": name, "not_run": f"{type(error).__name__}: {error}"[:200]}
         else:
-            rows.append({"what": name, "GB": nbytes / 1e9, "s": seconds, "GB_s": nbytes / seconds / 1e9})
-    return rows
+            yield {"what": name, "GB": nbytes / 1e9, "s": seconds, "GB_s": nbytes / seconds / 1e9}
 
 
 def _safetensors(file: str, device: torch.device) -> object:

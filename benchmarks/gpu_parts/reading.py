@@ -33,8 +33,7 @@ def page_cache(options: argparse.Namespace) -> list[Row]:
     floor = BUFFER / seconds
     rows.append({"what": "pinned memory to device", "GB_s": floor / 1e9})
     file = checkpoint_of(options) / FILE
-    warm(file)
-    swept = {n: read_rate(file, pinned[0], n, device) for n in SWEPT if n <= (os.cpu_count() or 1)}
+    swept = {n: read_rate(file, pinned[0], n, device) for n in SWEPT if n <= len(os.sched_getaffinity(0))}
     rows += [
         {"what": f"page cache to pinned memory, {threads} threads", "GB_s": rate / 1e9, "over_pinned": rate / floor}
         for threads, rate in swept.items()
@@ -57,12 +56,6 @@ def pinning(device: torch.device) -> list[Row]:
         rows.append({"what": f"allocate {megabytes} MiB of pinned memory", "ms": (time.perf_counter() - began) * 1e3})
         del buffer
     return rows
-
-
-def warm(file: Path) -> None:
-    with open(file, "rb") as opened:
-        while opened.read(BUFFER):
-            pass
 
 
 def chunks(file: Path) -> list[Tensor]:

@@ -32,9 +32,8 @@ def load(job: Job, readers: str, algorithm: str, as_dict: bool = False, verify: 
         with job.phase("read"):
             checkpoint = load_file(job.file) if job.rank == 0 else None
     options: dict[str, Any] = {"readers": readers, "algorithm": algorithm, "verify": verify, "progress": False}
-    if job.case != "reload":
+    if job.case == "reload":
+        loader = job.keep.get("loader") or epload.HierarchicalLoader(job.topology, **options)
+        job.keep["loader"], job.keep["report"] = loader, loader.load(job.model, checkpoint)
+    else:
         job.keep["report"] = epload.load(job.model, checkpoint, topology=job.topology, **options)
-        return
-    if "loader" not in job.keep:
-        job.keep["loader"] = epload.HierarchicalLoader(job.topology, **options)
-    job.keep["report"] = job.keep["loader"].load(job.model, checkpoint)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard
 
 import epload
@@ -207,7 +206,7 @@ def _memory(model: nn.Module) -> dict[str, int]:
 
 
 def _same_memory(rank: int) -> list[str]:
-    """A state dict of before the first forward, in which FSDP pads and looks again, is the model's: to be saved after training."""
+    """A state dict of before the first forward, in which FSDP looks at its parameters, is the model's: to be saved later."""
     problems = []
     makers = [by_layer, as_one, on_two_axes, lambda: on_two_axes(shard_placement_fn=lambda p: Shard(p.ndim - 1))]
     for number, make in enumerate(makers):
@@ -245,10 +244,10 @@ def _reset_early(rank: int) -> dict[str, list[str]]:
             model.to("meta")
         for parameter in group.fsdp_params:
             parameter.pin_memory = case == "pinned"
-        reset: list[str] = []
-        with mock.patch.object(FSDPParam, "reset_sharded_param", lambda self: reset.append(self._module_info.param_name)):
-            materialize(model, collect(model), CPU, private=True)
-        found[case] = reset
+        found[case] = reset = []
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param = partial(reset.append, parameter._module_info.param_name)
+        materialize(model, collect(model), CPU, private=True)
     return found
 
 

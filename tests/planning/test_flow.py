@@ -287,14 +287,15 @@ def test_chunk_bytes(flow: Flow, a: int, b: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "bucket", "per_wave"), [(2, 32 << 20, 2), (4, 16 << 20, 4), (8, 4 << 20, 16), (129, 32 << 20, 16)]
+    ("nodes", "bucket", "per_wave"),
+    [(2, 32 << 20, 2), (4, 16 << 20, 4), (8, 4 << 20, 16), (17, 4 << 20, 17), (128, 4 << 20, 128), (129, 32 << 20, 16)],
 )
 def test_a_chunk_is_a_small_part_of_what_a_node_reads_of_a_wave(nodes: int, bucket: int, per_wave: int) -> None:
     """So that it is forwarded while the node before still sends its own. Of two nodes none forwards."""
     flow = Flow(tuple((rank,) for rank in range(nodes)), 0, 0, "partitioned", "two_level", True)
     chunk = flow.chunk_bytes(1 << 40, bucket, per_wave)
     if nodes > 2:
-        assert chunk <= bucket * max(per_wave // nodes, 1) / 16
+        assert chunk <= max(bucket * max(per_wave // nodes, 1) / 16, 512 << 10)
     else:
         assert chunk == replace(flow, readers="one").chunk_bytes(1 << 40)
 
@@ -303,12 +304,13 @@ def test_a_chunk_is_a_small_part_of_what_a_node_reads_of_a_wave(nodes: int, buck
 def test_waves_grow_with_the_nodes_that_read(readers: str) -> None:
     """By default, on the host, up to 512 MiB; each of up to 128 nodes then has a bucket of its own."""
     several = readers in ("partitioned", "auto")
-    for nodes in (1, 2, 16, 17, 128, 129, 2048):
+    for nodes, megabytes, buckets in (
+        (1, 64, 1), (2, 64, 2), (16, 64, 16), (17, 68, 17), (128, 512, 128), (129, 512, 16), (2048, 512, 16)
+    ):  # fmt: skip
         assert default_wave_bytes(nodes, readers, on_host=False) == 64 << 20
         wave = default_wave_bytes(nodes, readers, on_host=True)
-        assert wave == (min(max(64, 4 * nodes), 512) << 20 if several else 64 << 20)
-        count = buckets_per_wave([[rank] for rank in range(nodes)], readers, wave)
-        assert count == ((nodes if nodes <= 128 else 16) if several else 1)
+        assert wave == (megabytes if several else 64) << 20
+        assert buckets_per_wave([[rank] for rank in range(nodes)], readers, wave) == (buckets if several else 1)
 
 
 @given(st.integers(0, 1 << 45), st.integers(1, 1 << 35))

@@ -21,6 +21,9 @@ from support.small_model import BUCKET, state_for
 
 ADDRESS = "0000:3b:00.0"
 HERE = frozenset(os.sched_getaffinity(0))
+PART = set(sorted(HERE)[len(HERE) // 2 :])
+"""Half of the CPUs that this process may use."""
+several = pytest.mark.skipif(len(HERE) < 2, reason="there is one CPU, on which every thread runs")
 
 
 def sysfs(folder: Path, node: str | None, cpus: str | None) -> Path:
@@ -52,11 +55,40 @@ def test_the_cpus_near_a_device(node: str | None, cpus: str | None, expected: se
 
 
 @pytest.mark.parametrize(
-    ("cpus", "readers", "threads"), [(1, 1, 1), (2, 8, 1), (64, 8, 8), (192, 8, 16), (192, 1, 16), (7, 2, 3)]
-)
-def test_readers_share_the_cpus(cpus: int, readers: int, threads: int) -> None:
-    with mock.patch.object(os, "sched_getaffinity", return_value=set(range(cpus))):
+    ("allowed", "online", "readers", "threads"),
+    [
+        (1, 1, 1, 2), (2, 2, 8, 2), (64, 64, 8, 8), (192, 192, 8, 16), (192, 192, 1, 16), (7, 7, 2, 3),
+        (8, 64, 8, 8),  # a launcher has given each rank its own
+        (16, 128, 8, 16), (1, 64, 8, 2), (0, 64, 8, 2),
+    ],
+)  # fmt: skip
+def test_readers_share_the_cpus(allowed: int, online: int, readers: int, threads: int) -> None:
+    affine = mock.patch.object(os, "sched_getaffinity", return_value=set(range(allowed)))
+    with affine, mock.patch.object(os, "cpu_count", return_value=online):
         assert affinity.read_threads(readers) == threads
+
+
+@pytest.mark.parametrize(
+    ("near", "allowed", "moves"),
+    [(range(48), range(96), True), (range(16), range(96), True), (range(15), range(96), False), (range(4), range(8), True),
+     (range(1), range(31), False), (range(40, 50), range(8), False)],
+)  # fmt: skip
+def test_a_thread_moves_only_to_enough_cpus(near: range, allowed: range, moves: bool, tmp_path: Path) -> None:
+    affine = mock.patch.object(os, "sched_getaffinity", return_value=set(allowed))
+    with near_cpus({*near}, tmp_path), affine, mock.patch.object(os, "sched_setaffinity") as moved:
+        with affinity.near(torch.device("cpu")):
+            assert moved.called == moves
+        calls = [call.args for call in moved.call_args_list]
+    assert calls == ([(0, {*near} & {*allowed}), (0, {*allowed})] if moves else [])
+
+
+def test_a_system_that_says_and_allows_nothing(tmp_path: Path) -> None:
+    refused = {"sched_getaffinity": mock.Mock(side_effect=OSError), "sched_setaffinity": mock.Mock(side_effect=OSError)}
+    with near_cpus({0}, tmp_path), mock.patch.multiple(os, **refused):
+        assert affinity.read_threads(1) == 2
+        with affinity.near(torch.device("cpu")):
+            pass
+    assert affinity._pci_address(torch.device("cpu")) == ""
 
 
 def near_cpus(cpus: set[int], folder: Path) -> Any:
@@ -65,12 +97,13 @@ def near_cpus(cpus: set[int], folder: Path) -> Any:
     return mock.patch.multiple(affinity, _pci_address=lambda device: ADDRESS, _SYSFS=tree)
 
 
+@several
 def test_a_thread_goes_back(tmp_path: Path) -> None:
     """However what it does there ends."""
 
     def fail() -> None:
-        with near_cpus({max(HERE), 10_000}, tmp_path), affinity.near(torch.device("cpu")):
-            assert os.sched_getaffinity(0) == {max(HERE)}
+        with near_cpus(PART, tmp_path), affinity.near(torch.device("cpu")):
+            assert os.sched_getaffinity(0) == PART
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -98,7 +131,7 @@ def reads_near(rank: int, readers: str, folder: Path) -> tuple[list[tuple[set[in
     model = meta_net()
     before = os.sched_getaffinity(0)
     with (
-        near_cpus({max(HERE)}, folder / str(rank)),
+        near_cpus(PART, folder / str(rank)),
         mock.patch.object(ops, "read_ranges", spied(ops.read_ranges, 3)),
         mock.patch.object(ops, "read_prepared", spied(ops.read_prepared, 3)),
     ):
@@ -107,6 +140,7 @@ def reads_near(rank: int, readers: str, folder: Path) -> tuple[list[tuple[set[in
     return found, os.sched_getaffinity(0) == before, wrong(model, state_for(1))
 
 
+@several
 @pytest.mark.usefixtures("fake_device")
 @pytest.mark.parametrize("readers", ["one", "partitioned", "every", "per_node"])
 def test_reads_for_a_device_run_near_it(readers: str, tmp_path: Path) -> None:
@@ -117,12 +151,13 @@ def test_reads_for_a_device_run_near_it(readers: str, tmp_path: Path) -> None:
         assert bad == []
         assert back
         assert bool(found) == (rank == 0 or readers != "one")
-        assert {(tuple(cpus), threads) for cpus, threads in found} <= {((max(HERE),), min(len(HERE), 16))}
+        assert all(cpus == PART for cpus, _ in found)
+        assert {threads for _, threads in found} <= {affinity.read_threads(1)}
 
 
 def test_a_load_on_cpu_reads_where_it_is(tmp_path: Path) -> None:
     save_file({"w": torch.ones(5)}, tmp_path / "model.safetensors")
     model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(5))})
-    with near_cpus({max(HERE)}, tmp_path), mock.patch.object(affinity, "_run_on", side_effect=AssertionError):
+    with near_cpus(PART, tmp_path), mock.patch.object(affinity, "_run_on", side_effect=AssertionError):
         epload.load(model, tmp_path / "model.safetensors", progress=False)
     assert model["w"].sum() == 5

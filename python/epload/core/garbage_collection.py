@@ -14,9 +14,9 @@ _MANY = 50_000
 def paused() -> Iterator[None]:
     """Disables garbage collection within the block.
 
-    For code that allocates many small objects and little garbage: each collection would traverse the whole model. If the block has
-    allocated very many, all objects count as old afterwards, or the next collection would traverse those. Not otherwise: garbage
-    among old objects is found late.
+    For code that allocates many small objects and little garbage: each collection would traverse the whole model. If the block
+    has allocated very many, all objects count as old afterwards, or the next collection would traverse those. Not otherwise, as
+    garbage among old objects is found late.
     """
     enabled = gc.isenabled()
     gc.disable()

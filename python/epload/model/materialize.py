@@ -195,7 +195,7 @@ class _Materialization:
 def _reset(group: Any) -> None:
     """Has FSDP take note of the storage of its parameters, where that cannot wait for its lazy init.
 
-    There it does so itself, in 5 us for each, unless it did before. But where it pads or pins a shard it makes another tensor, and
+    There it does so itself, in 5 us for each, unless it did before. But to pad or pin a shard it makes another tensor, and
     what refers to the one that was loaded, such as a state dict, would no longer be the model's.
 
     Args:

@@ -59,7 +59,9 @@ def cpus_near(address: str, sysfs: Path) -> frozenset[int]:
     """
     try:
         node = int((sysfs / "bus/pci/devices" / address / "numa_node").read_text()) if address else -1
-        return _parse_list((sysfs / f"devices/system/node/node{node}/cpulist").read_text()) if node >= 0 else frozenset()
+        return (
+            _parse_list((sysfs / f"devices/system/node/node{node}/cpulist").read_text()) if node >= 0 else frozenset()
+        )
     except (OSError, ValueError):
         return frozenset()
 
