@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -80,9 +81,11 @@ def _pci_address(device: torch.device) -> str:
     """Empty if it is not known."""
     if device.type != "cuda":
         return ""
-    found = torch.cuda.get_device_properties(device)
-    parts = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    return "{:04x}:{:02x}:{:02x}.0".format(*parts) if None not in parts else ""
+    found: Any = torch.cuda.get_device_properties(device)
+    try:
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    except AttributeError:  # torch does not promise them
+        return ""
 
 
 def _allowed() -> frozenset[int]:

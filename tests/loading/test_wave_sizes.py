@@ -1,0 +1,37 @@
+"""How large the waves of a load are where the caller does not say."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from epload.loading.request import Options
+from epload.loading.routes import Router
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("readers", "algorithm", "bucket_bytes", "device", "only_src", "megabytes"),
+    [
+        ("partitioned", "auto", None, CPU, False, 256),
+        ("auto", "auto", None, CPU, False, 256),
+        ("auto", "auto", None, CPU, True, 64),  # "one", of which a wave is one bucket
+        ("partitioned", "auto", None, CPU, True, 256),
+        ("one", "auto", None, CPU, False, 64),
+        ("every", "auto", None, CPU, False, 64),
+        ("partitioned", "flat", None, CPU, False, 64),  # no ring of nodes
+        ("partitioned", "striped", None, CPU, False, 256),
+        ("partitioned", "auto", None, CUDA, False, 64),
+        ("auto", "auto", 5 << 20, CPU, False, 5),
+    ],
+)
+def test_on_64_nodes(
+    readers: str, algorithm: str, bucket_bytes: int | None, device: torch.device, only_src: bool, megabytes: int
+) -> None:
+    topology: Any = SimpleNamespace(nodes=tuple((2 * i, 2 * i + 1) for i in range(64)), ranks=tuple(range(128)), rank=0)
+    router = Router(topology, Options(readers, algorithm, 0, bucket_bytes, "off"))
+    assert router.wave_bytes(device, only_src) == megabytes << 20
