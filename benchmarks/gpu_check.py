@@ -109,7 +109,7 @@ def machine(options: argparse.Namespace) -> list[Row]:
     torch_version, cuda, usable = json.loads(command([sys.executable, "-c", facts]).splitlines()[-1])
     rows.append({"what": "torch", "version": torch_version, "cuda": cuda, "usable": usable})
     if options.device == "cuda" and not usable:
-        raise NotRun(f"torch {torch_version} finds no CUDA device; --device cpu rehearses without one")
+        rows[-1]["not_run"] = f"torch {torch_version} finds no CUDA device; --device cpu rehearses without one"
     return rows
 
 
@@ -157,15 +157,13 @@ def measured(part: str) -> Callable[[argparse.Namespace], list[Row]]:
     def run(options: argparse.Namespace) -> list[Row]:
         found = Path(options.work) / f"{part}.json"
         found.unlink(missing_ok=True)
-        failure = None
+        failed: list[Row] = []
         try:
             command(_words(part, options), gpus=options.device != "cpu")
         except NotRun as error:
-            failure = {"what": part, "not_run": str(error)}
-        rows: list[Row] = (
-            json.loads(found.read_text()) if found.exists() else []
-        )  # of what it measured before it failed
-        return rows + ([failure] if failure else [])
+            failed = [{"what": part, "not_run": str(error)}]
+        measured_before = json.loads(found.read_text()) if found.exists() else []
+        return [*measured_before, *failed]
 
     return run
 
@@ -179,6 +177,7 @@ def run_here(options: argparse.Namespace) -> None:
         "streams": kernels.streams, "op": kernels.op, "peers": loads.others, "exercise": kernels.exercise,
     }  # fmt: skip
     rows: list[Row] = []
+    Path(options.work).mkdir(parents=True, exist_ok=True)
     for row in parts[options.part](options):
         rows.append(row)
         (Path(options.work) / f"{options.part}.json").write_text(json.dumps(rows))
@@ -198,13 +197,19 @@ ON_CPU = ("load", "ranks", "bandwidth", "page_cache", "peers")
 
 
 def run_all(options: argparse.Namespace, names: list[str]) -> Iterator[tuple[str, list[Row]]]:
-    for name in names:
+    """The machine first; if it cannot run them, no part."""
+    for name in ("machine", *names):
         try:
-            yield name, (machine if name == "machine" else PARTS[name])(options)
+            rows = (machine if name == "machine" else PARTS[name])(options)
         except Exception as error:  # report it and run the other parts
-            yield name, [{"what": name, "not_run": f"{type(error).__name__}: {error}"}]
-            if name == "machine":
-                return
+            rows = [{"what": name, "not_run": f"{type(error).__name__}: {error}"}]
+        yield name, rows
+        if name == "machine" and not_run(rows):
+            return
+
+
+def not_run(rows: list[Row]) -> bool:
+    return any("not_run" in row for row in rows)
 
 
 def lines(rows: list[Row]) -> Iterator[str]:
@@ -244,7 +249,7 @@ def main() -> int:
     results: dict[str, list[Row]] = {}
     with tempfile.TemporaryDirectory(prefix="epload-gpu-") as work:
         options.work = str(Path(options.work or work).resolve())
-        for name, rows in run_all(options, ["machine", *names]):
+        for name, rows in run_all(options, names):
             results[name] = rows
             print(f"\n{name}", *lines(rows), sep="\n", flush=True)
             (out / "gpu.json").write_text(json.dumps(results, indent=1))
@@ -253,9 +258,7 @@ def main() -> int:
                 for part, found in results.items()
             ]
             (out / "gpu.md").write_text("\n".join(table).strip() + "\n")
-    failed = [
-        name for name in ("machine", *names) if any("not_run" in row for row in results.get(name, [{"not_run": ""}]))
-    ]
+    failed = [name for name in ("machine", *names) if name not in results or not_run(results[name])]
     print("\nNOT RUN, all or in part: " + ", ".join(failed) if failed else f"\nall parts ran; results in {out}")
     return 1 if failed else 0
 

@@ -18,10 +18,6 @@ Row = dict[str, Any]
 """``what`` was measured, and numbers by name."""
 
 
-class NotRun(Exception):
-    """A part could not run; the message says why."""
-
-
 def device_of(options: argparse.Namespace) -> torch.device:
     return torch.device(options.device, 0) if options.device != "cpu" else torch.device("cpu")
 

@@ -15,7 +15,7 @@ import epload
 import regions
 from epload.core import dtypes
 from epload.native import ops
-from gpu_parts.common import Clock, NotRun, Row, device_of, trace_of
+from gpu_parts.common import Clock, Row, device_of, trace_of
 
 
 def exercise(options: argparse.Namespace) -> list[Row]:
@@ -89,7 +89,7 @@ def _bandwidth_of(
         ops.pack(fresh, shards, table)
         wrong += regions.wrong_regions(bucket, (shards, table)) + regions.wrong_regions(fresh, (shards, table))
     if wrong:
-        raise NotRun(f"{layout}: {wrong} wrong regions")
+        raise RuntimeError(f"{layout}: {wrong} wrong regions")
     rows = []
     for name, op in (("unpack", ops.unpack), ("pack", ops.pack)):
 
@@ -141,7 +141,7 @@ def op(options: argparse.Namespace) -> list[Row]:
         "streams": sorted({event["args"]["stream"] for event in work}),
     }  # fmt: skip
     if len(row["streams"]) != 1:
-        raise NotRun(f"expected the op's device work on one stream, found {row}")
+        raise RuntimeError(f"expected the op's device work on one stream, found {row}")
     return [row]
 
 
@@ -158,7 +158,7 @@ def streams(options: argparse.Namespace) -> list[Row]:
     for name, events in (("kernels", [event for event in work if event["cat"] == "kernel"]), ("copies", copies)):
         row[name] = sorted({event["args"]["stream"] for event in events})
     if len(row["kernels"]) != 1 or not {*row["copies"]} - {*row["kernels"]}:
-        raise NotRun(f"expected kernels on one stream and copies to the device on another, found {row}")
+        raise RuntimeError(f"expected kernels on one stream and copies to the device on another, found {row}")
     rows = [row]
     for name, of_table in (("tables", True), ("data", False)):
         found = [(event["args"].get("bytes", 0), event["dur"]) for event in copies]

@@ -39,8 +39,18 @@ def test_a_rehearsal(tmp_path: Path) -> None:
 def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
     status, results, output = check(tmp_path, "--parts=op")
     assert status == 1
-    assert "--device cpu" in results["machine"][0]["not_run"]
-    assert "NOT RUN" in output
+    assert list(results) == ["machine"], "no part runs"
+    about = {row["what"]: row for row in results["machine"]}
+    assert about["machine"]["cpus"] > 0
+    assert "--device cpu" in about["torch"]["not_run"]
+    assert "NOT RUN, all or in part: machine, op" in output
+
+
+def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
+    status, _, output = check(
+        tmp_path, "--device=cpu", f"--work={tmp_path / 'new' / 'one'}", "--parts=bandwidth", "--bucket-bytes=4194304"
+    )
+    assert status == 0, output
 
 
 def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
