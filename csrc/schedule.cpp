@@ -34,13 +34,12 @@ int64_t node_of(const Nodes& nodes, int64_t rank) {
   return found - nodes.begin();
 }
 
-// The size of all stripes but the last ones.
+// The size of all stripes but the last one.
 int64_t stripe_bytes(int64_t nbytes, int64_t count, int64_t alignment) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 4;
   require(nbytes >= 0 && nbytes <= kMost, "expected a size from 0 to 2**61 bytes");
   require(count > 0 && alignment > 0 && alignment <= kMost, "expected a positive number of stripes and alignment");
-  const int64_t share = nbytes / count + (nbytes % count != 0);
-  return (share + alignment - 1) / alignment * alignment;
+  return nbytes / count / alignment * alignment;
 }
 
 std::vector<RelayStep> leader_relay(const Position& at, int64_t nbytes) {
@@ -55,7 +54,8 @@ std::vector<RelayStep> striped_relay(const Position& at, int64_t nbytes, int64_t
   const auto node = source_node ? chain_neighbors(at.intra, at.src, at.self) : ring_neighbors(at.intra, at.self);
   const int64_t count = std::max<int64_t>(static_cast<int64_t>(at.intra.size()), 1);
   const int64_t mine = index_of(at.intra, at.self);
-  const auto longest = stripe({0, nbytes}, count, 0, alignment).end;
+  const auto last = stripe({0, nbytes}, count, count - 1, alignment);
+  const int64_t longest = last.end - last.begin;
   std::vector<RelayStep> steps;
   for (int64_t offset = 0; offset < longest; offset += chunk_bytes) {
     for (int64_t i = 0; i < count; ++i) {
@@ -96,16 +96,8 @@ Range stripe(Range whole, int64_t count, int64_t index, int64_t alignment) {
   const int64_t nbytes = whole.end - whole.begin;
   const int64_t each = stripe_bytes(nbytes, count, alignment);
   require(index >= 0 && index < count, "expected the index of a stripe");
-  int64_t offset = 0;
-  if (__builtin_mul_overflow(index, each, &offset) || offset >= nbytes) {
-    return {whole.end, whole.end};
-  }
-  return {whole.begin + offset, whole.begin + offset + std::min(each, nbytes - offset)};
-}
-
-int64_t stripe_count(int64_t nbytes, int64_t count, int64_t alignment) {
-  const int64_t each = stripe_bytes(nbytes, count, alignment);
-  return nbytes == 0 ? 0 : (nbytes - 1) / each + 1;
+  const int64_t begin = whole.begin + index * each;
+  return {begin, index + 1 < count ? begin + each : whole.end};
 }
 
 Neighbors chain_neighbors(const Ranks& ranks, int64_t first, int64_t rank) {
@@ -178,9 +170,9 @@ std::vector<BroadcastStep> broadcast_steps(const Position& at, int64_t nbytes, i
   }
   add(stripe(whole, count, index_of(at.intra, at.self), alignment), true, at.inter, at.leader);
   if (!at.on_source_node() && !at.intra.empty()) {
-    for (int64_t k = 0; k < stripe_count(nbytes, count, alignment); ++k) {
-      add(stripe(whole, count, k, alignment), false, at.intra, at.intra[k]);
-    }
+    const int64_t equal = stripe_bytes(nbytes, count, alignment) * count; // bytes
+    add({0, equal}, false, at.intra, kNoRank);
+    add({equal, nbytes}, false, at.intra, at.intra.back());
   }
   return steps;
 }

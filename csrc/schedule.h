@@ -19,12 +19,9 @@ struct Range {
   int64_t begin, end;
 };
 
-// Part `index` of `count` consecutive parts of a range. All parts but the last have one size, a multiple of
-// `alignment`; the last ones may be short or empty.
+// Part `index` of `count` consecutive parts of a range. All parts have one size, a multiple of `alignment`; the last
+// one has the rest too, which is less than `count * alignment` bytes.
 Range stripe(Range whole, int64_t count, int64_t index, int64_t alignment);
-
-// The number of these parts that are not empty.
-int64_t stripe_count(int64_t nbytes, int64_t count, int64_t alignment);
 
 struct Neighbors {
   int64_t before, after; // kNoRank for none
@@ -53,11 +50,12 @@ struct RelayStep {
   int64_t to_inter, to_intra;     // the receivers
 };
 
-// A broadcast over the inter-node or the intra-node group.
+// A broadcast over the inter-node or the intra-node group; without a root, an all-gather in place, where each rank of
+// the group gives one of as many equal parts.
 struct BroadcastStep {
   int64_t begin, end;
   bool inter;
-  int64_t root;
+  int64_t root; // kNoRank for an all-gather
 };
 
 // Where a rank stands in a two-level broadcast of one bucket. `inter` and `intra` are the ranks of its groups in the
@@ -72,8 +70,9 @@ struct Position {
 };
 
 // The broadcasts that the rank takes part in, in order: among the leaders, then in the node. Striped: first in the
-// source's node, whose ranks then send their stripe over their rail; the other nodes then exchange their stripes. The
-// source's node needs all bytes anyway, so a scatter and gather there would save nothing.
+// source's node, whose ranks then send their stripe over their rail; the other nodes then gather their stripes, and the
+// last stripe's rest is broadcast. The source's node needs all bytes anyway, so a scatter and gather there would save
+// nothing.
 std::vector<BroadcastStep> broadcast_steps(const Position& position, int64_t nbytes, int64_t alignment);
 
 // The same bytes relayed: along a chain of leaders, and from each leader along its node. Striped: on the source's node

@@ -7,7 +7,7 @@ TORCH_LIBRARY(epload, m) {
   epload::register_prepared_classes();
   m.def(
       "coalesced_bcast(Tensor(a!)[] tensors, int src, str inter_group, str intra_group, int bucket_bytes, "
-      "str algorithm, Stream? stream=None, *, int leader=-1) -> ()");
+      "str algorithm, Stream? stream=None, *, int leader=-1, str steps=\"all\") -> ()");
   m.def("pack(Tensor(a!) bucket, Tensor[] sources, Tensor copies) -> ()");
   m.def("unpack(Tensor bucket, Tensor(a!)[] targets, Tensor copies) -> ()");
   m.def(

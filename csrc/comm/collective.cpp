@@ -8,6 +8,16 @@
 #include <numeric>
 
 namespace epload {
+namespace {
+
+// NCCL's synchronous mode returns no work: the step is already ordered on the current stream.
+void wait_for(const Work& work) {
+  if (work) {
+    work->wait();
+  }
+}
+
+} // namespace
 
 Group::Group(const std::string& name, c10::DeviceType device) {
   if (name.empty()) {
@@ -78,13 +88,28 @@ void Group::broadcast(const at::Tensor& flat, int64_t global_root) const {
   options.rootRank = rank_in_group(global_root);
   options.asyncOp = false;
   std::vector<at::Tensor> tensors{flat};
-  // NCCL's synchronous mode returns no work: the step is already ordered on the current stream.
-  if (const auto work = group_->broadcast(tensors, options)) {
-    work->wait();
-  }
+  wait_for(group_->broadcast(tensors, options));
   if (hccl_ != nullptr) {
     drain_hccl(flat);
   }
+}
+
+void Group::all_gather(const at::Tensor& flat) const {
+  if (!present()) {
+    return;
+  }
+  const auto count = static_cast<int64_t>(ranks_.size());
+  const int64_t each = flat.numel() / count;
+  if (hccl_ != nullptr) {
+    for (int64_t i = 0; i < count; ++i) {
+      broadcast(flat.narrow(0, i * each, each), ranks_[i]);
+    }
+    return;
+  }
+  c10d::AllgatherOptions options;
+  options.asyncOp = false;
+  at::Tensor whole = flat, own = flat.narrow(0, group_->getRank() * each, each);
+  wait_for(group_->_allgather_base(whole, own, options));
 }
 
 Work Group::send(const at::Tensor& flat, int64_t peer) const {

@@ -33,6 +33,10 @@ class Group {
   // itself; where that is not possible yet, the group's broadcast runs on the group's stream and is ordered by events.
   void broadcast(const at::Tensor& flat, int64_t global_root) const;
 
+  // Gathers the equal parts of `flat` (contiguous bytes) in place, part i from the i-th rank of the group; otherwise as
+  // broadcast(). Over HCCL, which does not say that its all-gather may work in place, each part is broadcast.
+  void all_gather(const at::Tensor& flat) const;
+
   // Starts to send contiguous bytes to, or to receive them from, another rank of the group. Messages between two ranks
   // arrive in the order they were sent. The memory must live until the work is complete. Throws ValueError when `peer`
   // (a global rank) is not in the group.

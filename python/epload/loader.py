@@ -50,6 +50,7 @@ def load(
     verify: str = "off",
     timeout: timedelta | float | None = None,
     stream: torch.Stream | None = None,
+    overlap_stream: torch.Stream | None = None,
     direct_io: bool = True,
     progress: bool = True,
 ) -> LoadReport:
@@ -65,7 +66,7 @@ def load(
     """
     loader = HierarchicalLoader(
         topology, src=src, readers=readers, algorithm=algorithm, bucket_bytes=bucket_bytes, verify=verify,
-        timeout=timeout, stream=stream, direct_io=direct_io, progress=progress,
+        timeout=timeout, stream=stream, overlap_stream=overlap_stream, direct_io=direct_io, progress=progress,
     )  # fmt: skip
     with loader:
         loader._remembers = False
@@ -103,6 +104,7 @@ class HierarchicalLoader:
         verify: str = "off",
         timeout: timedelta | float | None = None,
         stream: torch.Stream | None = None,
+        overlap_stream: torch.Stream | None = None,
         direct_io: bool = True,
         progress: bool = True,
     ) -> None:
@@ -129,6 +131,9 @@ class HierarchicalLoader:
                 moves bytes has what they take at 10 MB/s on top.
             stream: of the models' device: all device work but the copies from host memory is on it, between a wait for the
                 caller's current stream and one of that stream for it. None makes one, kept; for models on CPU only None.
+            overlap_stream: another stream of the models' device, for what moves inside nodes and for unpacking, so that the next
+                bucket crosses nodes meanwhile. The communicators of a rank then work at the same time, which NCCL allows only
+                if nothing else on the device keeps one of them from starting. None puts everything on ``stream``.
             direct_io: whether files of local disks are read past the page cache (``O_DIRECT``) where they are not in it, which
                 takes a small part of the CPU time and leaves the cache as it is. If False, they are in the cache afterwards,
                 as far as there is memory, where the next load finds them. Not where bytes are read again: with
@@ -146,6 +151,7 @@ class HierarchicalLoader:
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self.options = Options(readers, algorithm, src, bucket_bytes, verify, direct_io)
         check_stream(stream)
+        check_stream(overlap_stream)
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
         self.number = self.topology.number_loader()
         """Among the loaders of its topology, equal on all ranks."""
@@ -154,10 +160,11 @@ class HierarchicalLoader:
         """Whether there will be another load."""
         self.topology.check_source(src)
         self.stream = stream
+        self._streams = [given for given in (stream, overlap_stream) if given is not None]
         self.progress = progress
         self._control = self.topology.control
         self._router = Router(self.topology, self.options)
-        self._resources = Resources(self.topology, self.options, self._router, stream)
+        self._resources = Resources(self.topology, self.options, self._router, stream, overlap_stream)
         self._agreement = Agreement(self.topology, self.options, self._router, self._resources, self.number)
 
     def close(self) -> None:
@@ -254,7 +261,7 @@ class HierarchicalLoader:
         self._resources.clear_board()
         try:
             with report.timed("plan"), garbage_collection.paused():
-                load = self._agreement.run(request, self.stream, report)
+                load = self._agreement.run(request, self._streams, report)
             run = LoadRun(self.topology, options, self._router, self._resources, request, load, report)
             run.run(show_progress=self.progress and self.topology.rank == options.src)
             if self._remembers:

@@ -49,7 +49,7 @@ def same(read: tuple[Targets, Devices] | None, collected: Targets) -> bool:
         and read[0].matches(collected)
         and read[0].unsaved_meta == collected.unsaved_meta
         and [id(t) for t in read[0].tensors] == [id(t) for t in collected.tensors]
-        and read[1] == devices_of(collected, set(), None)
+        and read[1] == devices_of(collected, set(), [])
     )
 
 
@@ -57,7 +57,7 @@ def snapshot_of(model: nn.Module, load: Callable[[Targets], object] = lambda _: 
     """The snapshot that a load takes, which changes the model in between."""
     modules = Modules(model)
     targets = collect(model, modules=modules)
-    devices = devices_of(targets, set(), None)
+    devices = devices_of(targets, set(), [])
     load(targets)
     return Snapshot(model, modules, targets, devices, None)
 

@@ -4,6 +4,7 @@ failure, so that they go on together or not at all."""
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import or_
@@ -67,13 +68,13 @@ class Agreement:
         """Identity of a manifest that all ranks have."""
         self.inputs = InputReader(topology, options, router)
 
-    def run(self, request: Request, stream: torch.Stream | None, report: LoadReport) -> AgreedLoad:
-        """Collective. ``stream``: that of the models' device, if the caller gave one.
+    def run(self, request: Request, streams: Sequence[torch.Stream], report: LoadReport) -> AgreedLoad:
+        """Collective. ``streams``: of the models' device, those that the caller gave.
 
         Raises:
             LoadError, ValueError, TypeError: the same on every rank; nothing has been changed.
         """
-        inputs, failure = attempt(lambda: self._read_inputs(request, stream))
+        inputs, failure = attempt(lambda: self._read_inputs(request, streams))
         proposal = self._propose(request, inputs) if inputs is not None else None
         opening = self._agree_on_opening(request, inputs, proposal, failure)
         assert inputs is not None
@@ -86,10 +87,10 @@ class Agreement:
         manifest = self._share_manifest(inputs, opening, report)
         return self._agree_on_plan(request, inputs, opening, manifest)
 
-    def _read_inputs(self, request: Request, stream: torch.Stream | None) -> LocalInputs:
+    def _read_inputs(self, request: Request, streams: Sequence[torch.Stream]) -> LocalInputs:
         if self._closed:
             raise ValueError("expected an open HierarchicalLoader, got one that was closed; make a new one")
-        return self.inputs.read(request, stream)
+        return self.inputs.read(request, streams)
 
     def close(self) -> None:
         """Forgets plans and what was read of models."""
@@ -145,6 +146,7 @@ class Agreement:
             "lost": inputs is not None and bool(inputs.targets.unsaved_meta),
             "meta": inputs is not None and (inputs.devices.has_meta or bool(inputs.targets.unsaved_meta)),
             "groups": self._topology.groups.count,
+            "cards": inputs is not None and self._router.has_card_each(inputs.device),
         }
         if rank == src:
             view["seed"] = torch.initial_seed()
@@ -181,10 +183,11 @@ class Agreement:
                     planned = None
             meta, groups = any(view["meta"] for view in views.values()), max(view["groups"] for view in views.values())
             content = content if announced.nbytes else ""
-            return [announced, content, uneven, meta, views[src]["seed"], groups, planned]
+            card_each = all(view["cards"] for view in views.values())
+            return [announced, content, uneven, meta, views[src]["seed"], groups, planned, card_each]
 
         answer = self._control.settle("opening the checkpoint", failure, view, decide)
-        announced, content, uneven, meta, seed, groups, planned = answer
+        announced, content, uneven, meta, seed, groups, planned, self._router.card_each = answer
         assert inputs is not None
         self._topology.groups.agree(groups)
         # Some ranks have buffers that others lack.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +65,11 @@ class InputReader:
         self._opened: Checkpoint | None = None
         """What this rank has opened for the present load, unless the caller passed it opened."""
 
-    def read(self, request: Request, stream: torch.Stream | None) -> LocalInputs:
+    def read(self, request: Request, streams: Sequence[torch.Stream]) -> LocalInputs:
         """Reads the model, and opens the checkpoint where this rank is the source or has one of its own.
 
         Args:
-            stream: that of the models' device, if the caller gave one.
+            streams: of the models' device, those that the caller gave.
         """
         request.check()
         known = self.snapshot.read(request.model, _asked(request)) if self.snapshot is not None else None
@@ -78,7 +79,7 @@ class InputReader:
         else:
             modules = Modules(request.model)
             targets = collect(request.model, request.dtype, request.parts, modules)
-            devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), stream)
+            devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), streams)
         check_backend(self._topology.group, devices.load)
         checkpoint = self._open(request.checkpoint, devices.load)
         return LocalInputs(

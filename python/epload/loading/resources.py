@@ -10,7 +10,9 @@ from epload.cluster.topology import Topology
 from epload.loading.agreed import AgreedLoad
 from epload.loading.request import Options
 from epload.loading.routes import Router
-from epload.staging.device import DeviceStaging
+from epload.native import region_tables
+from epload.planning.schedule import STRIPE_ALIGNMENT
+from epload.staging.device import BUCKETS, GUARDED_BUCKETS, DeviceStaging, StagingNeeds
 from epload.staging.device_resources import DeviceResources
 from epload.staging.shared_memory import NodeMemory, NodeSharing
 from epload.transport.device_plan import DevicePlan, upload_bytes
@@ -21,15 +23,22 @@ from epload.verify.proof import Proof
 class Resources:
     """Of one loader. Everything is made when first needed."""
 
-    def __init__(self, topology: Topology, options: Options, router: Router, stream: torch.Stream | None) -> None:
-        """``stream``: that of the models' device, if the caller gave one."""
+    def __init__(
+        self,
+        topology: Topology,
+        options: Options,
+        router: Router,
+        stream: torch.Stream | None,
+        overlap_stream: torch.Stream | None,
+    ) -> None:
+        """``stream``, ``overlap_stream``: of the models' device, if the caller gave them."""
         self._topology = topology
         self._options = options
         self._router = router
         self.memory: NodeMemory | None = None
         self.sharing: NodeSharing | None = None
         """Memory that the ranks of a node are about to share, between two rounds."""
-        self.device = DeviceResources(stream)
+        self.device = DeviceResources(stream, overlap_stream)
         self.prepared: PreparedPlan | None = None
         self.device_plan: DevicePlan | None = None
         self._proof: Proof | None = None
@@ -95,10 +104,25 @@ class Resources:
             nbytes = max(largest, uploaded) if self._options.readers == "auto" else uploaded
         else:
             nbytes = largest
-        reads = flow.shared or flow.reads
-        if self.device_plan is not None and not self.device_plan.staging.serves(load.device, nbytes, reads):
+        nbytes = -(-nbytes // self._whole_stripes) * self._whole_stripes
+        needs = StagingNeeds(
+            load.device, nbytes, flow.shared or flow.reads, self._device_buckets(load.device, flow.shared)
+        )
+        if not self.device.serves(needs):
             self.device_plan = None  # before more is allocated
-        return self.device.reserve(load.device, nbytes, reads)
+        return self.device.reserve(needs)
+
+    @property
+    def _whole_stripes(self) -> int:
+        """See ``Flow.stripes_multiple``; with ``"auto"``, whichever algorithm it will be."""
+        return len(self._topology.node) * STRIPE_ALIGNMENT
+
+    def _device_buckets(self, device: torch.device, shared: bool) -> int:
+        """How many a staging has: one more where buckets come from other ranks, and the device checks their headers."""
+        options = self._options
+        received = not shared and options.readers != "every" and len(self._topology.ranks) > 1
+        guards = received and not options.checksums and region_tables.can_guard(device)
+        return GUARDED_BUCKETS if guards else BUCKETS
 
     def proof(self, load: AgreedLoad, verifiers: tuple[int, ...]) -> Proof:
         """The proof of a plan, kept for the next load of the same plan."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from epload.cluster import cards
 from epload.cluster.topology import Route, Topology
 from epload.loading.request import Options
 from epload.model.devices import CPU
@@ -33,6 +34,15 @@ class Router:
     def __init__(self, topology: Topology, options: Options) -> None:
         self._topology = topology
         self._options = options
+        self.card_each = False
+        """Whether every rank of every node has a network card of its own; agreed on when a load into a device opens."""
+
+    def has_card_each(self, device: torch.device) -> bool:
+        """Whether each rank of this node has a network card, where that decides anything."""
+        nodes, auto = self._topology.nodes, self._options.algorithm == "auto"
+        if device == CPU or not auto or len(nodes) == 1 or not self._topology.even:
+            return False
+        return cards.count(device) >= len(self._topology.node)
 
     def may_read(self, device: torch.device) -> bool:
         """Whether this rank may be asked to read. With ``readers="auto"`` each rank may that can."""
@@ -78,7 +88,9 @@ class Router:
     def flow(self, device: torch.device, readers: str, shared: bool) -> Flow:
         """``shared``: whether the ranks of a node have memory that they share."""
         algorithm = self._options.sent_algorithm
-        if algorithm == "striped" and self._why_not_striped(device, readers, shared):
+        if self._stripes_by_itself(device, readers):
+            algorithm = "striped"
+        elif algorithm == "striped" and self._why_not_striped(device, readers, shared):
             algorithm = "two_level"
         topology = self._topology
         shared = shared and (device == CPU or self._by_node(readers))
@@ -90,7 +102,14 @@ class Router:
         on_host = device == CPU or flow.shared
         why = self._why_not_striped(device, readers, shared) if self._options.sent_algorithm == "striped" else ""
         note = f"two_level in place of striped, as {why}" if why else ""
+        if self._stripes_by_itself(device, readers):
+            note = "auto -> striped: every rank has a network card of its own"
         return RoutePlan(flow, self._routes(device, flow, on_host), on_host, note)
+
+    def _stripes_by_itself(self, device: torch.device, readers: str) -> bool:
+        """Whether ``"auto"`` sends stripes, over all cards of a node at once."""
+        crosses = len(self._topology.nodes) > 1 and readers in ("one", "partitioned")
+        return device != CPU and crosses and self.card_each
 
     def _routes(self, device: torch.device, flow: Flow, on_host: bool) -> dict[int, Route]:
         src = self._options.src

@@ -216,10 +216,9 @@ class LoadRun:
         staging = self._resources.device.staging
         assert staging is not None
         ring = DeviceRing(staging, flow, report, "inter_node" if flow.crosses else "intra_node")
-        mover = Collective(context, ring, route.routes, staging.stream) if route.routes else None
-        return Engine(
-            context, make_waves(self._plan, buckets), ring, mover, DeviceSink(self._device_plan(), self._local)
-        )
+        mover = Collective(context, ring, route.routes, (staging.stream, staging.node_stream)) if route.routes else None
+        sink = DeviceSink(self._device_plan(), self._local, self._framing)
+        return Engine(context, make_waves(self._plan, buckets), ring, mover, sink)
 
     def _reads_repeat(self) -> bool:
         """Whether ranks of this node keep the same bytes, which each of them reads: the page cache then saves the disk work."""
@@ -238,7 +237,7 @@ class LoadRun:
         mover: Mover | None = None
         if flow.rank in flow.relays:
             if flow.algorithm == "flat":
-                mover = Collective(context, ring, route.routes, None)
+                mover = Collective(context, ring, route.routes)
             else:
                 chunk = flow.chunk_bytes(plan.nbytes, plan.largest, load.per_wave)
                 groups = next(iter(route.routes.values()))

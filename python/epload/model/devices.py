@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
@@ -24,18 +25,18 @@ class Devices(NamedTuple):
     """Whether any target is on meta now."""
 
 
-def devices_of(targets: Targets, offloaded: AbstractSet[int], stream: torch.Stream | None) -> Devices:
+def devices_of(targets: Targets, offloaded: AbstractSet[int], streams: Sequence[torch.Stream]) -> Devices:
     """The devices for loading these targets.
 
     A DTensor on meta will be on its mesh's device, unless FSDP offloads it to the CPU. A plain tensor on meta goes to the
-    accelerator of the other targets or of their meshes, otherwise to the stream's device.
+    accelerator of the other targets or of their meshes, otherwise to the streams' device.
 
     Args:
         offloaded: ids of the parameters that FSDP keeps on the CPU.
-        stream: the loader's, if the caller gave one.
+        streams: the loader's, those that the caller gave.
 
     Raises:
-        ValueError: targets are on two accelerators, or the stream is on a device where they are not.
+        ValueError: targets are on two accelerators, or a stream is on a device where they are not.
     """
     first_on: dict[torch.device, str] = {}  # the first target on each device, for messages
     mesh_devices: dict[torch.device, str] = {}
@@ -61,13 +62,14 @@ def devices_of(targets: Targets, offloaded: AbstractSet[int], stream: torch.Stre
     if len(accelerators) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in accelerators.items())
         raise ValueError(f"expected the model's tensors on one accelerator device (and CPU), got {found}")
-    materialize_on = next(iter(accelerators), stream.device if stream is not None and not first_on else CPU)
+    materialize_on = next(iter(accelerators), streams[0].device if streams and not first_on else CPU)
     if plain_meta is not None:
         first_on.setdefault(materialize_on, plain_meta)
     load = next((device for device in first_on if device != CPU), CPU)
-    if stream is not None and stream.device != load:
-        expected = "stream=None for a model on cpu" if load == CPU else f"a stream of {load}, where the model is"
-        raise ValueError(f"expected {expected}, got a stream of {stream.device}")
+    for stream in streams:
+        if stream.device != load:
+            expected = "stream=None for a model on cpu" if load == CPU else f"a stream of {load}, where the model is"
+            raise ValueError(f"expected {expected}, got a stream of {stream.device}")
     return Devices(load, materialize_on, has_meta)
 
 

@@ -26,6 +26,7 @@ def _coalesced_bcast_fake(
     stream: torch.Stream | None = None,
     *,
     leader: int = -1,
+    steps: str = "all",
 ) -> None:
     _refuse_meta("coalesced_bcast", tensors)
     if algorithm not in ("two_level", "striped", "flat"):

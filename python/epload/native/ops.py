@@ -59,6 +59,7 @@ def coalesced_bcast(
     stream: torch.Stream | None = None,
     *,
     leader: int = -1,
+    steps: str = "all",
 ) -> None:
     """Broadcasts ``tensors`` in place from global rank ``src``: among the leaders, then inside each node.
 
@@ -72,11 +73,14 @@ def coalesced_bcast(
         stream: where all device work goes; the current stream if None. Must be None on CPU.
         leader: global rank of this node's leader; -1 derives ``src`` on its own node, elsewhere the node's lowest rank.
             For ``"striped"`` the rank of the source's node that is on this rank's rail.
+        steps: ``"inter"`` or ``"intra"`` leaves out those inside nodes or between them, for one contiguous tensor on a device.
 
     Raises:
         ValueError: wrong arguments; nothing has moved.
     """
-    _coalesced_bcast(tensors, src, inter_group, intra_group, bucket_bytes, algorithm, stream, leader=leader)
+    _coalesced_bcast(
+        tensors, src, inter_group, intra_group, bucket_bytes, algorithm, stream, leader=leader, steps=steps
+    )
 
 
 def pack(bucket: Tensor, sources: Sequence[Tensor], copies: Tensor) -> None:

@@ -108,6 +108,11 @@ class Flow:
         """Whether bytes move between nodes."""
         return len(self.nodes) > 1 and self.readers not in ("per_node", "every")
 
+    @property
+    def stripes_multiple(self) -> int:
+        """Bytes; a bucket whose size is a multiple has equal stripes, which the ranks of a node gather at once."""
+        return len(self.nodes[self.node]) * STRIPE_ALIGNMENT if self.algorithm == "striped" else 1
+
     def steps(self, buckets: Sequence[tuple[int, int, int]]) -> list[Step]:
         """What this rank, one of ``relays``, does with the buckets of a wave.
 

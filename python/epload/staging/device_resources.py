@@ -7,15 +7,16 @@ from contextlib import contextmanager
 
 import torch
 
-from epload.staging.device import DeviceStaging
+from epload.staging.device import DeviceStaging, StagingNeeds
 
 
 class DeviceResources:
     """Of one loader; made when first needed."""
 
-    def __init__(self, stream: torch.Stream | None) -> None:
-        """``stream``: the one that the caller gave, if any."""
+    def __init__(self, stream: torch.Stream | None, overlap_stream: torch.Stream | None) -> None:
+        """``stream``, ``overlap_stream``: those that the caller gave, if any."""
         self._given = stream
+        self._overlap = overlap_stream
         self._own: dict[torch.device, torch.Stream] = {}
         self.staging: DeviceStaging | None = None
 
@@ -30,13 +31,22 @@ class DeviceResources:
     def describe_stream(self, device: torch.device) -> str:
         """For the report."""
         stream = self.stream(device)
-        return f"{stream.device} {stream.stream_id}, {'the loader' if self._given is None else 'the caller'}'s"
+        text = f"{stream.device} {stream.stream_id}, {'the loader' if self._given is None else 'the caller'}'s"
+        if self._overlap is not None:
+            text += f"; inside the node {self._overlap.stream_id}, the caller's"
+        return text
 
-    def reserve(self, device: torch.device, nbytes: int, reads: bool) -> DeviceStaging:
-        """Staging of at least ``nbytes`` a buffer, with pinned buffers if the rank ``reads``; kept for the next load."""
-        if self.staging is None or not self.staging.serves(device, nbytes, reads):
+    def serves(self, needs: StagingNeeds) -> bool:
+        """Whether the staging of the load before can be used."""
+        return self.staging is not None and self.staging.needs.covers(needs)
+
+    def reserve(self, needs: StagingNeeds) -> DeviceStaging:
+        """Staging that is kept for the next load."""
+        if not self.serves(needs):
             self.staging = None
-            self.staging = DeviceStaging(device, self.stream(device), nbytes, reads)
+            stream = self.stream(needs.device)
+            self.staging = DeviceStaging(needs, stream, self._overlap or stream)
+        assert self.staging is not None
         return self.staging
 
     @contextmanager

@@ -8,21 +8,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from epload.errors import RemoteFailure
+from epload.errors import LoadError, RemoteFailure
 from epload.planning.schedule import Flow
 from epload.planning.waves import Wave
 from epload.report import LoadReport
 from epload.staging.affinity import move_thread
-from epload.staging.device import BUFFERS, DeviceStaging
+from epload.staging.device import PINNED, DeviceStaging
 
 
 class DeviceRing:
     """See :class:`~epload.staging.ring.Ring`. Every wave is one bucket.
 
-    Moving and unpacking queue their work on the staging's one stream, in the same order on every rank.
+    Moving and unpacking queue their work on the staging's streams, in the same order on every rank.
     """
 
     lanes = (("read",), ("move", "unpack"))
+    in_flight = 2
 
     def __init__(self, staging: DeviceStaging, flow: Flow, report: LoadReport, phase: str) -> None:
         """``phase``: of the report, that waiting for a bucket from another rank counts as."""
@@ -37,7 +38,7 @@ class DeviceRing:
         """Waves of this rank's that the stream waits for, or has waited for."""
         self._joined_wave = -1
         self._released = 0
-        """Waves of which all work is queued."""
+        """Waves whose buffers may be filled again, once the work that is queued on them is done."""
         self._ended = self._failed = False
 
     def enter_thread(self) -> None:
@@ -46,35 +47,45 @@ class DeviceRing:
 
     def acquire(self, wave: Wave) -> None:
         with self._report.timed("host_to_device"):
-            self._staging.wait_until_copied(self._ready % BUFFERS, self._check)
+            self._staging.wait_until_copied(self._ready % PINNED, self._check)
 
     def read_buffer(self, wave: Wave, i: int) -> Tensor:
-        return self._staging.pinned[self._ready % BUFFERS][: wave.ends[i]]
+        return self._staging.pinned[self._ready % PINNED][: wave.ends[i]]
 
     def ready(self, wave: Wave) -> None:
-        """Waits until the last use of the device buffer is queued."""
-        if not self._wait_for(lambda: self._released > wave.index - BUFFERS):
+        """Waits until the device buffer may be filled again."""
+        if not self._wait_for(lambda: self._released > wave.index - len(self._staging.buckets)):
             return
         nbytes = wave.ends[0]
         with self._report.timed("host_to_device"):
-            self._staging.copy(self._ready % BUFFERS, wave.index % BUFFERS, nbytes)
+            self._staging.copy(self._ready % PINNED, self._place(wave), nbytes)
         self._report.phases["host_to_device"].nbytes += nbytes
         with self._turn:
             self._ready += 1
             self._turn.notify_all()
 
     def begin_move(self, wave: Wave) -> None:
+        self._staging.wait_for_each_other(self._place(wave))
+        self._join(wave)
+
+    def begin_unpack(self, wave: Wave) -> None:
+        self._join(wave)
+
+    def _join(self, wave: Wave) -> None:
+        """The streams wait for what this rank reads."""
         if wave.index <= self._joined_wave or self._flow.reader(wave.numbers[0]) != self._flow.rank:
             return
         if self._wait_for(lambda: self._ready > self._joined):
-            self._staging.wait_for_copy(self._joined % BUFFERS)
+            self._staging.wait_for_copy(self._joined % PINNED)
             self._joined += 1
             self._joined_wave = wave.index
 
-    begin_unpack = begin_move
-
     def bucket(self, wave: Wave, i: int) -> Tensor:
-        return self._staging.buckets[wave.index % BUFFERS][: wave.ends[i]]
+        return self._staging.buckets[self._place(wave)][: wave.ends[i]]
+
+    def sent(self, wave: Wave, i: int) -> Tensor:
+        multiple = self._flow.stripes_multiple
+        return self._staging.buckets[self._place(wave)][: -(-wave.ends[i] // multiple) * multiple]
 
     def moved(self, wave: Wave) -> None:
         pass
@@ -83,7 +94,7 @@ class DeviceRing:
         """Waits for the bucket: one that was aborted must not reach the model, and no rank may begin a broadcast that its reader
         will not join."""
         with self._report.timed(self._phase):
-            return self._staging.fetch_header(wave.index % BUFFERS, self._check)
+            return self._staging.fetch_header(self._place(wave), self._check)
 
     def checked(self, wave: Wave, last: bool) -> None:
         pass
@@ -94,8 +105,24 @@ class DeviceRing:
     def verified(self, wave: Wave) -> None:
         pass
 
+    def unpacked(self, wave: Wave) -> None:
+        self._staging.unpacked(self._place(wave))
+
+    def passed(self, wave: Wave) -> bool:
+        with self._report.timed(self._phase):
+            self._staging.finish_unpacking(self._place(wave), self._check)
+        return int(self._staging.refused) == 0
+
+    def check_none_refused(self) -> None:
+        refused = int(self._staging.refused)
+        if refused != 0:
+            raise LoadError(
+                f"rank {self._flow.rank}: {self._staging.device} found the header of bucket {refused - 1} not to be the expected "
+                "one, and did not unpack it or what came after, but the host finds every header in order: memory of the device "
+                "changes, or something else writes to it"
+            )
+
     def release(self, wave: Wave) -> None:
-        self._staging.unpacked(wave.index % BUFFERS)
         with self._turn:
             self._released = wave.index + 1
             self._turn.notify_all()
@@ -104,7 +131,7 @@ class DeviceRing:
         """A reader does not wait for the headers of its own buckets. If another rank ends while it receives the last ones, this
         rank has to notice here: what comes later may wait for the stream in the driver."""
         with self._report.timed(self._phase):
-            self._staging.wait_for_stream(self._check)
+            self._staging.wait_for_streams(self._check)
 
     def end(self) -> None:
         with self._turn:
@@ -118,6 +145,10 @@ class DeviceRing:
 
     def abandon(self) -> None:
         self._staging.abandon()
+
+    def _place(self, wave: Wave) -> int:
+        """The number of its device buffer."""
+        return wave.index % len(self._staging.buckets)
 
     def _wait_for(self, condition: Callable[[], bool]) -> bool:
         """False if the transfer has ended."""

@@ -21,6 +21,7 @@ class HostRing:
     """See :class:`~epload.staging.ring.Ring`."""
 
     lanes = (("read",), ("move",), ("unpack",))
+    in_flight = 1
 
     def __init__(
         self, memory: NodeMemory, flow: Flow, timeout: timedelta, activity: Activity, waves_before: int = 0
@@ -62,6 +63,8 @@ class HostRing:
         self.acquire(wave)
         self._wait("read", wave.index + 1, self._local_readers(wave))
 
+    sent = bucket
+
     def moved(self, wave: Wave) -> None:
         self._post("relayed", wave.index + 1)
         # The next wave comes only if no reader aborted this one, and the headers of this one may be in what others received.
@@ -85,8 +88,17 @@ class HostRing:
         self._post("verified", wave.index + 1)
         self._wait("verified", wave.index + 1, self._flow.sharers)
 
-    def release(self, wave: Wave) -> None:
+    def unpacked(self, wave: Wave) -> None:
         self._post("unpacked", wave.index + 1)
+
+    def passed(self, wave: Wave) -> bool:
+        return False  # no sink refuses what is in host memory
+
+    def check_none_refused(self) -> None:
+        pass
+
+    def release(self, wave: Wave) -> None:
+        pass
 
     def finish(self) -> None:
         pass  # a mover returns when messages have been sent

@@ -23,6 +23,12 @@ class Ring(Protocol):
         its steps in turn for each wave."""
         ...
 
+    @property
+    def in_flight(self) -> int:
+        """Waves that a rank may have begun to move before it has checked the headers of the first of them. From the first that a
+        reader has aborted, so many are moved by all ranks before the transfer ends."""
+        ...
+
     def enter_thread(self) -> None:
         """Called first in each thread that uses the ring, but for the one that made it."""
         ...
@@ -47,6 +53,10 @@ class Ring(Protocol):
 
     def bucket(self, wave: Wave, i: int) -> Tensor:
         """Where the bucket at position ``i`` is moved from and to, and unpacked from; uint8."""
+        ...
+
+    def sent(self, wave: Wave, i: int) -> Tensor:
+        """The same, and bytes without meaning behind it that make whole stripes of it."""
         ...
 
     def moved(self, wave: Wave) -> None:
@@ -74,8 +84,21 @@ class Ring(Protocol):
         """Those checksums are right; returns when all of the wave's are."""
         ...
 
+    def unpacked(self, wave: Wave) -> None:
+        """This rank has taken out of the wave what it keeps, or has queued that."""
+        ...
+
+    def passed(self, wave: Wave) -> bool:
+        """Waits until an unpacked wave has left its buffer. False if a bucket was refused where it is: the headers say why.
+        Called only for waves whose headers the sink checks."""
+        ...
+
+    def check_none_refused(self) -> None:
+        """Raises LoadError if a bucket was refused, whose header the host found to be in order."""
+        ...
+
     def release(self, wave: Wave) -> None:
-        """This rank has taken out of the wave what it keeps."""
+        """This rank needs neither the wave nor its headers any more."""
         ...
 
     # Ending

@@ -15,6 +15,7 @@ from epload.core import dtypes
 from epload.core.copy_table import CopyTable
 from epload.core.regions import BoundRegions, PreparedRegions, Regions
 from epload.native import ops
+from epload.native.region_tables import Guard, RegionTable, can_guard_table, region_table, unpack_table
 from epload.planning.plan import LoadPlan, Taken
 from epload.planning.waves import group_buckets
 from epload.staging.device import DeviceStaging
@@ -87,15 +88,45 @@ class Kept:
         of_row = torch.tensor([on_cpu[target] for target in taken.targets], dtype=torch.bool)[taken.copies.target]
         self.on_cpu, self.on_device = (_select(taken, rows) for rows in (of_row, ~of_row))
 
+    def can_guard(self, bucket: Tensor, tensors: Sequence[Tensor]) -> bool:
+        """Whether :meth:`unpack` takes a guard. Arguments as there."""
+        return can_guard_table(bucket, self._on_device(tensors), self._table)
+
+    def unpack(self, bucket: Tensor, tensors: Sequence[Tensor], guard: Guard | None = None) -> None:
+        """Takes the regions on the device out of a bucket there.
+
+        ``tensors``: of all targets of the plan.
+        """
+        unpack_table(bucket, self._on_device(tensors), self._table, guard)
+
+    def unpack_packed(self, packed: Tensor, tensors: Sequence[Tensor]) -> None:
+        """The same out of a buffer on the device in which they lie one after the other."""
+        unpack_table(packed, self._on_device(tensors), self._packed_table)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of that buffer."""
+        return self._packed[1]
+
+    def _on_device(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensors[target] for target in self.on_device.targets]
+
     @cached_property
-    def packed(self) -> tuple[CopyTable, int]:
-        """The regions on the device, out of a buffer in which they lie one after the other; and its bytes."""
+    def _table(self) -> RegionTable:
+        return region_table(self.on_device.copies.rows)
+
+    @cached_property
+    def _packed(self) -> tuple[CopyTable, int]:
         return self.on_device.copies.packed()
+
+    @cached_property
+    def _packed_table(self) -> RegionTable:
+        return region_table(self._packed[0].rows)
 
     def pinned(self, turn: int) -> Pinned:
         """Of the pinned buffer whose turn it is."""
         if turn not in self._pinned:
-            self._pinned[turn] = Pinned(self.on_device, self.packed[0], self._staging.pinned[turn])
+            self._pinned[turn] = Pinned(self.on_device, self._packed[0], self._staging.pinned[turn])
         return self._pinned[turn]
 
 

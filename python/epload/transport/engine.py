@@ -6,7 +6,9 @@ their headers and ending early are here and nowhere else.
 
 from __future__ import annotations
 
+import math
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -42,8 +44,16 @@ class Engine:
         self._sink = sink
         self._read_outcomes: dict[int, LoadError | None] = {}
         """For each bucket that this rank has read, why it is one that aborts the transfer, or None."""
-        self._is_last: dict[int, bool] = {}
-        """For each wave whose headers were checked, whether it ends the transfer."""
+        self._checked: set[int] = set()
+        """Waves whose headers were checked."""
+        self._unchecked: deque[Wave] = deque()
+        """Moved waves whose headers are checked where the bucket is, and by the host later."""
+        self._guarded: set[int] = set()
+        """Those of them that were unpacked on this condition."""
+        self._last_read = math.inf
+        """The last wave that this rank reads, once a bucket of its own has aborted the transfer."""
+        self._aborted = math.inf
+        """The first wave with a bucket that aborts the transfer."""
         self._failure: LoadError | None = None
         """What went wrong on this rank, or what the bucket says that aborted the transfer."""
         self._over = threading.Event()
@@ -64,6 +74,8 @@ class Engine:
                     pipeline.run(self._lanes(), self._stop, self._ring.enter_thread)
                     if self._mover is not None:
                         self._ring.finish()
+                    if self._failure is None:
+                        self._ring.check_none_refused()
         except BaseException:
             self.broken = True
             raise
@@ -102,6 +114,8 @@ class Engine:
                     self._over.set()
                     self._ring.end()
                 break
+        if steps[-1] == self._unpack:
+            self._check_earlier(math.inf)
 
     # ---- steps ----
 
@@ -116,7 +130,9 @@ class Engine:
             for i in mine:
                 self._fill(wave, i)
         self._ring.ready(wave)
-        return all(self._read_outcomes[wave.numbers[i]] is None for i in mine)
+        if any(self._read_outcomes[wave.numbers[i]] is not None for i in mine):
+            self._last_read = min(self._last_read, wave.index + self._ring.in_flight - 1)
+        return wave.index < self._last_read
 
     def _fill(self, wave: Wave, i: int) -> None:
         number = wave.numbers[i]
@@ -132,36 +148,69 @@ class Engine:
 
     def _move(self, wave: Wave) -> bool:
         assert self._mover is not None
+        self._check_earlier(wave.index - self._ring.in_flight)
+        if wave.index > self._last_moved:
+            return False
         self._ring.begin_move(wave)
         self._mover.move(wave)
         self._ring.moved(wave)
-        last = self._check(wave)
+        if self._guards(wave):
+            self._unchecked.append(wave)
+            return True
+        self._check(wave)
+        last = wave.index >= self._last_moved
         self._ring.checked(wave, last)
         return not last
 
     def _unpack(self, wave: Wave) -> bool:
+        guarded = bool(self._unchecked) and self._unchecked[-1] is wave
         self._ring.begin_unpack(wave)
-        if self._check(wave):
+        if not guarded:
+            self._check(wave)
+        if wave.index < self._aborted:
+            if self._context.framing.checked:
+                self._verify(wave)
+            with self._report.timed("unpack"):
+                for i, number in enumerate(wave.numbers):
+                    self._take(wave, i, number, guarded)
+            if guarded and self._failure is None:
+                self._guarded.add(wave.index)
+        elif wave.index >= self._last_moved:
             return False
-        if self._context.framing.checked:
-            self._verify(wave)
-        with self._report.timed("unpack"):
-            for i, number in enumerate(wave.numbers):
-                self._take(wave, i, number)
-        self._ring.release(wave)
+        self._ring.unpacked(wave)
+        if not guarded:
+            self._ring.release(wave)
         return True
 
-    def _check(self, wave: Wave) -> bool:
-        """Checks the headers of a wave that has arrived. True if a reader aborted the transfer."""
-        if wave.index not in self._is_last:
-            last = False
-            for i, number in enumerate(wave.numbers):
-                failure = self._abort_of(wave, i, number)
-                if failure is not None:
-                    self._failure = self._failure or failure
-                    last = True
-            self._is_last[wave.index] = last
-        return self._is_last[wave.index]
+    def _check(self, wave: Wave) -> None:
+        """Checks the headers of a wave that has arrived: a reader may have aborted the transfer."""
+        if wave.index in self._checked:
+            return
+        for i, number in enumerate(wave.numbers):
+            failure = self._abort_of(wave, i, number)
+            if failure is not None:
+                self._failure = self._failure or failure
+                self._aborted = min(self._aborted, wave.index)
+        self._checked.add(wave.index)
+
+    @property
+    def _last_moved(self) -> float:
+        """The last wave that all ranks move: by then each has found the abort."""
+        return self._aborted + self._ring.in_flight - 1
+
+    def _guards(self, wave: Wave) -> bool:
+        """Whether the wave's headers are checked on the device, so that the host need not wait for them."""
+        if self._failure is not None or self._context.read_here(wave.numbers):
+            return False
+        return all(self._sink.guards(number, self._ring.bucket(wave, i)) for i, number in enumerate(wave.numbers))
+
+    def _check_earlier(self, last: float) -> None:
+        """Checks headers of waves up to ``last`` that the host has not waited for before."""
+        while self._unchecked and self._unchecked[0].index <= last:
+            wave = self._unchecked.popleft()
+            if wave.index not in self._guarded or not self._ring.passed(wave):
+                self._check(wave)
+            self._ring.release(wave)
 
     def _abort_of(self, wave: Wave, i: int, number: int) -> LoadError | None:
         if number in self._read_outcomes:
@@ -177,9 +226,9 @@ class Engine:
                 self._report.phases["verify"].nbytes += bucket.nbytes - HEADER_BYTES
         self._ring.verified(wave)
 
-    def _take(self, wave: Wave, i: int, number: int) -> None:
+    def _take(self, wave: Wave, i: int, number: int, guarded: bool) -> None:
         bucket = self._ring.bucket(wave, i)
-        if self._failure is None and self._plan.buckets[number].targets:
+        if self._failure is None and (guarded or self._plan.buckets[number].targets):
             try:
                 self._sink.unpack(number, bucket)
             except Exception as error:  # keep receiving until a reader, who hears of it, ends the transfer for all

@@ -70,36 +70,59 @@ class Collective:
     """Broadcasts each bucket from the rank that reads it, on a device's stream or, with ``"flat"``, in host memory."""
 
     def __init__(
-        self, context: TransferContext, ring: Ring, routes: Mapping[int, Route], stream: torch.Stream | None
+        self,
+        context: TransferContext,
+        ring: Ring,
+        routes: Mapping[int, Route],
+        streams: tuple[torch.Stream, torch.Stream] | None = None,
     ) -> None:
-        """``routes``: for each rank that reads for this one."""
+        """
+        Args:
+            routes: for each rank that reads for this one.
+            streams: on a device, for broadcasts between nodes and inside the node; if they differ, the ring holds each back from
+                a buffer that the other uses.
+        """
         self._context = context
         self._ring = ring
         self._routes = routes
-        self._stream = stream
+        self._streams = streams
         self._phase = "inter_node" if context.flow.crosses else "intra_node"
 
     def move(self, wave: Wave) -> None:
         flow, report = self._context.flow, self._context.report
         for i, number in enumerate(wave.numbers):
-            reader, bucket = flow.reader(number), self._ring.bucket(wave, i)
+            reader, bucket = flow.reader(number), self._ring.sent(wave, i)
             route = self._routes[reader]
             with self._context.activity.doing(f"broadcasts bucket {number} from rank {reader}"):
                 try:
                     with report.timed(self._phase):
-                        broadcast(bucket, route, flow.algorithm, self._stream)
+                        self._broadcast(bucket, reader)
                 except RuntimeError as error:
                     raise _explain(self._context, error, number) from error
-            report.phases[self._phase].nbytes += bucket.nbytes
+            report.phases[self._phase].nbytes += wave.ends[i] - wave.begins[i]
             report.transport_steps += broadcast_steps(route, flow, bucket.nbytes)
 
+    def _broadcast(self, bucket: Tensor, reader: int) -> None:
+        flow, route = self._context.flow, self._routes[reader]
+        if self._streams is None or self._streams[0] == self._streams[1]:
+            broadcast(bucket, route, flow.algorithm, self._streams[0] if self._streams else None)
+            return
+        order = [("inter", self._streams[0]), ("intra", self._streams[1])]
+        if flow.algorithm == "striped" and reader in flow.nodes[flow.node]:
+            order.reverse()  # each rank of the reader's node sends its stripe on once it has the bucket
+        for steps, stream in order:
+            with stream:  # else the op would make it wait for the current one
+                broadcast(bucket, route, flow.algorithm, stream, steps)
+            if steps == order[0][0]:
+                order[1][1].wait_stream(stream)
 
-def broadcast(flat: Tensor, route: Route, algorithm: str, stream: torch.Stream | None) -> None:
-    """Sends contiguous bytes in place, from ``route.src``, as one bucket."""
+
+def broadcast(flat: Tensor, route: Route, algorithm: str, stream: torch.Stream | None, steps: str = "all") -> None:
+    """Sends contiguous bytes in place, from ``route.src``, as one bucket. ``steps``: see ``ops.coalesced_bcast``."""
     leader = -1 if algorithm == "flat" else route.leader
     nbytes = max(_C.OP_ALIGNMENT, flat.nbytes)
     ops.coalesced_bcast(
-        [flat], route.src, route.inter_group, route.intra_group, nbytes, algorithm, stream, leader=leader
+        [flat], route.src, route.inter_group, route.intra_group, nbytes, algorithm, stream, leader=leader, steps=steps
     )
 
 

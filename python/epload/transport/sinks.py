@@ -9,10 +9,12 @@ from typing import Protocol
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
+from epload.native.region_tables import Guard, can_guard
 from epload.report import LoadReport
 from epload.staging.affinity import near
-from epload.staging.device import BUFFERS
+from epload.staging.device import PINNED
 from epload.transport.device_plan import DevicePlan, Kept, Pinned
+from epload.transport.framing import Framing
 from epload.transport.local import Local
 
 
@@ -21,6 +23,11 @@ class Sink(Protocol):
 
     def entered(self) -> AbstractContextManager[None]:
         """Around the whole transfer."""
+        ...
+
+    def guards(self, number: int, bucket: Tensor) -> bool:
+        """Whether :meth:`unpack` checks the bucket's header where the bucket is, when its turn comes. It then takes nothing out
+        of one that is not the expected one, or comes after such a one, and is called even if this rank keeps nothing of it."""
         ...
 
     def unpack(self, number: int, bucket: Tensor) -> None:
@@ -52,6 +59,9 @@ class HostSink:
     def entered(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def guards(self, number: int, bucket: Tensor) -> bool:
+        return False
+
     def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
         with self._report.timed("read"):
             return self._local.read(numbers, checkpoint)
@@ -61,19 +71,28 @@ class HostSink:
 
 
 class DeviceSink:
-    """Tensors on a device (and some on CPU), out of buckets on that device, on the staging's stream."""
+    """Tensors on a device (and some on CPU), out of buckets on that device, on the staging's stream for the node."""
 
-    def __init__(self, plan: DevicePlan, local: Local) -> None:
+    def __init__(self, plan: DevicePlan, local: Local, framing: Framing) -> None:
         self._plan = plan
         self._tensors = local.tensors
+        self._framing = framing
+        self._can_guard = not framing.checked and can_guard(plan.staging.device)
 
     def entered(self) -> AbstractContextManager[None]:
         return self._plan.staging.entered()
 
+    def guards(self, number: int, bucket: Tensor) -> bool:
+        kept = self._plan.kept(range(number, number + 1))
+        return self._can_guard and not kept.on_cpu.targets and kept.can_guard(bucket, self._tensors)
+
     def unpack(self, number: int, bucket: Tensor) -> None:
         kept = self._plan.kept(range(number, number + 1))
-        if kept.on_device.targets:
-            kept.on_device.of(self._tensors).unpack(bucket)
+        staging, guard = self._plan.staging, None
+        if self.guards(number, bucket):
+            guard = Guard(self._framing.expected(number), staging.stopped, staging.refused)
+        if guard is not None or kept.on_device.targets:
+            kept.unpack(bucket, self._tensors, guard)
         if kept.on_cpu.targets:
             kept.on_cpu.of(self._tensors).unpack(bucket.cpu())
 
@@ -101,6 +120,9 @@ class UploadSink:
     def entered(self) -> Iterator[None]:
         with near(self._staging.device), self._staging.entered():
             yield
+
+    def guards(self, number: int, bucket: Tensor) -> bool:
+        return False  # the host has seen the header before it copies anything to the device
 
     def unpack(self, number: int, bucket: Tensor) -> None:
         kept = self._plan.kept(range(number, number + 1))
@@ -133,19 +155,19 @@ class UploadSink:
 
     def _pinned_for(self, kept: Kept) -> Pinned:
         """The next pinned buffer, once nothing reads it any more."""
-        turn = self._turn % BUFFERS
+        turn = self._turn % PINNED
         with self._report.timed("host_to_device"):
             self._staging.wait_until_copied(turn)
         return kept.pinned(turn)
 
     def _upload(self, kept: Kept) -> None:
         """Queues the copy of the pinned buffer to the device, and unpacking it there."""
-        turn = self._turn % BUFFERS
+        turn = self._turn % PINNED
         self._turn += 1
-        packed, nbytes = kept.packed
+        nbytes = kept.packed_bytes
         self._staging.copy(turn, turn, nbytes)
-        with self._staging.stream:
+        with self._staging.node_stream:
             self._staging.wait_for_copy(turn)
-            kept.on_device._replace(copies=packed).of(self._tensors).unpack(self._staging.buckets[turn])
+            kept.unpack_packed(self._staging.buckets[turn], self._tensors)
             self._staging.unpacked(turn)
         self._report.phases["host_to_device"].nbytes += nbytes

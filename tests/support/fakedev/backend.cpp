@@ -203,8 +203,8 @@ class StreamBackend final : public c10d::Backend {
         flat.push_back({t.data_ptr(), t.sizes().vec(), t.scalar_type()});
       }
     }
-    const bool broadcasts = std::string_view(what) == "broadcast";
-    ours.push(what, [gloo = gloo_, communicator = communicator_, broadcasts, flats, call] {
+    const bool ends_with_peers = std::string_view(what) == "broadcast" || std::string_view(what) == "allgather";
+    ours.push(what, [gloo = gloo_, communicator = communicator_, ends_with_peers, flats, call] {
       const at::AutoDispatchBelowAutograd below;
       std::vector<Tensors> on_host;
       for (const auto& list : flats) {
@@ -213,7 +213,7 @@ class StreamBackend final : public c10d::Backend {
           tensors.push_back(at::from_blob(flat.data, flat.sizes, at::TensorOptions().dtype(flat.dtype)));
         }
       }
-      if (broadcasts) {
+      if (ends_with_peers) {
         communicator->run([&] { return call(gloo, on_host); });
       } else { // of some of gloo's other collectives a part is done in the wait
         call(gloo, on_host)->wait();
