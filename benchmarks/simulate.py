@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import plots
@@ -34,6 +35,8 @@ NAMES = {
 }  # fmt: skip
 FROM_ONE = ("tensor ring", "ring", "one/two_level", "one/striped")
 """Modes for weights that only one rank has."""
+LOOKED_AT = 100e-6
+"""Seconds that a device is idle after a bucket whose header the host looks at; assumed, see clusters.py."""
 ACCELERATORS = [8 << i for i in range(12)]
 
 
@@ -57,7 +60,7 @@ def main() -> None:
     checked = check(net)
     rates = StoreRates(**json.loads(options.control.read_text())["rates"])
     results = scale(planning_seconds(load), rates)
-    shown = [_check_table(checked), _bytes_table(checked), *_winners(results)]
+    shown = [_check_table(checked), _bytes_table(checked), _device_steps(), *_winners(results)]
     for table in shown:
         table.show()
     folder = ROOT / "docs" if options.docs else options.out
@@ -68,7 +71,8 @@ def main() -> None:
     if options.docs:
         page = ROOT / "docs" / "simulation.md"
         write(page, "check", [table.markdown() for table in shown[:2]])
-        write(page, "wins", [table.markdown() for table in shown[2:]])
+        write(page, "steps", [shown[2].markdown()])
+        write(page, "wins", [table.markdown() for table in shown[3:]])
         write(
             page, "sources", ["| what | source |", "|---|---|", *(f"| {what} | {source} |" for what, source in SOURCES)]
         )
@@ -199,6 +203,28 @@ def _row(model: Model, node: Node, nics: int, storage: str, count: int, taken: d
         "model": model.name, "node": node.name, "nics": nics, "storage": storage, "accelerators": count,
         "seconds": {NAMES[mode]: value for mode, value in taken.items()},
     }  # fmt: skip
+
+
+def _device_steps() -> Table:
+    """What each way of keeping a device's streams busy takes off the moving of weights that are on one accelerator."""
+    rows = []
+    for node in NODES:
+        for model in MODELS:
+            nbytes, tensors = model.size()
+            for mode in ("one/two_level", "one/striped"):
+                bed = cluster(node, 8, 8, "one rank's memory", 0.0, 0, StoreRates())
+                looked = replace(bed, header_wait=LOOKED_AT)
+                steps = (replace(looked, wave=64 << 20), looked, bed, replace(bed, overlap=True))
+                cells = [seconds(predict(mode, nbytes, tensors, each)) for each in steps]
+                if node.header_wait:  # on Ascend the host always looks
+                    cells[2] = "-"
+                ring = seconds(predict("ring", nbytes, tensors, bed))
+                rows.append([f"{node.name}, {model.name}, {NAMES[mode]}", *cells, ring])
+    columns = (
+        "nodes, model, mode", "64 MiB buckets, the host looks at each header s", "256 MiB s", "the device looks s",
+        "second stream inside nodes s", "flat ring s",
+    )  # fmt: skip
+    return Table("SIMULATED, 8 nodes of 8 accelerators, 8 NICs each, weights on one accelerator: moving alone", columns, rows)
 
 
 def _winners(results: list[Row]) -> list[Table]:

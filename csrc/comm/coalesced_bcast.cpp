@@ -61,8 +61,7 @@ class Route {
       Steps steps)
       : inter_(inter_group, device), intra_(intra_group, device), flat_(algorithm == Algorithm::kFlat), steps_(steps) {
     TORCH_CHECK_VALUE(
-        steps == Steps::kAll || (device != c10::kCPU && !flat_),
-        "coalesced_bcast: steps can be taken apart only on a device, and not with algorithm 'flat'");
+        steps == Steps::kAll || device != c10::kCPU, "coalesced_bcast: expected steps 'all' for tensors on cpu");
     TORCH_CHECK_VALUE(
         !flat_ || !intra_.present(),
         "coalesced_bcast: algorithm 'flat' takes one group of all ranks as inter_group and no intra_group, got '",

@@ -41,9 +41,10 @@ WAYS = (
 )
 
 
-def loader_for(way: tuple[str, str], verify: str) -> HierarchicalLoader:
+def loader_for(way: tuple[str, str], verify: str, bucket_bytes: int = BUCKET) -> HierarchicalLoader:
+    nodes = Topology.from_nodes(NODES)
     return HierarchicalLoader(
-        Topology.from_nodes(NODES), readers=way[0], algorithm=way[1], bucket_bytes=BUCKET, verify=verify, timeout=30
+        nodes, readers=way[0], algorithm=way[1], bucket_bytes=bucket_bytes, verify=verify, timeout=30
     )
 
 
@@ -79,7 +80,8 @@ def flips_in_shard(active: bool, name_of_victim: Callable[[Sequence[Tensor]], bo
 
 @contextmanager
 def flips_on_the_way(active: bool) -> Iterator[None]:
-    """The lowest bit of the first payload byte that a relay or a broadcast brings to this rank changes."""
+    """The lowest bit of the first payload byte that a relay or a broadcast brings to this rank changes. Striped, the bucket has to
+    have a stripe for each rank, of which the first comes over this one."""
     done = not active
 
     def then_flip(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,7 +197,7 @@ def test_ranks_with_other_dims_are_proven(tmp_path: Path) -> None:
 def flipped_on_the_way(rank: int, path: Path) -> list[tuple[str, str]]:
     problems = []
     for way in (("one", "two_level"), ("one", "striped"), ("one", "flat"), ("partitioned", "striped")):
-        loader = loader_for(way, "buckets")
+        loader = loader_for(way, "buckets", 4 * BUCKET)
         with flips_on_the_way(rank == 2):
             problems.append((str(way), outcome(lambda loader=loader: loader.load(meta_net(), path))))
         loader.load(meta_net(), path)

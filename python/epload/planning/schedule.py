@@ -23,7 +23,10 @@ the last unpacked when all else is done."""
 MIN_PART_BYTES = 4 << 20
 """A reader's share of a wave is no smaller, so that its reads stay long, and sending a node's share takes longer than a hop."""
 WAVE_BYTES = 64 << 20
-"""Of a wave, or a device's bucket, unless many nodes read."""
+"""Of a wave, or a device's bucket, unless many nodes read or a device's buckets cross nodes."""
+DEVICE_WAVE_BYTES = 256 << 20
+"""Of a device's bucket that crosses nodes, so that it takes milliseconds. What each costs besides, a collective's start and where
+the host looks at headers that too, is then a few per cent."""
 MAX_WAVE_BYTES = 512 << 20
 """Of waves that grow with the number of nodes."""
 MOST_READERS_OF_SOME_NODES = 16
@@ -163,8 +166,11 @@ def default_wave_bytes(nodes: int, readers: str, on_host: bool) -> int:
     """Most bytes of a wave where the caller gives no limit.
 
     In host memory, where several readers' buckets share a wave, it has room for one of each of ``nodes`` nodes. With fewer, the
-    hops from the readers of one wave to those of the next are not hidden, and can take as long as the wave.
+    hops from the readers of one wave to those of the next are not hidden, and can take as long as the wave. With ``"auto"`` on a
+    device most loads are ``"every"``, which has no use for large buckets.
     """
+    if not on_host and nodes > 1 and readers in ("one", "partitioned"):
+        return DEVICE_WAVE_BYTES
     if not on_host or readers not in ("partitioned", "auto"):
         return WAVE_BYTES
     return min(max(WAVE_BYTES, nodes * MIN_PART_BYTES), MAX_WAVE_BYTES)

@@ -54,6 +54,12 @@ class Cluster:
     on_device: bool = False
     """Whether buckets move from device to device, one after another on one stream, read by the leaders; else through host memory
     that a node's ranks share."""
+    overlap: bool = False
+    """Whether, on devices, what crosses nodes and what moves inside them are on two streams."""
+    header_wait: float = 0.0
+    """Time for which devices are idle after each bucket, where the host looks at its header before the next one moves."""
+    wave: int = 0
+    """Most bytes of a wave; 0 for the loader's default."""
     store: StoreRates = field(default_factory=StoreRates)
 
     @property
@@ -70,10 +76,10 @@ class Traffic:
     sent: list[int] = field(default_factory=list)
 
 
-def waves(total: int, nodes: Nodes, readers: str, on_device: bool = False) -> tuple[int, int]:
+def waves(total: int, nodes: Nodes, readers: str, on_device: bool = False, most: int = 0) -> tuple[int, int]:
     """The bytes of a wave and the number of buckets in it, as the loader chooses them for ``total`` bytes. On a device each
-    bucket moves alone."""
-    size = wave_limit(total, default_wave_bytes(len(nodes), readers, not on_device))
+    bucket moves alone. ``most``: bytes, instead of the default."""
+    size = wave_limit(total, most or default_wave_bytes(len(nodes), readers, not on_device))
     return size, 1 if on_device else buckets_per_wave(nodes, readers, size)
 
 
@@ -155,8 +161,8 @@ def _transfer_seconds(mode: str, total: int, tensors: int, cluster: Cluster) -> 
     # A leader uses one of its node's cards. With "striped", each rank uses its own.
     cards = min(c.links, c.ranks) if algorithm == "striped" else 1
     link = c.link * cards if c.nodes > 1 else INFINITE
-    rates = Rates(read, link, c.unpack, c.intra, c.hop, c.message, c.on_device)
-    wave, per_wave = waves(total, nodes, readers, c.on_device)
+    rates = Rates(read, link, c.unpack, c.intra, c.hop, c.message, c.on_device and not c.overlap)
+    wave, per_wave = waves(total, nodes, readers if algorithm else "one", c.on_device, c.wave)
     flow = Flow(tuple(map(tuple, nodes)), 0, 0, "partitioned" if readers == "partitioned" else "one", "two_level", True)
     chunk = _CHUNK_ON_DEVICE if c.on_device else flow.chunk_bytes(total, wave // per_wave, per_wave)
     chunk = min(chunk, wave // per_wave)
@@ -168,7 +174,7 @@ def _transfer_seconds(mode: str, total: int, tensors: int, cluster: Cluster) -> 
     if mode == "tree" or algorithm == "flat":
         copies, inside = costs.tree_copies(nodes, 0)
         return costs.flat_tree(total, copies, inside, rates, one_reads, wave) + owned[0] / c.unpack
-    overhead = buckets * c.message
+    overhead = buckets * (c.message + c.header_wait)
     if readers == "one":
         return costs.one(total, owned, c.nodes, rates, one_reads, wave, chunk) + overhead
     if readers == "partitioned":

@@ -33,7 +33,7 @@ class DeviceResources:
         stream = self.stream(device)
         text = f"{stream.device} {stream.stream_id}, {'the loader' if self._given is None else 'the caller'}'s"
         if self._overlap is not None:
-            text += f"; inside the node {self._overlap.stream_id}, the caller's"
+            text += f"; inside nodes {self._overlap.stream_id}, the caller's"
         return text
 
     def serves(self, needs: StagingNeeds) -> bool:

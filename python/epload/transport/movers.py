@@ -114,7 +114,12 @@ class Collective:
             with stream:  # else the op would make it wait for the current one
                 broadcast(bucket, route, flow.algorithm, stream, steps)
             if steps == order[0][0]:
-                order[1][1].wait_stream(stream)
+                self.hand_over(stream, order[1][1])
+
+    @staticmethod
+    def hand_over(first: torch.Stream, second: torch.Stream) -> None:
+        """What is queued on the second stream from now on comes after what is queued on the first."""
+        second.wait_stream(first)
 
 
 def broadcast(flat: Tensor, route: Route, algorithm: str, stream: torch.Stream | None, steps: str = "all") -> None:
