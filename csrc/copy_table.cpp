@@ -96,6 +96,12 @@ void check_bucket_side(int64_t row, const RegionCopy& copy, int64_t bucket_nbyte
   TORCH_CHECK_VALUE(inside, "region_copy: row ", row, " reaches outside the bucket of ", bucket_nbytes, " bytes");
 }
 
+void check_bucket_sides(const std::vector<RegionCopy>& copies, int64_t bucket_nbytes) {
+  for (size_t r = 0; r < copies.size(); ++r) {
+    check_bucket_side(static_cast<int64_t>(r), copies[r], bucket_nbytes);
+  }
+}
+
 // A table with one entry per tensor.
 at::IntArrayRef column(const char* op, const char* name, const at::Tensor& values) {
   const auto* const numbers = numbers_of(op, name, values, 1);
@@ -104,7 +110,7 @@ at::IntArrayRef column(const char* op, const char* name, const at::Tensor& value
 
 } // namespace
 
-std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList tensors, const at::Tensor& table) {
+void check_sides(const at::Tensor& bucket, at::TensorList tensors) {
   TORCH_CHECK_VALUE(
       bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
       "region_copy: expected the bucket as a contiguous 1-D uint8 tensor, got ",
@@ -122,11 +128,11 @@ std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList t
         i,
         " is on ",
         tensors[i].device());
+    check_memory("region_copy", tensors[i], i);
   }
-  return decode_copies(bucket.numel(), tensors, table);
 }
 
-std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table, c10::IntArrayRef offsets) {
+std::vector<RegionCopy> decode_rows(const at::Tensor& table, c10::IntArrayRef offsets) {
   const auto* row = numbers_of("region_copy", "the copy table", table, 2);
   const int64_t columns = table.size(1);
   const int64_t max_dims = (columns - kFixedColumns) / 3;
@@ -162,17 +168,12 @@ std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table, c
          Dims(start, start + ndim),
          Dims(size, size + ndim),
          Dims(stride, stride + ndim)});
-    check_bucket_side(r, copies.back(), nbytes);
   }
   return copies;
 }
 
-std::vector<RegionCopy> decode_copies(
-    int64_t nbytes, at::TensorList tensors, const at::Tensor& table, c10::IntArrayRef offsets) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    check_memory("region_copy", tensors[i], i);
-  }
-  auto copies = decode_copies(nbytes, table, offsets);
+void check_rows(const std::vector<RegionCopy>& copies, int64_t nbytes, at::TensorList tensors) {
+  check_bucket_sides(copies, nbytes);
   for (size_t r = 0; r < copies.size(); ++r) {
     const auto& copy = copies[r];
     TORCH_CHECK_VALUE(
@@ -196,6 +197,28 @@ std::vector<RegionCopy> decode_copies(
         tensor.dim());
     check_tensor_side(static_cast<int64_t>(r), copy, tensor);
   }
+}
+
+std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList tensors, const at::Tensor& table) {
+  check_sides(bucket, tensors);
+  auto copies = decode_rows(table);
+  check_rows(copies, bucket.numel(), tensors);
+  return copies;
+}
+
+std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table, c10::IntArrayRef offsets) {
+  auto copies = decode_rows(table, offsets);
+  check_bucket_sides(copies, nbytes);
+  return copies;
+}
+
+std::vector<RegionCopy> decode_copies(
+    int64_t nbytes, at::TensorList tensors, const at::Tensor& table, c10::IntArrayRef offsets) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check_memory("region_copy", tensors[i], i);
+  }
+  auto copies = decode_rows(table, offsets);
+  check_rows(copies, nbytes, tensors);
   return copies;
 }
 

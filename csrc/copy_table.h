@@ -28,6 +28,16 @@ struct RegionCopy {
 // bucket and its tensor: a row that reaches outside them throws ValueError naming it.
 std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList tensors, const at::Tensor& table);
 
+// The steps of it, for a table that is used with several buckets or tensors. The rows alone, checked against nothing
+// but the table's columns; `offsets` as below.
+std::vector<RegionCopy> decode_rows(const at::Tensor& table, c10::IntArrayRef offsets = {});
+
+// Throws ValueError unless the bucket is one and its memory and that of the tensors, on the same device, can be used.
+void check_sides(const at::Tensor& bucket, at::TensorList tensors);
+
+// Throws ValueError, naming the row, if one reaches outside a bucket of `nbytes` or its tensor.
+void check_rows(const std::vector<RegionCopy>& copies, int64_t nbytes, at::TensorList tensors);
+
 // The same for a table whose offsets count from the start of something else of `nbytes`, such as a file. `offsets`, one
 // per row, replace those of the table unless they are empty.
 std::vector<RegionCopy> decode_copies(

@@ -12,9 +12,14 @@
 namespace epload {
 namespace {
 
-std::array<RegionCopyFn, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)>& registry() {
-  static std::array<RegionCopyFn, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)> table{};
-  return table;
+struct Registered {
+  RegionCopyFn fn = nullptr;
+  RegionKernels kernels;
+};
+
+Registered& registered(c10::DeviceType device) {
+  static std::array<Registered, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)> table{};
+  return table.at(static_cast<size_t>(device));
 }
 
 } // namespace
@@ -67,12 +72,16 @@ void region_copy_aten(
 
 void region_copy(
     const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction) {
-  const auto fn = registry().at(static_cast<size_t>(bucket.device().type()));
+  const auto fn = registered(bucket.device().type()).fn;
   (fn != nullptr ? fn : region_copy_aten)(bucket, tensors, copies, direction);
 }
 
-RegisterRegionCopy::RegisterRegionCopy(c10::DeviceType device, RegionCopyFn fn) {
-  registry().at(static_cast<size_t>(device)) = fn;
+const RegionKernels& region_kernels(c10::DeviceType device) {
+  return registered(device).kernels;
+}
+
+RegisterRegionCopy::RegisterRegionCopy(c10::DeviceType device, RegionCopyFn fn, RegionKernels kernels) {
+  registered(device) = {fn, kernels};
 }
 
 namespace {

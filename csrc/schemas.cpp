@@ -1,15 +1,23 @@
 // The schemas of torch.ops.epload. Implementations are registered where they are defined.
 #include "cpu/prepared.h"
+#include "region_table.h"
 
 #include <torch/library.h>
 
 TORCH_LIBRARY(epload, m) {
   epload::register_prepared_classes();
+  epload::register_region_table_class();
   m.def(
       "coalesced_bcast(Tensor(a!)[] tensors, int src, str inter_group, str intra_group, int bucket_bytes, "
       "str algorithm, Stream? stream=None, *, int leader=-1, str steps=\"all\") -> ()");
   m.def("pack(Tensor(a!) bucket, Tensor[] sources, Tensor copies) -> ()");
   m.def("unpack(Tensor bucket, Tensor(a!)[] targets, Tensor copies) -> ()");
+  m.def("region_table(Tensor copies) -> __torch__.torch.classes.epload.RegionTable");
+  m.def(
+      "unpack_table(Tensor bucket, Tensor(a!)[] targets, __torch__.torch.classes.epload.RegionTable table, "
+      "Tensor? expected=None, Tensor(b!)? stopped=None, Tensor(c!)? flag=None) -> ()");
+  m.def("can_guard_table(Tensor bucket, Tensor[] targets, __torch__.torch.classes.epload.RegionTable table) -> bool");
+  m.def("can_guard(Device device) -> bool");
   m.def(
       "read_ranges(int[] descriptors, Tensor ranges, Tensor(a!) buffer, int threads, bool direct=False) -> "
       "(int, int, int, int)");

@@ -1,7 +1,8 @@
-// The batched copy as a table of regions and equal chunks of them, and the work of one lane of a warp on one chunk.
-// This is the whole of the kernel but its launch, and compiles for the host too, where tests run it over plain memory.
+// The batched copy as a table of equal chunks, and the work of one lane of a warp on one chunk. This is the whole of
+// the kernel but its launch, and compiles for the host too, where tests run it over plain memory.
 #pragma once
 
+#include "api.h"
 #include "float_formats.h"
 
 #ifdef __CUDACC__
@@ -40,27 +41,43 @@ struct Divider {
   }
 };
 
-// One strided box. It is moved in units, each contiguous on both sides: `width` bytes (16, 8, 4, 2 or 1) where nothing
-// is converted, else kVector numbers or one.
-struct Region {
-  const char* source;
-  char* target;
-  uint32_t units;
-  uint8_t dims;
-  uint8_t width;                                      // bytes of a unit; 0 for a region that converts
-  Number from, to;                                    // of a region that converts
-  uint32_t vector;                                    // numbers in a unit of a region that converts: kVector or 1
-  Divider size[kDims];                                // in units, innermost first
-  int64_t source_stride[kDims], target_stride[kDims]; // bytes
-};
-
-// Units [index * kChunkUnits, + kChunkUnits) of a region, as far as it has them.
-struct Chunk {
-  uint32_t region, index;
-};
-
 struct alignas(16) Word16 {
   uint32_t part[4];
+};
+
+// At most kChunkUnits units, each contiguous on both sides: `width` bytes (16, 8, 4, 2 or 1) where nothing is
+// converted, else kVector numbers or one. A chunk whose units follow one another on both sides, as most do, says all
+// there is to know of it. Of another one, which is a part of a strided box, the dims have to be read too.
+struct alignas(16) Chunk {
+  const char* source; // of its first unit; of its box if it is strided
+  char* target;
+  uint32_t units;
+  uint32_t first; // of its units, counted in its box
+  uint32_t dim;   // where the dims of its box start, counted in those of the table
+  uint8_t dims;   // of its box; 0 if its units follow one another
+  uint8_t width;  // bytes of a unit; numbers of one that converts
+  Number from, to;
+};
+
+// One dim of a strided box.
+struct alignas(16) Dim {
+  int64_t source_stride, target_stride; // bytes
+  Divider size;                         // in units
+};
+
+// A table is an array of these: chunks, then dims, innermost first. A warp needs one round trip to memory for a chunk,
+// by two loads that do not wait for each other, and another one for dims.
+struct Record {
+  Word16 halves[2];
+
+  template <typename Part>
+  EPLOAD_HD Part as() const {
+    static_assert(sizeof(Part) == sizeof(Record), "all parts of a table have one size");
+    const Word16 both[2] = {halves[0], halves[1]};
+    Part part;
+    memcpy(&part, both, sizeof part);
+    return part;
+  }
 };
 
 // What the device refuses and a host would not notice; for tests.
@@ -116,71 +133,87 @@ struct WordOf<1> {
   using type = uint8_t;
 };
 
-// Where kCount units of a region lie, the first at index `unit` and the others kLanes apart. Those past the region's
-// end get places too, which must not be used.
+// Where kCount units of a strided chunk lie, the first at index `unit` of its box and the others kLanes apart. Those
+// past the chunk's end get places too, which must not be used.
 template <uint32_t kCount>
 struct Places {
-  int64_t source[kCount], target[kCount]; // bytes from the region's first ones
+  int64_t source[kCount], target[kCount]; // bytes from the box's first ones
 
-  EPLOAD_HD Places(const Region& region, uint32_t unit) {
+  EPLOAD_HD Places(const Chunk& chunk, const Record* dims, uint32_t unit) {
     uint32_t left[kCount];
     EPLOAD_UNROLL
     for (uint32_t k = 0; k < kCount; ++k) {
       left[k] = unit + k * kLanes;
       source[k] = target[k] = 0;
     }
-    const int last = region.dims - 1;
+    const uint32_t last = chunk.dim + chunk.dims - 1;
     EPLOAD_NO_UNROLL
-    for (int d = 0; d < last; ++d) {
-      const Divider size = region.size[d];
-      const int64_t source_stride = region.source_stride[d], target_stride = region.target_stride[d];
+    for (uint32_t d = chunk.dim; d < last; ++d) {
+      const Dim dim = dims[d].as<Dim>();
       EPLOAD_UNROLL
       for (uint32_t k = 0; k < kCount; ++k) {
-        const uint32_t quotient = size.divide(left[k]);
-        const auto at = static_cast<int64_t>(left[k] - quotient * size.divisor);
-        source[k] += at * source_stride;
-        target[k] += at * target_stride;
+        const uint32_t quotient = dim.size.divide(left[k]);
+        const auto at = static_cast<int64_t>(left[k] - quotient * dim.size.divisor);
+        source[k] += at * dim.source_stride;
+        target[k] += at * dim.target_stride;
         left[k] = quotient;
       }
     }
-    const int64_t source_stride = region.source_stride[last], target_stride = region.target_stride[last];
+    const Dim outer = dims[last].as<Dim>();
     EPLOAD_UNROLL
     for (uint32_t k = 0; k < kCount; ++k) {
-      source[k] += left[k] * source_stride;
-      target[k] += left[k] * target_stride;
+      source[k] += left[k] * outer.source_stride;
+      target[k] += left[k] * outer.target_stride;
     }
   }
 };
 
 // Calls body(first unit, how many of kCount units, kLanes apart, are there) for what one lane has to do in a chunk.
 template <uint32_t kCount, typename Body>
-EPLOAD_HD void for_lane(const Region& region, uint32_t index, uint32_t lane, const Body& body) {
-  const uint32_t begin = index * kChunkUnits;
-  const uint32_t end = region.units - begin < kChunkUnits ? region.units : begin + kChunkUnits;
-  for (uint32_t unit = begin + lane; unit < end; unit += kCount * kLanes) {
-    body(unit, (end - unit + kLanes - 1) / kLanes);
+EPLOAD_HD void for_lane(const Chunk& chunk, uint32_t lane, const Body& body) {
+  EPLOAD_NO_UNROLL
+  for (uint32_t unit = lane; unit < chunk.units; unit += kCount * kLanes) {
+    body(unit, (chunk.units - unit + kLanes - 1) / kLanes);
+  }
+}
+
+// kCount units are in flight for each lane: `at(k)` says where one comes from and where it goes to.
+template <int kWidth, uint32_t kCount, typename Source, typename Target>
+EPLOAD_HD void move(uint32_t there, const Source& source, const Target& target) {
+  using Word = typename WordOf<kWidth>::type;
+  Word words[kCount] = {};
+  EPLOAD_UNROLL
+  for (uint32_t k = 0; k < kCount; ++k) {
+    if (k < there) {
+      words[k] = load(reinterpret_cast<const Word*>(source(k)));
+    }
+  }
+  EPLOAD_UNROLL
+  for (uint32_t k = 0; k < kCount; ++k) {
+    if (k < there) {
+      store(reinterpret_cast<Word*>(target(k)), words[k]);
+    }
   }
 }
 
 template <int kWidth>
-EPLOAD_HD void copy_units(const Region& region, uint32_t index, uint32_t lane) {
-  using Word = typename WordOf<kWidth>::type;
-  constexpr uint32_t kCount = 4; // loads in flight; more cost registers, and so warps
-  for_lane<kCount>(region, index, lane, [&](uint32_t unit, uint32_t there) {
-    const Places<kCount> at(region, unit);
-    Word words[kCount];
-    EPLOAD_UNROLL
-    for (uint32_t k = 0; k < kCount; ++k) {
-      if (k < there) {
-        words[k] = load(reinterpret_cast<const Word*>(region.source + at.source[k]));
-      }
-    }
-    EPLOAD_UNROLL
-    for (uint32_t k = 0; k < kCount; ++k) {
-      if (k < there) {
-        store(reinterpret_cast<Word*>(region.target + at.target[k]), words[k]);
-      }
-    }
+EPLOAD_HD void copy_units(const Chunk& chunk, const Record* dims, uint32_t lane) {
+  if (chunk.dims == 0) {
+    for_lane<8>(chunk, lane, [&](uint32_t unit, uint32_t there) {
+      const char* const source = chunk.source + unit * kWidth;
+      char* const target = chunk.target + unit * kWidth;
+      constexpr uint32_t kStep = kLanes * kWidth;
+      move<kWidth, 8>(
+          there, [&](uint32_t k) { return source + k * kStep; }, [&](uint32_t k) { return target + k * kStep; });
+    });
+    return;
+  }
+  for_lane<4>(chunk, lane, [&](uint32_t unit, uint32_t there) { // more in flight cost registers, and so warps
+    const Places<4> at(chunk, dims, chunk.first + unit);
+    move<kWidth, 4>(
+        there,
+        [&](uint32_t k) { return chunk.source + at.source[k]; },
+        [&](uint32_t k) { return chunk.target + at.target[k]; });
   });
 }
 
@@ -250,7 +283,7 @@ EPLOAD_HD void with_number(Number number, const Body& body) {
 // path a format rather than one a pair of formats.
 template <uint32_t kCount, int kNumbers>
 struct Reader {
-  const Region& region;
+  const Chunk& chunk;
   const Places<kCount>& at;
   uint32_t there;
   float (&values)[kCount][kNumbers];
@@ -260,7 +293,7 @@ struct Reader {
     EPLOAD_UNROLL
     for (uint32_t k = 0; k < kCount; ++k) {
       if (k < there) {
-        Pack<kNumber, kNumbers>::read(region.source + at.source[k], values[k]);
+        Pack<kNumber, kNumbers>::read(chunk.source + at.source[k], values[k]);
       }
     }
   }
@@ -268,7 +301,7 @@ struct Reader {
 
 template <uint32_t kCount, int kNumbers>
 struct Writer {
-  const Region& region;
+  const Chunk& chunk;
   const Places<kCount>& at;
   uint32_t there;
   const float (&values)[kCount][kNumbers];
@@ -278,46 +311,77 @@ struct Writer {
     EPLOAD_UNROLL
     for (uint32_t k = 0; k < kCount; ++k) {
       if (k < there) {
-        Pack<kNumber, kNumbers>::write(region.target + at.target[k], values[k]);
+        Pack<kNumber, kNumbers>::write(chunk.target + at.target[k], values[k]);
       }
     }
   }
 };
 
 template <uint32_t kCount, int kNumbers>
-EPLOAD_HD void convert_units(const Region& region, uint32_t index, uint32_t lane) {
-  for_lane<kCount>(region, index, lane, [&](uint32_t unit, uint32_t there) {
-    const Places<kCount> at(region, unit);
+EPLOAD_HD void convert_units(const Chunk& chunk, const Record* dims, uint32_t lane) {
+  for_lane<kCount>(chunk, lane, [&](uint32_t unit, uint32_t there) {
+    const Places<kCount> at(chunk, dims, chunk.first + unit);
     float values[kCount][kNumbers];
-    with_number(region.from, Reader<kCount, kNumbers>{region, at, there, values});
-    with_number(region.to, Writer<kCount, kNumbers>{region, at, there, values});
+    with_number(chunk.from, Reader<kCount, kNumbers>{chunk, at, there, values});
+    with_number(chunk.to, Writer<kCount, kNumbers>{chunk, at, there, values});
   });
 }
 
-// One lane's part of one chunk. kConvert: whether any region of the table converts; without, the code is smaller.
+// One lane's part of one chunk. kConvert: whether any chunk of the table converts; without, the code is smaller.
 template <bool kConvert>
-EPLOAD_HD void run_chunk(const Region* regions, Chunk chunk, uint32_t lane) {
-  const Region& region = regions[chunk.region];
-  switch (region.width) {
-    case 16:
-      return copy_units<16>(region, chunk.index, lane);
-    case 8:
-      return copy_units<8>(region, chunk.index, lane);
-    case 4:
-      return copy_units<4>(region, chunk.index, lane);
-    case 2:
-      return copy_units<2>(region, chunk.index, lane);
-    case 1:
-      return copy_units<1>(region, chunk.index, lane);
-    default:
-      break;
-  }
+EPLOAD_HD void run_chunk(const Chunk& chunk, const Record* dims, uint32_t lane) {
   if constexpr (kConvert) {
-    if (region.vector == kVector) {
-      convert_units<2, kVector>(region, chunk.index, lane);
-    } else {
-      convert_units<4, 1>(region, chunk.index, lane);
+    if (chunk.from != Number::kNone) {
+      return chunk.width == kVector ? convert_units<2, kVector>(chunk, dims, lane)
+                                    : convert_units<4, 1>(chunk, dims, lane);
     }
+  }
+  switch (chunk.width) {
+    case 16:
+      return copy_units<16>(chunk, dims, lane);
+    case 8:
+      return copy_units<8>(chunk, dims, lane);
+    case 4:
+      return copy_units<4>(chunk, dims, lane);
+    case 2:
+      return copy_units<2>(chunk, dims, lane);
+    default:
+      return copy_units<1>(chunk, dims, lane);
+  }
+}
+
+// Words of a guard, which others write while a launch reads them.
+EPLOAD_HD volatile int32_t& word(int32_t* at) {
+#ifdef __CUDA_ARCH__
+  __builtin_assume(__isGlobal(at));
+#endif
+  return *at;
+}
+
+constexpr uint32_t kGuardThreads = 65; // one for each byte of the header, and one for the word on the device
+
+// Whether a guard objects to its launch, as one of kGuardThreads threads of a block finds out. The launch is stopped if
+// any of them does. All blocks of a launch find the same: stop() writes the word while other blocks may still have to
+// read it, but only if it was set before the launch, or if the header differs, which they see for themselves.
+EPLOAD_HD bool objects(const EploadCudaGuard& guard, uint32_t thread) {
+  constexpr uint32_t kHeader = sizeof guard.expected;
+  if (thread < kHeader) {
+    const bool ignored = thread >= 16 && thread < 32; // how many bytes follow, and their checksum
+    return !ignored && load(guard.header + thread) != static_cast<char>(guard.expected[thread]);
+  }
+  return thread == kHeader && word(guard.stopped) != 0;
+}
+
+// What one thread of a launch that is stopped does.
+EPLOAD_HD void stop(const EploadCudaGuard& guard) {
+  word(guard.stopped) = 1;
+  if (word(guard.flag) == 0) {
+    int32_t index;
+    memcpy(&index, guard.expected + 8, sizeof index);
+#ifdef __CUDA_ARCH__
+    __threadfence_system(); // whoever sees the flag finds all as it was written before
+#endif
+    word(guard.flag) = index + 1;
   }
 }
 

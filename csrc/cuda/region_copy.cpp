@@ -1,5 +1,5 @@
-// The region copy on CUDA, on torch's side: builds the table, copies it to the device on the current stream and
-// launches the kernel. It includes no CUDA header and is part of every build. Without libepload_cuda.so in libepload's
+// The region copy on CUDA, on torch's side: builds the table, copies it to the device if it is large, and launches the
+// kernel. It includes no CUDA header and is part of every build. Without libepload_cuda.so in libepload's
 // folder, or on a device that cannot run its kernels, the regions are copied through ATen.
 #include "../region_copy.h"
 
@@ -15,7 +15,9 @@
 
 #include <torch/library.h>
 
+#include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -128,6 +130,65 @@ bool add(cuda::Table& table, char* base, const at::Tensor& tensor, const RegionC
       unpack ? here : there, unpack ? there : here, s.run, s.size.data(), static_cast<int64_t>(s.size.size()));
 }
 
+// The regions of copies that the kernel can do, as a table; calls odd(copy) for the others.
+template <typename Odd>
+cuda::Table table_of(
+    const at::Tensor& bucket,
+    at::TensorList tensors,
+    const std::vector<RegionCopy>& copies,
+    Direction direction,
+    const Odd& odd) {
+  cuda::Table table;
+  char* const base = static_cast<char*>(bucket.data_ptr());
+  for (const auto& copy : copies) {
+    if (!add(table, base, tensors[copy.tensor], copy, direction)) {
+      odd(copy);
+    }
+  }
+  return table;
+}
+
+// A table where a launch finds it: a small one on the host, since it is an argument; a large one on the device, copied
+// there on the current stream. All memory is torch's: what is pinned is not reused before the copy has run, and what is
+// the device's not by another stream than this. So nothing here waits, and all may be freed once the launch is queued.
+class Placed {
+ public:
+  Placed(const cuda::Table& table, c10::Device device)
+      : table_{nullptr, static_cast<uint64_t>(table.nbytes()), table.chunks(), table.converts()} {
+    const auto bytes = at::TensorOptions().dtype(at::kByte);
+    const bool small = table_.nbytes <= kEploadCudaInlineBytes;
+    records_ = at::empty({table.nbytes()}, bytes.pinned_memory(!small));
+    table.write(static_cast<char*>(records_.data_ptr()));
+    if (!small) {
+      const auto host = std::exchange(records_, at::empty({table.nbytes()}, bytes.device(device)));
+      records_.copy_(host, /*non_blocking=*/true);
+    }
+    table_.records = records_.data_ptr();
+  }
+
+  // On the current stream.
+  void launch(const at::Tensor& bucket, const Guard* guard) const {
+    if (table_.chunks == 0 && guard == nullptr) {
+      return;
+    }
+    EploadCudaGuard asked{};
+    if (guard != nullptr) {
+      std::memcpy(asked.expected, guard->expected.const_data_ptr(), sizeof asked.expected);
+      asked.header = static_cast<const char*>(bucket.const_data_ptr());
+      asked.stopped = guard->stopped.mutable_data_ptr<int32_t>();
+      asked.flag = guard->flag.mutable_data_ptr<int32_t>(); // the device knows pinned memory by the same address
+    }
+    const auto device = bucket.device();
+    const auto stream = c10::impl::VirtualGuardImpl(kDevice).getStream(device);
+    const int error = library().region_copy(&table_, guard != nullptr ? &asked : nullptr, stream.native_handle());
+    TORCH_CHECK(error == 0, "epload: the region copy on ", device, " failed: ", library().error(error));
+  }
+
+ private:
+  EploadCudaTable table_;
+  at::Tensor records_;
+};
+
 void region_copy_cuda(
     const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction) {
   const c10::DeviceGuard on_device(bucket.device());
@@ -135,31 +196,49 @@ void region_copy_cuda(
     region_copy_aten(bucket, tensors, copies, direction);
     return;
   }
-  cuda::Table table;
-  char* const base = static_cast<char*>(bucket.data_ptr());
-  for (const auto& copy : copies) {
-    const auto& tensor = tensors[copy.tensor];
-    if (!add(table, base, tensor, copy, direction)) {
-      copy_one_aten(bucket, tensor, copy, direction);
-    }
-  }
-  if (table.empty()) {
-    return;
-  }
-  // Both allocations are torch's: the pinned one is not reused before the copy has run, the device's one not by another
-  // stream than this. So neither call waits, and both may be freed when this function returns.
-  const auto options = at::TensorOptions().dtype(at::kByte);
-  const auto host = at::empty({table.nbytes()}, options.pinned_memory(true));
-  table.write(static_cast<char*>(host.data_ptr()));
-  const auto there = at::empty({table.nbytes()}, options.device(bucket.device()));
-  there.copy_(host, /*non_blocking=*/true);
-  const auto stream = c10::impl::VirtualGuardImpl(kDevice).getStream(bucket.device());
-  const int error = library().region_copy(
-      there.data_ptr(), table.regions(), table.chunks(), table.converts(), stream.native_handle());
-  TORCH_CHECK(error == 0, "epload: the region copy on ", bucket.device(), " failed: ", library().error(error));
+  const auto table = table_of(bucket, tensors, copies, direction, [&](const RegionCopy& copy) {
+    copy_one_aten(bucket, tensors[copy.tensor], copy, direction);
+  });
+  Placed(table, bucket.device()).launch(bucket, nullptr);
 }
 
-const RegisterRegionCopy registered(kDevice, region_copy_cuda);
+class ReadyOnCuda final : public ReadyCopies {
+ public:
+  ReadyOnCuda(const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies)
+      : placed_(
+            table_of(
+                bucket, tensors, copies, Direction::kUnpack, [&](const RegionCopy& copy) { odd_.push_back(copy); }),
+            bucket.device()) {
+  }
+
+  bool guardable() const override {
+    return odd_.empty();
+  }
+
+  void run(const at::Tensor& bucket, at::TensorList tensors, const Guard* guard) const override {
+    const c10::DeviceGuard on_device(bucket.device());
+    for (const auto& copy : odd_) {
+      copy_one_aten(bucket, tensors[copy.tensor], copy, Direction::kUnpack);
+    }
+    placed_.launch(bucket, guard);
+  }
+
+ private:
+  std::vector<RegionCopy> odd_; // what the kernel cannot do
+  Placed placed_;
+};
+
+std::shared_ptr<const ReadyCopies> ready_on_cuda(
+    const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies) {
+  const c10::DeviceGuard on_device(bucket.device());
+  return usable(bucket.device()) ? std::make_shared<ReadyOnCuda>(bucket, tensors, copies) : nullptr;
+}
+
+bool usable_anywhere(c10::Device device) {
+  return cuda_obstacle(device).empty();
+}
+
+const RegisterRegionCopy registered(kDevice, region_copy_cuda, {usable_anywhere, ready_on_cuda});
 
 } // namespace
 } // namespace epload

@@ -4,46 +4,102 @@
 
 #include <cuda_runtime.h>
 
+#include <cstring>
+
 #define EPLOAD_EXPORT __attribute__((visibility("default")))
 
 namespace {
 
 using epload::cuda::Chunk;
 using epload::cuda::kLanes;
-using epload::cuda::Region;
+using epload::cuda::Record;
 
 constexpr int kThreads = 256;
-constexpr int kBlocks = 2; // a processor should hold: enough loads in flight to cover the memory's latency
+
+// Blocks that a processor should hold, so that enough loads are in flight to cover the memory's latency.
+template <bool kConvert>
+constexpr int kBlocks = kConvert ? 2 : 3;
+
+// A table that is an argument of the launch.
+struct Inline {
+  Record records[kEploadCudaInlineBytes / sizeof(Record)];
+};
+static_assert(sizeof(Inline) + sizeof(EploadCudaGuard) + 2 * sizeof(uint64_t) <= 4096, "what every driver takes");
+
+// Whether this launch is to copy nothing; the same for all threads of all blocks.
+__device__ bool stopped(const EploadCudaGuard& guard) {
+  if (guard.header == nullptr || !__syncthreads_or(epload::cuda::objects(guard, threadIdx.x))) {
+    return false;
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    epload::cuda::stop(guard);
+  }
+  return true;
+}
 
 template <bool kConvert>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    region_copy(const Region* __restrict__ regions, const Chunk* __restrict__ chunks, uint32_t count) {
+__device__ void copy_chunks(const Record* records, uint32_t chunks) {
   const uint32_t warps = gridDim.x * (kThreads / kLanes);
   const uint32_t lane = threadIdx.x % kLanes;
-  for (uint32_t i = (blockIdx.x * kThreads + threadIdx.x) / kLanes; i < count; i += warps) {
-    epload::cuda::run_chunk<kConvert>(regions, chunks[i], lane);
+  for (uint32_t i = (blockIdx.x * kThreads + threadIdx.x) / kLanes; i < chunks; i += warps) {
+    epload::cuda::run_chunk<kConvert>(records[i].as<Chunk>(), records + chunks, lane);
   }
 }
 
 template <bool kConvert>
-cudaError_t launch(const Region* regions, const Chunk* chunks, uint32_t count, cudaStream_t stream) {
+__global__ void __launch_bounds__(kThreads, kBlocks<kConvert>)
+    region_copy(const Record* __restrict__ records, uint32_t chunks, const __grid_constant__ EploadCudaGuard guard) {
+  if (!stopped(guard)) {
+    copy_chunks<kConvert>(records, chunks);
+  }
+}
+
+template <bool kConvert>
+__global__ void __launch_bounds__(kThreads, kBlocks<kConvert>) region_copy_inline(
+    const __grid_constant__ Inline table, uint32_t chunks, const __grid_constant__ EploadCudaGuard guard) {
+  if (!stopped(guard)) {
+    copy_chunks<kConvert>(table.records, chunks);
+  }
+}
+
+// At most as many blocks as the device holds at once, at least the one that a guard needs.
+template <typename Kernel>
+cudaError_t launch(Kernel* kernel, uint32_t chunks, void** arguments, cudaStream_t stream) {
   int device = 0, processors = 0, resident = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
   if (error == cudaSuccess) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, region_copy<kConvert>, kThreads, 0);
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, 0);
   }
   if (error != cudaSuccess) {
     return error;
   }
   const uint32_t per_block = kThreads / kLanes;
-  const uint32_t wanted = count / per_block + (count % per_block != 0);
+  const uint32_t wanted = chunks == 0 ? 1 : (chunks - 1) / per_block + 1;
   const auto most = static_cast<uint32_t>(processors * resident);
-  void* arguments[] = {&regions, &chunks, &count};
-  return cudaLaunchKernel(
-      region_copy<kConvert>, dim3(wanted < most ? wanted : most), dim3(kThreads), arguments, 0, stream);
+  return cudaLaunchKernel(kernel, dim3(wanted < most ? wanted : most), dim3(kThreads), arguments, 0, stream);
+}
+
+template <bool kConvert>
+cudaError_t launch(const EploadCudaTable& table, const EploadCudaGuard* guard, cudaStream_t stream) {
+  EploadCudaGuard asked{};
+  if (guard != nullptr) {
+    asked = *guard;
+  }
+  uint32_t chunks = table.chunks;
+  if (table.nbytes > kEploadCudaInlineBytes) {
+    const void* records = table.records;
+    void* arguments[] = {&records, &chunks, &asked};
+    return launch(region_copy<kConvert>, chunks, arguments, stream);
+  }
+  Inline inlined;
+  if (table.nbytes > 0) {
+    std::memcpy(&inlined, table.records, table.nbytes);
+  }
+  void* arguments[] = {&inlined, &chunks, &asked};
+  return launch(region_copy_inline<kConvert>, chunks, arguments, stream);
 }
 
 } // namespace
@@ -59,12 +115,9 @@ EPLOAD_EXPORT int epload_cuda_ready() {
   return error;
 }
 
-EPLOAD_EXPORT int epload_cuda_region_copy(
-    const void* table, uint32_t regions, uint32_t chunks, int convert, void* stream) {
-  const auto* first = static_cast<const Region*>(table);
-  const auto* parts = reinterpret_cast<const Chunk*>(first + regions);
+EPLOAD_EXPORT int epload_cuda_region_copy(const EploadCudaTable* table, const EploadCudaGuard* guard, void* stream) {
   const auto queue = static_cast<cudaStream_t>(stream);
-  return convert ? launch<true>(first, parts, chunks, queue) : launch<false>(first, parts, chunks, queue);
+  return table->convert != 0 ? launch<true>(*table, guard, queue) : launch<false>(*table, guard, queue);
 }
 
 EPLOAD_EXPORT const char* epload_cuda_error(int error) {

@@ -6,6 +6,8 @@
 namespace epload::cuda {
 namespace {
 
+constexpr int64_t kRunUnits = kChunkUnits / 2; // a run of so many gets chunks of its own; shorter ones share chunks
+
 bool divides(int64_t width, const char* data) {
   return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(width) == 0;
 }
@@ -67,32 +69,62 @@ bool countable(const Piece& piece, int64_t rows, int64_t dims) {
   return counted && units < static_cast<int64_t>(kMaxUnits) && (units == 0 || dims + piece.inner() <= kDims);
 }
 
-Region region_of(
-    const Piece& piece, const Side& from, const Side& to, int64_t rows, const int64_t* size, int64_t dims) {
-  Region region{};
-  region.source = from.data + piece.begin * from.itemsize;
-  region.target = to.data + piece.begin * to.itemsize;
-  region.units = static_cast<uint32_t>(piece.count / piece.unit * rows);
-  region.width = from.number == Number::kNone ? static_cast<uint8_t>(piece.unit) : 0;
-  region.from = from.number;
-  region.to = to.number;
-  region.vector = static_cast<uint32_t>(piece.unit);
+// Calls row(where it starts on each side) for each of the runs that `size` and the strides make.
+template <typename Row>
+void for_rows(const Side& from, const Side& to, const int64_t* size, int64_t dims, const Row& row) {
+  if (dims == 0) {
+    row(from.data, to.data);
+    return;
+  }
+  Side inner_from = from, inner_to = to;
+  ++inner_from.stride;
+  ++inner_to.stride;
+  for (int64_t i = 0; i < size[0]; ++i) {
+    for_rows(inner_from, inner_to, size + 1, dims - 1, row);
+    inner_from.data += from.stride[0];
+    inner_to.data += to.stride[0];
+  }
+}
+
+} // namespace
+
+void Table::add_run(const char* source, char* target, int64_t units, int64_t width) {
+  for (int64_t first = 0; first < units; first += kChunkUnits) {
+    Chunk chunk{};
+    chunk.source = source + first * width;
+    chunk.target = target + first * width;
+    chunk.units = static_cast<uint32_t>(std::min<int64_t>(units - first, kChunkUnits));
+    chunk.width = static_cast<uint8_t>(width);
+    chunks_.push_back(chunk);
+  }
+}
+
+void Table::add_box(
+    const Side& from, const Side& to, int64_t run, int64_t unit, int64_t rows, const int64_t* size, int64_t dims) {
+  Chunk chunk{};
+  chunk.source = from.data;
+  chunk.target = to.data;
+  chunk.dim = static_cast<uint32_t>(dims_.size());
+  chunk.width = static_cast<uint8_t>(unit);
+  chunk.from = from.number;
+  chunk.to = to.number;
   const auto append = [&](int64_t count, int64_t from_stride, int64_t to_stride) {
-    region.size[region.dims] = Divider::of(static_cast<uint32_t>(count));
-    region.source_stride[region.dims] = from_stride;
-    region.target_stride[region.dims] = to_stride;
-    ++region.dims;
+    dims_.push_back({from_stride, to_stride, Divider::of(static_cast<uint32_t>(count))});
+    ++chunk.dims;
   };
-  if (piece.inner() || dims == 0) {
-    append(piece.count / piece.unit, piece.unit * from.itemsize, piece.unit * to.itemsize);
+  if (run > unit || dims == 0) {
+    append(run / unit, unit * from.itemsize, unit * to.itemsize);
   }
   for (int64_t d = dims; d-- > 0;) {
     append(size[d], from.stride[d], to.stride[d]);
   }
-  return region;
+  const int64_t units = run / unit * rows;
+  for (int64_t first = 0; first < units; first += kChunkUnits) {
+    chunk.first = static_cast<uint32_t>(first);
+    chunk.units = static_cast<uint32_t>(std::min<int64_t>(units - first, kChunkUnits));
+    chunks_.push_back(chunk);
+  }
 }
-
-} // namespace
 
 bool Table::add(const Side& from_side, const Side& to_side, int64_t run, const int64_t* size, int64_t dims) {
   Side from = from_side, to = to_side;
@@ -125,21 +157,27 @@ bool Table::add(const Side& from_side, const Side& to_side, int64_t run, const i
     if (piece.count == 0) {
       continue;
     }
-    const Region region = region_of(piece, from, to, rows, size, dims);
-    for (uint32_t index = 0; index * static_cast<uint64_t>(kChunkUnits) < region.units; ++index) {
-      chunks_.push_back({regions(), index});
+    Side source = from, target = to;
+    source.data += piece.begin * from.itemsize;
+    target.data += piece.begin * to.itemsize;
+    if (!convert && (dims == 0 || piece.count / piece.unit >= kRunUnits)) {
+      for_rows(source, target, size, dims, [&](const char* there, char* here) {
+        add_run(there, here, piece.count / piece.unit, piece.unit);
+      });
+    } else {
+      add_box(source, target, piece.count, piece.unit, rows, size, dims);
     }
-    regions_.push_back(region);
   }
   converts_ |= convert;
   return true;
 }
 
 void Table::write(char* to) const {
-  const auto* regions = reinterpret_cast<const char*>(regions_.data());
+  static_assert(sizeof(Chunk) == sizeof(Record) && sizeof(Dim) == sizeof(Record), "a table is an array of records");
   const auto* chunks = reinterpret_cast<const char*>(chunks_.data());
-  to = std::copy(regions, regions + regions_.size() * sizeof(Region), to);
-  std::copy(chunks, chunks + chunks_.size() * sizeof(Chunk), to);
+  const auto* dims = reinterpret_cast<const char*>(dims_.data());
+  to = std::copy(chunks, chunks + chunks_.size() * sizeof(Chunk), to);
+  std::copy(dims, dims + dims_.size() * sizeof(Dim), to);
 }
 
 } // namespace epload::cuda

@@ -29,21 +29,24 @@ class Table {
   bool converts() const {
     return converts_;
   }
-  uint32_t regions() const {
-    return static_cast<uint32_t>(regions_.size());
-  }
   uint32_t chunks() const {
     return static_cast<uint32_t>(chunks_.size());
   }
   int64_t nbytes() const {
-    return static_cast<int64_t>(regions_.size() * sizeof(Region) + chunks_.size() * sizeof(Chunk));
+    return static_cast<int64_t>((chunks_.size() + dims_.size()) * sizeof(Record));
   }
-  // Writes nbytes() bytes: the regions, then the chunks.
+  // Writes nbytes() bytes: the chunks, then the dims.
   void write(char* to) const;
 
  private:
-  std::vector<Region> regions_;
+  // Units of `width` bytes that follow one another on both sides.
+  void add_run(const char* source, char* target, int64_t units, int64_t width);
+  // `rows` runs of `run` elements, in units of `unit`, as `size` and the strides say.
+  void add_box(
+      const Side& from, const Side& to, int64_t run, int64_t unit, int64_t rows, const int64_t* size, int64_t dims);
+
   std::vector<Chunk> chunks_;
+  std::vector<Dim> dims_;
   bool converts_ = false;
 };
 

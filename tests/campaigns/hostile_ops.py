@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epload.core import dtypes
-from epload.native import ops
+from epload.native import ops, region_tables
 
 INT64_MAX = 2**63 - 1
 FLOAT = dtypes.code(torch.float32)
@@ -156,6 +156,7 @@ class Setting:
         self.reads = ops.prepare_reads(self.listed, self.which, self.copies, *places)
         self.digests = ops.prepare_digests(self.listed, self.which, self.copies)
         self.prepared = ops.prepare_copies(self.listed, self.which, self.copies, 16)
+        self.table = region_tables.region_table(self.copies)
         far = torch.tensor([[1, 0, FLOAT, 1, 400, 4, 1]])
         self.objects: dict[str, list[Any]] = {
             "lists": [other, foreign, nothing, odd],
@@ -163,7 +164,8 @@ class Setting:
             "copies": [ops.prepare_copies(other, [0, 1], far, 16)],
             "reads": [ops.prepare_reads(other, [0, 1], far, *places)],
             "digests": [ops.prepare_digests(other, [0, 1], far)],
-            "good": [self.listed, self.layouts, self.prepared, self.reads, self.digests],
+            "tables": [region_tables.region_table(table) for table in (far, torch.zeros(0, 4, dtype=torch.int64))],
+            "good": [self.listed, self.layouts, self.prepared, self.reads, self.digests, self.table],
         }
 
 
@@ -174,6 +176,10 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "coalesced_bcast": lambda s: [s.tensors, 0, GROUP, "", 64, "flat", None],
     "pack": lambda s: [s.bucket, s.tensors, s.copies],
     "unpack": lambda s: [s.bucket, s.tensors, s.copies],
+    "region_table": lambda s: [s.copies],
+    "unpack_table": lambda s: [s.bucket, s.tensors, s.table, None, None, None],
+    "can_guard_table": lambda s: [s.bucket, s.tensors, s.table],
+    "can_guard": lambda s: [torch.device("cuda", 0)],
     "read_ranges": lambda s: [s.descriptors, torch.tensor([[0, 16, 8, 8], [0, 100, 0, 8]]), s.bucket, 2, True],
     "read_regions": lambda s: [s.descriptors, s.files, s.offsets, s.origins, s.tensors, s.copies, 2, False],
     "tensor_list": lambda s: [ops._C.register_tensors(s.tensors), s.layouts],
@@ -299,7 +305,7 @@ def layouts_cannot_be_written() -> None:
 
 
 def classes_cannot_be_made() -> None:
-    for name in ("TensorList", "Layouts", "PreparedCopies", "PreparedReads", "PreparedDigests"):
+    for name in ("TensorList", "Layouts", "PreparedCopies", "PreparedReads", "PreparedDigests", "RegionTable"):
         refused(lambda name=name: getattr(torch.classes.epload, name)())  # type: ignore[misc]
 
 

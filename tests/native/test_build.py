@@ -188,8 +188,8 @@ def holding(*texts: str) -> list[str]:
     return [module for module, path in MODULES.items() if any(text in path.read_text() for text in texts)]
 
 
-def test_one_file_names_the_native_ops() -> None:
-    assert holding("torch.ops.epload") == ["native/ops.py"]
+def test_two_files_name_the_native_ops() -> None:
+    assert holding("torch.ops.epload") == ["native/ops.py", "native/region_tables.py"]
 
 
 def test_two_files_touch_private_dtensor_state() -> None:

@@ -1,4 +1,4 @@
-"""The native ops, typed. The only file that names torch.ops.epload."""
+"""The native ops, typed. Only this file and region_tables.py name torch.ops.epload."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from epload.native import ops, region_tables
 from support.fakedev import build
 
 NAME = "fakedev"
@@ -44,6 +45,18 @@ def setup(semantics: str = "nccl") -> str:
     _semantics = semantics
     _native()
     return BACKENDS
+
+
+def use_kernels() -> None:
+    """From here on epload's ops run the CUDA kernels' own code on the device. The library that is shipped has kernels for CUDA
+    devices only."""
+    torch.ops.load_library(str(build.library()))
+    for module, names in (
+        (ops, ("pack", "unpack", "cuda_obstacle")),
+        (region_tables, ("region_table", "unpack_table", "can_guard_table", "can_guard")),
+    ):
+        for name in names:
+            setattr(module, f"_{name}", getattr(torch.ops.epload_test, name).default)
 
 
 def hold(stream: torch.Stream) -> None:

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstdlib>
+#include <vector>
 
 #define EPLOAD_EXPORT __attribute__((visibility("default")))
 
@@ -18,17 +19,33 @@ EPLOAD_EXPORT int epload_cuda_ready() {
   return std::getenv("EPLOAD_TEST_NO_KERNELS") != nullptr ? 209 : 0;
 }
 
-EPLOAD_EXPORT int epload_cuda_region_copy(
-    const void* table, uint32_t regions, uint32_t chunks, int convert, void* stream) {
+EPLOAD_EXPORT int epload_cuda_region_copy(const EploadCudaTable* table, const EploadCudaGuard* guard, void* stream) {
   using namespace epload::cuda;
-  static_cast<fakedev::Queue*>(stream)->push("region copy", [=] {
-    const auto* const first = static_cast<const Region*>(table);
-    const auto* const parts = reinterpret_cast<const Chunk*>(first + regions);
+  const auto asked = guard != nullptr ? *guard : EploadCudaGuard{};
+  const auto* records = static_cast<const Record*>(table->records);
+  // Memory of the device is read when the launch runs, arguments are taken now.
+  const uint64_t taken = table->nbytes <= kEploadCudaInlineBytes ? table->nbytes / sizeof(Record) : 0;
+  const std::vector<Record> arguments(records, records + taken);
+  static_cast<fakedev::Queue*>(stream)->push("region copy", [=, all = *table] {
     misaligned = false;
-    for (uint32_t i = 0; i < chunks; ++i) {
-      TORCH_CHECK(parts[i].region < regions, "chunk ", i, " names region ", parts[i].region, " of ", regions);
+    bool stopped = false;
+    for (uint32_t thread = 0; asked.header != nullptr && thread < kGuardThreads; ++thread) {
+      stopped |= objects(asked, thread);
+    }
+    if (stopped) {
+      stop(asked);
+    }
+    const Record* const parts = taken != 0 ? arguments.data() : records;
+    for (uint32_t i = 0; !stopped && i < all.chunks; ++i) {
+      const auto chunk = parts[i].as<Chunk>();
+      TORCH_CHECK(
+          chunk.dims == 0 || all.chunks + chunk.dim + chunk.dims <= all.nbytes / sizeof(Record),
+          "chunk ",
+          i,
+          " has dims past the table's end");
       for (uint32_t lane = 0; lane < kLanes; ++lane) {
-        convert ? run_chunk<true>(first, parts[i], lane) : run_chunk<false>(first, parts[i], lane);
+        all.convert != 0 ? run_chunk<true>(chunk, parts + all.chunks, lane)
+                         : run_chunk<false>(chunk, parts + all.chunks, lane);
       }
     }
     TORCH_CHECK(!misaligned, "the region copy accessed memory that is not aligned to the width of the access");
