@@ -14,15 +14,7 @@ pytest.register_assert_rewrite("support")
 
 @pytest.fixture(scope="session")
 def fake_device() -> None:
-    """Compiles the fake accelerator once, outside the time limit of the ranks that load it."""
-    from support.fakedev import build
-
-    build.device()
-
-
-@pytest.fixture(scope="session")
-def fake_device_library() -> None:
-    """Compiles epload's native library for the fake accelerator, likewise."""
+    """Compiles the fake accelerator and epload's library for it once, outside the time limit of the ranks that load them."""
     from support.fakedev import build
 
     build.library()

@@ -116,13 +116,13 @@ class HierarchicalLoader:
             readers: ``"one"`` rank ``src`` reads; ``"per_node"`` each node's leader reads, and nothing crosses nodes;
                 ``"partitioned"`` readers take turns, and each byte is read once; ``"every"`` each rank reads what it keeps.
                 ``"auto"`` chooses by what the first waves of the load show.
-            algorithm: ``"two_level"``, ``"striped"`` or ``"flat"`` (one group, for comparison). ``"auto"`` is ``"two_level"``;
-                for a model on a device, buckets that do not cross nodes then go through memory that a node's ranks share,
-                out of which each copies what it keeps.
-            bucket_bytes: size of a bucket; each rank has two, for a model on a device three if it receives buckets and has
-                epload's kernels, and two more in pinned host memory if it reads. With ``"every"``, those for a device have up to 32 MiB, if that is more. Where a node's ranks share
-                staging buffers, it is the size of the buckets that move together, and the node has twice that (each rank, if
-                they cannot share memory). None is 64 MiB; for a model on CPU with ``"partitioned"`` or ``"auto"`` on more than 16
+            algorithm: ``"two_level"``, ``"striped"`` or ``"flat"`` (one group, for comparison). ``"auto"`` is ``"two_level"``.
+                For a model on a device it is ``"striped"`` if every rank has a network card of its own, and buckets that do not
+                cross nodes go through memory that a node's ranks share, out of which each copies what it keeps.
+            bucket_bytes: size of a bucket; each rank has two, or three on a GPU if it receives buckets, and for a model on a
+                device two more in pinned host memory if it reads. With ``"every"``, those for a device have up to 32 MiB, if
+                that is more. Where a node's ranks share staging buffers, it is the size of the buckets that move together, and
+                the node has twice that (each rank, if they cannot share memory). None is 64 MiB; for a model on CPU with ``"partitioned"`` or ``"auto"`` on more than 16
                 nodes 4 MiB per node, at most 512 MiB; for one on a device 256 MiB if buckets cross nodes.
             verify: ``"buckets"``: every bucket carries a checksum, which each node checks before it unpacks. ``"full"``: after
                 the load, ranks prove their shards against the checkpoint, which is read once more, by all ranks that have it

@@ -28,7 +28,7 @@ DEVICE = f"{fakedev.NAME}:0"
 SEMANTICS = pytest.mark.parametrize("semantics", fakedev.SEMANTICS)
 
 
-pytestmark = pytest.mark.usefixtures("fake_device_library")
+pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 @SEMANTICS

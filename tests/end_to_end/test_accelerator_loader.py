@@ -174,7 +174,7 @@ def _in_the_middle(rank: int, readers: str, algorithm: str) -> Outcome:
     for where, model in {"meta": meta_net(), "loaded": loaded}.items():
         error = OSError(5, "the disk is on fire")
         fails(f"read, {where}", model, Failing(one, error) if rank == reader else for_readers(one, readers))
-        with unpack_breaks_once(3, "unpack"):
+        with unpack_breaks_once(3, "unpack_table"):
             fails(f"unpack, {where}", model, for_readers(one, readers))
     return failures, problems
 

@@ -62,14 +62,16 @@ def _traced(rank: int, semantics: str) -> list[str]:
             problems.append(f"{sent} broadcasts for {report.buckets} buckets, reported {report.transport_steps}")
         if not set(sent) <= (theirs if semantics == "hccl" else {ours}):
             problems.append(f"broadcasts on {sent}, not {ours}")
-        if set(where["copy"]) != {ours}:
-            problems.append(f"unpacked on {where['copy']}, not {ours}")
+        kernels = semantics == "nccl"
+        unpacked = where["region copy" if kernels else "copy"]
+        if set(unpacked) != {ours} or (kernels and unpacked.total() != report.buckets):
+            problems.append(f"unpacked on {unpacked}, not {ours}")
         to_device = where.get("copy to device", Counter())
         mine = {"one": {0: report.buckets}, "partitioned": {0: -(-report.buckets // 2), 2: report.buckets // 2}}
         if to_device != +Counter({copies: mine[readers].get(rank, 0)}):
             problems.append(f"host to device on {to_device}, expected {mine[readers].get(rank, 0)} on {copies}")
         headers = where.get("copy to host", Counter())
-        if headers != +Counter({ours: report.buckets - mine[readers].get(rank, 0)}):
+        if headers != +Counter({ours: 0 if kernels else report.buckets - mine[readers].get(rank, 0)}):
             problems.append(f"copies to host: {headers}")
         if len(topology.groups.names) != groups:
             problems.append(f"{len(topology.groups.names)} communicators")

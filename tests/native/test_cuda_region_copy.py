@@ -34,7 +34,7 @@ DEVICE = f"{fakedev.NAME}:0"
 MANY = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
-pytestmark = pytest.mark.usefixtures("fake_device_library")
+pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 def alone(function: Callable[..., None], *args: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from epload import Checkpoint, Manifest
 from epload.core.pieces import Piece
-from epload.native import ops
+from epload.native import ops, region_tables
 
 Failure = tuple[str, str] | None
 """Class and text of what a load raised."""
@@ -72,14 +72,15 @@ class Failing(Checkpoint):
 
 @contextmanager
 def unpack_breaks_once(rank: int, op: str = "unpack_prepared") -> Iterator[None]:
-    """``op``: the one that unpacks, on CPU."""
+    """``op``: the one that unpacks; that on CPU, if not said."""
 
     def once(*args: Any) -> None:
         broken.side_effect = unpack
         raise RuntimeError("no room to unpack")
 
-    unpack = getattr(ops, op)
-    with mock.patch.object(ops, op, side_effect=once if dist.get_rank() == rank else unpack) as broken:
+    owner = ops if hasattr(ops, op) else region_tables
+    unpack = getattr(owner, op)
+    with mock.patch.object(owner, op, side_effect=once if dist.get_rank() == rank else unpack) as broken:
         yield
 
 

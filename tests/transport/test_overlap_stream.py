@@ -92,9 +92,7 @@ class Scene:
         except LoadError:  # a header of another bucket
             return False
         torch.accelerator.synchronize()
-        return all(
-            torch.equal(p.detach().cpu(), rows_for(salt)[f"rows.{i}"]) for i, p in enumerate(self.model.rows)
-        )
+        return all(torch.equal(p.detach().cpu(), rows_for(salt)[f"rows.{i}"]) for i, p in enumerate(self.model.rows))
 
     @contextmanager
     def held(self, stream: torch.Stream, until: Callable[[], bool], seconds: float) -> Iterator[None]:

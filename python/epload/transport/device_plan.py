@@ -14,8 +14,8 @@ from torch import Tensor
 from epload.core import dtypes
 from epload.core.copy_table import CopyTable
 from epload.core.regions import BoundRegions, PreparedRegions, Regions
-from epload.native import ops
-from epload.native.region_tables import Guard, RegionTable, can_guard_table, region_table, unpack_table
+from epload.native import ops, region_tables
+from epload.native.region_tables import Guard, RegionTable
 from epload.planning.plan import LoadPlan, Taken
 from epload.planning.waves import group_buckets
 from epload.staging.device import DeviceStaging
@@ -90,18 +90,18 @@ class Kept:
 
     def can_guard(self, bucket: Tensor, tensors: Sequence[Tensor]) -> bool:
         """Whether :meth:`unpack` takes a guard. Arguments as there."""
-        return can_guard_table(bucket, self._on_device(tensors), self._table)
+        return region_tables.can_guard_table(bucket, self._on_device(tensors), self._table)
 
     def unpack(self, bucket: Tensor, tensors: Sequence[Tensor], guard: Guard | None = None) -> None:
         """Takes the regions on the device out of a bucket there.
 
         ``tensors``: of all targets of the plan.
         """
-        unpack_table(bucket, self._on_device(tensors), self._table, guard)
+        region_tables.unpack_table(bucket, self._on_device(tensors), self._table, guard)
 
     def unpack_packed(self, packed: Tensor, tensors: Sequence[Tensor]) -> None:
         """The same out of a buffer on the device in which they lie one after the other."""
-        unpack_table(packed, self._on_device(tensors), self._packed_table)
+        region_tables.unpack_table(packed, self._on_device(tensors), self._packed_table)
 
     @property
     def packed_bytes(self) -> int:
@@ -113,7 +113,7 @@ class Kept:
 
     @cached_property
     def _table(self) -> RegionTable:
-        return region_table(self.on_device.copies.rows)
+        return region_tables.region_table(self.on_device.copies.rows)
 
     @cached_property
     def _packed(self) -> tuple[CopyTable, int]:
@@ -121,7 +121,7 @@ class Kept:
 
     @cached_property
     def _packed_table(self) -> RegionTable:
-        return region_table(self._packed[0].rows)
+        return region_tables.region_table(self._packed[0].rows)
 
     def pinned(self, turn: int) -> Pinned:
         """Of the pinned buffer whose turn it is."""

@@ -154,7 +154,9 @@ class Engine:
         self._ring.begin_move(wave)
         self._mover.move(wave)
         self._ring.moved(wave)
-        if self._guards(wave):
+        if not self._guards(wave):
+            self._check_earlier(wave.index)
+        elif not self._context.read_here(wave.numbers):
             self._unchecked.append(wave)
             return True
         self._check(wave)
@@ -199,13 +201,12 @@ class Engine:
         return self._aborted + self._ring.in_flight - 1
 
     def _guards(self, wave: Wave) -> bool:
-        """Whether the wave's headers are checked on the device, so that the host need not wait for them."""
-        if self._failure is not None or self._context.read_here(wave.numbers):
-            return False
-        return all(self._sink.guards(number, self._ring.bucket(wave, i)) for i, number in enumerate(wave.numbers))
+        """Whether the wave's headers are checked on the device, so that the host need not look before it is unpacked."""
+        guards = (self._sink.guards(number, self._ring.bucket(wave, i)) for i, number in enumerate(wave.numbers))
+        return self._failure is None and all(guards)
 
     def _check_earlier(self, last: float) -> None:
-        """Checks headers of waves up to ``last`` that the host has not waited for before."""
+        """Checks headers of waves up to ``last`` that the host has not looked at."""
         while self._unchecked and self._unchecked[0].index <= last:
             wave = self._unchecked.popleft()
             if wave.index not in self._guarded or not self._ring.passed(wave):

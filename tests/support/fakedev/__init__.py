@@ -36,20 +36,22 @@ _semantics = "nccl"
 def setup(semantics: str = "nccl") -> str:
     """Loads the device into this process and returns the backends to make the process group with.
 
-    ``semantics``: ``"nccl"``: synchronous collectives run on the current stream and return no work; ``"hccl"``: all run on
-    a stream of the group's own, between event hops, and return a work.
+    ``semantics``: ``"nccl"``: synchronous collectives run on the current stream and return no work, and epload's ops run the CUDA
+    kernels' own code, as on a GPU; ``"hccl"``: all collectives run on a stream of the group's own, between event hops, and return
+    a work, and there are no kernels, as on Ascend.
     """
     if semantics not in SEMANTICS:
         raise ValueError(f"expected one of {SEMANTICS}, got {semantics!r}")
     global _semantics
     _semantics = semantics
     _native()
+    if semantics == "nccl":
+        use_kernels()
     return BACKENDS
 
 
 def use_kernels() -> None:
-    """From here on epload's ops run the CUDA kernels' own code on the device. The library that is shipped has kernels for CUDA
-    devices only."""
+    """From here on epload's ops run the kernels' code on the device. The library that is shipped has kernels for CUDA only."""
     torch.ops.load_library(str(build.library()))
     for module, names in (
         (ops, ("pack", "unpack", "cuda_obstacle")),
