@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +118,26 @@ def test_one_launch_a_bucket() -> None:
     alone(one_launch)
 
 
+def small_tables() -> None:
+    """A table of few regions is an argument of its launch: nothing is copied for it, and it may go at once."""
+    target = torch.zeros(100, 4, device=DEVICE)
+    bucket = torch.arange(400, dtype=torch.float32).view(torch.uint8).to(DEVICE)
+    # What the launch takes: records of 32 bytes, one a row here, but for the 4 KiB that are not all the table's.
+    for rows, copies in ((1, 0), (62, 0), (100, 0), (124, 0), (125, 1), (200, 1)):
+        table = table_of([Row(0, 8 * i, torch.float32, [i // 2, i % 2 * 2], [1, 2], [2, 1]) for i in range(rows)], 2)
+        target.zero_()
+        with fakedev.traced() as seen:
+            op(True)(bucket, [target], table)
+        names = [name for _, _, name in seen if name not in ("poison", "fill")]
+        assert names == ["copy to device"] * copies + ["region copy"], (rows, names)
+        assert torch.equal(target.cpu().view(-1)[: 2 * rows], torch.arange(2.0 * rows))
+        assert not target.cpu().view(-1)[2 * rows :].any()
+
+
+def test_small_tables_are_arguments() -> None:
+    alone(small_tables)
+
+
 def odd_regions() -> None:
     """What the kernel does not take goes through ATen, in the same call: more dims than it counts, other conversions."""
     deep = (
@@ -207,25 +230,60 @@ def cubin(folder: Path, architecture: str, source: Path) -> tuple[dict[str, list
 
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
-def test_wide_accesses_and_no_spills(architecture: str, tmp_path: Path) -> None:
+def test_machine_code(architecture: str, tmp_path: Path) -> None:
     known = subprocess.run(["nvcc", "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
     if architecture not in known:
         pytest.skip(f"this nvcc has no {architecture}")
     kernels, log = cubin(tmp_path, architecture, KERNELS)
-    assert log.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == len(kernels) == 2, log
+    assert log.count(" 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == len(kernels) == 4, log
     for name, instructions in kernels.items():
         assert not [i for i in instructions if i.startswith(("LDL", "STL"))], name
         assert not [i for i in instructions if i.startswith(("LD.", "ST."))], f"{name}: not known to be global"
-    plain = next(found for name, found in kernels.items() if "ILb0E" in name)
-    wide = [i for i in plain if i in ("LDG.128", "STG.128")]
-    assert wide == ["LDG.128"] * 4 + ["STG.128"] * 4, "four loads in flight, then their stores"
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
+    assert len(registers) == 4
+    assert max(registers) <= 128, "two blocks of 256 threads a processor, of kernels that convert"
+    assert sorted(registers)[1] <= 80, "three of those that do not"
+    for inline in (False, True):
+        plain = found(kernels, inline, converts=False)
+        runs = [f"{name} x {len(list(group))}" for name, group in groupby(plain)]
+        at = runs.index("LDG.128 x 8")
+        assert runs[at + 1] == "STG.128 x 8", "eight loads in flight, then their stores"
+        for width in (8, 16, 32, 64, 128):
+            assert f"STG.{width} x 8" in runs, "for every width"
+            assert f"STG.{width} x 4" in runs, "and four of what is strided"
+
+
+WIDTHS = 5
+"""Of the units that are not converted: each has code of its own."""
+
+
+@needs_nvcc
+def test_a_table_is_read_by_wide_loads(tmp_path: Path) -> None:
+    """What a kernel reads that finds its table in memory, and not the one that has it as an argument: a chunk by two loads, which
+    come first and do not wait for each other, and the dims of what is strided by two, of the outermost by one."""
+    kernels, _ = cubin(tmp_path, "sm_90", KERNELS)
+    there, here = (found(kernels, inline, converts=False) for inline in (False, True))
+    more = Counter(there)
+    more.subtract(here)
+    assert {name: count for name, count in more.items() if count} == {"LDG.128": 2 + WIDTHS * (2 + 1)}
+    copies = there[there.index("LDG.128") :]
+    assert copies[:2] == ["LDG.128"] * 2
+    assert len(there) - len(copies) == 5, "only the guard's two loads, and what it does, come before"
+
+
+def found(kernels: dict[str, list[str]], inline: bool, converts: bool) -> list[str]:
+    names = [n for n in kernels if ("region_copy_inline" in n) is inline and ("ILb1E" in n) is converts]
+    assert len(names) == 1, list(kernels)
+    return kernels[names[0]]
 
 
 @needs_nvcc
 def test_spills_would_be_seen(tmp_path: Path) -> None:
     """So that the test above fails for its own reason: the same kernels with too few registers."""
     source = tmp_path / "tight.cu"
-    source.write_text(KERNELS.read_text().replace("kBlocks = 2;", "kBlocks = 6;"))
+    text = KERNELS.read_text()
+    assert text.count("kConvert ? 2 : 3;") == 1
+    source.write_text(text.replace("kConvert ? 2 : 3;", "6;"))
     kernels, log = cubin(tmp_path, "sm_90", source)
-    assert "0 bytes stack frame" not in log
-    assert all({"LDL.32", "STL.32"} <= set(found) for found in kernels.values())
+    assert " 0 bytes stack frame" not in log
+    assert all({"LDL.32", "STL.32"} <= set(instructions) for instructions in kernels.values())
