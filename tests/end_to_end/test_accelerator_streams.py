@@ -64,8 +64,10 @@ def _traced(rank: int, semantics: str) -> list[str]:
             problems.append(f"broadcasts on {sent}, not {ours}")
         kernels = semantics == "nccl"
         unpacked = where["region copy" if kernels else "copy"]
-        if set(unpacked) != {ours} or (kernels and unpacked.total() != report.buckets):
+        if set(unpacked) != {ours}:
             problems.append(f"unpacked on {unpacked}, not {ours}")
+        if kernels and rank in (1, 3) and unpacked.total() != report.buckets:  # a bucket of which it keeps nothing, too
+            problems.append(f"headers of {unpacked.total()} buckets checked, of {report.buckets}")
         to_device = where.get("copy to device", Counter())
         mine = {"one": {0: report.buckets}, "partitioned": {0: -(-report.buckets // 2), 2: report.buckets // 2}}
         if to_device != +Counter({copies: mine[readers].get(rank, 0)}):

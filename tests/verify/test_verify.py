@@ -80,8 +80,8 @@ def flips_in_shard(active: bool, name_of_victim: Callable[[Sequence[Tensor]], bo
 
 @contextmanager
 def flips_on_the_way(active: bool) -> Iterator[None]:
-    """The lowest bit of the first payload byte that a relay or a broadcast brings to this rank changes. Striped, buckets have to be
-    so large that each rank of a node has a stripe of one."""
+    """The lowest bit of the first payload byte that a relay or a broadcast brings to this rank changes. Striped, buckets have to
+    be so large that each rank of a node has a stripe of one."""
     done = not active
 
     def then_flip(inner: Callable[..., Any]) -> Callable[..., Any]:
