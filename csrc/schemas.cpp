@@ -4,12 +4,9 @@
 
 #include <torch/library.h>
 
-TORCH_LIBRARY(epload, m) {
-  epload::register_prepared_classes();
-  epload::register_region_table_class();
-  m.def(
-      "coalesced_bcast(Tensor(a!)[] tensors, int src, str inter_group, str intra_group, int bucket_bytes, "
-      "str algorithm, Stream? stream=None, *, int leader=-1, str steps=\"all\") -> ()");
+namespace {
+
+void define_region_copies(torch::Library& m) {
   m.def("pack(Tensor(a!) bucket, Tensor[] sources, Tensor copies) -> ()");
   m.def("unpack(Tensor bucket, Tensor(a!)[] targets, Tensor copies) -> ()");
   m.def("region_table(Tensor copies) -> __torch__.torch.classes.epload.RegionTable");
@@ -18,6 +15,17 @@ TORCH_LIBRARY(epload, m) {
       "Tensor? expected=None, Tensor(b!)? stopped=None, Tensor(c!)? flag=None) -> ()");
   m.def("can_guard_table(Tensor bucket, Tensor[] targets, __torch__.torch.classes.epload.RegionTable table) -> bool");
   m.def("can_guard(Device device) -> bool");
+}
+
+} // namespace
+
+TORCH_LIBRARY(epload, m) {
+  epload::register_prepared_classes();
+  epload::register_region_table_class();
+  m.def(
+      "coalesced_bcast(Tensor(a!)[] tensors, int src, str inter_group, str intra_group, int bucket_bytes, "
+      "str algorithm, Stream? stream=None, *, int leader=-1, str steps=\"all\") -> ()");
+  define_region_copies(m);
   m.def(
       "read_ranges(int[] descriptors, Tensor ranges, Tensor(a!) buffer, int threads, bool direct=False) -> "
       "(int, int, int, int)");
