@@ -20,7 +20,7 @@ from support.region_tables import FEW, HEADER, MANY, Guarded, header
 
 DEVICE = f"{fakedev.NAME}:0"
 SOME = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-pytestmark = pytest.mark.usefixtures("fake_device_library")
+pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 def alone(function: Callable[..., None], *args: Any) -> None:

@@ -125,8 +125,9 @@ def _traced(rank: int, semantics: str) -> list[str]:
     staging = loader._resources.device.staging
     assert staging is not None
     ours, copies = staging.stream.stream_id, staging.copies.stream_id
-    if ours != stream.stream_id or set(where["copy"]) != {ours}:
-        problems.append(f"unpacked on {where['copy']}, not {stream.stream_id}")
+    unpacked = where["region copy" if semantics == "nccl" else "copy"]
+    if ours != stream.stream_id or set(unpacked) != {ours}:
+        problems.append(f"unpacked on {unpacked}, not {stream.stream_id}")
     if "broadcast" in where:
         problems.append(f"{where['broadcast']} broadcasts")
     if where["copy to device"][copies] > report.buckets or set(where["copy to device"]) != {copies}:
@@ -155,7 +156,7 @@ def _in_the_middle(rank: int) -> Outcome:
         source = Failing(one, OSError(5, "the disk is on fire")) if rank == 1 else one
         failures[f"read, {where}"] = outcome(partial(loader.load, model, source))
         problems += [f"{name} was aborted into" for name in aborted_into(model)]
-        with unpack_breaks_once(1, "unpack"):
+        with unpack_breaks_once(1, "unpack_table"):
             failures[f"unpack, {where}"] = outcome(partial(loader.load, model, one))
         loader.load(model, two)
         problems += [f"{where}: {text}" for text in wrong(model, two)]
