@@ -12,8 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
+from epload import HierarchicalLoader
 from epload.native.region_tables import Guard, can_guard, can_guard_table, region_table, unpack_table
-from support import fakedev, ranks
+from support import accelerator, fakedev, ranks, small_model
 from support import region_tables as contract
 from support.region_copies import Problem, Row, big_problem, long_runs, problems, table_of
 from support.region_tables import FEW, HEADER, MANY, Guarded, header
@@ -261,6 +262,20 @@ def test_no_such_device() -> None:
 def no_such_device() -> None:
     assert can_guard(torch.device(DEVICE))
     assert not can_guard(torch.device(f"{fakedev.NAME}:7"))
+
+
+def whole_load() -> None:
+    """The loader's own buckets, on the fake device, unpacked by the kernel's code."""
+    loader = HierarchicalLoader(bucket_bytes=small_model.BUCKET)
+    model = accelerator.meta_net()
+    with fakedev.traced() as seen:
+        report = loader.load(model, small_model.state_for(1))
+    assert accelerator.wrong(model, small_model.state_for(1)) == []
+    assert work(seen)["region copy"] == report.buckets > 1
+
+
+def test_a_load_runs_the_kernels() -> None:
+    alone(whole_load)
 
 
 @pytest.mark.parametrize("copies", [torch.zeros(2, 5, dtype=torch.int64), torch.zeros(1, 7), torch.zeros(7)])
