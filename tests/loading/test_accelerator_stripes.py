@@ -22,7 +22,7 @@ REASON = "auto -> striped: every rank has a network card of its own"
 
 def _chosen(rank: int, nodes: list[list[int]], per_rank: list[int]) -> list[tuple[str, str, bool]]:
     found = []
-    with mock.patch.object(cards, "count", lambda device: per_rank[rank]):
+    with mock.patch.object(cards, "count", return_value=per_rank[rank]):
         for readers in ("one", "partitioned", "auto", "per_node", "every"):
             loader = HierarchicalLoader(Topology.from_nodes(nodes), readers=readers, bucket_bytes=BUCKET)
             for salt in (1, 2):

@@ -99,8 +99,8 @@ class Scene:
     def __init__(self, readers: str, algorithm: str, who: str) -> None:
         guards = {"all guard": True, "none guards": False, "some guard": dist.get_rank() in (0, 3)}.get(who, True)
         if not guards:
-            mock.patch.object(region_tables, "can_guard", lambda device: False).start()
-            mock.patch.object(sinks, "can_guard", lambda device: False).start()
+            mock.patch.object(region_tables, "can_guard", return_value=False).start()
+            mock.patch.object(sinks, "can_guard", return_value=False).start()
         self.loader = HierarchicalLoader(
             Topology.from_nodes(NODES[4]), readers=readers, algorithm=algorithm, bucket_bytes=ROW_BUCKET
         )
