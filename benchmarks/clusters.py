@@ -107,7 +107,9 @@ class Node:
     header_wait: float
 
 
-NVLINK = Node("NVLink", nic=400 * GBIT, intra=450e9, unpack=64e9, message=8.4e-6, hop=9.6e-6, hop_inside=3.4e-6, header_wait=0.0)
+NVLINK = Node(
+    "NVLink", nic=400 * GBIT, intra=450e9, unpack=64e9, message=8.4e-6, hop=9.6e-6, hop_inside=3.4e-6, header_wait=0.0
+)
 HCCS = Node(
     "HCCS", nic=200 * GBIT, intra=196e9, unpack=32e9, message=145e-6, hop=9.6e-6, hop_inside=3.4e-6, header_wait=100e-6
 )

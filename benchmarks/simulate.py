@@ -224,7 +224,9 @@ def _device_steps() -> Table:
         "nodes, model, mode", "64 MiB buckets, the host looks at each header s", "256 MiB s", "the device looks s",
         "second stream inside nodes s", "flat ring s",
     )  # fmt: skip
-    return Table("SIMULATED, 8 nodes of 8 accelerators, 8 NICs each, weights on one accelerator: moving alone", columns, rows)
+    return Table(
+        "SIMULATED, 8 nodes of 8 accelerators, 8 NICs each, weights on one accelerator: moving alone", columns, rows
+    )
 
 
 def _winners(results: list[Row]) -> list[Table]:
