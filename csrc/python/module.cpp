@@ -49,8 +49,8 @@ std::pair<int64_t, int64_t> stripe(int64_t begin, int64_t end, int64_t count, in
   return {part.begin, part.end};
 }
 
-// The number of broadcasts and all-gathers that a rank takes part in. `intra` are the ranks of its node in order, empty if it has no
-// group for them; `inter` says whether it has a group for other nodes.
+// The number of broadcasts and all-gathers that a rank takes part in. `intra` are the ranks of its node in order, empty
+// if it has no group for them; `inter` says whether it has a group for other nodes.
 int64_t broadcast_count(
     int64_t nbytes, bool striped, bool inter, const epload::Ranks& intra, int64_t rank, int64_t src, int64_t leader) {
   const epload::Position position{inter ? epload::Ranks{rank} : epload::Ranks{}, intra, rank, src, leader, striped};
