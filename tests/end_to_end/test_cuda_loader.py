@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from epload import HierarchicalLoader, Topology
-from support import ranks
+from support import aborts, ranks
 from support.accelerator import NODES, WAYS, for_readers, meta_net, wrong
 from support.checks import all_fine
 from support.cuda import DEVICE, gloo, nccl
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("gpu")]
 
 
 def contract(rank: int, folder: Path) -> list[str]:
-    """From meta and again; every choice of readers and algorithm; the stream given, current and own."""
+    """From meta and again; every choice of readers and algorithm; the stream given, current and own; some with a second."""
     problems: list[str] = []
     nodes = NODES[dist.get_world_size()]
     streams = (None, torch.cuda.Stream(), torch.cuda.current_stream())
@@ -35,6 +35,7 @@ def contract(rank: int, folder: Path) -> list[str]:
             algorithm=algorithm,
             bucket_bytes=BUCKET,
             stream=streams[number % 3],
+            overlap_stream=torch.cuda.Stream() if number % 2 else None,
         )
         model = meta_net(where=DEVICE)
         loader.load(model, folder / "one.safetensors")
@@ -53,6 +54,12 @@ def test_the_model_has_its_shards_over_gloo(world: int, tmp_path: Path) -> None:
 def test_the_model_has_its_shards_on_one_rank_of_nccl(tmp_path: Path) -> None:
     save_file(state_for(1), tmp_path / "one.safetensors")
     all_fine(ranks.run(1, contract, tmp_path, setup=nccl))
+
+
+@pytest.mark.parametrize("who", aborts.WHO)
+@pytest.mark.parametrize("algorithm", ["two_level", "striped"])
+def test_all_ranks_end_at_one_bucket_and_none_unpacks_it(algorithm: str, who: str) -> None:
+    aborts.none_differs(ranks.run(4, aborts.at_each_bucket, "one", algorithm, who, DEVICE, setup=gloo))
 
 
 def test_work_queued_before_and_after_is_in_order() -> None:
