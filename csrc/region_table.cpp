@@ -6,7 +6,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <utility>
 
 namespace epload {
@@ -88,16 +87,13 @@ std::shared_ptr<const ReadyCopies> RegionTable::ready(const at::Tensor& bucket, 
   }
   auto key = key_of(bucket, targets);
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found =
-      std::find_if(kept_.begin(), kept_.end(), [&](const Kept& kept) { return kept.copies && kept.key == key; });
-  if (found != kept_.end()) {
-    return found->copies;
+  if (kept_.copies && kept_.key == key) {
+    return kept_.copies;
   }
   check_rows(copies_, bucket.numel(), targets);
   auto copies = kernels.ready(bucket, targets, copies_);
   if (copies) {
-    kept_[oldest_] = {std::move(key), copies};
-    oldest_ = (oldest_ + 1) % kept_.size();
+    kept_ = {std::move(key), copies};
   }
   return copies;
 }

@@ -5,7 +5,6 @@
 
 #include <torch/custom_class.h>
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -37,8 +36,7 @@ class RegionTable : public torch::CustomClassHolder {
 
   const std::vector<RegionCopy> copies_;
   std::mutex mutex_;
-  std::array<Kept, 4> kept_; // a few staging buckets used in turn
-  size_t oldest_ = 0;
+  Kept kept_; // a load has a bucket where the load before had it
 };
 
 // Once per process, before the first op that names it.

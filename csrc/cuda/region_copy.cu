@@ -15,6 +15,7 @@ using epload::cuda::kLanes;
 using epload::cuda::Record;
 
 constexpr int kThreads = 256;
+static_assert(epload::cuda::kGuardThreads <= kThreads, "a block checks a whole guard");
 
 // Blocks that a processor should hold, so that enough loads are in flight to cover the memory's latency.
 template <bool kConvert>

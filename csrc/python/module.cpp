@@ -1,6 +1,7 @@
 // The Python module epload._C: functions of integers and Python objects, which need no tensors. It links no torch, so
 // that it can be imported before the native library is loaded, to find out for which torch that was built.
 #include "../bucket_plan.h"
+#include "../safetensors_header.h"
 #include "../schedule.h"
 #include "containers.h"
 #include "tensors.h"
@@ -9,6 +10,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -55,6 +57,26 @@ int64_t broadcast_count(
     int64_t nbytes, bool striped, bool inter, const epload::Ranks& intra, int64_t rank, int64_t src, int64_t leader) {
   const epload::Position position{inter ? epload::Ranks{rank} : epload::Ranks{}, intra, rank, src, leader, striped};
   return static_cast<int64_t>(epload::broadcast_steps(position, nbytes, epload::kOpAlignment).size());
+}
+
+// A header in the form that writers give it, else None: names; distinct kinds, each a dtype's name and a shape; of each
+// name the index of its kind, and where its bytes begin and end; where the value of __metadata__ begins and ends, or
+// None.
+py::object safetensors_entries(const py::bytes& header) {
+  const auto found = epload::parse_safetensors(static_cast<std::string_view>(header));
+  if (!found) {
+    return py::none();
+  }
+  const auto text = [](std::string_view value) { return py::str(value.data(), value.size()); };
+  py::list names(found->names.size());
+  for (size_t i = 0; i < found->names.size(); ++i) {
+    names[i] = text(found->names[i]);
+  }
+  py::list kinds;
+  for (const auto& kind : found->kinds) {
+    kinds.append(py::make_tuple(text(kind.dtype), py::tuple(py::cast(kind.shape))));
+  }
+  return py::make_tuple(names, kinds, found->kind, found->begin, found->end, found->metadata);
 }
 
 using Step = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
@@ -120,6 +142,7 @@ PYBIND11_MODULE(_C, m) {
       "plan_buckets", &plan_buckets, py::arg("extents"), py::arg("capacity"), py::arg("alignment"), py::arg("header"));
   m.def("extent_of", &extent_of, py::arg("shape"), py::arg("itemsize"), py::arg("room"));
   define_schedule(m);
+  m.def("safetensors_entries", &safetensors_entries, py::arg("header"));
   m.def("dict_addresses", &epload::dict_addresses, py::arg("dicts"));
   m.def("dict_contents", &epload::dict_contents, py::arg("dicts"));
   m.def("weakref_attributes", &epload::weakref_attributes, py::arg("references"), py::arg("name"));

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from epload.cluster import cards
 
@@ -23,6 +25,19 @@ def machine(folder: Path, ports: dict[str, list[tuple[str, str]]]) -> Path:
 
 
 EIGHT = {f"mlx5_{i}": [(ACTIVE, "400 Gb/sec (4X NDR)\n")] for i in range(8)}
+
+
+def test_what_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cards, "_SYSFS", machine(tmp_path, EIGHT))
+    for name in ("NCCL_IB_DISABLE", "NCCL_NET", "NCCL_IB_HCA"):
+        monkeypatch.delenv(name, raising=False)
+    gpu = torch.device("cuda:0")
+    assert cards.count(gpu) == 8
+    assert cards.count(SimpleNamespace(type="npu")) > 10**6  # type: ignore[arg-type]
+    for name, value, expected in (("NCCL_IB_HCA", "mlx5_0", 1), ("NCCL_NET", "Socket", 0), ("NCCL_IB_DISABLE", "1", 0)):
+        monkeypatch.setenv(name, value)
+        assert cards.count(gpu) == expected
+        monkeypatch.delenv(name)
 
 
 def test_a_machine_without_cards(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ def test_auto_stripes_where_every_rank_has_a_card(nodes: list[list[int]], per_ra
         for algorithm, reason, _ in (one, partitioned):
             assert algorithm == ("striped" if striped else "two_level")
             assert (REASON in reason) == striped
-        assert (REASON in auto[1]) == (auto[0] == "striped")
+        assert auto[0] == one[0], "of the dicts that ranks have, one is sent"
+        assert (REASON in auto[1]) == striped
         for algorithm, reason, _ in (per_node, every):
             assert algorithm == "two_level"
             assert REASON not in reason

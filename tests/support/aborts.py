@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from epload import Checkpoint, HierarchicalLoader, Manifest, Topology
 from epload.core.pieces import Piece
 from epload.native import region_tables
-from epload.transport import sinks
 from epload.transport.engine import Engine
 from epload.transport.movers import Collective
 from support.accelerator import NODES
@@ -67,35 +66,42 @@ class Moved:
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
-        self.interrupted = False
-        """Whether the transfer was ended from outside, by another rank that has ended its own already."""
+        self.error = ""
+        """What ended the transfer on this rank."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether that was another rank, which has ended its own already."""
+        return "another rank failed" in self.error
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        real_move, real_abandon = Collective.move, Engine.abandon
+        real_move, real_run = Collective.move, Engine.run
 
         def move(mover: Collective, wave: Any) -> None:
             self.numbers.extend(wave.numbers)
             real_move(mover, wave)
 
-        def abandon(engine: Engine) -> None:
-            self.interrupted = True
-            real_abandon(engine)
+        def run(engine: Engine, bar: Any) -> None:
+            try:
+                real_run(engine, bar)
+            except BaseException as error:
+                self.error = str(error)
+                raise
 
-        with mock.patch.object(Collective, "move", move), mock.patch.object(Engine, "abandon", abandon):
+        with mock.patch.object(Collective, "move", move), mock.patch.object(Engine, "run", run):
             yield
 
 
 class Scene:
     """A loader over two nodes of two ranks, and a model that each rank keeps whole."""
 
-    def __init__(self, readers: str, algorithm: str, who: str, device: str) -> None:
+    def __init__(self, readers: str, algorithm: str, who: str, device: str, nodes: list[list[int]] = NODES[4]) -> None:
         guards = {"all guard": True, "none guards": False, "some guard": dist.get_rank() in (0, 3)}.get(who, True)
         if not guards:
             mock.patch.object(region_tables, "can_guard", return_value=False).start()
-            mock.patch.object(sinks, "can_guard", return_value=False).start()
         self.loader = HierarchicalLoader(
-            Topology.from_nodes(NODES[4]), readers=readers, algorithm=algorithm, bucket_bytes=ROW_BUCKET
+            Topology.from_nodes(nodes), readers=readers, algorithm=algorithm, bucket_bytes=ROW_BUCKET
         )
         self.readers = readers
         self.model = Rows().to(device)
@@ -129,6 +135,8 @@ def at_each_bucket(
         reader = 2 * (failing % 2) if readers == "partitioned" else 0
         if f"rank {reader} could not read bucket {failing} (" not in text or "the disk is on fire" not in text:
             problems.append(f"{case}: {text}")
+        if not moved.interrupted and "could not read bucket" not in moved.error:
+            problems.append(f"{case}: ended by {moved.error}")
         all_moved.append(None if moved.interrupted else len(moved.numbers))
         # A reader that hears of the failure before it reads an earlier bucket aborts at that.
         first = len(moved.numbers) - 2

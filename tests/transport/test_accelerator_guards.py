@@ -17,7 +17,7 @@ from epload.transport import sinks
 from epload.transport.framing import Framing
 from epload.transport.movers import Collective
 from support import fakedev, ranks
-from support.aborts import BUCKETS, WHO, Scene, at_each_bucket, none_differs
+from support.aborts import BUCKETS, WHO, Moved, Scene, at_each_bucket, none_differs
 from support.accelerator import DEVICE
 from support.checks import all_fine
 
@@ -26,7 +26,14 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 
 @pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize(
-    ("readers", "algorithm"), [("one", "two_level"), ("one", "striped"), ("one", "flat"), ("partitioned", "two_level")]
+    ("readers", "algorithm"),
+    [
+        ("one", "two_level"),
+        ("one", "striped"),
+        ("one", "flat"),
+        ("partitioned", "two_level"),
+        ("partitioned", "striped"),
+    ],
 )
 def test_all_ranks_end_at_one_bucket_and_none_unpacks_it(readers: str, algorithm: str, who: str) -> None:
     none_differs(ranks.run(4, at_each_bucket, readers, algorithm, who, DEVICE, setup=fakedev.setup))
@@ -120,3 +127,52 @@ def _out_of_order(rank: int, case: str) -> list[str]:
 def test_a_bucket_that_the_device_refuses_for_no_reason_is_an_error(case: str) -> None:
     """The host finds every header in order: a load that says nothing would leave old weights."""
     all_fine(ranks.run(4, _out_of_order, case, setup=fakedev.setup))
+
+
+def _alone(rank: int) -> list[str]:
+    """Nothing comes from another rank, so that nothing is refused, and the host need not wait for the device."""
+    real = Framing.expected
+
+    def wrong(self: Framing, number: int) -> Tensor:
+        header = real(self, number)
+        header[8] ^= 2
+        return header
+
+    with mock.patch.object(Framing, "expected", wrong):
+        scene = Scene("one", "two_level", "all guard", DEVICE, [[0]])
+        texts = [scene.load(salt) for salt in (1, 2)]
+    return [text for text in texts if text] + [f"{number}" for number in range(BUCKETS) if not scene.holds(number, 2)]
+
+
+def test_a_rank_alone_checks_no_headers() -> None:
+    all_fine(ranks.run(1, _alone, setup=fakedev.setup))
+
+
+def _no_memory(rank: int, op: str) -> list[str]:
+    scene, problems = Scene("one", "two_level", "all guard", DEVICE), []
+    scene.load(1)
+    calls = 0
+    real = getattr(region_tables, op)
+
+    def fails(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise torch.OutOfMemoryError("no memory for a table")
+        return real(*args)
+
+    moved = Moved()
+    with mock.patch.object(region_tables, op, fails if rank == 3 else real), moved.counted():
+        text = scene.load(2)
+    if "rank 3 could not unpack bucket 3 (rows.3" not in text or "no memory for a table" not in text:
+        problems.append(text)
+    # The reader may have sent all buckets before it heard of it.
+    if moved.error and not moved.interrupted and "no memory for a table" not in moved.error:
+        problems.append(f"ended by {moved.error}")
+    problems += [text] if (text := scene.load(3)) else []
+    return problems + [f"{number}" for number in range(BUCKETS) if not scene.holds(number, 3)]
+
+
+@pytest.mark.parametrize("op", ["can_guard_table", "unpack_table"])
+def test_a_rank_without_memory_keeps_receiving_until_a_reader_ends_the_load(op: str) -> None:
+    all_fine(ranks.run(4, _no_memory, op, setup=fakedev.setup))

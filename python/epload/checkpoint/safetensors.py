@@ -12,11 +12,14 @@ import struct
 from math import prod
 from typing import Any
 
+import torch
+
 from epload.checkpoint import unsupported
 from epload.checkpoint.byte_store import StoredFile
 from epload.checkpoint.manifest import FileFacts, FileLayout
 from epload.core.dtypes import SAFETENSORS
 from epload.errors import CheckpointError
+from epload.native.extension import _C
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
@@ -56,8 +59,12 @@ def read_layout(file: StoredFile) -> FileLayout:
         raise CheckpointError(
             f"{file}: claims a header of {length} bytes, but the file has {size} and a header at most {MAX_HEADER_BYTES}"
         )
+    header = file.read(8, length)
+    layout = _plain_layout(file, header)
+    if layout is not None:
+        return layout
     try:
-        entries = json.loads(file.read(8, length), object_pairs_hook=_no_duplicates)
+        entries = json.loads(header, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: the header is not JSON with distinct keys ({error})") from error
     if not isinstance(entries, dict):
@@ -67,6 +74,40 @@ def read_layout(file: StoredFile) -> FileLayout:
     layout, ends = _parse_entries(file, entries, 8 + length)
     _check_no_holes(file, layout, ends, 8 + length)
     return layout
+
+
+def _plain_layout(file: StoredFile, header: bytes) -> FileLayout | None:
+    """The layout of a header in the form that writers give it, for a tenth of the work of the rest. None for every other, and for
+    what is wrong, so that the rest finds out what."""
+    found = _C.safetensors_entries(header)
+    if found is None:
+        return None
+    names, kinds, kind_of, begins, ends, metadata = found
+    if not names or len(set(names)) != len(names):
+        return None
+    if metadata is not None:
+        try:
+            entries = json.loads(header[slice(*metadata)], object_pairs_hook=_no_duplicates)
+        except (ValueError, RecursionError):
+            return None
+        if unsupported.of_metadata(file, entries):
+            return None
+    sizes = []
+    for dtype_name, shape in kinds:
+        dtype = SAFETENSORS.get(dtype_name)
+        if dtype is None or len(shape) > _MAX_DIMS or prod(max(n, 1) for n in shape) * dtype.itemsize >= 1 << 63:
+            return None
+        sizes.append(prod(shape) * dtype.itemsize)
+    order = sorted(range(len(names)), key=lambda i: (begins[i], ends[i]))
+    kind, begin, end = (torch.tensor([column[i] for i in order]) for column in (kind_of, begins, ends))
+    data = 8 + len(header)
+    no_holes = int(begin[0]) == 0 and torch.equal(begin[1:], end[:-1]) and data + int(end[-1]) == file.nbytes
+    if not no_holes or not torch.equal(end - begin, torch.tensor(sizes)[kind]):
+        return None
+    dtypes, shapes = [SAFETENSORS[name] for name, _ in kinds], [shape for _, shape in kinds]
+    return FileLayout(
+        names, [dtypes[i] for i in kind_of], [shapes[i] for i in kind_of], [data + at for at in begins], order
+    )
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

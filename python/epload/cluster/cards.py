@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from functools import cache
+import sys
 from pathlib import Path
 
 import torch
@@ -12,12 +12,13 @@ import torch
 _SYSFS = Path("/sys")
 
 
-@cache
 def count(device: torch.device) -> int:
     """How many cards the collectives of a device may use at once."""
     if device.type == "npu":  # each has a port for RDMA of its own, which is no device of the host
-        return torch.accelerator.device_count()
-    return 0 if os.environ.get("NCCL_IB_DISABLE") == "1" else count_rdma(_SYSFS, os.environ.get("NCCL_IB_HCA", ""))
+        return sys.maxsize
+    if os.environ.get("NCCL_IB_DISABLE") == "1" or os.environ.get("NCCL_NET") == "Socket":
+        return 0
+    return count_rdma(_SYSFS, os.environ.get("NCCL_IB_HCA", ""))
 
 
 def count_rdma(sysfs: Path, chosen: str = "") -> int:

@@ -51,7 +51,7 @@ def region_table(copies: Tensor) -> RegionTable:
 
 def unpack_table(bucket: Tensor, targets: Sequence[Tensor], table: RegionTable, guard: Guard | None = None) -> None:
     """``ops.unpack`` with the result of :func:`region_table`. Where there are kernels, what a call has made is used by later
-    ones on the same stream whose bucket and targets lie at the same addresses, in the same form; the last four are kept.
+    ones on the same stream whose bucket and targets lie at the same addresses, in the same form; the last is kept.
 
     Args:
         bucket: with ``guard``, at least 64 bytes.

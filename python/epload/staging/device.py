@@ -64,17 +64,22 @@ class DeviceStaging:
             self.pinned = [_pinned(nbytes) for _ in range(PINNED * needs.reads)]
             self.header = _pinned(HEADER_BYTES)
             self.refused = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-            """Set by the device when it does not unpack a bucket whose header is not as expected: its number + 1."""
+            """Set by the device when it does not unpack a bucket because of its header: the expected number + 1."""
         with stream:  # so that what was here before is over before a bucket is
             self.buckets = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(needs.buckets)]
             self.stopped = torch.zeros(1, dtype=torch.int32, device=device)
-            """The same for the device: whatever comes after such a bucket is not unpacked either."""
+            """Set with it, for the device: what comes after such a bucket is not unpacked either."""
         self._copied = [torch.Event(device) for _ in range(PINNED)]
         """By pinned buffer: the last copy out of it."""
         self._streams = (stream,) if node_stream == stream else (stream, node_stream)
         self._used = [[torch.Event(device) for _ in self._streams] for _ in self.buckets]
         """By device buffer: the last use of what was in it, on each stream."""
         self._arrived = torch.Event(device)
+
+    @property
+    def guards(self) -> bool:
+        """Whether it is made for buckets whose headers the device checks."""
+        return self.needs.buckets == GUARDED_BUCKETS
 
     @property
     def footprint(self) -> int:
@@ -166,6 +171,21 @@ class DeviceStaging:
         for stream in self._streams:
             self._arrived.record(stream)
             wait_for(self._arrived, check)
+
+    def drained(self, seconds: float) -> bool:
+        """Whether all that is queued on the streams is done, after so long at most."""
+        events = [(stream, torch.Event(self.device)) for stream in (*self._streams, self.copies)]
+        until = time.monotonic() + seconds
+        try:
+            for stream, event in events:
+                event.record(stream)
+            while not all(event.query() for _, event in events):
+                if time.monotonic() > until:
+                    return False
+                time.sleep(_POLL_SECONDS)
+        except Exception:  # of what was queued; the device is of no more use
+            return False
+        return True
 
     def abandon(self) -> None:
         """Keeps the memory until the process ends: a transfer that failed may still use it."""

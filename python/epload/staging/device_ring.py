@@ -15,6 +15,9 @@ from epload.report import LoadReport
 from epload.staging.affinity import move_thread
 from epload.staging.device import PINNED, DeviceStaging
 
+_DRAIN_SECONDS = 0.5
+"""What a communicator that was aborted may take to leave the device."""
+
 
 class DeviceRing:
     """See :class:`~epload.staging.ring.Ring`. Every wave is one bucket.
@@ -142,6 +145,9 @@ class DeviceRing:
         with self._turn:
             self._failed = True
             self._turn.notify_all()
+
+    def drained(self) -> bool:
+        return self._staging.drained(_DRAIN_SECONDS)
 
     def abandon(self) -> None:
         self._staging.abandon()

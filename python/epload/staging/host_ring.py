@@ -109,6 +109,9 @@ class HostRing:
     def fail(self) -> None:
         self._memory.board.fail()
 
+    def drained(self) -> bool:
+        return False  # other ranks may still write to it
+
     def abandon(self) -> None:
         if self._flow.algorithm == "flat":  # a broadcast that was aborted may still write; the relay's messages do not
             self._memory.abandon()

@@ -114,6 +114,10 @@ class Ring(Protocol):
         """Wakes all waits, now and later, with an error: this rank or another cannot go on."""
         ...
 
+    def drained(self) -> bool:
+        """Whether nothing writes to its memory any more, after a transfer that failed. Waits a little for that."""
+        ...
+
     def abandon(self) -> None:
         """Keeps the memory until the process ends, where something may still write to it."""
         ...

@@ -46,10 +46,10 @@ class Engine:
         """For each bucket that this rank has read, why it is one that aborts the transfer, or None."""
         self._checked: set[int] = set()
         """Waves whose headers were checked."""
-        self._unchecked: deque[Wave] = deque()
-        """Moved waves whose headers are checked where the bucket is, and by the host later."""
         self._guarded: set[int] = set()
-        """Those of them that were unpacked on this condition."""
+        """Waves that are unpacked where they are if their headers are in order, which the host need not know before."""
+        self._held: deque[Wave] = deque()
+        """Waves that are not released, in order; the host has not looked at the headers of the first."""
         self._last_read = math.inf
         """The last wave that this rank reads, once a bucket of its own has aborted the transfer."""
         self._aborted = math.inf
@@ -77,7 +77,7 @@ class Engine:
                     if self._failure is None:
                         self._ring.check_none_refused()
         except BaseException:
-            self.broken = True
+            self.broken = not self._ring.drained()
             raise
         if self._failure is not None:
             raise self._failure
@@ -122,7 +122,7 @@ class Engine:
     def _read(self, wave: Wave) -> bool:
         mine = self._context.read_here(wave.numbers)
         if not mine:
-            return True
+            return wave.index < self._last_read
         self._ring.acquire(wave)
         if self._over.is_set():
             return False
@@ -156,32 +156,36 @@ class Engine:
         self._ring.moved(wave)
         if not self._guards(wave):
             self._check_earlier(wave.index)
-        elif not self._context.read_here(wave.numbers):
-            self._unchecked.append(wave)
-            return True
+        else:
+            self._guarded.add(wave.index)
+            if not self._context.read_here(wave.numbers):
+                self._held.append(wave)
+                return True
         self._check(wave)
         last = wave.index >= self._last_moved
         self._ring.checked(wave, last)
         return not last
 
     def _unpack(self, wave: Wave) -> bool:
-        guarded = bool(self._unchecked) and self._unchecked[-1] is wave
+        unchecked = bool(self._held) and self._held[-1] is wave
         self._ring.begin_unpack(wave)
-        if not guarded:
+        if not unchecked:
             self._check(wave)
         if wave.index < self._aborted:
             if self._context.framing.checked:
                 self._verify(wave)
             with self._report.timed("unpack"):
                 for i, number in enumerate(wave.numbers):
-                    self._take(wave, i, number, guarded)
-            if guarded and self._failure is None:
-                self._guarded.add(wave.index)
+                    self._take(wave, i, number)
+            if self._failure is not None:
+                self._guarded.discard(wave.index)
         elif wave.index >= self._last_moved:
             return False
         self._ring.unpacked(wave)
-        if not guarded:
+        if not self._held:
             self._ring.release(wave)
+        elif not unchecked:
+            self._held.append(wave)
         return True
 
     def _check(self, wave: Wave) -> None:
@@ -201,14 +205,20 @@ class Engine:
         return self._aborted + self._ring.in_flight - 1
 
     def _guards(self, wave: Wave) -> bool:
-        """Whether the wave's headers are checked on the device, so that the host need not look before it is unpacked."""
-        guards = (self._sink.guards(number, self._ring.bucket(wave, i)) for i, number in enumerate(wave.numbers))
-        return self._failure is None and all(guards)
+        """Whether the sink checks the wave's headers, so that the host need not look before it is unpacked."""
+        if self._failure is not None:
+            return False
+        try:
+            guards = (self._sink.guards(number, self._ring.bucket(wave, i)) for i, number in enumerate(wave.numbers))
+            return all(guards)
+        except Exception as error:  # there is no memory to prepare it
+            self._failure = self._context.framing.publish_failure("unpack", wave.numbers, error)
+            return False
 
     def _check_earlier(self, last: float) -> None:
-        """Checks headers of waves up to ``last`` that the host has not looked at."""
-        while self._unchecked and self._unchecked[0].index <= last:
-            wave = self._unchecked.popleft()
+        """Checks headers of waves up to ``last`` that the host has not looked at, and releases these and what waits for them."""
+        while self._held and (self._held[0].index <= last or self._held[0].index in self._checked):
+            wave = self._held.popleft()
             if wave.index not in self._guarded or not self._ring.passed(wave):
                 self._check(wave)
             self._ring.release(wave)
@@ -227,11 +237,11 @@ class Engine:
                 self._report.phases["verify"].nbytes += bucket.nbytes - HEADER_BYTES
         self._ring.verified(wave)
 
-    def _take(self, wave: Wave, i: int, number: int, guarded: bool) -> None:
-        bucket = self._ring.bucket(wave, i)
+    def _take(self, wave: Wave, i: int, number: int) -> None:
+        bucket, guarded = self._ring.bucket(wave, i), wave.index in self._guarded
         if self._failure is None and (guarded or self._plan.buckets[number].targets):
             try:
-                self._sink.unpack(number, bucket)
+                self._sink.unpack(number, bucket, guarded)
             except Exception as error:  # keep receiving until a reader, who hears of it, ends the transfer for all
                 self._failure = self._context.framing.publish_failure("unpack", [number], error)
         self._report.phases["unpack"].nbytes += bucket.nbytes - HEADER_BYTES

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
-from epload.native.region_tables import Guard, can_guard
+from epload.native.region_tables import Guard
 from epload.report import LoadReport
 from epload.staging.affinity import near
 from epload.staging.device import PINNED
@@ -26,13 +26,13 @@ class Sink(Protocol):
         ...
 
     def guards(self, number: int, bucket: Tensor) -> bool:
-        """Whether :meth:`unpack` checks the bucket's header where the bucket is, when its turn comes. It then takes nothing out
-        of one that is not the expected one, or comes after such a one, and is called even if this rank keeps nothing of it."""
+        """Whether :meth:`unpack` can check the bucket's header where the bucket is, when its turn comes. It then takes nothing
+        out of one that is not the expected one, or comes after such a one, and is called even if the rank keeps nothing of it."""
         ...
 
-    def unpack(self, number: int, bucket: Tensor) -> None:
+    def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
         """Takes what this rank keeps out of a bucket (uint8). The sink no longer needs it when this returns, or when the
-        work that it has queued on its stream is done."""
+        work that it has queued on its stream is done. ``guarded``: as :meth:`guards` has said."""
         ...
 
     def abandon(self) -> None:
@@ -52,7 +52,6 @@ class HostSink:
     """Tensors on CPU, out of buckets in host memory."""
 
     def __init__(self, local: Local, report: LoadReport) -> None:
-        self.unpack = local.unpack
         self._local = local
         self._report = report
 
@@ -61,6 +60,9 @@ class HostSink:
 
     def guards(self, number: int, bucket: Tensor) -> bool:
         return False
+
+    def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
+        self._local.unpack(number, bucket)
 
     def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
         with self._report.timed("read"):
@@ -77,21 +79,20 @@ class DeviceSink:
         self._plan = plan
         self._tensors = local.tensors
         self._framing = framing
-        self._can_guard = not framing.checked and can_guard(plan.staging.device)
 
     def entered(self) -> AbstractContextManager[None]:
         return self._plan.staging.entered()
 
     def guards(self, number: int, bucket: Tensor) -> bool:
         kept = self._plan.kept(range(number, number + 1))
-        return self._can_guard and not kept.on_cpu.targets and kept.can_guard(bucket, self._tensors)
+        return self._plan.staging.guards and not kept.on_cpu.targets and kept.can_guard(bucket, self._tensors)
 
-    def unpack(self, number: int, bucket: Tensor) -> None:
+    def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
         kept = self._plan.kept(range(number, number + 1))
         staging, guard = self._plan.staging, None
-        if self.guards(number, bucket):
+        if guarded:
             guard = Guard(self._framing.expected(number), staging.stopped, staging.refused)
-        if guard is not None or kept.on_device.targets:
+        if guarded or kept.on_device.targets:
             kept.unpack(bucket, self._tensors, guard)
         if kept.on_cpu.targets:
             kept.on_cpu.of(self._tensors).unpack(bucket.cpu())
@@ -124,7 +125,7 @@ class UploadSink:
     def guards(self, number: int, bucket: Tensor) -> bool:
         return False  # the host has seen the header before it copies anything to the device
 
-    def unpack(self, number: int, bucket: Tensor) -> None:
+    def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
         kept = self._plan.kept(range(number, number + 1))
         if kept.on_cpu.targets:
             kept.on_cpu.of(self._tensors).unpack(bucket)

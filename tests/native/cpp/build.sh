@@ -10,7 +10,7 @@ objects=$(mktemp -d)
 trap 'rm -rf "$objects"' EXIT
 mkdir -p "$(dirname "$output")"
 sources=("$here/$main" "$here/cases.cpp" "$csrc"/cpu/*.cpp "$csrc"/comm/board.cpp
-  "$csrc"/{bucket_plan,checksum,copy_table,digest,region_copy,schedule,strided,tensor_memory}.cpp)
+  "$csrc"/{bucket_plan,checksum,copy_table,digest,region_copy,safetensors_header,schedule,strided,tensor_memory}.cpp)
 compile=("${CXX:-c++}" -std=c++20 -O1 -g -fno-omit-frame-pointer "$@"
   -isystem "$torch/include" -isystem "$torch/include/torch/csrc/api/include")
 printf '%s\n' "${sources[@]}" |

@@ -1,8 +1,9 @@
-// For AFL++: `fuzz copy_table` or `fuzz planner` runs one case on what it reads from standard input.
+// For AFL++: `fuzz copy_table`, `fuzz planner` or `fuzz header` runs one case on what it reads from standard input.
 #include "cases.h"
 
 #include <cstdio>
-#include <cstring>
+#include <map>
+#include <string>
 #include <vector>
 
 #ifndef __AFL_LOOP
@@ -10,11 +11,14 @@
 #endif
 
 int main(int argc, char** argv) {
-  if (argc != 2 || (std::strcmp(argv[1], "copy_table") != 0 && std::strcmp(argv[1], "planner") != 0)) {
-    std::fprintf(stderr, "usage: fuzz copy_table|planner < input\n");
+  const std::map<std::string, void (*)(const uint8_t*, size_t)> cases{
+      {"copy_table", copy_table_case}, {"planner", planner_case}, {"header", header_case}};
+  const auto found = argc == 2 ? cases.find(argv[1]) : cases.end();
+  if (found == cases.end()) {
+    std::fprintf(stderr, "usage: fuzz copy_table|planner|header < input\n");
     return 2;
   }
-  const auto run = std::strcmp(argv[1], "planner") == 0 ? planner_case : copy_table_case;
+  const auto run = found->second;
   [[maybe_unused]] int once = 0;
   while (__AFL_LOOP(10000)) {
     std::vector<uint8_t> data(4096);
