@@ -186,11 +186,10 @@ def _rounds(rank: int, rule: str) -> list[bool]:
                 continue
             seconds = 20 if broken else 0.02
 
-            # All buffers have been used, and one of them again.
-            harmed = 1 if rule == "hand_over" else 4
-
-            def until(harmed: int = harmed) -> bool:
-                return scene.moved >= harmed and scene.inside.query()
+            def until() -> bool:
+                if rule == "hand_over":
+                    return scene.moved >= 1 and scene.inside.query()
+                return scene.moved >= 6  # so that the fourth bucket, in the buffer of the first, has been unpacked
 
             with scene.held(scene.stream, until, seconds):
                 found.append(scene.load(salt + 1 + 100 * broken))

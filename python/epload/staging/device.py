@@ -71,6 +71,8 @@ class DeviceStaging:
             """Set with it, for the device: what comes after such a bucket is not unpacked either."""
         self._copied = [torch.Event(device) for _ in range(PINNED)]
         """By pinned buffer: the last copy out of it."""
+        self._filled = [torch.Event(device) for _ in self.buckets]
+        """By device buffer: the last copy into it."""
         self._streams = (stream,) if node_stream == stream else (stream, node_stream)
         self._used = [[torch.Event(device) for _ in self._streams] for _ in self.buckets]
         """By device buffer: the last use of what was in it, on each stream."""
@@ -127,16 +129,17 @@ class DeviceStaging:
         with self.copies:
             self.buckets[bucket][:nbytes].copy_(self.pinned[pinned][:nbytes], non_blocking=True)
         self._copied[pinned].record(self.copies)
+        self._filled[bucket].record(self.copies)
 
     def wait_until_unpacked(self, bucket: int) -> None:
         """The copy stream waits until nothing uses a device buffer any more."""
         for event in self._used[bucket]:
             self.copies.wait_event(event)
 
-    def wait_for_copy(self, pinned: int) -> None:
-        """The streams wait for what was copied out of a pinned buffer last."""
+    def wait_for_copy(self, bucket: int) -> None:
+        """The streams wait for what was copied into a device buffer last."""
         for stream in self._streams:
-            stream.wait_event(self._copied[pinned])
+            stream.wait_event(self._filled[bucket])
 
     def wait_for_each_other(self, bucket: int) -> None:
         """Each stream waits until the other does not use a device buffer any more."""

@@ -79,7 +79,7 @@ class DeviceRing:
         if wave.index <= self._joined_wave or self._flow.reader(wave.numbers[0]) != self._flow.rank:
             return
         if self._wait_for(lambda: self._ready > self._joined):
-            self._staging.wait_for_copy(self._joined % PINNED)
+            self._staging.wait_for_copy(self._place(wave))
             self._joined += 1
             self._joined_wave = wave.index
 
