@@ -25,7 +25,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
         ("every", "auto", None, CPU, False, 64),
         ("partitioned", "flat", None, CPU, False, 64),  # no ring of nodes
         ("partitioned", "striped", None, CPU, False, 256),
-        ("partitioned", "auto", None, CUDA, False, 64),
+        ("partitioned", "auto", None, CUDA, False, 256),
+        ("one", "auto", None, CUDA, False, 256),
+        ("auto", "auto", None, CUDA, False, 64),  # most of them are "every"
+        ("auto", "auto", None, CUDA, True, 256),
         ("auto", "auto", 5 << 20, CPU, False, 5),
     ],
 )
