@@ -55,6 +55,7 @@ class Reader {
     return take_here('"');
   }
 
+  // What follows must be a comma or a bracket, so that no further digit, point or exponent is passed over.
   bool number(int64_t& value) {
     skip_space();
     const size_t begin = at_;
@@ -63,8 +64,7 @@ class Reader {
       value = 10 * value + (text_[at_++] - '0');
     }
     const bool leading_zero = at_ - begin > 1 && text_[begin] == '0';
-    return at_ > begin &&
-           !leading_zero; // what follows must be a comma or a bracket, so that no digit, point or exponent is left
+    return at_ > begin && !leading_zero;
   }
 
   bool numbers(std::vector<int64_t>& values) {

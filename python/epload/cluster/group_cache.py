@@ -83,9 +83,8 @@ class GroupCache:
             try:
                 for family in families:
                     ranks = next((ranks for ranks in family if self._rank in ranks and len(ranks) > 1), None)
-                    if (
-                        ranks is not None and (timeout, ranks) not in self._groups
-                    ):  # two families may have one in common
+                    # Two families may have a group in common. A second one of the same ranks would end the first.
+                    if ranks is not None and (timeout, ranks) not in self._groups:
                         made.append(self._make_group(f"{what} {number}", sorted(ranks), timeout, self._like))
                         self._groups[timeout, ranks] = made[-1]
                     number += 1
