@@ -44,6 +44,9 @@ TORCH_LIBRARY(epload, m) {
       "prepare_copies(__torch__.torch.classes.epload.TensorList tensors, int[] which, Tensor copies, int nbytes) -> "
       "__torch__.torch.classes.epload.PreparedCopies");
   m.def(
+      "pack_prepared(Tensor(a!) bucket, __torch__.torch.classes.epload.TensorList tensors, "
+      "__torch__.torch.classes.epload.PreparedCopies copies) -> ()");
+  m.def(
       "unpack_prepared(Tensor bucket, __torch__.torch.classes.epload.TensorList tensors, "
       "__torch__.torch.classes.epload.PreparedCopies copies) -> ()");
   m.def(

@@ -19,11 +19,12 @@ PreparedCopies::PreparedCopies(
       }()) {
 }
 
-void PreparedCopies::unpack(const at::Tensor& bucket, const TensorList& tensors) const {
+void PreparedCopies::check(const char* op, const at::Tensor& bucket) const {
   TORCH_CHECK_VALUE(
       bucket.is_cpu() && bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous() &&
           bucket.numel() == nbytes_,
-      "unpack_prepared: expected the bucket as a contiguous uint8 tensor of ",
+      op,
+      ": expected the bucket as a contiguous uint8 tensor of ",
       nbytes_,
       " bytes on cpu, got ",
       bucket.scalar_type(),
@@ -31,7 +32,17 @@ void PreparedCopies::unpack(const at::Tensor& bucket, const TensorList& tensors)
       bucket.sizes(),
       " on ",
       bucket.device());
-  check_memory("unpack_prepared's bucket", bucket, 0);
+  check_memory(op, bucket, 0);
+}
+
+void PreparedCopies::pack(const at::Tensor& bucket, const TensorList& tensors) const {
+  check("pack_prepared", bucket);
+  regions_.copy(bucket, tensors.memory(which_.of(tensors)), Direction::kPack);
+  mark_written(bucket);
+}
+
+void PreparedCopies::unpack(const at::Tensor& bucket, const TensorList& tensors) const {
+  check("unpack_prepared", bucket);
   const auto which = which_.of(tensors);
   regions_.copy(bucket, tensors.memory(which), Direction::kUnpack);
   tensors.mark_written(which);
@@ -119,6 +130,11 @@ c10::intrusive_ptr<PreparedCopies> prepare_copies(
   return c10::make_intrusive<PreparedCopies>(*tensors, which, copies, nbytes);
 }
 
+void pack_prepared(const at::Tensor& bucket, const List& tensors, const c10::intrusive_ptr<PreparedCopies>& copies) {
+  const at::NoGradGuard no_grad;
+  copies->pack(bucket, *tensors);
+}
+
 void unpack_prepared(const at::Tensor& bucket, const List& tensors, const c10::intrusive_ptr<PreparedCopies>& copies) {
   const at::NoGradGuard no_grad;
   copies->unpack(bucket, *tensors);
@@ -161,6 +177,7 @@ at::Tensor digest_prepared(const List& tensors, const c10::intrusive_ptr<Prepare
 TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
   epload::register_prepared_classes();
   m.impl("prepare_copies", TORCH_FN(epload::prepare_copies));
+  m.impl("pack_prepared", TORCH_FN(epload::pack_prepared));
   m.impl("unpack_prepared", TORCH_FN(epload::unpack_prepared));
   m.impl("prepare_reads", TORCH_FN(epload::prepare_reads));
   m.impl("read_prepared", TORCH_FN(epload::read_prepared));

@@ -23,9 +23,12 @@ class PreparedCopies : public torch::CustomClassHolder {
  public:
   PreparedCopies(const TensorList& tensors, c10::IntArrayRef which, const at::Tensor& copies, int64_t nbytes);
 
+  void pack(const at::Tensor& bucket, const TensorList& tensors) const;
   void unpack(const at::Tensor& bucket, const TensorList& tensors) const;
 
  private:
+  void check(const char* op, const at::Tensor& bucket) const;
+
   Selection which_;
   int64_t nbytes_;
   Regions regions_;

@@ -13,6 +13,9 @@ from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.native.extension import _C
 from epload.native.info import build_info
 from epload.report import LoadReport
+from epload.sync.receiver import WeightReceiver
+from epload.sync.report import SyncReport
+from epload.sync.sender import WeightSender
 
 __version__: str = _C.version
 
@@ -30,7 +33,10 @@ __all__ = [
     "OuterShard",
     "Piece",
     "Pieces",
+    "SyncReport",
     "Topology",
+    "WeightReceiver",
+    "WeightSender",
     "__version__",
     "build_info",
     "coalesced_bcast",

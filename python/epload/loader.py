@@ -15,8 +15,7 @@ from torch import nn
 
 from epload.cluster.membership import uninitialized_warning
 from epload.cluster.single_flight import Call, Refused, exclusive
-from epload.cluster.topology import Topology
-from epload.control.control import DEFAULT_TIMEOUT
+from epload.cluster.topology import Topology, as_timedelta
 from epload.core import garbage_collection, log
 from epload.loading.agreement import Agreement
 from epload.loading.request import Options, Request
@@ -145,11 +144,7 @@ class HierarchicalLoader:
             ValueError, TypeError: an argument is out of range, or of another type.
         """
         log.configure()
-        if timeout is None:
-            timeout = DEFAULT_TIMEOUT
-        if not isinstance(timeout, int | float | timedelta):
-            raise TypeError(f"expected timeout to be a number of seconds or a timedelta, got {timeout!r}")
-        self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        self._timeout = as_timedelta(timeout)
         self.options = Options(readers, algorithm, src, bucket_bytes, verify, direct_io)
         check_stream(stream)
         check_stream(overlap_stream)

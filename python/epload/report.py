@@ -27,53 +27,28 @@ class Phase:
 
 
 @dataclass
-class LoadReport:
-    """The result of a load on one rank."""
+class TransferReport:
+    """What this rank has moved, and how long that took."""
 
-    missing_keys: list[str] = field(default_factory=list)
-    """Names of the model's tensors that the checkpoint does not fill, except those in ``ignored_keys``."""
-    unexpected_keys: list[str] = field(default_factory=list)
-    """Names of the checkpoint's tensors that the model lacks, except those in ``ignored_keys``."""
-    mismatched_keys: list[str] = field(default_factory=list)
-    """Names of the model's tensors that were not filled because their shape differs in the checkpoint."""
-    tied_keys: list[str] = field(default_factory=list)
-    """Names of the checkpoint's tensors that were skipped because another name of the same parameter was loaded."""
-    ignored_keys: list[str] = field(default_factory=list)
-    """Keys that are not an error in a strict load: missing and unexpected keys that the mapping ignores, and entries of a torch
-    file or a state dict that are not tensors, such as ``_extra_state``. Missing tensors among them are initialized."""
-    initialized: list[str] = field(default_factory=list)
-    """Names of the model's tensors that were initialized instead of loaded, e.g. rotary ``inv_freq`` buffers."""
     phases: dict[str, Phase] = field(default_factory=lambda: {name: Phase() for name in PHASES})
     """By name, see ``PHASES``."""
     seconds: float = 0.0
-    """Wall time of the whole load."""
+    """Wall time of the whole operation."""
     nbytes: int = 0
-    """Bytes of the checkpoint's tensors that were loaded, on all ranks together."""
+    """Bytes of the tensors that were moved, on all ranks together."""
     tensors: int = 0
-    """Number of the checkpoint's tensors that were loaded."""
+    """Number of the tensors that were moved."""
     buckets: int = 0
     """Number of buckets that they were packed into."""
     transport_steps: int = 0
     """Number of messages that this rank sent and received, including the manifest's. With ``algorithm="flat"``, number of
     broadcasts that it took part in."""
-    casts: int = 0
-    """Number of the checkpoint's tensors whose dtype was converted."""
     peak_staging: int = 0
     """Bytes of this rank's staging buffers, on the host and on the device together."""
-    readers: str = ""
-    """Which ranks read the checkpoint: ``"one"``, ``"per_node"``, ``"partitioned"`` or ``"every"``."""
-    reason: str = ""
-    """Why these readers and this algorithm were used, if they were chosen by ``"auto"`` or differ from those asked for."""
-    algorithm: str = ""
-    """How buckets were broadcast: ``"two_level"``, ``"striped"`` or ``"flat"``."""
     verify: str = "off"
-    """The ``verify`` option of the load."""
-    topology: str = ""
-    """The topology that the load used, e.g. ``"Topology(4+4 ranks, rank 0)"``: ranks of each node, and this rank."""
+    """The ``verify`` option."""
     warnings: list[str] = field(default_factory=list)
     """Likely mistakes. Each was also issued as a Python warning."""
-    stream: str = ""
-    """The stream of all device work except host-to-device copies; ``""`` for a model on CPU."""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -91,6 +66,37 @@ class LoadReport:
             **{k: v for k, v in vars(self).items() if k != "phases"},
             "phases": {name: vars(phase) for name, phase in self.phases.items()},
         }
+
+
+@dataclass
+class LoadReport(TransferReport):
+    """The result of a load on one rank."""
+
+    missing_keys: list[str] = field(default_factory=list)
+    """Names of the model's tensors that the checkpoint does not fill, except those in ``ignored_keys``."""
+    unexpected_keys: list[str] = field(default_factory=list)
+    """Names of the checkpoint's tensors that the model lacks, except those in ``ignored_keys``."""
+    mismatched_keys: list[str] = field(default_factory=list)
+    """Names of the model's tensors that were not filled because their shape differs in the checkpoint."""
+    tied_keys: list[str] = field(default_factory=list)
+    """Names of the checkpoint's tensors that were skipped because another name of the same parameter was loaded."""
+    ignored_keys: list[str] = field(default_factory=list)
+    """Keys that are not an error in a strict load: missing and unexpected keys that the mapping ignores, and entries of a torch
+    file or a state dict that are not tensors, such as ``_extra_state``. Missing tensors among them are initialized."""
+    initialized: list[str] = field(default_factory=list)
+    """Names of the model's tensors that were initialized instead of loaded, e.g. rotary ``inv_freq`` buffers."""
+    casts: int = 0
+    """Number of the checkpoint's tensors whose dtype was converted."""
+    readers: str = ""
+    """Which ranks read the checkpoint: ``"one"``, ``"per_node"``, ``"partitioned"`` or ``"every"``."""
+    reason: str = ""
+    """Why these readers and this algorithm were used, if they were chosen by ``"auto"`` or differ from those asked for."""
+    algorithm: str = ""
+    """How buckets were broadcast: ``"two_level"``, ``"striped"`` or ``"flat"``."""
+    topology: str = ""
+    """The topology that the load used, e.g. ``"Topology(4+4 ranks, rank 0)"``: ranks of each node, and this rank."""
+    stream: str = ""
+    """The stream of all device work except host-to-device copies; ``""`` for a model on CPU."""
 
     def __str__(self) -> str:
         rate = self.nbytes / self.seconds / 1e9 if self.seconds else 0.0

@@ -186,6 +186,7 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "layouts": lambda s: [s.listed],
     "has_layouts": lambda s: [s.listed, s.layouts],
     "prepare_copies": lambda s: [s.listed, s.which, s.copies, 16],
+    "pack_prepared": lambda s: [s.bucket, s.listed, s.prepared],
     "unpack_prepared": lambda s: [s.bucket, s.listed, s.prepared],
     "prepare_reads": lambda s: [s.listed, s.which, s.copies, s.files, s.offsets, s.origins, 1],
     "read_prepared": lambda s: [s.descriptors, s.listed, s.reads, 2],

@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from epload.cluster.groups import FIRST_POLL, LAST_POLL, Group, abort, dispose
+from epload.cluster.groups import FIRST_POLL, LAST_POLL, Backends, Group, abort, dispose
 from epload.control.control import Control
 from epload.control.watch import Stop
 from epload.core import threads
@@ -25,14 +23,14 @@ _GRACE_SECONDS = 0.5
 class GroupCache:
     """The groups of a topology that this rank is in."""
 
-    def __init__(self, like: dist.ProcessGroup | None, rank: int, control: Control) -> None:
+    def __init__(self, backends: Backends | None, rank: int, control: Control) -> None:
         """
         Args:
-            like: a group with the same backends; None without ``torch.distributed``, when there are no groups.
+            backends: of the groups; None if there are none, as without ``torch.distributed``.
             rank: this process's.
             control: of all ranks of the topology.
         """
-        self._like = like
+        self._backends = backends
         self._rank = rank
         self._control = control
         self._groups: dict[tuple[timedelta, tuple[int, ...]], Group] = {}
@@ -71,7 +69,7 @@ class GroupCache:
         """
         control, timeout = self._control, self._control.timeout
         families = tuple(family for family in families if (timeout, family) not in self._made)
-        if self._like is None or not families:
+        if self._backends is None or not families:
             return
         with control.guard():
             alone = self._agreed != control.position[:2]
@@ -85,7 +83,7 @@ class GroupCache:
                     ranks = next((ranks for ranks in family if self._rank in ranks and len(ranks) > 1), None)
                     # Two families may have a group in common. A second one of the same ranks would end the first.
                     if ranks is not None and (timeout, ranks) not in self._groups:
-                        made.append(self._make_group(f"{what} {number}", sorted(ranks), timeout, self._like))
+                        made.append(self._make_group(f"{what} {number}", sorted(ranks), timeout, self._backends))
                         self._groups[timeout, ranks] = made[-1]
                     number += 1
                 if alone:  # all have made theirs, or all fail: a rank that lacks one would later wait for the others to make it
@@ -106,7 +104,7 @@ class GroupCache:
         self._groups.clear()
         self._made.clear()
 
-    def _make_group(self, name: str, ranks: Sequence[int], timeout: timedelta, like: dist.ProcessGroup) -> Group:
+    def _make_group(self, name: str, ranks: Sequence[int], timeout: timedelta, backends: Backends) -> Group:
         """Raises LoadError if the group cannot be made, RemoteFailure if another rank fails meanwhile."""
         control = self._control
         assert control.store is not None
@@ -115,7 +113,7 @@ class GroupCache:
         prefix = f"group/{name}/{ranks[0]}"
         stop = Stop()
         with control.watch.guards(stop):
-            creation = _Creation(group, PrefixStore(prefix, control.store), self._rank, timeout, like)
+            creation = _Creation(group, PrefixStore(prefix, control.store), self._rank, timeout, backends)
             ended = creation.wait(stop.requested, 1.25 * timeout.total_seconds() + 2)
         control.delete_later(f"{prefix}/{key}" for key in group.keys)
         if not ended or creation.error is not None:
@@ -133,13 +131,13 @@ class GroupCache:
 class _Creation:
     """Makes a group in a thread, as a wait for connections between its members cannot be canceled."""
 
-    def __init__(self, group: Group, store: Store, rank: int, timeout: timedelta, like: dist.ProcessGroup) -> None:
+    def __init__(self, group: Group, store: Store, rank: int, timeout: timedelta, backends: Backends) -> None:
         """Arguments are those of :meth:`Group.make`."""
         self.error: BaseException | None = None
         self._group = group
         self._ended = threading.Event()
-        self._make: Callable[[], None] = lambda: group.make(store, rank, timeout, like)
-        group.device = _current_device(like)
+        self._make: Callable[[], None] = lambda: group.make(store, rank, timeout, backends)
+        group.device = _current_device(backends)
         threads.start("epload-group", self._run)
 
     def _run(self) -> None:
@@ -166,12 +164,11 @@ class _Creation:
         return True
 
 
-def _current_device(like: dist.ProcessGroup) -> int | None:
-    """Index of the calling thread's device if the group has a backend for it, else None."""
-    config = distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(like))).get_device_backend_map()
-    if set(config) == {"cpu"} or not torch.accelerator.is_available():
+def _current_device(backends: Backends) -> int | None:
+    """Index of the calling thread's device if there is a backend for it, else None."""
+    if set(backends) == {"cpu"} or not torch.accelerator.is_available():
         return None
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type not in config or set(map(str, config.values())) == {"gloo"}:
+    if accelerator is None or accelerator.type not in backends or set(backends.values()) == {"gloo"}:
         return None
     return int(torch.accelerator.current_device_index())

@@ -12,7 +12,7 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -78,6 +78,17 @@ class GroupStore(Store):
             pause = min(2 * pause, LAST_POLL)
 
 
+Backends = Mapping[str, str]
+"""The backend for each type of device."""
+
+
+def backends_of(group: dist.ProcessGroup) -> Backends:
+    """Those of a group of ``torch.distributed``."""
+    config = dist.get_backend_config(group)
+    found = distributed_c10d.BackendConfig(dist.Backend(config)).get_device_backend_map()
+    return {str(device): str(backend) for device, backend in found.items()}
+
+
 class Group:
     """A process group that this rank is in."""
 
@@ -95,23 +106,21 @@ class Group:
         self._store: GroupStore | None = None
         self._device_backends: list[Any] = []
 
-    def make(self, store: Store, rank: int, timeout: timedelta, like: dist.ProcessGroup) -> None:
+    def make(self, store: Store, rank: int, timeout: timedelta, backends: Backends) -> None:
         """Blocks until all members have called this. Thread-safe; :meth:`cancel` in another thread ends it early.
 
         Args:
             store: the job's, prefixed for this group alone.
             rank: this process's, one of ``ranks``.
             timeout: of making the group, and of each of its operations.
-            like: a group with the same backends.
+            backends: of the group.
         """
         self._store = GroupStore(store, timeout)
         group = dist.ProcessGroup(PrefixStore("group/", store), self.ranks.index(rank), len(self.ranks))
-        config = dist.get_backend_config(like)
-        backends = distributed_c10d.BackendConfig(dist.Backend(config)).get_device_backend_map()
         made: dict[str, tuple[Any, Any]] = {}
         for device, backend in backends.items():
             if backend not in made:
-                made[backend] = self._make_backend(device, str(backend), store, rank, timeout)
+                made[backend] = self._make_backend(device, backend, store, rank, timeout)
             kind, built = made[backend]
             group._register_backend(torch.device(device), kind, built)
         group._set_default_backend(_default_kind({str(name): kind for name, (kind, _) in made.items()}))

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from epload.cluster.group_cache import GroupCache
+from epload.cluster.groups import backends_of
 from epload.cluster.membership import check_partition, group_equal, machine_identity, membership
 from epload.cluster.rendezvous import rendezvous
 from epload.control.control import DEFAULT_TIMEOUT, Control
@@ -49,7 +50,7 @@ class Topology:
         self.control = control
         self.made_by = threading.current_thread()
         """The thread that made this topology."""
-        self.groups = GroupCache(group, rank, control)
+        self.groups = GroupCache(backends_of(group) if group is not None else None, rank, control)
         self._loaders = 0
         self.stale = False
         """Whether a load has failed of which this rank learned while another load may have used the groups."""
@@ -69,7 +70,7 @@ class Topology:
         if group is None:
             return cls([[rank]], None, rank, Control(None, ranks, rank))
 
-        store, limit = group.get_group_store(), _as_timedelta(timeout)
+        store, limit = group.get_group_store(), as_timedelta(timeout)
         control, nodes = rendezvous(store, ranks, rank, limit, None, machine_identity(), group_equal)
         return cls(nodes, group, rank, control)
 
@@ -125,7 +126,7 @@ class Topology:
                         f"rank {other} has {theirs}"
                     )
 
-        store, limit = group.get_group_store(), _as_timedelta(timeout)
+        store, limit = group.get_group_store(), as_timedelta(timeout)
         # Emulated nodes of one machine are nodes for their control as well.
         within = str(next((number for number, node in enumerate(nodes) if rank in node), ""))
         control, _ = rendezvous(store, ranks, rank, limit, failure, nodes, check_equal, within)
@@ -201,7 +202,10 @@ _default: Topology | None = None
 _default_lock = threading.Lock()
 
 
-def _as_timedelta(timeout: timedelta | float | None) -> timedelta:
+def as_timedelta(timeout: timedelta | float | None) -> timedelta:
+    """A timeout as callers pass it; 30 minutes for None. Raises TypeError if it is of another type."""
     if timeout is None:
         return DEFAULT_TIMEOUT
+    if not isinstance(timeout, int | float | timedelta):
+        raise TypeError(f"expected timeout to be a number of seconds or a timedelta, got {timeout!r}")
     return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -39,6 +40,7 @@ from epload.transport.framing import Framing
 from epload.transport.local import Local
 from epload.transport.movers import SLOWEST, Collective, Mover, Relay
 from epload.transport.sinks import DeviceSink, HostSink, UploadSink
+from epload.transport.sources import CheckpointSource
 
 
 class LoadRun:
@@ -95,7 +97,8 @@ class LoadRun:
             with self._control.watch.guards(self._topology.groups):
                 steps = share(self._request.model, load.missing.holders, self._topology, stream)
             self._report.transport_steps += steps
-        self._framing = Framing(plan, self._topology.rank, load.manifest, self._control, self._options.checksums)
+        names = partial(plan.describe, load.manifest)
+        self._framing = Framing(plan.identity, names, self._topology.rank, self._control, self._options.checksums)
         with progress_bar(plan.nbytes, show_progress) as bar:
             readers, begin = self._choose_readers(bar)
             self._move(self._route(readers), range(begin, len(plan.buckets)), bar, last=True)
@@ -203,20 +206,27 @@ class LoadRun:
             readers = len({*flow.turns} & {*self._topology.node})
             threads = None if load.device == CPU else read_threads(readers)
             checkpoint.configure_reads(self._options.direct_io and not again, threads)
-        context = TransferContext(self._plan, flow, checkpoint, self._framing, self._control, report)
+        source = CheckpointSource(self._plan, checkpoint) if checkpoint is not None else None
+        context = TransferContext(self._plan, flow, source, self._framing, self._control, report)
         if flow.readers == "every":
             # Not memory that the ranks of a node share: each would read buckets of its own into it.
+            assert checkpoint is not None
             buffer = self._memory.buffers[0] if self._memory is not None and not self._memory.shared else None
             if load.device == CPU:
                 groups = group_buckets(buckets, self._plan.owned_by_bucket, direct_read.READ_BYTES, load.per_wave)
-                return direct_read.DirectRead(context, groups, HostSink(self._local, report), buffer)
-            return direct_read.DirectRead(context, self._device_plan().merged(buckets), self._upload_sink(), buffer)
+                return direct_read.DirectRead(context, checkpoint, groups, HostSink(self._local, report), buffer)
+            groups = self._device_plan().merged(buckets)
+            return direct_read.DirectRead(context, checkpoint, groups, self._upload_sink(), buffer)
         if route.on_host:
             return self._through_memory(context, route, make_waves(self._plan, buckets, load.per_wave))
         staging = self._resources.device.staging
         assert staging is not None
         ring = DeviceRing(staging, flow, report, "inter_node" if flow.crosses else "intra_node")
-        mover = Collective(context, ring, route.routes, (staging.stream, staging.node_stream)) if route.routes else None
+        mover = (
+            Collective(context, flow, ring, route.routes, (staging.stream, staging.node_stream))
+            if route.routes
+            else None
+        )
         sink = DeviceSink(self._device_plan(), self._local, self._framing)
         return Engine(context, make_waves(self._plan, buckets), ring, mover, sink)
 
@@ -237,7 +247,7 @@ class LoadRun:
         mover: Mover | None = None
         if flow.rank in flow.relays:
             if flow.algorithm == "flat":
-                mover = Collective(context, ring, route.routes)
+                mover = Collective(context, flow, ring, route.routes)
             else:
                 chunk = flow.chunk_bytes(plan.nbytes, plan.largest, load.per_wave)
                 groups = next(iter(route.routes.values()))

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from collections.abc import Mapping as MappingType
 from typing import Any
+
+import torch
 
 from epload.mapping import operations
 from epload.mapping.mapping import Mapping
@@ -42,6 +45,22 @@ def from_transformers(model: Any) -> Mapping:
         ignore_unexpected=unexpected,
         ignore_missing=missing,
     )
+
+
+def checkpoint_form(
+    model: Any, tensors: MappingType[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> tuple[list[str], list[tuple[int, ...]]]:
+    """Names and shapes of the tensors in the checkpoints that the library saves of a model.
+
+    Args:
+        model: a transformers model without wrappers.
+        tensors: dtype and shape of each of its tensors, by their names without wrappers.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in tensors.items()}
+    saved = revert_weight_conversion(_without_fsdp(model), state)
+    return list(saved), [tuple(tensor.shape) for tensor in saved.values()]
 
 
 def _ignored_patterns(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:

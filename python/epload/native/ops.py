@@ -24,6 +24,7 @@ _tensor_list = torch.ops.epload.tensor_list.default
 _layouts = torch.ops.epload.layouts.default
 _has_layouts = torch.ops.epload.has_layouts.default
 _prepare_copies = torch.ops.epload.prepare_copies.default
+_pack_prepared = torch.ops.epload.pack_prepared.default
 _unpack_prepared = torch.ops.epload.unpack_prepared.default
 _prepare_reads = torch.ops.epload.prepare_reads.default
 _read_prepared = torch.ops.epload.read_prepared.default
@@ -201,6 +202,11 @@ def prepare_copies(tensors: TensorList, which: Sequence[int], copies: Tensor, nb
     """
     prepared: PreparedCopies = _prepare_copies(tensors, which, copies, nbytes)
     return prepared
+
+
+def pack_prepared(bucket: Tensor, tensors: TensorList, copies: PreparedCopies) -> None:
+    """:func:`pack` with the result of :func:`prepare_copies`. Raises as :func:`unpack_prepared` does."""
+    _pack_prepared(bucket, tensors, copies)
 
 
 def unpack_prepared(bucket: Tensor, tensors: TensorList, copies: PreparedCopies) -> None:

@@ -80,6 +80,17 @@ class LoadPlan:
             torch.cat([bucket.origins for bucket in buckets]),
         )
 
+    def identity(self, number: int) -> tuple[int, bytes]:
+        """By which all ranks know a bucket's header: its number, and 16 bytes."""
+        return number, self.fingerprint[:16]
+
+    def describe(self, manifest: Metadata, numbers: Sequence[int]) -> str:
+        """The tensors in some consecutive buckets, and where they are from; for messages."""
+        of = self.slots.tensor
+        first, last = (self.buckets[number].slots for number in (numbers[0], numbers[-1]))
+        ends = dict.fromkeys(manifest.names[of[slot]] for slot in (first[0], last[-1]))
+        return f"{' to '.join(ends)} of {manifest.source}"
+
     @property
     def nbytes(self) -> int:
         """Bytes on the wire towards one rank, headers included."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
+from typing import Protocol
 
 from epload.native.extension import _C
 
@@ -39,6 +40,26 @@ _CHUNK_BYTES = (512 << 10, 16 << 20)
 
 Step = tuple[int, int, int, int, int, int]
 """begin, end (bytes of the wave), from (inter-node group, intra-node group), to (likewise); global ranks, -1 for none."""
+
+
+class Roles(Protocol):
+    """What each rank does with the buckets of a transfer, as seen by ``rank``. :class:`Flow` is that of a load."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def sharers(self) -> tuple[int, ...]: ...
+    @property
+    def relays(self) -> tuple[int, ...]: ...
+    @property
+    def crosses(self) -> bool: ...
+    @property
+    def aborts_collectives(self) -> bool:
+        """Whether an operation that was aborted may still write to a staging buffer."""
+        ...
+
+    def reader(self, bucket: int) -> int: ...
+    def steps(self, buckets: Sequence[tuple[int, int, int]]) -> list[Step]: ...
 
 
 @dataclass(frozen=True)
@@ -110,6 +131,11 @@ class Flow:
     def crosses(self) -> bool:
         """Whether bytes move between nodes."""
         return len(self.nodes) > 1 and self.readers not in ("per_node", "every")
+
+    @property
+    def aborts_collectives(self) -> bool:
+        """Whether an operation that was aborted may still write to a staging buffer: the relay's messages do not."""
+        return self.algorithm == "flat"
 
     @property
     def stripes_multiple(self) -> int:

@@ -23,6 +23,15 @@ class Wave:
     """Offset of each bucket in the staging buffer, bytes."""
     ends: tuple[int, ...]
 
+    @classmethod
+    def of(cls, index: int, numbers: range, nbytes: Sequence[int]) -> Wave:
+        """``nbytes``: of each bucket."""
+        begins, ends = [], [0]
+        for each in nbytes:
+            begins.append(_aligned(ends[-1]))
+            ends.append(begins[-1] + each)
+        return cls(index, numbers, tuple(begins), tuple(ends[1:]))
+
     @property
     def nbytes(self) -> int:
         """Bytes of staging buffer that it takes."""
@@ -34,11 +43,7 @@ def make_waves(plan: LoadPlan, buckets: range, per_wave: int = 1) -> list[Wave]:
     waves = []
     for index, first in enumerate(range(buckets.start, buckets.stop, per_wave)):
         numbers = range(first, min(first + per_wave, buckets.stop))
-        begins, ends = [], [0]
-        for number in numbers:
-            begins.append(_aligned(ends[-1]))
-            ends.append(begins[-1] + plan.buckets[number].nbytes)
-        waves.append(Wave(index, numbers, tuple(begins), tuple(ends[1:])))
+        waves.append(Wave.of(index, numbers, [plan.buckets[number].nbytes for number in numbers]))
     return waves
 
 

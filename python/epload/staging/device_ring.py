@@ -11,7 +11,7 @@ from torch import Tensor
 from epload.errors import LoadError, RemoteFailure
 from epload.planning.schedule import Flow
 from epload.planning.waves import Wave
-from epload.report import LoadReport
+from epload.report import TransferReport
 from epload.staging.affinity import move_thread
 from epload.staging.device import PINNED, DeviceStaging
 
@@ -28,7 +28,7 @@ class DeviceRing:
     lanes = (("read",), ("move", "unpack"))
     in_flight = 2
 
-    def __init__(self, staging: DeviceStaging, flow: Flow, report: LoadReport, phase: str) -> None:
+    def __init__(self, staging: DeviceStaging, flow: Flow, report: TransferReport, phase: str) -> None:
         """``phase``: of the report, that waiting for a bucket from another rank counts as."""
         self._staging = staging
         self._flow = flow

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from epload.control.activity import Activity
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.schedule import Flow
+from epload.planning.schedule import Roles
 from epload.planning.waves import Wave
-from epload.staging.shared_memory import BUFFERS, NodeMemory
+from epload.staging.shared_memory import NodeMemory
 
 _ENDED = 1 << 30
 """The count that a rank posts when it takes no further part."""
@@ -24,7 +24,7 @@ class HostRing:
     in_flight = 1
 
     def __init__(
-        self, memory: NodeMemory, flow: Flow, timeout: timedelta, activity: Activity, waves_before: int = 0
+        self, memory: NodeMemory, flow: Roles, timeout: timedelta, activity: Activity, waves_before: int = 0
     ) -> None:
         """
         Args:
@@ -42,8 +42,7 @@ class HostRing:
         pass
 
     def acquire(self, wave: Wave) -> None:
-        if wave.index >= BUFFERS:
-            count = wave.index + 1 - BUFFERS
+        if (count := wave.index + 1 - len(self._memory.buffers)) > 0:
             self._wait("unpacked", count, self._flow.sharers)
             self._wait("checked", count, self._flow.relays)
 
@@ -52,7 +51,7 @@ class HostRing:
 
     def buffer(self, wave: Wave) -> Tensor:
         """The whole buffer of a wave."""
-        return self._memory.buffers[wave.index % BUFFERS]
+        return self._memory.buffers[wave.index % len(self._memory.buffers)]
 
     read_buffer = bucket
 
@@ -113,7 +112,7 @@ class HostRing:
         return False  # other ranks may still write to it
 
     def abandon(self) -> None:
-        if self._flow.algorithm == "flat":  # a broadcast that was aborted may still write; the relay's messages do not
+        if self._flow.aborts_collectives:
             self._memory.abandon()
 
     def _local_readers(self, wave: Wave) -> list[int]:

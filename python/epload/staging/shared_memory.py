@@ -21,36 +21,46 @@ from epload.control.control import Control
 from epload.staging.board import Board
 
 BUFFERS = 2
-"""Waves under way at most."""
+"""Waves under way at most, unless the memory is to hold all of them."""
 _PAGE = 4096
 _TOKEN_BYTES = 16
 _ABANDONED: list[NodeMemory] = []
 
 
 class NodeMemory:
-    """Two buffers and a board, of one rank alone or of all ranks of a node."""
+    """Staging buffers and a board, of one rank alone or of all ranks of a node."""
 
-    def __init__(self, memory: Tensor, nbytes: int, ranks: Sequence[int], rank: int, shared: bool) -> None:
-        """``memory``: uint8, zeros at first. ``nbytes``: of one buffer. ``shared``: whether every node shares its own."""
+    def __init__(
+        self, memory: Tensor, nbytes: int, ranks: Sequence[int], rank: int, shared: bool, count: int = BUFFERS
+    ) -> None:
+        """
+        Args:
+            memory: uint8, zeros at first.
+            nbytes: of one buffer.
+            shared: whether every node shares its own.
+            count: of buffers.
+        """
         self.shared = shared
         head = _head_bytes(len(ranks))
         self.nbytes = nbytes
         self.ranks = tuple(ranks)
-        self.buffers = [memory[head + i * _rounded(nbytes) :][:nbytes] for i in range(BUFFERS)]
+        self.buffers = [memory[head + i * _rounded(nbytes) :][:nbytes] for i in range(count)]
         words = memory[_TOKEN_BYTES:head].view(torch.int32)[: Board.size(len(ranks))]
         self.board = Board(words, ranks, rank)
 
     @classmethod
-    def private(cls, rank: int, nbytes: int, shared: bool = False) -> NodeMemory:
+    def private(cls, rank: int, nbytes: int, shared: bool = False, count: int = BUFFERS) -> NodeMemory:
         """For one rank alone; ``shared`` if it is all of its node, and the other nodes share theirs."""
-        memory = torch.empty(_total(1, nbytes), dtype=torch.uint8)
+        memory = torch.empty(_total(1, nbytes, count), dtype=torch.uint8)
         memory[: _head_bytes(1)] = 0
-        return cls(memory, nbytes, (rank,), rank, shared)
+        return cls(memory, nbytes, (rank,), rank, shared, count)
 
     @classmethod
-    def for_node(cls, control: Control, nodes: Sequence[Sequence[int]], nbytes: int) -> NodeMemory:
+    def for_node(
+        cls, control: Control, nodes: Sequence[Sequence[int]], nbytes: int, count: int = BUFFERS
+    ) -> NodeMemory:
         """Shared by the node's ranks, or private for every rank of the job if any cannot share. Collective."""
-        with NodeSharing(nodes, control.rank, nbytes) as sharing:
+        with NodeSharing(nodes, control.rank, nbytes, count) as sharing:
             if sharing.trivial:
                 return sharing.finish(True)
             offers = control.settle("sharing memory", None, sharing.offer, collect_offers)
@@ -66,11 +76,11 @@ class NodeSharing:
     """Making a node's memory, in two rounds of all ranks: in the first they exchange :attr:`offer`, in the second what
     :meth:`accept` has returned. A context manager, or :meth:`close` it."""
 
-    def __init__(self, nodes: Sequence[Sequence[int]], rank: int, nbytes: int) -> None:
-        """``nbytes``: of one buffer; equal on all ranks."""
+    def __init__(self, nodes: Sequence[Sequence[int]], rank: int, nbytes: int, count: int = BUFFERS) -> None:
+        """``nbytes``: of one buffer, and ``count`` of buffers; equal on all ranks of a node."""
         self.trivial = all(len(node) == 1 for node in nodes)
         """Whether there is nothing to share, nor to agree on."""
-        self.nbytes = nbytes
+        self.nbytes, self.count = nbytes, count
         self.offer: list[Any] | None = None
         """By which the node's other ranks find the memory that this one has made: process, descriptor, token. For JSON."""
         self._rank = rank
@@ -79,7 +89,7 @@ class NodeSharing:
         self._mapped: mmap.mmap | None = None
         if rank == self._node[0] and len(self._node) > 1:
             with suppress(OSError):  # the others find no offer
-                self._fd, self._mapped, token = _make(_total(len(self._node), nbytes))
+                self._fd, self._mapped, token = _make(_total(len(self._node), nbytes, count))
                 self.offer = [os.getpid(), self._fd, token.hex()]
 
     def accept(self, offers: Mapping[str, list[Any]]) -> bool:
@@ -87,18 +97,18 @@ class NodeSharing:
         made = offers.get(str(self._node[0]))
         if self._mapped is None and made is not None:
             pid, fd, token = made
-            self._mapped = _open(pid, fd, token, _total(len(self._node), self.nbytes))
+            self._mapped = _open(pid, fd, token, _total(len(self._node), self.nbytes, self.count))
         return len(self._node) == 1 or self._mapped is not None
 
     def finish(self, all_fine: bool) -> NodeMemory:
         """Ends the offer: whoever wanted the memory has mapped it. ``all_fine``: whether every rank has accepted."""
         if not all_fine or len(self._node) == 1:
             self.close()
-            return NodeMemory.private(self._rank, self.nbytes, shared=all_fine)
+            return NodeMemory.private(self._rank, self.nbytes, all_fine, self.count)
         assert self._mapped is not None
         memory, self._mapped = torch.frombuffer(self._mapped, dtype=torch.uint8), None
         self.close()
-        return NodeMemory(memory, self.nbytes, self._node, self._rank, True)
+        return NodeMemory(memory, self.nbytes, self._node, self._rank, True, self.count)
 
     def close(self) -> None:
         """Takes back the offer, and drops what was accepted."""
@@ -129,8 +139,8 @@ def _head_bytes(ranks: int) -> int:
     return _rounded(_TOKEN_BYTES + 4 * Board.size(ranks))
 
 
-def _total(ranks: int, nbytes: int) -> int:
-    return _head_bytes(ranks) + BUFFERS * _rounded(nbytes)
+def _total(ranks: int, nbytes: int, count: int) -> int:
+    return _head_bytes(ranks) + count * _rounded(nbytes)
 
 
 def _make(nbytes: int) -> tuple[int, mmap.mmap, bytes]:

@@ -4,33 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from epload.checkpoint.base import Checkpoint
 from epload.control.activity import Activity
 from epload.control.control import Control
-from epload.planning.plan import LoadPlan
-from epload.planning.schedule import Flow
-from epload.report import LoadReport
+from epload.planning.schedule import Roles
+from epload.report import TransferReport
 from epload.transport.framing import Framing
+from epload.transport.sources import BucketSource
+
+
+class MovedBucket(Protocol):
+    """What a transfer needs to know of a bucket of its plan."""
+
+    @property
+    def nbytes(self) -> int:
+        """Header included."""
+        ...
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """What this rank copies it into, if anything."""
+        ...
+
+
+class TransferPlan(Protocol):
+    """The plan of a transfer; of a load, or of an exchange between two jobs."""
+
+    @property
+    def buckets(self) -> Sequence[MovedBucket]: ...
 
 
 @dataclass(frozen=True)
 class TransferContext:
     """One rank's part in moving buckets of one plan."""
 
-    plan: LoadPlan
-    flow: Flow
-    checkpoint: Checkpoint | None
-    """None on a rank that does not read."""
+    plan: TransferPlan
+    flow: Roles
+    source: BucketSource | None
+    """None on a rank that fills no bucket."""
     framing: Framing
     control: Control
     """Where failures are published."""
-    report: LoadReport
+    report: TransferReport
     activity: Activity = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "activity", Activity(self.control))
 
     def read_here(self, numbers: Sequence[int]) -> list[int]:
-        """Positions in ``numbers`` of the buckets that this rank reads."""
+        """Positions in ``numbers`` of the buckets that this rank fills."""
         return [i for i, number in enumerate(numbers) if self.flow.reader(number) == self.flow.rank]

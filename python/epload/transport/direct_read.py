@@ -26,7 +26,12 @@ class DirectRead:
     """Reads some of a plan's buckets. Single use. The same interface as :class:`~epload.transport.engine.Engine`."""
 
     def __init__(
-        self, context: TransferContext, groups: Sequence[range], sink: DirectSink, buffer: Tensor | None
+        self,
+        context: TransferContext,
+        checkpoint: Checkpoint,
+        groups: Sequence[range],
+        sink: DirectSink,
+        buffer: Tensor | None,
     ) -> None:
         """
         Args:
@@ -34,6 +39,7 @@ class DirectRead:
             buffer: host memory for the largest bucket, for a checkpoint that gives whole buckets only; None to make it.
         """
         self._context = context
+        self._checkpoint = checkpoint
         self._groups = groups
         self._sink = sink
         self._buffer = buffer
@@ -79,12 +85,10 @@ class DirectRead:
         return True
 
     def _read_regions(self, numbers: range) -> int | None:
-        checkpoint = self._context.checkpoint
-        assert checkpoint is not None
         try:
-            return self._sink.read(numbers, checkpoint)
+            return self._sink.read(numbers, self._checkpoint)
         except Exception as error:
-            culprits, error = self._locate(numbers, checkpoint, error)
+            culprits, error = self._locate(numbers, self._checkpoint, error)
             raise self._context.framing.describe_failure("read", culprits, error) from error
 
     def _locate(self, numbers: range, checkpoint: Checkpoint, error: Exception) -> tuple[range, Exception]:
@@ -98,19 +102,20 @@ class DirectRead:
 
     def _read_whole(self, numbers: range) -> int:
         """One bucket by way of a buffer, from a checkpoint that cannot read single regions."""
-        assert self._context.checkpoint is not None
+        assert self._context.source is not None
         (number,) = numbers
         plan = self._context.plan
         bucket = plan.buckets[number]
         if not bucket.targets:
             return 0
         if self._buffer is None:
-            self._buffer = torch.empty(plan.largest, dtype=torch.uint8)
+            largest = max(bucket.nbytes for bucket in plan.buckets)
+            self._buffer = torch.empty(largest, dtype=torch.uint8)
         buffer = self._buffer[: bucket.nbytes]
         step = "read"
         try:
             with self._context.report.timed("read"):
-                self._context.checkpoint.fill(buffer, plan.pieces(bucket))
+                self._context.source.fill(number, buffer)
             step = "unpack"
             self._sink.unpack(number, buffer)
         except Exception as error:

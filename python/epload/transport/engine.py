@@ -102,7 +102,7 @@ class Engine:
         steps: dict[str, Step] = {"unpack": self._unpack}
         if self._mover is not None:
             steps["move"] = self._move
-        if self._context.checkpoint is not None:
+        if self._context.source is not None:
             steps["read"] = self._read
         lanes = [[name for name in lane if name in steps] for lane in self._ring.lanes]
         return [(lane[0], partial(self._run_lane, [steps[name] for name in lane])) for lane in lanes if lane]
@@ -137,9 +137,9 @@ class Engine:
     def _fill(self, wave: Wave, i: int) -> None:
         number = wave.numbers[i]
         buffer = self._ring.read_buffer(wave, i)
-        assert self._context.checkpoint is not None
+        assert self._context.source is not None
         with self._context.activity.doing(f"reads bucket {number}"):
-            failure = self._context.framing.fill(number, buffer, self._context.checkpoint)
+            failure = self._context.framing.fill(number, buffer, self._context.source)
         self._read_outcomes[number] = failure
         if failure is not None:
             self._failure = self._failure or failure

@@ -7,21 +7,19 @@ place of data.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.manifest import Manifest
 from epload.control.control import Control
 from epload.errors import CheckpointError, LoadError, RemoteFailure, message_of
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.plan import LoadPlan
+from epload.transport.sources import BucketSource
 
-_HEADER = struct.Struct("<8sIIQQ16s16x")
+_HEADER = struct.Struct("<8sIIQQ16sQ8x")
 _MAGIC = b"epload01"
 STATUS_OK = 0
 STATUS_ABORT = 1
@@ -29,7 +27,7 @@ STATUS_ABORT = 1
 
 @dataclass(frozen=True)
 class BucketHeader:
-    """The first 64 bytes of a bucket: which one it is, of which plan, and whether its sender is well."""
+    """The first 64 bytes of a bucket: which one it is, of which plan and version, and whether its sender is well."""
 
     index: int
     status: int
@@ -38,48 +36,67 @@ class BucketHeader:
     checksum: int
     """Of the bytes that follow; 0 when not computed."""
     fingerprint: bytes
-    """The first 16 bytes of the plan's fingerprint."""
+    """16 bytes of the plan."""
+    version: int = 0
+    """Of the weights, where there are versions."""
 
     def pack(self) -> bytes:
-        return _HEADER.pack(_MAGIC, self.index, self.status, self.nbytes, self.checksum, self.fingerprint)
+        fields = self.index, self.status, self.nbytes, self.checksum, self.fingerprint, self.version
+        return _HEADER.pack(_MAGIC, *fields)
 
     @classmethod
     def unpack(cls, raw: bytes | memoryview) -> BucketHeader:
         """Raises LoadError when these are not the bytes of a header."""
-        magic, index, status, nbytes, checksum, fingerprint = _HEADER.unpack(raw)
+        magic, *fields = _HEADER.unpack(raw)
         if magic != _MAGIC:
             raise LoadError(f"expected a bucket that starts with {_MAGIC!r}, got {magic!r}: the ranks are out of step")
-        return cls(index, status, nbytes, checksum, fingerprint)
+        return cls(*fields)
 
 
 class Framing:
     """The headers of one plan's buckets, as one rank writes and checks them."""
 
-    def __init__(self, plan: LoadPlan, rank: int, manifest: Manifest, control: Control, checked: bool) -> None:
+    def __init__(
+        self,
+        identity: Callable[[int], tuple[int, bytes]],
+        names: Callable[[Sequence[int]], str],
+        rank: int,
+        control: Control,
+        checked: bool,
+        version: int = 0,
+        ends_in_order: bool = True,
+    ) -> None:
         """
         Args:
-            manifest: names what is in a bucket, for messages.
+            identity: index and fingerprint of a bucket's header, equal on all ranks that send or receive it.
+            names: what is in some consecutive buckets, for messages.
             control: where failures are told.
             checked: whether buckets carry a checksum. Equal on all ranks.
+            version: of the weights.
+            ends_in_order: whether all ranks receive a bucket from whoever aborts the transfer. Otherwise a failure is raised, and
+                the ranks are interrupted.
         """
-        self._plan = plan
+        self._identity = identity
+        self.names = names
         self._rank = rank
-        self._manifest = manifest
         self._control = control
         self.checked = checked
-        self._fingerprint = plan.fingerprint[:16]
+        self._version = version
+        self._ends_in_order = ends_in_order
 
-    def fill(self, number: int, buffer: Tensor, checkpoint: Checkpoint) -> LoadError | None:
-        """Reads a bucket into ``buffer`` (uint8 on CPU), or makes it one that tells everybody why there will be no more.
+    def fill(self, number: int, buffer: Tensor, source: BucketSource) -> LoadError | None:
+        """Fills a bucket in ``buffer`` (uint8 on CPU), or makes it one that tells everybody why there will be no more.
 
         Returns what went wrong.
         """
         nbytes = buffer.nbytes - HEADER_BYTES
         status = STATUS_OK
         failure: LoadError | None = self.remote_failure()
+        if failure is not None and not self._ends_in_order:
+            raise failure
         if failure is None:
             try:
-                checkpoint.fill(buffer, self._plan.pieces(self._plan.buckets[number]))
+                source.fill(number, buffer)
             except Exception as error:
                 failure = self.publish_failure("read", [number], error)
         if failure is not None:
@@ -87,7 +104,7 @@ class Framing:
             buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = _bytes(text)
             status, nbytes = STATUS_ABORT, len(text)
         checksum = ops.checksum(buffer[HEADER_BYTES:]) if self.checked else 0
-        buffer[:HEADER_BYTES] = _bytes(BucketHeader(number, status, nbytes, checksum, self._fingerprint).pack())
+        buffer[:HEADER_BYTES] = _bytes(self._header(number, status, nbytes, checksum).pack())
         return failure
 
     def check(self, number: int, header: Tensor, body: Tensor) -> RemoteFailure | None:
@@ -101,10 +118,10 @@ class Framing:
             LoadError: this is not the bucket that was expected.
         """
         found = BucketHeader.unpack(bytes(header.tolist()))
-        if (found.index, found.fingerprint) != (number, self._fingerprint):
+        expected = self._header(number)
+        if (found.index, found.fingerprint, found.version) != (expected.index, expected.fingerprint, self._version):
             raise LoadError(
-                f"rank {self._rank} expected bucket {number} of plan {self._fingerprint.hex()}, "
-                f"got bucket {found.index} of plan {found.fingerprint.hex()}: the ranks are out of step"
+                f"rank {self._rank} expected {_describe(expected)}, got {_describe(found)}: the ranks are out of step"
             )
         if found.status != STATUS_ABORT:
             return None
@@ -112,7 +129,11 @@ class Framing:
 
     def expected(self, number: int) -> Tensor:
         """The header of a bucket that does not abort the transfer, with any length and checksum; uint8 [HEADER_BYTES] on CPU."""
-        return _bytes(BucketHeader(number, STATUS_OK, 0, 0, self._fingerprint).pack())
+        return _bytes(self._header(number).pack())
+
+    def _header(self, number: int, status: int = STATUS_OK, nbytes: int = 0, checksum: int = 0) -> BucketHeader:
+        index, fingerprint = self._identity(number)
+        return BucketHeader(index, status, nbytes, checksum, fingerprint, self._version)
 
     def verify(self, number: int, reader: int, bucket: Tensor) -> None:
         """Raises LoadError when the payload of a bucket (uint8 on CPU) is not what its checksum says."""
@@ -137,23 +158,24 @@ class Framing:
         return failure
 
     def publish_failure(self, what: str, numbers: Sequence[int], error: Exception) -> LoadError:
-        """As :meth:`describe_failure`, and publishes it, so that the readers end the transfer. This rank goes on until then."""
+        """As :meth:`describe_failure`, and publishes it, so that the readers end the transfer. This rank goes on until then.
+        Raises it where transfers do not end in order."""
         failure = self.describe_failure(what, numbers, error)
+        if not self._ends_in_order:
+            raise failure
         self._control.fail(failure, hard=False)
         return failure
-
-    def names(self, numbers: Sequence[int]) -> str:
-        """The tensors in some consecutive buckets, and where they are from."""
-        of = self._plan.slots.tensor
-        first, last = (self._plan.buckets[number].slots for number in (numbers[0], numbers[-1]))
-        ends = dict.fromkeys(self._manifest.names[of[slot]] for slot in (first[0], last[-1]))
-        return f"{' to '.join(ends)} of {self._manifest.source}"
 
 
 def list_numbers(what: str, numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"{what} {numbers[0]}"
     return f"{what}s {', '.join(map(str, numbers))}"
+
+
+def _describe(header: BucketHeader) -> str:
+    version = f" of version {header.version}" if header.version else ""
+    return f"bucket {header.index} of plan {header.fingerprint.hex()}{version}"
 
 
 def _bytes(raw: bytes) -> Tensor:

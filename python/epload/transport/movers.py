@@ -72,6 +72,7 @@ class Collective:
     def __init__(
         self,
         context: TransferContext,
+        flow: Flow,
         ring: Ring,
         routes: Mapping[int, Route],
         streams: tuple[torch.Stream, torch.Stream] | None = None,
@@ -83,13 +84,14 @@ class Collective:
                 a buffer that the other uses.
         """
         self._context = context
+        self._flow = flow
         self._ring = ring
         self._routes = routes
         self._streams = streams
-        self._phase = "inter_node" if context.flow.crosses else "intra_node"
+        self._phase = "inter_node" if flow.crosses else "intra_node"
 
     def move(self, wave: Wave) -> None:
-        flow, report = self._context.flow, self._context.report
+        flow, report = self._flow, self._context.report
         for i, number in enumerate(wave.numbers):
             reader, bucket = flow.reader(number), self._ring.sent(wave, i)
             route = self._routes[reader]
@@ -103,7 +105,7 @@ class Collective:
             report.transport_steps += broadcast_steps(route, flow, bucket.nbytes)
 
     def _broadcast(self, bucket: Tensor, reader: int) -> None:
-        flow, route = self._context.flow, self._routes[reader]
+        flow, route = self._flow, self._routes[reader]
         if self._streams is None or self._streams[0] == self._streams[1]:
             broadcast(bucket, route, flow.algorithm, self._streams[0] if self._streams else None)
             return

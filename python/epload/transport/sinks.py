@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.native.region_tables import Guard
-from epload.report import LoadReport
+from epload.report import TransferReport
 from epload.staging.affinity import near
 from epload.staging.device import PINNED
 from epload.transport.device_plan import DevicePlan, Kept, Pinned
@@ -51,7 +51,7 @@ class DirectSink(Sink, Protocol):
 class HostSink:
     """Tensors on CPU, out of buckets in host memory."""
 
-    def __init__(self, local: Local, report: LoadReport) -> None:
+    def __init__(self, local: Local, report: TransferReport) -> None:
         self._local = local
         self._report = report
 
@@ -109,7 +109,7 @@ class UploadSink:
     link in one copy, and are unpacked on the load's stream.
     """
 
-    def __init__(self, plan: DevicePlan, local: Local, report: LoadReport) -> None:
+    def __init__(self, plan: DevicePlan, local: Local, report: TransferReport) -> None:
         """``plan``: with a staging of at least ``upload_bytes``."""
         self._plan = plan
         self._staging = plan.staging

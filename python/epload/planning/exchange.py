@@ -1,0 +1,389 @@
+"""The plan of a sync: which rank of one job sends which boxes of its tensors to which nodes of others. Pure.
+
+Boxes that one rank sends to the same nodes are a stream, in the order of the tensors. A stream is cut into as many buckets as
+there are waves, one each. Every rank plans only the streams that it sends or its node receives, and all ranks cut these alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epload.core import dtypes
+from epload.core.copy_table import ALIGNMENT, CopyTable
+from epload.core.pieces import Metadata
+from epload.core.placement import Box, intersect, row_major_strides
+from epload.errors import ModelMismatch
+from epload.planning.buckets import HEADER_BYTES
+from epload.planning.cells import Slot, make_slots, merge_boxes
+from epload.planning.schedule import wave_limit
+from epload.planning.shares import NO_PART, Outline, Share
+
+LEAST_SLOT_BYTES, MOST_SLOT_BYTES = 64 << 10, 4 << 20
+"""Limits of what a slot may have at most."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who takes part. Ranks are numbered over both jobs, senders first."""
+
+    sender_nodes: tuple[tuple[int, ...], ...]
+    nodes: tuple[tuple[int, ...], ...]
+    """The receiving nodes. Ranks of a node share memory."""
+
+    @cached_property
+    def senders(self) -> tuple[int, ...]:
+        return tuple(sorted(chain.from_iterable(self.sender_nodes)))
+
+    @cached_property
+    def receivers(self) -> tuple[int, ...]:
+        return tuple(sorted(chain.from_iterable(self.nodes)))
+
+    @cached_property
+    def rails(self) -> int:
+        """How many ranks of each node send or receive over a network card of their own."""
+        return min(map(len, (*self.sender_nodes, *self.nodes)))
+
+    @cached_property
+    def rail_of(self) -> dict[int, int]:
+        """Of each rank; a receiver that is in none takes what others of its node receive."""
+        of_senders = {rank: i % self.rails for node in self.sender_nodes for i, rank in enumerate(node)}
+        return of_senders | {rank: i for node in self.nodes for i, rank in enumerate(node[: self.rails])}
+
+    def rail(self, number: int) -> tuple[int, ...]:
+        """The ranks of one rail, ascending."""
+        return tuple(sorted(rank for rank, rail in self.rail_of.items() if rail == number))
+
+
+class Stream(NamedTuple):
+    """What one rank sends to some nodes."""
+
+    owner: int
+    nodes: tuple[int, ...]
+    """Numbers of nodes, ascending."""
+
+    def path(self, wave: int) -> tuple[int, ...]:
+        """The nodes in the order in which a wave's bucket passes through them: each begins at another one."""
+        first = (wave + self.owner) % len(self.nodes)
+        return self.nodes[first:] + self.nodes[:first]
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangeBucket:
+    """A part of a stream that moves in one wave. ``copies`` and ``targets`` are this rank's."""
+
+    stream: Stream
+    wave: int
+    nbytes: int
+    """Header included."""
+    copies: CopyTable
+    """Of a rank that sends it: out of which local tensors it is packed. Of others: into which it is unpacked."""
+    targets: tuple[int, ...]
+    """Local tensors that the copies count."""
+    tensors: tuple[int, int]
+    """The first and the last tensor that it has boxes of."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangePlan:
+    """What one rank sends, or its node receives, in the order in which it does."""
+
+    buckets: tuple[ExchangeBucket, ...]
+    waves: tuple[range, ...]
+    """Numbers of the buckets of each wave in which there are any."""
+    fingerprint: bytes
+    """32 bytes over everything that the ranks share."""
+    source: str
+    """What the tensors are of; for messages."""
+    names: tuple[str, ...]
+    total: int
+    """Bytes of all tensors, as they move."""
+
+    @property
+    def tensors(self) -> int:
+        """How many there are."""
+        return len(self.names)
+
+    def identity(self, number: int) -> tuple[int, bytes]:
+        """By which a bucket's header is known on the rank that sends it and those that receive it: its wave, and 16 bytes."""
+        bucket = self.buckets[number]
+        text = repr((bucket.stream.owner, bucket.stream.nodes)).encode()
+        return bucket.wave, hashlib.blake2b(text, digest_size=16, key=self.fingerprint).digest()
+
+    def describe(self, numbers: Sequence[int]) -> str:
+        """The tensors in some consecutive buckets, for messages."""
+        ends = self.names[self.buckets[numbers[0]].tensors[0]], self.names[self.buckets[numbers[-1]].tensors[1]]
+        return f"{' to '.join(dict.fromkeys(ends))} of {self.source}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank sends, or its node receives; headers included."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+
+def plan_exchange(
+    manifest: Metadata,
+    members: Members,
+    outlines: Mapping[int, Outline],
+    rank: int,
+    share: Share,
+    wave_bytes: int,
+    options: str = "",
+) -> ExchangePlan:
+    """
+    Args:
+        manifest: the tensors, with the senders' dtypes.
+        outlines: of every rank's share.
+        rank: this process's.
+        share: this rank's.
+        wave_bytes: of all that moves in one wave, at most about so many reach a node.
+        options: anything else on which ranks must agree.
+
+    Raises:
+        ModelMismatch: a receiver wants what no sender has, or has a dtype that the senders' does not convert to.
+    """
+    kinds = _Kinds(manifest, members, outlines)
+    limit = wave_limit(kinds.total, wave_bytes)
+    waves = max(1, -(-kinds.total // limit))
+    most = min(max(limit // len(members.senders), LEAST_SLOT_BYTES), MOST_SLOT_BYTES)
+    slots = kinds.slots(most)
+    rows = _Rows(members, kinds, slots, rank, waves)
+    sends = rank in members.senders
+    copies = _make_copies(kinds, slots, rows, share, sends)
+    buckets = _make_buckets(rows, copies, members, rank, sends)
+    starts = [i for i, bucket in enumerate(buckets) if i == 0 or buckets[i - 1].wave != bucket.wave]
+    digest = hashlib.blake2b(manifest.digest, digest_size=32)
+    digest.update(repr((members, waves, most, options)).encode())
+    for each in sorted(outlines):
+        digest.update(outlines[each].digest.encode())
+    return ExchangePlan(
+        tuple(buckets),
+        tuple(map(range, starts, [*starts[1:], len(buckets)])),
+        digest.digest(),
+        manifest.source,
+        manifest.names,
+        kinds.total,
+    )
+
+
+class _Kinds:
+    """Tensors that every rank divides alike: of one shape and dtype, and in one class of each rank's share."""
+
+    def __init__(self, manifest: Metadata, members: Members, outlines: Mapping[int, Outline]) -> None:
+        self.manifest, self._members, self._outlines = manifest, members, outlines
+        forms: dict[object, int] = {}
+        pairs = zip(manifest.shapes, manifest.dtypes, strict=True)
+        key = torch.tensor([forms.setdefault(pair, len(forms)) for pair in pairs], dtype=torch.int64)
+        for outline in {id(each.class_of): each for each in outlines.values()}.values():
+            key = key * (len(outline.boxes) + 1) + outline.class_of - NO_PART
+            _, key = torch.unique(key, return_inverse=True)
+        self.of = key
+        """int64 [t], of each tensor."""
+        count = int(key.max()) + 1 if len(key) else 0
+        first = torch.full((count,), len(key)).scatter_reduce(0, key, torch.arange(len(key)), "amin")
+        self.first: list[int] = first.tolist()
+        """The first tensor of each kind."""
+        self.class_of = {rank: outline.class_of[first].tolist() for rank, outline in outlines.items()}
+        """For each rank the class of each kind."""
+        self.dtypes = [self._dtype_on_the_way(kind) for kind in range(count)]
+        """In which the tensors of each kind move."""
+
+    @cached_property
+    def total(self) -> int:
+        """Bytes of all tensors, as they move."""
+        counts = torch.bincount(self.of, minlength=len(self.first)).tolist()
+        return sum(n * self.nbytes(kind) for kind, n in enumerate(counts))
+
+    def nbytes(self, kind: int) -> int:
+        shape = self.manifest.shapes[self.first[kind]]
+        return int(torch.Size(shape).numel()) * self.dtypes[kind].itemsize
+
+    def slots(self, limit: int) -> list[list[Slot]]:
+        """Of a tensor of each kind. ``limit``: bytes of a slot."""
+        found = []
+        for kind, first in enumerate(self.first):
+            held = [(rank, self._boxes(rank, kind)) for rank in self._members.senders]
+            wanted = [
+                (number, merge_boxes(chain.from_iterable(self._boxes(rank, kind) for rank in node)))
+                for number, node in enumerate(self._members.nodes)
+            ]
+            slots, lacking = make_slots(self.manifest.shapes[first], self.dtypes[kind].itemsize, held, wanted, limit)
+            if lacking is not None:
+                start, size = lacking
+                raise ModelMismatch(
+                    f"no sender has {self.manifest.names[first]} of {self.manifest.source} from {list(start)} on, of size "
+                    f"{list(size)}, which a receiver wants"
+                )
+            found.append(slots)
+        return found
+
+    def _boxes(self, rank: int, kind: int) -> tuple[Box, ...]:
+        number = self.class_of[rank][kind]
+        return () if number == NO_PART else self._outlines[rank].boxes[number]
+
+    def _dtype_on_the_way(self, kind: int) -> torch.dtype:
+        """That of all receivers, if it is narrower than the senders', which then convert."""
+        source = self.manifest.dtypes[self.first[kind]]
+        wanted = set()
+        for rank in self._members.receivers:
+            if (number := self.class_of[rank][kind]) != NO_PART:
+                wanted.add(self._outlines[rank].dtypes[number])
+        for dtype in wanted:
+            if not dtypes.converts(source, dtype):
+                name = self.manifest.names[self.first[kind]]
+                raise ModelMismatch(
+                    f"{name} is {dtypes.name(source)} in {self.manifest.source}, which a receiver's tensor of "
+                    f"{dtypes.name(dtype)} cannot take"
+                )
+        only = wanted.pop() if len(wanted) == 1 else source
+        return only if only.itemsize < source.itemsize else source
+
+
+class _Rows:
+    """The slots that one rank sends, or its node receives, one entry a slot in each column, ordered by stream."""
+
+    def __init__(self, members: Members, kinds: _Kinds, slots: Sequence[Sequence[Slot]], rank: int, waves: int) -> None:
+        self.slots = flat = list(chain.from_iterable(slots))
+        kind_of_slot = torch.tensor([kind for kind, some in enumerate(slots) for _ in some], dtype=torch.int64)
+        self.kind_of_slot = kind_of_slot
+        node_sets = {nodes: i for i, nodes in enumerate(dict.fromkeys(slot.nodes for slot in flat))}
+        self._node_sets = list(node_sets)
+        node_set = torch.tensor([node_sets[slot.nodes] for slot in flat], dtype=torch.int64)
+        turns = max((len(slot.owners) for slot in flat), default=1)
+        owners = torch.tensor([_cycled(slot.owners, turns) for slot in flat], dtype=torch.int64).reshape(-1, turns)
+        sharers = torch.tensor([len(slot.owners) for slot in flat], dtype=torch.int64)
+        if rank in members.senders:
+            candidates = (owners == rank).any(1).nonzero().flatten()
+        else:
+            mine = next(number for number, node in enumerate(members.nodes) if rank in node)
+            wanted = torch.tensor([mine in nodes for nodes in node_sets], dtype=torch.bool)
+            candidates = wanted[node_set].nonzero().flatten() if flat else node_set
+        # Row r is candidate `within` of the kind of its tensor.
+        count = torch.bincount(kind_of_slot[candidates], minlength=len(slots))
+        each = count[kinds.of]
+        tensor = torch.repeat_interleave(torch.arange(len(kinds.of)), each)
+        within = torch.arange(len(tensor)) - (each.cumsum(0) - each)[tensor]
+        slot = candidates[(count.cumsum(0) - count)[kinds.of[tensor]] + within]
+        owner = owners[slot, tensor % sharers[slot]]
+        if rank in members.senders:
+            sent = owner == rank
+            tensor, slot, owner = tensor[sent], slot[sent], owner[sent]
+        stream = owner * len(node_sets) + node_set[slot]
+        order = torch.argsort(stream, stable=True)
+        self.tensor, self.slot, self.stream = tensor[order], slot[order], stream[order]
+        self._place(kinds, waves)
+
+    def _place(self, kinds: _Kinds, waves: int) -> None:
+        """Where each slot is: which wave's bucket of its stream, and at which offset."""
+        itemsize = torch.tensor([dtype.itemsize for dtype in kinds.dtypes], dtype=torch.int64)
+        elements = torch.tensor([torch.Size(slot.size).numel() for slot in self.slots], dtype=torch.int64)
+        nbytes = (-(-elements * itemsize[self.kind_of_slot] // ALIGNMENT) * ALIGNMENT)[self.slot]
+        ends = nbytes.cumsum(0)
+        streams, of_stream, per_stream = torch.unique_consecutive(self.stream, return_inverse=True, return_counts=True)
+        last = per_stream.cumsum(0) - 1
+        total = ends[last] - torch.cat([ends.new_zeros(1), ends[last][:-1]])[: len(last)]
+        at = ends - nbytes - (ends[last] - total)[of_stream]
+        self.wave = at * waves // total[of_stream]
+        bucket, sizes = torch.unique_consecutive(of_stream * waves + self.wave, return_counts=True)
+        self.ends: list[int] = sizes.cumsum(0).tolist()
+        """Rows of each bucket end before these; buckets are ordered by stream, then wave."""
+        begins = torch.repeat_interleave(at[torch.tensor([0, *self.ends[:-1]])[: len(sizes)]], sizes)
+        self.offset = at - begins + HEADER_BYTES
+        """In the bucket, bytes."""
+        tail = torch.tensor(self.ends, dtype=torch.int64) - 1
+        self.bucket_nbytes: list[int] = (self.offset + nbytes)[tail].tolist()
+        self.bucket_waves: list[int] = (bucket % waves).tolist()
+        numbers = streams[bucket // waves].tolist()
+        sets = len(self._node_sets)
+        self.bucket_streams = [Stream(number // sets, self._node_sets[number % sets]) for number in numbers]
+
+
+def _cycled(values: tuple[int, ...], length: int) -> tuple[int, ...]:
+    """A row of ``length`` numbers that begins with the values."""
+    return values + (-1,) * (length - len(values))
+
+
+def _make_copies(
+    kinds: _Kinds, slots: Sequence[Sequence[Slot]], rows: _Rows, share: Share, sends: bool
+) -> tuple[CopyTable, Tensor]:
+    """This rank's copies of all rows; and for each copy its row."""
+    dims = max((len(part.local_start) for parts in share.classes for part in parts), default=1) or 1
+    table: list[list[int]] = []
+    place: list[int] = []
+    counts = []
+    needed = set(torch.unique(rows.slot).tolist())
+    kind_of_slot = rows.kind_of_slot.tolist()
+    for number, slot in enumerate(rows.slots):
+        kind = kind_of_slot[number]
+        class_of = int(share.class_of[kinds.first[kind]])
+        found = []
+        if number in needed and class_of != NO_PART:
+            found = _copies_of_slot(slot, share, class_of, kinds.dtypes[kind], dims, sends)
+        counts.append(len(found))
+        table += [row for row, _ in found]
+        place += [at for _, at in found]
+    count = torch.tensor(counts, dtype=torch.int64)
+    first = count.cumsum(0) - count
+    each = count[rows.slot]
+    row_of = torch.repeat_interleave(torch.arange(len(rows.slot)), each)
+    within = torch.arange(len(row_of)) - (each.cumsum(0) - each)[row_of]
+    which = first[rows.slot[row_of]] + within
+    copies = CopyTable(torch.tensor(table, dtype=torch.int64).reshape(-1, CopyTable.columns(dims))[which])
+    copies.offset.add_(rows.offset[row_of])
+    places = max(map(len, share.targets), default=0) or 1
+    targets = torch.tensor([_cycled(numbers, places) for numbers in share.targets], dtype=torch.int64)
+    of_place = torch.tensor(place, dtype=torch.int64)[which]
+    copies.target[:] = targets.reshape(-1, places)[rows.tensor[row_of], of_place]
+    return copies, row_of
+
+
+def _copies_of_slot(
+    slot: Slot, share: Share, number: int, dtype: torch.dtype, dims: int, sends: bool
+) -> list[tuple[list[int], int]]:
+    """Copy-table rows between a slot at offset 0 and a rank's parts of its tensor, each with the part's place.
+
+    A rank that sends needs each element once; one that receives fills all its parts.
+    """
+    strides = row_major_strides(slot.size)
+    found = []
+    for part in share.classes[number]:
+        if (shared := intersect((slot.start, slot.size), part.box)) is None:
+            continue
+        local, size = part.within(*shared)
+        steps = sum((a - b) * stride for a, b, stride in zip(shared[0], slot.start, strides, strict=True))
+        fill = [0] * (dims - len(local))
+        row = [0, steps * dtype.itemsize, dtypes.code(dtype), len(local), *local, *fill, *size, *fill]
+        found.append((row + [0 if dim < 0 else strides[dim] for dim in part.dims] + fill, part.place))
+        if sends and shared == (slot.start, slot.size):
+            return found[-1:]
+    return found
+
+
+def _make_buckets(
+    rows: _Rows, made: tuple[CopyTable, Tensor], members: Members, rank: int, sends: bool
+) -> list[ExchangeBucket]:
+    """In the order in which the rank sends them, or its node receives them: first what comes from the sender itself, then what
+    has come by one node, and so on. So nodes that pass buckets on to each other never wait for each other."""
+    copies, row_of = made
+    row_ends = torch.tensor(rows.ends, dtype=torch.int64)
+    copy_ends = [0, *torch.searchsorted(row_of, row_ends).tolist()]
+    mine = None if sends else next(number for number, node in enumerate(members.nodes) if rank in node)
+    ordered = []
+    for i, (stream, wave) in enumerate(zip(rows.bucket_streams, rows.bucket_waves, strict=True)):
+        hops = 0 if mine is None else stream.path(wave).index(mine)
+        ordered.append(((wave, hops, stream), i))
+    begins = [0, *rows.ends[:-1]]
+    buckets = []
+    for (wave, _, stream), i in sorted(ordered):
+        part = copies.select(slice(*copy_ends[i : i + 2])).clone()
+        targets = tuple(part.renumber_targets())
+        tensors = int(rows.tensor[begins[i]]), int(rows.tensor[rows.ends[i] - 1])
+        buckets.append(ExchangeBucket(stream, wave, rows.bucket_nbytes[i], part, targets, tensors))
+    return buckets

@@ -1,0 +1,230 @@
+"""What one rank has, or wants, of the tensors that two jobs share: boxes of them, and where each is in a local tensor. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epload.core import dtypes as dtype_names
+from epload.core.placement import Box, OwnedRegion, owned_parts, owned_regions, row_major_strides
+from epload.core.views import Shape, View
+from epload.mapping.place import Place
+from epload.model.targets import Targets
+
+NO_PART = -1
+"""The class of a tensor of which a rank has nothing."""
+
+
+class Part(NamedTuple):
+    """A box of a tensor, and the box of a local tensor that has the same elements."""
+
+    start: Shape
+    """In the tensor, elements."""
+    size: Shape
+    local_start: Shape
+    """In the local tensor, elements."""
+    dims: tuple[int, ...]
+    """For each dim of the local tensor the dim of the tensor along which it runs; -1 if the box has length 1 in it."""
+    place: int = 0
+    """Which of the tensor's targets the local tensor is, counted among those of the tensor."""
+
+    @property
+    def box(self) -> Box:
+        return self.start, self.size
+
+    def within(self, start: Shape, size: Shape) -> tuple[Shape, Shape]:
+        """Start and size in the local tensor of a box of the tensor that lies in the part."""
+        local_start = tuple(
+            at if dim < 0 else at + start[dim] - self.start[dim]
+            for at, dim in zip(self.local_start, self.dims, strict=True)
+        )
+        return local_start, tuple(1 if dim < 0 else size[dim] for dim in self.dims)
+
+
+def parts_of_view(view: View, shape: Shape, owned: Sequence[OwnedRegion], place: int = 0) -> list[Part]:
+    """The parts of a tensor that a rank has through a view, if it owns some regions of the view's target.
+
+    Args:
+        view: of the tensor, in a target.
+        shape: of the tensor.
+        owned: regions of the target.
+    """
+    found = []
+    for start, size, local in owned_parts((view.start, view.size), owned):
+        steps = sum((a - b) * stride for a, b, stride in zip(start, view.start, view.strides, strict=True))
+        found += [part._replace(place=place) for part in _boxes(view.offset + steps, size, view.strides, local, shape)]
+    return found
+
+
+def _boxes(offset: int, size: Shape, strides: Shape, local: Shape, shape: Shape) -> Iterator[Part]:
+    """The boxes of a row-major tensor that make up a strided region of it. A dim of the region that runs along no dim of the
+    tensor, or past the end of one, is divided."""
+    if 0 in size:
+        return
+    rows = row_major_strides(shape)
+    start = tuple(offset // row % length for row, length in zip(rows, shape, strict=True))
+    extent, dims = [1] * len(shape), [-1] * len(size)
+    for i, (count, stride) in enumerate(zip(size, strides, strict=True)):
+        if count == 1:
+            continue
+        dim = next((d for d, row in enumerate(rows) if row == stride and shape[d] > 1), None)
+        room = 0 if dim is None else shape[dim] - start[dim]
+        if dim is None or room < count:
+            first = max(room, 1)
+            for begin, length in ((0, first), (first, count - first)):
+                yield from _boxes(
+                    offset + begin * stride,
+                    (*size[:i], length, *size[i + 1 :]),
+                    strides,
+                    (*local[:i], local[i] + begin, *local[i + 1 :]),
+                    shape,
+                )
+            return
+        extent[dim], dims[i] = count, dim
+    yield Part(start, tuple(extent), local, tuple(dims))
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """One rank's parts of all tensors. Thousands of tensors are divided alike, so parts are listed by class."""
+
+    class_of: Tensor
+    """int64 [t], the class of each tensor; ``NO_PART`` if the rank has nothing of it."""
+    classes: tuple[tuple[Part, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    """Of the local tensors of each class."""
+    targets: Sequence[tuple[int, ...]]
+    """For each tensor the local tensors that :attr:`Part.place` counts."""
+
+    @cached_property
+    def boxes(self) -> tuple[tuple[Box, ...], ...]:
+        """The distinct boxes of each class."""
+        return tuple(tuple(dict.fromkeys(part.box for part in parts)) for parts in self.classes)
+
+    def outline(self) -> Outline:
+        """What others need to know of it."""
+        return Outline(self.class_of, self.boxes, self.dtypes)
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """A share as others see it: without the local tensors."""
+
+    class_of: Tensor
+    boxes: tuple[tuple[Box, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for two outlines only if they are."""
+        return digest_of("".join(map(digest_of, self.encode())).encode())
+
+    def encode(self) -> tuple[bytes, bytes]:
+        """Compressed: :attr:`class_of`, which is equal on ranks with equal layouts, and the rest."""
+        columns = zlib.compress(self.class_of.to(torch.int32).numpy().tobytes(), 1)
+        rest = json.dumps([self.boxes, [dtype_names.name(dtype) for dtype in self.dtypes]], separators=(",", ":"))
+        return columns, zlib.compress(rest.encode(), 1)
+
+    @classmethod
+    def decode(cls, columns: bytes, rest: bytes) -> Outline:
+        """The inverse of :meth:`encode`."""
+        class_of = torch.frombuffer(bytearray(zlib.decompress(columns)), dtype=torch.int32).to(torch.int64)
+        boxes, names = json.loads(zlib.decompress(rest))
+        as_boxes = tuple(tuple((tuple(start), tuple(size)) for start, size in of_class) for of_class in boxes)
+        return cls(class_of, as_boxes, tuple(map(dtype_names.from_name, names)))
+
+
+def digest_of(content: bytes) -> str:
+    """Names a value by its content."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+class ShareBuilder:
+    """Collects the parts of one rank, tensor by tensor."""
+
+    def __init__(self, tensors: int) -> None:
+        self._class_of = [NO_PART] * tensors
+        self._targets: list[tuple[int, ...]] = [()] * tensors
+        self._numbers: dict[object, int] = {}
+        self._classes: list[tuple[Part, ...]] = []
+        self._dtypes: list[torch.dtype] = []
+
+    def add(
+        self,
+        tensor: int,
+        targets: tuple[int, ...],
+        dtype: torch.dtype,
+        key: object,
+        parts: Callable[[], Sequence[Part]],
+    ) -> None:
+        """
+        Args:
+            tensor: its number.
+            targets: the local tensors that the parts' ``place`` counts.
+            dtype: of the local tensors.
+            key: equal for tensors with equal parts.
+            parts: called once for each key.
+        """
+        key = key, dtype
+        number = self._numbers.get(key)
+        if number is None:
+            made = tuple(parts())
+            number = self._numbers[key] = len(self._classes) if made else NO_PART
+            if made:
+                self._classes.append(made)
+                self._dtypes.append(dtype)
+        if number != NO_PART:
+            self._class_of[tensor], self._targets[tensor] = number, targets
+
+    def build(self) -> Share:
+        class_of = torch.tensor(self._class_of, dtype=torch.int64)
+        return Share(class_of, tuple(self._classes), tuple(self._dtypes), self._targets)
+
+
+def share_of_targets(
+    shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], targets: Targets, placed: Sequence[tuple[Place, ...]]
+) -> Share:
+    """What a rank has of the tensors in a model.
+
+    Args:
+        shapes: of the tensors.
+        dtypes: of the tensors; of a tensor with places of several dtypes, the share has this one.
+        targets: of the model, as they are on this rank.
+        placed: the places of each tensor, as from :func:`epload.mapping.place.place`.
+    """
+    owned = [owned_regions(layout, at) for layout, at in zip(targets.layouts, targets.coordinates, strict=True)]
+    builder = ShareBuilder(len(shapes))
+    for i, places in enumerate(placed):
+        if not places:
+            continue
+        shape, numbers = shapes[i], tuple([targets.index[name] for name, _ in places])
+        views = [(view, targets.layout[number]) for (_, view), number in zip(places, numbers, strict=True)]
+        found = {targets.dtypes[number] for number in numbers}
+
+        def parts(views: list[tuple[View, int]] = views, shape: Shape = shape) -> list[Part]:
+            return [
+                part
+                for place, (view, layout) in enumerate(views)
+                for part in parts_of_view(view, shape, owned[layout], place)
+            ]
+
+        key = tuple([(id(view), layout) for view, layout in views])
+        builder.add(i, numbers, found.pop() if len(found) == 1 else dtypes[i], key, parts)
+    return builder.build()
+
+
+def whole_share(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Share:
+    """The share of a rank that wants all tensors in full; local tensor i is tensor i."""
+    builder = ShareBuilder(len(shapes))
+    for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+        part = Part((0,) * len(shape), shape, (0,) * len(shape), tuple(range(len(shape))))
+        builder.add(i, (i,), dtype, shape, lambda part=part: [part] if 0 not in part.size else [])  # type: ignore[misc]
+    return builder.build()

@@ -1,0 +1,84 @@
+"""The tensors that a sender offers: under which names, and where each is in its model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.manifest import Manifest
+from epload.core.views import View
+from epload.errors import ModelMismatch
+from epload.mapping.mapping import Mapping
+from epload.mapping.place import Place, place
+from epload.mapping.resolve import resolve_mapping
+from epload.mapping.rules import apply_renames
+from epload.mapping.transformers import checkpoint_form
+from epload.mapping.wrappers import unwrap
+from epload.model.targets import Targets
+
+SOURCE = "the sender's model"
+
+
+def catalog(
+    model: nn.Module, targets: Targets, mapping: Mapping | str, names_from: Any
+) -> tuple[Manifest, list[tuple[Place, ...]]]:
+    """The manifest of a model's tensors as its checkpoints have them, and the places of each in the model.
+
+    Args:
+        targets: of the model.
+        mapping: how checkpoint names become regions of the model's tensors; read here in reverse.
+        names_from: a checkpoint whose names and shapes are taken; None to derive them from the mapping.
+
+    Raises:
+        ModelMismatch: a part of a tensor of the model would not be sent.
+        ValueError: the names cannot be derived from the mapping.
+    """
+    dtypes = {name: targets.dtypes[number] for name, number in targets.index.items()}
+    shapes = targets.shapes
+    if names_from is not None:
+        found = Checkpoint.open(names_from).manifest
+        names, sizes = list(found.names), list(found.shapes)
+        rules = resolve_mapping(mapping, model, targets.index, names)
+    else:
+        rules = resolve_mapping(mapping, model, targets.index)
+        own = targets.names
+        bare = apply_renames(rules.aliases, own) if rules.aliases else list(own)
+        names, sizes = bare, [shapes[name] for name in own]
+        if rules.renames or rules.converts:
+            if isinstance(mapping, Mapping):
+                raise ValueError(
+                    "the names under which tensors are sent cannot be derived from a mapping of one's own: pass names_from=, the "
+                    "path of a checkpoint that has them, or mapping='auto'"
+                )
+            like = [(dtypes[name], shapes[name]) for name in own]
+            inner = unwrap(model, targets.index).model
+            names, sizes = checkpoint_form(inner, dict(zip(bare, like, strict=True)))
+    placed = place(rules, names, sizes, shapes)
+    _check_covered(placed, targets)
+    kept = [i for i, places in enumerate(placed) if places]
+    manifest = Manifest(
+        tuple(names[i] for i in kept),
+        tuple(sizes[i] for i in kept),
+        tuple(dtypes[placed[i][0][0]] for i in kept),
+        SOURCE,
+    )
+    return manifest, [placed[i] for i in kept]
+
+
+def _check_covered(placed: Sequence[tuple[Place, ...]], targets: Targets) -> None:
+    """Raises ModelMismatch unless each tensor of the model is sent as a whole or not at all."""
+    views: dict[int, set[View]] = {}
+    for places in placed:
+        for name, view in places:
+            views.setdefault(targets.index[name], set()).add(view)
+    for number, of_target in views.items():
+        expected = prod(targets.layouts[targets.layout[number]].shape)
+        if (count := sum(prod(view.size) for view in of_target)) != expected:
+            raise ModelMismatch(
+                f"{count} of the {expected} elements of {targets.names[number]} have a place in the tensors that would be sent; "
+                "pass names_from=, a checkpoint of this model, or another mapping"
+            )

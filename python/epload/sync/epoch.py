@@ -1,0 +1,332 @@
+"""An epoch: the ranks of both jobs that sync versions together, as long as none of them fails or joins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from epload.checkpoint.manifest import Manifest
+from epload.cluster.group_cache import GroupCache
+from epload.cluster.membership import group_equal
+from epload.cluster.rendezvous import rendezvous
+from epload.cluster.topology import Route
+from epload.control.control import Control
+from epload.core import garbage_collection
+from epload.core.attempt import attempt
+from epload.errors import LoadError
+from epload.planning.exchange import ExchangePlan, Members, plan_exchange
+from epload.planning.schedule import WAVE_BYTES
+from epload.planning.shares import Outline, Share
+from epload.planning.waves import Wave
+from epload.report import progress_bar
+from epload.staging.host_ring import HostRing
+from epload.staging.shared_memory import BUFFERS, NodeMemory
+from epload.sync.lobby import Member
+from epload.sync.report import SyncReport
+from epload.sync.shards import PreparedExchange, Shards
+from epload.sync.store import fetch, publish
+from epload.sync.transfer import ExchangeRoles, ShardSink, ShardSource, exchange_waves
+from epload.transport.context import TransferContext
+from epload.transport.engine import Engine
+from epload.transport.framing import Framing
+from epload.transport.movers import SLOWEST, Mover, Relay
+
+VERIFY = ("off", "buckets", "full")
+_MOST_SHOWN = 8
+"""Engines that one message lists."""
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """Of a sender or a receiver."""
+
+    timeout: timedelta
+    verify: str
+    """One of ``VERIFY``."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if self.verify not in VERIFY:
+            raise ValueError(f"expected verify to be one of {', '.join(VERIFY)}, got {self.verify!r}")
+
+
+@dataclass(frozen=True)
+class Attendee:
+    """One rank of an epoch, as it joins it."""
+
+    rank: int
+    """Senders first, in the order of their job; then receivers."""
+    node: str
+    """Equal on ranks that share a machine's memory, and send or receive together."""
+    sends: bool
+    whole: bool = False
+    """Whether its node keeps a whole version in memory."""
+
+
+@dataclass(eq=False)
+class Epoch:
+    """What stays the same from version to version. Collective over the epoch's ranks: make it, then sync versions."""
+
+    number: int
+    control: Control
+    members: Members
+    plan: ExchangePlan
+    waves: list[Wave]
+    memory: NodeMemory
+    groups: GroupCache
+    legend: str
+    """Says which ranks are whose; for error messages."""
+    prepared: PreparedExchange | None = None
+    _waves_before: int = field(default=0, init=False)
+
+    @property
+    def rank(self) -> int:
+        return self.control.rank
+
+    @property
+    def sends(self) -> bool:
+        return self.rank in self.members.senders
+
+    def sync(
+        self,
+        version: int,
+        tensors: list[Tensor] | None,
+        sink: ShardSink,
+        report: SyncReport,
+        options: SyncOptions,
+        show_progress: bool = False,
+        failure: Exception | None = None,
+    ) -> None:
+        """Sends or receives a version. Collective over the epoch's ranks.
+
+        Args:
+            tensors: to be sent; None on a rank that receives.
+            sink: of a rank that receives, what takes buckets as they arrive.
+            failure: why this rank cannot take part; then nothing moves.
+
+        Raises:
+            LoadError: a rank failed; the same on every rank, none of which counts the version as received.
+        """
+        control = self.control
+        control.begin(options.timeout)
+        try:
+            with control.guard():
+                with report.timed("plan"):
+                    control.settle("getting ready", failure, version, _check_version)
+                self._move(version, tensors, sink, report, options.verify, show_progress)
+                # One key is either this decision or the first failure: the version is whole everywhere, or counts nowhere.
+                control.settle("committing the version", None, last=True)
+        except LoadError as error:
+            raise type(error)(f"{error}\n{self.legend}") from error
+        finally:
+            control.end()
+        report.epoch, report.moved, report.buckets = self.number, self.plan.nbytes, len(self.plan.buckets)
+        report.senders, report.receivers = len(self.members.senders), len(self.members.receivers)
+        report.tensors, report.nbytes = self.plan.tensors, self.plan.total
+        report.peak_staging = sum(buffer.nbytes for buffer in self.memory.buffers)
+
+    def _move(
+        self,
+        version: int,
+        tensors: list[Tensor] | None,
+        sink: ShardSink,
+        report: SyncReport,
+        verify: str,
+        show_progress: bool,
+    ) -> None:
+        control, plan = self.control, self.plan
+        roles = ExchangeRoles(plan, self.members, self.rank)
+        framing = Framing(
+            plan.identity, plan.describe, self.rank, control, verify != "off", version=version, ends_in_order=False
+        )
+        source = ShardSource(self.shards(tensors, verify)) if tensors is not None else None
+        context = TransferContext(plan, roles, source, framing, control, report)
+        largest = max((wave.nbytes for wave in self.waves), default=0)
+        message_timeout = control.timeout + timedelta(seconds=largest / SLOWEST)
+        # The network's limit is over first, and its error says more.
+        wait_timeout = 1.25 * message_timeout + timedelta(seconds=2)
+        ring = HostRing(self.memory, roles, wait_timeout, context.activity, self._waves_before)
+        self._waves_before += len(self.waves)
+        mover: Mover | None = None
+        if self.rank in roles.relays:
+            group = self.groups.name(self.members.rail(self.members.rail_of[self.rank]))
+            words, seconds = self.memory.board.words, message_timeout.total_seconds()
+            mover = Relay(context, ring, Route(self.rank, self.rank, group, ""), roles.chunk_bytes, words, seconds)
+        engine = Engine(context, self.waves, ring, mover, sink)
+        try:
+            with progress_bar(plan.nbytes, show_progress) as bar, control.watch.guards(engine, self.groups):
+                engine.run(bar)
+        except BaseException:
+            if engine.broken:
+                engine.abandon()
+            raise
+
+    def shards(self, tensors: list[Tensor], verify: str) -> Shards:
+        """The tensors of one version. What is prepared for them is kept."""
+        shards = Shards(self.plan, tensors, self.prepared, verify == "full", f"rank {self.rank}")
+        self.prepared = shards.prepared
+        return shards
+
+    def unpack(self, tensors: list[Tensor], verify: str) -> None:
+        """Copies a version out of the node's memory."""
+        shards = self.shards(tensors, verify)
+        for number, bucket in self.staged_buckets():
+            shards.unpack(number, bucket)
+
+    def staged_buckets(self) -> Iterator[tuple[int, Tensor]]:
+        """Each bucket of a version in the node's memory, by its number in the plan."""
+        for wave in self.waves:
+            buffer = self.memory.buffers[wave.index]
+            for number, begin, end in zip(wave.numbers, wave.begins, wave.ends, strict=True):
+                yield number, buffer[begin:end]
+
+    def close(self) -> None:
+        """Ends the epoch on this rank."""
+        self.groups.clear()
+
+
+def form_epoch(
+    store: Store,
+    number: int,
+    ranks: int,
+    me: Attendee,
+    manifest: Manifest,
+    share: Share,
+    failure: Exception | None,
+    options: SyncOptions,
+    legend: str,
+) -> Epoch:
+    """Forms an epoch. Collective over its ranks.
+
+    Args:
+        store: of both jobs.
+        number: of the epoch.
+        ranks: how many it has.
+        share: this rank's of the manifest's tensors.
+        failure: why this rank cannot take part; raised on all.
+        legend: says which ranks are whose.
+
+    Raises:
+        LoadError: a rank cannot take part, or has not come in time; the same on every rank.
+    """
+    outline = share.outline()
+    names = [publish(store, part) for part in outline.encode()]
+    view = [me.node, me.sends, me.whole, *names, options.verify]
+
+    def decide(views: dict[int, Any]) -> list[Any]:
+        verify = {rank: view[5] for rank, view in views.items()}
+        if len(set(verify.values())) > 1:
+            one, other = 0, next(rank for rank in verify if verify[rank] != verify[0])
+            raise ValueError(
+                f"expected the same verify= from sender and receivers, got {verify[one]!r} on rank {one} and "
+                f"{verify[other]!r} on rank {other} ({legend})"
+            )
+        return [views[rank][:5] for rank in sorted(views)]
+
+    control, found = rendezvous(
+        PrefixStore(f"epoch/{number}", store),
+        tuple(range(ranks)),
+        me.rank,
+        options.timeout,
+        failure,
+        view,
+        decide,
+        me.node,
+    )
+    control.begin(options.timeout)
+    try:
+        with control.guard(), garbage_collection.paused():
+            return _form(store, number, control, me, manifest, share, found, legend)
+    finally:
+        control.end()
+
+
+def _form(
+    store: Store,
+    number: int,
+    control: Control,
+    me: Attendee,
+    manifest: Manifest,
+    share: Share,
+    views: Sequence[Sequence[Any]],
+    legend: str,
+) -> Epoch:
+    control.doing = "plans the exchange"
+    members = _members_of(views)
+    outlines, failure = attempt(lambda: _outlines(store, views, control.timeout))
+    plan: ExchangePlan | None = None
+    if outlines is not None:
+        plan, failure = attempt(
+            lambda: plan_exchange(manifest, members, outlines, me.rank, share, WAVE_BYTES, f"version of {number}")
+        )
+    fingerprint = plan.fingerprint.hex() if plan is not None else ""
+    control.settle("planning the exchange", failure, fingerprint, _check_equal)
+    assert plan is not None
+    waves = exchange_waves(plan)
+    groups = GroupCache({"cpu": "gloo"}, me.rank, control)
+    rails = tuple(members.rail(rail) for rail in range(members.rails))
+    groups.make("exchange", rails)
+    count = max(len(waves), 1) if me.whole else BUFFERS
+    nbytes = max((wave.nbytes for wave in waves), default=0)
+    nodes = [(rank,) for rank in members.senders] + list(members.nodes)
+    memory = NodeMemory.for_node(control, nodes, nbytes, count)
+    if not memory.shared:
+        raise LoadError(
+            f"the ranks of a receiving node cannot share memory ({legend}): run them in containers that share process ids, or "
+            "pass each its own node= so that each receives by itself"
+        )
+    return Epoch(number, control, members, plan, waves, memory, groups, legend)
+
+
+def _members_of(views: Sequence[Sequence[Any]]) -> Members:
+    """The nodes of both jobs. A sender's ranks and a receiver's are in different nodes, even on one machine."""
+    of_senders = {rank: view[0] for rank, view in enumerate(views) if view[1]}
+    of_receivers = {rank: view[0] for rank, view in enumerate(views) if not view[1]}
+    return Members(
+        tuple(map(tuple, group_equal(of_senders))),
+        tuple(map(tuple, group_equal(of_receivers))),
+    )
+
+
+def _outlines(store: Store, views: Sequence[Sequence[Any]], timeout: timedelta) -> dict[int, Outline]:
+    """Of every rank. Equal ones are fetched once, and are one object."""
+    columns = {name: fetch(store, name, timeout) for name in dict.fromkeys(view[3] for view in views)}
+    rest = {name: fetch(store, name, timeout) for name in dict.fromkeys(view[4] for view in views)}
+    made: dict[tuple[str, str], Outline] = {}
+    arrays: dict[str, Any] = {}
+    for view in views:
+        if (key := (view[3], view[4])) not in made:
+            outline = Outline.decode(columns[view[3]], rest[view[4]])
+            made[key] = Outline(arrays.setdefault(view[3], outline.class_of), outline.boxes, outline.dtypes)
+    return {rank: made[view[3], view[4]] for rank, view in enumerate(views)}
+
+
+def _check_equal(fingerprints: dict[int, str]) -> None:
+    for rank, fingerprint in fingerprints.items():
+        if fingerprint != fingerprints[0]:
+            raise LoadError(
+                f"ranks 0 and {rank} have planned different exchanges of the same tensors; this is a bug in epload"
+            )
+
+
+def _check_version(versions: dict[int, int]) -> None:
+    for rank, version in versions.items():
+        if version != versions[0]:
+            raise LoadError(
+                f"rank 0 syncs version {versions[0]}, rank {rank} version {version}: the ranks are out of step"
+            )
+
+
+def describe_ranks(senders: int, members: Sequence[Member]) -> str:
+    """Which ranks of an epoch are whose, for error messages."""
+    engines: dict[str, list[int]] = {}
+    for rank, member in enumerate(members, senders):
+        engines.setdefault(member.engine, []).append(rank)
+    listed = [f"{ranks[0]} to {ranks[-1]} engine {engine}'s" for engine, ranks in list(engines.items())[:_MOST_SHOWN]]
+    more = f", and {len(engines) - _MOST_SHOWN} more engines" if len(engines) > _MOST_SHOWN else ""
+    return f"Ranks 0 to {senders - 1} are the sender's, {', '.join(listed)}{more}."

@@ -1,0 +1,309 @@
+"""Who takes part in a sync: receivers join, the sender offers a version, receivers accept, the sender names those that take part.
+
+All of it is in the store of :mod:`epload.sync.store`. A receiver waits without asking; only the sender's first rank, alone, looks
+again and again while it waits for receivers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from epload.control.messages import read_if_set
+from epload.control.waiter import Alarm, Waiter
+from epload.core import threads
+from epload.core.log import logger
+from epload.errors import LoadError, WaitTimeout, message_of
+from epload.sync.store import post
+
+LEASE_SECONDS = 10.0
+"""A receiver that has been silent for so long is dropped."""
+_BEAT_SECONDS = 2.0
+_MOST_SHOWN = 8
+"""Engines that one message lists."""
+_FIRST_POLL, _LAST_POLL, _POLL_SHARE = 0.0005, 0.25, 1 / 8
+"""Seconds between two looks of the sender: limits, and the share of the time waited so far."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A receiving rank."""
+
+    engine: str
+    """Equal on the ranks that commit together."""
+    rank: int
+    """Among the engine's."""
+    size: int
+    """Ranks of the engine."""
+    node: str
+    """Equal on ranks that share a machine's memory."""
+    device: str
+    """That its tensors are on, unique in the cluster; empty for CPU."""
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of engine {self.engine} (process {self.pid} on {self.host})"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A version that the sender has ready."""
+
+    number: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Participants:
+    """The receivers of one epoch, in the order of their ranks."""
+
+    epoch: int
+    members: tuple[Member, ...]
+    manifest: str
+    """Name of the manifest among the store's contents."""
+    senders: int
+    """How many ranks send; theirs come before the receivers'."""
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Participants:
+        return cls(
+            value["epoch"], tuple(Member(**member) for member in value["members"]), value["manifest"], value["senders"]
+        )
+
+
+class Attendance:
+    """A receiver's side. Its thread tells the sender that the process is alive."""
+
+    def __init__(self, store: Store, connect: Callable[[], Store], member: Member) -> None:
+        """``connect``: makes another connection."""
+        self._store = store
+        self._member = member
+        self._alarm = Alarm()
+        self._alarm.open()
+        self._waiter = Waiter(connect(), self._alarm)
+        self._waiter.start()
+        self._beats = connect()
+        self._over = threading.Event()
+        self.number = store.add("members", 1)
+        post(store, f"member/{self.number}", asdict(member))
+        posted = store.add("offers", 0)
+        self._next = posted if posted and read_if_set(store, f"closed/{posted}") is None else posted + 1
+        self._thread = threads.start("epload-lease", self._beat)
+
+    def _beat(self) -> None:
+        count = 0
+        with suppress(RuntimeError):  # the store is lost, which whoever waits for it hears
+            while not self._over.is_set():
+                count += 1
+                self._beats.set(f"alive/{self.number}", str(count))
+                self._over.wait(_BEAT_SECONDS)
+
+    def wait_for_offer(self, timeout: timedelta) -> Offer:
+        """Waits for the next offer, or takes the one that is open.
+
+        Raises:
+            LoadError: the store is lost, or there is no offer within ``timeout``.
+        """
+        number = self._next
+        said = json.loads(self._wait(f"offer/{number}", timeout, "no version was offered"))
+        return Offer(number, said["version"])
+
+    def accept(self, offer: Offer) -> None:
+        """This rank is ready to receive."""
+        with_store = self._store
+        if with_store.add(f"accepted/{offer.number}/{self._member.engine}", 1) == self._member.size:
+            with_store.add(f"accepted/{offer.number}", 1)
+
+    def wait_for_participants(self, offer: Offer, timeout: timedelta) -> Participants | None:
+        """Who takes part; None if this rank came too late for this offer.
+
+        Raises:
+            LoadError: the sender has given up the offer; the store is lost; or nothing was said within ``timeout``.
+        """
+        why = f"version {offer.version} was offered, but the sender did not begin to send it"
+        said = json.loads(self._wait(f"go/{offer.number}", timeout, why))
+        self._next = offer.number + 1
+        if "failed" in said:
+            raise LoadError(said["failed"])
+        found = Participants.from_json(said)
+        return found if self._member in found.members else None
+
+    def _wait(self, key: str, timeout: timedelta, why: str) -> bytes:
+        wait = self._waiter.wait_for([key])
+        until = time.monotonic() + timeout.total_seconds()
+        poll = select.poll()
+        poll.register(self._alarm.fileno(), select.POLLIN)
+        try:
+            while not wait.done:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise WaitTimeout(f"{why} within {timeout.total_seconds():.0f} s")
+                poll.poll(1e3 * min(left, 1.0))
+                self._alarm.clear()
+        finally:
+            wait.given_up = True
+        try:
+            return wait.result()[0]
+        except RuntimeError as error:
+            raise LoadError(
+                f"the sender's store is lost: {message_of(error)}; has the trainer's first rank ended?"
+            ) from error
+
+    def close(self) -> None:
+        """Leaves: the sender drops this rank."""
+        self._over.set()
+        with suppress(RuntimeError):
+            post(self._store, f"left/{self.number}", True)
+        self._waiter.stop()
+        self._alarm.close()
+        self._thread.join()
+
+
+class Lobby:
+    """The side of the sender's first rank."""
+
+    def __init__(self, store: Store, expected: int) -> None:
+        """``expected``: receiving ranks without which nothing is sent at first."""
+        self._store = store
+        self._expected = expected
+        self._members: dict[int, Member] = {}
+        self._seen = 0
+        self._gone: set[int] = set()
+        """Numbers of members that have left, or were dropped."""
+        self._beats: dict[int, tuple[bytes | None, float]] = {}
+        """The last beat of a member, and when it was first seen."""
+        self._required: tuple[str, ...] | None = None
+        """Engines without which no version is sent; None before the first one."""
+        self._offers = 0
+
+    def offer(self, version: int) -> Offer:
+        self._offers += 1
+        post(self._store, f"offer/{self._offers}", {"version": version})
+        self._store.add("offers", 1)
+        return Offer(self._offers, version)
+
+    def gather(self, offer: Offer, timeout: timedelta, check: Callable[[], None]) -> tuple[Member, ...]:
+        """Waits until all engines have accepted that have to: at first so many that their ranks are ``expected``, later those of
+        the version before that are still alive. Returns the ranks of all that have, ordered.
+
+        Args:
+            check: called now and then; may raise.
+
+        Raises:
+            LoadError: they have not within ``timeout``; names them.
+        """
+        began, looked = time.monotonic(), -1.0
+        while True:
+            self._read_new()
+            accepted = self._accepted(offer)
+            waited = time.monotonic() - began
+            if self._enough(accepted):
+                self._required = tuple(accepted)
+                return tuple(member for engine in sorted(accepted) for member in accepted[engine])
+            if waited >= timeout.total_seconds():
+                raise WaitTimeout(self._describe_missing(offer, accepted, timeout))
+            check()
+            if waited - looked >= _BEAT_SECONDS:
+                looked = waited
+                self._drop_silent()
+            time.sleep(min(max(_POLL_SHARE * waited, _FIRST_POLL), _LAST_POLL))
+
+    def close(self, offer: Offer, value: dict[str, Any]) -> None:
+        """Says who takes part in an offer, or why nobody does."""
+        post(self._store, f"closed/{offer.number}", True)
+        post(self._store, f"go/{offer.number}", value)
+
+    def _read_new(self) -> None:
+        count = self._store.add("members", 0)
+        while self._seen < count:
+            value = read_if_set(self._store, f"member/{self._seen + 1}")
+            if value is None:
+                break
+            self._seen += 1
+            self._members[self._seen] = Member(**json.loads(value))
+
+    def _engines(self) -> dict[str, dict[int, int]]:
+        """For each engine the numbers of its members by rank; of a rank that joined again the last."""
+        found: dict[str, dict[int, int]] = {}
+        for number, member in self._members.items():
+            if number not in self._gone:
+                found.setdefault(member.engine, {})[member.rank] = number
+        return found
+
+    def _accepted(self, offer: Offer) -> dict[str, list[Member]]:
+        found = {}
+        if self._store.add(f"accepted/{offer.number}", 0):
+            for engine, numbers in self._engines().items():
+                members = [self._members[number] for _, number in sorted(numbers.items())]
+                if self._store.add(f"accepted/{offer.number}/{engine}", 0) >= members[0].size == len(members):
+                    found[engine] = members
+        return found
+
+    def _enough(self, accepted: dict[str, list[Member]]) -> bool:
+        if self._required is None:
+            return sum(map(len, accepted.values())) >= self._expected
+        engines = self._engines()
+        return bool(accepted) and all(engine in accepted for engine in self._required if engine in engines)
+
+    def _drop_silent(self) -> None:
+        """Drops engines of which a rank has left or is silent."""
+        now = time.monotonic()
+        for engine, numbers in self._engines().items():
+            lost = []
+            for number in numbers.values():
+                beat = read_if_set(self._store, f"alive/{number}")
+                before = self._beats.get(number)
+                if before is None or before[0] != beat:
+                    self._beats[number] = beat, now
+                elif now - before[1] >= LEASE_SECONDS:
+                    lost.append(number)
+                if read_if_set(self._store, f"left/{number}") is not None:
+                    lost.append(number)
+            if lost:
+                self._gone.update(numbers.values())
+                names = ", ".join(str(self._members[number]) for number in sorted(set(lost)))
+                logger.warning(
+                    "engine %s takes part no more: %s left, or was silent for %.0f s", engine, names, LEASE_SECONDS
+                )
+
+    def _describe_missing(self, offer: Offer, accepted: dict[str, list[Member]], timeout: timedelta) -> str:
+        engines = self._engines()
+        lines = []
+        for engine, numbers in list(engines.items())[:_MOST_SHOWN]:
+            if engine not in accepted:
+                size = self._members[next(iter(numbers.values()))].size
+                ready = self._store.add(f"accepted/{offer.number}/{engine}", 0)
+                lines.append(
+                    f"engine {engine}: {len(numbers)} of {size} ranks joined, {ready} called receive_weights()"
+                )
+        ranks = sum(map(len, accepted.values()))
+        wanted = self._expected if self._required is None else "all that are left"
+        return (
+            f"version {offer.version}: {ranks} receiving ranks are ready after {timeout.total_seconds():.0f} s, expected {wanted}"
+            + "".join(f"; {line}" for line in lines)
+        )
+
+
+def this_process(engine: str, rank: int, size: int, node: str, device: str) -> Member:
+    return Member(engine, rank, size, node, device, os.uname().nodename, os.getpid())
+
+
+def check_devices(senders: Sequence[str], members: Sequence[Member]) -> None:
+    """Raises LoadError if a receiver is on a sender's device, which groups of devices cannot join."""
+    for member in members:
+        if member.device and member.device in senders:
+            raise LoadError(
+                f"{member} is on the device of a sending rank ({member.device}), which is not supported; give trainer and engine "
+                "different devices, or keep one of the two models on CPU while weights are sent"
+            )

@@ -1,0 +1,303 @@
+"""WeightReceiver: ranks of an inference or rollout job receive versions of a trainer's weights."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
+
+from epload.checkpoint.manifest import Manifest
+from epload.cluster.membership import local_network
+from epload.cluster.topology import Topology, as_timedelta
+from epload.core import garbage_collection, log
+from epload.core.attempt import attempt
+from epload.errors import LoadError
+from epload.mapping.mapping import Mapping
+from epload.planning.shares import Share
+from epload.sync.epoch import Attendee, Epoch, SyncOptions, describe_ranks, form_epoch
+from epload.sync.lobby import Attendance, Offer, Participants, this_process
+from epload.sync.report import SyncReport
+from epload.sync.store import Address, connect, fetch
+from epload.sync.targets import FullTensors, ModelTarget, Target
+from epload.sync.transfer import ShardSink
+
+STAGES = ("host", "none")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Whose ranks commit together, where ``torch.distributed`` does not say it."""
+
+    name: str
+    """Unique among the engines of a sender."""
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if not self.name or "/" in self.name or not 0 <= self.rank < self.size:
+            raise ValueError(f"expected a name without '/', and a rank below size, got {self}")
+
+
+class WeightReceiver:
+    """Receives the weights of a :class:`WeightSender`, version after version. See docs/sync.md.
+
+    Not thread-safe. As a context manager, or with :meth:`close`, it leaves: the sender goes on without this engine.
+
+    Example::
+
+        with epload.WeightReceiver(model, "trainer0:29600") as receiver:
+            while True:
+                receiver.receive_weights()   # while the old weights generate
+                receiver.commit()            # copies the new ones in
+    """
+
+    def __init__(
+        self,
+        target: nn.Module | None,
+        address: Address,
+        *,
+        mapping: Mapping | str = "auto",
+        strict: bool = True,
+        topology: Topology | None = None,
+        engine: Engine | None = None,
+        node: str = "",
+        timeout: timedelta | float | None = None,
+        stage: str = "host",
+        verify: str = "off",
+        progress: bool = False,
+    ) -> None:
+        """Collective over the engine's ranks; arguments equal on all of them, but for ``target``, ``engine`` and ``node``.
+
+        Args:
+            target: a model with storage: any mix of DTensors and plain tensors. None for :meth:`tensors` alone.
+            address: of the sender. Waits until it is there.
+            mapping: how the sender's names become regions of the model's tensors; see ``HierarchicalLoader.load``.
+            strict: whether tensors that only one of the two jobs has are an error.
+            topology: the ranks of the engine; those of the job if None, or this process alone without ``torch.distributed``.
+            engine: in place of a topology, for ranks that have no process group.
+            node: ranks of a machine with different texts share no memory: each node receives for itself.
+            timeout: seconds (or timedelta) that a receiver waits for a version, or without progress after which a sync has
+                failed; 30 minutes if None.
+            stage: ``"host"``: a version arrives in memory that the ranks of a node share, and :meth:`commit` copies it into the
+                target. ``"none"``: it arrives in the target, which must not be used meanwhile; if that fails, the target is torn.
+            verify: as for :class:`WeightSender`; equal in both jobs.
+            progress: a bar on the engine's first rank when standard error is a terminal.
+
+        Raises:
+            ValueError, TypeError: an argument is out of range, or of another type.
+            LoadError: no sender answers, or it is that of another version of epload.
+        """
+        log.configure()
+        if stage not in STAGES:
+            raise ValueError(f"expected stage to be one of {', '.join(STAGES)}, got {stage!r}")
+        if target is None and stage == "none":
+            raise ValueError(
+                "expected stage='host' without a target: full tensors are made out of the memory for a version"
+            )
+        if engine is not None and topology is not None:
+            raise ValueError("expected topology= or engine=, got both")
+        self._options = SyncOptions(as_timedelta(timeout), verify)
+        self._stage = stage
+        self._target: Target = FullTensors() if target is None else ModelTarget(target, mapping, strict)
+        self._progress = progress
+        if engine is None:
+            engine, node = self._engine_of(topology, node)
+        self.engine = engine
+        self._address = address
+        self._node = f"{engine.name if node else ''} {local_network()} {node} {stage}"
+        self._store: Store = self._connect()
+        member = this_process(engine.name, engine.rank, engine.size, self._node, self._target.device)
+        self._attendance = Attendance(self._store, self._connect, member)
+        self._member = member
+        self._epoch: Epoch | None = None
+        self._manifest: Manifest | None = None
+        self._share: Share | None = None
+        self.version: int | None = None
+        """That the target holds as a whole; None before the first, and while the target is torn."""
+        self.staged: int | None = None
+        """That has arrived, and that :meth:`commit` applies."""
+        self.torn = False
+        """Whether the target may have weights of two versions, after a failure with ``stage="none"``. The next version that is
+        received as a whole mends it."""
+
+    def _connect(self) -> Store:
+        return connect(self._address, self._options.timeout)
+
+    def _engine_of(self, topology: Topology | None, node: str) -> tuple[Engine, str]:
+        if topology is None and not (dist.is_available() and dist.is_initialized()):
+            return Engine(secrets.token_hex(4)), node
+        topology = topology if topology is not None else Topology.default(timeout=self._options.timeout)
+        control, here = topology.control, local_network()
+        control.begin(self._options.timeout)
+        with control.guard():
+            name, machines = control.settle("joining a sync", None, [secrets.token_hex(4), here], _first_name)
+        control.end()
+        # Emulated nodes of one machine are nodes here, too.
+        emulated = any(machines[str(rank)] == here for rank in topology.ranks if rank not in topology.node)
+        number = topology.nodes.index(topology.node)
+        rank, size = topology.ranks.index(topology.rank), len(topology.ranks)
+        return Engine(name, rank, size), node or (str(number) if emulated else "")
+
+    # ---- receiving ----
+
+    def receive_weights(self, version: int | None = None) -> SyncReport:
+        """Waits for the next version and receives it. Collective over the engine's ranks.
+
+        With ``stage="host"``, the target is not touched; a version that was received before and not committed is given up. With
+        ``stage="none"``, the target holds the version when this returns.
+
+        Args:
+            version: the only one that is right; None for the newest, which is the one that the sender offers next.
+
+        Raises:
+            LoadError: a rank of either job failed, the sender offers another version, or none within the timeout; the same on
+                every rank that took part. :attr:`version` is what it was, unless the target is torn.
+        """
+        began = perf_counter()
+        self.staged = None
+        report = SyncReport(version=0, verify=self._options.verify, stage=self._stage)
+        sink = ShardSink(None)
+        try:
+            with report.timed("plan"):
+                offer, participants = self._wait_for_turn()
+                self._join(participants)
+            assert self._epoch is not None
+            report.version = offer.version
+            tensors, failure = attempt(lambda: self._prepare(version, offer))
+            if tensors is not None:
+                sink = ShardSink(self._epoch.shards(tensors, self._options.verify))
+            show = self._progress and self.engine.rank == 0
+            self._epoch.sync(offer.version, None, sink, report, self._options, show, failure)
+        except BaseException:
+            self._drop_epoch()
+            if sink.written:
+                self.torn, self.version = True, None
+            raise
+        if self._stage == "none":
+            self._target.finish()
+            self.version, self.torn = offer.version, False
+        else:
+            self.staged = offer.version
+        report.seconds = perf_counter() - began
+        return report
+
+    def _prepare(self, version: int | None, offer: Offer) -> list[Tensor] | None:
+        """The tensors that are filled as buckets arrive, if any. Raises LoadError if another version was asked for."""
+        if version is not None and version != offer.version:
+            raise LoadError(
+                f"engine {self.engine.name} expected version {version}, but the sender offers {offer.version}"
+            )
+        return self._target.tensors() if self._stage == "none" else None
+
+    def commit(self) -> None:
+        """Copies the version that was received last into the target. Local to this rank; does nothing with ``stage="none"``.
+
+        Raises:
+            ValueError: no version was received since the last commit.
+            LoadError: with ``verify="full"``, the target does not hold what has arrived.
+        """
+        if self._stage == "none":
+            return
+        if self.staged is None or self._epoch is None:
+            raise ValueError("expected a version that was received and not committed; call receive_weights() first")
+        version, self.version = self.version, None
+        self.torn = True
+        try:
+            tensors = self._target.tensors()
+        except BaseException:
+            self.version, self.torn = version, False
+            raise
+        self._epoch.unpack(tensors, self._options.verify)
+        self._target.finish()
+        self.version, self.staged, self.torn = self.staged, None, False
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors of the version that was received last, one after the other, for engines that take nothing else. Counts as
+        its commit once the last one has been taken.
+
+        Raises:
+            ValueError: no version was received since the last commit, or the receiver has a target.
+        """
+        if not isinstance(self._target, FullTensors):
+            raise ValueError("expected a receiver without a target: WeightReceiver(None, address)")
+        if self.staged is None or self._epoch is None:
+            raise ValueError("expected a version that was received and not committed; call receive_weights() first")
+        yield from self._target.assemble(self._epoch)
+        self.version, self.staged = self.staged, None
+
+    def _wait_for_turn(self) -> tuple[Offer, Participants]:
+        """Accepts offers until this rank takes part in one."""
+        while True:
+            offer = self._attendance.wait_for_offer(self._options.timeout)
+            self._attendance.accept(offer)
+            participants = self._attendance.wait_for_participants(offer, self._options.timeout)
+            if participants is not None:
+                break
+            # It came too late for this offer, or was taken for dead: it joins again.
+            self._attendance.close()
+            self._attendance = Attendance(self._store, self._connect, self._member)
+        return offer, participants
+
+    def _join(self, participants: Participants) -> None:
+        if self._epoch is not None and self._epoch.number == participants.epoch:
+            return
+        self._drop_epoch()
+        _, failure = attempt(lambda: self._read(participants.manifest))
+        senders = participants.senders
+        self._epoch = form_epoch(
+            self._store,
+            participants.epoch,
+            senders + len(participants.members),
+            Attendee(senders + participants.members.index(self._member), self._node, False, self._stage == "host"),
+            self._manifest or Manifest((), (), (), ""),
+            self._share or _NOTHING,
+            failure,
+            self._options,
+            describe_ranks(senders, participants.members),
+        )
+
+    def _read(self, manifest: str) -> None:
+        """Makes this rank's share of the sender's tensors."""
+        with garbage_collection.paused():
+            compact = fetch(self._store, manifest, self._options.timeout)
+            self._manifest = Manifest.from_compact(compact, ["the sender's model", None, []])
+            self._share = self._target.share(self._manifest)
+
+    def _drop_epoch(self) -> None:
+        self.staged = None
+        if self._epoch is not None:
+            self._epoch.close()
+            self._epoch = None
+
+    # ---- ending ----
+
+    def close(self) -> None:
+        """Leaves, and frees memory. Not collective. May be called again."""
+        self._drop_epoch()
+        self._attendance.close()
+
+    def __enter__(self) -> WeightReceiver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_NOTHING = Share(torch.zeros(0, dtype=torch.int64), (), (), ())
+
+
+def _first_name(views: dict[int, Any]) -> list[Any]:
+    """A name for the engine, and the machine of each rank."""
+    return [next(iter(views.values()))[0], {str(rank): machine for rank, (_, machine) in views.items()}]

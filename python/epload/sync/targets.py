@@ -1,0 +1,169 @@
+"""What a receiver fills: a model's tensors, or full tensors that an engine takes one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from epload.checkpoint.manifest import Manifest
+from epload.core.copy_table import CopyTable
+from epload.errors import LoadError, ModelMismatch
+from epload.mapping.mapping import Mapping, ignored_keys
+from epload.mapping.place import place
+from epload.mapping.resolve import resolve_mapping
+from epload.model.modules import Modules
+from epload.model.targets import Targets, collect
+from epload.native import ops
+from epload.planning.shares import Share, share_of_targets, whole_share
+from epload.sync.epoch import Epoch
+
+_BATCH_BYTES = 64 << 20
+"""Of full tensors that are made at once."""
+_MOST_SHOWN = 5
+
+
+class Target(Protocol):
+    @property
+    def device(self) -> str:
+        """That it is on, unique in the cluster; empty for CPU."""
+        ...
+
+    def share(self, manifest: Manifest) -> Share:
+        """What this rank wants of the sender's tensors. Raises ModelMismatch if they do not fit."""
+        ...
+
+    def tensors(self) -> list[Tensor]:
+        """The local tensors that the share counts. Raises LoadError if they are not what they were."""
+        ...
+
+    def finish(self) -> None:
+        """After a version was copied into them."""
+        ...
+
+
+class ModelTarget:
+    """The parameters and persistent buffers of a model."""
+
+    device = ""
+
+    def __init__(self, model: nn.Module, mapping: Mapping | str, strict: bool) -> None:
+        self._model = model
+        self._mapping = mapping
+        self._strict = strict
+        self._known: Targets | None = None
+
+    def share(self, manifest: Manifest) -> Share:
+        targets = self._collect()
+        mapping = resolve_mapping(self._mapping, self._model, targets.index, manifest.names)
+        placed = place(mapping, manifest.names, manifest.shapes, targets.shapes)
+        filled = {targets.index[name] for places in placed for name, _ in places}
+        missing = [name for i, name in enumerate(targets.names) if i not in filled]
+        unexpected = [name for name, places in zip(manifest.names, placed, strict=True) if not places]
+        ignored = set(ignored_keys(mapping, manifest.names, missing, unexpected))
+        missing = [name for name in missing if name not in ignored]
+        unexpected = [name for name in unexpected if name not in ignored]
+        if self._strict and (missing or unexpected):
+            parts = [
+                f"{len(names)} {what} ({', '.join(names[:_MOST_SHOWN])}{', ...' * (len(names) > _MOST_SHOWN)})"
+                for what, names in (
+                    ("tensors that only the receiver has", missing),
+                    ("that only the sender has", unexpected),
+                )
+                if names
+            ]
+            raise ModelMismatch(
+                f"the sender's model does not match the receiver's: {'; '.join(parts)}; pass mapping=, or strict=False",
+                missing_keys=missing,
+                unexpected_keys=unexpected,
+            )
+        self._known = targets
+        return share_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
+
+    def tensors(self) -> list[Tensor]:
+        targets = self._collect()
+        if self._known is not None and not targets.matches(self._known):
+            raise LoadError(
+                "the receiver's model has other tensors or layouts than when it joined; make a new WeightReceiver"
+            )
+        return targets.local()
+
+    def finish(self) -> None:
+        pass
+
+    def _collect(self) -> Targets:
+        targets = collect(self._model, modules=Modules(self._model))
+        for name, tensor in zip(targets.names, targets.tensors, strict=True):
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name} is on meta; give the model storage first, for example with to_empty(device='cpu')"
+                )
+        return targets
+
+
+class FullTensors:
+    """All tensors of the sender in full, once in each node's memory."""
+
+    device = ""
+
+    def __init__(self) -> None:
+        self._manifest: Manifest | None = None
+
+    def share(self, manifest: Manifest) -> Share:
+        self._manifest = manifest
+        return whole_share(manifest.shapes, manifest.dtypes)
+
+    def tensors(self) -> list[Tensor]:
+        raise ValueError("a receiver without a target has nothing to commit to: take its tensors()")
+
+    def finish(self) -> None:
+        pass
+
+    def assemble(self, epoch: Epoch) -> Iterator[tuple[str, Tensor]]:
+        """Makes the tensors out of the node's memory, some at a time, in the sender's order."""
+        manifest = self._manifest
+        assert manifest is not None
+        tensor, bucket, rows = _rows_by_tensor(epoch)
+        ends = torch.searchsorted(tensor, torch.arange(len(manifest.names)), right=True).tolist()
+        buffers = dict(epoch.staged_buckets())
+        first = 0
+        for batch in _batches(manifest):
+            made = [torch.empty(manifest.shapes[i], dtype=manifest.dtypes[i]) for i in batch]
+            last = ends[batch[-1]]
+            part, of = rows.select(slice(first, last)), bucket[first:last]
+            for number in torch.unique(of).tolist():
+                some = part.select(of == number)
+                some.target.sub_(batch[0])
+                ops.unpack(buffers[number], made, some.rows)
+            first = last
+            yield from zip((manifest.names[i] for i in batch), made, strict=True)
+
+
+def _rows_by_tensor(epoch: Epoch) -> tuple[Tensor, Tensor, CopyTable]:
+    """The copies of all buckets in the order of tensors, which they count as targets; the tensor and the bucket of each."""
+    tables, buckets = [], []
+    for number, planned in enumerate(epoch.plan.buckets):
+        table = planned.copies.clone()
+        table.target[:] = torch.tensor(planned.targets, dtype=torch.int64)[table.target]
+        tables.append(table)
+        buckets += [number] * len(table)
+    table = CopyTable.concatenate(tables)
+    order = torch.argsort(table.target, stable=True)
+    table = table.select(order)
+    return table.target.clone(), torch.tensor(buckets, dtype=torch.int64)[order], table
+
+
+def _batches(manifest: Manifest) -> Iterator[range]:
+    """Consecutive tensors that are made at once."""
+    first = total = 0
+    for i, (shape, dtype) in enumerate(zip(manifest.shapes, manifest.dtypes, strict=True)):
+        nbytes = prod(shape) * dtype.itemsize
+        if i > first and total + nbytes > _BATCH_BYTES:
+            yield range(first, i)
+            first, total = i, 0
+        total += nbytes
+    if first < len(manifest.names):
+        yield range(first, len(manifest.names))

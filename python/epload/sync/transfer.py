@@ -1,0 +1,111 @@
+"""One version on its way: who passes what to whom, out of the sender's shards, into a node's memory or a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from epload.planning.exchange import ExchangePlan, Members
+from epload.planning.schedule import Step
+from epload.planning.waves import Wave
+from epload.sync.shards import Shards
+
+_CHUNK_BYTES = 1 << 20
+"""Of a message, so that filling a chain of nodes takes little time."""
+_NO_RANK = -1
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangeRoles:
+    """See :class:`~epload.planning.schedule.Roles`."""
+
+    plan: ExchangePlan
+    members: Members
+    rank: int
+
+    crosses = True
+    aborts_collectives = False
+    chunk_bytes = _CHUNK_BYTES
+
+    @property
+    def sends(self) -> bool:
+        return self.rank in self.members.senders
+
+    @cached_property
+    def number(self) -> int:
+        """That of this rank's node among the receiving nodes."""
+        return next(number for number, node in enumerate(self.members.nodes) if self.rank in node)
+
+    @cached_property
+    def sharers(self) -> tuple[int, ...]:
+        return (self.rank,) if self.sends else self.members.nodes[self.number]
+
+    @cached_property
+    def relays(self) -> tuple[int, ...]:
+        return self.sharers[: self.members.rails]
+
+    def reader(self, bucket: int) -> int:
+        """The rank that fills a bucket."""
+        return self.plan.buckets[bucket].stream.owner
+
+    def steps(self, buckets: Sequence[tuple[int, int, int]]) -> list[Step]:
+        """Along each bucket's path, between ranks of the rail that its sender is in."""
+        members = self.members
+        rail = members.rail_of[self.rank]
+        found = []
+        for number, begin, end in buckets:
+            bucket = self.plan.buckets[number]
+            owner, path = bucket.stream.owner, bucket.stream.path(bucket.wave)
+            if members.rail_of[owner] != rail:
+                continue
+            at = -1 if self.sends else path.index(self.number)
+            before = _NO_RANK if self.sends else owner if at == 0 else members.nodes[path[at - 1]][rail]
+            after = members.nodes[path[at + 1]][rail] if at + 1 < len(path) else _NO_RANK
+            found.append((begin, end, before, _NO_RANK, after, _NO_RANK))
+        return found
+
+
+def exchange_waves(plan: ExchangePlan) -> list[Wave]:
+    """A plan's waves with their places in a staging buffer."""
+    return [
+        Wave.of(index, numbers, [plan.buckets[number].nbytes for number in numbers])
+        for index, numbers in enumerate(plan.waves)
+    ]
+
+
+class ShardSource:
+    """Buckets out of the sender's shards. See :class:`~epload.transport.sources.BucketSource`."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+
+    def fill(self, number: int, buffer: Tensor) -> None:
+        self._shards.pack(number, buffer)
+
+
+class ShardSink:
+    """Into the receiver's tensors as buckets arrive, or not yet. See :class:`~epload.transport.sinks.Sink`."""
+
+    def __init__(self, shards: Shards | None) -> None:
+        """``shards``: None to leave buckets where they are, as in the memory for a whole version, or on a rank that sends."""
+        self._shards = shards
+        self.written = False
+        """Whether any tensor may have been changed."""
+
+    def entered(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def guards(self, number: int, bucket: Tensor) -> bool:
+        return False
+
+    def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
+        if self._shards is not None:
+            self.written = True
+            self._shards.unpack(number, bucket)
+
+    def abandon(self) -> None:
+        pass
