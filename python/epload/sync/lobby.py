@@ -117,6 +117,8 @@ class Attendance:
         """
         number = self._next
         said = json.loads(self._wait(f"offer/{number}", timeout, "no version was offered"))
+        if "over" in said:
+            raise LoadError("the sender has been closed, and offers no more versions")
         return Offer(number, said["version"])
 
     def accept(self, offer: Offer) -> None:
@@ -138,6 +140,11 @@ class Attendance:
             raise LoadError(said["failed"])
         found = Participants.from_json(said)
         return found if self._member in found.members else None
+
+    def confirm(self, offer: Offer) -> None:
+        """This rank knows that the version is whole everywhere."""
+        with suppress(RuntimeError):  # the sender has ended meanwhile
+            self._store.add(f"confirmed/{offer.number}", 1)
 
     def _wait(self, key: str, timeout: timedelta, why: str) -> bytes:
         wait = self._waiter.wait_for([key])
@@ -193,6 +200,10 @@ class Lobby:
         self._store.add("offers", 1)
         return Offer(self._offers, version)
 
+    def end(self) -> None:
+        """There will be no more versions: whoever waits for one hears that."""
+        post(self._store, f"offer/{self._offers + 1}", {"over": True})
+
     def gather(self, offer: Offer, timeout: timedelta, check: Callable[[], None]) -> tuple[Member, ...]:
         """Waits until all engines have accepted that have to: at first so many that their ranks are ``expected``, later those of
         the version before that are still alive. Returns the ranks of all that have, ordered.
@@ -218,6 +229,12 @@ class Lobby:
                 looked = waited
                 self._drop_silent()
             time.sleep(min(max(_POLL_SHARE * waited, _FIRST_POLL), _LAST_POLL))
+
+    def wait_for_confirmation(self, offer: Offer, ranks: int) -> None:
+        """Before the store ends: waits a little until so many receivers know how the offer has ended."""
+        until = time.monotonic() + LEASE_SECONDS
+        while self._store.add(f"confirmed/{offer.number}", 0) < ranks and time.monotonic() < until:
+            time.sleep(_LAST_POLL / 10)
 
     def close(self, offer: Offer, value: dict[str, Any]) -> None:
         """Says who takes part in an offer, or why nobody does."""

@@ -183,6 +183,7 @@ class WeightReceiver:
             if sink.written:
                 self.torn, self.version = True, None
             raise
+        self._attendance.confirm(offer)
         if self._stage == "none":
             self._target.finish()
             self.version, self.torn = offer.version, False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from time import perf_counter
@@ -25,7 +26,7 @@ from epload.model.targets import Targets, collect
 from epload.planning.shares import Share, share_of_targets
 from epload.sync.catalog import catalog
 from epload.sync.epoch import Attendee, Epoch, SyncOptions, describe_ranks, form_epoch
-from epload.sync.lobby import Lobby, Member, Participants, check_devices
+from epload.sync.lobby import Lobby, Member, Offer, Participants, check_devices
 from epload.sync.report import SyncReport
 from epload.sync.store import Address, connect, format_address, parse_address, publish, serve
 from epload.sync.transfer import ShardSink
@@ -109,6 +110,10 @@ class WeightSender:
         self._sending: threading.Thread | None = None
         self._sent: SyncReport | Exception | None = None
         self._copies: list[Tensor] = []
+        self._offer: Offer | None = None
+        """The last version, if all receivers have it."""
+        self._offered: Offer | None = None
+        self._closed = False
         self._store = self._open_store(host, port)
         self.address: str = format_address(host, self._store.port)
         """At which receivers find this sender."""
@@ -153,6 +158,8 @@ class WeightSender:
             raise ValueError(f"expected a version after {self._version}, got {version}: versions grow")
         if not wait and self._snapshot != "host":
             raise ValueError("expected snapshot='host' for wait=False: else the model changes while it is sent")
+        if self._closed:
+            raise ValueError("expected an open WeightSender, got one that was closed; make a new one")
         if self._sending is not None:
             raise ValueError("expected wait() to be called before the next version is sent")
         began = perf_counter()
@@ -199,6 +206,7 @@ class WeightSender:
         tensors: list[Tensor] | None,
     ) -> SyncReport:
         try:
+            self._offer = self._offered = None
             with exclusive(Call("send_weights()", self.topology, self, self._made_by), self._options.timeout):
                 with self.topology.control.guard(), report.timed("plan"):
                     participants = self._agree(version, read, failure)
@@ -206,6 +214,7 @@ class WeightSender:
                 self._move(version, participants, read, tensors or read[0].local(), report)
         except Refused as refused:
             raise refused.failure.error() from None
+        self._offer = self._offered
         report.seconds = perf_counter() - began
         return report
 
@@ -287,6 +296,7 @@ class WeightSender:
             self._lobby.close(offer, {"failed": f"the sender gave up version {version}: {message_of(error)}"})
             raise
         self._lobby.close(offer, said)
+        self._offered = offer
         return said
 
     def _devices(self) -> list[str]:
@@ -337,7 +347,18 @@ class WeightSender:
     # ---- ending ----
 
     def close(self) -> None:
-        """Ends the store, and frees memory. Not collective. May be called again."""
+        """Ends the store, and frees memory. Not collective. May be called again.
+
+        The first rank waits up to 10 s until all receivers know that they have the last version, for which they need the store.
+        """
+        if self._sending is not None:
+            self._sending.join()
+        if self._lobby is not None and not self._closed:
+            with suppress(RuntimeError):
+                if self._offer is not None:
+                    self._lobby.wait_for_confirmation(self._offer, len(self._members))
+                self._lobby.end()
+        self._closed = True
         self._drop_epoch()
         self._copies = []
         self._known = None

@@ -1,0 +1,291 @@
+"""What happens to both jobs when a rank of either fails: the culprit is named, and whoever lives holds a whole version."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import epload
+from epload.sync import lobby, store
+from epload.transport.movers import Relay
+from support.jobs import Job, Meeting, run
+from support.synced_models import build, check, write
+
+
+@contextmanager
+def many_waves() -> Any:
+    """Versions take several waves."""
+    with (
+        mock.patch("epload.sync.epoch.WAVE_BYTES", 20_000),
+        mock.patch("epload.planning.schedule.MIN_WAVE_BYTES", 10_000),
+        mock.patch.object(lobby, "LEASE_SECONDS", 2.0),
+        mock.patch.object(lobby, "_BEAT_SECONDS", 0.3),
+    ):
+        yield
+
+
+def at_wave(wave_index: int, act: Callable[[], None]) -> Any:
+    """Acts before a wave is moved."""
+    move = Relay.move
+
+    def moved(self: Relay, wave: Any) -> None:
+        if wave.index == wave_index:
+            act()
+        move(self, wave)
+
+    return mock.patch.object(Relay, "move", moved)
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outcome(step: Callable[[], Any]) -> str:
+    """The error's text, or an empty string."""
+    try:
+        step()
+    except epload.LoadError as error:
+        return str(error)
+    return ""
+
+
+def trainer(rank: int, meeting: Meeting, world: int, receivers: int, versions: int, pauses: dict[int, str]) -> Any:
+    """Sends versions, with before each what it waits to hear. Returns what each raised, and seconds."""
+    with many_waves():
+        model = build("fsdp" if world > 1 else "plain", world)
+        found = []
+        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=20) as sender:
+            meeting.say(f"address-{rank}", sender.address)
+            for version in range(1, versions + 1):
+                if version in pauses:
+                    meeting.hear(pauses[version])
+                write(model, version)
+                began = time.monotonic()
+                found.append((outcome(lambda v=version: sender.send_weights(v)), time.monotonic() - began))  # type: ignore[misc]
+                if rank == 0:
+                    meeting.say(f"tried-{version}")
+            meeting.say(f"over-{rank}")
+        return found
+
+
+def engine(
+    rank: int, meeting: Meeting, name: str, world: int, plan: list[Any], stage: str = "host", act: Any = None
+) -> Any:
+    """``plan``: for each call what it does, "" for an ordinary one. Returns what each raised and the version then."""
+    with many_waves():
+        model = build("tp0" if world > 1 else "plain", world)
+        found = []
+        with epload.WeightReceiver(model, meeting.hear("address-0"), timeout=20, stage=stage) as receiver:
+            meeting.say(f"{name}-{rank}-joined")
+            for step in plan:
+                if step == "die waiting":
+                    meeting.say(f"{name}-{rank}-dies")
+                    kill_self()
+                with at_wave(1, kill_self if step == "die" else fail if step == "fail" else nothing):
+                    text = outcome(receiver.receive_weights)
+                if not text:
+                    receiver.commit()
+                if receiver.version is not None and not receiver.torn:
+                    check(model, receiver.version)
+                found.append((text, receiver.version, receiver.torn))
+            meeting.hear("over-0")
+        return found
+
+
+def nothing() -> None:
+    pass
+
+
+def fail() -> None:
+    raise RuntimeError("a broken receiver")
+
+
+def test_a_receiver_that_is_killed_is_named_and_the_others_go_on() -> None:
+    sent, left, _ = run(
+        [
+            Job(2, trainer, (2, 2, 3, {})),
+            Job(1, engine, ("a", 1, ["", "", ""])),
+            Job(1, engine, ("b", 1, ["", "die"]), dying=(0,)),
+        ]
+    )
+    assert [bool(text) for text, _ in sent[0]] == [False, True, False]
+    assert "has exited" in sent[0][1][0]
+    assert "engine" in sent[0][1][0]
+    assert sent[0][1][0] == sent[1][1][0] == left[0][1][0]
+    assert [version for _, version, _ in left[0]] == [1, 1, 3]
+    assert sent[0][1][1] < 10
+
+
+def test_a_receiver_that_dies_between_versions_is_left_out() -> None:
+    sent, left, _ = run(
+        [
+            Job(1, trainer, (1, 2, 2, {2: "b-0-dies"})),
+            Job(1, engine, ("a", 1, ["", ""])),
+            Job(1, engine, ("b", 1, ["", "die waiting"]), dying=(0,)),
+        ]
+    )
+    assert [text for text, _ in sent[0]] == ["", ""]
+    assert [(text, version) for text, version, _ in left[0]] == [("", 1), ("", 2)]
+
+
+def late(rank: int, meeting: Meeting) -> Any:
+    meeting.hear("tried-1")
+    return engine(rank, meeting, "late", 2, [""])
+
+
+def test_a_receiver_that_joins_late_takes_part_from_the_next_version_on() -> None:
+    sent, first, second = run(
+        [
+            Job(1, trainer, (1, 1, 2, {2: "late-1-joined"})),
+            Job(1, engine, ("a", 1, ["", ""])),
+            Job(2, late),
+        ]
+    )
+    assert [text for text, _ in sent[0]] == ["", ""]
+    assert [version for _, version, _ in first[0]] == [1, 2]
+    assert {version for _, version, _ in second[0] + second[1]} <= {2}
+
+
+def dying_trainer(rank: int, meeting: Meeting) -> Any:
+    with many_waves():
+        model = build("fsdp", 2)
+        sender = epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20)
+        meeting.say(f"address-{rank}", sender.address)
+        write(model, 1)
+        sender.send_weights(1)
+        write(model, 2)
+        with at_wave(1, kill_self if rank == 1 else nothing):
+            text = outcome(lambda: sender.send_weights(2))
+        meeting.say(f"over-{rank}")
+        sender.close()
+        return text
+
+
+@pytest.mark.parametrize("stage", ["host", "none"])
+def test_a_trainer_that_is_killed_leaves_the_version_before(stage: str) -> None:
+    sent, left = run([Job(2, dying_trainer, dying=(1,)), Job(1, engine, ("a", 1, ["", ""], stage))])
+    (_, version, torn) = left[0][1]
+    assert "rank 1 has exited" in sent[0]
+    assert left[0][1][0] == sent[0]
+    assert (version, torn) == ((1, False) if stage == "host" else (None, True))
+
+
+def test_a_torn_receiver_is_mended_by_the_next_version() -> None:
+    sent, left = run([Job(1, trainer, (1, 1, 3, {})), Job(1, engine, ("a", 1, ["", "fail", ""], "none"))])
+    assert "a broken receiver" in sent[0][1][0]
+    assert [(version, torn) for _, version, torn in left[0]] == [(1, False), (None, True), (3, False)]
+
+
+def asks(rank: int, meeting: Meeting, kind: str) -> str:
+    options: dict[str, Any] = {"verify": "full"} if kind == "verify" else {}
+    model = build("plain", 1)
+    if kind == "shape":
+        model.head = torch.nn.Parameter(torch.zeros(4, 4))
+    if kind == "names":
+        model.extra = torch.nn.Parameter(torch.zeros(4))
+    with many_waves(), epload.WeightReceiver(model, meeting.hear("address-0"), timeout=20, **options) as receiver:
+        text = outcome(lambda: receiver.receive_weights(7 if kind == "version" else None))
+        check_untouched = all(not parameter.any() for parameter in model.parameters())
+        assert check_untouched
+        meeting.hear("over-0")
+        return text
+
+
+def refused_trainer(rank: int, meeting: Meeting) -> str:
+    with many_waves():
+        model = build("plain", 1)
+        write(model, 1)
+        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20) as sender:
+            meeting.say("address-0", sender.address)
+            try:
+                sender.send_weights(1)
+                return ""
+            except (epload.LoadError, ValueError) as error:
+                return str(error)
+            finally:
+                meeting.say("over-0")
+
+
+def asks_any(rank: int, meeting: Meeting, kind: str) -> str:
+    try:
+        return asks(rank, meeting, kind)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("version", "expected version 7, but the sender offers 1"),
+        ("shape", r"head has shape \[16, 41\]"),
+        ("names", r"tensors that only the receiver has \(extra\)"),
+        ("verify", "expected the same verify="),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_both_jobs(kind: str, expected: str) -> None:
+    (sent,), (received,) = run([Job(1, refused_trainer), Job(1, asks_any, (kind,))])
+    for text in (sent, received):
+        assert re.search(expected, text), text
+
+
+def test_receivers_that_do_not_come_are_counted() -> None:
+    def alone() -> str:
+        model = build("plain", 1)
+        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=3, timeout=1) as sender:
+            return outcome(lambda: sender.send_weights(1))
+
+    assert "0 receiving ranks are ready after 1 s, expected 3" in alone()
+
+
+def test_a_port_in_use_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(epload.LoadError, match=f"cannot serve 127.0.0.1:{port}"):
+            epload.WeightSender(build("plain", 1), ("127.0.0.1", port), receivers=1, timeout=2)
+
+
+def test_another_version_of_epload_is_refused() -> None:
+    with (
+        epload.WeightSender(build("plain", 1), ("127.0.0.1", 0), receivers=1, timeout=2) as sender,
+        mock.patch.object(store, "PROTOCOL", store.PROTOCOL + 1),
+        pytest.raises(epload.LoadError, match="install the same version in both jobs"),
+    ):
+        epload.WeightReceiver(build("plain", 1), sender.address, timeout=2)
+
+
+def test_no_sender_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(epload.LoadError, match="no sender answers"):
+        epload.WeightReceiver(build("plain", 1), ("127.0.0.1", port), timeout=0.5)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("trainer0:29600", ("trainer0", 29600)),
+        ("[::1]:29600", ("::1", 29600)),
+        ("10.0.0.1:1", ("10.0.0.1", 1)),
+        (("::1", 29600), ("::1", 29600)),
+    ],
+)
+def test_addresses(address: Any, expected: tuple[str, int]) -> None:
+    assert store.parse_address(address) == expected
+
+
+@pytest.mark.parametrize(
+    "address", ["::1:29500", "trainer0", "trainer0:", ":29600", "a:b", "a:-1", "a:65536", ("a", 70000)]
+)
+def test_addresses_that_say_nothing_are_refused(address: Any) -> None:
+    with pytest.raises(ValueError, match="expected an address such as"):
+        store.parse_address(address)
