@@ -24,7 +24,7 @@ OLDEST ?= torch==2.11.0
 NEWEST ?= torch==2.15.0
 TORCH_NPU ?= torch-npu==2.13.0
 
-.PHONY: help build test test-smoke test-oldest test-newest test-npu lint format demo chaos census fuzz replaced sanitize bench bench-quick bench-net bench-net-quick bench-control bench-cold simulate gpu-check clean
+.PHONY: help build test test-smoke test-oldest test-newest test-npu lint format demo demo-sync chaos census fuzz replaced sanitize bench bench-quick bench-net bench-net-quick bench-control bench-cold simulate gpu-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -84,6 +84,9 @@ format: $(VENV)/ready ## format the sources and apply lint fixes
 
 demo: build ## load a Mixture-of-Experts checkpoint over two emulated nodes
 	$(RUN)/python examples/demo.py
+
+demo-sync: build ## sync a trainer's weights into a tensor-parallel engine of another job, after each of three steps
+	$(RUN)/python examples/demo_sync.py
 
 chaos: build ## inject FAULTS=300 seeded faults, starting at SEED=0, on 4 ranks and check each outcome; LINKS=1 shapes the links (root)
 	$(CAMPAIGN).chaos --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS) $(if $(LINKS),--links)
