@@ -51,9 +51,8 @@ def main(folder: Path) -> None:
 
     with epload.WeightReceiver(model, address_in(folder), timeout=60) as receiver:
         for version in range(1, STEPS + 1):
-            report = (
-                receiver.receive_weights()
-            )  # into host memory; until commit() the model may go on with the old weights
+            # Into host memory: until commit(), the model may go on with the old weights.
+            report = receiver.receive_weights()
             began = time.perf_counter()
             receiver.commit()
             seconds = time.perf_counter() - began
@@ -62,16 +61,15 @@ def main(folder: Path) -> None:
             with torch.no_grad():
                 logits = model(prompt()).logits
             off = (logits - expected["logits"]).abs().max().item()
-            found = [receiver.version, same_shards(model, expected["weights"]), off]
+            found = [receiver.version == version, same_shards(model, expected["weights"]), off <= 1e-5]
             of_ranks = [found] * dist.get_world_size()
             dist.all_gather_object(of_ranks, found)
-            fine = all(number == version and same and off <= 1e-5 for number, same, off in of_ranks)
-            failed = failed or not fine
+            failed = failed or not all(map(all, of_ranks))
             if rank == 0:
+                equal = [same for _, same, _ in of_ranks]
+                print(f"engine, {report}\n  commit        {seconds:8.3f} s")
                 print(
-                    f"engine, {report}\n  commit        {seconds:8.3f} s\n"
-                    f"  version {receiver.version}; shards equal to the trainer's weights, per rank: {[same for _, same, _ in of_ranks]}; "
-                    f"logits off by {max(off for *_, off in of_ranks):.1e}",
+                    f"  version {receiver.version}; shards equal to the trainer's, per rank: {equal}; logits off by {off:.1e}",
                     flush=True,
                 )
     dist.destroy_process_group()

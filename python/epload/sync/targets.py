@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Protocol
 
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from epload.checkpoint.manifest import Manifest
 from epload.core.copy_table import CopyTable
+from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.mapping.mapping import Mapping, ignored_keys
-from epload.mapping.place import place
+from epload.mapping.place import Place, place
 from epload.mapping.resolve import resolve_mapping
 from epload.model.modules import Modules
 from epload.model.targets import Targets, collect
@@ -60,6 +61,7 @@ class ModelTarget:
         targets = self._collect()
         mapping = resolve_mapping(self._mapping, self._model, targets.index, manifest.names)
         placed = place(mapping, manifest.names, manifest.shapes, targets.shapes)
+        _check_ties(manifest.names, placed, targets)
         filled = {targets.index[name] for places in placed for name, _ in places}
         missing = [name for i, name in enumerate(targets.names) if i not in filled]
         unexpected = [name for name, places in zip(manifest.names, placed, strict=True) if not places]
@@ -102,6 +104,22 @@ class ModelTarget:
                     f"{name} is on meta; give the model storage first, for example with to_empty(device='cpu')"
                 )
         return targets
+
+
+def _check_ties(names: Sequence[str], placed: Sequence[tuple[Place, ...]], targets: Targets) -> None:
+    """Raises ModelMismatch if two of the sender's tensors fill the same elements, because the receiver's weights are tied."""
+    if len(targets.index) == len(targets.names):
+        return
+    filled: dict[tuple[int, View], int] = {}
+    for i, places in enumerate(placed):
+        for name, view in places:
+            other = filled.setdefault((targets.index[name], view), i)
+            if other != i:
+                raise ModelMismatch(
+                    f"the sender has {names[other]} and {names[i]}, whose values may differ, but they are one tensor of the "
+                    f"receiver's model, {targets.names[targets.index[name]]}; tie them in the sender's model, or untie them in "
+                    "the receiver's (tie_word_embeddings=False in its config)"
+                )
 
 
 class FullTensors:
