@@ -45,9 +45,8 @@ def catalog(
         rules = resolve_mapping(mapping, model, targets.index, names)
     else:
         rules = resolve_mapping(mapping, model, targets.index)
-        own = targets.names
-        bare = apply_renames(rules.aliases, own) if rules.aliases else list(own)
-        names, sizes = bare, [shapes[name] for name in own]
+        names, own = _bare_names(rules, targets), targets.names
+        sizes = [shapes[name] for name in own]
         if rules.renames or rules.converts:
             if isinstance(mapping, Mapping):
                 raise ValueError(
@@ -56,7 +55,7 @@ def catalog(
                 )
             like = [(dtypes[name], shapes[name]) for name in own]
             inner = unwrap(model, targets.index).model
-            names, sizes = checkpoint_form(inner, dict(zip(bare, like, strict=True)))
+            names, sizes = checkpoint_form(inner, dict(zip(names, like, strict=True)))
     placed = _each_once(place(rules, names, sizes, shapes), targets)
     _check_covered(placed, targets)
     kept = [i for i, places in enumerate(placed) if places]
@@ -69,6 +68,17 @@ def catalog(
         SOURCE,
     )
     return manifest, [placed[i] for i in kept]
+
+
+def _bare_names(rules: Mapping, targets: Targets) -> list[str]:
+    """The name of each target without wrappers; of tied ones that which others are tied to, under which libraries save it."""
+    bare = apply_renames(rules.aliases, list(targets.index))
+    tied = {name for name, _ in rules.ties}
+    found: dict[int, str] = {}
+    for name, number in zip(bare, targets.index.values(), strict=True):
+        if number not in found or (found[number] in tied and name not in tied):
+            found[number] = name
+    return [found[number] for number in range(len(targets.names))]
 
 
 def _each_once(placed: Sequence[tuple[Place, ...]], targets: Targets) -> list[tuple[Place, ...]]:
