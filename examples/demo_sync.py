@@ -24,7 +24,7 @@ from transformers.utils import logging
 logging.disable_progress_bar()
 
 LIMIT = 180.0
-"""Seconds that both jobs may take. They need about 20 on two idle cores."""
+"""Seconds that both jobs may take, far more than they need on an idle machine."""
 
 
 def config() -> Qwen3MoeConfig:

@@ -126,6 +126,13 @@ def test_tied_weights_are_offered_once(tmp_path: Path) -> None:
     assert [[name for name, _ in places] for places in placed] == [["embed.weight"]]
 
 
+def test_tied_weights_are_offered_under_the_name_that_others_are_tied_to() -> None:
+    model = nn.ModuleDict({"head": nn.Linear(3, 7, bias=False), "embed": nn.Embedding(7, 3)})
+    model["embed"].weight = model["head"].weight
+    offered, _ = catalog(model, collect(model), Mapping(ties=(("head.weight", "embed.weight"),)), None)
+    assert list(offered.names) == ["embed.weight"]
+
+
 def test_a_model_that_has_less_than_the_names_say_is_refused(tmp_path: Path) -> None:
     model = nn.Module()
     model.qk = nn.Parameter(torch.zeros(12, 6))
