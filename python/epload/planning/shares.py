@@ -201,11 +201,21 @@ def share_of_targets(
     builder = ShareBuilder(len(shapes))
     index, layout_of, dtype_of = targets.index, targets.layout, targets.dtypes
     for i, places in enumerate(placed):
+        if len(places) == 1:  # as most have, and there are many
+            ((name, view),) = places
+            number = index[name]
+            single = id(view), layout_of[number], dtype_of[number]
+            if builder.add_alike(i, (number,), single):
+                continue
+            builder.add(
+                i, (number,), dtype_of[number], single, parts_of_view(view, shapes[i], owned[layout_of[number]])
+            )
+            continue
         if not places:
             continue
         numbers = tuple([index[name] for name, _ in places])
         dtype = dtype_of[numbers[0]]
-        if len(places) > 1 and any(dtype_of[number] != dtype for number in numbers):
+        if any(dtype_of[number] != dtype for number in numbers):
             dtype = dtypes[i]
         views = [(view, layout_of[number]) for (_, view), number in zip(places, numbers, strict=True)]
         key = (dtype, *[(id(view), layout) for view, layout in views])
