@@ -21,12 +21,12 @@ from epload.core import garbage_collection, log, threads
 from epload.core.attempt import attempt
 from epload.errors import LoadError, message_of
 from epload.mapping.mapping import Mapping
-from epload.model.modules import Modules
-from epload.model.targets import Targets, collect
+from epload.model.targets import Targets
 from epload.planning.shares import Share, share_of_targets
 from epload.sync.catalog import catalog
 from epload.sync.epoch import Attendee, Epoch, SyncOptions, describe_ranks, form_epoch
 from epload.sync.lobby import Lobby, Member, Offer, Participants, check_devices
+from epload.sync.model_reader import ModelReader
 from epload.sync.report import SyncReport
 from epload.sync.store import Address, connect, format_address, parse_address, publish, serve
 from epload.sync.transfer import ShardSink
@@ -94,7 +94,7 @@ class WeightSender:
             raise ValueError(f"expected receivers to be the number of receiving ranks, at least 1, got {receivers!r}")
         self._options = SyncOptions(as_timedelta(timeout), verify)
         self.topology = topology if topology is not None else Topology.default(timeout=self._options.timeout)
-        self._model = model
+        self._reader = ModelReader(model)
         self._mapping = mapping
         self._names_from = names_from
         self._snapshot = snapshot
@@ -220,13 +220,10 @@ class WeightSender:
 
     def _read_model(self) -> tuple[Targets, Manifest, Share]:
         """The model's targets, the manifest of what is sent of them, and this rank's share."""
-        targets = collect(self._model, modules=Modules(self._model))
-        for name, tensor in zip(targets.names, targets.tensors, strict=True):
-            if tensor.is_meta:
-                raise ValueError(f"{name} is on meta and has no values to send; load or initialize the model first")
+        targets = self._reader.read()
         if self._known is not None and targets.matches(self._known[0]):
             return targets, *self._known[1:]
-        manifest, placed = catalog(self._model, targets, self._mapping, self._names_from)
+        manifest, placed = catalog(self._reader.model, targets, self._mapping, self._names_from)
         share = share_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
         return targets, manifest, share
 

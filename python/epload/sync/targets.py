@@ -16,11 +16,11 @@ from epload.errors import LoadError, ModelMismatch
 from epload.mapping.mapping import Mapping, ignored_keys
 from epload.mapping.place import Place, place
 from epload.mapping.resolve import resolve_mapping
-from epload.model.modules import Modules
-from epload.model.targets import Targets, collect
+from epload.model.targets import Targets
 from epload.native import ops
 from epload.planning.shares import Share, share_of_targets, whole_share
 from epload.sync.epoch import Epoch
+from epload.sync.model_reader import ModelReader
 
 _BATCH_BYTES = 64 << 20
 """Of full tensors that are made at once."""
@@ -52,14 +52,14 @@ class ModelTarget:
     device = ""
 
     def __init__(self, model: nn.Module, mapping: Mapping | str, strict: bool) -> None:
-        self._model = model
+        self._reader = ModelReader(model)
         self._mapping = mapping
         self._strict = strict
         self._known: Targets | None = None
 
     def share(self, manifest: Manifest) -> Share:
-        targets = self._collect()
-        mapping = resolve_mapping(self._mapping, self._model, targets.index, manifest.names)
+        targets = self._reader.read()
+        mapping = resolve_mapping(self._mapping, self._reader.model, targets.index, manifest.names)
         placed = place(mapping, manifest.names, manifest.shapes, targets.shapes)
         _check_ties(manifest.names, placed, targets)
         filled = {targets.index[name] for places in placed for name, _ in places}
@@ -86,7 +86,7 @@ class ModelTarget:
         return share_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
 
     def tensors(self) -> list[Tensor]:
-        targets = self._collect()
+        targets = self._reader.read()
         if self._known is not None and not targets.matches(self._known):
             raise LoadError(
                 "the receiver's model has other tensors or layouts than when it joined; make a new WeightReceiver"
@@ -95,15 +95,6 @@ class ModelTarget:
 
     def finish(self) -> None:
         pass
-
-    def _collect(self) -> Targets:
-        targets = collect(self._model, modules=Modules(self._model))
-        for name, tensor in zip(targets.names, targets.tensors, strict=True):
-            if tensor.is_meta:
-                raise ValueError(
-                    f"{name} is on meta; give the model storage first, for example with to_empty(device='cpu')"
-                )
-        return targets
 
 
 def _check_ties(names: Sequence[str], placed: Sequence[tuple[Place, ...]], targets: Targets) -> None:
