@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -10,11 +11,13 @@ import pytest
 from torch.distributed import TCPStore
 
 from bench_control import check, loads
-from control_bed import RELOAD_ROUNDS, Bed, Cluster, Rank
+from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS, Bed, Cluster, Rank
 from epload.control.heartbeat import Heartbeats
 from epload.control.place import FreeStore
 from epload.control.tree import Tree
 from epload.control.waiter import Alarm, Waiter
+from epload.planning.costs import StoreRates, agreement
+from store_replay import replay
 
 SECONDS = 20.0
 
@@ -67,12 +70,25 @@ def test_no_group_that_is_being_made_blocks(server: TCPStore) -> None:
 
 
 def test_one_connection_per_node_besides_one_per_rank() -> None:
+    """And operations as the cost function counts them: of a leader, of its parent, and of the coordinator."""
     bed = Bed(ranks=6, per_node=3, processes=2)
     with Cluster(bed) as cluster:
         for step in (Rank.register, Rank.join_nodes):
             check(cluster.run(step)[0])
         check(cluster.run(loads, 2, RELOAD_ROUNDS)[0])
         assert cluster.server.connections() == bed.ranks + len(bed.nodes)
+        samples, _, _ = cluster.run(loads, 3, RELOAD_ROUNDS)
+    check(samples)
+    counts = sum((sample.operations for sample in samples), Counter[str]())
+    # How often ranks post and look depends on the time.
+    asked = {kind: count for kind, count in counts.items() if kind not in ("bytes", "set", "check")}
+    assert asked == {"compare_set": 6, "multi_get": 6 * (2 + 2), "delete": 6 * 2}
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 35])
+def test_the_replay_asks_what_the_cost_function_counts(nodes: int) -> None:
+    operations, _ = replay(nodes, FIRST_ROUNDS)
+    assert operations == agreement(nodes, 8 * nodes, FIRST_ROUNDS, StoreRates()).operations
 
 
 @pytest.mark.parametrize("nodes", [64, 128, 2048])
