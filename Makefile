@@ -24,7 +24,8 @@ OLDEST ?= torch==2.11.0
 NEWEST ?= torch==2.15.0
 TORCH_NPU ?= torch-npu==2.13.0
 
-.PHONY: help build test test-smoke test-oldest test-newest test-npu lint format demo demo-sync chaos census fuzz replaced sanitize bench bench-quick bench-net bench-net-quick bench-control bench-cold simulate gpu-check clean
+# Every target with a description is a command, not a file.
+.PHONY: $(shell grep -oE '^[a-z-]+:.*\#\#' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*//')
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -130,6 +131,9 @@ bench-net-quick: $(BENCH_VENV)/built ## the same with 2 and 4 nodes and 80 MB (r
 
 bench-control: $(BENCH_VENV)/built ## benchmark the control plane with 4 to 512 ranks; tables and a plot into docs/
 	$(BENCH)/python benchmarks/bench_control.py --docs
+
+bench-slow-store: $(BENCH_VENV)/built ## benchmark loads from a store that takes 1 ms a request; a table into docs/
+	$(BENCH)/python benchmarks/bench_slow_store.py --docs
 
 bench-cold: $(BENCH_VENV)/built ## benchmark reloads from a cold disk and of larger checkpoints (17 GB of disk); tables into docs/
 	$(BENCH)/python benchmarks/bench_cold.py --docs

@@ -186,8 +186,10 @@ class LoadRun:
             # The last thing before all ranks agree that the load has ended well.
             _, failure = attempt(lambda: self._load.inputs.check_unchanged("; the model may be partly overwritten"))
         read, crossed = report.phases["read"], report.phases["inter_node"]
+        # Not what was read along with a rank's own parts: the rate is to be that of useful bytes.
+        own = sum(self._plan.owned_by_bucket[number] for number in buckets) if flow.readers == "every" else None
         measured = [
-            read.nbytes - before[0].nbytes, read.seconds - before[0].seconds,
+            own if own is not None else read.nbytes - before[0].nbytes, read.seconds - before[0].seconds,
             crossed.nbytes - before[1].nbytes, crossed.seconds - before[1].seconds,
         ]  # fmt: skip
         # What ranks have measured decides how the rest is moved; at the end there is none.
