@@ -126,26 +126,33 @@ class Checkpoint(ABC):
             self._store.close()
 
     @staticmethod
-    def open(source: Any, known: Manifest | None = None) -> Checkpoint:
+    def open(source: Any, known: Manifest | None = None, prefix: str = "") -> Checkpoint:
         """Opens a checkpoint.
 
         Args:
-            source: path of a file (safetensors, ``.pt``, ``.bin``), of a folder of them or of an index; a dict of tensors; or a
-                Checkpoint, which is returned.
+            source: path of a file (safetensors, ``.pt``, ``.bin``), of a folder of them or of an index; of a folder that
+                torch.distributed.checkpoint (DCP) wrote; a dict of tensors; or a Checkpoint, which is returned.
             known: manifest of a checkpoint that was opened before. Headers equal to its own are not parsed again.
+            prefix: of a DCP folder: where in the saved state dict the model is, e.g. ``"app.model"``. By default under a
+                top-level key "model" or "state_dict", or under the only key, if there is one.
 
         Raises:
             CheckpointError: there is nothing readable, a header is malformed, or a file of the given Checkpoint has changed.
             TypeError: ``source`` has another type.
+            ValueError: ``prefix`` for another source than a DCP folder.
         """
         if isinstance(source, Checkpoint):
+            if prefix:
+                raise ValueError(
+                    f"prefix={prefix!r} is for the path of a DCP folder, not for a Checkpoint: open it with the prefix"
+                )
             if changed := source.changed():
                 raise CheckpointError(
                     f"{changed} since this epload.Checkpoint opened it: open it again, or pass the path instead"
                 )
             source.prepare()
             return source
-        return Checkpoint._opener.open_source(source, known)
+        return Checkpoint._opener.open_source(source, known, prefix)
 
     @staticmethod
     def join(source: Any, manifest: Manifest) -> Checkpoint:
@@ -179,6 +186,6 @@ class Checkpoint(ABC):
 class Opener(Protocol):
     """Implements the static methods of :class:`Checkpoint`; see there."""
 
-    def open_source(self, source: Any, known: Manifest | None) -> Checkpoint: ...
+    def open_source(self, source: Any, known: Manifest | None, prefix: str) -> Checkpoint: ...
     def join_source(self, source: Any, manifest: Manifest) -> Checkpoint: ...
     def from_state_dict(self, state_dict: Mapping[str, Tensor], consume: bool) -> Checkpoint: ...

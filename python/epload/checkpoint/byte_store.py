@@ -1,9 +1,10 @@
-"""The seam below file checkpoints: files that are read by byte ranges, wherever they are stored."""
+"""The seam below file checkpoints: folders of files that are read by byte ranges, wherever they are stored."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -41,6 +42,10 @@ class StoredFile(ABC):
         """A local path by which the open file can be memory-mapped; None if there is none."""
         return None
 
+    def close(self) -> None:
+        """Releases what it holds, if anything. Later reads open the file again, provided that it is unchanged."""
+        return None
+
 
 class ByteStore(ABC):
     """The files of one checkpoint, open for reading. Reading is thread-safe; closing must not overlap with it.
@@ -76,7 +81,7 @@ class ByteStore(ABC):
         """
 
     def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions | BoundRegions) -> int | None:
-        """Reads regions of tensors into a model's, without a buffer in between, if the store has such a path.
+        """Reads regions of tensors into a model's, if the store has a path for that.
 
         Args:
             files: int64 CPU tensor [t], for each tensor the index of its file.
@@ -118,3 +123,28 @@ class ByteStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Releases connections and files. Later reads open the files again, provided that they are unchanged."""
+
+
+class Folder(ABC):
+    """Where the files of a checkpoint are. ``str(folder)`` is its path or URL, for error messages."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Of what is in it, sorted; those of folders end with "/". Raises CheckpointError, OSError."""
+
+    @abstractmethod
+    def open(self, names: Sequence[str]) -> AbstractContextManager[Sequence[StoredFile]]:
+        """Opens files, and closes them if the body raises. Raises CheckpointError; OSError, which names the file."""
+
+    @abstractmethod
+    def store(self, files: Sequence[StoredFile], metadata: Sequence[StoredFile] = ()) -> ByteStore:
+        """A store of files that this folder has opened, of which it takes ownership.
+
+        Args:
+            files: the files that ranges refer to.
+            metadata: other files whose content the checkpoint depends on, such as an index, which must not change either.
+        """
+
+    @abstractmethod
+    def path_of(self, name: str) -> str:
+        """The path or URL of a file in it, for error messages."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from epload.core.chunks import Chunks
 from epload.core.copy_table import CopyTable
 from epload.native import ops
 
@@ -25,6 +26,11 @@ class Regions(NamedTuple):
         """Copies them out of a bucket (uint8) on the targets' device."""
         ops.unpack(bucket, self.targets, self.copies.rows)
 
+    def split(self, chunks: Chunks) -> Regions | None:
+        """See :meth:`Chunks.split`."""
+        parts = chunks.split(self.copies, self.origins)
+        return None if parts is None else Regions(self.targets, *parts)
+
 
 class PreparedRegions:
     """The same of CPU tensors that the native library knows: what follows from where the regions lie is prepared once, and kept
@@ -37,6 +43,7 @@ class PreparedRegions:
         self._copies = copies
         self._read_from: tuple[Tensor, Tensor, int] | None = None
         self._reads: ops.PreparedReads | None = None
+        self._split: tuple[Chunks, PreparedRegions | None] | None = None
 
     def reads(self, tensors: ops.TensorList, files: Tensor, offsets: Tensor, file_count: int) -> ops.PreparedReads:
         """See ``ops.prepare_reads``; kept until the tensors of the checkpoint lie elsewhere."""
@@ -53,6 +60,13 @@ class PreparedRegions:
         assert self._reads is not None
         return self._reads
 
+    def split(self, chunks: Chunks) -> PreparedRegions | None:
+        """See :meth:`Chunks.split`; kept for the next load of the same checkpoint."""
+        if self._split is None or self._split[0] is not chunks:
+            parts = chunks.split(self._copies, self.origins)
+            self._split = chunks, None if parts is None else PreparedRegions(self.targets, *parts)
+        return self._split[1]
+
 
 class BoundRegions(NamedTuple):
     """Prepared regions, and the tensors of one load that they are of."""
@@ -64,3 +78,8 @@ class BoundRegions(NamedTuple):
     def origins(self) -> Tensor:
         """See :class:`Regions`."""
         return self.regions.origins
+
+    def split(self, chunks: Chunks) -> BoundRegions | None:
+        """See :meth:`Chunks.split`."""
+        parts = self.regions.split(chunks)
+        return None if parts is None else BoundRegions(parts, self.tensors)
