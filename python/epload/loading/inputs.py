@@ -81,7 +81,7 @@ class InputReader:
             targets = collect(request.model, request.dtype, request.parts, modules)
             devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), streams)
         check_backend(self._topology.group, devices.load)
-        checkpoint = self._open(request.checkpoint, devices.load)
+        checkpoint = self._open(request.checkpoint, request.prefix, devices.load)
         return LocalInputs(
             targets, devices, checkpoint, request.parts is not None and bool(request.parts.local_modules), modules
         )
@@ -102,12 +102,12 @@ class InputReader:
         """Drops what was kept for the next load."""
         self.snapshot = self.manifest = None
 
-    def _open(self, given: Any, device: torch.device) -> Checkpoint | None:
+    def _open(self, given: Any, prefix: str, device: torch.device) -> Checkpoint | None:
         options, path = self._options, isinstance(given, str | os.PathLike)
         has_own = self._router.may_read(device) and not path and options.readers != "auto"
         if self._topology.rank != options.src and not has_own:
             return None
-        checkpoint = self._keep(Checkpoint.open(given, self.manifest), given)
+        checkpoint = self._keep(Checkpoint.open(given, self.manifest, prefix), given)
         if checkpoint.read_once and options.proves:
             raise ValueError(
                 f"verify={options.verify!r} reads the checkpoint again after the load, but this one can be read only once: "

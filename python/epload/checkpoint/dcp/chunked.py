@@ -65,6 +65,7 @@ def of_metadata(
                 )
             tensor.boxes.append((start, size))
             items.append(payload.Item(saved.name, size, saved.dtype, number_of[item.file], item.offset, item.length))
+    _check_covered(found, source)
     offsets = iter(zip(items, payload.locate(items, store), strict=True))
     for tensor in found.values():
         tensor.places += [(item.file, offset) for item, offset in (next(offsets) for _ in tensor.boxes)]
@@ -95,18 +96,13 @@ def of_shards(
             if 0 not in size:
                 tensor.boxes.append((start, size))
                 tensor.places.append((number, layout.offsets[i]))
+    _check_covered(found, source)
     return _manifest(found, facts, source, "", ())
 
 
 def _manifest(
     found: dict[str, _Tensor], facts: Sequence[FileFacts], source: str, digest: str, ignored: Sequence[str]
 ) -> Manifest:
-    checked: set[tuple[object, ...]] = set()
-    for name, tensor in found.items():
-        key = (tensor.shape, *tensor.boxes)
-        if key not in checked and (wrong := _uncovered(tensor.shape, tensor.boxes)):
-            raise CheckpointError(f"{source}: {name} of shape {list(tensor.shape)} {wrong}")
-        checked.add(key)
     names = sorted(found, key=lambda name: found[name].places[:1])
     tensors = [found[name] for name in names]
     places = torch.tensor([place for tensor in tensors for place in tensor.places], dtype=torch.int64).reshape(-1, 2)
@@ -117,6 +113,16 @@ def _manifest(
     file, offset = places.T.contiguous()
     locations = TensorLocations(tuple(facts), file, offset, digest, chunks)
     return Manifest(tuple(names), shapes, kinds, source, locations, tuple(ignored))
+
+
+def _check_covered(found: dict[str, _Tensor], source: str) -> None:
+    """Raises CheckpointError if the chunks of a tensor do not cover it exactly once."""
+    checked: set[tuple[object, ...]] = set()
+    for name, tensor in found.items():
+        key = (tensor.shape, *tensor.boxes)
+        if key not in checked and (wrong := _uncovered(tensor.shape, tensor.boxes)):
+            raise CheckpointError(f"{source}: {name} of shape {list(tensor.shape)} {wrong}")
+        checked.add(key)
 
 
 def _uncovered(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
