@@ -11,17 +11,18 @@ from typing import Any
 from torch import Tensor
 
 from epload.checkpoint import dcp, safetensors, torch_file, unsupported
-from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.base import Checkpoint, Progress
 from epload.checkpoint.byte_store import Folder, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint, merge_layouts
 from epload.checkpoint.index import Index
 from epload.checkpoint.local_store import LocalFolder
 from epload.checkpoint.manifest import FileFacts, FileLayout, Manifest
+from epload.checkpoint.remote import hub
 from epload.checkpoint.state_dict import StateDictCheckpoint, split_entries
 from epload.errors import CheckpointError
 
 
-def open_source(source: Any, known: Manifest | None, prefix: str) -> Checkpoint:
+def open_source(source: Any, known: Manifest | None, prefix: str, progress: Progress) -> Checkpoint:
     """See :meth:`Checkpoint.open`."""
     if isinstance(source, Mapping):
         _check_no_prefix(prefix, "a dict of tensors")
@@ -37,6 +38,8 @@ def open_source(source: Any, known: Manifest | None, prefix: str) -> Checkpoint:
         )
     path = _expanded(source)
     try:
+        if (model := hub.parse(source)) is not None:
+            return _open_folder(hub.download(model, progress), known, prefix)
         if not path.exists():
             raise CheckpointError(unsupported.missing(path, os.fspath(source)))
         if path.is_file():
@@ -49,15 +52,18 @@ def open_source(source: Any, known: Manifest | None, prefix: str) -> Checkpoint:
         raise _unreadable(path, error) from error
 
 
-def join_source(source: Any, manifest: Manifest) -> Checkpoint:
+def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoint:
     """See :meth:`Checkpoint.join`."""
     if manifest.locations is None or not isinstance(source, str | os.PathLike):
         return Checkpoint.open(source)
     path = _expanded(source)
-    folder, names = LocalFolder(path.parent), [path.name]
-    if path.is_dir() or path.suffix == ".json":
-        folder = LocalFolder(path) if path.is_dir() else folder
-        names = [facts.name for facts in manifest.locations.files]
+    names = [facts.name for facts in manifest.locations.files]
+    if (model := hub.parse(source)) is not None:
+        folder: LocalFolder = hub.join(model, manifest.source, names, progress)
+    elif path.is_dir() or path.suffix == ".json":
+        folder = LocalFolder(path if path.is_dir() else path.parent)
+    else:
+        folder, names = LocalFolder(path.parent), [path.name]
     if len(names) != len(manifest.locations.files):
         raise CheckpointError(
             f"{path} is one file, but the source rank reads {len(manifest.locations.files)} files; pass the same path on every "

@@ -27,13 +27,7 @@ def missing(path: Path, source: str) -> str:
             f"no checkpoint at {source}: epload reads local files and folders, not URLs; "
             "download it first and pass the local path"
         )
-    text = f"no checkpoint at {path}: expected a file or a folder"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not source.startswith("."):
-        text += (
-            f"; if {source} is a model on the Hugging Face Hub, download it first and pass the folder: "
-            f"huggingface_hub.snapshot_download({source!r})"
-        )
-    return text
+    return f"no checkpoint at {path}: expected a file or a folder"
 
 
 def of_file(file: StoredFile) -> str:
