@@ -136,7 +136,8 @@ class Checkpoint(ABC):
         Args:
             source: path of a file (safetensors, ``.pt``, ``.bin``), of a folder of them or of an index; of a folder that
                 torch.distributed.checkpoint (DCP) wrote; a model on the Hugging Face Hub, as ``org/name`` if there is no such
-                path, or ``hf://org/name@revision``; a dict of tensors; or a Checkpoint, which is returned.
+                path, or ``hf://org/name@revision``; the URL of a file or folder in object storage (``s3://``, ``gs://``,
+                ``az://``, ``https://`` or another scheme of fsspec); a dict of tensors; or a Checkpoint, which is returned.
             known: manifest of a checkpoint that was opened before. Headers equal to its own are not parsed again.
             prefix: of a DCP folder: where in the saved state dict the model is, e.g. ``"app.model"``. By default under a
                 top-level key "model" or "state_dict", or under the only key, if there is one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -33,9 +34,14 @@ class StoredFile(ABC):
             OSError: it cannot be read.
         """
 
-    @abstractmethod
     def stream(self) -> BinaryIO:
         """A new stream over the open file, positioned at its beginning; the caller closes it. Raises as :meth:`read`."""
+        return io.BufferedReader(_Stream(self))
+
+    @property
+    def identity(self) -> str:
+        """What the storage itself identifies the content by, such as an ETag; empty if nothing does."""
+        return ""
 
     @property
     def mapping_path(self) -> Path | None:
@@ -45,6 +51,34 @@ class StoredFile(ABC):
     def close(self) -> None:
         """Releases what it holds, if anything. Later reads open the file again, provided that it is unchanged."""
         return None
+
+
+class _Stream(io.RawIOBase):
+    """Reads a file from its beginning."""
+
+    def __init__(self, file: StoredFile) -> None:
+        self._file = file
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.nbytes}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        part = self._file.read(self._at, len(buffer))
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
 
 
 class ByteStore(ABC):
@@ -131,6 +165,10 @@ class Folder(ABC):
     @abstractmethod
     def names(self) -> list[str]:
         """Of what is in it, sorted; those of folders end with "/". Raises CheckpointError, OSError."""
+
+    def present(self, names: Sequence[str]) -> set[str]:
+        """Which of these files are in it. Raises as :meth:`names`."""
+        return {*names} & {*self.names()}
 
     @abstractmethod
     def open(self, names: Sequence[str]) -> AbstractContextManager[Sequence[StoredFile]]:

@@ -177,6 +177,11 @@ class TensorLocations:
         layout = [(facts.nbytes, facts.header) for facts in files]
         return index == self.index and layout == [(facts.nbytes, facts.header) for facts in self.files]
 
+    @property
+    def are_objects(self) -> bool:
+        """Whether the files are in object storage, where each has an identity and needs no samples."""
+        return any(not facts.samples for facts in self.files)
+
     def of_tensor(self, number: int) -> tuple[object, ...]:
         """Where one tensor is; equal for two of the same shape and dtype only if they are the same bytes."""
         chunks = slice(number, number + 1)

@@ -17,7 +17,7 @@ from epload.checkpoint.file_checkpoint import FileCheckpoint, merge_layouts
 from epload.checkpoint.index import Index
 from epload.checkpoint.local_store import LocalFolder
 from epload.checkpoint.manifest import FileFacts, FileLayout, Manifest
-from epload.checkpoint.remote import hub
+from epload.checkpoint.remote import hub, object_store
 from epload.checkpoint.state_dict import StateDictCheckpoint, split_entries
 from epload.errors import CheckpointError
 
@@ -40,8 +40,15 @@ def open_source(source: Any, known: Manifest | None, prefix: str, progress: Prog
     try:
         if (model := hub.parse(source)) is not None:
             return _open_folder(hub.download(model, progress), known, prefix)
+        if (place := object_store.parse(source)) is not None:
+            address, name = place
+            objects = object_store.ObjectFolder(address)
+            if not name:
+                return _open_folder(objects, known, prefix)
+            _check_no_prefix(prefix, objects.path_of(name))
+            return _open_file(objects, name, known)
         if not path.exists():
-            raise CheckpointError(unsupported.missing(path, os.fspath(source)))
+            raise CheckpointError(f"no checkpoint at {path}: expected a file or a folder")
         if path.is_file():
             _check_no_prefix(prefix, str(path))
             return _open_file(LocalFolder(path.parent), path.name, known)
@@ -59,7 +66,10 @@ def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoi
     path = _expanded(source)
     names = [facts.name for facts in manifest.locations.files]
     if (model := hub.parse(source)) is not None:
-        folder: LocalFolder = hub.join(model, manifest.source, names, progress)
+        folder: Folder = hub.join(model, manifest.source, names, progress)
+    elif (place := object_store.parse(source)) is not None:
+        folder = object_store.ObjectFolder(place[0])
+        names = names if not place[1] or place[1].endswith(".json") else [place[1]]
     elif path.is_dir() or path.suffix == ".json":
         folder = LocalFolder(path if path.is_dir() else path.parent)
     else:
@@ -160,15 +170,13 @@ def _open_files(folder: Folder, names: Sequence[str], known: Manifest | None) ->
 
 
 def _open_index(folder: Folder, index: Index, index_files: Sequence[StoredFile], known: Manifest | None) -> Checkpoint:
-    present = set(folder.names())
     names: list[str] = []
     if known is not None and known.locations is not None and known.locations.index == index.digest:
         names = [facts.name for facts in known.locations.files]
-    if not names or not present.issuperset(names):
+    if not names or not folder.present(names).issuperset(names):
         names = index.file_names
-        for name in names:
-            if name not in present:
-                raise index.absent(name)
+        if absent := sorted({*names} - folder.present(names)):
+            raise index.absent(absent[0])
     with folder.open(names) as files:
         return _checkpoint_of(folder, files, str(folder), known, index, index_files)
 
@@ -248,6 +256,8 @@ def _is_safetensors(file: StoredFile) -> bool:
 
 def _facts(file: StoredFile) -> FileFacts:
     """Raises CheckpointError, OSError."""
+    if file.identity:
+        return FileFacts(file.name, file.nbytes, file.identity, "")
     if file.name.endswith(dcp.SUFFIX):  # described by the metadata
         return FileFacts.of(file, "", 0)
     return safetensors.file_facts(file) if _is_safetensors(file) else torch_file.file_facts(file)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from epload.checkpoint.byte_store import Folder, StoredFile
 
@@ -18,16 +17,6 @@ _LFS = "a Git LFS pointer in place of the file: run `git lfs pull` in the reposi
 _ZERO_FILE = re.compile(
     r"^(mp_rank_\d+_|zero_pp_rank_\d+_|bf16_zero_pp_rank_\d+_|layer_\d+-model_|.*_optim_states\.pt$)"
 )
-
-
-def missing(path: Path, source: str) -> str:
-    """For a path that does not exist. ``source``: what the caller passed."""
-    if "://" in source:
-        return (
-            f"no checkpoint at {source}: epload reads local files and folders, not URLs; "
-            "download it first and pass the local path"
-        )
-    return f"no checkpoint at {path}: expected a file or a folder"
 
 
 def of_file(file: StoredFile) -> str:

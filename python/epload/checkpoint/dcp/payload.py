@@ -7,12 +7,11 @@ equal archives but for the tensor's bytes and what follows them. So the pickle i
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -138,36 +137,5 @@ class Section(StoredFile):
     def read(self, offset: int, nbytes: int) -> bytes:
         return self._file.read(self._begin + offset, max(0, min(nbytes, self._nbytes - offset)))
 
-    def stream(self) -> BinaryIO:
-        return io.BufferedReader(FileStream(self))
-
     def __str__(self) -> str:
         return f"{self._file} ({self._item}, at byte {self._begin})"
-
-
-class FileStream(io.RawIOBase):
-    """Reads a file from its beginning."""
-
-    def __init__(self, file: StoredFile) -> None:
-        self._file = file
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.nbytes}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        part = self._file.read(self._at, len(buffer))
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)
