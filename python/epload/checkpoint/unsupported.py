@@ -12,7 +12,10 @@ _ZERO = (
     "a DeepSpeed checkpoint, which has a separate file for each rank's part: run the zero_to_fp32.py that DeepSpeed saved "
     "with it, then pass its output"
 )
-_GGUF = "a GGUF file, a format of llama.cpp that epload does not read: pass the checkpoint it was converted from"
+_GGUF = (
+    "a GGUF file, a format of llama.cpp that epload does not read: pass the checkpoint it was converted from, or convert it with "
+    "transformers: from_pretrained(FOLDER, gguf_file=FILE), then save_pretrained"
+)
 _LFS = "a Git LFS pointer in place of the file: run `git lfs pull` in the repository, then load again"
 _ZERO_FILE = re.compile(
     r"^(mp_rank_\d+_|zero_pp_rank_\d+_|bf16_zero_pp_rank_\d+_|layer_\d+-model_|.*_optim_states\.pt$)"

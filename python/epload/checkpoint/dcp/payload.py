@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from epload.checkpoint.manifest import FileLayout
 from epload.errors import CheckpointError
 
 _BATCH_BYTES = 32 << 20
+_BLOCK_BYTES = 64 << 10
 _ZIP = b"PK\x03\x04"
 
 
@@ -117,25 +117,33 @@ def _check(section: Section, item: Item, dtype: torch.dtype, shape: tuple[int, .
         )
 
 
-@dataclass(frozen=True)
 class Section(StoredFile):
-    """A byte range of a file as a file of its own. ``item``: what it has, for error messages."""
+    """A byte range of a file as a file of its own. Read in blocks, as it is parsed in many small reads, each of which could be a
+    request to a server."""
 
-    _file: StoredFile
-    _begin: int
-    _nbytes: int
-    _item: str
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self._file.name
+    def __init__(self, file: StoredFile, begin: int, nbytes: int, item: str) -> None:
+        """``item``: what it has, for error messages."""
+        self.name = file.name
+        self._file, self._begin, self._nbytes, self._item = file, begin, nbytes, item
+        self._blocks: dict[int, bytes] = {}
 
     @property
     def nbytes(self) -> int:
         return self._nbytes
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        return self._file.read(self._begin + offset, max(0, min(nbytes, self._nbytes - offset)))
+        end = min(offset + nbytes, self._nbytes)
+        if offset >= end:
+            return b""
+        first = offset // _BLOCK_BYTES
+        blocks = b"".join(self._block(number) for number in range(first, -(-end // _BLOCK_BYTES)))
+        return blocks[offset - first * _BLOCK_BYTES :][: end - offset]
+
+    def _block(self, number: int) -> bytes:
+        if number not in self._blocks:
+            begin = number * _BLOCK_BYTES
+            self._blocks[number] = self._file.read(self._begin + begin, min(_BLOCK_BYTES, self._nbytes - begin))
+        return self._blocks[number]
 
     def __str__(self) -> str:
         return f"{self._file} ({self._item}, at byte {self._begin})"
