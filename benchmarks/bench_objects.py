@@ -3,8 +3,8 @@
     python benchmarks/bench_objects.py --nginx /usr/sbin/nginx
 
 One process reads all tensors of a safetensors file, in buckets of 64 MiB into one buffer, with each client. "GETs" are requests
-of one size by some threads into the same buffer, without epload; the best of all sizes and numbers of threads counts. Entries run in
-turn; the bytes of each run are compared with the file.
+of one size by some threads into the same buffer, without epload; the best of all sizes and numbers of threads counts. Entries
+run in turn; the bytes of each run are compared with the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors in chunks, against the tensors themselves: any division into boxes, any region."""
+"""Tensors in chunks, against the tensors themselves: any division into boxes, any region, read natively or by way of a buffer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from math import prod
 from pathlib import Path
 from random import Random
 
+import pytest
 import torch
 from torch import Tensor
 
-from epload.checkpoint.local_store import LocalFile, LocalStore
+from epload.checkpoint import byte_store
+from epload.checkpoint.byte_store import ByteStore
+from epload.checkpoint.local_store import LocalFolder
+from epload.checkpoint.remote.clients import Address
+from epload.checkpoint.remote.object_store import ObjectFolder
 from epload.core import dtypes
 from epload.core.chunks import Chunks
 from epload.core.copy_table import CopyTable
@@ -19,6 +24,11 @@ from support.checkpoints import raw_bytes, tensor
 
 SHAPES = ((7, 5), (9,), (), (3, 4, 5), (1, 6, 1, 2), (2, 1, 8))
 KINDS = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(byte_store, "SPAN_BYTES", 100)
 
 
 def _divided(random: Random, start: tuple[int, ...], size: tuple[int, ...], depth: int) -> list[Box]:
@@ -35,7 +45,7 @@ def _divided(random: Random, start: tuple[int, ...], size: tuple[int, ...], dept
     ]
 
 
-def _stored(random: Random, folder: Path) -> tuple[list[Tensor], Chunks, LocalStore, Tensor, Tensor]:
+def _stored(random: Random, folder: Path) -> tuple[list[Tensor], Chunks, ByteStore, Tensor, Tensor]:
     values = [tensor(i, shape, KINDS[i % len(KINDS)]) for i, shape in enumerate(SHAPES)]
     boxes = [_divided(random, (0,) * value.ndim, tuple(value.shape), 3) for value in values]
     parts = [(i, box) for i, each in enumerate(boxes) for box in each]
@@ -49,8 +59,9 @@ def _stored(random: Random, folder: Path) -> tuple[list[Tensor], Chunks, LocalSt
     for number, content in enumerate(raw):
         (folder / str(number)).write_bytes(content)
     chunks = Chunks.of([tuple(v.shape) for v in values], [v.dtype.itemsize for v in values], boxes)
-    store = LocalStore([LocalFile(folder / "0"), LocalFile(folder / "1")])
-    return values, chunks, store, file, torch.tensor(offset)
+    where = ObjectFolder(Address(f"file://{folder}")) if random.random() < 0.5 else LocalFolder(folder)
+    with where.open(["0", "1"]) as files:
+        return values, chunks, where.store(files), file, torch.tensor(offset)
 
 
 def test_regions_of_tensors_in_chunks(tmp_path: Path) -> None:

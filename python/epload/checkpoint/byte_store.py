@@ -9,9 +9,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
+import torch
 from torch import Tensor
 
+from epload.core.copy_table import ALIGNMENT
 from epload.core.regions import BoundRegions, Regions
+
+SPAN_BYTES = 64 << 20
+"""In which :meth:`ByteStore.read_regions` reads regions, unless one alone takes more."""
 
 
 class StoredFile(ABC):
@@ -114,8 +119,9 @@ class ByteStore(ABC):
             CheckpointError: a file has changed, cannot be read or ends too early.
         """
 
-    def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions | BoundRegions) -> int | None:
-        """Reads regions of tensors into a model's, if the store has a path for that.
+    def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions | BoundRegions) -> int:
+        """Reads regions of tensors into a model's. This implementation has a buffer of about SPAN_BYTES, in which it reads what
+        each region spans in its tensor.
 
         Args:
             files: int64 CPU tensor [t], for each tensor the index of its file.
@@ -123,12 +129,24 @@ class ByteStore(ABC):
             regions: what to read, and where to; targets on CPU.
 
         Returns:
-            The bytes read, or None if the store can only :meth:`read`.
+            The bytes read.
 
         Raises:
             CheckpointError: as for :meth:`read`.
         """
-        return None
+        spans = regions.copies.spans()
+        batch = (spans.cumsum(0) - spans) // SPAN_BYTES
+        for number in torch.unique(batch).tolist():
+            rows = batch == number
+            copies, span, origin = regions.copies.select(rows), spans[rows], regions.origins[rows]
+            ends = (-(span // -ALIGNMENT) * ALIGNMENT).cumsum(0)
+            copies.offset[:1] = 0
+            copies.offset[1:] = ends[:-1]
+            buffer = torch.empty(int(ends[-1]), dtype=torch.uint8)
+            file, begin = files[origin[:, 0]], offsets[origin[:, 0]] + origin[:, 1]
+            self.read(torch.stack([file, begin, copies.offset, span], 1), buffer)
+            regions.unpack_other(copies, buffer)
+        return int(spans.sum())
 
     def digest_regions(self, files: Tensor, offsets: Tensor, origins: Tensor, table: Tensor) -> Tensor | None:
         """Computes the digests of regions of tensors as it reads them, if the store has such a path.

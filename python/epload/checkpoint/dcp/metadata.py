@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +138,7 @@ def _checked(root: Any) -> Metadata:
                     f"{index.fqn} was saved through an extension ({info.transform_descriptors!r:.80}), such as compression"
                 )
             items[index.fqn, _sizes(offset)] = StoredItem(
-                _file_name(info.relative_path), *_sizes((info.offset, info.length))
+                _file_name(info.relative_path), *_integers((info.offset, info.length))
             )
     planned = root.planner_data
     paths = {}
@@ -153,7 +154,12 @@ def _entries(found: Any) -> Iterator[tuple[str, Any]]:
         yield name, entry
 
 
+@lru_cache(maxsize=4096)  # shapes and offsets repeat
 def _sizes(values: Any) -> tuple[int, ...]:
+    return _integers(values)
+
+
+def _integers(values: Any) -> tuple[int, ...]:
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in values):
         raise ValueError(f"expected non-negative integers, got {values!r:.80}")
     return tuple(values)

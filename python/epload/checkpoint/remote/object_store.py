@@ -15,8 +15,6 @@ from torch import Tensor
 
 from epload.checkpoint.byte_store import ByteStore, Folder, StoredFile
 from epload.checkpoint.remote.clients import Absent, Address, Client, Refused, Replaced, connect
-from epload.core.copy_table import ALIGNMENT
-from epload.core.regions import BoundRegions, Regions
 from epload.errors import CheckpointError
 
 REQUEST_BYTES = 8 << 20
@@ -216,18 +214,6 @@ class ObjectStore(ByteStore):
             if begin < end:
                 at += begin - offset
                 into[at : at + end - begin] = content[begin - request.begin : end - request.begin]
-
-    def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions | BoundRegions) -> int:
-        """By way of a buffer, for what each region spans in its tensor."""
-        copies, tensor, spans = regions.copies.clone(), regions.origins[:, 0], regions.copies.spans()
-        ends = (-(spans // -ALIGNMENT) * ALIGNMENT).cumsum(0)
-        copies.offset[:1] = 0
-        copies.offset[1:] = ends[:-1]
-        buffer = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8)
-        begin = offsets[tensor] + regions.origins[:, 1]
-        self.read(torch.stack([files[tensor], begin, copies.offset, spans], 1), buffer)
-        regions.unpack_other(copies, buffer)
-        return int(spans.sum())
 
     def close(self) -> None:
         if self._pool is not None:
