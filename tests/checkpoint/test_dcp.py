@@ -222,6 +222,14 @@ def _set(name: str, value: Any) -> Any:
     return lambda metadata: setattr(metadata, name, value)
 
 
+def _laughs() -> list[Any]:
+    """2 ** 60 elements in a few hundred bytes."""
+    values: list[Any] = [0]
+    for _ in range(60):
+        values = [values, values]
+    return values
+
+
 def _chunk(metadata: Any) -> Any:
     return metadata.state_dict_metadata["a.weight"].chunks[0]
 
@@ -279,6 +287,9 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "compressed": (
         _in_metadata(lambda m: setattr(_info(m), "transform_descriptors", ["zstd"])), "saved through an extension .*zstd"
+    ),
+    "a list of lists of lists": (
+        _in_metadata(lambda m: setattr(_info(m), "offset", _laughs())), "expected non-negative integers, got a tuple"
     ),
     "negative offset": (_in_metadata(lambda m: setattr(_info(m), "offset", -4)), "expected non-negative integers, got"),
 }  # fmt: skip

@@ -15,6 +15,7 @@ from torch import Tensor
 from epload.core.copy_table import ALIGNMENT
 from epload.core.regions import BoundRegions, Regions
 
+_STREAM_BYTES = 256 << 10
 SPAN_BYTES = 64 << 20
 """In which :meth:`ByteStore.read_regions` reads regions, unless one alone takes more."""
 
@@ -41,7 +42,7 @@ class StoredFile(ABC):
 
     def stream(self) -> BinaryIO:
         """A new stream over the open file, positioned at its beginning; the caller closes it. Raises as :meth:`read`."""
-        return io.BufferedReader(_Stream(self))
+        return io.BufferedReader(_Stream(self), _STREAM_BYTES)
 
     @property
     def identity(self) -> str:

@@ -101,7 +101,7 @@ class _Unpickler(pickle.Unpickler):
         return self._made[module, name]
 
     def persistent_load(self, pid: Any) -> Any:
-        raise _Refused(f"the persistent object {pid!r}"[:200])
+        raise _Refused(f"a persistent object ({_show(pid)})")
 
 
 class _Record:
@@ -132,10 +132,10 @@ def _checked(root: Any) -> Metadata:
     items = {}
     for index, info in (root.storage_data or {}).items():
         offset = getattr(index, "offset", None)
-        if offset is not None:
+        if offset is not None and isinstance(index.fqn, str):
             if getattr(info, "transform_descriptors", None):
                 raise ValueError(
-                    f"{index.fqn} was saved through an extension ({info.transform_descriptors!r:.80}), such as compression"
+                    f"{index.fqn} was saved through an extension ({_show(info.transform_descriptors)}), such as compression"
                 )
             items[index.fqn, _sizes(offset)] = StoredItem(
                 _file_name(info.relative_path), *_integers((info.offset, info.length))
@@ -150,22 +150,36 @@ def _checked(root: Any) -> Metadata:
 def _entries(found: Any) -> Iterator[tuple[str, Any]]:
     for name, entry in found.items():
         if not isinstance(name, str):
-            raise TypeError(f"expected names to be strings, got {name!r:.80}")
+            raise TypeError(f"expected names to be strings, got {_show(name)}")
         yield name, entry
 
 
-@lru_cache(maxsize=4096)  # shapes and offsets repeat
 def _sizes(values: Any) -> tuple[int, ...]:
+    return _cached(values) if type(values) is torch.Size else _integers(values)
+
+
+@lru_cache(maxsize=4096)  # shapes and offsets repeat
+def _cached(values: torch.Size) -> tuple[int, ...]:
     return _integers(values)
 
 
 def _integers(values: Any) -> tuple[int, ...]:
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in values):
-        raise ValueError(f"expected non-negative integers, got {values!r:.80}")
+        raise ValueError(f"expected non-negative integers, got {_show(values)}")
     return tuple(values)
 
 
 def _file_name(text: Any) -> str:
     if not isinstance(text, str) or "/" in text or "\\" in text or "\0" in text or text in ("", ".", ".."):
-        raise ValueError(f"expected a plain file name in the checkpoint's own folder, got {text!r:.80}")
+        raise ValueError(f"expected a plain file name in the checkpoint's own folder, got {_show(text)}")
     return text
+
+
+def _show(value: Any) -> str:
+    """For messages. Never the text of a nested object, which a small pickle can make as long as it likes."""
+    if isinstance(value, tuple | list) and len(value) <= 8 and all(isinstance(each, str | int) for each in value):
+        return f"[{', '.join(map(_show, value))}]"
+    if isinstance(value, str):
+        return repr(value[:80])
+    small = isinstance(value, int) and abs(value) < 1 << 80
+    return str(value) if small else f"a {type(value).__name__}"

@@ -87,7 +87,7 @@ def download(model: HubModel, progress: Progress) -> HubFolder:
     except Exception as error:
         if (cached := _cached(hub, model)) is not None and _may_use_cache(hub, error):
             return cached
-        raise _describe(hub, model, error) from error
+        raise _describe(hub, model, error) from None
     pinned = HubModel(model.name, info.sha)
     names = [sibling.rfilename for sibling in info.siblings or ()]
 
@@ -145,7 +145,7 @@ def _fetch(hub: Any, model: HubModel, wanted: Callable[[], Sequence[str]], progr
     except CheckpointError:
         raise
     except Exception as error:
-        raise _describe(hub, model, error) from error
+        raise _describe(hub, model, error) from None
 
 
 def _wanted(names: Sequence[str], index: Callable[[str], list[str]]) -> list[str]:

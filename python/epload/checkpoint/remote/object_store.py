@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
+from threading import Lock
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -25,6 +26,8 @@ ATTEMPTS = 7
 FIRST_PAUSE = 0.2
 """Seconds before the second attempt, on average; each pause is twice the one before, up to LONGEST_PAUSE."""
 LONGEST_PAUSE = 8.0
+_HEAD_BYTES = 128 << 20
+"""Of an object, that are kept; more than any header has."""
 _GAP_BYTES = 64 << 10
 """A gap that is cheaper to fetch than another request."""
 _PROBED = (
@@ -40,8 +43,9 @@ class ObjectFile(StoredFile):
     def __init__(self, client: Client, name: str, url: str) -> None:
         """Raises CheckpointError; FileNotFoundError."""
         self.name, self._client, self._url = name, client, url
-        self._head = b""
+        self._head = bytearray()
         """The beginning of the object, as far as headers were read."""
+        self._reading = Lock()
         try:
             self.version = self._retry(lambda: client.head(name))
         except Absent:
@@ -56,15 +60,16 @@ class ObjectFile(StoredFile):
         return f"{self.version.tag} {self.nbytes}"
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Ranges that continue what was read from the beginning on are fetched once."""
+        """Ranges that continue what was read from the beginning on, as those of a header do, are fetched once."""
         end = min(offset + nbytes, self.nbytes)
         if offset >= end:
             return b""
-        if offset > len(self._head):
-            return bytes(self.fetch(offset, end))
-        if end > len(self._head):
-            self._head += bytes(self.fetch(len(self._head), end))
-        return self._head[offset:end]
+        with self._reading:
+            if offset > len(self._head) or end > _HEAD_BYTES:
+                return bytes(self.fetch(offset, end))
+            if end > len(self._head):
+                self._head += self.fetch(len(self._head), end)
+            return bytes(self._head[offset:end])
 
     def fetch(self, begin: int, end: int) -> memoryview:
         """Raises CheckpointError."""
