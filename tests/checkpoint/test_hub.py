@@ -177,7 +177,7 @@ def _load(rank: int, address: str, caches: list[Path], readers: str) -> list[str
     return list(wrong(model, state_for(1)))
 
 
-@pytest.mark.parametrize(("readers", "nodes"), [("auto", 2), ("per_node", 2), ("every", 1), ("one", 1)])
+@pytest.mark.parametrize(("readers", "nodes"), [("auto", 2), ("per_node", 2), ("every", 1), ("partitioned", 1)])
 def test_one_rank_of_each_cache_downloads(readers: str, nodes: int, tmp_path: Path) -> None:
     """2 nodes x 2 ranks with a cache each, or one that all share."""
     (tmp_path / "served").mkdir()
