@@ -36,56 +36,43 @@ def open_source(source: Any, known: Manifest | None, prefix: str, progress: Prog
         raise TypeError(
             f"expected a checkpoint as a path, a dict of tensors or an epload.Checkpoint, got {type(source).__name__}"
         )
-    path = _expanded(source)
     try:
         if (model := hub.parse(source)) is not None:
             return _open_folder(hub.download(model, progress), known, prefix)
-        if (place := object_store.parse(source)) is not None:
-            address, name = place
-            objects = object_store.ObjectFolder(address)
-            if not name:
-                return _open_folder(objects, known, prefix)
-            _check_no_prefix(prefix, objects.path_of(name))
-            return _open_file(objects, name, known)
-        if not path.exists():
-            raise CheckpointError(f"no checkpoint at {path}: expected a file or a folder")
-        if path.is_file():
-            _check_no_prefix(prefix, str(path))
-            return _open_file(LocalFolder(path.parent), path.name, known)
-        if not path.is_dir():
-            raise CheckpointError(f"no checkpoint at {path}: expected a file or a folder")
-        return _open_folder(LocalFolder(path), known, prefix)
+        folder, name = _locate(source)
+        if not name:
+            return _open_folder(folder, known, prefix)
+        if isinstance(folder, LocalFolder) and not (folder.path / name).is_file():
+            raise CheckpointError(f"no checkpoint at {folder.path_of(name)}: expected a file or a folder")
+        _check_no_prefix(prefix, folder.path_of(name))
+        return _open_file(folder, name, known)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(error) from error
 
 
 def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoint:
     """See :meth:`Checkpoint.join`."""
     if manifest.locations is None or not isinstance(source, str | os.PathLike):
         return Checkpoint.open(source)
-    path = _expanded(source)
-    names = [facts.name for facts in manifest.locations.files]
-    if (model := hub.parse(source)) is not None:
-        folder: Folder = hub.join(model, manifest.source, names, progress)
-    elif (place := object_store.parse(source)) is not None:
-        folder = object_store.ObjectFolder(place[0])
-        names = names if not place[1] or place[1].endswith(".json") else [place[1]]
-    elif path.is_dir() or path.suffix == ".json":
-        folder = LocalFolder(path if path.is_dir() else path.parent)
-    else:
-        folder, names = LocalFolder(path.parent), [path.name]
-    if len(names) != len(manifest.locations.files):
-        raise CheckpointError(
-            f"{path} is one file, but the source rank reads {len(manifest.locations.files)} files; pass the same path on every "
-            "rank"
-        )
+    expected = manifest.locations.files
     try:
-        with folder.open(names) as files:
-            for file, expected in zip(files, manifest.locations.files, strict=True):
-                _check_same(file, expected)
+        if (model := hub.parse(source)) is not None:
+            folder: Folder = hub.join(model, manifest.source, [facts.name for facts in expected], progress)
+            name = ""
+        else:
+            folder, name = _locate(source)
+        one = name and not name.endswith(".json")
+        if one and len(expected) > 1:
+            raise CheckpointError(
+                f"{folder.path_of(name)} is one file, but the source rank reads {len(expected)} files; pass the same path on "
+                "every rank"
+            )
+        with folder.open([name] if one else [facts.name for facts in expected]) as files:
+            for file, facts in zip(files, expected, strict=True):
+                _check_same(file, facts)
             return FileCheckpoint(folder.store(files), manifest)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(error) from error
 
 
 def from_state_dict(state_dict: Mapping[Any, Tensor], consume: bool = False) -> Checkpoint:
@@ -97,15 +84,23 @@ def from_state_dict(state_dict: Mapping[Any, Tensor], consume: bool = False) -> 
     return StateDictCheckpoint(tensors, ignored=ignored, consumed=state_dict if consume else None)
 
 
-def _expanded(source: str | os.PathLike[str]) -> Path:
+def _locate(source: str | os.PathLike[str]) -> tuple[Folder, str]:
+    """The folder of a checkpoint, and the name of the file in it that is meant; "" for the folder itself."""
+    if (place := object_store.parse(source)) is not None:
+        address, name = place
+        return object_store.ObjectFolder(address), name
     try:
-        return Path(source).expanduser()
+        path = Path(source).expanduser()
     except RuntimeError as error:
         raise CheckpointError(f"no checkpoint at {source}: {error}") from error
+    return (LocalFolder(path), "") if path.is_dir() else (LocalFolder(path.parent), path.name)
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"cannot read {error.filename or path}: {error.strerror or error}")
+def _unreadable(error: OSError) -> CheckpointError:
+    file = (
+        f" {error.filename}" if error.filename else ""
+    )  # never a URL as the caller gave it, which may have credentials
+    return CheckpointError(f"cannot read{file}: {error.strerror or error}")
 
 
 def _check_same(file: StoredFile, expected: FileFacts) -> None:
