@@ -185,4 +185,4 @@ def test_one_rank_of_each_cache_downloads(readers: str, nodes: int, tmp_path: Pa
     caches = [tmp_path / f"cache-{node}" for node in range(nodes)]
     with serving(HubServer(tmp_path / "served", delay=0.3)) as server:
         all_fine(ranks.run(4, _load, server.address, caches, readers))
-    assert server.fetched == {"model.safetensors": nodes}
+    assert server.fetched == server.described == {"model.safetensors": nodes}

@@ -29,6 +29,8 @@ class HubServer:
         """Whether it answers 500."""
         self.fetched: Counter[str] = Counter()
         """How often the content of each file was sent."""
+        self.described: Counter[str] = Counter()
+        """How often its ETag was asked for, of each file."""
         self.asked = 0
         server = self
 
@@ -92,9 +94,8 @@ class HubServer:
             headers = {
                 "X-Repo-Commit": COMMIT, "ETag": f'"{self._etag(match[1])}"', "Content-Length": str(len(content))
             }  # fmt: skip
-            if body:
-                self.fetched[match[1]] += 1
-                time.sleep(self.delay)
+            (self.fetched if body else self.described)[match[1]] += 1
+            time.sleep(self.delay if body else 0)
             return 200, headers, content
         return 404, {"X-Error-Code": "EntryNotFound"}, b""
 
