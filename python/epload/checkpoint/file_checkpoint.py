@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors are byte ranges of files, in any format and in any byte store."""
+"""Checkpoints whose tensors, or parts of them, are byte ranges of files, in any format and in any byte store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from epload.errors import CheckpointError
 
 
 class FileCheckpoint(Checkpoint):
-    """Files in which each tensor is one byte range. Tensors that are adjacent in a file are read with one request."""
+    """Files in which each tensor, or each chunk of it, is one byte range. Adjacent ranges are read with one request."""
 
     _store: ByteStore
 
@@ -33,16 +33,23 @@ class FileCheckpoint(Checkpoint):
         return self._manifest
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
-        tensor, tensor_offset, bucket_offset, nbytes = Pieces.of(pieces).columns.unbind(1)
-        offset = self._locations.offset[tensor] + tensor_offset
-        self._store.read(
-            torch.stack(_coalesced(self._locations.file[tensor], offset, bucket_offset, nbytes), 1), bucket
-        )
+        columns, locations = Pieces.of(pieces).columns, self._locations
+        if locations.chunks is not None:
+            targets, copies, origins = locations.chunks.fill(bucket, columns)
+            self._store.read_regions(locations.file, locations.offset, Regions(targets, copies, origins))
+            return
+        tensor, tensor_offset, bucket_offset, nbytes = columns.unbind(1)
+        offset = locations.offset[tensor] + tensor_offset
+        self._store.read(torch.stack(_coalesced(locations.file[tensor], offset, bucket_offset, nbytes), 1), bucket)
 
     def read_regions(self, regions: Regions | BoundRegions) -> int | None:
-        return self._store.read_regions(self._locations.file, self._locations.offset, regions)
+        locations = self._locations
+        parts = regions if locations.chunks is None else regions.split(locations.chunks)
+        return None if parts is None else self._store.read_regions(locations.file, locations.offset, parts)
 
     def digest_regions(self, origins: Tensor, table: Tensor) -> Tensor | None:
+        if self._locations.chunks is not None:  # a region may be in several
+            return None
         return self._store.digest_regions(self._locations.file, self._locations.offset, origins, table)
 
 

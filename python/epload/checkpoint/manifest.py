@@ -16,6 +16,7 @@ from torch import Tensor
 
 from epload.checkpoint.byte_store import StoredFile
 from epload.core import dtypes
+from epload.core.chunks import Chunks
 
 _CACHED = ("compact", "digest", "identity", "nbytes")
 _SAMPLES, _SAMPLE_BYTES = 16, 512
@@ -66,7 +67,7 @@ class Manifest:
             "",
         )
         if columns["locations"] is not None:
-            locations = TensorLocations.from_json(columns["locations"], manifest.nbytes_of())
+            locations = TensorLocations.from_json(columns["locations"], manifest)
             manifest = replace(manifest, locations=locations)
         manifest.__dict__["compact"] = raw
         return manifest.with_provenance(provenance)
@@ -153,6 +154,8 @@ class FileLayout:
     """Indices of the tensors, ordered as their bytes are stored."""
     ignored: Sequence[str] = ()
     """Names of entries that hold no tensor."""
+    parts: Sequence[tuple[int, ...]] | None = None
+    """If they are parts of larger tensors, with the same names: where each begins in its tensor, in elements."""
 
 
 @dataclass(frozen=True)
@@ -161,29 +164,57 @@ class TensorLocations:
 
     files: tuple[FileFacts, ...]
     file: Tensor
-    """int64 [t], for each tensor of the manifest an index into ``files``."""
+    """int64 [t], for each tensor of the manifest an index into ``files``; with ``chunks`` int64 [c], for each chunk."""
     offset: Tensor
-    """int64 [t], in bytes from the start of the file."""
+    """Likewise, in bytes from the start of the file."""
     index: str = ""
     """Digest of the index that names the files; empty without one."""
+    chunks: Chunks | None = None
+    """The parts in which tensors are stored; None if each is stored in one."""
 
     def same_layout(self, index: str, files: Sequence[FileFacts]) -> bool:
         """Whether files with these facts, under an index with this digest, hold the same tensors at the same locations."""
         layout = [(facts.nbytes, facts.header) for facts in files]
         return index == self.index and layout == [(facts.nbytes, facts.header) for facts in self.files]
 
+    @property
+    def are_objects(self) -> bool:
+        """Whether the files are in object storage, where each has an identity and needs no samples."""
+        return any(not facts.samples for facts in self.files)
+
+    def of_tensor(self, number: int) -> tuple[object, ...]:
+        """Where one tensor is; equal for two of the same shape and dtype only if they are the same bytes."""
+        chunks = slice(number, number + 1)
+        boxes: list[list[int]] = []
+        if self.chunks is not None:
+            chunks = slice(*self.chunks.first[number : number + 2].tolist())
+            boxes = [*self.chunks.start[chunks].tolist(), *self.chunks.size[chunks].tolist()]
+        return tuple(self.file[chunks].tolist()), tuple(self.offset[chunks].tolist()), repr(boxes)
+
     def to_json(self, nbytes: list[int]) -> list[Any]:
         """``nbytes`` of each tensor: most follow the one before without a gap, and equal gaps compress well."""
+        boxes = None
+        if (chunks := self.chunks) is not None:
+            nbytes = chunks.nbytes.tolist()
+            distinct, which = torch.unique(torch.cat([chunks.start, chunks.size], 1), dim=0, return_inverse=True)
+            boxes = [chunks.first.diff().tolist(), distinct.tolist(), which.tolist()]
         gaps = self.offset - self._without_gaps(self.offset, nbytes)
-        return [self.file.tolist(), gaps.tolist()]
+        return [self.file.tolist(), gaps.tolist(), boxes]
 
     @classmethod
-    def from_json(cls, columns: list[Any], nbytes: list[int]) -> TensorLocations:
-        file, gaps = columns
-        sizes = torch.tensor(nbytes, dtype=torch.int64)
+    def from_json(cls, columns: list[Any], manifest: Manifest) -> TensorLocations:
+        file, gaps, boxes = columns
+        chunks = None
+        if boxes is not None:
+            counts, distinct, which = boxes
+            dims = len(distinct[0]) // 2 if distinct else 1
+            of_chunk = iter([(tuple(distinct[i][:dims]), tuple(distinct[i][dims:])) for i in which])
+            of_tensor = [[next(of_chunk) for _ in range(count)] for count in counts]
+            chunks = Chunks.of(manifest.shapes, [dtype.itemsize for dtype in manifest.dtypes], of_tensor)
+        sizes = torch.tensor(manifest.nbytes_of(), dtype=torch.int64) if chunks is None else chunks.nbytes
         steps = torch.tensor(gaps, dtype=torch.int64)
         steps[1:] += sizes[:-1]
-        return cls((), torch.tensor(file, dtype=torch.int64), steps.cumsum(0))
+        return cls((), torch.tensor(file, dtype=torch.int64), steps.cumsum(0), chunks=chunks)
 
     @staticmethod
     def _without_gaps(offset: Tensor, nbytes: list[int]) -> Tensor:

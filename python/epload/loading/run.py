@@ -139,6 +139,8 @@ class LoadRun:
         readers, begin, why = self._options.readers, 0, ""
         if readers == "auto" and not load.all_read:
             readers, why = "one", f"auto -> one: only rank {self._options.src} is known to have the checkpoint"
+        elif readers == "auto" and load.manifest.locations is not None and load.manifest.locations.are_objects:
+            readers, why = "partitioned", "auto -> partitioned: each byte is fetched from object storage once"
         elif readers == "auto":
 
             def trial(way: str) -> list[WaveMeasurement]:
