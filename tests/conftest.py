@@ -1,4 +1,5 @@
-"""Fixtures of all folders. ``tests/npu`` needs torch_npu and is run by ``make test-npu`` in an environment of its own."""
+"""Fixtures of all folders. ``tests/npu`` needs torch_npu and ``tests/vllm`` vLLM; ``make test-npu`` and ``make test-vllm`` run
+them in environments of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-collect_ignore = ["npu"]
+collect_ignore = ["npu", "vllm"]
 pytest.register_assert_rewrite("support")
 
 
