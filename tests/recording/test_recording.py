@@ -336,7 +336,7 @@ def test_targets_that_share_memory_are_refused() -> None:
 
 def test_targets_without_memory_of_their_own_are_refused() -> None:
     for tensor in (torch.empty(3, device="meta"), torch.zeros(1).expand(4)):
-        with pytest.raises(ValueError, match="expected targets that are dense and have storage, but a is not"):
+        with pytest.raises(ValueError, match="expected targets"):
             record(list, manifest_of({}), {"a": tensor})
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from engine import make_checkpoint, make_engine, read_checkpoint
+from transformers import LlamaConfig, Qwen3MoeConfig
+
 from support import ranks
 from support.recordings import apply, record_model, same_bits, tensors_of
-from transformers import LlamaConfig, Qwen3MoeConfig
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from epload.core.placement import Box, intersect
 from epload.errors import LoadError
-from epload.recording.targets import EngineTargets
+from epload.recording.targets import EngineTargets, storage_of
 
 
 def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -50,7 +50,7 @@ class WriteGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _check(self, tensor: Tensor) -> None:
-        if tensor.is_meta or tensor.untyped_storage().data_ptr() not in self._targets:
+        if storage_of(tensor) not in self._targets:
             return
         if (place := self._targets.find(tensor)) is None:
             return

@@ -7,7 +7,7 @@ mapping's result is; everything else remains a matter of its own ``load_weights`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import prod
@@ -19,9 +19,9 @@ from epload.core.placement import Box, box_slices
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.mapping.place import Place
-from epload.recording.targets import EngineTargets
 from epload.recording.mutation import WriteGuard
 from epload.recording.provenance import overlapping, subtract
+from epload.recording.targets import EngineTargets
 from epload.recording.tracing import LoadWeights, Refused, Trace, Write
 
 
@@ -78,24 +78,28 @@ class Recording:
         for places in self.regions:
             for target, view in places:
                 boxes.setdefault(target, []).append((view.start, view.size))
-        with WriteGuard(EngineTargets(targets), boxes):
+        with WriteGuard(EngineTargets(targets, targets.keys()), boxes):
             load_weights(tensors)
 
 
-def record(load_weights: LoadWeights, tensors: Metadata, targets: Mapping[str, Tensor]) -> Recording:
+def record(
+    load_weights: LoadWeights, tensors: Metadata, targets: Mapping[str, Tensor], processed: Collection[str] = ()
+) -> Recording:
     """Records a ``load_weights``, which is called several times.
 
     Args:
         load_weights: takes an iterable of names and full tensors. It is given tensors without data.
         tensors: the checkpoint's, in the order in which they will come.
         targets: all parameters and buffers that it may write: plain tensors with storage. They keep their values.
+        processed: names of targets that the engine changes after loading, for example to repack or quantize them, so that what
+            is written to them has to go through ``load_weights``. They may be on meta.
 
     Raises:
         ModelMismatch: ``load_weights`` raised an error that has nothing to do with being recorded, or targets share memory.
         LoadError: it keeps tensors that it was given for later.
         ValueError: a target is not a dense tensor with storage.
     """
-    table = EngineTargets(targets)
+    table = EngineTargets(targets, processed)
     refused: dict[int, str] = {}
     while True:
         numbers = [number for number in range(len(tensors.names)) if number not in refused]
@@ -227,6 +231,8 @@ class _Resolver:
         if second.value is not None and not first.sources:
             return
         if second.sources and first.value is not None:
+            return
+        if not first.sources | second.sources:
             return
         if second.value is not None:
             self.late_fills.append(second)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,34 +41,37 @@ class Place:
 class EngineTargets:
     """Plain tensors by name. Names of the same tensor are one target, under the first of them."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises ValueError or ModelMismatch if a tensor cannot be written box by box."""
+    def __init__(self, tensors: Mapping[str, Tensor], processed: Collection[str] = ()) -> None:
+        """Arguments are those of :func:`epload.recording.record`, as are errors."""
+        self.processed = frozenset(processed)
         self.tensors: dict[str, Tensor] = {}
         self._by_storage: dict[int, list[str]] = {}
         self._before: list[tuple[Tensor, Tensor]] = []
-        known: dict[overlap.StorageKey, str] = {}
+        known: dict[tuple[object, ...], str] = {}
         for name, tensor in tensors.items():
-            if tensor.layout != torch.strided or tensor.is_meta or overlap.has_internal_overlap(tensor):
-                raise ValueError(f"expected targets that are dense and have storage, but {name} is not; leave it out")
+            if tensor.layout != torch.strided or overlap.has_internal_overlap(tensor):
+                raise ValueError(f"expected targets that are dense, but {name} is not; leave it out")
+            if tensor.is_meta and name not in self.processed:
+                raise ValueError(f"expected targets with storage, but {name} is on meta; allocate it first")
             self._before.append((tensor, tensor.detach()))
-            if tensor.numel() and known.setdefault(overlap.storage_key(tensor), name) != name:
-                continue
-            self.tensors[name] = tensor
-            self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
-        self._by_storage.pop(0, None)
-        if pair := overlap.find_overlap(list(self.tensors.items())):
-            raise ModelMismatch(
-                f"the targets {pair[0]} and {pair[1]} share part of their memory; leave one of them out"
-            )
-        self.device = next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
+            if tensor.numel() == 0:
+                self.tensors[name] = tensor
+            elif known.setdefault(_key(tensor), name) == name:
+                self.tensors[name] = tensor
+                self._by_storage.setdefault(storage_of(tensor), []).append(name)
+        real = [(name, tensor) for name, tensor in self.tensors.items() if not tensor.is_meta]
+        if pair := overlap.find_overlap(real):
+            text = f"the targets {pair[0]} and {pair[1]} share part of their memory; leave one of them out"
+            raise ModelMismatch(text)
+        self.device = next((tensor.device for _, tensor in real), torch.device("cpu"))
 
     def __contains__(self, storage: int) -> bool:
-        """Whether a storage, given by its address, holds targets."""
+        """Whether a storage, given as by :func:`storage_of`, holds targets."""
         return storage in self._by_storage
 
     def find(self, tensor: Tensor) -> Place | None:
         """The place of a tensor whose storage holds targets; None if it is not within one of them."""
-        for name in self._by_storage[tensor.untyped_storage().data_ptr()]:
+        for name in self._by_storage[storage_of(tensor)]:
             target = self.tensors[name]
             size, scale = tensor.element_size(), target.element_size()
             if size != scale:
@@ -86,10 +89,17 @@ class EngineTargets:
 
     def restore(self) -> str:
         """The name of a target that has another memory than at first, which it gets back; empty if none has."""
-        names = [
-            tensor for tensor, before in self._before if overlap.storage_key(tensor) != overlap.storage_key(before)
-        ]
-        for tensor, before in self._before:
-            if overlap.storage_key(tensor) != overlap.storage_key(before):
-                tensor.data = before
-        return next((name for name, tensor in self.tensors.items() if any(tensor is t for t in names)), "")
+        moved = [(tensor, before) for tensor, before in self._before if _key(tensor) != _key(before)]
+        for tensor, before in moved:
+            tensor.data = before
+        return next((name for name, tensor in self.tensors.items() if any(tensor is other for other, _ in moved)), "")
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Identifies a storage that is alive, on meta, too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _key(tensor: Tensor) -> tuple[object, ...]:
+    """Equal for two tensors only if they are the same elements of one storage."""
+    return storage_of(tensor), int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype

@@ -20,9 +20,9 @@ from epload.core import dtypes
 from epload.core.pieces import Metadata
 from epload.core.placement import Box
 from epload.core.views import View
-from epload.recording.targets import EngineTargets
 from epload.recording.mutation import written_tensors
 from epload.recording.provenance import NotViews, Provenance, Region, copy_of, joined
+from epload.recording.targets import EngineTargets, storage_of
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 _aten = torch.ops.aten
@@ -37,6 +37,7 @@ _READ_NO_VALUES = {
     _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_empty, _aten.new_zeros, _aten.new_ones,
     _aten.new_full, _aten.new_empty_strided,
 }  # fmt: skip
+_PROCESSED = "is written to what the engine processes after loading"
 _LEAVE_TORCH = {
     Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.__array__, Tensor.__dlpack__, Tensor.data.__set__,  # type: ignore[attr-defined]
 }  # fmt: skip
@@ -171,8 +172,8 @@ class Trace:
         if any(isinstance(argument, _CheckpointTensor) for argument in args):
             raise self.refuse(args, f"its memory is accessed by {name}")
         tensor = args[0]
-        replaces = func is Tensor.data.__set__ and _pointer(tensor) not in self._created  # type: ignore[attr-defined]
-        if replaces or _pointer(tensor) in self.targets:
+        replaces = func is Tensor.data.__set__ and storage_of(tensor) not in self._created  # type: ignore[attr-defined]
+        if replaces or storage_of(tensor) in self.targets:
             raise self.refuse_all(f"it accesses a parameter's memory with {name}")
 
     def _converts(self, number: int, target: torch.dtype) -> bool:
@@ -254,13 +255,13 @@ class Trace:
         return func(*args, **kwargs)
 
     def _compute_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
-        known = {_pointer(tensor) for tensor in tensors}
+        known = {storage_of(tensor) for tensor in tensors}
         if func.overloadpacket not in _VIEWS | _READ_NO_VALUES and self._any_target(tensors):
             raise self.refuse_all(f"it reads a parameter's values with {func.overloadpacket.__name__}")
         result = func(*args, **kwargs)
         for made in tree_leaves(result):
             if isinstance(made, Tensor):
-                self._created |= {_pointer(made)} - known
+                self._created |= {storage_of(made)} - known
         return result
 
     # ---- writes ----
@@ -289,12 +290,12 @@ class Trace:
             return target
         if target.numel() == 0:
             return target
-        if _pointer(target) in self.targets:
+        if storage_of(target) in self.targets:
             self._write_target(func, target, args, kwargs, fakes)
             return target
         if fakes:
             raise self.refuse(fakes, f"is written by {packet.__name__} to a tensor that is not one of the targets")
-        if _pointer(target) not in self._created:
+        if storage_of(target) not in self._created:
             raise self.refuse_all(f"{packet.__name__} writes to a tensor that is not one of the targets")
         return func(*args, **kwargs)
 
@@ -311,6 +312,10 @@ class Trace:
         if place is None:
             raise self.refuse_all(f"{packet.__name__} writes to a parameter's memory outside of the parameter")
         value = args[1] if len(args) > 1 else None
+        sources = frozenset[int]().union(*(fake.memory.provenance.sources for fake in fakes))
+        if place.name in self.targets.processed:
+            self.writes.append(Write(place.name, place.boxes, sources=sources, reason=_PROCESSED))
+            return
         if not fakes:
             constant = 0 if packet is _aten.zero_ else value
             if packet in (_aten.copy_, _aten.fill_) and isinstance(value, Tensor) and value.numel() == 1:
@@ -319,7 +324,6 @@ class Trace:
                 raise self.refuse_all(f"{packet.__name__} writes to {place.name} what no checkpoint tensor holds")
             self.writes.append(Write(place.name, place.boxes, value=constant))
             return
-        sources = frozenset().union(*(fake.memory.provenance.sources for fake in fakes))
         if packet is not _aten.copy_ or not isinstance(value, _CheckpointTensor):
             reason = f"is written by {packet.__name__}"
             self.writes.append(Write(place.name, place.boxes, sources=sources, reason=reason))
@@ -338,7 +342,7 @@ class Trace:
             self.writes.append(Write(place.name, place.boxes, sources=sources, reason=str(error)))
 
     def _any_target(self, tensors: Iterable[Tensor]) -> bool:
-        return any(not isinstance(t, _CheckpointTensor) and _pointer(t) in self.targets for t in tensors)
+        return any(not isinstance(t, _CheckpointTensor) and storage_of(t) in self.targets for t in tensors)
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -367,10 +371,6 @@ def _meta_of(tensor: Tensor) -> Tensor:
     if isinstance(tensor, _CheckpointTensor):
         return tensor.meta
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _pointer(tensor: Tensor) -> int:
-    return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
 def _changes_dtype(func: Any) -> bool:
