@@ -334,10 +334,16 @@ def test_targets_that_share_memory_are_refused() -> None:
         record(list, manifest_of({}), {"a": memory[:5], "b": memory[3:]})
 
 
-def test_targets_without_memory_of_their_own_are_refused() -> None:
-    for tensor in (torch.empty(3, device="meta"), torch.zeros(1).expand(4)):
-        with pytest.raises(ValueError, match="expected targets"):
-            record(list, manifest_of({}), {"a": tensor})
+def test_targets_whose_elements_share_memory_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected targets that are dense, but a is not"):
+        record(list, manifest_of({}), {"a": torch.zeros(1).expand(4)})
+
+
+def test_targets_may_be_on_meta() -> None:
+    weights = engine_checkpoint()
+    with torch.device("meta"):
+        model = Engine(1)
+    assert record(model.load_weights, manifest_of(weights), tensors_of(model)) == record_model(Engine(1), weights)
 
 
 def test_targets_may_be_regions_of_one_storage() -> None:

@@ -10,8 +10,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 os.environ.update(VLLM_TARGET_DEVICE="cpu", VLLM_LOGGING_LEVEL="WARNING")
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+CONFIGS = {
+    "qwen3_moe": Qwen3MoeConfig(
+        vocab_size=320,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+        **SMALL,
+    ),
+    "llama": LlamaConfig(vocab_size=323, tie_word_embeddings=False, **SMALL),
+    "llama_tied": LlamaConfig(vocab_size=323, tie_word_embeddings=True, **SMALL),
+}
 
 
 def make_checkpoint(folder: Path, config: Any) -> None:

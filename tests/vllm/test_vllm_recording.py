@@ -8,33 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine import make_checkpoint, make_engine, read_checkpoint
-from transformers import LlamaConfig, Qwen3MoeConfig
+from engine import CONFIGS, make_checkpoint, make_engine, read_checkpoint
 
 from support import ranks
 from support.recordings import apply, record_model, same_bits, tensors_of
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-}
-CONFIGS = {
-    "qwen3_moe": Qwen3MoeConfig(
-        vocab_size=320,
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        tie_word_embeddings=False,
-        **SMALL,
-    ),
-    "llama": LlamaConfig(vocab_size=323, tie_word_embeddings=False, **SMALL),
-    "llama_tied": LlamaConfig(vocab_size=323, tie_word_embeddings=True, **SMALL),
-}
 
 
 def check(rank: int, folder: Path, tensor_parallel: int) -> dict[str, Any]:
@@ -54,7 +31,7 @@ def check(rank: int, folder: Path, tensor_parallel: int) -> dict[str, Any]:
         "shapes": {name: tuple(tensor.shape) for name, tensor in expected.items()},
         "whole": recording.whole,
         "fills": [(fill.target, fill.box) for fill in recording.fills],
-        "unwritten": recording.unwritten,
+        "unwritten": sorted(recording.unwritten.keys() & dict(model.named_parameters()).keys()),
         "unused": recording.unused,
         "places": sum(map(len, recording.regions)),
     }
@@ -78,5 +55,5 @@ def test_a_recording_gives_what_load_weights_gives(name: str, world: int, tmp_pa
     """2 tensor- and expert-parallel ranks, in one stage or two."""
     found = checked(name, tmp_path, world)
     assert [(rank["wrong"], rank["whole"]) for rank in found] == [([], ())] * world
-    assert [rank["unwritten"] for rank in found] == [{}] * world
+    assert [rank["unwritten"] for rank in found] == [[]] * world
     assert all(rank["places"] > 20 for rank in found)

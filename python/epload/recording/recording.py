@@ -7,7 +7,7 @@ mapping's result is; everything else remains a matter of its own ``load_weights`
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import prod
@@ -58,6 +58,8 @@ class Recording:
     """Checkpoint tensors that have no effect here: another rank's experts, another stage's layers."""
     unwritten: dict[str, tuple[Box, ...]]
     """Boxes that nothing was seen to write, by target. Tensors in ``unseen`` may write them."""
+    written: frozenset[str]
+    """Targets that something was seen to write. Tensors in ``unseen`` may write others."""
     unseen: tuple[str, ...]
     """Those in ``whole`` of which it is not known what they write."""
 
@@ -78,28 +80,24 @@ class Recording:
         for places in self.regions:
             for target, view in places:
                 boxes.setdefault(target, []).append((view.start, view.size))
-        with WriteGuard(EngineTargets(targets, targets.keys()), boxes):
+        with WriteGuard(EngineTargets(targets), boxes):
             load_weights(tensors)
 
 
-def record(
-    load_weights: LoadWeights, tensors: Metadata, targets: Mapping[str, Tensor], processed: Collection[str] = ()
-) -> Recording:
+def record(load_weights: LoadWeights, tensors: Metadata, targets: Mapping[str, Tensor]) -> Recording:
     """Records a ``load_weights``, which is called several times.
 
     Args:
         load_weights: takes an iterable of names and full tensors. It is given tensors without data.
         tensors: the checkpoint's, in the order in which they will come.
-        targets: all parameters and buffers that it may write: plain tensors with storage. They keep their values.
-        processed: names of targets that the engine changes after loading, for example to repack or quantize them, so that what
-            is written to them has to go through ``load_weights``. They may be on meta.
+        targets: all parameters and buffers that it may write: plain tensors, perhaps on meta. They keep their values.
 
     Raises:
         ModelMismatch: ``load_weights`` raised an error that has nothing to do with being recorded, or targets share memory.
         LoadError: it keeps tensors that it was given for later.
-        ValueError: a target is not a dense tensor with storage.
+        ValueError: a target is not a dense tensor.
     """
-    table = EngineTargets(targets, processed)
+    table = EngineTargets(targets)
     refused: dict[int, str] = {}
     while True:
         numbers = [number for number in range(len(tensors.names)) if number not in refused]
@@ -168,7 +166,7 @@ def _check_alone(resolver: _Resolver, load_weights: LoadWeights, trace: Trace) -
 
 def _all_whole(tensors: Metadata, reason: str) -> Recording:
     names = tuple(tensors.names)
-    return Recording(((),) * len(names), (Whole(names, reason),) if names else (), (), (), {}, names)
+    return Recording(((),) * len(names), (Whole(names, reason),) if names else (), (), (), {}, frozenset(), names)
 
 
 def _pattern(name: str) -> str:
@@ -259,6 +257,7 @@ class _Resolver:
             tuple(fills),
             tuple(name for number, name in enumerate(self.tensors.names) if number not in used),
             self._unwritten(),
+            frozenset(self._writes),
             tuple(self.tensors.names[number] for number in sorted(self.refused)),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,9 +41,8 @@ class Place:
 class EngineTargets:
     """Plain tensors by name. Names of the same tensor are one target, under the first of them."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], processed: Collection[str] = ()) -> None:
-        """Arguments are those of :func:`epload.recording.record`, as are errors."""
-        self.processed = frozenset(processed)
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises ValueError or ModelMismatch if a tensor cannot be written box by box."""
         self.tensors: dict[str, Tensor] = {}
         self._by_storage: dict[int, list[str]] = {}
         self._before: list[tuple[Tensor, Tensor]] = []
@@ -51,8 +50,6 @@ class EngineTargets:
         for name, tensor in tensors.items():
             if tensor.layout != torch.strided or overlap.has_internal_overlap(tensor):
                 raise ValueError(f"expected targets that are dense, but {name} is not; leave it out")
-            if tensor.is_meta and name not in self.processed:
-                raise ValueError(f"expected targets with storage, but {name} is on meta; allocate it first")
             self._before.append((tensor, tensor.detach()))
             if tensor.numel() == 0:
                 self.tensors[name] = tensor

@@ -37,7 +37,6 @@ _READ_NO_VALUES = {
     _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_empty, _aten.new_zeros, _aten.new_ones,
     _aten.new_full, _aten.new_empty_strided,
 }  # fmt: skip
-_PROCESSED = "is written to what the engine processes after loading"
 _LEAVE_TORCH = {
     Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.__array__, Tensor.__dlpack__, Tensor.data.__set__,  # type: ignore[attr-defined]
 }  # fmt: skip
@@ -313,9 +312,6 @@ class Trace:
             raise self.refuse_all(f"{packet.__name__} writes to a parameter's memory outside of the parameter")
         value = args[1] if len(args) > 1 else None
         sources = frozenset[int]().union(*(fake.memory.provenance.sources for fake in fakes))
-        if place.name in self.targets.processed:
-            self.writes.append(Write(place.name, place.boxes, sources=sources, reason=_PROCESSED))
-            return
         if not fakes:
             constant = 0 if packet is _aten.zero_ else value
             if packet in (_aten.copy_, _aten.fill_) and isinstance(value, Tensor) and value.numel() == 1:

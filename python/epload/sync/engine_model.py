@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -30,22 +30,14 @@ class EngineModel:
         receiver = epload.WeightReceiver(epload.EngineModel(model), "trainer0:29600")
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        load_weights: LoadWeights | None = None,
-        *,
-        processed: Collection[str] = (),
-        record_with: Callable[[Callable[[], Recording]], Recording] | None = None,
-        finish: Callable[[Recording], None] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, load_weights: LoadWeights | None = None) -> None:
         """
         Args:
             model: with storage.
             load_weights: takes an iterable of names and full tensors; the model's own if None.
-            processed: parameters and buffers that the engine changes after loading; see :func:`epload.recording.record`.
-            record_with: is given the function that records, for engines that have to prepare the model before and after.
-            finish: called at the end of each commit.
+
+        Raises:
+            TypeError: the model has none.
         """
         if load_weights is None:
             load_weights = getattr(model, "load_weights", None)
@@ -53,14 +45,24 @@ class EngineModel:
                 raise TypeError(f"expected a model with load_weights, got a {type(model).__name__}; pass load_weights=")
         self.model = model
         self.load_weights = load_weights
-        self.processed = frozenset(processed)
-        self.record_with = record_with or (lambda recorded: recorded())
-        self.finish = finish
 
     def tensors(self) -> dict[str, Tensor]:
-        """All parameters and buffers, under all of their names."""
+        """All parameters and buffers as ``load_weights`` fills them, under all of their names."""
         found: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         return found | dict(self.model.named_buffers(remove_duplicate=False))
+
+    # What engines override that change parameters after loading, for example to quantize or repack them.
+
+    def recordable(self) -> AbstractContextManager[None]:
+        """The model has the tensors that ``load_weights`` fills, perhaps on meta."""
+        return nullcontext()
+
+    def begin(self, recording: Recording) -> None:
+        """Called before a version is copied in; afterwards the model has the tensors that ``load_weights`` fills. Called again
+        without :meth:`finish` if the version could not be copied."""
+
+    def finish(self) -> None:
+        """Called when they have the version."""
 
 
 class EngineTarget:
@@ -80,14 +82,11 @@ class EngineTarget:
 
     def share(self, manifest: Manifest) -> Share:
         engine = self._engine
-
-        def recorded() -> Recording:
-            return record(engine.load_weights, manifest, engine.tensors(), engine.processed)
-
-        recording = engine.record_with(recorded)
+        with engine.recordable():
+            tensors = engine.tensors()
+            recording = record(engine.load_weights, manifest, tensors)
         if self._strict:
             self._check(recording)
-        tensors = engine.tensors()
         numbers: dict[str, int] = {}
         for places in recording.regions:
             for name, _ in places:
@@ -116,6 +115,8 @@ class EngineTarget:
         return builder.build()
 
     def tensors(self) -> list[Tensor]:
+        assert self._recording is not None
+        self._engine.begin(self._recording)
         tensors = self._engine.tensors()
         found = [tensors[name] for name in self._names if name in tensors]
         if [_layout(tensor) for tensor in found] != self._layouts:
@@ -132,13 +133,14 @@ class EngineTarget:
             named = zip((name for name, _, _ in self._whole), self._full, strict=True)
             recording.load_whole(engine.load_weights, named, tensors)
         self._full = []
-        if engine.finish is not None:
-            engine.finish(recording)
+        engine.finish()
 
     def _check(self, recording: Recording) -> None:
         """Raises ModelMismatch if parameters would keep values that no tensor of the sender gives."""
         parameters = dict(self._engine.model.named_parameters(remove_duplicate=False))
+        written = {id(parameters[name]) for name in recording.written if name in parameters}
         missing = [name for name in recording.unwritten if name in parameters]
+        missing = [name for name in missing if name in recording.written or id(parameters[name]) not in written]
         if missing and not recording.unseen:
             listed = f"{', '.join(missing[:_MOST_SHOWN])}{', ...' * (len(missing) > _MOST_SHOWN)}"
             raise ModelMismatch(
@@ -162,4 +164,4 @@ def _whole_parts(shape: tuple[int, ...]) -> list[Part]:
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return tensor.shape, tensor.stride(), tensor.dtype
