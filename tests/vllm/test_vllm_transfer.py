@@ -80,6 +80,7 @@ def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, proce
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     from epload.compat import vllm as adapter
 
@@ -92,6 +93,7 @@ def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, proce
     weights = read_checkpoint(folder)
     with set_current_vllm_config(config):
         model.load_weights(iter(weights.items()))
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
     pointers = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     device = torch.device("cpu")
     engine = WeightTransferEngineFactory.create_engine(config.weight_transfer_config, config, device, model)
