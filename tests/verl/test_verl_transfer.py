@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,13 +44,10 @@ class Worker:
     def execute_checkpoint_engine(self, method: str, **arguments: Any) -> Any:
         return getattr(self._engine, method)(**arguments)
 
-    def send(self, step: int) -> Any:
-        return asyncio.run(self._engine.send_weights(weights(step), global_steps=step))
+    async def send(self, step: int) -> Any:
+        return await self._engine.send_weights(weights(step), global_steps=step)
 
-    def receive(self, step: int) -> list[str]:
-        return asyncio.run(self._differences(step))
-
-    async def _differences(self, step: int) -> list[str]:
+    async def receive(self, step: int) -> list[str]:
         expected = dict(weights(step))
         wrong = []
         async for name, tensor in self._engine.receive_weights(global_steps=step):
@@ -83,6 +79,7 @@ def cluster() -> Iterator[None]:
         [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "python"), str(Path(__file__).parent)]
     )
     environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init(
         num_cpus=2,
         include_dashboard=False,

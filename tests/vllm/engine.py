@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
 CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig(
         vocab_size=320,
-        moe_intermediate_size=32,
+        moe_intermediate_size=64,  # which the CPU kernels need not pad
         num_experts=8,
         num_experts_per_tok=2,
         tie_word_embeddings=False,

@@ -187,6 +187,7 @@ class WeightReceiver:
             raise
         self._attendance.confirm(offer)
         if self._stage == "none":
+            self.version, self.torn = None, True
             self._target.finish()
             self.version, self.torn = offer.version, False
         else:
