@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from epload.core import dtypes
 from epload.core.pieces import Metadata
 from epload.core.placement import Box
 from epload.core.views import View
@@ -175,9 +174,6 @@ class Trace:
         if replaces or storage_of(tensor) in self.targets:
             raise self.refuse_all(f"it accesses a parameter's memory with {name}")
 
-    def _converts(self, number: int, target: torch.dtype) -> bool:
-        return dtypes.converts(self._tensors.dtypes[number], target)
-
     def _refuse_registration(self, module: Any, name: str, value: Any) -> None:
         raise self.refuse_all(f"it replaces {name} of a {type(module).__name__}")
 
@@ -329,8 +325,6 @@ class Trace:
         provenance = value.memory.provenance.cast(value.dtype, target.dtype)
         region = Region.of(value.meta.expand(target.shape))
         try:
-            if not all(self._converts(number, target.dtype) for number in sources):
-                raise NotViews(f"is converted to {target.dtype}")
             parts = tuple(provenance.copied(region, place.shape, place.strides, place.region))
             boxes = tuple((view.start, view.size) for _, view in parts)
             self.writes.append(Write(place.name, boxes, parts, sources))
