@@ -176,6 +176,15 @@ def test_what_is_not_a_copy_goes_through_load_weights(load: Callable[[Loader, Te
     assert all(group.reason for group in recording.whole)
 
 
+def test_bits_of_another_dtype_go_through_load_weights() -> None:
+    def load(model: Loader, weights: Weights) -> None:
+        for _, tensor in weights:
+            model.p.data.view(torch.int32).copy_(tensor)
+
+    recording = check_recording(lambda: Loader(load, p=(3, 4)), unique({"w": (3, 4)}, torch.int32))
+    assert whole_names(recording) == [("w",)]
+
+
 def whole_names(recording: Recording) -> list[tuple[str, ...]]:
     return [group.names for group in recording.whole]
 
