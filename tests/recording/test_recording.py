@@ -185,6 +185,20 @@ def test_bits_of_another_dtype_go_through_load_weights() -> None:
     assert whole_names(recording) == [("w",)]
 
 
+def test_tensors_that_are_not_targets_are_not_written() -> None:
+    def load(model: Loader, weights: Weights) -> None:
+        model.calls.add_(1)
+        by_name(model, weights)
+
+    weights = unique({"a": (3,)})
+    model = Loader(load, a=(3,))
+    model.calls = torch.zeros(1)
+    recording = record_model(model, weights)
+    assert model.calls.item() == 0
+    assert whole_names(recording) == [("a",)]
+    assert "add_ writes to a tensor that is not one of the targets" in recording.whole[0].reason
+
+
 def whole_names(recording: Recording) -> list[tuple[str, ...]]:
     return [group.names for group in recording.whole]
 
