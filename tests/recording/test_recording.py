@@ -176,12 +176,19 @@ def test_what_is_not_a_copy_goes_through_load_weights(load: Callable[[Loader, Te
     assert all(group.reason for group in recording.whole)
 
 
-def test_bits_of_another_dtype_go_through_load_weights() -> None:
-    def load(model: Loader, weights: Weights) -> None:
+@pytest.mark.parametrize(
+    ("load", "shape", "dtype"),
+    [
+        (lambda p, w: p.data.view(torch.int32).copy_(w), (3, 4), torch.int32),
+        (lambda p, w: p.data.copy_(w.view(torch.float32)), (3, 8), torch.bfloat16),
+    ],
+)
+def test_bits_of_another_dtype_go_through_load_weights(load: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def load_weights(model: Loader, weights: Weights) -> None:
         for _, tensor in weights:
-            model.p.data.view(torch.int32).copy_(tensor)
+            load(model.p, tensor)
 
-    recording = check_recording(lambda: Loader(load, p=(3, 4)), unique({"w": (3, 4)}, torch.int32))
+    recording = check_recording(lambda: Loader(load_weights, p=(3, 4)), unique({"w": shape}, dtype))
     assert whole_names(recording) == [("w",)]
 
 

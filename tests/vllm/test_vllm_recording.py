@@ -56,4 +56,4 @@ def test_a_recording_gives_what_load_weights_gives(name: str, world: int, tmp_pa
     found = checked(name, tmp_path, world)
     assert [(rank["wrong"], rank["whole"]) for rank in found] == [([], ())] * world
     assert [rank["unwritten"] for rank in found] == [[]] * world
-    assert all(rank["places"] > 20 for rank in found)
+    assert all(rank["places"] > 15 for rank in found)
