@@ -60,6 +60,19 @@ def test_autograd_modes(mode: Callable[[], Any]) -> None:
         assert record_model(Engine(1), weights) == plain
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_composite_operations_are_taken_apart(mode: Callable[[], Any]) -> None:
+    """In inference mode, they are dispatched in one piece."""
+
+    def load(model: Loader, weights: Weights) -> None:
+        model.p.data.fill_diagonal_(2)
+
+    with mode():
+        recording = record_model(Loader(load, p=(3, 3)), {})
+    assert sorted(fill.box for fill in recording.fills) == [((i, i), (1, 1)) for i in range(3)]
+    assert len(recording.unwritten["p"]) > 1
+
+
 def in_threads(model: Loader, weights: Weights) -> None:
     for name, tensor in weights:
         thread = threading.Thread(target=lambda: model.get_parameter(name).data.copy_(tensor))  # noqa: B023
