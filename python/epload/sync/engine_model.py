@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -101,17 +100,17 @@ class EngineTarget:
             if name in whole:
                 local = len(numbers) + len(self._whole)
                 self._whole.append((name, torch.Size(shape), dtype))
-                builder.add(number, (local,), dtype, ("whole", shape), partial(_whole_parts, shape))
+                key: tuple[object, ...] = ("whole", shape, dtype)
+                if not builder.add_alike(number, (local,), key):
+                    builder.add(number, (local,), dtype, key, _whole_parts(shape))
             elif places:
+                of = tuple(numbers[target] for target, _ in places)
                 views = [(view, tuple(tensors[target].shape)) for target, view in places]
                 found = {tensors[target].dtype for target, _ in places}
-                builder.add(
-                    number,
-                    tuple(numbers[target] for target, _ in places),
-                    found.pop() if len(found) == 1 else dtype,
-                    (shape, *((id(view), of) for view, of in views)),
-                    partial(_parts, views, shape),
-                )
+                kept = found.pop() if len(found) == 1 else dtype
+                key = (shape, kept, *((id(view), target) for view, target in views))
+                if not builder.add_alike(number, of, key):
+                    builder.add(number, of, kept, key, _parts(views, shape))
         return builder.build()
 
     def tensors(self) -> list[Tensor]:
