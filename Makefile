@@ -23,6 +23,11 @@ LINKS ?=
 OLDEST ?= torch==2.11.0
 NEWEST ?= torch==2.15.0
 TORCH_NPU ?= torch-npu==2.13.0
+VLLM ?= vllm==0.33.0
+VERL ?= verl==0.9.1
+# In environments of their own, with the libraries that are built into python/epload for the same torch.
+ALONE = PYTHONPATH=$(abspath python):$(abspath tests) $(abspath $(1))/bin/python -m pytest --confcutdir . --override-ini testpaths=. \
+  --override-ini "pythonpath=. .."
 
 # Every target with a description is a command, not a file.
 .PHONY: $(shell grep -oE '^[a-z-]+:.*\#\#' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*//')
@@ -70,6 +75,24 @@ test-npu: $(VENV)-npu/ready ## test the Ascend backend with the real torch_npu o
 	EPLOAD_NPU=1 EPLOAD_CUDA=0 PATH="$(abspath $(VENV)-npu/bin):$$PATH" \
 	  $(VENV)-npu/bin/pip install --quiet --force-reinstall --no-build-isolation --no-deps .
 	cd tests/npu && $(abspath $(VENV)-npu/bin/python) -m pytest --confcutdir . --override-ini testpaths=. --override-ini pythonpath=.
+
+$(VENV)-vllm/ready: tests/vllm/environment.sh
+	PYTHON=$(PYTHON) tests/vllm/environment.sh $(VENV)-vllm "$(TORCH)" "$(VLLM)"
+	touch $@
+
+test-vllm: build $(VENV)-vllm/ready ## test against vLLM's own model classes and weight transfer, in its own environment (2.8 GB)
+	cd tests/vllm && $(call ALONE,$(VENV)-vllm)
+
+$(VENV)-verl/ready: tests/verl/requirements.txt
+	$(PYTHON) -m venv $(VENV)-verl
+	$(VENV)-verl/bin/pip install --quiet --upgrade pip
+	$(VENV)-verl/bin/pip install --quiet "$(TORCH)" numpy pytest
+	$(VENV)-verl/bin/pip install --quiet -r tests/verl/requirements.txt
+	$(VENV)-verl/bin/pip install --quiet --no-deps "$(VERL)"
+	touch $@
+
+test-verl: build $(VENV)-verl/ready ## test as a backend of verl's checkpoint engine, on a local Ray cluster, in its own environment
+	cd tests/verl && $(call ALONE,$(VENV)-verl)
 
 lint: $(VENV)/ready ## run ruff, mypy (strict, on python/), the import-order check and clang-format
 	$(RUN)/ruff check $(SOURCES)
@@ -147,4 +170,4 @@ gpu-check: ## on a machine with an NVIDIA GPU: build, test, sanitize, trace and 
 	$(PYTHON) benchmarks/gpu_check.py
 
 clean: ## remove build outputs and environments
-	rm -rf build dist $(VENV) $(VENV)-npu $(VENV)-oldest $(VENV)-newest $(BENCH_VENV) python/epload/*.so python/*.egg-info
+	rm -rf build dist $(VENV) $(VENV)-npu $(VENV)-vllm $(VENV)-verl $(VENV)-oldest $(VENV)-newest $(BENCH_VENV) python/epload/*.so python/*.egg-info

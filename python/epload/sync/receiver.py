@@ -23,6 +23,7 @@ from epload.core.attempt import attempt
 from epload.errors import LoadError
 from epload.mapping.mapping import Mapping
 from epload.planning.shares import Share
+from epload.sync.engine_model import EngineModel, EngineTarget
 from epload.sync.epoch import Attendee, Epoch, SyncOptions, describe_ranks, form_epoch
 from epload.sync.lobby import Attendance, Offer, Participants, this_process
 from epload.sync.report import SyncReport
@@ -63,7 +64,7 @@ class WeightReceiver:
 
     def __init__(
         self,
-        target: nn.Module | None,
+        target: nn.Module | EngineModel | None,
         address: Address,
         *,
         mapping: Mapping | str = "auto",
@@ -79,7 +80,8 @@ class WeightReceiver:
         """Collective over the engine's ranks; arguments equal on all of them, but for ``target``, ``engine`` and ``node``.
 
         Args:
-            target: a model with storage: any mix of DTensors and plain tensors. None for :meth:`tensors` alone.
+            target: a model with storage: any mix of DTensors and plain tensors; an :class:`epload.EngineModel`; or None, for
+                :meth:`tensors` alone.
             address: of the sender. Waits until it is there.
             mapping: how the sender's names become regions of the model's tensors; see ``HierarchicalLoader.load``.
             strict: whether tensors that only one of the two jobs has are an error.
@@ -108,7 +110,7 @@ class WeightReceiver:
             raise ValueError("expected topology= or engine=, got both")
         self._options = SyncOptions(as_timedelta(timeout), verify)
         self._stage = stage
-        self._target: Target = FullTensors() if target is None else ModelTarget(target, mapping, strict)
+        self._target = _as_target(target, mapping, strict)
         self._progress = progress
         if engine is None:
             engine, node = self._engine_of(topology, node)
@@ -185,6 +187,7 @@ class WeightReceiver:
             raise
         self._attendance.confirm(offer)
         if self._stage == "none":
+            self.version, self.torn = None, True
             self._target.finish()
             self.version, self.torn = offer.version, False
         else:
@@ -294,6 +297,14 @@ class WeightReceiver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _as_target(target: nn.Module | EngineModel | None, mapping: Mapping | str, strict: bool) -> Target:
+    if target is None:
+        return FullTensors()
+    if isinstance(target, EngineModel):
+        return EngineTarget(target, strict)
+    return ModelTarget(target, mapping, strict)
 
 
 _NOTHING = Share(torch.zeros(0, dtype=torch.int64), (), (), ())
