@@ -16,7 +16,7 @@ CHAOS_SECONDS ?= inf
 FUZZ_SECONDS ?= 600
 WORKERS ?= 1
 TEST_WORKERS ?= 4
-WORKERS_SHARE := -n $(TEST_WORKERS) --dist worksteal
+PARALLEL := -n $(TEST_WORKERS) --dist worksteal
 RUNS ?= 100
 LINKS ?=
 
@@ -45,13 +45,13 @@ build: $(VENV)/built ## create the environment and build epload into it
 
 # More workers than the 2 cores that CI has: ranks wait for each other, and tests of timeouts for those to pass.
 test: build ## run the whole test suite with TEST_WORKERS=4
-	$(RUN)/python -m pytest $(WORKERS_SHARE)
+	$(RUN)/python -m pytest $(PARALLEL)
 
 # Not an editable install, which would replace the libraries in python/epload that another torch uses.
 test-smoke: $(VENV)/ready ## run the tests listed in tests/smoke.txt with TORCH in VENV, without CUDA kernels
 	EPLOAD_CUDA=0 PATH="$(abspath $(RUN)):$$PATH" \
 	  $(RUN)/pip install --quiet --force-reinstall --no-build-isolation --no-deps .
-	$(RUN)/python -m pytest $(WORKERS_SHARE) @tests/smoke.txt
+	$(RUN)/python -m pytest $(PARALLEL) @tests/smoke.txt
 
 test-oldest: ## run test-smoke with the oldest supported torch, in its own environment
 	$(MAKE) test-smoke TORCH="$(OLDEST)" VENV=$(VENV)-oldest
