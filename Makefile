@@ -15,7 +15,8 @@ SEED ?= 0
 CHAOS_SECONDS ?= inf
 FUZZ_SECONDS ?= 600
 WORKERS ?= 1
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 4
+PARALLEL := -n $(TEST_WORKERS) --dist worksteal
 RUNS ?= 100
 LINKS ?=
 
@@ -48,15 +49,15 @@ $(VENV)/built: $(VENV)/ready $(NATIVE) CMakeLists.txt setup.py pyproject.toml
 
 build: $(VENV)/built ## create the environment and build epload into it
 
-# A file stays on one worker, which starts its processes once; in the order of collection, which ends with short files.
-test: build ## run the whole test suite with TEST_WORKERS=2
-	$(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+# More workers than the 2 cores that CI has: ranks wait for each other, and tests of timeouts for those to pass.
+test: build ## run the whole test suite with TEST_WORKERS=4
+	$(RUN)/python -m pytest $(PARALLEL)
 
 # Not an editable install, which would replace the libraries in python/epload that another torch uses.
 test-smoke: $(VENV)/ready ## run the tests listed in tests/smoke.txt with TORCH in VENV, without CUDA kernels
 	EPLOAD_CUDA=0 PATH="$(abspath $(RUN)):$$PATH" \
 	  $(RUN)/pip install --quiet --force-reinstall --no-build-isolation --no-deps .
-	$(RUN)/python -m pytest @tests/smoke.txt
+	$(RUN)/python -m pytest $(PARALLEL) @tests/smoke.txt
 
 test-oldest: ## run test-smoke with the oldest supported torch, in its own environment
 	$(MAKE) test-smoke TORCH="$(OLDEST)" VENV=$(VENV)-oldest
