@@ -281,6 +281,43 @@ std::pair<py::list, py::list> find_modules(const py::object& root) {
   return {as_list(std::move(prefixes)), as_list(std::move(modules))};
 }
 
+std::pair<py::list, py::list> named_values(const py::list& prefixes, const py::list& dicts) {
+  if (prefixes.size() != dicts.size()) {
+    throw py::value_error("named_values: expected as many prefixes as dicts");
+  }
+  std::vector<py::object> names, values;
+  names.reserve(dicts.size());
+  values.reserve(dicts.size());
+  for (std::size_t i = 0; i < dicts.size(); ++i) { // items() may be the caller's code, and change the lists
+    PyObject* const* const items = PySequence_Fast_ITEMS(dicts.ptr());
+    if (i + kAhead < dicts.size()) {
+      __builtin_prefetch(items[i + kAhead]);
+    }
+    const py::object prefix = prefixes[i], owned = py::reinterpret_borrow<py::object>(items[i]);
+    const auto add = [&](PyObject* name, PyObject* value) {
+      if (value != Py_None) {
+        names.push_back(py::reinterpret_steal<py::object>(PyUnicode_Concat(prefix.ptr(), name)));
+        if (!names.back()) {
+          throw py::error_already_set();
+        }
+        values.push_back(py::reinterpret_borrow<py::object>(value));
+      }
+    };
+    if (PyDict_CheckExact(owned.ptr()) != 0) {
+      PyObject *name = nullptr, *value = nullptr;
+      for (Py_ssize_t at = 0; PyDict_Next(owned.ptr(), &at, &name, &value) != 0;) {
+        add(name, value);
+      }
+    } else {
+      for (const auto item : owned.attr("items")()) {
+        const py::object name = item[py::int_(0)], value = item[py::int_(1)];
+        add(name.ptr(), value.ptr());
+      }
+    }
+  }
+  return {as_list(std::move(names)), as_list(std::move(values))};
+}
+
 std::vector<py::list> attributes(const py::list& objects, const std::vector<py::str>& names) {
   AttributeReader reader(names);
   std::vector<std::vector<py::object>> columns(names.size());

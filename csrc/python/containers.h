@@ -37,6 +37,9 @@ std::vector<std::size_t> nonempty(const pybind11::list& containers);
 // order of its state_dict(); and for each the prefix of its tensors' names there. By attribute, without torch.
 std::pair<pybind11::list, pybind11::list> find_modules(const pybind11::object& root);
 
+// The values of dicts that are not None, and before them their names: each key after the prefix of its dict.
+std::pair<pybind11::list, pybind11::list> named_values(const pybind11::list& prefixes, const pybind11::list& dicts);
+
 // Attributes of many objects: one list for each name.
 std::vector<pybind11::list> attributes(const pybind11::list& objects, const std::vector<pybind11::str>& names);
 

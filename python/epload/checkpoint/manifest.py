@@ -16,6 +16,7 @@ from torch import Tensor
 
 from epload.checkpoint.byte_store import StoredFile
 from epload.core import dtypes
+from epload.core.columns import column
 
 _CACHED = ("compact", "digest", "identity", "nbytes")
 _SAMPLES, _SAMPLE_BYTES = 16, 512
@@ -180,14 +181,13 @@ class TensorLocations:
     @classmethod
     def from_json(cls, columns: list[Any], nbytes: list[int]) -> TensorLocations:
         file, gaps = columns
-        sizes = torch.tensor(nbytes, dtype=torch.int64)
-        steps = torch.tensor(gaps, dtype=torch.int64)
+        sizes, steps = column(nbytes), column(gaps)
         steps[1:] += sizes[:-1]
-        return cls((), torch.tensor(file, dtype=torch.int64), steps.cumsum(0))
+        return cls((), column(file), steps.cumsum(0))
 
     @staticmethod
     def _without_gaps(offset: Tensor, nbytes: list[int]) -> Tensor:
         """Where each tensor would be if it followed the one before."""
         expected = torch.zeros_like(offset)
-        expected[1:] = offset[:-1] + torch.tensor(nbytes[:-1], dtype=torch.int64)
+        expected[1:] = offset[:-1] + column(nbytes[:-1])
         return expected

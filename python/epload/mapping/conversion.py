@@ -40,7 +40,7 @@ class _Match(NamedTuple):
     """Of the source that matches."""
     begin: int
     end: int
-    index: slice | None
+    place: slice | None
     """Where the index is in the name, if there is one."""
     targets: tuple[str, ...]
     """What replaces the match."""
@@ -75,7 +75,7 @@ def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tupl
             group = groups[key] = Group(match.convert, targets, [], [], [])
         group.sources.append(i)
         group.inputs.append(match.number)
-        group.indices.append(-1 if match.index is None else int(name[match.index]))
+        group.indices.append(-1 if match.place is None else int(name[match.place]))
     return list(groups.values()), others
 
 

@@ -149,6 +149,12 @@ def _to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def specs(tensors: list[Tensor]) -> list[Any]:
+    """The object that describes the layout of each DTensor; many have the same. None for other tensors, and without the private
+    path."""
+    return _C.slot_values(tensors, DTensor._spec)[0] if private_path_available() else [None] * len(tensors)
+
+
 class MetadataRecord:
     """The shapes, dtypes, devices and layouts of many tensors, to check later that they are unchanged.
 

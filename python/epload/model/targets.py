@@ -141,9 +141,9 @@ def collect(
     for module in modules.fsdp:
         module.reshard()
     fsdp_axes = dtensor.fsdp_shard_axes(modules.fsdp)
-    entries, indirect = read_state(model, modules)
+    names, tensors, indirect = read_state(model, modules)
     targets = Targets(**vars(indirect))
-    _Collector(targets, dtype, expert_parallel, fsdp_axes).add_all(entries)
+    _Collector(targets, dtype, expert_parallel, fsdp_axes).add_all(names, tensors)
     if expert_parallel is not None:
         expert_parallel.check(targets.names)
     if isinstance(dtype, Mapping):
@@ -185,23 +185,25 @@ class _Collector:
         self._layouts: dict[tuple[object, ...], int] = {}
         """Layout numbers, by values that are equal for equal layouts, and by ids, which are faster to look up."""
 
-    def add_all(self, tensors: list[tuple[str, Tensor]]) -> None:
+    def add_all(self, all_names: list[str], tensors: list[Tensor]) -> None:
         targets, dtype, expert_parallel = self.targets, self._dtype, self._expert_parallel
         names, index = targets.names, targets.index
         by_id: dict[int, int] = {}
-        for name, tensor in tensors:
+        for name, tensor, spec in zip(all_names, tensors, dtensor.specs(tensors), strict=True):
             known = by_id.get(id(tensor))
             if known is not None:
                 index[name] = known
                 continue
-            if isinstance(tensor, DTensor):
+            axis, outer, global_name = None, None, name
+            if spec is not None:
+                key: tuple[object, ...] = (id(spec),)
+            elif isinstance(tensor, DTensor):
                 axis = self._fsdp_axes.get(id(tensor))
-                key: tuple[object, ...] = (id(tensor.device_mesh), id(tensor.placements), tensor.shape, axis)
+                key = (id(tensor.device_mesh), id(tensor.placements), tensor.shape, axis)
+            elif self._is_alias(name, tensor):
+                continue
             else:
-                if self._is_alias(name, tensor):
-                    continue
-                axis, key = None, (tensor.shape,)
-            outer, global_name = None, name
+                key = (tensor.shape,)
             if expert_parallel is not None:
                 outer = expert_parallel.outer_shard(name)
                 key = (*key, outer)
