@@ -41,7 +41,6 @@ class Block {
       : nbytes_(nbytes), begin_(mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {
     TORCH_CHECK_WITH(
         OutOfMemoryError, begin_ != MAP_FAILED, "allocate_like: cannot allocate ", nbytes, " bytes of memory");
-    madvise(begin_, nbytes, MADV_HUGEPAGE); // where there are huge pages: provided in a fifth of the time
   }
   ~Block() {
     munmap(begin_, nbytes_);

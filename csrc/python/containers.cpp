@@ -25,28 +25,6 @@ PyDictObject* as_dict(PyObject* object) {
   return reinterpret_cast<PyDictObject*>(object);
 }
 
-// The value in each object's slot, borrowed; null for objects of other classes, also of derived ones.
-std::vector<PyObject*> values_in_slot(const py::list& objects, const py::object& slot) {
-  const auto* const descriptor = reinterpret_cast<PyMemberDescrObject*>(slot.ptr());
-  if (!Py_IS_TYPE(slot.ptr(), &PyMemberDescr_Type) || descriptor->d_member->type != T_OBJECT_EX) {
-    throw py::type_error("expected the descriptor of a slot");
-  }
-  const auto count = objects.size();
-  PyObject* const* const items = PySequence_Fast_ITEMS(objects.ptr());
-  const auto offset = descriptor->d_member->offset;
-  std::vector<PyObject*> found(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) {
-      __builtin_prefetch(items[i + kAhead]);
-      __builtin_prefetch(reinterpret_cast<const char*>(items[i + kAhead]) + offset);
-    }
-    if (Py_IS_TYPE(items[i], PyDescr_TYPE(descriptor)) != 0) {
-      std::memcpy(&found[i], reinterpret_cast<const char*>(items[i]) + offset, sizeof(found[i]));
-    }
-  }
-  return found;
-}
-
 std::vector<std::size_t> empty_places(const std::vector<PyObject*>& found) {
   std::vector<std::size_t> places;
   for (std::size_t i = 0; i < found.size(); ++i) {
@@ -150,6 +128,27 @@ void walk(const py::list& dicts, std::vector<const void*>& found, const Each& ea
 }
 
 } // namespace
+
+std::vector<PyObject*> values_in_slot(const py::list& objects, const py::object& slot) {
+  const auto* const descriptor = reinterpret_cast<PyMemberDescrObject*>(slot.ptr());
+  if (!Py_IS_TYPE(slot.ptr(), &PyMemberDescr_Type) || descriptor->d_member->type != T_OBJECT_EX) {
+    throw py::type_error("expected the descriptor of a slot");
+  }
+  const auto count = objects.size();
+  PyObject* const* const items = PySequence_Fast_ITEMS(objects.ptr());
+  const auto offset = descriptor->d_member->offset;
+  std::vector<PyObject*> found(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) {
+      __builtin_prefetch(items[i + kAhead]);
+      __builtin_prefetch(reinterpret_cast<const char*>(items[i + kAhead]) + offset);
+    }
+    if (Py_IS_TYPE(items[i], PyDescr_TYPE(descriptor)) != 0) {
+      std::memcpy(&found[i], reinterpret_cast<const char*>(items[i]) + offset, sizeof(found[i]));
+    }
+  }
+  return found;
+}
 
 py::bytes dict_addresses(const py::list& dicts) {
   std::vector<const void*> found;

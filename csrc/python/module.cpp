@@ -153,4 +153,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("named_values", &epload::named_values, py::arg("prefixes"), py::arg("dicts"));
   m.def("attributes", &epload::attributes, py::arg("objects"), py::arg("names"));
   m.def("register_tensors", &epload::register_tensors, py::arg("tensors"));
+  m.def("tensor_kinds", &epload::tensor_kinds, py::arg("tensors"), py::arg("slot"));
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -66,10 +67,10 @@ class Manifest:
             tuple([kinds[i] for i in columns["dtype"]]),
             "",
         )
+        sizes = manifest.nbytes_of()
         if columns["locations"] is not None:
-            locations = TensorLocations.from_json(columns["locations"], manifest.nbytes_of())
-            manifest = replace(manifest, locations=locations)
-        manifest.__dict__["compact"] = raw
+            manifest = replace(manifest, locations=TensorLocations.from_json(columns["locations"], sizes))
+        manifest.__dict__.update(compact=raw, nbytes=sum(sizes))
         return manifest.with_provenance(provenance)
 
     @property
@@ -101,8 +102,12 @@ class Manifest:
         """16 bytes, equal for two manifests only if they have the same tensors in the same order."""
         shapes = {shape: i for i, shape in enumerate(dict.fromkeys(self.shapes))}
         kinds = {dtype: i for i, dtype in enumerate(dict.fromkeys(self.dtypes))}
-        layout = [(*shapes, *kinds), [shapes[s] for s in self.shapes], [kinds[d] for d in self.dtypes]]
-        return hashlib.blake2b(json.dumps(self.names).encode() + repr(layout).encode(), digest_size=16).digest()
+        digest = hashlib.blake2b(repr((*shapes, *kinds)).encode(), digest_size=16)
+        columns = (map(len, self.names), [shapes[s] for s in self.shapes], [kinds[d] for d in self.dtypes])
+        for values in columns:
+            digest.update(array("q", values).tobytes())
+        digest.update("".join(self.names).encode(errors="surrogatepass"))
+        return digest.digest()
 
     @cached_property
     def identity(self) -> str:

@@ -68,14 +68,15 @@ def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tupl
         if (match := found[shape]) is None:
             others.append(i)
             continue
-        before, after = name[: match.begin], name[match.end :]
-        key = (id(match.convert), f"{before}{match.targets[0]}{after}")
+        convert, number, begin, end, place, targets = match
+        before, after = name[:begin], name[end:]
+        key = (id(convert), f"{before}{targets[0]}{after}")
         if (group := groups.get(key)) is None:
-            targets = tuple(f"{before}{target}{after}" for target in match.targets)
-            group = groups[key] = Group(match.convert, targets, [], [], [])
+            group = Group(convert, tuple(f"{before}{target}{after}" for target in targets), [], [], [])
+            groups[key] = group
         group.sources.append(i)
-        group.inputs.append(match.number)
-        group.indices.append(-1 if match.place is None else int(name[match.place]))
+        group.inputs.append(number)
+        group.indices.append(-1 if place is None else int(name[place]))
     return list(groups.values()), others
 
 

@@ -57,7 +57,7 @@ def materialize(
     else:
         _materialize_public(model, dtypes, lambda tensor: device_of(tensor, offloaded, device))
     # Plain parameters and buffers are new objects; look them up by name.
-    if any(t.is_meta for t in targets.tensors):
+    if any(targets.tensors[i].is_meta for i in dtensor.kinds(targets.tensors)[1]):
         state = model.state_dict(keep_vars=True)
         targets.tensors[:] = [state[name] for name in targets.names]
 
@@ -138,13 +138,16 @@ class _Materialization:
         others: list[dict[str, Any]] = [containers.buffers[i] for i in _C.nonempty(containers.buffers)]
         owners: list[dict[str, Any]] = [containers.parameters[i] for i in _C.nonempty(containers.parameters)]
         parameters = _values(owners)
-        dtensors = {id(tensor): tensor for tensor in parameters if type(tensor) is DTensor and tensor.is_meta}
+        tensors = [tensor for tensor in parameters if type(tensor) is DTensor]
+        kinds, firsts = dtensor.kinds(tensors)
+        on_meta = [tensors[i].is_meta for i in firsts]
+        dtensors = {id(tensor): tensor for tensor, kind in zip(tensors, kinds, strict=True) if on_meta[kind]}
         if {*map(type, parameters)} - {DTensor, type(None)}:
             others += owners
         for (dtype, device), alike in self._by_dtype_and_device(dtensors).items():
             self._give_storage(alike, dtype, device)
         self._replace(others, dtensors)
-        even = all(map(_is_even, {id(spec): spec for spec in dtensor.specs(list(dtensors.values()))}.values()))
+        even = all(_is_even(tensors[i]._spec) for i in firsts)
         for group in modules.fsdp_groups:
             _reset(group, even)
 
