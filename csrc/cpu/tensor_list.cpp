@@ -68,7 +68,7 @@ int64_t epload_tensor_kinds(void* const* impls, uint64_t count, int64_t* kinds, 
     for (uint64_t i = 0; i < count; ++i) {
       const auto device = tensors[i].device();
       *kinds++ = static_cast<int64_t>(tensors[i].scalar_type()) << 32 | static_cast<int64_t>(device.type()) << 16 |
-          (device.index() & 0xffff);
+                 (device.index() & 0xffff);
     }
     return 1;
   } catch (const std::exception& error) {

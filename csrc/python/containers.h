@@ -21,8 +21,8 @@ std::pair<pybind11::bytes, pybind11::list> dict_contents(const pybind11::list& d
 // __getattribute__ and __getattr__ are not called.
 pybind11::list weakref_attributes(const pybind11::list& references, const pybind11::str& name);
 
-// The value in a slot of each object's class, borrowed; null for objects of other classes, also of derived ones. `slot` is
-// the descriptor that a class with __slots__ has for it.
+// The value in a slot of each object's class, borrowed; null for objects of other classes, also of derived ones. `slot`
+// is the descriptor that a class with __slots__ has for it.
 std::vector<PyObject*> values_in_slot(const pybind11::list& objects, const pybind11::object& slot);
 
 // For each object the address of the value in a slot of its class, 0 for objects of other classes; and the indices of
