@@ -15,7 +15,7 @@ SEED ?= 0
 CHAOS_SECONDS ?= inf
 FUZZ_SECONDS ?= 600
 WORKERS ?= 1
-TEST_WORKERS ?= 4
+TEST_WORKERS ?= 3
 PARALLEL := -n $(TEST_WORKERS) --dist worksteal
 RUNS ?= 100
 LINKS ?=
@@ -50,7 +50,7 @@ $(VENV)/built: $(VENV)/ready $(NATIVE) CMakeLists.txt setup.py pyproject.toml
 build: $(VENV)/built ## create the environment and build epload into it
 
 # More workers than the 2 cores that CI has: ranks wait for each other, and tests of timeouts for those to pass.
-test: build ## run the whole test suite with TEST_WORKERS=4
+test: build ## run the whole test suite with TEST_WORKERS=3
 	$(RUN)/python -m pytest $(PARALLEL)
 
 # Not an editable install, which would replace the libraries in python/epload that another torch uses.

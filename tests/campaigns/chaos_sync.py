@@ -1,5 +1,5 @@
-"""A campaign of seeded faults in live weight sync, each judged: whoever lives holds one whole version, hears of a failure in time,
-and leaves nothing behind.
+"""A campaign of seeded faults in live weight sync, each judged: whoever lives holds one whole version, hears of a failure in
+time, and leaves nothing behind.
 
     python -m campaigns.chaos_sync --faults 30 --seed 0
 

@@ -11,6 +11,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.index import Index
 from epload.checkpoint.manifest import FileFacts, FileLayout, Manifest, TensorLocations
+from epload.core.columns import column
 from epload.core.pieces import Piece, Pieces
 from epload.core.regions import BoundRegions, Regions
 from epload.errors import CheckpointError
@@ -90,23 +91,23 @@ def merge_layouts(
     ignored: dict[str, None] = {}
     for number, (file, layout) in enumerate(zip(files, layouts, strict=True)):
         ignored |= dict.fromkeys(layout.ignored)
-        for i in layout.order:
-            name = layout.names[i]
-            if index is not None and not index.places(name, file.name):
-                continue
-            if name in file_of:
-                raise CheckpointError(f"{name} is both in {files[file_of[name]]} and in {file}")
-            file_of[name] = number
-            shapes.append(layout.shapes[i])
-            kinds.append(layout.dtypes[i])
-            numbers.append(number)
-            offsets.append(layout.offsets[i])
+        order = layout.order
+        if index is not None:
+            order = [i for i in order if index.places(layout.names[i], file.name)]
+        names = [layout.names[i] for i in order]
+        if (twice := next(filter(file_of.__contains__, names), None)) is not None:
+            raise CheckpointError(f"{twice} is both in {files[file_of[twice]]} and in {file}")
+        file_of.update(dict.fromkeys(names, number))
+        shapes += [layout.shapes[i] for i in order]
+        kinds += [layout.dtypes[i] for i in order]
+        numbers += [number] * len(order)
+        offsets += [layout.offsets[i] for i in order]
     if index is not None:
         index.check_complete({*file_of, *ignored})
     locations = TensorLocations(
         tuple(facts),
-        torch.tensor(numbers, dtype=torch.int64),
-        torch.tensor(offsets, dtype=torch.int64),
+        column(numbers),
+        column(offsets),
         "" if index is None else index.digest,
     )
     return Manifest(tuple(file_of), tuple(shapes), tuple(kinds), source, locations, tuple(ignored))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,7 @@ from torch import Tensor
 from epload.checkpoint.byte_store import StoredFile
 from epload.core import dtypes
 from epload.core.chunks import Chunks
+from epload.core.columns import column
 
 _CACHED = ("compact", "digest", "identity", "nbytes")
 _SAMPLES, _SAMPLE_BYTES = 16, 512
@@ -66,10 +68,11 @@ class Manifest:
             tuple([kinds[i] for i in columns["dtype"]]),
             "",
         )
+        sizes = manifest.nbytes_of()
         if columns["locations"] is not None:
-            locations = TensorLocations.from_json(columns["locations"], manifest)
+            locations = TensorLocations.from_json(columns["locations"], manifest, sizes)
             manifest = replace(manifest, locations=locations)
-        manifest.__dict__["compact"] = raw
+        manifest.__dict__.update(compact=raw, nbytes=sum(sizes))
         return manifest.with_provenance(provenance)
 
     @property
@@ -101,8 +104,12 @@ class Manifest:
         """16 bytes, equal for two manifests only if they have the same tensors in the same order."""
         shapes = {shape: i for i, shape in enumerate(dict.fromkeys(self.shapes))}
         kinds = {dtype: i for i, dtype in enumerate(dict.fromkeys(self.dtypes))}
-        layout = [(*shapes, *kinds), [shapes[s] for s in self.shapes], [kinds[d] for d in self.dtypes]]
-        return hashlib.blake2b(json.dumps(self.names).encode() + repr(layout).encode(), digest_size=16).digest()
+        digest = hashlib.blake2b(repr((*shapes, *kinds)).encode(), digest_size=16)
+        columns = (map(len, self.names), [shapes[s] for s in self.shapes], [kinds[d] for d in self.dtypes])
+        for values in columns:
+            digest.update(array("q", values).tobytes())
+        digest.update("".join(self.names).encode(errors="surrogatepass"))
+        return digest.digest()
 
     @cached_property
     def identity(self) -> str:
@@ -202,7 +209,8 @@ class TensorLocations:
         return [self.file.tolist(), gaps.tolist(), boxes]
 
     @classmethod
-    def from_json(cls, columns: list[Any], manifest: Manifest) -> TensorLocations:
+    def from_json(cls, columns: list[Any], manifest: Manifest, nbytes: list[int]) -> TensorLocations:
+        """``nbytes``: of each tensor of the manifest."""
         file, gaps, boxes = columns
         chunks = None
         if boxes is not None:
@@ -211,14 +219,14 @@ class TensorLocations:
             of_chunk = iter([(tuple(distinct[i][:dims]), tuple(distinct[i][dims:])) for i in which])
             of_tensor = [[next(of_chunk) for _ in range(count)] for count in counts]
             chunks = Chunks.of(manifest.shapes, [dtype.itemsize for dtype in manifest.dtypes], of_tensor)
-        sizes = torch.tensor(manifest.nbytes_of(), dtype=torch.int64) if chunks is None else chunks.nbytes
-        steps = torch.tensor(gaps, dtype=torch.int64)
+        sizes = column(nbytes) if chunks is None else chunks.nbytes
+        steps = column(gaps)
         steps[1:] += sizes[:-1]
-        return cls((), torch.tensor(file, dtype=torch.int64), steps.cumsum(0), chunks=chunks)
+        return cls((), column(file), steps.cumsum(0), chunks=chunks)
 
     @staticmethod
     def _without_gaps(offset: Tensor, nbytes: list[int]) -> Tensor:
         """Where each tensor would be if it followed the one before."""
         expected = torch.zeros_like(offset)
-        expected[1:] = offset[:-1] + torch.tensor(nbytes[:-1], dtype=torch.int64)
+        expected[1:] = offset[:-1] + column(nbytes[:-1])
         return expected

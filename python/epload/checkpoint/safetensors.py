@@ -19,6 +19,7 @@ import torch
 from epload.checkpoint import unsupported
 from epload.checkpoint.byte_store import StoredFile
 from epload.checkpoint.manifest import FileFacts, FileLayout
+from epload.core.columns import column
 from epload.core.dtypes import SAFETENSORS
 from epload.errors import CheckpointError
 from epload.native.extension import _C
@@ -99,11 +100,12 @@ def _plain_layout(file: StoredFile, header: bytes) -> FileLayout | None:
         if dtype is None or len(shape) > _MAX_DIMS or prod(max(n, 1) for n in shape) * dtype.itemsize >= 1 << 63:
             return None
         sizes.append(prod(shape) * dtype.itemsize)
-    order = sorted(range(len(names)), key=lambda i: (begins[i], ends[i]))
-    kind, begin, end = (torch.tensor([column[i] for i in order]) for column in (kind_of, begins, ends))
+    order = sorted(range(len(names)), key=list(zip(begins, ends, strict=True)).__getitem__)
+    place = column(order)
+    kind, begin, end = (column(values).index_select(0, place) for values in (kind_of, begins, ends))
     data = 8 + len(header)
     no_holes = int(begin[0]) == 0 and torch.equal(begin[1:], end[:-1]) and data + int(end[-1]) == file.nbytes
-    if not no_holes or not torch.equal(end - begin, torch.tensor(sizes)[kind]):
+    if not no_holes or not torch.equal(end - begin, column(sizes)[kind]):
         return None
     dtypes, shapes = [SAFETENSORS[name] for name, _ in kinds], [shape for _, shape in kinds]
     layout = FileLayout(
