@@ -14,7 +14,7 @@ from epload.native.extension import _C
 from epload.native.info import build_info
 from epload.report import LoadReport
 from epload.sync.engine_model import EngineModel
-from epload.sync.receiver import WeightReceiver
+from epload.sync.receiver import EngineRank, WeightReceiver
 from epload.sync.report import SyncReport
 from epload.sync.sender import WeightSender
 
@@ -24,6 +24,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "EngineModel",
+    "EngineRank",
     "HierarchicalLoader",
     "LoadError",
     "LoadReport",

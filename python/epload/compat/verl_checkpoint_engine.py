@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from epload.mapping.mapping import Mapping
-from epload.sync.receiver import Engine, WeightReceiver
+from epload.sync.receiver import EngineRank, WeightReceiver
 from epload.sync.sender import WeightSender
 from epload.sync.store import format_address
 
@@ -57,7 +57,7 @@ class EploadCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
         self._receivers = 0
-        self._engine: Engine | None = None
+        self._engine: EngineRank | None = None
         self._version = 0
 
     def prepare(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class EploadCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.close()
         # Both ends connect when they are used: verl waits here for both, and the receiver for the sender.
         self._address, self._receivers = address, receivers
-        self._engine = None if sends else Engine(name, rank, receivers)
+        self._engine = None if sends else EngineRank(name, rank, receivers)
 
     def finalize(self) -> None:
         """Nothing: what is kept serves the next step."""

@@ -67,8 +67,6 @@ class EngineModel:
 class EngineTarget:
     """See :class:`~epload.sync.targets.Target`."""
 
-    device = ""
-
     def __init__(self, engine: EngineModel, strict: bool) -> None:
         self._engine = engine
         self._strict = strict

@@ -28,11 +28,6 @@ _MOST_SHOWN = 5
 
 
 class Target(Protocol):
-    @property
-    def device(self) -> str:
-        """That it is on, unique in the cluster; empty for CPU."""
-        ...
-
     def share(self, manifest: Manifest) -> Share:
         """What this rank wants of the sender's tensors. Raises ModelMismatch if they do not fit."""
         ...
@@ -48,8 +43,6 @@ class Target(Protocol):
 
 class ModelTarget:
     """The parameters and persistent buffers of a model."""
-
-    device = ""
 
     def __init__(self, model: nn.Module, mapping: Mapping | str, strict: bool) -> None:
         self._reader = ModelReader(model)
@@ -115,8 +108,6 @@ def _check_ties(names: Sequence[str], placed: Sequence[tuple[Place, ...]], targe
 
 class FullTensors:
     """All tensors of the sender in full, once in each node's memory."""
-
-    device = ""
 
     def __init__(self) -> None:
         self._manifest: Manifest | None = None
