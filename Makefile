@@ -116,6 +116,9 @@ demo-sync: build ## sync a trainer's weights into a tensor-parallel engine of an
 chaos: build ## inject FAULTS=300 seeded faults, starting at SEED=0, on 4 ranks and check each outcome; LINKS=1 shapes the links (root)
 	$(CAMPAIGN).chaos --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS) $(if $(LINKS),--links)
 
+chaos-sync: build ## inject FAULTS=300 seeded faults into live syncs, starting at SEED=0, and check each outcome
+	$(CAMPAIGN).chaos_sync --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS)
+
 census: build ## load and check every class of the installed transformers that builds from a reduced config; WORKERS=1
 	$(CAMPAIGN).census --workers $(WORKERS)
 

@@ -150,6 +150,8 @@ def trainer(rank: int, meeting: Meeting, fault: Fault) -> dict[str, Any]:
         sender = epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=TIMEOUT, verify=fault.verify)
         meeting.say(f"address-{rank}", sender.address)
         for version in range(1, VERSIONS + 1):
+            if fault.kind == "late" and version == VERSIONS:
+                meeting.hear("late")
             write(model, version)
             with (
                 armed(fault, mine and version == 2, "offer"),
@@ -174,6 +176,8 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
         receiver = epload.WeightReceiver(
             model, meeting.hear("address-0"), timeout=TIMEOUT, stage=fault.stage, verify=fault.verify
         )
+        if mine and fault.kind == "late":
+            meeting.say("late")
         for number in range(1, 2 * VERSIONS + 1):
             now = mine and number == 2
             if now and fault.kind == "leave":
