@@ -24,7 +24,7 @@ OLDEST ?= torch==2.11.0
 NEWEST ?= torch==2.15.0
 TORCH_NPU ?= torch-npu==2.13.0
 
-.PHONY: help build test test-smoke test-oldest test-newest test-npu lint format demo chaos census fuzz replaced sanitize bench bench-quick bench-net bench-net-quick bench-control bench-cold simulate gpu-check clean
+.PHONY: help build test test-smoke test-oldest test-newest test-npu lint format demo chaos census fuzz replaced sanitize bench bench-quick bench-net bench-net-quick bench-control bench-cold bench-sync simulate gpu-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -132,6 +132,9 @@ bench-cold: $(BENCH_VENV)/built ## benchmark reloads from a cold disk and of lar
 	$(BENCH)/python benchmarks/bench_cold.py --docs
 	$(BENCH)/python benchmarks/bench_cold.py --layers 78 --files 6 --modes auto --repeat 3 --docs
 	$(BENCH)/python benchmarks/bench_cold.py --layers 52 --warm --modes auto --repeat 5 --docs
+
+bench-sync: $(BENCH_VENV)/built ## benchmark live sync over loopback and shaped links (root); tables into docs/
+	$(BENCH)/python benchmarks/bench_sync.py --docs
 
 simulate: $(BENCH_VENV)/built ## run the simulator alone on the measurements in docs/; takes seconds
 	$(BENCH)/python benchmarks/simulate.py --docs

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
@@ -44,12 +43,16 @@ FLOOR = "floor"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="loopback,2,4", help="loopback, and numbers of rollout nodes; comma-separated")
+    parser.add_argument(
+        "--cases", default="loopback,2,4", help="loopback, and numbers of rollout nodes; comma-separated"
+    )
     parser.add_argument("--layers", type=int, help="layers of 128 experts; 48 (929 MB) over loopback, else 16 (311 MB)")
     parser.add_argument("--experts", type=int, default=128, help="of a layer")
     parser.add_argument("--mbit", type=int, default=1000, help="rate of each node's link, each way")
     parser.add_argument("--repeat", type=int, default=7, help="timed versions of each peer")
-    parser.add_argument("--slow", type=float, default=4.0, help="peers that take longer than so many seconds run three times")
+    parser.add_argument(
+        "--slow", type=float, default=4.0, help="peers that take longer than so many seconds run three times"
+    )
     parser.add_argument("--peers", default="", help="comma-separated file names in sync_peers/; all by default")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for the JSON")
     parser.add_argument("--docs", action="store_true", help="write JSON and tables to docs/")
@@ -194,20 +197,22 @@ def targets(runs: dict[str, Row]) -> Table:
             line(f"{case} rollout nodes: bytes out of the trainer over S", "<= 1.06", lambda x: x <= 1.06,
                  lambda entry, case=case: of(case, entry, lambda row: row["out"])),
         ]  # fmt: skip
-    rows.append(
-        line(
-            "trainer's seconds, 4 rollout nodes over 2", "<= 1.15", lambda x: x <= 1.15,
-            lambda entry: ratio(*(of(case, entry, lambda row: row["phases"]["send"]) for case in ("4", "2"))),
-        )
-    )  # fmt: skip
-    rows.append(
-        line(
-            "loopback: over the raw floor", "<= 1.5", lambda x: x <= 1.5,
-            lambda entry: ratio(of("loopback", entry, lambda row: row["median"]), of("loopback", FLOOR, lambda row: row["median"])),
-        )
-    )  # fmt: skip
-    planning = ratio(*(of("loopback", entry, lambda row: row["median"]) for entry in ("plan_exchange", "make_plan")))
-    rows.append(line("planning a sync over planning a load", "<= 0.5", lambda x: x <= 0.5, lambda entry: planning))
+
+    def median_of(case: str, entry: str) -> float | None:
+        return of(case, entry, lambda row: row["median"])
+
+    def growth(entry: str) -> float | None:
+        return ratio(*(of(case, entry, lambda row: row["phases"]["send"]) for case in ("4", "2")))
+
+    def over_floor(entry: str) -> float | None:
+        return ratio(median_of("loopback", entry), median_of("loopback", FLOOR))
+
+    planning = ratio(median_of("loopback", "plan_exchange"), median_of("loopback", "make_plan"))
+    rows += [
+        line("trainer's seconds, 4 rollout nodes over 2", "<= 1.15", lambda x: x <= 1.15, growth),
+        line("loopback: over the raw floor", "<= 1.5", lambda x: x <= 1.5, over_floor),
+        line("planning a sync over planning a load", "<= 0.5", lambda x: x <= 0.5, lambda entry: planning),
+    ]
     return Table("Targets", ("what", "target", "stage=none", "stage=host"), rows)
 
 

@@ -230,7 +230,9 @@ class Planning:
             self._share = ModelTarget(model, "auto", True).share(self._manifest)
         encoded = span.exchange(self._share.outline().encode())
         made = {each: Outline.decode(*each) for each in set(encoded)}
-        shared = {columns: outline.class_of for (columns, _), outline in made.items()}  # as epload has it, one for equal ranks
+        shared = {
+            columns: outline.class_of for (columns, _), outline in made.items()
+        }  # as epload has it, one for equal ranks
         made = {each: replace(outline, class_of=shared[each[0]]) for each, outline in made.items()}
         self._outlines = {rank: made[each] for rank, each in enumerate(encoded)}
         trainers = worker.nodes_of(0, worker.senders)

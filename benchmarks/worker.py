@@ -75,7 +75,7 @@ class Worker:
             for case, entry in waiting:
                 self.log({"began": [case, entry]})
                 sample = self.measure(instances[case], case, entry)
-                if (case, entry) in warm or self.counts_slow_first and sample["seconds"] > self.plan["slow"]:
+                if (case, entry) in warm or (self.counts_slow_first and sample["seconds"] > self.plan["slow"]):
                     done[case, entry].append(sample["seconds"])
                     self.log(sample)
                 warm.add((case, entry))  # the first run warms buffers and groups; it counts only if it is slow

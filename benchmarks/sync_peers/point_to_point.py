@@ -1,4 +1,4 @@
-"""As awex and Ray's direct transport do it: one message from each trainer rank's shard to each rollout rank's, where they overlap."""
+"""As awex and Ray's direct transport do it: a message for each box that a trainer rank's shard shares with a rollout rank's."""
 
 from collections import deque
 
