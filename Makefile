@@ -15,7 +15,8 @@ SEED ?= 0
 CHAOS_SECONDS ?= inf
 FUZZ_SECONDS ?= 600
 WORKERS ?= 1
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
+PARALLEL := -n $(TEST_WORKERS) --dist worksteal
 RUNS ?= 100
 LINKS ?=
 
@@ -23,8 +24,14 @@ LINKS ?=
 OLDEST ?= torch==2.11.0
 NEWEST ?= torch==2.15.0
 TORCH_NPU ?= torch-npu==2.13.0
+VLLM ?= vllm==0.33.0
+VERL ?= verl==0.9.1
+# In environments of their own, with the libraries that are built into python/epload for the same torch.
+ALONE = PYTHONPATH=$(abspath python):$(abspath tests) $(abspath $(1))/bin/python -m pytest --confcutdir . --override-ini testpaths=. \
+  --override-ini "pythonpath=. .."
 
-.PHONY: help build test test-smoke test-oldest test-newest test-npu lint format demo chaos census fuzz replaced sanitize bench bench-quick bench-net bench-net-quick bench-control bench-cold bench-sync simulate gpu-check clean
+# Every target with a description is a command, not a file.
+.PHONY: $(shell grep -oE '^[a-z-]+:.*\#\#' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*//')
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -42,15 +49,15 @@ $(VENV)/built: $(VENV)/ready $(NATIVE) CMakeLists.txt setup.py pyproject.toml
 
 build: $(VENV)/built ## create the environment and build epload into it
 
-# A file stays on one worker, which starts its processes once; in the order of collection, which ends with short files.
-test: build ## run the whole test suite with TEST_WORKERS=2
-	$(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+# More workers than the 2 cores that CI has: ranks wait for each other, and tests of timeouts for those to pass.
+test: build ## run the whole test suite with TEST_WORKERS=3
+	$(RUN)/python -m pytest $(PARALLEL)
 
 # Not an editable install, which would replace the libraries in python/epload that another torch uses.
 test-smoke: $(VENV)/ready ## run the tests listed in tests/smoke.txt with TORCH in VENV, without CUDA kernels
 	EPLOAD_CUDA=0 PATH="$(abspath $(RUN)):$$PATH" \
 	  $(RUN)/pip install --quiet --force-reinstall --no-build-isolation --no-deps .
-	$(RUN)/python -m pytest @tests/smoke.txt
+	$(RUN)/python -m pytest $(PARALLEL) @tests/smoke.txt
 
 test-oldest: ## run test-smoke with the oldest supported torch, in its own environment
 	$(MAKE) test-smoke TORCH="$(OLDEST)" VENV=$(VENV)-oldest
@@ -70,6 +77,24 @@ test-npu: $(VENV)-npu/ready ## test the Ascend backend with the real torch_npu o
 	  $(VENV)-npu/bin/pip install --quiet --force-reinstall --no-build-isolation --no-deps .
 	cd tests/npu && $(abspath $(VENV)-npu/bin/python) -m pytest --confcutdir . --override-ini testpaths=. --override-ini pythonpath=.
 
+$(VENV)-vllm/ready: tests/vllm/environment.sh
+	PYTHON=$(PYTHON) tests/vllm/environment.sh $(VENV)-vllm "$(TORCH)" "$(VLLM)"
+	touch $@
+
+test-vllm: build $(VENV)-vllm/ready ## test against vLLM's own model classes and weight transfer, in its own environment (2.8 GB)
+	cd tests/vllm && $(call ALONE,$(VENV)-vllm)
+
+$(VENV)-verl/ready: tests/verl/requirements.txt
+	$(PYTHON) -m venv $(VENV)-verl
+	$(VENV)-verl/bin/pip install --quiet --upgrade pip
+	$(VENV)-verl/bin/pip install --quiet "$(TORCH)" numpy pytest
+	$(VENV)-verl/bin/pip install --quiet -r tests/verl/requirements.txt
+	$(VENV)-verl/bin/pip install --quiet --no-deps "$(VERL)"
+	touch $@
+
+test-verl: build $(VENV)-verl/ready ## test as a backend of verl's checkpoint engine, on a local Ray cluster, in its own environment
+	cd tests/verl && $(call ALONE,$(VENV)-verl)
+
 lint: $(VENV)/ready ## run ruff, mypy (strict, on python/), the import-order check and clang-format
 	$(RUN)/ruff check $(SOURCES)
 	$(RUN)/ruff format --check $(SOURCES)
@@ -84,6 +109,9 @@ format: $(VENV)/ready ## format the sources and apply lint fixes
 
 demo: build ## load a Mixture-of-Experts checkpoint over two emulated nodes
 	$(RUN)/python examples/demo.py
+
+demo-sync: build ## sync a trainer's weights into a tensor-parallel engine of another job, after each of three steps
+	$(RUN)/python examples/demo_sync.py
 
 chaos: build ## inject FAULTS=300 seeded faults, starting at SEED=0, on 4 ranks and check each outcome; LINKS=1 shapes the links (root)
 	$(CAMPAIGN).chaos --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS) $(if $(LINKS),--links)
@@ -128,13 +156,13 @@ bench-net-quick: $(BENCH_VENV)/built ## the same with 2 and 4 nodes and 80 MB (r
 bench-control: $(BENCH_VENV)/built ## benchmark the control plane with 4 to 512 ranks; tables and a plot into docs/
 	$(BENCH)/python benchmarks/bench_control.py --docs
 
+bench-slow-store: $(BENCH_VENV)/built ## benchmark loads from a store that takes 1 ms a request; a table into docs/
+	$(BENCH)/python benchmarks/bench_slow_store.py --docs
+
 bench-cold: $(BENCH_VENV)/built ## benchmark reloads from a cold disk and of larger checkpoints (17 GB of disk); tables into docs/
 	$(BENCH)/python benchmarks/bench_cold.py --docs
 	$(BENCH)/python benchmarks/bench_cold.py --layers 78 --files 6 --modes auto --repeat 3 --docs
 	$(BENCH)/python benchmarks/bench_cold.py --layers 52 --warm --modes auto --repeat 5 --docs
-
-bench-sync: $(BENCH_VENV)/built ## benchmark live sync over loopback and shaped links (root); tables into docs/
-	$(BENCH)/python benchmarks/bench_sync.py --docs
 
 simulate: $(BENCH_VENV)/built ## run the simulator alone on the measurements in docs/; takes seconds
 	$(BENCH)/python benchmarks/simulate.py --docs
@@ -143,4 +171,4 @@ gpu-check: ## on a machine with an NVIDIA GPU: build, test, sanitize, trace and 
 	$(PYTHON) benchmarks/gpu_check.py
 
 clean: ## remove build outputs and environments
-	rm -rf build dist $(VENV) $(VENV)-npu $(VENV)-oldest $(VENV)-newest $(BENCH_VENV) python/epload/*.so python/*.egg-info
+	rm -rf build dist $(VENV) $(VENV)-npu $(VENV)-vllm $(VENV)-verl $(VENV)-oldest $(VENV)-newest $(BENCH_VENV) python/epload/*.so python/*.egg-info

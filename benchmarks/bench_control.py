@@ -4,7 +4,8 @@
 
 Ranks are threads of few processes against a real TCPStore in a process of its own. Seconds of a round go from the arrival of its
 last rank to the departure of its last rank; Python threads of all ranks share this machine's cores, so that seconds are an
-upper bound of what a real job takes, while operations are exact.
+upper bound of what a real job takes, while operations are exact. What the server computes is also measured without the ranks,
+by replaying their operations: see store_replay.py.
 """
 
 from __future__ import annotations
@@ -21,16 +22,27 @@ import plots
 from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS, Bed, Cluster, Rank, Sample
 from epload.control import tree as trees
 from epload.control.rounds import decide_on_reports, encode_report
-from epload.planning.costs import Agreement, StoreRates, agreement
+from epload.planning.costs import StoreRates, agreement
+from store_replay import replay
 from summary import facts
 from tables import Table, provenance, seconds, write
 
 LOADS = 5
 IDLE_SECONDS = 8.0
 """Whole intervals between the heartbeats of a node, of 8 s at 512 ranks."""
-SWEEP = (8, 16, 32, 64, 128, 256, 512)
-CHECKED_FROM = 64
-"""Ranks from which the simulator is compared."""
+SWEEP = (8, 16, 64, 256, 512)
+MANY = 16384
+"""Ranks of a large job, in nodes of 8."""
+FITTED = 512
+"""Ranks with which the coefficient of a store operation is measured."""
+REPLAYS = (
+    (64, RELOAD_ROUNDS),
+    (256, RELOAD_ROUNDS),
+    (FITTED, RELOAD_ROUNDS),
+    (MANY, RELOAD_ROUNDS),
+    (MANY, FIRST_ROUNDS),
+)
+"""Ranks and rounds of the loads with which the simulator is compared."""
 VIEW = {"options": "x" * 200, "number": 0}
 
 
@@ -57,7 +69,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=512)
     parser.add_argument("--per-node", type=int, default=8)
     parser.add_argument("--late", type=float, default=3.0, help="seconds that one rank comes late")
-    parser.add_argument("--processes", type=int, default=4, help="that the ranks are threads of")
+    parser.add_argument("--processes", type=int, default=32, help="that the ranks are threads of")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--docs", action="store_true", help="measure 4 to 512 ranks; write tables and a plot to docs/")
     options = parser.parse_args()
@@ -68,10 +80,17 @@ def main() -> None:
     began = time.monotonic()
     beds = [Bed(4, 2, options.processes), *(Bed(ranks, 8, options.processes) for ranks in SWEEP)]
     runs = [measure(bed, options.late) for bed in beds]
-    results = facts(0, 0) | {"minutes": (time.monotonic() - began) / 60, "runs": runs, "rates": rates(runs)}
+    replays = [replayed(ranks, rounds) for ranks, rounds in REPLAYS]
+    rates = coefficients(runs, replays)
+    results = facts(0, 0) | {
+        "minutes": (time.monotonic() - began) / 60,
+        "runs": runs,
+        "replays": replays,
+        "rates": rates,
+    }
     docs = Path(__file__).parents[1] / "docs"
     (docs / "control.json").write_text(json.dumps(results, indent=1) + "\n")
-    texts = [provenance(results), *(table.markdown() for table in (measured(runs), compared(runs, results["rates"])))]
+    texts = [provenance(results), *(table.markdown() for table in (measured(runs), compared(runs, replays, rates)))]
     write(docs / "performance.md", "control", texts)
     plots.control(runs, docs / "control.png")
 
@@ -88,7 +107,7 @@ def measure(bed: Bed, late: float) -> dict[str, Any]:
         samples, cpu, _ = cluster.run(loads, LOADS, RELOAD_ROUNDS)
         check(samples)
         found["nobody_late"] = describe(samples, cpu, LOADS)
-        found["connections"] = cluster.connections()
+        found["connections"] = cluster.server.connections()
         samples, cpu, _ = cluster.run(load, RELOAD_ROUNDS, late, bed.ranks // 2)
         check(samples)
         found["one_late"] = describe(samples, cpu, 1)
@@ -146,13 +165,17 @@ def describe(samples: list[Sample], cpu: float, count: int) -> dict[str, Any]:
 # ---- what follows ----
 
 
-def rates(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Coefficients of the simulator: from the largest run, and what the coordinator computes, measured alone."""
-    largest = max(runs, key=lambda run: run["ranks"])["nobody_late"]
-    operations = largest["operations_per_rank"] * max(run["ranks"] for run in runs)
+def replayed(ranks: int, rounds: int) -> dict[str, Any]:
+    operations, cpu = replay(ranks // 8, rounds)
+    return {"ranks": ranks, "rounds": rounds, "operations": operations, "server_cpu_s": cpu}
+
+
+def coefficients(runs: list[dict[str, Any]], replays: list[dict[str, Any]]) -> dict[str, float]:
+    """Of the simulator. What the coordinator computes is measured alone."""
+    fitted = next(found for found in replays if found["ranks"] == FITTED)
     return {
-        "operation": largest["server_cpu_s"] / operations,
-        "rank": coordinator_seconds(16384) / 16384,
+        "operation": fitted["server_cpu_s"] / fitted["operations"],
+        "rank": coordinator_seconds(MANY) / MANY,
         "level": next(run for run in runs if run["ranks"] == 16)["nobody_late"]["round_least_s"],
     }
 
@@ -168,10 +191,6 @@ def coordinator_seconds(ranks: int) -> float:
         decide_on_reports("the round", views, lambda views: len({view["number"] for view in views.values()}))
         taken.append(time.perf_counter() - began)
     return min(taken)
-
-
-def predicted(run: dict[str, Any], store: StoreRates) -> Agreement:
-    return agreement(run["nodes"], run["ranks"], RELOAD_ROUNDS, store)
 
 
 def measured(runs: list[dict[str, Any]]) -> Table:
@@ -192,47 +211,30 @@ def measured(runs: list[dict[str, Any]]) -> Table:
     return Table(f"A reload of {RELOAD_ROUNDS} rounds: store operations and seconds", columns, rows)
 
 
-def compared(runs: list[dict[str, Any]], found: dict[str, float]) -> Table:
-    """Simulated and measured; then what is simulated for more ranks."""
-    store = StoreRates(**found)
+def compared(runs: list[dict[str, Any]], replays: list[dict[str, Any]], found: dict[str, float]) -> Table:
+    """Simulated and measured."""
+    ran = {(run["ranks"], RELOAD_ROUNDS): run["nobody_late"] for run in runs}
+    names = {RELOAD_ROUNDS: "reload", FIRST_ROUNDS: "first load"}
     rows = []
-    for run in runs:
-        if run["ranks"] < CHECKED_FROM:
-            continue
-        here, there = run["nobody_late"], predicted(run, store)
-        operations = here["operations_per_rank"] * run["ranks"]
-        rows.append(
-            [
-                f"{run['ranks']}",
-                f"{operations:.0f}",
-                f"{there.operations}",
-                f"{100 * (there.operations / operations - 1):+.0f} %",
-                seconds(1e3 * here["server_cpu_s"]),
-                seconds(1e3 * there.server),
-                f"{100 * (there.server / here['server_cpu_s'] - 1):+.0f} %",
-                seconds(RELOAD_ROUNDS * here["round_s"]),
-                seconds(there.seconds),
-            ]
-        )
-    for rounds, name in ((RELOAD_ROUNDS, "reload"), (FIRST_ROUNDS, "first load")):
-        there = agreement(2048, 16384, rounds, store)
-        rows.append(
-            [
-                f"16,384, {name}",
-                "",
-                f"{there.operations}",
-                "",
-                "",
-                seconds(1e3 * there.server),
-                "",
-                "",
-                seconds(there.seconds),
-            ]
-        )
+    for row in replays:
+        ranks, rounds, cpu = row["ranks"], row["rounds"], row["server_cpu_s"]
+        there, here = agreement(ranks // 8, ranks, rounds, StoreRates(**found)), ran.get((ranks, rounds))
+        operations = here["operations_per_rank"] * ranks if here else row["operations"]
+        cells = [
+            f"{operations:.0f}", f"{there.operations}", difference(there.operations, operations), seconds(1e3 * cpu),
+            seconds(1e3 * there.server), difference(there.server, cpu), seconds(rounds * here["round_s"]) if here else "",
+            seconds(there.seconds),
+        ]  # fmt: skip
+        rows.append([f"{ranks:,}, {names[rounds]}", *cells])
     columns = (
-        "ranks", "operations", "simulated", "error", "server CPU, ms", "simulated", "error", "rounds of a load, s", "simulated",
+        "ranks", "operations", "simulated", "error", "server CPU, replayed, ms", "simulated", "error", "rounds of a load, s",
+        "simulated",
     )  # fmt: skip
     return Table("Agreement in one load, measured and simulated", columns, rows)
+
+
+def difference(simulated: float, found: float) -> str:
+    return f"{100 * (simulated / found - 1):+.0f} %"
 
 
 if __name__ == "__main__":

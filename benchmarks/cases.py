@@ -73,6 +73,7 @@ class Loads:
         self.keep[entry].pop("report", None)
         self.job = peers.Job(model, self.case, bench.next_folder(), bench.rank, bench.topology, self.keep[entry])
         self.loaded = model
+        peer.prepare(self.job)
 
         def work() -> None:
             self.loaded = peer.load(self.job) or model

@@ -199,6 +199,37 @@ class _Stop:
         self.requested.set()
 
 
+class Server:
+    """A store in a process of its own. A context manager."""
+
+    def __enter__(self) -> Server:
+        ours, theirs = _context.Pipe()
+        self._process = _context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        self.port: int = ours.recv()
+        self._link = ours
+        self._own = 0
+        self._own = self.connections()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def connections(self) -> int:
+        """To the store, except its own."""
+        lines = Path(f"/proc/{self._process.pid}/net/tcp").read_text().splitlines()
+        lines += Path(f"/proc/{self._process.pid}/net/tcp6").read_text().splitlines()
+        port = f":{self.port:04X}"
+        found = sum(1 for line in lines if line.split()[1].endswith(port) and line.split()[3] == "01")
+        return found - self._own
+
+    def cpu_seconds(self) -> float:
+        """Of the store's process so far."""
+        tasks = Path(f"/proc/{self._process.pid}/task").glob("*/schedstat")
+        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
 class Cluster:
     """A store and the processes of all ranks. A context manager."""
 
@@ -208,14 +239,10 @@ class Cluster:
         self._processes: list[Any] = []
 
     def __enter__(self) -> Cluster:
-        ours, theirs = _context.Pipe()
-        self._server = _context.Process(target=_serve, args=(theirs,), daemon=True)
-        self._server.start()
-        self.port = port = ours.recv()
-        self._server_link = ours
+        self.server = Server().__enter__()
         for hosted in self.bed.hosted():
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_host, args=(theirs, self.bed, hosted, port), daemon=True)
+            process = _context.Process(target=_host, args=(theirs, self.bed, hosted, self.server.port), daemon=True)
             process.start()
             theirs.close()
             self._links.append(ours)
@@ -226,9 +253,10 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in (*self._processes, self._server):
+        for process in self._processes:
             process.kill()
             process.join()
+        self.server.__exit__()
 
     def run(self, step: Callable[..., None], *args: Any, kill_after: float = 0.0) -> tuple[list[Sample], float, float]:
         """Runs ``step(rank, *args)`` on all ranks.
@@ -239,7 +267,7 @@ class Cluster:
         Returns:
             The sample of each rank that lived; the server's CPU seconds; when the victim was killed.
         """
-        before = self.server_seconds()
+        before = self.server.cpu_seconds()
         for link in self._links:
             link.send((step, args))
         killed = 0.0
@@ -250,19 +278,7 @@ class Cluster:
             os.kill(self._processes[-1].pid, signal.SIGKILL)
             links = links[:-1]
         samples = [sample for link in links for sample in link.recv()]
-        return sorted(samples, key=lambda sample: sample.rank), self.server_seconds() - before, killed
-
-    def connections(self) -> int:
-        """Of all ranks to the store."""
-        lines = Path(f"/proc/{self._server.pid}/net/tcp").read_text().splitlines()
-        lines += Path(f"/proc/{self._server.pid}/net/tcp6").read_text().splitlines()
-        port = f":{self.port:04X}"
-        return sum(1 for line in lines if line.split()[1].endswith(port) and line.split()[3] == "01")
-
-    def server_seconds(self) -> float:
-        """CPU seconds of the store's process so far."""
-        tasks = Path(f"/proc/{self._server.pid}/task").glob("*/schedstat")
-        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+        return sorted(samples, key=lambda sample: sample.rank), self.server.cpu_seconds() - before, killed
 
 
 def _serve(link: Connection) -> None:

@@ -230,6 +230,8 @@ def main() -> int:
     parser.add_argument(
         "--layers", type=int, default=48, help="layers of the model whose shards are packed and unpacked"
     )
+    parser.add_argument("--experts", type=int, default=128, help="of each layer of that model")
+    parser.add_argument("--vocabulary", type=int, default=151936, help="of that model")
     parser.add_argument("--bucket-bytes", type=int, default=64 << 20)
     parser.add_argument("--checkpoint-gb", type=float, default=4.0)
     parser.add_argument("--work", help="directory for the checkpoint; temporary by default")

@@ -1,4 +1,5 @@
-"""Fixtures of all folders. ``tests/npu`` needs torch_npu and is run by ``make test-npu`` in an environment of its own."""
+"""Fixtures of all folders. ``tests/npu``, ``tests/vllm`` and ``tests/verl`` need torch_npu, vLLM and verl; ``make test-npu``,
+``make test-vllm`` and ``make test-verl`` run them in environments of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-collect_ignore = ["npu"]
+collect_ignore = ["npu", "vllm", "verl"]
 pytest.register_assert_rewrite("support")
 
 

@@ -101,7 +101,8 @@ def bandwidth(options: argparse.Namespace) -> Iterator[Row]:
 def _bandwidth_of(
     layout: str, world: int, options: argparse.Namespace, bucket: torch.Tensor, clock: Clock, floor: float
 ) -> list[Row]:
-    model = regions.Model(layers=max(1, options.layers * world // 8))  # of one rank about the same bytes
+    layers = max(1, options.layers * world // 8)  # of one rank about the same bytes
+    model = regions.Model(layers=layers, experts=options.experts, vocabulary=options.vocabulary)
     work = regions.work(layout, world, model, options.bucket_bytes, torch.bfloat16, bucket.device)
     wrong = 0
     for shards, table in work.buckets:

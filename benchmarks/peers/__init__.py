@@ -6,6 +6,7 @@ A peer defines ``load(job)``, which fills ``job.model`` from the checkpoint ``jo
     CASES = ("meta", "reload")           # the default; in "library", load builds and returns a transformers model
     MODES = {"mode": {keyword: value}}   # several peers in one file: load(job, keyword=value)
     MODE_CASES = {"mode": ("reload",)}   # for a mode that supports only some of CASES
+    prepare(job)                         # is called before each load and not timed
 
 ``with job.phase("read"):`` and ``with job.phase("slice"):`` time phases, where a peer can separate them. ``job.keep`` is a dict
 that persists between loads. A peer that raises, hangs or cannot be imported is reported and does not affect the others.
@@ -66,6 +67,7 @@ class Peer:
     title: str
     cases: tuple[str, ...]
     load: Callable[[Job], nn.Module | None]
+    prepare: Callable[[Job], None]
 
     @property
     def ours(self) -> bool:
@@ -81,15 +83,16 @@ def find(name: str) -> list[Peer]:
     """The peers in one file. Raises ImportError if the library it uses is not installed."""
     module = importlib.import_module(f"{__name__}.{name}")
     title, cases = getattr(module, "TITLE", name), getattr(module, "CASES", ("meta", "reload"))
-    modes = getattr(module, "MODES", None)
+    modes, prepare = getattr(module, "MODES", None), getattr(module, "prepare", lambda job: None)
     if modes is None:
-        return [Peer(name, title, cases, module.load)]
+        return [Peer(name, title, cases, module.load, prepare)]
     return [
         Peer(
             f"{name}:{mode}",
             f"{title} {mode}",
             getattr(module, "MODE_CASES", {}).get(mode, cases),
             lambda job, options=options: module.load(job, **options),
+            prepare,
         )
         for mode, options in modes.items()
     ]

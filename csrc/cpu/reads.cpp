@@ -8,8 +8,10 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <limits>
 #include <tuple>
+#include <utility>
 
 namespace epload {
 namespace {
@@ -23,6 +25,28 @@ constexpr int64_t kSparse = 4;              // a span with less than one useful 
 constexpr int64_t kSparseBytes = 64 << 10;  // if it is longer than this
 constexpr size_t kTaskRequests = 32;        // a thread takes this many requests at once,
 constexpr int64_t kTaskBytes = 1 << 20;     // or fewer that have this many bytes
+constexpr size_t kManyRequests = 64;        // fewer take no time worth saving
+constexpr size_t kProbes = 8;               // short requests, whose median is what one takes
+constexpr int64_t kProbeBytes = 64 << 10;   // that a short one has at most
+constexpr double kSlowSeconds = 5e-4;       // from which on it is slow: a cold SSD takes less
+constexpr double kSlowRate = 256e6;         // bytes/s at which a slow store surely reads on
+
+// Divides requests among tasks.
+template <typename Request>
+std::vector<size_t> tasks_of(const std::vector<Request>& requests) {
+  std::vector<size_t> tasks;
+  size_t begin = 0;
+  int64_t nbytes = 0;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    nbytes += requests[i].nbytes;
+    if (i + 1 - begin == kTaskRequests || nbytes >= kTaskBytes || i + 1 == requests.size()) {
+      tasks.push_back(i + 1);
+      begin = i + 1;
+      nbytes = 0;
+    }
+  }
+  return tasks;
+}
 
 } // namespace
 
@@ -103,15 +127,16 @@ void Reads::plan() {
     std::stable_sort(pieces_.begin(), pieces_.end(), before);
   }
   make_requests();
-  make_tasks();
+  planned_.tasks = tasks_of(planned_.requests);
 }
 
 // Joins pieces that follow one another.
 void Reads::make_requests() {
+  auto& requests = planned_.requests;
   for (size_t i = 0; i < pieces_.size(); ++i) {
     const auto& piece = pieces_[i];
-    if (!requests_.empty()) {
-      auto& last = requests_.back();
+    if (!requests.empty()) {
+      auto& last = requests.back();
       const auto& before = pieces_[i - 1];
       const int64_t gap = piece.offset - before.offset - before.nbytes;
       if (piece.tensor >= 0 && before.tensor >= 0 && piece.file == before.file && gap >= 0 && gap <= kGapBytes &&
@@ -121,35 +146,67 @@ void Reads::make_requests() {
         continue;
       }
     }
-    requests_.push_back({i, i + 1, piece.nbytes});
+    requests.push_back({i, i + 1, piece.nbytes});
   }
 }
 
-void Reads::make_tasks() {
-  size_t begin = 0;
-  int64_t nbytes = 0;
-  for (size_t i = 0; i < requests_.size(); ++i) {
-    nbytes += requests_[i].nbytes;
-    if (i + 1 - begin == kTaskRequests || nbytes >= kTaskBytes || i + 1 == requests_.size()) {
-      tasks_.push_back(i + 1);
-      begin = i + 1;
-      nbytes = 0;
+// The planned requests, joined where up to `gap` bytes lie between two.
+Reads::Requests Reads::cover(int64_t gap) const {
+  std::vector<Request> requests;
+  for (const auto& request : planned_.requests) {
+    const auto& first = pieces_[request.begin];
+    if (!requests.empty()) {
+      auto& last = requests.back();
+      const auto& before = pieces_[last.begin];
+      const int64_t nbytes = std::max(last.nbytes, first.offset - before.offset + request.nbytes);
+      if (first.file == before.file && first.offset - before.offset - last.nbytes <= gap && nbytes <= kScratchBytes) {
+        last = {last.begin, request.end, nbytes, true};
+        continue;
+      }
+    }
+    requests.push_back(request);
+  }
+  auto tasks = tasks_of(requests);
+  return {std::move(requests), std::move(tasks)};
+}
+
+// Reads a few short requests to find out how long one takes.
+Reads::Probe Reads::probe(RangedReader::Worker& worker, const Memory& memory) const {
+  Probe probe;
+  const auto& requests = planned_.requests;
+  if (requests.size() < kManyRequests) {
+    return probe;
+  }
+  const StreamFence fence;
+  std::array<double, kProbes> taken{};
+  for (size_t i = 0; i < requests.size() && probe.requests.size() < kProbes; ++i) {
+    if (requests[i].nbytes > kProbeBytes) {
+      continue;
+    }
+    const auto began = std::chrono::steady_clock::now();
+    if (!read(requests[i], worker, memory)) {
+      probe.fine = false;
+      return probe;
+    }
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
+    taken[probe.requests.size()] = seconds.count();
+    probe.requests.push_back(i);
+  }
+  if (probe.requests.size() == kProbes) {
+    std::nth_element(taken.begin(), taken.begin() + kProbes / 2, taken.end());
+    const double median = taken[kProbes / 2];
+    if (median >= kSlowSeconds) {
+      probe.gap = std::min(static_cast<int64_t>(median * kSlowRate), kScratchBytes);
     }
   }
+  return probe;
 }
 
 // False when the file could not be read.
 bool Reads::read(const Request& request, RangedReader::Worker& worker, const Memory& memory) const {
   const auto& first = pieces_[request.begin];
-  if (first.tensor < 0) {
-    const auto buffer = worker.scratch(first.nbytes).narrow(0, 0, first.nbytes);
-    iovec whole{buffer.data_ptr(), static_cast<size_t>(first.nbytes)};
-    // Other ranks may take other parts of the same bytes, and then find them in the page cache.
-    if (!worker.read_cached(first.file, first.offset, &whole, 1)) {
-      return false;
-    }
-    scattered_[first.at].copy(buffer, first.offset, memory, Direction::kUnpack, false);
-    return true;
+  if (request.covered || first.tensor < 0) {
+    return read_covered(request, worker, memory);
   }
   if (kStreams && request.nbytes <= kStreamBytes) {
     return read_streamed(request, worker, memory);
@@ -166,6 +223,26 @@ bool Reads::read(const Request& request, RangedReader::Worker& worker, const Mem
     at = piece.offset + piece.nbytes;
   }
   return worker.read(first.file, first.offset, vectors.data(), count);
+}
+
+bool Reads::read_covered(const Request& request, RangedReader::Worker& worker, const Memory& memory) const {
+  const auto& first = pieces_[request.begin];
+  const auto buffer = worker.scratch(request.nbytes).narrow(0, 0, request.nbytes);
+  iovec whole{buffer.data_ptr(), static_cast<size_t>(request.nbytes)};
+  // Other ranks may take other parts of the same bytes, and then find them in the page cache.
+  if (!worker.read_cached(first.file, first.offset, &whole, 1)) {
+    return false;
+  }
+  const auto* const bytes = static_cast<const char*>(buffer.data_ptr());
+  for (size_t i = request.begin; i < request.end; ++i) {
+    const auto& piece = pieces_[i];
+    if (piece.tensor < 0) {
+      scattered_[piece.at].copy(buffer, first.offset, memory, Direction::kUnpack, false);
+    } else {
+      stream_copy(memory.data[piece.tensor] + piece.at, bytes + (piece.offset - first.offset), piece.nbytes);
+    }
+  }
+  return true;
 }
 
 bool Reads::read_streamed(const Request& request, RangedReader::Worker& worker, const Memory& memory) const {
@@ -189,14 +266,27 @@ ReadOutcome Reads::run(c10::IntArrayRef descriptors, const Memory& memory, int64
       " descriptors, got ",
       descriptors.size());
   const RangedReader reader("reading files", descriptors, kScratchBytes, direct);
-  return reader.run(tasks_.size(), threads, [&](size_t task, RangedReader::Worker& worker) {
-    for (size_t i = task == 0 ? 0 : tasks_[task - 1]; i < tasks_[task]; ++i) {
-      if (!read(requests_[i], worker, memory)) {
+  RangedReader::Worker prober(reader);
+  const auto probed = probe(prober, memory);
+  if (!probed.fine) {
+    return prober.failure();
+  }
+  const bool slow = probed.gap > 0;
+  const auto covering = slow ? cover(probed.gap) : Requests(); // of what has been read, too, which is little
+  const auto& chosen = slow ? covering : planned_;
+  const auto is_read = [&](size_t i) {
+    return !slow && std::binary_search(probed.requests.begin(), probed.requests.end(), i);
+  };
+  auto outcome = reader.run(chosen.tasks.size(), threads, [&](size_t task, RangedReader::Worker& worker) {
+    for (size_t i = task == 0 ? 0 : chosen.tasks[task - 1]; i < chosen.tasks[task]; ++i) {
+      if (!is_read(i) && !read(chosen.requests[i], worker, memory)) {
         return false;
       }
     }
     return true;
   });
+  outcome.nbytes += prober.nbytes();
+  return outcome;
 }
 
 namespace {

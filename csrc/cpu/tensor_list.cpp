@@ -26,28 +26,51 @@ Registered& registered() {
   return *made;
 }
 
+// References to tensors, given by their TensorImpls.
+std::vector<at::Tensor> owned(void* const* impls, uint64_t count) {
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(count);
+  constexpr uint64_t kAhead = 16;
+  for (uint64_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) {
+      const auto* const next = static_cast<const char*>(impls[i + kAhead]);
+      for (size_t at = 0; at < sizeof(at::TensorImpl); at += 64) {
+        __builtin_prefetch(next + at, 1);
+      }
+    }
+    auto* const impl = static_cast<at::TensorImpl*>(impls[i]);
+    tensors.emplace_back(c10::intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>::reclaim_copy(impl));
+  }
+  return tensors;
+}
+
 } // namespace
 
 int64_t epload_register_tensors(void* const* impls, uint64_t count, char* message, uint64_t room) noexcept {
   try {
-    std::vector<at::Tensor> tensors;
-    tensors.reserve(count);
-    constexpr uint64_t kAhead = 16;
-    for (uint64_t i = 0; i < count; ++i) {
-      if (i + kAhead < count) {
-        const auto* const next = static_cast<const char*>(impls[i + kAhead]);
-        for (size_t at = 0; at < sizeof(at::TensorImpl); at += 64) {
-          __builtin_prefetch(next + at, 1);
-        }
-      }
-      auto* const impl = static_cast<at::TensorImpl*>(impls[i]);
-      tensors.emplace_back(c10::intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>::reclaim_copy(impl));
-    }
+    auto tensors = owned(impls, count);
     auto& all = registered();
     const std::lock_guard<std::mutex> hold(all.lock);
     const auto ticket = ++all.last;
     all.tensors.emplace(ticket, std::move(tensors));
     return ticket;
+  } catch (const std::exception& error) {
+    std::snprintf(message, room, "%s", error.what());
+  } catch (...) {
+    std::snprintf(message, room, "unknown error");
+  }
+  return 0;
+}
+
+int64_t epload_tensor_kinds(void* const* impls, uint64_t count, int64_t* kinds, char* message, uint64_t room) noexcept {
+  try {
+    const auto tensors = owned(impls, count); // a class may compute the device in Python, and drop some there
+    for (uint64_t i = 0; i < count; ++i) {
+      const auto device = tensors[i].device();
+      *kinds++ = static_cast<int64_t>(tensors[i].scalar_type()) << 32 | static_cast<int64_t>(device.type()) << 16 |
+                 (device.index() & 0xffff);
+    }
+    return 1;
   } catch (const std::exception& error) {
     std::snprintf(message, room, "%s", error.what());
   } catch (...) {

@@ -22,6 +22,11 @@ extern "C" {
 // thread drops a tensor meanwhile.
 __attribute__((visibility("default"))) int64_t
 epload_register_tensors(void* const* impls, uint64_t count, char* message, uint64_t room) noexcept;
+
+// Writes to `kinds` a number for each tensor that is equal for tensors of one dtype on one device. On failure returns 0
+// and writes the error to `message`.
+__attribute__((visibility("default"))) int64_t
+epload_tensor_kinds(void* const* impls, uint64_t count, int64_t* kinds, char* message, uint64_t room) noexcept;
 }
 
 namespace epload {

@@ -25,28 +25,6 @@ PyDictObject* as_dict(PyObject* object) {
   return reinterpret_cast<PyDictObject*>(object);
 }
 
-// The value in each object's slot, borrowed; null for objects of other classes, also of derived ones.
-std::vector<PyObject*> values_in_slot(const py::list& objects, const py::object& slot) {
-  const auto* const descriptor = reinterpret_cast<PyMemberDescrObject*>(slot.ptr());
-  if (!Py_IS_TYPE(slot.ptr(), &PyMemberDescr_Type) || descriptor->d_member->type != T_OBJECT_EX) {
-    throw py::type_error("expected the descriptor of a slot");
-  }
-  const auto count = objects.size();
-  PyObject* const* const items = PySequence_Fast_ITEMS(objects.ptr());
-  const auto offset = descriptor->d_member->offset;
-  std::vector<PyObject*> found(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) {
-      __builtin_prefetch(items[i + kAhead]);
-      __builtin_prefetch(reinterpret_cast<const char*>(items[i + kAhead]) + offset);
-    }
-    if (Py_IS_TYPE(items[i], PyDescr_TYPE(descriptor)) != 0) {
-      std::memcpy(&found[i], reinterpret_cast<const char*>(items[i]) + offset, sizeof(found[i]));
-    }
-  }
-  return found;
-}
-
 std::vector<std::size_t> empty_places(const std::vector<PyObject*>& found) {
   std::vector<std::size_t> places;
   for (std::size_t i = 0; i < found.size(); ++i) {
@@ -150,6 +128,27 @@ void walk(const py::list& dicts, std::vector<const void*>& found, const Each& ea
 }
 
 } // namespace
+
+std::vector<PyObject*> values_in_slot(const py::list& objects, const py::object& slot) {
+  const auto* const descriptor = reinterpret_cast<PyMemberDescrObject*>(slot.ptr());
+  if (!Py_IS_TYPE(slot.ptr(), &PyMemberDescr_Type) || descriptor->d_member->type != T_OBJECT_EX) {
+    throw py::type_error("expected the descriptor of a slot");
+  }
+  const auto count = objects.size();
+  PyObject* const* const items = PySequence_Fast_ITEMS(objects.ptr());
+  const auto offset = descriptor->d_member->offset;
+  std::vector<PyObject*> found(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) {
+      __builtin_prefetch(items[i + kAhead]);
+      __builtin_prefetch(reinterpret_cast<const char*>(items[i + kAhead]) + offset);
+    }
+    if (Py_IS_TYPE(items[i], PyDescr_TYPE(descriptor)) != 0) {
+      std::memcpy(&found[i], reinterpret_cast<const char*>(items[i]) + offset, sizeof(found[i]));
+    }
+  }
+  return found;
+}
 
 py::bytes dict_addresses(const py::list& dicts) {
   std::vector<const void*> found;
@@ -279,6 +278,43 @@ std::pair<py::list, py::list> find_modules(const py::object& root) {
     modules.push_back(std::move(module));
   }
   return {as_list(std::move(prefixes)), as_list(std::move(modules))};
+}
+
+std::pair<py::list, py::list> named_values(const py::list& prefixes, const py::list& dicts) {
+  if (prefixes.size() != dicts.size()) {
+    throw py::value_error("named_values: expected as many prefixes as dicts");
+  }
+  std::vector<py::object> names, values;
+  names.reserve(dicts.size());
+  values.reserve(dicts.size());
+  for (std::size_t i = 0; i < dicts.size(); ++i) { // items() may be the caller's code, and change the lists
+    PyObject* const* const items = PySequence_Fast_ITEMS(dicts.ptr());
+    if (i + kAhead < dicts.size()) {
+      __builtin_prefetch(items[i + kAhead]);
+    }
+    const py::object prefix = prefixes[i], owned = py::reinterpret_borrow<py::object>(items[i]);
+    const auto add = [&](PyObject* name, PyObject* value) {
+      if (value != Py_None) {
+        names.push_back(py::reinterpret_steal<py::object>(PyUnicode_Concat(prefix.ptr(), name)));
+        if (!names.back()) {
+          throw py::error_already_set();
+        }
+        values.push_back(py::reinterpret_borrow<py::object>(value));
+      }
+    };
+    if (PyDict_CheckExact(owned.ptr()) != 0) {
+      PyObject *name = nullptr, *value = nullptr;
+      for (Py_ssize_t at = 0; PyDict_Next(owned.ptr(), &at, &name, &value) != 0;) {
+        add(name, value);
+      }
+    } else {
+      for (const auto item : owned.attr("items")()) {
+        const py::object name = item[py::int_(0)], value = item[py::int_(1)];
+        add(name.ptr(), value.ptr());
+      }
+    }
+  }
+  return {as_list(std::move(names)), as_list(std::move(values))};
 }
 
 std::vector<py::list> attributes(const py::list& objects, const std::vector<py::str>& names) {

@@ -150,6 +150,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("slot_values", &epload::slot_values, py::arg("objects"), py::arg("slot"));
   m.def("nonempty", &epload::nonempty, py::arg("containers"));
   m.def("find_modules", &epload::find_modules, py::arg("root"));
+  m.def("named_values", &epload::named_values, py::arg("prefixes"), py::arg("dicts"));
   m.def("attributes", &epload::attributes, py::arg("objects"), py::arg("names"));
   m.def("register_tensors", &epload::register_tensors, py::arg("tensors"));
+  m.def("tensor_kinds", &epload::tensor_kinds, py::arg("tensors"), py::arg("slot"));
 }

@@ -13,7 +13,8 @@ from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.native.extension import _C
 from epload.native.info import build_info
 from epload.report import LoadReport
-from epload.sync.receiver import WeightReceiver
+from epload.sync.engine_model import EngineModel
+from epload.sync.receiver import EngineRank, WeightReceiver
 from epload.sync.report import SyncReport
 from epload.sync.sender import WeightSender
 
@@ -22,6 +23,8 @@ __version__: str = _C.version
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "EngineModel",
+    "EngineRank",
     "HierarchicalLoader",
     "LoadError",
     "LoadReport",

@@ -41,6 +41,7 @@ def load(
     init_missing: InitMissing | None = None,
     outer_shards: Sequence[OuterShard] = (),
     local_modules: Sequence[LocalModules] = (),
+    prefix: str = "",
     topology: Topology | None = None,
     src: int = 0,
     readers: str = "auto",
@@ -55,7 +56,7 @@ def load(
 ) -> LoadReport:
     """Loads a checkpoint into a sharded model, once. Collective over the topology's ranks.
 
-    The first arguments, up to ``local_modules``, are those of :meth:`HierarchicalLoader.load`, the others those of
+    The first arguments, up to ``prefix``, are those of :meth:`HierarchicalLoader.load`, the others those of
     :class:`HierarchicalLoader`, which loads again and again without making its buffers anew.
 
     Example::
@@ -72,7 +73,7 @@ def load(
         return loader.load(
             model, checkpoint, mapping=mapping, strict=strict,
             ignore_mismatched_shapes=ignore_mismatched_shapes, dtype=dtype, init_missing=init_missing,
-            outer_shards=outer_shards, local_modules=local_modules,
+            outer_shards=outer_shards, local_modules=local_modules, prefix=prefix,
         )  # fmt: skip
 
 
@@ -188,6 +189,7 @@ class HierarchicalLoader:
         init_missing: InitMissing | None = None,
         outer_shards: Sequence[OuterShard] = (),
         local_modules: Sequence[LocalModules] = (),
+        prefix: str = "",
     ) -> LoadReport:
         """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
 
@@ -212,6 +214,8 @@ class HierarchicalLoader:
                 unfilled. What nobody fills is an error.
             outer_shards: tensors of the model that are this rank's part of larger ones, though they do not say so.
             local_modules: modules that hold what other ranks need not have.
+            prefix: for a folder of torch.distributed.checkpoint (DCP): where in the saved state dict the model is, e.g.
+                ``"app.model"``; by default under a top-level key "model" or "state_dict", or under the only key.
 
         Returns:
             What happened, on every rank; keys are the same on all.
@@ -231,7 +235,15 @@ class HierarchicalLoader:
                         if outer_shards or local_modules:
                             parts = ExpertParallelSpec(tuple(outer_shards), tuple(local_modules))
                         request = Request(
-                            model, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, parts, init_missing
+                            model,
+                            checkpoint,
+                            mapping,
+                            strict,
+                            ignore_mismatched_shapes,
+                            dtype,
+                            parts,
+                            init_missing,
+                            prefix,
                         )
                         return self._load(request)
                 finally:

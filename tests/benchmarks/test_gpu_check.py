@@ -47,10 +47,17 @@ def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
-    status, _, output = check(
-        tmp_path, "--device=cpu", f"--work={tmp_path / 'new' / 'one'}", "--parts=bandwidth", "--bucket-bytes=4194304"
+    """Also rehearses the bandwidth of the region copies, with a small model."""
+    sizes = ("--experts=16", "--vocabulary=5000", "--bucket-bytes=4194304")
+    status, results, output = check(
+        tmp_path, "--device=cpu", f"--work={tmp_path / 'new' / 'one'}", "--parts=bandwidth", *sizes
     )
     assert status == 0, output
+    rows = results["bandwidth"]
+    assert len([row for row in rows if row["what"].startswith("unpack kept")]) == 4, (
+        "three layouts, and one of one rank"
+    )
+    assert all(row["buckets"] > 10 for row in rows[1:]), rows
 
 
 def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:

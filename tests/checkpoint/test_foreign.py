@@ -62,6 +62,11 @@ def _dcp(folder: Path) -> Path:
     return folder / "dcp"
 
 
+def _dcp_without_metadata(folder: Path) -> Path:
+    (_dcp(folder) / ".metadata").unlink()
+    return folder / "dcp"
+
+
 def _zero_step(folder: Path) -> Path:
     _saved(folder / "global_step7" / "mp_rank_00_model_states.pt", {"module": _state()})
     return _saved(folder / "global_step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt", {}).parent
@@ -97,14 +102,13 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config.json": (_config, r"config\.json is a JSON file, which holds no weights: pass the folder it is in"),
     "GGUF": (_gguf, r"model\.q4 is a GGUF file.*pass the checkpoint it was converted from"),
     "GGUF folder": (_gguf_folder, r"model-q4_k_m\.gguf is a GGUF file"),
-    "DCP": (_dcp, r"dcp is a checkpoint of torch\.distributed\.checkpoint.*format_utils dcp_to_torch"),
-    "DCP metadata": (lambda f: _dcp(f) / ".metadata", r"\.metadata is part of a checkpoint of torch\.distributed\.checkpoint"),
-    "DCP part": (lambda f: _dcp(f) / "__0_0.distcp", r"distcp is part of a checkpoint of torch\.distributed\.checkpoint"),
-    "DCP safetensors shard": (
-        _of_one_rank("shard-00001-model-00001-of-00001.safetensors", [0, 0]),
-        r"holds one rank's shards.*consolidate_safetensors_files",
+    "DCP metadata": (lambda f: _dcp(f) / ".metadata", r"\.metadata is part of .*\(DCP\).*: pass the folder"),
+    "DCP part": (lambda f: _dcp(f) / "__0_0.distcp", r"distcp is part of .*\(DCP\).*: pass the folder"),
+    "DCP without metadata": (_dcp_without_metadata, r"dcp has files of .*\(DCP\), but no \.metadata: the job ended"),
+    "DCP safetensors shard of others": (
+        _of_one_rank("part.safetensors", [2, 0]),
+        r"weight of shape \[4, 3\] has chunks for only 6 of its 12 elements: files are missing",
     ),
-    "DCP safetensors shard, renamed": (_of_one_rank("part.safetensors", [2, 0]), "holds one rank's shards"),
     "DeepSpeed": (_zero, r"is a DeepSpeed checkpoint.*zero_to_fp32\.py"),
     "DeepSpeed step": (_zero_step, r"global_step7 is a DeepSpeed checkpoint.*zero_to_fp32\.py"),
     "DeepSpeed file": (
@@ -112,9 +116,6 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"mp_rank_00_model_states\.pt is part of a DeepSpeed checkpoint",
     ),
     "list of files": (lambda f: [f / "a.safetensors", f / "b.safetensors"], "as one path, got a list of 2: pass the folder"),
-    "hub id": (lambda f: "meta-llama/Llama-3.1-8B", r"huggingface_hub\.snapshot_download\('meta-llama/Llama-3\.1-8B'\)"),
-    "object store": (lambda f: "s3://bucket/model", r"s3://bucket/model: .*local files and folders, not URLs; download it first"),
-    "web address": (lambda f: "https://example.com/model.safetensors", "not URLs; download it first"),
     "absent": (lambda f: f / "nothing here", "nothing here: expected a file or a folder$"),
     "user that is none": (lambda f: "~no-such-user-here/model", "no checkpoint at ~no-such-user-here"),
     "Git LFS": (_pointer("model.safetensors"), "is a Git LFS pointer in place of the file: run `git lfs pull`"),

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Manifest, ModelMismatch
 from epload.checkpoint.file_checkpoint import FileCheckpoint
-from epload.checkpoint.state_dict import boxes_of_range
 from epload.core.dtypes import SAFETENSORS
 from epload.core.pieces import Piece
+from epload.core.placement import box_slices, boxes_of_range
 from support import fakedev, ranks
 from support.checkpoints import assert_same, raw_bytes, read_all, tensor
 
@@ -288,7 +288,9 @@ def test_boxes_of_a_range_are_its_elements() -> None:
         for begin in range(value.numel()):
             for end in range(begin + 1, value.numel() + 1):
                 boxes = boxes_of_range(shape, begin, end)
-                assert torch.cat([value[box].reshape(-1) for box in boxes]).tolist() == list(range(begin, end))
+                assert torch.cat([value[box_slices(*box)].reshape(-1) for box in boxes]).tolist() == list(
+                    range(begin, end)
+                )
                 assert len(boxes) <= max(2 * len(shape) - 1, 1)
 
 

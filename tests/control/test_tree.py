@@ -105,15 +105,17 @@ def test_more_nodes_than_one_leader_has_children() -> None:
     assert max(most.values()) < 3 * 24, most
 
 
-def absent(control: Control, ranks: tuple[int, ...]) -> tuple[str, float]:
+def absent(control: Control, ranks: tuple[int, ...], ended: threading.Barrier) -> tuple[str, float]:
+    """``ended``: where the absent ranks wait for the others, their links open."""
     control.begin(timedelta(seconds=2))
     began = time.monotonic()
-    if control.rank in ranks:
-        time.sleep(12)
-        return "", 0.0
-    with pytest.raises(LoadError) as raised, control.guard():
-        control.settle("the step", None)
-    return str(raised.value), time.monotonic() - began
+    result = "", 0.0
+    if control.rank not in ranks:
+        with pytest.raises(LoadError) as raised, control.guard():
+            control.settle("the step", None)
+        result = str(raised.value), time.monotonic() - began
+    ended.wait(30)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,8 @@ def absent(control: Control, ranks: tuple[int, ...]) -> tuple[str, float]:
     ids=["member", "leader", "alone", "node"],
 )
 def test_ranks_that_do_not_come_are_named(ranks: tuple[int, ...], named: str) -> None:
-    results, _ = run(THREE, lambda control: absent(control, ranks))
+    ended = threading.Barrier(6)
+    results, _ = run(THREE, lambda control: absent(control, ranks, ended))
     texts = {text for rank, (text, _) in results.items() if rank not in ranks}
     assert len(texts) == 1, results
     assert f"the step: {named} not arrive within 2 s" in texts.pop()

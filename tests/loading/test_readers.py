@@ -11,7 +11,9 @@ from unittest import mock
 import pytest
 
 from epload import HierarchicalLoader, Topology
+from epload.loading import run
 from epload.planning import choose, costs
+from epload.planning.choose import LoadProfile, Trial
 from support import ranks
 from support.checks import all_fine
 from support.readers import (
@@ -99,6 +101,26 @@ def flat_choices(rank: int, folder: Path) -> list[str]:
 
 def test_auto_does_not_choose_what_flat_cannot_do(tmp_path: Path) -> None:
     all_fine(ranks.run(4, flat_choices, saved(tmp_path), limit=60))
+
+
+def tried(rank: int, folder: Path) -> list[str]:
+    """All buckets are one wave, which every rank reads its own parts of."""
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def choose_readers(profile: LoadProfile, trial: Trial) -> tuple[str, str]:
+        seen.append(([each.read_bytes for each in trial("every")], list(profile.owned)))
+        return "every", "tried"
+
+    model = meta_net()
+    with mock.patch.object(run, "choose_readers", choose_readers):
+        HierarchicalLoader(Topology.from_nodes(NODES), timeout=60).load(model, folder / "1" / "one.safetensors")
+    ((measured, owned),) = seen
+    return wrong(model, state_for(1)) + ([] if measured == owned else [f"measured {measured} of {owned}"])
+
+
+def test_a_trial_measures_the_rate_of_useful_bytes(tmp_path: Path) -> None:
+    """What lies between a rank's parts and is read along with them does not count."""
+    all_fine(ranks.run(4, tried, saved(tmp_path)))
 
 
 # ---- who reads what ----

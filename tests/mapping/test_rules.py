@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from epload.mapping import Convert, Rename
+from epload.mapping.conversion import match_conversions
+from epload.mapping.rules import apply_renames, ignores_digits, without_digits
 
 
 @pytest.mark.parametrize(
@@ -32,3 +34,58 @@ def test_a_conversion_has_sources_and_targets() -> None:
     for sources, targets in (((), ("a",)), (("a",), ())):
         with pytest.raises(ValueError, match="expected at least one source and one target"):
             Convert(sources, targets)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (r"experts\.(?P<index>\d+)\.gate", True), (r"(?P<g0>^model\.norm(?!\w))", True), (r"[^.]+\.[^.]*$", True),
+        (r"layers\.1\.", False), (r"\d{2}\.", False), (r"(\d)\.\1", False), (r"(?P<a>\d)\.(?P=a)", False),
+        (r"[2-5]\.", False), (r"[0-9]", False), (r"\x31\.", False), (r"\N{DIGIT ONE}\.", False),
+    ],
+)  # fmt: skip
+def test_patterns_that_treat_all_digits_alike(pattern: str, expected: bool) -> None:
+    assert ignores_digits(pattern) == expected
+
+
+def test_names_without_their_digits() -> None:
+    assert without_digits(["a.19.b", "x", ""]) == ["a.00.b", "x", ""]
+    assert without_digits(["a1\nb2", "3"]) == ["a0\nb0", "0"]
+    assert without_digits([]) == []
+
+
+NAMES = [f"{scope}layers.{layer}.{leaf}" for scope in ("", "m1.") for layer in (1, 2, 12) for leaf in ("w_g", "norm.b")]
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        Rename(r"layers\.1\.", "first."), Rename(r"layers\.\d\.", "one."), Rename(r"_g$", "_h"), Rename("^layers", "l"),
+        Rename("nothing", "x"), Rename("norm", "n", ("m1.",)), Rename("norm", "n", when=r"\.12\."),
+        Rename(r"layers\.(\d+)", r"layers.\1", shift=-1), Rename(r"^(.*)\.norm", r"\1.n"),
+    ],
+)  # fmt: skip
+def test_renames_do_the_same_together_as_alone(rename: Rename) -> None:
+    assert apply_renames([rename], NAMES) == rename.apply(NAMES)
+    both = apply_renames([rename, Rename("w_h", "found"), Rename("one", "1"), Rename("n", "z")], NAMES)
+    assert both == Rename("n", "z").apply(Rename("one", "1").apply(Rename("w_h", "found").apply(rename.apply(NAMES))))
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        Convert((r"layers\.(?P<index>\d+)\.w",), ("w",)),
+        Convert((r"layers\.(?P<index>\d+)\.w", "norm"), ("w",), (), ("m1.", "")),
+        Convert((r"layers\.(?P<index>1)\.w",), ("w",)), Convert((r"layers\.(\d+)\.norm",), (r"norm.\1",)),
+    ],
+)  # fmt: skip
+def test_conversions_find_in_names_together_what_they_find_alone(convert: Convert) -> None:
+    groups, others = match_conversions([convert], NAMES)
+    found = {i: (group.targets, number, index) for group in groups
+             for i, number, index in zip(group.sources, group.inputs, group.indices, strict=True)}  # fmt: skip
+    assert found
+    assert sorted([*found, *others]) == list(range(len(NAMES)))
+    for i, name in enumerate(NAMES):
+        alone, _ = match_conversions([convert], [name])
+        expected = [(group.targets, group.inputs[0], group.indices[0]) for group in alone]
+        assert expected == ([found[i]] if i in found else [])

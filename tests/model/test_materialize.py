@@ -232,11 +232,12 @@ def test_fsdp_keeps_the_memory_that_was_loaded() -> None:
 def _reset_early(rank: int) -> dict[str, list[str]]:
     """The parameters that FSDP is asked to look at when a model gets storage."""
     found: dict[str, list[str]] = {}
-    for case in ("on meta", "pinned", "with storage before"):
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6)) if "storage" in case else None
+    for case in ("on meta", "pinned", "with storage before", "even", "even, with storage before"):
+        rows = 8 if "even" in case else 6
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, rows)) if "storage" in case else None
         if model is None:
             with torch.device("meta"):
-                model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
+                model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, rows))
         fully_shard(model)
         (group,) = Modules(model).fsdp_groups
         if "storage" in case:
@@ -257,6 +258,8 @@ def test_what_fsdp_must_look_at_early() -> None:
     for rank, found in enumerate(ranks.run(4, _reset_early)):
         assert found["on meta"] == ([] if rank < 3 else both)
         assert found["pinned"] == found["with storage before"] == [*both, *both]
+        assert found["even"] == []
+        assert found["even, with storage before"] == [*both, *both]
 
 
 def _moved_to_meta(rank: int) -> list[str]:

@@ -44,6 +44,29 @@ def test_what_slots_hold_is_found_by_address() -> None:
             _C.slot_values([filled], other)
 
 
+def test_kinds_of_tensors() -> None:
+    class Slotted(torch.Tensor):
+        __slots__ = ("mark",)
+
+    def marked(dtype: torch.dtype, mark: object) -> torch.Tensor:
+        tensor = torch.zeros(3, dtype=dtype).as_subclass(Slotted)
+        tensor.mark = mark  # type: ignore[attr-defined]
+        return tensor
+
+    slot, a, b, double = Slotted.mark, object(), object(), torch.float64  # type: ignore[attr-defined]
+    tensors = [
+        torch.zeros(2), torch.zeros(4, 4), torch.zeros(2, dtype=double), torch.zeros(2, device="meta"),
+        nn.Parameter(torch.zeros(2)), marked(double, a), marked(double, b), marked(torch.int8, a), marked(double, a),
+        torch.zeros(1, device="meta"),
+    ]  # fmt: skip
+    assert _C.tensor_kinds(tensors, slot) == ([0, 0, 1, 2, 3, 4, 5, 6, 4, 2], [0, 2, 3, 4, 5, 6, 7])
+    assert _C.tensor_kinds([], slot) == ([], [])
+    with pytest.raises(TypeError, match="tensor_kinds: expected a list of tensors, item 1 is of type int"):
+        _C.tensor_kinds([tensors[0], 1], slot)
+    with pytest.raises(TypeError, match="expected the descriptor of a slot"):
+        _C.tensor_kinds(tensors, object())
+
+
 def test_what_weak_references_give() -> None:
     class Module:
         def __init__(self, places: object) -> None:
@@ -135,6 +158,20 @@ def test_modules_are_found_in_the_order_of_the_state_dict() -> None:
     owners = [prefix for prefix, module in zip(prefixes, modules, strict=True) for _ in module._parameters]
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     assert owners == [name.rpartition(".")[0] + "." for name in names]
+
+
+def test_named_values() -> None:
+    a, b = object(), object()
+    prefixes, dicts = ["x.", "", "y.z."], [{"a": a, "none": None}, OrderedDict(b=b), {}]
+    assert _C.named_values(prefixes, dicts) == (["x.a", "b"], [a, b])
+    assert _C.named_values([], []) == ([], [])
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    names, values = _C.named_values(["in."], [scripted._parameters])
+    assert names == ["in.weight", "in.bias"]
+    assert [value.shape for value in values] == [(2, 2), (2,)]
+    for bad, error in ((([], dicts), ValueError), ((["x."], [{1: a}]), TypeError), (([1], [{"a": a}]), TypeError)):
+        with pytest.raises(error):
+            _C.named_values(*bad)
 
 
 def test_modules_whose_containers_are_no_dicts() -> None:

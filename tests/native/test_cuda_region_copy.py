@@ -188,16 +188,16 @@ def without_kernels() -> None:
     """What a driver that is too old for them, or a device that they have no code for, looks like."""
     os.environ["EPLOAD_TEST_NO_KERNELS"] = "1"
     library, reason = torch.ops.epload_test, "no kernel image is available for execution on the device"
-    with tempfile.TemporaryFile() as said:  # of native code, which warns on standard error
-        os.dup2(said.fileno(), 2)
+    with tempfile.TemporaryFile() as stderr:  # of native code, which warns on standard error
+        os.dup2(stderr.fileno(), 2)
         for turn in range(3):
             bucket = (torch.arange(40, dtype=torch.uint8) + turn).to(DEVICE)
             target = torch.zeros(10, device=DEVICE)
             library.unpack(bucket, [target], table_of([Row(0, 0, torch.float32, [0], [10], [1])], 1))
             assert torch.equal(target.cpu().view(torch.uint8), bucket.cpu()), "right all the same"
         assert library.cuda_obstacle(torch.device(DEVICE)) == reason
-        said.seek(0)
-        lines = [line for line in said.read().decode().splitlines() if "kernels" in line]
+        stderr.seek(0)
+        lines = [line for line in stderr.read().decode().splitlines() if "kernels" in line]
     assert len(lines) == 1, lines
     for part in (DEVICE, reason, "slow"):
         assert part in lines[0]

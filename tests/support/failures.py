@@ -72,7 +72,7 @@ class Failing(Checkpoint):
 
 @contextmanager
 def unpack_breaks_once(rank: int, op: str = "unpack_prepared") -> Iterator[None]:
-    """``op``: the one that unpacks; that on CPU, if not said."""
+    """``op``: the one that unpacks; the default is that on CPU."""
 
     def once(*args: Any) -> None:
         broken.side_effect = unpack

@@ -21,6 +21,8 @@ class Job(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
     dying: tuple[int, ...] = ()
+    setup: Callable[[], str] | None = None
+    """As for ``ranks.run``."""
 
 
 class Meeting:
@@ -49,7 +51,18 @@ def run(jobs: Sequence[Job], limit: float = ranks.LIMIT) -> list[list[Any]]:
     with tempfile.TemporaryDirectory(prefix="epload-jobs-") as folder, ThreadPoolExecutor(len(jobs)) as pool:
         meeting = Meeting(folder)
         running = [
-            pool.submit(partial(ranks.run, job.world, job.function, meeting, *job.args, limit=limit, dying=job.dying))
+            pool.submit(
+                partial(
+                    ranks.run,
+                    job.world,
+                    job.function,
+                    meeting,
+                    *job.args,
+                    limit=limit,
+                    dying=job.dying,
+                    setup=job.setup,
+                )
+            )
             for job in jobs
         ]
         errors = [str(error) for each in running if (error := each.exception()) is not None]

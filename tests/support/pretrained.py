@@ -53,6 +53,8 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
         config = hf.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
     elif kind == "llama":
         config = hf.LlamaConfig(**SIZES, tie_word_embeddings=True)
+    elif kind == "gemma3":
+        config = hf.Gemma3TextConfig(**SIZES | {"pad_token_id": 0}, query_pre_attn_scalar=8, tie_word_embeddings=True)
     else:
         auto = hf.AutoModelForMaskedLM
         config = hf.BertConfig(**{k: v for k, v in SIZES.items() if k not in ("head_dim", "num_key_value_heads")})
@@ -152,15 +154,21 @@ MATRIX: dict[str, tuple[dict[int, dict[str, Way]], ...]] = {
 }
 
 
+def random(kind: str, seed: int) -> Any:
+    """A model in one process, equal in all that make it."""
+    torch.manual_seed(seed)
+    model = build(kind)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():  # biases and norms start as constants, which hides misplacement
+            if tensor.is_floating_point():
+                tensor.add_(torch.randn_like(tensor) * 0.05)
+    return model
+
+
 def prepare(folder: Path, kinds: Iterable[str] = ()) -> None:
     """Each model in the published form (experts one by one, where that is how they are published), and as it is in memory."""
     for number, kind in enumerate(kinds or MATRIX):
-        torch.manual_seed(number)
-        model = build(kind)
-        with torch.no_grad():
-            for tensor in model.state_dict().values():  # biases and norms start as constants, which hides misplacement
-                if tensor.is_floating_point():
-                    tensor.add_(torch.randn_like(tensor) * 0.05)
+        model = random(kind, number)
         model.save_pretrained(folder / kind, max_shard_size="40KB")
         saved = published(folder / kind)
         state = model.state_dict()

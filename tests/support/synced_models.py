@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from epload.core.placement import Layout, Replicated, Sharded, box_slices, owned_regions
 
 SHAPES = {
     "embed": (37, 16), "norm": (16,), "experts": (5, 12, 16), "head": (16, 41), "scale": (), "empty": (0, 4), "big": (600, 131),
 }  # fmt: skip
+LAYOUTS = ("plain", "fsdp", "tp0", "tp1")
 
 
 def values(name: str, version: int) -> Tensor:
@@ -27,33 +32,58 @@ class Plain(nn.Module):
             setattr(self, name, nn.Parameter(torch.zeros(shape)))
 
 
-def build(layout: str, world: int, dtype: torch.dtype = torch.float32) -> nn.Module:
-    model = Plain().to(dtype)
+def build(layout: str, world: int, dtype: torch.dtype = torch.float32, where: str = "cpu") -> nn.Module:
+    """A model of zeros. ``layout``: one of ``LAYOUTS``, over ``world`` ranks."""
+    model = Plain().to(dtype).to(where)
+    if layout == "plain":
+        return model
+    mesh = init_device_mesh(torch.device(where).type, (world,))
     if layout == "fsdp":
-        model.scale = nn.Parameter(model.scale.detach().reshape(1)[0:1].reshape(()).clone(), requires_grad=True)
-        fully_shard(model, ignored_params={model.scale})
-    elif layout in ("tp0", "tp1"):
-        mesh = init_device_mesh("cpu", (world,))
-        for name, parameter in list(model.named_parameters()):
-            dim = 0 if layout == "tp0" else 1
-            placement = Shard(dim) if parameter.dim() > dim else Replicate()
-            sharded = distribute_tensor(parameter.detach(), mesh, [placement])
-            setattr(model, name, nn.Parameter(sharded))
+        return fully_shard(model, mesh=mesh, ignored_params={model.scale})
+    dim = LAYOUTS.index(layout) - LAYOUTS.index("tp0")
+    for name, parameter in list(model.named_parameters()):
+        placement = Shard(dim) if parameter.dim() > dim else Replicate()
+        local = local_part(parameter.detach(), mesh, [placement])
+        sharded = DTensor.from_local(
+            local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        setattr(model, name, nn.Parameter(sharded))
     return model
 
 
+def local_part(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """What this rank keeps of a full tensor."""
+    kinds = tuple(Sharded(p.dim) if isinstance(p, Shard) else Replicated() for p in placements)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    parts = owned_regions(Layout(tuple(full.shape), tuple(mesh.shape), kinds), coordinate)
+    if parts:
+        ((start, size, _),) = parts
+        return full[box_slices(start, size)].clone()
+    sizes = list(full.shape)
+    for kind in kinds:
+        if isinstance(kind, Sharded):
+            sizes[kind.dim] = 0
+    return full.new_empty(sizes)
+
+
 def write(model: nn.Module, version: int) -> None:
+    """Gives each element its value of a version."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             full = values(name, version).to(parameter.dtype)
             if isinstance(parameter, DTensor):
-                full = distribute_tensor(full, parameter.device_mesh, parameter.placements).to_local()
-                parameter.to_local().copy_(full)
+                local = local_part(full, parameter.device_mesh, parameter.placements)
+                parameter.to_local().copy_(local)
             else:
                 parameter.copy_(full)
 
 
 def check(model: nn.Module, version: int, source: torch.dtype = torch.float32) -> None:
+    """``source``: dtype of the sender's model."""
     for name, parameter in model.named_parameters():
-        found = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        assert torch.equal(found.detach(), values(name, version).to(source).to(parameter.dtype)), name
+        expected = values(name, version).to(source).to(parameter.dtype)
+        found = parameter.detach()
+        if isinstance(found, DTensor):
+            expected, found = local_part(expected, found.device_mesh, found.placements), found.to_local()
+        assert torch.equal(found.cpu(), expected), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,17 @@ def _library() -> Path:
     return library
 
 
+@cache
+def _process() -> subprocess.Popen[str]:
+    """Fills one buffer after another, for all tests of this process, and ends with it."""
+    environment = os.environ | {
+        "LD_PRELOAD": str(_library()),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-m", __name__], env=environment, stdin=pipe, stdout=pipe, text=True)
+
+
 def fill(
     path: Path,
     pieces: list[Piece],
@@ -71,6 +83,7 @@ def fill(
         }  # fmt: skip
         torch.save(
             {
+                "path": path,
                 "direct": direct_error is not None,
                 "pieces": [list(piece) for piece in pieces],
                 "nbytes": nbytes,
@@ -78,28 +91,33 @@ def fill(
             },
             task,
         )
-        environment = os.environ | {
-            "LD_PRELOAD": str(_library()),
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
-        subprocess.run([sys.executable, "-m", __name__, path, task, result], env=environment, check=True, timeout=120)
+        process = _process()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(task, result, sep="\t", file=process.stdin, flush=True)
+        assert select.select([process.stdout], [], [], 120)[0], "no answer within 120 s"
+        assert process.stdout.readline() == "done\n", f"the process ended: {process.wait()}"
         found = torch.load(result)
         lines = log.read_text().splitlines() if log.exists() else []
     return Traced(found["buffer"], found["error"], [Request(*map(int, line.split())) for line in lines])
 
 
-def _main(path: str, task: str, result: str) -> None:
-    checkpoint, error = Checkpoint.open(path), ""
-    wanted = torch.load(task)
+def _fill(task: str, result: str) -> None:
+    wanted = torch.load(task, weights_only=False)
+    checkpoint, error = Checkpoint.open(wanted["path"]), ""
     checkpoint.configure_reads(wanted["direct"])
-    os.environ |= wanted["traced"]  # the requests for the header do not count
     buffer = torch.zeros(wanted["nbytes"], dtype=torch.uint8)
+    os.environ |= wanted["traced"]  # the requests for the header do not count
     try:
         checkpoint.fill(buffer, [Piece(*piece) for piece in wanted["pieces"]])
     except CheckpointError as raised:
         error = str(raised)
+    for name in wanted["traced"]:
+        del os.environ[name]
     torch.save({"buffer": buffer, "error": error}, result)
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    for line in sys.stdin:
+        _fill(*line.rstrip("\n").split("\t"))
+        print("done", flush=True)

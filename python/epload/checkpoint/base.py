@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -13,6 +13,8 @@ from epload.checkpoint.manifest import Manifest
 from epload.core.pieces import Piece
 from epload.core.regions import BoundRegions, Regions
 from epload.errors import CheckpointError
+
+Progress = Callable[[int], None]
 
 
 class Checkpoint(ABC):
@@ -126,40 +128,52 @@ class Checkpoint(ABC):
             self._store.close()
 
     @staticmethod
-    def open(source: Any, known: Manifest | None = None) -> Checkpoint:
+    def open(
+        source: Any, known: Manifest | None = None, prefix: str = "", progress: Progress | None = None
+    ) -> Checkpoint:
         """Opens a checkpoint.
 
         Args:
-            source: path of a file (safetensors, ``.pt``, ``.bin``), of a folder of them or of an index; a dict of tensors; or a
-                Checkpoint, which is returned.
+            source: path of a file (safetensors, ``.pt``, ``.bin``), of a folder of them or of an index; of a folder that
+                torch.distributed.checkpoint (DCP) wrote; a model on the Hugging Face Hub, as ``org/name`` if there is no such
+                path, or ``hf://org/name@revision``; the URL of a file or folder in object storage (``s3://``, ``gs://``,
+                ``az://``, ``https://`` or another scheme of fsspec); a dict of tensors; or a Checkpoint, which is returned.
             known: manifest of a checkpoint that was opened before. Headers equal to its own are not parsed again.
+            prefix: of a DCP folder: where in the saved state dict the model is, e.g. ``"app.model"``. By default under a
+                top-level key "model" or "state_dict", or under the only key, if there is one.
+            progress: called now and then with a number of bytes while a download goes on.
 
         Raises:
             CheckpointError: there is nothing readable, a header is malformed, or a file of the given Checkpoint has changed.
             TypeError: ``source`` has another type.
+            ValueError: ``prefix`` for another source than a DCP folder.
         """
         if isinstance(source, Checkpoint):
+            if prefix:
+                raise ValueError(
+                    f"prefix={prefix!r} is for the path of a DCP folder, not for a Checkpoint: open it with the prefix"
+                )
             if changed := source.changed():
                 raise CheckpointError(
                     f"{changed} since this epload.Checkpoint opened it: open it again, or pass the path instead"
                 )
             source.prepare()
             return source
-        return Checkpoint._opener.open_source(source, known)
+        return Checkpoint._opener.open_source(source, known, prefix, progress or _ignore)
 
     @staticmethod
-    def join(source: Any, manifest: Manifest) -> Checkpoint:
+    def join(source: Any, manifest: Manifest, progress: Progress | None = None) -> Checkpoint:
         """Opens on this rank the checkpoint that another rank has opened and described, without parsing it again.
 
         Args:
-            source: as for :meth:`open`.
+            source, progress: as for :meth:`open`.
             manifest: that of the other rank.
 
         Raises:
             CheckpointError: there is nothing at the path, or it is not the same checkpoint.
             TypeError: ``source`` has another type.
         """
-        return Checkpoint._opener.join_source(source, manifest)
+        return Checkpoint._opener.join_source(source, manifest, progress or _ignore)
 
     @staticmethod
     def from_state_dict(state_dict: Mapping[str, Tensor], consume: bool = False) -> Checkpoint:
@@ -176,9 +190,13 @@ class Checkpoint(ABC):
         return Checkpoint._opener.from_state_dict(state_dict, consume)
 
 
+def _ignore(nbytes: int) -> None:
+    """Progress that nobody asks for."""
+
+
 class Opener(Protocol):
     """Implements the static methods of :class:`Checkpoint`; see there."""
 
-    def open_source(self, source: Any, known: Manifest | None) -> Checkpoint: ...
-    def join_source(self, source: Any, manifest: Manifest) -> Checkpoint: ...
+    def open_source(self, source: Any, known: Manifest | None, prefix: str, progress: Progress) -> Checkpoint: ...
+    def join_source(self, source: Any, manifest: Manifest, progress: Progress) -> Checkpoint: ...
     def from_state_dict(self, state_dict: Mapping[str, Tensor], consume: bool) -> Checkpoint: ...

@@ -1,15 +1,23 @@
-"""The seam below file checkpoints: files that are read by byte ranges, wherever they are stored."""
+"""The seam below file checkpoints: folders of files that are read by byte ranges, wherever they are stored."""
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
+import torch
 from torch import Tensor
 
+from epload.core.copy_table import ALIGNMENT
 from epload.core.regions import BoundRegions, Regions
+
+_STREAM_BYTES = 256 << 10
+SPAN_BYTES = 64 << 20
+"""In which :meth:`ByteStore.read_regions` reads regions, unless one alone takes more."""
 
 
 class StoredFile(ABC):
@@ -32,14 +40,51 @@ class StoredFile(ABC):
             OSError: it cannot be read.
         """
 
-    @abstractmethod
     def stream(self) -> BinaryIO:
         """A new stream over the open file, positioned at its beginning; the caller closes it. Raises as :meth:`read`."""
+        return io.BufferedReader(_Stream(self), _STREAM_BYTES)
+
+    @property
+    def identity(self) -> str:
+        """What the storage itself identifies the content by, such as an ETag; empty if nothing does."""
+        return ""
 
     @property
     def mapping_path(self) -> Path | None:
         """A local path by which the open file can be memory-mapped; None if there is none."""
         return None
+
+    def close(self) -> None:
+        """Releases what it holds, if anything. Later reads open the file again, provided that it is unchanged."""
+        return None
+
+
+class _Stream(io.RawIOBase):
+    """Reads a file from its beginning."""
+
+    def __init__(self, file: StoredFile) -> None:
+        self._file = file
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.nbytes}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        part = self._file.read(self._at, len(buffer))
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
 
 
 class ByteStore(ABC):
@@ -75,8 +120,9 @@ class ByteStore(ABC):
             CheckpointError: a file has changed, cannot be read or ends too early.
         """
 
-    def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions | BoundRegions) -> int | None:
-        """Reads regions of tensors into a model's, without a buffer in between, if the store has such a path.
+    def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions | BoundRegions) -> int:
+        """Reads regions of tensors into a model's. This implementation has a buffer of about SPAN_BYTES, in which it reads what
+        each region spans in its tensor.
 
         Args:
             files: int64 CPU tensor [t], for each tensor the index of its file.
@@ -84,12 +130,24 @@ class ByteStore(ABC):
             regions: what to read, and where to; targets on CPU.
 
         Returns:
-            The bytes read, or None if the store can only :meth:`read`.
+            The bytes read.
 
         Raises:
             CheckpointError: as for :meth:`read`.
         """
-        return None
+        spans = regions.copies.spans()
+        batch = (spans.cumsum(0) - spans) // SPAN_BYTES
+        for number in torch.unique(batch).tolist():
+            rows = batch == number
+            copies, span, origin = regions.copies.select(rows), spans[rows], regions.origins[rows]
+            ends = (-(span // -ALIGNMENT) * ALIGNMENT).cumsum(0)
+            copies.offset[:1] = 0
+            copies.offset[1:] = ends[:-1]
+            buffer = torch.empty(int(ends[-1]), dtype=torch.uint8)
+            file, begin = files[origin[:, 0]], offsets[origin[:, 0]] + origin[:, 1]
+            self.read(torch.stack([file, begin, copies.offset, span], 1), buffer)
+            regions.unpack_other(copies, buffer)
+        return int(spans.sum())
 
     def digest_regions(self, files: Tensor, offsets: Tensor, origins: Tensor, table: Tensor) -> Tensor | None:
         """Computes the digests of regions of tensors as it reads them, if the store has such a path.
@@ -118,3 +176,32 @@ class ByteStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Releases connections and files. Later reads open the files again, provided that they are unchanged."""
+
+
+class Folder(ABC):
+    """Where the files of a checkpoint are. ``str(folder)`` is its path or URL, for error messages."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Of what is in it, sorted; those of folders end with "/". Raises CheckpointError, OSError."""
+
+    def present(self, names: Sequence[str]) -> set[str]:
+        """Which of these files are in it. Raises as :meth:`names`."""
+        return {*names} & {*self.names()}
+
+    @abstractmethod
+    def open(self, names: Sequence[str]) -> AbstractContextManager[Sequence[StoredFile]]:
+        """Opens files, and closes them if the body raises. Raises CheckpointError; OSError, which names the file."""
+
+    @abstractmethod
+    def store(self, files: Sequence[StoredFile], metadata: Sequence[StoredFile] = ()) -> ByteStore:
+        """A store of files that this folder has opened, of which it takes ownership.
+
+        Args:
+            files: the files that ranges refer to.
+            metadata: other files whose content the checkpoint depends on, such as an index, which must not change either.
+        """
+
+    @abstractmethod
+    def path_of(self, name: str) -> str:
+        """The path or URL of a file in it, for error messages."""

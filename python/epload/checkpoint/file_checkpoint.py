@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors are byte ranges of files, in any format and in any byte store."""
+"""Checkpoints whose tensors, or parts of them, are byte ranges of files, in any format and in any byte store."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.index import Index
 from epload.checkpoint.manifest import FileFacts, FileLayout, Manifest, TensorLocations
+from epload.core.columns import column
 from epload.core.pieces import Piece, Pieces
 from epload.core.regions import BoundRegions, Regions
 from epload.errors import CheckpointError
 
 
 class FileCheckpoint(Checkpoint):
-    """Files in which each tensor is one byte range. Tensors that are adjacent in a file are read with one request."""
+    """Files in which each tensor, or each chunk of it, is one byte range. Adjacent ranges are read with one request."""
 
     _store: ByteStore
 
@@ -33,16 +34,23 @@ class FileCheckpoint(Checkpoint):
         return self._manifest
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
-        tensor, tensor_offset, bucket_offset, nbytes = Pieces.of(pieces).columns.unbind(1)
-        offset = self._locations.offset[tensor] + tensor_offset
-        self._store.read(
-            torch.stack(_coalesced(self._locations.file[tensor], offset, bucket_offset, nbytes), 1), bucket
-        )
+        columns, locations = Pieces.of(pieces).columns, self._locations
+        if locations.chunks is not None:
+            targets, copies, origins = locations.chunks.fill(bucket, columns)
+            self._store.read_regions(locations.file, locations.offset, Regions(targets, copies, origins))
+            return
+        tensor, tensor_offset, bucket_offset, nbytes = columns.unbind(1)
+        offset = locations.offset[tensor] + tensor_offset
+        self._store.read(torch.stack(_coalesced(locations.file[tensor], offset, bucket_offset, nbytes), 1), bucket)
 
     def read_regions(self, regions: Regions | BoundRegions) -> int | None:
-        return self._store.read_regions(self._locations.file, self._locations.offset, regions)
+        locations = self._locations
+        parts = regions if locations.chunks is None else regions.split(locations.chunks)
+        return None if parts is None else self._store.read_regions(locations.file, locations.offset, parts)
 
     def digest_regions(self, origins: Tensor, table: Tensor) -> Tensor | None:
+        if self._locations.chunks is not None:  # a region may be in several
+            return None
         return self._store.digest_regions(self._locations.file, self._locations.offset, origins, table)
 
 
@@ -83,23 +91,23 @@ def merge_layouts(
     ignored: dict[str, None] = {}
     for number, (file, layout) in enumerate(zip(files, layouts, strict=True)):
         ignored |= dict.fromkeys(layout.ignored)
-        for i in layout.order:
-            name = layout.names[i]
-            if index is not None and not index.places(name, file.name):
-                continue
-            if name in file_of:
-                raise CheckpointError(f"{name} is both in {files[file_of[name]]} and in {file}")
-            file_of[name] = number
-            shapes.append(layout.shapes[i])
-            kinds.append(layout.dtypes[i])
-            numbers.append(number)
-            offsets.append(layout.offsets[i])
+        order = layout.order
+        if index is not None:
+            order = [i for i in order if index.places(layout.names[i], file.name)]
+        names = [layout.names[i] for i in order]
+        if (twice := next(filter(file_of.__contains__, names), None)) is not None:
+            raise CheckpointError(f"{twice} is both in {files[file_of[twice]]} and in {file}")
+        file_of.update(dict.fromkeys(names, number))
+        shapes += [layout.shapes[i] for i in order]
+        kinds += [layout.dtypes[i] for i in order]
+        numbers += [number] * len(order)
+        offsets += [layout.offsets[i] for i in order]
     if index is not None:
         index.check_complete({*file_of, *ignored})
     locations = TensorLocations(
         tuple(facts),
-        torch.tensor(numbers, dtype=torch.int64),
-        torch.tensor(offsets, dtype=torch.int64),
+        column(numbers),
+        column(offsets),
         "" if index is None else index.digest,
     )
     return Manifest(tuple(file_of), tuple(shapes), tuple(kinds), source, locations, tuple(ignored))

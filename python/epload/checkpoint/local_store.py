@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore, StoredFile
+from epload.checkpoint.byte_store import ByteStore, Folder, StoredFile
 from epload.core.regions import BoundRegions, Regions
 from epload.errors import CheckpointError
 from epload.native import ops
@@ -185,30 +185,44 @@ class LocalFile(StoredFile):
         return f"LocalFile({str(self.path)!r})"
 
 
-@contextmanager
-def open_files(paths: Sequence[Path]) -> Iterator[list[LocalFile]]:
-    """Opens files, and closes them if the body raises. Raises OSError."""
-    files: list[LocalFile] = []
-    try:
-        for path in paths:
-            files.append(LocalFile(path))
-        yield files
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
+class LocalFolder(Folder):
+    """A folder of a file system."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def names(self) -> list[str]:
+        with os.scandir(self.path) as entries:
+            return sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries)
+
+    @contextmanager
+    def open(self, names: Sequence[str]) -> Iterator[list[StoredFile]]:
+        files: list[StoredFile] = []
+        try:
+            for name in names:
+                files.append(LocalFile(self.path / name))
+            yield files
+        except BaseException:
+            for file in files:
+                file.close()
+            raise
+
+    def store(self, files: Sequence[StoredFile], metadata: Sequence[StoredFile] = ()) -> LocalStore:
+        local, others = ([file for file in each if isinstance(file, LocalFile)] for each in (files, metadata))
+        return LocalStore(local, others)
+
+    def path_of(self, name: str) -> str:
+        return str(self.path / name)
+
+    def __str__(self) -> str:
+        return str(self.path)
 
 
 class LocalStore(ByteStore):
     """Local files, read natively with a few threads."""
 
     def __init__(self, files: Sequence[LocalFile], metadata: Sequence[LocalFile] = ()) -> None:
-        """Takes ownership of the files.
-
-        Args:
-            files: the files that ranges refer to.
-            metadata: other files whose content the checkpoint depends on, such as an index, which must not change either.
-        """
+        """Arguments are those of :meth:`Folder.store`."""
         self.files: Sequence[LocalFile] = files
         self._all = [*metadata, *files]
 

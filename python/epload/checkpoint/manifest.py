@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from epload.checkpoint.byte_store import StoredFile
 from epload.core import dtypes
+from epload.core.chunks import Chunks
+from epload.core.columns import column
 
 _CACHED = ("compact", "digest", "identity", "nbytes")
 _SAMPLES, _SAMPLE_BYTES = 16, 512
@@ -65,10 +68,11 @@ class Manifest:
             tuple([kinds[i] for i in columns["dtype"]]),
             "",
         )
+        sizes = manifest.nbytes_of()
         if columns["locations"] is not None:
-            locations = TensorLocations.from_json(columns["locations"], manifest.nbytes_of())
+            locations = TensorLocations.from_json(columns["locations"], manifest, sizes)
             manifest = replace(manifest, locations=locations)
-        manifest.__dict__["compact"] = raw
+        manifest.__dict__.update(compact=raw, nbytes=sum(sizes))
         return manifest.with_provenance(provenance)
 
     @property
@@ -100,8 +104,12 @@ class Manifest:
         """16 bytes, equal for two manifests only if they have the same tensors in the same order."""
         shapes = {shape: i for i, shape in enumerate(dict.fromkeys(self.shapes))}
         kinds = {dtype: i for i, dtype in enumerate(dict.fromkeys(self.dtypes))}
-        layout = [(*shapes, *kinds), [shapes[s] for s in self.shapes], [kinds[d] for d in self.dtypes]]
-        return hashlib.blake2b(json.dumps(self.names).encode() + repr(layout).encode(), digest_size=16).digest()
+        digest = hashlib.blake2b(repr((*shapes, *kinds)).encode(), digest_size=16)
+        columns = (map(len, self.names), [shapes[s] for s in self.shapes], [kinds[d] for d in self.dtypes])
+        for values in columns:
+            digest.update(array("q", values).tobytes())
+        digest.update("".join(self.names).encode(errors="surrogatepass"))
+        return digest.digest()
 
     @cached_property
     def identity(self) -> str:
@@ -153,6 +161,8 @@ class FileLayout:
     """Indices of the tensors, ordered as their bytes are stored."""
     ignored: Sequence[str] = ()
     """Names of entries that hold no tensor."""
+    parts: Sequence[tuple[int, ...]] | None = None
+    """If they are parts of larger tensors, with the same names: where each begins in its tensor, in elements."""
 
 
 @dataclass(frozen=True)
@@ -161,33 +171,62 @@ class TensorLocations:
 
     files: tuple[FileFacts, ...]
     file: Tensor
-    """int64 [t], for each tensor of the manifest an index into ``files``."""
+    """int64 [t], for each tensor of the manifest an index into ``files``; with ``chunks`` int64 [c], for each chunk."""
     offset: Tensor
-    """int64 [t], in bytes from the start of the file."""
+    """Likewise, in bytes from the start of the file."""
     index: str = ""
     """Digest of the index that names the files; empty without one."""
+    chunks: Chunks | None = None
+    """The parts in which tensors are stored; None if each is stored in one."""
 
     def same_layout(self, index: str, files: Sequence[FileFacts]) -> bool:
         """Whether files with these facts, under an index with this digest, hold the same tensors at the same locations."""
         layout = [(facts.nbytes, facts.header) for facts in files]
         return index == self.index and layout == [(facts.nbytes, facts.header) for facts in self.files]
 
+    @property
+    def are_objects(self) -> bool:
+        """Whether the files are in object storage, where each has an identity and needs no samples."""
+        return any(not facts.samples for facts in self.files)
+
+    def of_tensor(self, number: int) -> tuple[object, ...]:
+        """Where one tensor is; equal for two of the same shape and dtype only if they are the same bytes."""
+        chunks = slice(number, number + 1)
+        boxes: list[list[int]] = []
+        if self.chunks is not None:
+            chunks = slice(*self.chunks.first[number : number + 2].tolist())
+            boxes = [*self.chunks.start[chunks].tolist(), *self.chunks.size[chunks].tolist()]
+        return tuple(self.file[chunks].tolist()), tuple(self.offset[chunks].tolist()), repr(boxes)
+
     def to_json(self, nbytes: list[int]) -> list[Any]:
         """``nbytes`` of each tensor: most follow the one before without a gap, and equal gaps compress well."""
+        boxes = None
+        if (chunks := self.chunks) is not None:
+            nbytes = chunks.nbytes.tolist()
+            distinct, which = torch.unique(torch.cat([chunks.start, chunks.size], 1), dim=0, return_inverse=True)
+            boxes = [chunks.first.diff().tolist(), distinct.tolist(), which.tolist()]
         gaps = self.offset - self._without_gaps(self.offset, nbytes)
-        return [self.file.tolist(), gaps.tolist()]
+        return [self.file.tolist(), gaps.tolist(), boxes]
 
     @classmethod
-    def from_json(cls, columns: list[Any], nbytes: list[int]) -> TensorLocations:
-        file, gaps = columns
-        sizes = torch.tensor(nbytes, dtype=torch.int64)
-        steps = torch.tensor(gaps, dtype=torch.int64)
+    def from_json(cls, columns: list[Any], manifest: Manifest, nbytes: list[int]) -> TensorLocations:
+        """``nbytes``: of each tensor of the manifest."""
+        file, gaps, boxes = columns
+        chunks = None
+        if boxes is not None:
+            counts, distinct, which = boxes
+            dims = len(distinct[0]) // 2 if distinct else 1
+            of_chunk = iter([(tuple(distinct[i][:dims]), tuple(distinct[i][dims:])) for i in which])
+            of_tensor = [[next(of_chunk) for _ in range(count)] for count in counts]
+            chunks = Chunks.of(manifest.shapes, [dtype.itemsize for dtype in manifest.dtypes], of_tensor)
+        sizes = column(nbytes) if chunks is None else chunks.nbytes
+        steps = column(gaps)
         steps[1:] += sizes[:-1]
-        return cls((), torch.tensor(file, dtype=torch.int64), steps.cumsum(0))
+        return cls((), column(file), steps.cumsum(0), chunks=chunks)
 
     @staticmethod
     def _without_gaps(offset: Tensor, nbytes: list[int]) -> Tensor:
         """Where each tensor would be if it followed the one before."""
         expected = torch.zeros_like(offset)
-        expected[1:] = offset[:-1] + torch.tensor(nbytes[:-1], dtype=torch.int64)
+        expected[1:] = offset[:-1] + column(nbytes[:-1])
         return expected

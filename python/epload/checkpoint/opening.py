@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,20 +10,22 @@ from typing import Any
 
 from torch import Tensor
 
-from epload.checkpoint import safetensors, torch_file, unsupported
-from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.byte_store import StoredFile
+from epload.checkpoint import dcp, safetensors, torch_file, unsupported
+from epload.checkpoint.base import Checkpoint, Progress
+from epload.checkpoint.byte_store import Folder, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint, merge_layouts
 from epload.checkpoint.index import Index
-from epload.checkpoint.local_store import LocalFile, LocalStore, open_files
+from epload.checkpoint.local_store import LocalFolder
 from epload.checkpoint.manifest import FileFacts, FileLayout, Manifest
+from epload.checkpoint.remote import hub, object_store
 from epload.checkpoint.state_dict import StateDictCheckpoint, split_entries
 from epload.errors import CheckpointError
 
 
-def open_source(source: Any, known: Manifest | None) -> Checkpoint:
+def open_source(source: Any, known: Manifest | None, prefix: str, progress: Progress) -> Checkpoint:
     """See :meth:`Checkpoint.open`."""
     if isinstance(source, Mapping):
+        _check_no_prefix(prefix, "a dict of tensors")
         return from_state_dict(source)
     if isinstance(source, list | tuple):
         raise TypeError(
@@ -33,36 +36,43 @@ def open_source(source: Any, known: Manifest | None) -> Checkpoint:
         raise TypeError(
             f"expected a checkpoint as a path, a dict of tensors or an epload.Checkpoint, got {type(source).__name__}"
         )
-    path = _expanded(source)
     try:
-        if not path.exists():
-            raise CheckpointError(unsupported.missing(path, os.fspath(source)))
-        return _open_path(path, known)
+        if (model := hub.parse(source)) is not None:
+            return _open_folder(hub.download(model, progress), known, prefix)
+        folder, name = _locate(source)
+        if not name:
+            return _open_folder(folder, known, prefix)
+        if isinstance(folder, LocalFolder) and not (folder.path / name).is_file():
+            raise CheckpointError(f"no checkpoint at {folder.path_of(name)}: expected a file or a folder")
+        _check_no_prefix(prefix, folder.path_of(name))
+        return _open_file(folder, name, known)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(error) from error
 
 
-def join_source(source: Any, manifest: Manifest) -> Checkpoint:
+def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoint:
     """See :meth:`Checkpoint.join`."""
     if manifest.locations is None or not isinstance(source, str | os.PathLike):
         return Checkpoint.open(source)
-    path = _expanded(source)
-    paths = [path]
-    if path.is_dir() or path.suffix == ".json":
-        folder = path if path.is_dir() else path.parent
-        paths = [folder / facts.name for facts in manifest.locations.files]
-    if len(paths) != len(manifest.locations.files):
-        raise CheckpointError(
-            f"{path} is one file, but the source rank reads {len(manifest.locations.files)} files; pass the same path on every "
-            "rank"
-        )
+    expected = manifest.locations.files
     try:
-        with open_files(paths) as files:
-            for file, expected in zip(files, manifest.locations.files, strict=True):
-                _check_same(file, expected)
-            return FileCheckpoint(LocalStore(files), manifest)
+        if (model := hub.parse(source)) is not None:
+            folder: Folder = hub.join(model, manifest.source, [facts.name for facts in expected], progress)
+            name = ""
+        else:
+            folder, name = _locate(source)
+        one = name and not name.endswith(".json")
+        if one and len(expected) > 1:
+            raise CheckpointError(
+                f"{folder.path_of(name)} is one file, but the source rank reads {len(expected)} files; pass the same path on "
+                "every rank"
+            )
+        with folder.open([name] if one else [facts.name for facts in expected]) as files:
+            for file, facts in zip(files, expected, strict=True):
+                _check_same(file, facts)
+            return FileCheckpoint(folder.store(files), manifest)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(error) from error
 
 
 def from_state_dict(state_dict: Mapping[Any, Tensor], consume: bool = False) -> Checkpoint:
@@ -74,15 +84,23 @@ def from_state_dict(state_dict: Mapping[Any, Tensor], consume: bool = False) -> 
     return StateDictCheckpoint(tensors, ignored=ignored, consumed=state_dict if consume else None)
 
 
-def _expanded(source: str | os.PathLike[str]) -> Path:
+def _locate(source: str | os.PathLike[str]) -> tuple[Folder, str]:
+    """The folder of a checkpoint, and the name of the file in it that is meant; "" for the folder itself."""
+    if (place := object_store.parse(source)) is not None:
+        address, name = place
+        return object_store.ObjectFolder(address), name
     try:
-        return Path(source).expanduser()
+        path = Path(source).expanduser()
     except RuntimeError as error:
         raise CheckpointError(f"no checkpoint at {source}: {error}") from error
+    return (LocalFolder(path), "") if path.is_dir() else (LocalFolder(path.parent), path.name)
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"cannot read {error.filename or path}: {error.strerror or error}")
+def _unreadable(error: OSError) -> CheckpointError:
+    file = (
+        f" {error.filename}" if error.filename else ""
+    )  # never a URL as the caller gave it, which may have credentials
+    return CheckpointError(f"cannot read{file}: {error.strerror or error}")
 
 
 def _check_same(file: StoredFile, expected: FileFacts) -> None:
@@ -96,83 +114,121 @@ def _check_same(file: StoredFile, expected: FileFacts) -> None:
         )
 
 
-# ---- paths ----
+def _check_no_prefix(prefix: str, source: str) -> None:
+    if prefix:
+        raise ValueError(
+            f"prefix={prefix!r} is where the model is in a DCP folder, which {source} is not; to change names, pass "
+            "mapping=epload.Mapping(renames=...)"
+        )
 
 
-def _open_path(path: Path, known: Manifest | None) -> Checkpoint:
-    if path.is_file():
-        return _open_file(path, known)
-    if not path.is_dir():
-        raise CheckpointError(f"no checkpoint at {path}: expected a file or a folder")
-    for name in ("model.safetensors", "model.safetensors.index.json"):
-        if (path / name).is_file():
-            return _open_file(path / name, known)
-    if paths := sorted(path.glob("*.safetensors")):
-        return _open_files(paths, path, known)
-    if reason := unsupported.of_folder(path):
+# ---- folders ----
+
+
+def _open_folder(folder: Folder, known: Manifest | None, prefix: str) -> Checkpoint:
+    names = folder.names()
+    whole = next((name for name in ("model.safetensors", "model.safetensors.index.json") if name in names), None)
+    if whole is None and dcp.FILE in names:
+        return _open_dcp(folder, known, prefix)
+    _check_no_prefix(prefix, str(folder))
+    if whole is not None:
+        return _open_file(folder, whole, known)
+    if found := [name for name in names if name.endswith(".safetensors")]:
+        return _open_files(folder, found, known)
+    if reason := unsupported.of_folder(folder, names):
         raise CheckpointError(reason)
     for name in (
         "pytorch_model.bin",
         "pytorch_model.bin.index.json",
     ):  # other files may be an optimizer's state and the like
-        if (path / name).is_file():
-            return _open_file(path / name, known)
-    if paths := sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]):
-        return _open_files(paths, path, known)
-    raise CheckpointError(f"no checkpoint in {path}: expected *.safetensors, *.bin, *.pt or *.pth files in it")
+        if name in names:
+            return _open_file(folder, name, known)
+    if found := [name for name in names if name.endswith((".bin", ".pt", ".pth"))]:
+        return _open_files(folder, found, known)
+    raise CheckpointError(f"no checkpoint in {folder}: expected *.safetensors, *.bin, *.pt or *.pth files in it")
 
 
-def _open_file(path: Path, known: Manifest | None) -> Checkpoint:
-    with open_files([path]) as files:
-        if path.suffix == ".json":
+def _open_file(folder: Folder, name: str, known: Manifest | None) -> Checkpoint:
+    with folder.open([name]) as files:
+        if name.endswith(".json"):
             index = Index(files[0])
-            if path.name.endswith(".index.json") or index.is_valid:
-                return _open_index(path.parent, index, files, known)
+            if name.endswith(".index.json") or index.is_valid:
+                return _open_index(folder, index, files, known)
         if not _is_safetensors(files[0]) and (reason := unsupported.of_file(files[0])):
             raise CheckpointError(reason)
-        return _checkpoint_of(files, path, known)
+        return _checkpoint_of(folder, files, folder.path_of(name), known)
 
 
-def _open_files(paths: Sequence[Path], folder: Path, known: Manifest | None) -> Checkpoint:
-    with open_files(paths) as files:
-        return _checkpoint_of(files, folder, known)
+def _open_files(folder: Folder, names: Sequence[str], known: Manifest | None) -> Checkpoint:
+    with folder.open(names) as files:
+        return _checkpoint_of(folder, files, str(folder), known)
 
 
-def _open_index(folder: Path, index: Index, index_files: Sequence[LocalFile], known: Manifest | None) -> Checkpoint:
+def _open_index(folder: Folder, index: Index, index_files: Sequence[StoredFile], known: Manifest | None) -> Checkpoint:
     names: list[str] = []
     if known is not None and known.locations is not None and known.locations.index == index.digest:
         names = [facts.name for facts in known.locations.files]
-    if not names or not all((folder / name).is_file() for name in names):
+    if not names or not folder.present(names).issuperset(names):
         names = index.file_names
-        for name in names:
-            if not (folder / name).is_file():
-                raise index.absent(name)
-    with open_files([folder / name for name in names]) as files:
-        return _checkpoint_of(files, folder, known, index, index_files)
+        if absent := sorted({*names} - folder.present(names)):
+            raise index.absent(absent[0])
+    with folder.open(names) as files:
+        return _checkpoint_of(folder, files, str(folder), known, index, index_files)
 
 
 # ---- formats ----
 
 
 def _checkpoint_of(
-    files: Sequence[LocalFile],
-    path: Path,
+    folder: Folder,
+    files: Sequence[StoredFile],
+    source: str,
     known: Manifest | None,
     index: Index | None = None,
-    index_files: Sequence[LocalFile] = (),
+    index_files: Sequence[StoredFile] = (),
 ) -> Checkpoint:
     """A checkpoint of open files. Without parsing, if the headers and the index are those of the known manifest."""
-    store, source = LocalStore(files, index_files), str(path)
-    facts = None
+    store = folder.store(files, index_files)
+    facts, manifest = None, None
     if known is not None and known.locations is not None:
         facts = list(map(_facts, files))
-        digest = "" if index is None else index.digest
-        if known.locations.same_layout(digest, facts):
-            return FileCheckpoint(store, known.with_provenance([source, [digest, *facts], known.ignored]))
-    layouts = _layouts(files, source)
-    if layouts is None:
-        return torch_file.load_files(files, store, source, index)
-    return FileCheckpoint(store, merge_layouts(files, layouts, facts or list(map(_facts, files)), source, index))
+        manifest = _if_same(known, "" if index is None else index.digest, facts, source)
+    if manifest is None:
+        layouts = _layouts(files, source)
+        if layouts is None:
+            return torch_file.load_files(files, store, source, index)
+        facts = facts or list(map(_facts, files))
+        if index is None and any(layout.parts is not None for layout in layouts):
+            manifest = dcp.of_shards(files, layouts, facts, source)
+        else:
+            manifest = merge_layouts(files, layouts, facts, source, index)
+    return FileCheckpoint(store, manifest)
+
+
+def _open_dcp(folder: Folder, known: Manifest | None, prefix: str) -> Checkpoint:
+    with folder.open([dcp.FILE]) as metadata_files:
+        raw = metadata_files[0].read(0, metadata_files[0].nbytes)
+        digest = hashlib.blake2b(raw + b"\0" + prefix.encode(), digest_size=16).hexdigest()
+        metadata = None
+        if known is not None and known.locations is not None and known.locations.index == digest:
+            names = [facts.name for facts in known.locations.files]
+        else:
+            metadata = dcp.read_metadata(metadata_files[0])
+            names = sorted({item.file for item in metadata.items.values()})
+        with folder.open(names) as files:
+            store, facts = folder.store(files, metadata_files), list(map(_facts, files))
+            manifest = None if known is None else _if_same(known, digest, facts, str(folder))
+            if manifest is None:
+                metadata = metadata or dcp.read_metadata(metadata_files[0])
+                manifest = dcp.of_metadata(metadata, store, facts, str(folder), digest, prefix)
+            return FileCheckpoint(store, manifest)
+
+
+def _if_same(known: Manifest, index: str, facts: Sequence[FileFacts], source: str) -> Manifest | None:
+    """The manifest of files with these facts, if it is the known one but for its provenance."""
+    if known.locations is None or not known.locations.same_layout(index, facts):
+        return None
+    return known.with_provenance([source, [index, *facts], known.ignored])
 
 
 def _layouts(files: Sequence[StoredFile], source: str) -> list[FileLayout] | None:
@@ -195,4 +251,8 @@ def _is_safetensors(file: StoredFile) -> bool:
 
 def _facts(file: StoredFile) -> FileFacts:
     """Raises CheckpointError, OSError."""
+    if file.identity:
+        return FileFacts(file.name, file.nbytes, file.identity, "")
+    if file.name.endswith(dcp.SUFFIX):  # described by the metadata
+        return FileFacts.of(file, "", 0)
     return safetensors.file_facts(file) if _is_safetensors(file) else torch_file.file_facts(file)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -17,12 +19,14 @@ import torch
 from epload.checkpoint import unsupported
 from epload.checkpoint.byte_store import StoredFile
 from epload.checkpoint.manifest import FileFacts, FileLayout
+from epload.core.columns import column
 from epload.core.dtypes import SAFETENSORS
 from epload.errors import CheckpointError
 from epload.native.extension import _C
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
+_SHARD_FILE = re.compile(r"^shard-\d+-model-\d+-of-\d+\.safetensors$")
 _MAX_DIMS = 64
 """The limit of torch."""
 _MAX_INTEGER = 10**30
@@ -69,11 +73,10 @@ def read_layout(file: StoredFile) -> FileLayout:
         raise CheckpointError(f"{file}: the header is not JSON with distinct keys ({error})") from error
     if not isinstance(entries, dict):
         raise CheckpointError(f"{file}: expected the header to be a JSON object, got a {type(entries).__name__}")
-    if reason := unsupported.of_metadata(file, entries.pop("__metadata__", None)):
-        raise CheckpointError(reason)
+    metadata = entries.pop("__metadata__", None)
     layout, ends = _parse_entries(file, entries, 8 + length)
     _check_no_holes(file, layout, ends, 8 + length)
-    return layout
+    return _with_parts(file, layout, metadata)
 
 
 def _plain_layout(file: StoredFile, header: bytes) -> FileLayout | None:
@@ -85,12 +88,11 @@ def _plain_layout(file: StoredFile, header: bytes) -> FileLayout | None:
     names, kinds, kind_of, begins, ends, metadata = found
     if not names or len(set(names)) != len(names):
         return None
+    about = None
     if metadata is not None:
         try:
-            entries = json.loads(header[slice(*metadata)], object_pairs_hook=_no_duplicates)
+            about = json.loads(header[slice(*metadata)], object_pairs_hook=_no_duplicates)
         except (ValueError, RecursionError):
-            return None
-        if unsupported.of_metadata(file, entries):
             return None
     sizes = []
     for dtype_name, shape in kinds:
@@ -98,16 +100,38 @@ def _plain_layout(file: StoredFile, header: bytes) -> FileLayout | None:
         if dtype is None or len(shape) > _MAX_DIMS or prod(max(n, 1) for n in shape) * dtype.itemsize >= 1 << 63:
             return None
         sizes.append(prod(shape) * dtype.itemsize)
-    order = sorted(range(len(names)), key=lambda i: (begins[i], ends[i]))
-    kind, begin, end = (torch.tensor([column[i] for i in order]) for column in (kind_of, begins, ends))
+    order = sorted(range(len(names)), key=list(zip(begins, ends, strict=True)).__getitem__)
+    place = column(order)
+    kind, begin, end = (column(values).index_select(0, place) for values in (kind_of, begins, ends))
     data = 8 + len(header)
     no_holes = int(begin[0]) == 0 and torch.equal(begin[1:], end[:-1]) and data + int(end[-1]) == file.nbytes
-    if not no_holes or not torch.equal(end - begin, torch.tensor(sizes)[kind]):
+    if not no_holes or not torch.equal(end - begin, column(sizes)[kind]):
         return None
     dtypes, shapes = [SAFETENSORS[name] for name, _ in kinds], [shape for _, shape in kinds]
-    return FileLayout(
+    layout = FileLayout(
         names, [dtypes[i] for i in kind_of], [shapes[i] for i in kind_of], [data + at for at in begins], order
     )
+    return _with_parts(file, layout, about)
+
+
+def _with_parts(file: StoredFile, layout: FileLayout, metadata: Any) -> FileLayout:
+    """The layout with what ``__metadata__`` says of the tensors, if they are one rank's parts of larger ones (DCP)."""
+    sharding = metadata.get("DCP_SHARDING_INFO") if isinstance(metadata, dict) else None
+    if not isinstance(sharding, str):
+        return layout
+    try:
+        starts = {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(sharding).items()}
+        parts = [starts[name] for name in layout.names]
+        if not all(type(n) is int and 0 <= n < 1 << 62 for start in parts for n in start):
+            raise ValueError("an offset is no integer in range")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file}: DCP_SHARDING_INFO does not give an offset for each tensor ({_show(error)})"
+        ) from error
+    # A job of one rank saves whole tensors with this key too.
+    if not _SHARD_FILE.match(file.name) and not any(map(any, parts)):
+        return layout
+    return replace(layout, parts=parts)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from epload.checkpoint.byte_store import ByteStore
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
 from epload.core.pieces import Piece
-from epload.core.placement import Box, box_of_range, row_major_strides
+from epload.core.placement import Box, box_of_range, box_slices, boxes_of_range, row_major_strides
 from epload.errors import CheckpointError
 from epload.native import ops
 
@@ -133,7 +133,7 @@ def _source_box(tensor: Tensor, piece: Piece, device: torch.device) -> tuple[Ten
     if tensor.is_contiguous():
         boxes = [tensor.view(-1)[begin:end]]
     else:
-        boxes = [tensor[box] for box in boxes_of_range(tuple(tensor.shape), begin, end)]
+        boxes = [tensor[box_slices(*box)] for box in boxes_of_range(tuple(tensor.shape), begin, end)]
     parts = [box.resolve_conj().resolve_neg().to(device).reshape(-1) for box in boxes]
     copied = (torch.cat(parts) if len(parts) > 1 else parts[0]).view(torch.uint8)
     return copied, ((piece.tensor_offset - begin * item,), (piece.nbytes,))
@@ -146,21 +146,3 @@ def _box_of_piece(tensor: Tensor, piece: Piece) -> Box | None:
     inside = all(a + n <= length for a, n, length in zip(start, size, tensor.shape, strict=True))
     whole = piece.tensor_offset % item == 0 and prod(size) * item == piece.nbytes
     return (start, size) if inside and whole else None
-
-
-def boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[slice, ...]]:
-    """Consecutive boxes that are the elements [begin, end) of a tensor in row-major order; begin < end."""
-    if not shape:
-        return [()]
-    row = prod(shape[1:])
-    first, last = -(-begin // row), end // row
-
-    def part_of_row(number: int, begin: int, end: int) -> list[tuple[slice, ...]]:
-        return [(slice(number, number + 1), *box) for box in boxes_of_range(shape[1:], begin, end)]
-
-    if first > last:  # inside one row
-        return part_of_row(last, begin - last * row, end - last * row)
-    boxes = part_of_row(first - 1, begin - (first - 1) * row, row) if begin < first * row else []
-    if first < last:
-        boxes.append((slice(first, last),))
-    return boxes + (part_of_row(last, 0, end - last * row) if end > last * row else [])

@@ -51,21 +51,51 @@ def read_layout(file: StoredFile) -> FileLayout | None:
     tensors, ignored = _unwrapped(state, file)
     layout = FileLayout(list(tensors), [], [], [], [], ignored)
     for tensor in tensors.values():
-        plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-        if not plain or tensor.is_quantized or tensor.dtype not in dtypes.SAFETENSORS.values():
-            return None
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            return None
-        begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-        offset = tensor.storage_offset() * tensor.dtype.itemsize
-        # Checked against the archive: torch's private offset must never lead to a wrong byte.
-        if begin is None or members.get(begin, -1) < offset + tensor.nbytes:
+        if (begin := _byte_range(tensor, members)) is None:
             return None
         layout.dtypes.append(tensor.dtype)
         layout.shapes.append(tuple(tensor.shape))
-        layout.offsets.append(begin + offset)
+        layout.offsets.append(begin)
     layout.order.extend(sorted(range(len(tensors)), key=layout.offsets.__getitem__))
     return layout
+
+
+def locate_tensor(file: StoredFile) -> tuple[torch.dtype, tuple[int, ...], int]:
+    """The dtype, the shape and the first byte of the tensor that is all of a file, as ``torch.save(tensor)`` writes it.
+
+    Raises:
+        CheckpointError: the file has something else, or not as one byte range.
+        OSError: it cannot be read.
+    """
+    reason = "its bytes are not one range of an uncompressed zip archive"
+    try:
+        members = _members(file)
+        with file.stream() as stream:
+            tensor = torch.load(stream, map_location="meta", weights_only=True)
+        if isinstance(tensor, Tensor) and (begin := _byte_range(tensor, members)) is not None:
+            return tensor.dtype, tuple(tensor.shape), begin
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+    raise CheckpointError(
+        f"{file}: expected a tensor as torch.save writes it, to load with weights_only=True ({reason})"
+    )
+
+
+def _byte_range(tensor: Tensor, members: Mapping[int, int]) -> int | None:
+    """Where the bytes of a tensor on meta begin in its file; None if they are not one range. ``members``: of the archive."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    if not plain or tensor.is_quantized or tensor.dtype not in dtypes.SAFETENSORS.values():
+        return None
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    offset = tensor.storage_offset() * tensor.dtype.itemsize
+    # Checked against the archive: torch's private offset must never lead to a wrong byte.
+    if begin is None or members.get(begin, -1) < offset + tensor.nbytes:
+        return None
+    return int(begin) + int(offset)
 
 
 def load_files(files: Sequence[StoredFile], store: ByteStore, source: str, index: Index | None) -> StateDictCheckpoint:

@@ -16,6 +16,8 @@ INTERVAL = 1.0
 """Seconds between two heartbeats of a rank to its leader."""
 _NODES_PER_SECOND, _MAX_INTERVALS = 8, 30
 """A leader posts more rarely the more nodes there are, so that all of them post so many in a second; and at least so often."""
+_LOOK_PER_NODE, _MAX_LOOK = 1 / 128, 1.5
+"""How much more rarely a leader looks for a failure with each node, and seconds between two looks at most."""
 _SILENT_INTERVALS = 2.2
 _MAX_SILENCE_SECONDS = 10.0
 """How long an error waits to find out who is silent."""
@@ -63,6 +65,11 @@ class Heartbeats:
     def interval(self) -> float:
         """Seconds between two heartbeats of a node."""
         return min(max(1.0, len(self._tree.nodes) / _NODES_PER_SECOND), _MAX_INTERVALS) * INTERVAL
+
+    @property
+    def look_interval(self) -> float:
+        """Seconds between two looks of a leader whether a rank of another node has failed."""
+        return min(1.0 + _LOOK_PER_NODE * len(self._tree.nodes), _MAX_LOOK) * INTERVAL
 
     def beat(self, position: Position, progress: int, doing: str) -> bytes:
         """Counts a heartbeat of this rank; returns it as sent to others of its node."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
@@ -34,7 +35,6 @@ class Place:
         self.links = NodeLinks.none()
         self.waiter: Waiter | None = None
         """Of a rank that leads its node."""
-        self._connection: Store | None = None
         self._settle(Tree.of([[each] for each in ranks], rank))
 
     def _settle(self, tree: Tree) -> None:
@@ -43,7 +43,8 @@ class Place:
             self.waiter = Waiter(_clone(self.store), self.alarm)
         elif not tree.leads and self.waiter is not None:
             self.waiter.stop()
-            self._connection = self.waiter = None
+            self.waiter = None
+        self._free = FreeStore(self.store, self.waiter)
         self.heartbeats = Heartbeats(self.free_connection, tree)
 
     def join_nodes(
@@ -74,18 +75,62 @@ class Place:
         """Keeps nothing of a load that failed."""
         self.messages.keep_sent()
         if not self.tree.leads:
-            self._connection = None
+            self._free = FreeStore(self.store, None)
 
     def free_connection(self) -> Store:
-        """A connection to the store that no call of a round or of a group blocks. A rank that does not lead its node makes it
-        when it first fails."""
-        if self._connection is None:
-            self._connection = _clone(self.store)
-        return self._connection
+        """A connection to the store that no call of a round or of a group blocks. A leader needs one besides the job's for this
+        and for its waits; another rank makes one when it first fails."""
+        return cast(Store, self._free)
+
+
+class FreeStore:
+    """Store operations that no wait of a round and no group that is being made blocks. Thread-safe.
+
+    A round waits on the waiter's connection, and a group is made on the job's, but never both at a time: an operation goes over
+    the one that is free. A rank without a waiter makes another connection when it first needs one.
+    """
+
+    def __init__(self, store: Store, waiter: Waiter | None) -> None:
+        """``store``: the job's connection."""
+        self._store = store
+        self._waiter = waiter
+        self._own: Store | None = None
+
+    @contextmanager
+    def _free(self) -> Iterator[Store]:
+        waiter = self._waiter
+        if waiter is None:
+            if self._own is None:
+                self._own = _clone(self._store)
+            yield self._own
+            return
+        with waiter.lock:  # no wait begins or ends, and no group is made after it, before this operation is over
+            yield self._store if waiter.waits else waiter.store
+
+    def set(self, key: str, value: str) -> None:
+        with self._free() as store:
+            store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Of a key that is known to be set."""
+        with self._free() as store:
+            return bytes(store.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        with self._free() as store:
+            return bool(store.check(keys))
+
+    def add(self, key: str, value: int) -> int:
+        with self._free() as store:
+            return int(store.add(key, value))
+
+    def compare_set(self, key: str, expected: str, desired: str | bytes) -> bytes:
+        with self._free() as store:
+            return bytes(store.compare_set(key, expected, desired))  # type: ignore[arg-type]
 
 
 def _clone(store: Store) -> Store:
-    """Another connection to the store, as a call on one blocks all threads that use it.
+    """Another connection to the store.
 
     A store that cannot be copied (torch 2.11) is returned itself, and one without connections: a FileStore deletes its
     file when as many objects as there are ranks have been destroyed, copies included.
@@ -96,11 +141,11 @@ def _clone(store: Store) -> Store:
     base: Any = store
     while hasattr(base, "underlying_store"):
         base = base.underlying_store
-    clone: Callable[[], Store] | None = getattr(store, "clone", None)
-    if clone is None or not isinstance(base, TCPStore):
+    copy: Callable[[], Store] | None = getattr(store, "clone", None)
+    if copy is None or not isinstance(base, TCPStore):
         return store
     try:  # a copy would try again and again for as long as the store's own timeout
         socket.create_connection((base.host, base.port), _CONNECT_SECONDS).close()
     except OSError as error:
         raise DistNetworkError(f"no connection to the store at {base.host}:{base.port}: {error}") from error
-    return clone()
+    return copy()

@@ -75,8 +75,12 @@ class Waiter:
     """Waits for keys on a connection of its own, one wait after another."""
 
     def __init__(self, store: Store, alarm: Alarm) -> None:
-        """``store``: a connection that nobody else uses, if the store can have several."""
-        self._store = store
+        """``store``: a connection that others use only while no wait is under way, if the store can have several."""
+        self.store = store
+        self.lock = threading.Lock()
+        """Held by others while they use a connection that depends on :attr:`waits`."""
+        self.waits = 0
+        """Under way, and then the connection is blocked."""
         self._alarm = alarm
         self._waits: queue.SimpleQueue[Wait | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -98,6 +102,8 @@ class Waiter:
     def wait_for(self, keys: list[str]) -> Wait:
         """Begins to wait until all ``keys`` are set. Then the alarm is set."""
         wait = Wait(keys)
+        with self.lock:
+            self.waits += 1
         self._waits.put(wait)
         return wait
 
@@ -107,24 +113,26 @@ class Waiter:
                 wait.values = self._block(wait) if self._blocks else self._poll(wait)
             except Exception as error:
                 wait.error = error
+            with self.lock:
+                self.waits -= 1
             wait.done = True
             self._alarm.set()
 
     def _block(self, wait: Wait) -> list[bytes]:
         while True:
             try:
-                return self._store.multi_get(wait.keys)
+                return self.store.multi_get(wait.keys)
             except DistStoreError:  # the slice is over
                 if wait.given_up:
                     raise
 
     def _poll(self, wait: Wait) -> list[bytes]:
         began = time.monotonic()
-        while not self._store.check(wait.keys):
+        while not self.store.check(wait.keys):
             if wait.given_up:
                 raise DistStoreError("given up")
             time.sleep(min(max(_POLL_SHARE * (time.monotonic() - began), _MIN_POLL), _MAX_POLL))
-        return self._store.multi_get(wait.keys)
+        return self.store.multi_get(wait.keys)
 
 
 def _can_block(store: Any) -> bool:

@@ -1,7 +1,7 @@
 """A rank's watch over a load: sends heartbeats, notices ended processes, and stops what the rank waits for when another fails.
 
 It runs in a thread of its own, so that it works while the rank computes, reads or waits for a message. The leader of a node looks
-for failures in the store once a second, unless its round waits for one there anyway, and tells the other ranks of the node.
+for failures in the store every 1 to 1.5 s, unless its round waits for one there anyway, and tells the other ranks of the node.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Watch:
         self._over = False
         self._depth = 0
         self._thread: threading.Thread | None = None
-        self._next_beat = 0.0
+        self._next_beat = self._next_look = 0.0
 
     def __enter__(self) -> Watch:
         if self._depth == 0 and self._control.place is not None:
@@ -163,11 +163,17 @@ class Watch:
         control = self._control
         watched, count = ProcessWatch(()), 0
         self._next_beat = 0.0
+        # At once it would find nothing that the first round does not tell.
+        self._next_look = time.monotonic() + place.heartbeats.look_interval
         try:
             while not self._over:
                 if time.monotonic() >= self._next_beat:
                     self._next_beat = time.monotonic() + heartbeat.INTERVAL
                     self._beat(place)
+                if time.monotonic() >= self._next_look:
+                    self._next_look = time.monotonic() + place.heartbeats.look_interval
+                    if place.tree.leads:
+                        control.find_failure()
                 found = control.processes.find()
                 if len(found) > count:
                     watched.close()
@@ -192,7 +198,8 @@ class Watch:
     def _listen(self, watched: ProcessWatch, place: Place) -> None:
         """Waits until the next heartbeat, or until a process ends; takes in what the node's other ranks say meanwhile."""
         links = {link.fileno(): (rank, link) for rank, link in place.links.watch.items() if not link.closed}
-        for fd in watched.wait([self._wake, *links], self._next_beat - time.monotonic()) - {self._wake}:
+        until = min(self._next_beat, self._next_look)
+        for fd in watched.wait([self._wake, *links], until - time.monotonic()) - {self._wake}:
             rank, link = links[fd]
             for tag, data in link.receive():
                 if tag == BEAT:
@@ -213,7 +220,6 @@ class Watch:
             waits = since > 0 and time.monotonic() - since >= heartbeat.INTERVAL
             if place.heartbeats.due(position if waits else None):
                 place.heartbeats.post(position)
-            control.find_failure()
         self._report_ended()
 
     def _report_ended(self) -> None:

@@ -92,6 +92,12 @@ class CopyTable:
         """int64 [n]: bytes of each box in the bucket's dtype."""
         return self._used_size().prod(1) * self._itemsize()
 
+    def spans(self) -> Tensor:
+        """int64 [n]: bytes from the first element of each box in the bucket to the end of its last; 0 for an empty box."""
+        size = self._used_size()
+        last = ((size - 1) * self.stride.masked_fill(torch.arange(self.dims) >= self.ndim[:, None], 0)).sum(1)
+        return torch.where((size > 0).all(1), (last + 1) * self._itemsize(), 0)
+
     def packed(self) -> tuple[CopyTable, int]:
         """The same boxes out of a bucket in which they lie one after the other, row-major; and its bytes."""
         table = self.clone()

@@ -184,3 +184,21 @@ def box_of_range(shape: Sequence[int], begin: int, count: int) -> Box:
         begin %= stride
         size.append(min(max(count // stride, 1), length))
     return tuple(start), tuple(size)
+
+
+def boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
+    """Consecutive boxes that are the elements [begin, end) of a tensor in row-major order; begin < end."""
+    if not shape:
+        return [((), ())]
+    row = prod(shape[1:])
+    first, last = -(-begin // row), end // row
+
+    def part_of_row(number: int, begin: int, end: int) -> list[Box]:
+        return [((number, *start), (1, *size)) for start, size in boxes_of_range(shape[1:], begin, end)]
+
+    if first > last:  # inside one row
+        return part_of_row(last, begin - last * row, end - last * row)
+    boxes = part_of_row(first - 1, begin - (first - 1) * row, row) if begin < first * row else []
+    if first < last:
+        boxes.append(((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    return boxes + (part_of_row(last, 0, end - last * row) if end > last * row else [])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from epload.core.chunks import Chunks
 from epload.core.copy_table import CopyTable
 from epload.native import ops
 
@@ -25,6 +26,15 @@ class Regions(NamedTuple):
         """Copies them out of a bucket (uint8) on the targets' device."""
         ops.unpack(bucket, self.targets, self.copies.rows)
 
+    def unpack_other(self, copies: CopyTable, bucket: Tensor) -> None:
+        """Copies them out of a bucket on CPU in which they lie as ``copies`` says, which is else the same."""
+        self._replace(copies=copies).unpack(bucket)
+
+    def split(self, chunks: Chunks) -> Regions | None:
+        """See :meth:`Chunks.split`."""
+        parts = chunks.split(self.copies, self.origins)
+        return None if parts is None else Regions(self.targets, *parts)
+
 
 class PreparedRegions:
     """The same of CPU tensors that the native library knows: what follows from where the regions lie is prepared once, and kept
@@ -34,9 +44,10 @@ class PreparedRegions:
         """Arguments are those of :class:`Regions`, but ``targets`` are indices into a tensor list."""
         self.targets = targets
         self.origins = origins
-        self._copies = copies
+        self.copies = copies
         self._read_from: tuple[Tensor, Tensor, int] | None = None
         self._reads: ops.PreparedReads | None = None
+        self._split: tuple[Chunks, PreparedRegions | None] | None = None
 
     def reads(self, tensors: ops.TensorList, files: Tensor, offsets: Tensor, file_count: int) -> ops.PreparedReads:
         """See ``ops.prepare_reads``; kept until the tensors of the checkpoint lie elsewhere."""
@@ -47,11 +58,18 @@ class PreparedRegions:
             or not (torch.equal(known[0], files) and torch.equal(known[1], offsets))
         ):
             self._reads = ops.prepare_reads(
-                tensors, self.targets, self._copies.rows, files, offsets, self.origins, file_count
+                tensors, self.targets, self.copies.rows, files, offsets, self.origins, file_count
             )
             self._read_from = files, offsets, file_count
         assert self._reads is not None
         return self._reads
+
+    def split(self, chunks: Chunks) -> PreparedRegions | None:
+        """See :meth:`Chunks.split`; kept for the next load of the same checkpoint."""
+        if self._split is None or self._split[0] is not chunks:
+            parts = chunks.split(self.copies, self.origins)
+            self._split = chunks, None if parts is None else PreparedRegions(self.targets, *parts)
+        return self._split[1]
 
 
 class BoundRegions(NamedTuple):
@@ -61,6 +79,21 @@ class BoundRegions(NamedTuple):
     tensors: ops.TensorList
 
     @property
+    def copies(self) -> CopyTable:
+        """See :class:`Regions`."""
+        return self.regions.copies
+
+    @property
     def origins(self) -> Tensor:
         """See :class:`Regions`."""
         return self.regions.origins
+
+    def split(self, chunks: Chunks) -> BoundRegions | None:
+        """See :meth:`Chunks.split`."""
+        parts = self.regions.split(chunks)
+        return None if parts is None else BoundRegions(parts, self.tensors)
+
+    def unpack_other(self, copies: CopyTable, bucket: Tensor) -> None:
+        """See :meth:`Regions.unpack_other`."""
+        prepared = ops.prepare_copies(self.tensors, self.regions.targets, copies.rows, bucket.numel())
+        ops.unpack_prepared(bucket, self.tensors, prepared)

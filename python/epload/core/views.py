@@ -236,6 +236,112 @@ def _split_dim(assembly: Assembly, dim: int, outer: int, inner: int) -> Assembly
     return Assembly((*assembly.shape[:dim], outer, inner, *assembly.shape[dim + 1 :]), tuple(parts))
 
 
+class Loop(NamedTuple):
+    """A dim of a strided region that two tensors have in common."""
+
+    size: int
+    """In elements, as are the strides."""
+    stride: int
+    """In the storage of the first tensor."""
+    other: int
+    """In the storage of the second."""
+
+
+def boxes_of_region(
+    shape: Shape, strides: Shape, offset: int, loops: Sequence[Loop], other_offset: int = 0
+) -> Iterator[View]:
+    """The boxes of a tensor that a strided region of its storage covers, with the region of a second tensor that fills each.
+
+    Args:
+        shape: of the tensor.
+        strides: of the tensor. A stride must exceed the extent of all inner dims together.
+        offset: start of the region, relative to the tensor's first element.
+        loops: dims of the region, in any order.
+        other_offset: start of the region in the second tensor.
+
+    Raises:
+        ValueError: the region is not within the tensor, or contains an element twice.
+    """
+    if 0 in shape or any(loop.size == 0 for loop in loops):
+        return
+    dims = sorted((dim for dim, n in enumerate(shape) if n > 1), key=strides.__getitem__, reverse=True)
+    regions = [(offset, other_offset, _coalesced(loops))]
+    while regions:
+        offset, other_offset, loops = regions.pop()
+        start = _position(shape, strides, dims, offset)
+        loop_of: dict[int, Loop] = {}
+        for i, loop in enumerate(loops):
+            dim = next((dim for dim in dims if strides[dim] <= loop.stride), None)
+            if dim is None or dim in loop_of:
+                raise ValueError("the region contains an element twice, or is outside of the tensor")
+            if strides[dim] == loop.stride and start[dim] + loop.size <= shape[dim]:
+                loop_of[dim] = loop
+                continue
+            rest = loops[:i] + loops[i + 1 :]
+            for first, inner in _parts(loop, shape[dim], start[dim], strides[dim]):
+                at = offset + first * loop.stride, other_offset + first * loop.other
+                inner = [part for part in inner if part.size > 1]
+                regions.append((*at, sorted(rest + inner, key=_stride, reverse=True)))
+            break
+        else:
+            yield _box(start, loop_of, other_offset)
+
+
+def _parts(loop: Loop, length: int, start: int, stride: int) -> Iterator[tuple[int, list[Loop]]]:
+    """Divides a loop that is not within a dim of this length and stride: where each part starts in the loop, and its loops."""
+    if loop.stride != stride:
+        yield from ((i, []) for i in range(loop.size))
+    elif start:
+        yield 0, [Loop(length - start, loop.stride, loop.other)]
+        yield length - start, [loop._replace(size=loop.size - (length - start))]
+    else:
+        rows, rest = divmod(loop.size, length)
+        yield 0, [Loop(rows, loop.stride * length, loop.other * length), loop._replace(size=length)]
+        if rest:
+            yield rows * length, [loop._replace(size=rest)]
+
+
+def _coalesced(loops: Sequence[Loop]) -> list[Loop]:
+    """By descending stride, and as few as possible."""
+    merged: list[Loop] = []
+    for loop in sorted((loop for loop in loops if loop.size > 1), key=_stride, reverse=True):
+        outer = merged[-1] if merged else None
+        if outer and (outer.stride, outer.other) == (loop.stride * loop.size, loop.other * loop.size):
+            merged[-1] = loop._replace(size=outer.size * loop.size)
+        else:
+            merged.append(loop)
+        if not loop.stride or (outer and outer.stride == loop.stride):
+            raise ValueError("the region contains an element twice")
+    return merged
+
+
+def _stride(loop: Loop) -> int:
+    return loop.stride
+
+
+def _position(shape: Shape, strides: Shape, dims: Sequence[int], offset: int) -> list[int]:
+    """The index of the element at an offset. ``dims`` are those longer than 1, by descending stride."""
+    index = [0] * len(shape)
+    rest = offset
+    for dim in dims:
+        index[dim], rest = divmod(rest, strides[dim])
+    if rest or any(not 0 <= i < n for i, n in zip(index, shape, strict=True)):
+        raise ValueError(f"offset {offset} is outside of a tensor of shape {list(shape)} and strides {list(strides)}")
+    return index
+
+
+def _box(start: Sequence[int], loop_of: dict[int, Loop], offset: int) -> View:
+    size, strides = [1] * len(start), [0] * len(start)
+    inner = 1
+    for dim in reversed(range(len(start))):
+        if (loop := loop_of.get(dim)) is not None:
+            size[dim], strides[dim] = loop.size, loop.other
+        else:
+            strides[dim] = inner
+        inner = size[dim] * strides[dim]
+    return View(tuple(start), tuple(size), offset, tuple(strides))
+
+
 def normalize_dim(dim: int, ndim: int) -> int:
     """The dim, counted from the front. Raises ValueError if it is out of range."""
     if not -ndim <= dim < ndim:

@@ -81,7 +81,7 @@ class InputReader:
             targets = collect(request.model, request.dtype, request.parts, modules)
             devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), streams)
         check_backend(self._topology.group, devices.load)
-        checkpoint = self._open(request.checkpoint, devices.load)
+        checkpoint = self._open(request.checkpoint, request.prefix, devices.load)
         return LocalInputs(
             targets, devices, checkpoint, request.parts is not None and bool(request.parts.local_modules), modules
         )
@@ -102,12 +102,12 @@ class InputReader:
         """Drops what was kept for the next load."""
         self.snapshot = self.manifest = None
 
-    def _open(self, given: Any, device: torch.device) -> Checkpoint | None:
+    def _open(self, given: Any, prefix: str, device: torch.device) -> Checkpoint | None:
         options, path = self._options, isinstance(given, str | os.PathLike)
         has_own = self._router.may_read(device) and not path and options.readers != "auto"
         if self._topology.rank != options.src and not has_own:
             return None
-        checkpoint = self._keep(Checkpoint.open(given, self.manifest), given)
+        checkpoint = self._keep(Checkpoint.open(given, self.manifest, prefix, self._progress), given)
         if checkpoint.read_once and options.proves:
             raise ValueError(
                 f"verify={options.verify!r} reads the checkpoint again after the load, but this one can be read only once: "
@@ -122,11 +122,14 @@ class InputReader:
             return manifest
         if self._router.may_read(inputs.device) and inputs.checkpoint is None:
             try:
-                inputs.checkpoint = self._keep(Checkpoint.join(given, manifest), given)
+                inputs.checkpoint = self._keep(Checkpoint.join(given, manifest, self._progress), given)
             except (CheckpointError, TypeError):
                 if not auto:
                     raise
         return inputs.checkpoint.manifest if inputs.checkpoint is not None else manifest
+
+    def _progress(self, nbytes: int) -> None:
+        self._topology.control.progress += nbytes
 
     def close_checkpoint(self) -> None:
         """After a load, however it ended: closes what this rank has opened for it."""

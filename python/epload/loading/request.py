@@ -77,6 +77,7 @@ class Request:
     dtype: DTypes
     parts: ExpertParallelSpec | None
     init_missing: InitMissing | None
+    prefix: str = ""
 
     def check(self) -> None:
         """Raises TypeError for what could not even be looked at."""
@@ -88,6 +89,8 @@ class Request:
         for option in ("strict", "ignore_mismatched_shapes"):
             if not isinstance(value := getattr(self, option), bool):
                 raise TypeError(f"expected {option} to be a bool, got {value!r}")
+        if not isinstance(self.prefix, str):
+            raise TypeError(f"expected prefix to be a string, got {self.prefix!r}")
         of_names = isinstance(self.dtype, dict) and all(isinstance(name, str) for name in self.dtype)
         given = list(self.dtype.values()) if isinstance(self.dtype, dict) and of_names else [self.dtype]
         if self.dtype is not None and not all(isinstance(dtype, torch.dtype) for dtype in given):

@@ -139,6 +139,8 @@ class LoadRun:
         readers, begin, why = self._options.readers, 0, ""
         if readers == "auto" and not load.all_read:
             readers, why = "one", f"auto -> one: only rank {self._options.src} is known to have the checkpoint"
+        elif readers == "auto" and load.manifest.locations is not None and load.manifest.locations.are_objects:
+            readers, why = "partitioned", "auto -> partitioned: each byte is fetched from object storage once"
         elif readers == "auto":
 
             def trial(way: str) -> list[WaveMeasurement]:
@@ -186,8 +188,10 @@ class LoadRun:
             # The last thing before all ranks agree that the load has ended well.
             _, failure = attempt(lambda: self._load.inputs.check_unchanged("; the model may be partly overwritten"))
         read, crossed = report.phases["read"], report.phases["inter_node"]
+        # Not what was read along with a rank's own parts: the rate is to be that of useful bytes.
+        own = sum(self._plan.owned_by_bucket[number] for number in buckets) if flow.readers == "every" else None
         measured = [
-            read.nbytes - before[0].nbytes, read.seconds - before[0].seconds,
+            own if own is not None else read.nbytes - before[0].nbytes, read.seconds - before[0].seconds,
             crossed.nbytes - before[1].nbytes, crossed.seconds - before[1].seconds,
         ]  # fmt: skip
         # What ranks have measured decides how the rest is moved; at the end there is none.

@@ -103,10 +103,7 @@ def _check(checkpoint: Checkpoint, manifest: Manifest, twin: Twin, progress: Cal
     if manifest.shapes[numbers[0]] != manifest.shapes[numbers[1]]:
         raise ModelMismatch(f"{pair} different shapes. {fix}")
     locations = manifest.locations
-    if (
-        locations is not None
-        and len({(int(locations.file[n]), int(locations.offset[n]), manifest.dtypes[n]) for n in numbers}) == 1
-    ):
+    if locations is not None and len({(locations.of_tensor(n), manifest.dtypes[n]) for n in numbers}) == 1:
         return
     first, second = (checkpoint.tensor(number) for number in numbers)
     if first is not None and second is not None:

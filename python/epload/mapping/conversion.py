@@ -7,12 +7,12 @@ from collections.abc import Mapping as MappingType
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from epload.core.views import Assembly, Shape
 from epload.errors import ModelMismatch
 from epload.mapping.operations import Concatenate, ConversionTargets, Stack, TensorLists
-from epload.mapping.rules import Convert, expand, split_scope
+from epload.mapping.rules import Convert, expand, ignores_digits, split_scope, without_digits
 
 _INDEX = "(?P<index>"
 
@@ -32,6 +32,20 @@ class Group:
     """Index of each tensor in its input; -1 if the input is not a list."""
 
 
+class _Match(NamedTuple):
+    """What a conversion finds in a name."""
+
+    convert: Convert
+    number: int
+    """Of the source that matches."""
+    begin: int
+    end: int
+    place: slice | None
+    """Where the index is in the name, if there is one."""
+    targets: tuple[str, ...]
+    """What replaces the match."""
+
+
 def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tuple[list[Group], list[int]]:
     """The groups of all conversions, and the numbers of the tensors that no conversion takes."""
     rules = [
@@ -41,25 +55,41 @@ def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tupl
     ]
     if not rules:
         return [], list(range(len(names)))
+    sources = [text for convert in converts for text in (*convert.sources, *convert.scopes)]
+    constant = not any("\\" in target for convert in converts for target in convert.targets)
+    # What is found in one name holds for all that differ from it only in digits.
+    shapes = without_digits(names) if constant and ignores_digits(*sources) else names
+    found: dict[str, _Match | None] = {}
     groups: dict[tuple[int, str], Group] = {}
     others = []
-    for i, name in enumerate(names):
-        for convert, number, pattern in rules:
-            prefix, rest = split_scope(name, convert.scopes) if convert.scopes else ("", name)
-            if prefix is None or not (match := pattern.search(rest)):
-                continue
-            before, after = prefix + rest[: match.start()], rest[match.end() :]
-            key = (id(convert), f"{before}{expand(match, convert.targets[0])}{after}")
-            if (group := groups.get(key)) is None:
-                targets = tuple(f"{before}{expand(match, target)}{after}" for target in convert.targets)
-                group = groups[key] = Group(convert, targets, [], [], [])
-            group.sources.append(i)
-            group.inputs.append(number)
-            group.indices.append(int(match["index"]) if "index" in pattern.groupindex else -1)
-            break
-        else:
+    for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+        if shape not in found:
+            found[shape] = _find(rules, name)
+        if (match := found[shape]) is None:
             others.append(i)
+            continue
+        convert, number, begin, end, place, targets = match
+        before, after = name[:begin], name[end:]
+        key = (id(convert), f"{before}{targets[0]}{after}")
+        if (group := groups.get(key)) is None:
+            group = Group(convert, tuple(f"{before}{target}{after}" for target in targets), [], [], [])
+            groups[key] = group
+        group.sources.append(i)
+        group.inputs.append(number)
+        group.indices.append(-1 if place is None else int(name[place]))
     return list(groups.values()), others
+
+
+def _find(rules: Sequence[tuple[Convert, int, re.Pattern[str]]], name: str) -> _Match | None:
+    """The first rule that matches: a conversion, the number of one of its sources, and the pattern of that."""
+    for convert, number, pattern in rules:
+        prefix, rest = split_scope(name, convert.scopes) if convert.scopes else ("", name)
+        if prefix is None or not (match := pattern.search(rest)):
+            continue
+        begin, end = (len(prefix) + at for at in match.span())
+        index = slice(*(len(prefix) + at for at in match.span("index"))) if "index" in pattern.groupindex else None
+        return _Match(convert, number, begin, end, index, tuple(expand(match, target) for target in convert.targets))
+    return None
 
 
 class Converter:

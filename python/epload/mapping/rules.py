@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from epload.mapping.operations import Operation
 
@@ -37,6 +38,12 @@ class Rename:
             prefix + self._replace(rest, match) if prefix is not None and (match := search(rest)) else name
             for name, (prefix, rest) in zip(names, parts, strict=True)
         ]
+
+    def matches_any(self, names: Iterable[str]) -> bool:
+        """Whether :meth:`apply` may change any of these names."""
+        search = re.compile(self.source).search
+        parts = (split_scope(name, self.scopes) if self.scopes else ("", name) for name in names)
+        return any(prefix is not None and search(rest) for prefix, rest in parts)
 
     def _replace(self, name: str, match: re.Match[str]) -> str:
         target = self.target.replace(r"\1", str(int(match[1]) + self.shift)) if self.shift else self.target
@@ -76,9 +83,33 @@ class Convert:
 def apply_renames(renames: Iterable[Rename], names: Sequence[str]) -> list[str]:
     """The names after all renames, in order."""
     renamed = list(names)
+    shapes: set[str] = set()
+    """Of ``renamed``; empty if not known."""
     for rename in renames:
-        renamed = rename.apply(renamed)
+        if ignores_digits(rename.source, *rename.scopes):
+            shapes = shapes or set(without_digits(renamed))
+            if not rename.matches_any(shapes):
+                continue
+        renamed, shapes = rename.apply(renamed), set()
     return renamed
+
+
+def without_digits(names: Sequence[str]) -> list[str]:
+    """The names with 0 for each digit. Thousands of names, of layers and experts, are a few dozen without their digits."""
+    found = "\n".join(names).translate(_ZEROS).split("\n")  # at once takes a tenth of the time
+    return found if len(found) == len(names) else [name.translate(_ZEROS) for name in names]
+
+
+_ZEROS = dict.fromkeys(map(ord, "123456789"), "0")
+
+
+@cache
+def ignores_digits(*patterns: str) -> bool:
+    """Whether regular expressions treat all digits alike, so that names that differ only in digits match at the same places.
+
+    False if a pattern has a digit, but for names of groups, or refers to what a group has matched.
+    """
+    return not any(re.search(r"[0-9]|\(\?P=|\\N", re.sub(r"\(\?P<\w+>", "", pattern)) for pattern in patterns)
 
 
 def expand(match: re.Match[str], target: str) -> str:

@@ -59,7 +59,9 @@ def checkpoint_form(
     from transformers.core_model_loading import revert_weight_conversion
 
     state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in tensors.items()}
-    saved = revert_weight_conversion(_without_fsdp(model), state)
+    stand_in = _without_fsdp(model)
+    vars(stand_in)["get_parameter"] = state.__getitem__  # some conversions depend on the shape of the model's tensor
+    saved = revert_weight_conversion(stand_in, state)
     return list(saved), [tuple(tensor.shape) for tensor in saved.values()]
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from epload.model import dtensor
 from epload.model.targets import Targets
 from epload.native.info import has_npu
 
@@ -42,7 +43,9 @@ def devices_of(targets: Targets, offloaded: AbstractSet[int], streams: Sequence[
     mesh_devices: dict[torch.device, str] = {}
     plain_meta, has_meta = None, False
     seen: set[object] = set()  # DTensors alike
-    for name, tensor in zip(targets.names, targets.tensors, strict=True):
+    # What FSDP offloads may be like what it does not.
+    several = range(len(targets.tensors)) if offloaded else dtensor.kinds(targets.tensors)[1]
+    for name, tensor in ((targets.names[i], targets.tensors[i]) for i in several):
         device = tensor.device
         if isinstance(tensor, DTensor):
             alike = device, id(tensor.device_mesh), id(tensor) in offloaded

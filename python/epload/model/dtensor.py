@@ -7,7 +7,7 @@ minors that are listed here, private attributes are read instead. Both give equa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -147,6 +147,18 @@ def local_tensors(tensors: list[Tensor], private: bool | None = None) -> list[Te
 
 def _to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def kinds(tensors: list[Any]) -> tuple[Sequence[int], Sequence[int]]:
+    """Numbers tensors by what they have in common: class, dtype and device, and the layout of a DTensor. Without the private path
+    each is of its own kind.
+
+    Returns:
+        The kind of each tensor, and of each kind the index of the first tensor.
+    """
+    if private_path_available():
+        return _C.tensor_kinds(tensors, DTensor._spec)
+    return range(len(tensors)), range(len(tensors))
 
 
 class MetadataRecord:

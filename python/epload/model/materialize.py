@@ -57,7 +57,7 @@ def materialize(
     else:
         _materialize_public(model, dtypes, lambda tensor: device_of(tensor, offloaded, device))
     # Plain parameters and buffers are new objects; look them up by name.
-    if any(t.is_meta for t in targets.tensors):
+    if any(targets.tensors[i].is_meta for i in dtensor.kinds(targets.tensors)[1]):
         state = model.state_dict(keep_vars=True)
         targets.tensors[:] = [state[name] for name in targets.names]
 
@@ -138,14 +138,18 @@ class _Materialization:
         others: list[dict[str, Any]] = [containers.buffers[i] for i in _C.nonempty(containers.buffers)]
         owners: list[dict[str, Any]] = [containers.parameters[i] for i in _C.nonempty(containers.parameters)]
         parameters = _values(owners)
-        dtensors = {id(tensor): tensor for tensor in parameters if type(tensor) is DTensor and tensor.is_meta}
+        tensors = [tensor for tensor in parameters if type(tensor) is DTensor]
+        kinds, firsts = dtensor.kinds(tensors)
+        on_meta = [tensors[i].is_meta for i in firsts]
+        dtensors = {id(tensor): tensor for tensor, kind in zip(tensors, kinds, strict=True) if on_meta[kind]}
         if {*map(type, parameters)} - {DTensor, type(None)}:
             others += owners
         for (dtype, device), alike in self._by_dtype_and_device(dtensors).items():
             self._give_storage(alike, dtype, device)
         self._replace(others, dtensors)
+        even = all(_is_even(tensors[i]._spec) for i in firsts)
         for group in modules.fsdp_groups:
-            _reset(group)
+            _reset(group, even)
 
     def _replace(self, owners: list[dict[str, Any]], dtensors: Collection[int]) -> None:
         """Replaces what is on meta, except for the parameters with the ids ``dtensors``."""
@@ -180,19 +184,32 @@ class _Materialization:
         return device_of(tensor, self._offloaded, self._device)
 
     def _give_storage(self, parameters: list[DTensor], dtype: torch.dtype, device: torch.device) -> None:
-        local_tensors = ops.allocate_like([p._local_tensor for p in parameters], dtype, device, _THREADS)
-        for parameter, local in zip(parameters, local_tensors, strict=True):
-            spec = _with_dtype(parameter._spec, dtype)
-            new = DTensor.__new__(DTensor, local, spec, requires_grad=parameter.requires_grad)
+        on_meta, _ = _C.slot_values(parameters, DTensor._local_tensor)
+        local_tensors = ops.allocate_like(on_meta, dtype, device, _THREADS)
+        specs, _ = _C.slot_values(parameters, DTensor._spec)
+        alike = {id(spec): _with_dtype(spec, dtype) for spec in {id(spec): spec for spec in specs}.values()}
+        make, swap = DTensor.__new__, torch._C._swap_tensor_impl
+        for parameter, local, old in zip(parameters, local_tensors, specs, strict=True):
+            spec = alike[id(old)]
+            new = make(DTensor, local, spec, requires_grad=parameter.requires_grad)
             if parameter._use_count() > 1:  # type: ignore[attr-defined]
                 new._is_param = True  # an autograd graph has it, and torch knows whether that is in order
                 torch.utils.swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
             else:
-                torch._C._swap_tensor_impl(parameter, new)
+                swap(parameter, new)
                 parameter._local_tensor, parameter._spec = local, spec
 
 
-def _reset(group: Any) -> None:
+def _is_even(spec: Any) -> bool:
+    """Whether all shards have one size, so that FSDP pads none. ``spec``: a DTensorSpec."""
+    shards = [1] * len(spec.shape)
+    for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
+        if (dim := getattr(placement, "dim", None)) is not None:
+            shards[dim] *= size
+    return not any(map(int.__mod__, spec.shape, shards))
+
+
+def _reset(group: Any, even: bool) -> None:
     """Has FSDP take note of the storage of its parameters, where that cannot wait for its lazy init.
 
     There it does so itself, in 5 us for each, unless it did before. But to pad or pin a shard it makes another tensor, and
@@ -200,9 +217,16 @@ def _reset(group: Any) -> None:
 
     Args:
         group: an ``FSDPParamGroup`` whose parameters have storage.
+        even: whether no shard of the model is padded. Then the first parameter of a group that is not pinned stands for all.
     """
     parameters = list(group.fsdp_params)
     if not getattr(group, "_reset_sharded_params", True):
+        if (
+            even
+            and not getattr(group.offload_policy, "pin_memory", False)
+            and parameters[0]._sharded_param_data.is_meta
+        ):
+            return
         managed, pinned, data = _C.attributes(parameters, ["sharded_param", "pin_memory", "_sharded_param_data"])
         local_tensors, _ = _C.slot_values(managed, DTensor._local_tensor)
         columns = zip(parameters, pinned, data, local_tensors, strict=True)

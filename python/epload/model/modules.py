@@ -57,7 +57,7 @@ class Modules:
     @cached_property
     def unique(self) -> list[nn.Module]:
         """Each module once."""
-        if len(set(map(id, self.all))) == len(self.all):
+        if len(set(self.all)) == len(self.all):
             return self.all
         return list({id(module): module for module in self.all}.values())
 

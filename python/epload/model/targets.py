@@ -141,9 +141,9 @@ def collect(
     for module in modules.fsdp:
         module.reshard()
     fsdp_axes = dtensor.fsdp_shard_axes(modules.fsdp)
-    entries, indirect = read_state(model, modules)
+    names, tensors, indirect = read_state(model, modules)
     targets = Targets(**vars(indirect))
-    _Collector(targets, dtype, expert_parallel, fsdp_axes).add_all(entries)
+    _Collector(targets, dtype, expert_parallel, fsdp_axes).add_all(names, tensors)
     if expert_parallel is not None:
         expert_parallel.check(targets.names)
     if isinstance(dtype, Mapping):
@@ -185,22 +185,22 @@ class _Collector:
         self._layouts: dict[tuple[object, ...], int] = {}
         """Layout numbers, by values that are equal for equal layouts, and by ids, which are faster to look up."""
 
-    def add_all(self, tensors: list[tuple[str, Tensor]]) -> None:
+    def add_all(self, all_names: list[str], tensors: list[Tensor]) -> None:
         targets, dtype, expert_parallel = self.targets, self._dtype, self._expert_parallel
         names, index = targets.names, targets.index
         by_id: dict[int, int] = {}
-        for name, tensor in tensors:
+        kinds, firsts = dtensor.kinds(tensors)
+        known_kinds = [(tensors[i].dtype, *self._key_of(tensors[i])) for i in firsts]
+        for name, tensor, kind in zip(all_names, tensors, kinds, strict=True):
             known = by_id.get(id(tensor))
             if known is not None:
                 index[name] = known
                 continue
-            if isinstance(tensor, DTensor):
-                axis = self._fsdp_axes.get(id(tensor))
-                key: tuple[object, ...] = (id(tensor.device_mesh), id(tensor.placements), tensor.shape, axis)
-            else:
+            tensor_dtype, axis, key = known_kinds[kind]
+            if not key:
                 if self._is_alias(name, tensor):
                     continue
-                axis, key = None, (tensor.shape,)
+                key = (tensor.shape,)
             outer, global_name = None, name
             if expert_parallel is not None:
                 outer = expert_parallel.outer_shard(name)
@@ -216,8 +216,15 @@ class _Collector:
             names.append(name)
             targets.tensors.append(tensor)
             targets.layout.append(layout)
-            targets.dtypes.append(tensor.dtype if dtype is None else _override(name, tensor, dtype))
+            targets.dtypes.append(tensor_dtype if dtype is None else _override(name, tensor, dtype))
         self._check_overlap()
+
+    def _key_of(self, tensor: Tensor) -> tuple[int | None, tuple[object, ...]]:
+        """The axis along which FSDP shards a DTensor, and what its layout follows from; nothing for a plain tensor."""
+        if not isinstance(tensor, DTensor):
+            return None, ()
+        axis = self._fsdp_axes.get(id(tensor))
+        return axis, (id(tensor.device_mesh), id(tensor.placements), tensor.shape, axis)
 
     def _is_alias(self, name: str, tensor: Tensor) -> bool:
         """Whether a plain tensor is the same memory as an earlier target; if so, its name becomes one of that target's."""

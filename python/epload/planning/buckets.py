@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
+from epload.core.columns import column
 from epload.core.copy_table import CopyTable
 from epload.core.pieces import Metadata, Pieces
 from epload.core.placement import OwnedRegion, owned_parts, owned_regions
@@ -59,7 +60,7 @@ class Slots:
     def pieces(self) -> Pieces:
         """All of them, as a checkpoint is asked for them."""
         columns = (self.tensor, self.tensor_offset, self.bucket_offset, self.nbytes)
-        return Pieces(torch.tensor(columns, dtype=torch.int64).T.contiguous())
+        return Pieces(torch.stack(list(map(column, columns)), 1))
 
     @cached_property
     def tensor_count(self) -> int:
@@ -97,20 +98,19 @@ def make_buckets(
     slot_of, places = _places_of_slots(slots, chosen)
     target_of = [chosen.target[place] for place in places]
     dtype_of = [manifest.dtypes[chosen.tensor[i]] for i in slots.tensor]
+    slot_numbers = slot_of.tolist()
     # The class of a slot and place: everything that their copies depend on but for where the slot lies in the bucket.
-    classes = [
-        (targets.layout[target], chosen.view[place], dtype_of[i], slots.tensor_offset[i], slots.nbytes[i])
-        for i, place, target in zip(slot_of.tolist(), places, target_of, strict=True)
-    ]
+    of_slots = ([values[i] for i in slot_numbers] for values in (dtype_of, slots.tensor_offset, slots.nbytes))
+    layouts, views = [targets.layout[target] for target in target_of], [chosen.view[place] for place in places]
+    classes = list(zip(layouts, views, *of_slots, strict=True))
     copies, pair = _copies_of_classes(classes, targets, chosen)
     slot = slot_of[pair]
-    numbers_and_offsets = [[chosen.tensor[i] for i in slots.tensor], slots.tensor_offset]
-    origins = torch.tensor(numbers_and_offsets, dtype=torch.int64).T.contiguous()[slot]
+    origins = torch.stack([column([chosen.tensor[i] for i in slots.tensor]), column(slots.tensor_offset)], 1)[slot]
     origins[:, 1] += copies.offset
-    copies.offset.add_(torch.tensor(slots.bucket_offset, dtype=torch.int64)[slot])
-    copies.target[:] = torch.tensor(target_of, dtype=torch.int64)[pair]
+    copies.offset.add_(column(slots.bucket_offset)[slot])
+    copies.target[:] = column(target_of)[pair]
 
-    bucket_of = torch.tensor(bucket, dtype=torch.int64)
+    bucket_of = column(bucket)
     numbers = torch.arange(len(bucket_nbytes))
     slot_ends = [0, *torch.searchsorted(bucket_of, numbers, right=True).tolist()]
     row_ends = [0, *torch.searchsorted(bucket_of[slot], numbers, right=True).tolist()]
@@ -127,8 +127,8 @@ def _places_of_slots(slots: Slots, chosen: Selection) -> tuple[Tensor, Sequence[
     """A slot has copies for each place of its tensor: pair p is of the p-th slot and place returned. Mostly it has one."""
     if chosen.first == list(range(len(chosen.tensor) + 1)):
         return torch.arange(len(slots.tensor)), slots.tensor
-    of_slot = torch.tensor(slots.tensor, dtype=torch.int64)
-    ends = torch.tensor(chosen.first, dtype=torch.int64)
+    of_slot = column(slots.tensor)
+    ends = column(chosen.first)
     each = ends.diff()[of_slot]
     slot_of = torch.repeat_interleave(torch.arange(len(of_slot)), each)
     places = torch.arange(len(slot_of)) + (ends[of_slot] - each.cumsum(0) + each)[slot_of]
@@ -145,17 +145,17 @@ def _copies_of_classes(
     """
     dims = max((len(layout.shape) for layout in targets.layouts), default=1) or 1
     owned = [owned_regions(layout, at) for layout, at in zip(targets.layouts, targets.coordinates, strict=True)]
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(classes))}
+    numbers: dict[tuple[int, int, torch.dtype, int, int], int] = {}
+    class_of = column([numbers.setdefault(key, len(numbers)) for key in classes])
     rows_of = [
         _rows(chosen.views[view], owned[layout], dtype, offset, size, dims)
         for layout, view, dtype, offset, size in numbers
     ]
     table = torch.tensor([row for rows in rows_of for row in rows], dtype=torch.int64)
-    count = torch.tensor([len(rows) for rows in rows_of], dtype=torch.int64)
+    count = column([len(rows) for rows in rows_of])
     first = count.cumsum(0) - count
 
     # Row r of the result is row `within` of the class of pair `pair`.
-    class_of = torch.tensor([numbers[key] for key in classes], dtype=torch.int64)
     pair = torch.repeat_interleave(torch.arange(len(classes)), count[class_of])
     within = torch.arange(len(pair)) - (count[class_of].cumsum(0) - count[class_of])[pair]
     rows = table.reshape(-1, CopyTable.columns(dims))[first[class_of[pair]] + within]

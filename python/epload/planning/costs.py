@@ -177,11 +177,11 @@ def agreement(nodes: int, ranks: int, rounds: int, store: StoreRates) -> Agreeme
     """The rounds of a load of ``ranks`` ranks on ``nodes`` nodes: see control/rounds.py. All ranks come to each at once.
 
     A leader sets its views, waits for and gets the decision, and deletes the views; the coordinator sets the decision and deletes
-    it. Every parent waits for and gets the views of its children. When a load begins, each leader looks for a failure once.
+    it. Every parent waits for and gets the views of its children.
     """
     parents = -(-(nodes - 1) // FAN_OUT)
-    operations = rounds * (4 * (nodes - 1) + 2 * parents + 2) + nodes
-    most = rounds * (4 if nodes == 1 else 6) + 1
+    operations = rounds * (4 * (nodes - 1) + 2 * parents + 2)
+    most = rounds * (2 if nodes == 1 else 6)
     levels, reach, last = 0, 1, 1
     while reach < nodes:
         last *= FAN_OUT

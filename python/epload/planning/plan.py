@@ -144,17 +144,14 @@ def make_plan(
     tensor, tensor_offset, bucket, bucket_offset, nbytes = columns
     slots = Slots(tensor, tensor_offset, bucket_offset, nbytes)
     buckets = make_buckets(manifest, targets, chosen, slots, bucket, bucket_nbytes)
-    out_of_shape = {source for mismatch in mismatches for source in mismatch.sources}
+    known = wanted | {source for mismatch in mismatches for source in mismatch.sources}
+    left = [i for i, places in enumerate(placed) if not places]
     return LoadPlan(
         buckets=tuple(buckets),
         slots=replace(slots, tensor=[chosen.tensor[i] for i in tensor]),
         fingerprint=_fingerprint(manifest, targets, [*columns, chosen.tensor], repr((bucket_bytes, options))),
         missing=_missing(targets, mapping, chosen, mismatched),
-        unexpected=tuple(
-            name
-            for i, (name, places) in enumerate(zip(manifest.names, placed, strict=True))
-            if not places and i not in wanted and i not in out_of_shape
-        ),
+        unexpected=tuple(manifest.names[i] for i in left if i not in known),
         mismatched=mismatched,
         tied=tied,
         twins=twins,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -157,32 +157,29 @@ class ShareBuilder:
         self._classes: list[tuple[Part, ...]] = []
         self._dtypes: list[torch.dtype] = []
 
-    def add(
-        self,
-        tensor: int,
-        targets: tuple[int, ...],
-        dtype: torch.dtype,
-        key: object,
-        parts: Callable[[], Sequence[Part]],
-    ) -> None:
-        """
+    def add_alike(self, tensor: int, targets: tuple[int, ...], key: object) -> bool:
+        """Adds a tensor whose parts and dtype are those that were added with an equal key; False if there are none.
+
         Args:
             tensor: its number.
             targets: the local tensors that the parts' ``place`` counts.
-            dtype: of the local tensors.
-            key: equal for tensors with equal parts.
-            parts: called once for each key.
         """
-        key = key, dtype
         number = self._numbers.get(key)
         if number is None:
-            made = tuple(parts())
-            number = self._numbers[key] = len(self._classes) if made else NO_PART
-            if made:
-                self._classes.append(made)
-                self._dtypes.append(dtype)
+            return False
         if number != NO_PART:
             self._class_of[tensor], self._targets[tensor] = number, targets
+        return True
+
+    def add(
+        self, tensor: int, targets: tuple[int, ...], dtype: torch.dtype, key: object, parts: Sequence[Part]
+    ) -> None:
+        """Adds the first of the tensors with an equal key. ``dtype``: of the local tensors."""
+        self._numbers[key] = len(self._classes) if parts else NO_PART
+        if parts:
+            self._classes.append(tuple(parts))
+            self._dtypes.append(dtype)
+        self.add_alike(tensor, targets, key)
 
     def build(self) -> Share:
         class_of = torch.tensor(self._class_of, dtype=torch.int64)
@@ -202,22 +199,33 @@ def share_of_targets(
     """
     owned = [owned_regions(layout, at) for layout, at in zip(targets.layouts, targets.coordinates, strict=True)]
     builder = ShareBuilder(len(shapes))
+    index, layout_of, dtype_of = targets.index, targets.layout, targets.dtypes
     for i, places in enumerate(placed):
+        if len(places) == 1:  # as most have, and there are many
+            ((name, view),) = places
+            number = index[name]
+            single = id(view), layout_of[number], dtype_of[number]
+            if builder.add_alike(i, (number,), single):
+                continue
+            builder.add(
+                i, (number,), dtype_of[number], single, parts_of_view(view, shapes[i], owned[layout_of[number]])
+            )
+            continue
         if not places:
             continue
-        shape, numbers = shapes[i], tuple([targets.index[name] for name, _ in places])
-        views = [(view, targets.layout[number]) for (_, view), number in zip(places, numbers, strict=True)]
-        found = {targets.dtypes[number] for number in numbers}
-
-        def parts(views: list[tuple[View, int]] = views, shape: Shape = shape) -> list[Part]:
-            return [
+        numbers = tuple([index[name] for name, _ in places])
+        dtype = dtype_of[numbers[0]]
+        if any(dtype_of[number] != dtype for number in numbers):
+            dtype = dtypes[i]
+        views = [(view, layout_of[number]) for (_, view), number in zip(places, numbers, strict=True)]
+        key = (dtype, *[(id(view), layout) for view, layout in views])
+        if not builder.add_alike(i, numbers, key):
+            parts = [
                 part
                 for place, (view, layout) in enumerate(views)
-                for part in parts_of_view(view, shape, owned[layout], place)
+                for part in parts_of_view(view, shapes[i], owned[layout], place)
             ]
-
-        key = tuple([(id(view), layout) for view, layout in views])
-        builder.add(i, numbers, found.pop() if len(found) == 1 else dtypes[i], key, parts)
+            builder.add(i, numbers, dtype, key, parts)
     return builder.build()
 
 
@@ -225,6 +233,8 @@ def whole_share(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Share
     """The share of a rank that wants all tensors in full; local tensor i is tensor i."""
     builder = ShareBuilder(len(shapes))
     for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
-        part = Part((0,) * len(shape), shape, (0,) * len(shape), tuple(range(len(shape))))
-        builder.add(i, (i,), dtype, shape, lambda part=part: [part] if 0 not in part.size else [])  # type: ignore[misc]
+        if not builder.add_alike(i, (i,), (shape, dtype)):
+            zeros = (0,) * len(shape)
+            parts = [] if 0 in shape else [Part(zeros, shape, zeros, tuple(range(len(shape))))]
+            builder.add(i, (i,), dtype, (shape, dtype), parts)
     return builder.build()

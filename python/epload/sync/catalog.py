@@ -45,9 +45,8 @@ def catalog(
         rules = resolve_mapping(mapping, model, targets.index, names)
     else:
         rules = resolve_mapping(mapping, model, targets.index)
-        own = targets.names
-        bare = apply_renames(rules.aliases, own) if rules.aliases else list(own)
-        names, sizes = bare, [shapes[name] for name in own]
+        names, own = _bare_names(rules, targets), targets.names
+        sizes = [shapes[name] for name in own]
         if rules.renames or rules.converts:
             if isinstance(mapping, Mapping):
                 raise ValueError(
@@ -56,10 +55,12 @@ def catalog(
                 )
             like = [(dtypes[name], shapes[name]) for name in own]
             inner = unwrap(model, targets.index).model
-            names, sizes = checkpoint_form(inner, dict(zip(bare, like, strict=True)))
-    placed = place(rules, names, sizes, shapes)
+            names, sizes = checkpoint_form(inner, dict(zip(names, like, strict=True)))
+    placed = _each_once(place(rules, names, sizes, shapes), targets)
     _check_covered(placed, targets)
     kept = [i for i, places in enumerate(placed) if places]
+    for i in kept:
+        _check_whole(names[i], sizes[i], placed[i], targets)
     manifest = Manifest(
         tuple(names[i] for i in kept),
         tuple(sizes[i] for i in kept),
@@ -67,6 +68,29 @@ def catalog(
         SOURCE,
     )
     return manifest, [placed[i] for i in kept]
+
+
+def _bare_names(rules: Mapping, targets: Targets) -> list[str]:
+    """The name of each target without wrappers; of tied ones that which others are tied to, under which libraries save it."""
+    bare = apply_renames(rules.aliases, list(targets.index))
+    tied = {name for name, _ in rules.ties}
+    found: dict[int, str] = {}
+    for name, number in zip(bare, targets.index.values(), strict=True):
+        if number not in found or (found[number] in tied and name not in tied):
+            found[number] = name
+    return [found[number] for number in range(len(targets.names))]
+
+
+def _each_once(placed: Sequence[tuple[Place, ...]], targets: Targets) -> list[tuple[Place, ...]]:
+    """The places without those of a tensor that another one before it has, as where the model's weights are tied."""
+    taken: set[tuple[int, View]] = set()
+    found = []
+    for places in placed:
+        fresh = tuple(place for place in places if (targets.index[place[0]], place[1]) not in taken)
+        taken.update((targets.index[name], view) for name, view in fresh)
+        # All or nothing: a tensor that shares some of its elements alone is an error.
+        found.append(places if fresh else ())
+    return found
 
 
 def _check_covered(placed: Sequence[tuple[Place, ...]], targets: Targets) -> None:
@@ -82,3 +106,14 @@ def _check_covered(placed: Sequence[tuple[Place, ...]], targets: Targets) -> Non
                 f"{count} of the {expected} elements of {targets.names[number]} have a place in the tensors that would be sent; "
                 "pass names_from=, a checkpoint of this model, or another mapping"
             )
+
+
+def _check_whole(name: str, shape: Sequence[int], places: Sequence[Place], targets: Targets) -> None:
+    """Raises ModelMismatch unless the model has each element of a tensor that is sent, and has it once."""
+    distinct = {(targets.index[target], view) for target, view in places}
+    if (count := sum(prod(view.size) for _, view in distinct)) != prod(shape):
+        held = ", ".join(dict.fromkeys(target for target, _ in places))
+        raise ModelMismatch(
+            f"cannot send {name}, which has {prod(shape)} elements: the model has {count} for it, in {held}; pass a names_from= "
+            "checkpoint that has a tensor for each, or tie them in the model"
+        )

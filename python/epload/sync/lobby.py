@@ -11,7 +11,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -47,8 +47,6 @@ class Member:
     """Ranks of the engine."""
     node: str
     """Equal on ranks that share a machine's memory."""
-    device: str
-    """That its tensors are on, unique in the cluster; empty for CPU."""
     host: str
     pid: int
 
@@ -142,7 +140,7 @@ class Attendance:
         return found if self._member in found.members else None
 
     def confirm(self, offer: Offer) -> None:
-        """This rank knows that the version is whole everywhere."""
+        """This rank knows how the offer has ended."""
         with suppress(RuntimeError):  # the sender has ended meanwhile
             self._store.add(f"confirmed/{offer.number}", 1)
 
@@ -230,9 +228,9 @@ class Lobby:
                 self._drop_silent()
             time.sleep(min(max(_POLL_SHARE * waited, _FIRST_POLL), _LAST_POLL))
 
-    def wait_for_confirmation(self, offer: Offer, ranks: int) -> None:
-        """Before the store ends: waits a little until so many receivers know how the offer has ended."""
-        until = time.monotonic() + LEASE_SECONDS
+    def wait_for_confirmation(self, offer: Offer, ranks: int, seconds: float) -> None:
+        """Before the store ends: waits until so many receivers know how the offer has ended, so long at most."""
+        until = time.monotonic() + seconds
         while self._store.add(f"confirmed/{offer.number}", 0) < ranks and time.monotonic() < until:
             time.sleep(_LAST_POLL / 10)
 
@@ -305,22 +303,12 @@ class Lobby:
                     f"engine {engine}: {len(numbers)} of {size} ranks joined, {ready} called receive_weights()"
                 )
         ranks = sum(map(len, accepted.values()))
-        wanted = self._expected if self._required is None else "all that are left"
+        wanted = self._expected if self._required is None else "all of the engines that are left, and at least one"
         return (
             f"version {offer.version}: {ranks} receiving ranks are ready after {timeout.total_seconds():.0f} s, expected {wanted}"
             + "".join(f"; {line}" for line in lines)
         )
 
 
-def this_process(engine: str, rank: int, size: int, node: str, device: str) -> Member:
-    return Member(engine, rank, size, node, device, os.uname().nodename, os.getpid())
-
-
-def check_devices(senders: Sequence[str], members: Sequence[Member]) -> None:
-    """Raises LoadError if a receiver is on a sender's device, which groups of devices cannot join."""
-    for member in members:
-        if member.device and member.device in senders:
-            raise LoadError(
-                f"{member} is on the device of a sending rank ({member.device}), which is not supported; give trainer and engine "
-                "different devices, or keep one of the two models on CPU while weights are sent"
-            )
+def this_process(engine: str, rank: int, size: int, node: str) -> Member:
+    return Member(engine, rank, size, node, os.uname().nodename, os.getpid())

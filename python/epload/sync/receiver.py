@@ -23,6 +23,7 @@ from epload.core.attempt import attempt
 from epload.errors import LoadError
 from epload.mapping.mapping import Mapping
 from epload.planning.shares import Share
+from epload.sync.engine_model import EngineModel, EngineTarget
 from epload.sync.epoch import Attendee, Epoch, SyncOptions, describe_ranks, form_epoch
 from epload.sync.lobby import Attendance, Offer, Participants, this_process
 from epload.sync.report import SyncReport
@@ -34,7 +35,7 @@ STAGES = ("host", "none")
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineRank:
     """Whose ranks commit together, where ``torch.distributed`` does not say it."""
 
     name: str
@@ -63,13 +64,13 @@ class WeightReceiver:
 
     def __init__(
         self,
-        target: nn.Module | None,
+        target: nn.Module | EngineModel | None,
         address: Address,
         *,
         mapping: Mapping | str = "auto",
         strict: bool = True,
         topology: Topology | None = None,
-        engine: Engine | None = None,
+        engine: EngineRank | None = None,
         node: str = "",
         timeout: timedelta | float | None = None,
         stage: str = "host",
@@ -79,7 +80,8 @@ class WeightReceiver:
         """Collective over the engine's ranks; arguments equal on all of them, but for ``target``, ``engine`` and ``node``.
 
         Args:
-            target: a model with storage: any mix of DTensors and plain tensors. None for :meth:`tensors` alone.
+            target: a model with storage: any mix of DTensors and plain tensors; an :class:`epload.EngineModel`; or None, for
+                :meth:`tensors` alone.
             address: of the sender. Waits until it is there.
             mapping: how the sender's names become regions of the model's tensors; see ``HierarchicalLoader.load``.
             strict: whether tensors that only one of the two jobs has are an error.
@@ -108,7 +110,7 @@ class WeightReceiver:
             raise ValueError("expected topology= or engine=, got both")
         self._options = SyncOptions(as_timedelta(timeout), verify)
         self._stage = stage
-        self._target: Target = FullTensors() if target is None else ModelTarget(target, mapping, strict)
+        self._target = _as_target(target, mapping, strict)
         self._progress = progress
         if engine is None:
             engine, node = self._engine_of(topology, node)
@@ -116,9 +118,10 @@ class WeightReceiver:
         self._address = address
         self._node = f"{engine.name if node else ''} {local_network()} {node} {stage}"
         self._store: Store = self._connect()
-        member = this_process(engine.name, engine.rank, engine.size, self._node, self._target.device)
+        member = this_process(engine.name, engine.rank, engine.size, self._node)
         self._attendance = Attendance(self._store, self._connect, member)
         self._member = member
+        self._closed = False
         self._epoch: Epoch | None = None
         self._manifest: Manifest | None = None
         self._share: Share | None = None
@@ -133,9 +136,9 @@ class WeightReceiver:
     def _connect(self) -> Store:
         return connect(self._address, self._options.timeout)
 
-    def _engine_of(self, topology: Topology | None, node: str) -> tuple[Engine, str]:
+    def _engine_of(self, topology: Topology | None, node: str) -> tuple[EngineRank, str]:
         if topology is None and not (dist.is_available() and dist.is_initialized()):
-            return Engine(secrets.token_hex(4)), node
+            return EngineRank(secrets.token_hex(4)), node
         topology = topology if topology is not None else Topology.default(timeout=self._options.timeout)
         control, here = topology.control, local_network()
         control.begin(self._options.timeout)
@@ -146,7 +149,7 @@ class WeightReceiver:
         emulated = any(machines[str(rank)] == here for rank in topology.ranks if rank not in topology.node)
         number = topology.nodes.index(topology.node)
         rank, size = topology.ranks.index(topology.rank), len(topology.ranks)
-        return Engine(name, rank, size), node or (str(number) if emulated else "")
+        return EngineRank(name, rank, size), node or (str(number) if emulated else "")
 
     # ---- receiving ----
 
@@ -163,16 +166,19 @@ class WeightReceiver:
             LoadError: a rank of either job failed, the sender offers another version, or none within the timeout; the same on
                 every rank that took part. :attr:`version` is what it was, unless the target is torn.
         """
+        if self._closed:
+            raise ValueError("expected an open WeightReceiver, got one that was closed; make a new one")
         began = perf_counter()
         self.staged = None
-        report = SyncReport(version=0, verify=self._options.verify, stage=self._stage)
+        offer, participants = self._wait_for_turn()
+        report = SyncReport(version=offer.version, verify=self._options.verify, stage=self._stage)
+        report.waited = perf_counter() - began
+        began = perf_counter()
         sink = ShardSink(None)
         try:
             with report.timed("plan"):
-                offer, participants = self._wait_for_turn()
                 self._join(participants)
             assert self._epoch is not None
-            report.version = offer.version
             tensors, failure = attempt(lambda: self._prepare(version, offer))
             if tensors is not None:
                 sink = ShardSink(self._epoch.shards(tensors, self._options.verify))
@@ -183,8 +189,10 @@ class WeightReceiver:
             if sink.written:
                 self.torn, self.version = True, None
             raise
-        self._attendance.confirm(offer)
+        finally:
+            self._attendance.confirm(offer)
         if self._stage == "none":
+            self.version, self.torn = None, True
             self._target.finish()
             self.version, self.torn = offer.version, False
         else:
@@ -285,7 +293,9 @@ class WeightReceiver:
     def close(self) -> None:
         """Leaves, and frees memory. Not collective. May be called again."""
         self._drop_epoch()
-        self._attendance.close()
+        if not self._closed:
+            self._closed = True
+            self._attendance.close()
 
     def __enter__(self) -> WeightReceiver:
         return self
@@ -294,6 +304,14 @@ class WeightReceiver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _as_target(target: nn.Module | EngineModel | None, mapping: Mapping | str, strict: bool) -> Target:
+    if target is None:
+        return FullTensors()
+    if isinstance(target, EngineModel):
+        return EngineTarget(target, strict)
+    return ModelTarget(target, mapping, strict)
 
 
 _NOTHING = Share(torch.zeros(0, dtype=torch.int64), (), (), ())

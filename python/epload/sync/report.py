@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from epload.report import TransferReport
 
-_NAMES = {"plan": "wait and plan", "read": "pack", "inter_node": "transfer", "unpack": "unpack", "verify": "verify"}
+_NAMES = {"plan": "plan", "read": "pack", "inter_node": "transfer", "unpack": "unpack", "verify": "verify"}
 
 
 @dataclass
@@ -22,6 +22,8 @@ class SyncReport(TransferReport):
     """Ranks that received it."""
     moved: int = 0
     """Bytes that this rank sent, or that entered its node."""
+    waited: float = 0.0
+    """Seconds that a receiver waited until the sender had the version and its receivers; not in ``seconds``."""
     stage: str = ""
     """``"host"`` or ``"none"`` on a receiver, else empty."""
 

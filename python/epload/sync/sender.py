@@ -21,17 +21,19 @@ from epload.core import garbage_collection, log, threads
 from epload.core.attempt import attempt
 from epload.errors import LoadError, message_of
 from epload.mapping.mapping import Mapping
-from epload.model.modules import Modules
-from epload.model.targets import Targets, collect
+from epload.model.targets import Targets
 from epload.planning.shares import Share, share_of_targets
 from epload.sync.catalog import catalog
 from epload.sync.epoch import Attendee, Epoch, SyncOptions, describe_ranks, form_epoch
-from epload.sync.lobby import Lobby, Member, Offer, Participants, check_devices
+from epload.sync.lobby import LEASE_SECONDS, Lobby, Member, Offer, Participants
+from epload.sync.model_reader import ModelReader
 from epload.sync.report import SyncReport
 from epload.sync.store import Address, connect, format_address, parse_address, publish, serve
 from epload.sync.transfer import ShardSink
 
 SNAPSHOTS = ("none", "host")
+_FAILED_SECONDS = 3.0
+"""That the store outlives a failed version, as ranks that have ended do not say that they know of it."""
 
 
 class WeightSender:
@@ -94,7 +96,7 @@ class WeightSender:
             raise ValueError(f"expected receivers to be the number of receiving ranks, at least 1, got {receivers!r}")
         self._options = SyncOptions(as_timedelta(timeout), verify)
         self.topology = topology if topology is not None else Topology.default(timeout=self._options.timeout)
-        self._model = model
+        self._reader = ModelReader(model)
         self._mapping = mapping
         self._names_from = names_from
         self._snapshot = snapshot
@@ -111,8 +113,9 @@ class WeightSender:
         self._sent: SyncReport | Exception | None = None
         self._copies: list[Tensor] = []
         self._offer: Offer | None = None
-        """The last version, if all receivers have it."""
-        self._offered: Offer | None = None
+        """The last, if receivers took part in it."""
+        self._complete = False
+        """Whether they have its version."""
         self._closed = False
         self._store = self._open_store(host, port)
         self.address: str = format_address(host, self._store.port)
@@ -143,7 +146,7 @@ class WeightSender:
         have joined since the version before take part; those that are gone do not.
 
         Args:
-            version: a number greater than that of any version before.
+            version: a number greater than that of any version that was sent before.
             wait: whether to wait for that. Otherwise, with ``snapshot="host"``, returns when the model may change; then
                 :meth:`wait` has to be called before the next version is sent.
 
@@ -206,7 +209,7 @@ class WeightSender:
         tensors: list[Tensor] | None,
     ) -> SyncReport:
         try:
-            self._offer = self._offered = None
+            self._offer = None
             with exclusive(Call("send_weights()", self.topology, self, self._made_by), self._options.timeout):
                 with self.topology.control.guard(), report.timed("plan"):
                     participants = self._agree(version, read, failure)
@@ -214,19 +217,16 @@ class WeightSender:
                 self._move(version, participants, read, tensors or read[0].local(), report)
         except Refused as refused:
             raise refused.failure.error() from None
-        self._offer = self._offered
+        self._version, self._complete = version, True
         report.seconds = perf_counter() - began
         return report
 
     def _read_model(self) -> tuple[Targets, Manifest, Share]:
         """The model's targets, the manifest of what is sent of them, and this rank's share."""
-        targets = collect(self._model, modules=Modules(self._model))
-        for name, tensor in zip(targets.names, targets.tensors, strict=True):
-            if tensor.is_meta:
-                raise ValueError(f"{name} is on meta and has no values to send; load or initialize the model first")
+        targets = self._reader.read()
         if self._known is not None and targets.matches(self._known[0]):
             return targets, *self._known[1:]
-        manifest, placed = catalog(self._model, targets, self._mapping, self._names_from)
+        manifest, placed = catalog(self._reader.model, targets, self._mapping, self._names_from)
         share = share_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
         return targets, manifest, share
 
@@ -263,7 +263,6 @@ class WeightSender:
         renew = control.settle("reading the model", failure, [digest, version, changed], check)
         assert read is not None
         self._known = read
-        self._version = version
         if renew:
             self._drop_epoch()
         found, failure = attempt(lambda: self._gather(version, read[1]) if self._lobby is not None else None)
@@ -285,7 +284,6 @@ class WeightSender:
 
         try:
             members = self._lobby.gather(offer, self._options.timeout, check)
-            check_devices(self._devices(), members)
             if self._epoch is None or members != self._members:
                 self._epochs += 1
             self._members = members
@@ -296,11 +294,8 @@ class WeightSender:
             self._lobby.close(offer, {"failed": f"the sender gave up version {version}: {message_of(error)}"})
             raise
         self._lobby.close(offer, said)
-        self._offered = offer
+        self._offer, self._complete = offer, False
         return said
-
-    def _devices(self) -> list[str]:
-        return []
 
     def _move(
         self,
@@ -349,14 +344,16 @@ class WeightSender:
     def close(self) -> None:
         """Ends the store, and frees memory. Not collective. May be called again.
 
-        The first rank waits up to 10 s until all receivers know that they have the last version, for which they need the store.
+        The first rank waits up to 10 s until all receivers know that they have the last version, for which they need the store;
+        if it has failed, up to 3 s until they know why.
         """
         if self._sending is not None:
             self._sending.join()
         if self._lobby is not None and not self._closed:
             with suppress(RuntimeError):
                 if self._offer is not None:
-                    self._lobby.wait_for_confirmation(self._offer, len(self._members))
+                    seconds = LEASE_SECONDS if self._complete else _FAILED_SECONDS
+                    self._lobby.wait_for_confirmation(self._offer, len(self._members), seconds)
                 self._lobby.end()
         self._closed = True
         self._drop_epoch()

@@ -1,20 +1,24 @@
-"""The local tensors that a sync packs or fills, on CPU. What depends on their layouts is prepared natively once, and kept."""
+"""The local tensors that a sync packs or fills, on CPU and on a device. Buckets are in host memory.
+
+On CPU, what depends on the tensors' layouts is prepared natively once, and kept. On a device, a bucket passes through a buffer
+there, on a stream of its own, and the host waits for it: so nothing is left to wait for when a sync ends.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from epload.core import dtypes
+from epload.core.copy_table import CopyTable
 from epload.errors import LoadError
 from epload.native import ops
-from epload.planning.exchange import ExchangePlan
+from epload.planning.buckets import HEADER_BYTES
+from epload.planning.exchange import ExchangeBucket, ExchangePlan
 
 
 class PreparedExchange:
-    """What is prepared of a plan for tensors of some layouts. Keeps no tensor alive."""
+    """What is prepared of a plan for CPU tensors of some layouts. Keeps no tensor alive."""
 
     def __init__(self, plan: ExchangePlan, layouts: ops.Layouts) -> None:
         self.plan = plan
@@ -32,66 +36,116 @@ class Shards:
         """
         Args:
             plan: whose buckets' targets count in ``tensors``.
+            tensors: on CPU, on one accelerator, or on both.
             known: of the sync before.
             prove: whether each copy is followed by a comparison of digests.
             who: whose they are, for messages.
         """
-        self.tensors = tensors
         self._plan = plan
+        self._tensors = tensors
         self._prove = prove
         self._who = who
-        self._list, foreign = ops.tensor_list(tensors, known.layouts if known is not None else None)
         self.prepared: PreparedExchange | None = None
         """For the next sync."""
+        device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
+        self._device = _DeviceBuffer(device, plan) if device is not None else None
+        if device is not None:
+            return
+        self._list, foreign = ops.tensor_list(tensors, known.layouts if known is not None else None)
         if not foreign:
             if known is None or known.plan is not plan or not ops.has_layouts(self._list, known.layouts):
                 known = PreparedExchange(plan, ops.layouts(self._list))
             self.prepared = known
 
     def pack(self, number: int, bucket: Tensor) -> None:
-        """Copies this rank's boxes of a bucket into it."""
-        self._copy(number, bucket, ops.pack_prepared, ops.pack)
+        """Copies this rank's boxes of a bucket into it, behind its header."""
+        planned = self._plan.buckets[number]
+        if not planned.targets:
+            return
+        if self.prepared is not None:
+            ops.pack_prepared(bucket, self._list, self._copies(self.prepared, number, planned))
+        else:
+            on_cpu, on_device = self._divide(planned)
+            if self._device is not None and on_device is not None:
+                self._device.pack(bucket, *on_device)
+            if on_cpu is not None:
+                ops.pack(bucket, on_cpu[0], on_cpu[1].rows)
         if self._prove:
             self._compare(number, bucket, "packed")
 
     def unpack(self, number: int, bucket: Tensor) -> None:
         """Copies what this rank keeps out of a bucket."""
-        self._copy(number, bucket, ops.unpack_prepared, ops.unpack)
-        if self._prove:
-            self._compare(number, bucket, "unpacked")
-
-    def _copy(self, number: int, bucket: Tensor, prepared: Callable[..., None], plain: Callable[..., None]) -> None:
         planned = self._plan.buckets[number]
         if not planned.targets:
             return
-        if self.prepared is None:
-            plain(bucket, [self.tensors[i] for i in planned.targets], planned.copies.rows)
-            return
-        copies = self.prepared.copies.get(number)
+        if self.prepared is not None:
+            ops.unpack_prepared(bucket, self._list, self._copies(self.prepared, number, planned))
+        else:
+            on_cpu, on_device = self._divide(planned)
+            if self._device is not None and on_device is not None:
+                self._device.unpack(bucket, *on_device)
+            if on_cpu is not None:
+                ops.unpack(bucket, on_cpu[0], on_cpu[1].rows)
+        if self._prove:
+            self._compare(number, bucket, "unpacked")
+
+    def _copies(self, prepared: PreparedExchange, number: int, planned: ExchangeBucket) -> ops.PreparedCopies:
+        copies = prepared.copies.get(number)
         if copies is None:
             copies = ops.prepare_copies(self._list, planned.targets, planned.copies.rows, planned.nbytes)
-            self.prepared.copies[number] = copies
-        prepared(bucket, self._list, copies)
+            prepared.copies[number] = copies
+        return copies
+
+    def _divide(self, planned: ExchangeBucket) -> list[tuple[list[Tensor], CopyTable] | None]:
+        """The tensors and copies of a bucket on CPU, and those on the device; None for none."""
+        there = torch.tensor([not self._tensors[target].is_cpu for target in planned.targets])
+        found: list[tuple[list[Tensor], CopyTable] | None] = []
+        for mask in (~there, there):
+            table = planned.copies.select(mask[planned.copies.target]).clone()
+            which = table.renumber_targets()
+            tensors = [self._tensors[planned.targets[i]] for i in which]
+            found.append((tensors, table) if tensors else None)
+        return found
 
     def _compare(self, number: int, bucket: Tensor, what: str) -> None:
         """Raises LoadError if the tensors do not hold what the bucket does, or the bucket not what the tensors do."""
         planned = self._plan.buckets[number]
-        if not planned.targets:
-            return
         rows = planned.copies
-        wire = {
-            target: dtypes.from_code(code)
-            for target, code in zip(rows.target.tolist(), rows.dtype.tolist(), strict=True)
-        }
-        tensors = [self.tensors[i] for i in planned.targets]
+        wire = dict(zip(rows.target.tolist(), map(dtypes.from_code, rows.dtype.tolist()), strict=True))
+        tensors = [self._tensors[target].cpu() for target in planned.targets]
         if what == "packed":  # a narrower bucket holds what the tensors become
-            tensors = [tensor.to(wire.get(i, tensor.dtype)).to(tensor.dtype) for i, tensor in enumerate(tensors)]
+            tensors = [tensor.to(wire[i]).to(tensor.dtype) for i, tensor in enumerate(tensors)]
+        codes = torch.tensor([dtypes.code(tensor.dtype) for tensor in tensors], dtype=torch.int64)
         table = rows.clone()
-        table.target[:] = torch.tensor([dtypes.code(tensor.dtype) for tensor in tensors], dtype=torch.int64)[
-            rows.target
-        ]
+        table.target[:] = codes[rows.target]
         if not torch.equal(ops.digest_bucket(bucket, table.rows), ops.digest_tensors(tensors, rows.rows)):
             raise LoadError(
-                f"{self._who} {what} {self._plan.describe([number])}, but the bucket and the tensors differ; the memory of this "
-                "machine changes bits"
+                f"{self._who} {what} {self._plan.describe([number])}, but the bucket and the tensors differ: the memory of this "
+                "machine changes bits, or the tensors were changed meanwhile"
             )
+
+
+class _DeviceBuffer:
+    """A buffer on a device for one bucket after the other, on a stream of its own. For one thread at a time."""
+
+    def __init__(self, device: torch.device, plan: ExchangePlan) -> None:
+        """What the caller has queued on its current stream comes before."""
+        self._stream = torch.Stream(device)
+        self._stream.wait_stream(torch.accelerator.current_stream(device))
+        with self._stream:
+            largest = max((bucket.nbytes for bucket in plan.buckets), default=0)
+            self._buffer = torch.empty(largest, dtype=torch.uint8, device=device)
+
+    def pack(self, bucket: Tensor, tensors: list[Tensor], copies: CopyTable) -> None:
+        part = self._buffer[: bucket.nbytes]
+        with self._stream:
+            ops.pack(part, tensors, copies.rows)
+            bucket[HEADER_BYTES:].copy_(part[HEADER_BYTES:])
+        self._stream.synchronize()
+
+    def unpack(self, bucket: Tensor, tensors: list[Tensor], copies: CopyTable) -> None:
+        part = self._buffer[: bucket.nbytes]
+        with self._stream:
+            part.copy_(bucket)
+            ops.unpack(part, tensors, copies.rows)
+        self._stream.synchronize()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Protocol
 
@@ -11,15 +11,16 @@ from torch import Tensor, nn
 
 from epload.checkpoint.manifest import Manifest
 from epload.core.copy_table import CopyTable
+from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.mapping.mapping import Mapping, ignored_keys
-from epload.mapping.place import place
+from epload.mapping.place import Place, place
 from epload.mapping.resolve import resolve_mapping
-from epload.model.modules import Modules
-from epload.model.targets import Targets, collect
+from epload.model.targets import Targets
 from epload.native import ops
 from epload.planning.shares import Share, share_of_targets, whole_share
 from epload.sync.epoch import Epoch
+from epload.sync.model_reader import ModelReader
 
 _BATCH_BYTES = 64 << 20
 """Of full tensors that are made at once."""
@@ -27,11 +28,6 @@ _MOST_SHOWN = 5
 
 
 class Target(Protocol):
-    @property
-    def device(self) -> str:
-        """That it is on, unique in the cluster; empty for CPU."""
-        ...
-
     def share(self, manifest: Manifest) -> Share:
         """What this rank wants of the sender's tensors. Raises ModelMismatch if they do not fit."""
         ...
@@ -48,18 +44,17 @@ class Target(Protocol):
 class ModelTarget:
     """The parameters and persistent buffers of a model."""
 
-    device = ""
-
     def __init__(self, model: nn.Module, mapping: Mapping | str, strict: bool) -> None:
-        self._model = model
+        self._reader = ModelReader(model)
         self._mapping = mapping
         self._strict = strict
         self._known: Targets | None = None
 
     def share(self, manifest: Manifest) -> Share:
-        targets = self._collect()
-        mapping = resolve_mapping(self._mapping, self._model, targets.index, manifest.names)
+        targets = self._reader.read()
+        mapping = resolve_mapping(self._mapping, self._reader.model, targets.index, manifest.names)
         placed = place(mapping, manifest.names, manifest.shapes, targets.shapes)
+        _check_ties(manifest.names, placed, targets)
         filled = {targets.index[name] for places in placed for name, _ in places}
         missing = [name for i, name in enumerate(targets.names) if i not in filled]
         unexpected = [name for name, places in zip(manifest.names, placed, strict=True) if not places]
@@ -84,7 +79,7 @@ class ModelTarget:
         return share_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
 
     def tensors(self) -> list[Tensor]:
-        targets = self._collect()
+        targets = self._reader.read()
         if self._known is not None and not targets.matches(self._known):
             raise LoadError(
                 "the receiver's model has other tensors or layouts than when it joined; make a new WeightReceiver"
@@ -94,20 +89,25 @@ class ModelTarget:
     def finish(self) -> None:
         pass
 
-    def _collect(self) -> Targets:
-        targets = collect(self._model, modules=Modules(self._model))
-        for name, tensor in zip(targets.names, targets.tensors, strict=True):
-            if tensor.is_meta:
-                raise ValueError(
-                    f"{name} is on meta; give the model storage first, for example with to_empty(device='cpu')"
+
+def _check_ties(names: Sequence[str], placed: Sequence[tuple[Place, ...]], targets: Targets) -> None:
+    """Raises ModelMismatch if two of the sender's tensors fill the same elements, because the receiver's weights are tied."""
+    if len(targets.index) == len(targets.names):
+        return
+    filled: dict[tuple[int, View], int] = {}
+    for i, places in enumerate(placed):
+        for name, view in places:
+            other = filled.setdefault((targets.index[name], view), i)
+            if other != i:
+                raise ModelMismatch(
+                    f"the sender has {names[other]} and {names[i]}, whose values may differ, but they are one tensor of the "
+                    f"receiver's model, {targets.names[targets.index[name]]}; tie them in the sender's model, or untie them in "
+                    "the receiver's (tie_word_embeddings=False in its config)"
                 )
-        return targets
 
 
 class FullTensors:
     """All tensors of the sender in full, once in each node's memory."""
-
-    device = ""
 
     def __init__(self) -> None:
         self._manifest: Manifest | None = None

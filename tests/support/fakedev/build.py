@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -19,7 +20,20 @@ HERE = Path(__file__).parent
 CSRC = ROOT / "csrc"
 TORCH = Path(torch.__file__).parent
 INCLUDES = [TORCH / "include", TORCH / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
+COMPILER = os.environ.get("CXX", "g++")
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
+
+TORCH_HEADERS = """#pragma once
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+"""
+"""What most sources include of torch. It is parsed once, which takes longer than to compile most of them."""
 
 CHANGES: dict[str, list[tuple[str, str]]] = {
     "schemas.cpp": [("TORCH_LIBRARY(epload,", "TORCH_LIBRARY(epload_test,")],
@@ -114,6 +128,17 @@ def program(sources: list[Path]) -> Path:
     return kept("program", inputs, make) / "program"
 
 
+def headers() -> Path:
+    """:data:`TORCH_HEADERS`, precompiled."""
+
+    def make(folder: Path) -> None:
+        header = folder / "torch_headers.h"
+        header.write_text(TORCH_HEADERS)
+        compile_one(header, folder / "torch_headers.h.gch", ["-x", "c++-header"])
+
+    return kept("headers", [Path(__file__)], make) / "torch_headers.h"
+
+
 def kept(name: str, inputs: Iterable[Path], make: Callable[[Path], None]) -> Path:
     """The folder that ``make`` has filled from these inputs, now or earlier; one process makes it, others wait."""
     digest = hashlib.blake2b(
@@ -140,20 +165,31 @@ def kept(name: str, inputs: Iterable[Path], make: Callable[[Path], None]) -> Pat
 def compile_all(sources: list[Path], output: Path, libraries: list[str], archives: Sequence[Path] = ()) -> None:
     """One object a source, as many at a time as there are cores, kept beside ``output``. It is a shared library if it is a
     ``.so``, else a program, which is linked with ``archives`` too."""
-    compiler = os.environ.get("CXX", "g++")
-    includes = [flag for path in INCLUDES for flag in ("-isystem", str(path))]
+    precompiled = ["-include", str(headers())]
 
-    def compile_one(item: tuple[int, Path]) -> Path:
+    def compile_numbered(item: tuple[int, Path]) -> Path:
         number, source = item
         target = output.parent / f"{number}-{source.stem}.o"
-        command([compiler, *FLAGS, *includes, "-c", str(source), "-o", str(target)])
-        return target
+        return compile_one(source, target, precompiled if includes_torch(source) else [])
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        linked = [str(path) for path in (*pool.map(compile_one, enumerate(sources)), *archives)]
+        linked = [str(path) for path in (*pool.map(compile_numbered, enumerate(sources)), *archives)]
     kind = ["-shared"] if output.suffix == ".so" else [f"-Wl,-rpath,{TORCH / 'lib'}"]
     links = [f"-L{TORCH / 'lib'}", *(f"-l{name}" for name in libraries), "-lpthread", "-ldl"]
-    command([compiler, *kind, *linked, "-o", str(output), *links])
+    command([COMPILER, *kind, *linked, "-o", str(output), *links])
+
+
+def compile_one(source: Path, target: Path, options: Sequence[str]) -> Path:
+    includes = [flag for path in INCLUDES for flag in ("-isystem", str(path))]
+    command([COMPILER, *FLAGS, *includes, *options, "-c", str(source), "-o", str(target)])
+    return target
+
+
+def includes_torch(source: Path) -> bool:
+    """In its own text or that of its header. One that does so by other headers compiles as well, but slower."""
+    header = source.with_suffix(".h")
+    texts = [path.read_text() for path in (source, header) if path.exists()]
+    return any(re.search("#include <(ATen|c10|torch)/", text) for text in texts)
 
 
 def command(words: list[str]) -> None:

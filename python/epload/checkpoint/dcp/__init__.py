@@ -1,0 +1,6 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP): tensors in parts, which the ranks of the saving job wrote."""
+
+from epload.checkpoint.dcp.chunked import of_metadata, of_shards
+from epload.checkpoint.dcp.metadata import FILE, SUFFIX, read_metadata
+
+__all__ = ["FILE", "SUFFIX", "of_metadata", "of_shards", "read_metadata"]

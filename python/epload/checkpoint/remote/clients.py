@@ -1,0 +1,242 @@
+"""Clients of object storage: obstore where it is installed and knows the scheme, else whatever fsspec has.
+
+Both take credentials from their own chain (environment variables, instance metadata, configuration files). No message quotes
+what a client says in full, as that may contain a signed address.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit, urlunsplit
+
+from epload.errors import CheckpointError
+
+_OBSTORE = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gs",
+    "az": "az",
+    "abfs": "az",
+    "abfss": "az",
+    "http": "http",
+    "https": "http",
+}
+_STATUS = re.compile(r"status code: ([45]\d\d)")
+_TIMEOUT = re.compile(r"operation timed out|kind: timeout|timedout")
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+
+
+class Version(NamedTuple):
+    """What identifies the content of an object."""
+
+    nbytes: int
+    tag: str
+    """Its ETag, else when it was modified; empty if the server gives neither."""
+
+
+class Absent(Exception):
+    """There is no such object."""
+
+
+class Replaced(Exception):
+    """The object is not the one that was opened."""
+
+
+class Refused(Exception):
+    """What no retry helps with; the text says what it is."""
+
+
+class Client(ABC):
+    """Access to the objects below one address. Thread-safe. Names are relative to that address.
+
+    All methods raise Absent, Refused, or another exception after which a retry may help.
+    """
+
+    @abstractmethod
+    def head(self, name: str) -> Version: ...
+
+    @abstractmethod
+    def get(self, name: str, begin: int, end: int, version: Version) -> Any:
+        """The bytes [begin, end) of an object, as something with the buffer protocol. Raises Replaced, if the server can tell."""
+
+    @abstractmethod
+    def list(self) -> list[str] | None:
+        """Names of the objects, without those in folders; None if this kind of server cannot list."""
+
+
+class Address(NamedTuple):
+    """The URL of a folder of objects."""
+
+    url: str
+    """Without a slash at its end. May contain credentials."""
+    query: str = ""
+
+    @staticmethod
+    def of(url: str) -> tuple[Address, str]:
+        """The address of a folder, and the name of a file in it; "" for the folder itself, which lacks a suffix of files."""
+        parts = urlsplit(url)
+        path, name = parts.path.rstrip("/"), ""
+        if path.endswith((".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".metadata")):
+            path, _, name = path.rpartition("/")
+        return Address(urlunsplit((parts.scheme, parts.netloc, path, "", "")), parts.query), name
+
+    @property
+    def scheme(self) -> str:
+        return urlsplit(self.url).scheme
+
+    def __str__(self) -> str:
+        """Without user, password and query."""
+        parts = urlsplit(self.url)
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def connect(address: Address) -> Client:
+    """Raises CheckpointError if no client is installed for the scheme, or it does not take the address."""
+    scheme = address.scheme
+    makers: list[tuple[str, Callable[[Any, Address], Client]]] = []
+    if scheme in _OBSTORE:
+        makers.append(("obstore.store", ObstoreClient))
+    makers.append(("fsspec", FsspecClient))
+    reasons = []
+    for library, make in makers:
+        try:
+            return make(importlib.import_module(library), address)
+        except ImportError as error:
+            reasons.append(str(error.name or library))
+        except Exception as error:
+            raise CheckpointError(f"cannot open {address}: {type(error).__name__} in {library}") from None
+    extra = _EXTRAS.get(scheme, "http" if scheme in _OBSTORE else "fsspec")
+    raise CheckpointError(
+        f"cannot open {address}: no client for {scheme}:// is installed (lacking {', '.join(reasons)}); "
+        f"pip install epload[{extra}]"
+    )
+
+
+class ObstoreClient(Client):
+    """obstore, in Rust."""
+
+    def __init__(self, library: Any, address: Address) -> None:
+        """``library``: ``obstore.store``. Retries are made above this, so that each is counted once."""
+        self._obstore = importlib.import_module("obstore")
+        self._errors = importlib.import_module("obstore.exceptions")
+        scheme = _OBSTORE[address.scheme]
+        url = address.url.replace("s3a://", "s3://", 1) + (f"?{address.query}" if address.query else "")
+        options: dict[str, Any] = {"retry_config": {"max_retries": 0}}
+        if scheme == "http" and address.scheme == "http":
+            options["client_options"] = {"allow_http": True}
+        self._store = library.from_url(url, **options)
+        self._lists = scheme != "http"
+
+    def head(self, name: str) -> Version:
+        return self._version(self._call(lambda: self._obstore.head(self._store, name)))
+
+    def get(self, name: str, begin: int, end: int, version: Version) -> Any:
+        options: dict[str, Any] = {"range": (begin, end)}
+        if version.tag.startswith('"'):
+            options["if_match"] = version.tag
+        found = self._call(lambda: self._obstore.get(self._store, name, options=options))
+        if self._version(found.meta) != version:
+            raise Replaced
+        return self._call(found.bytes)
+
+    def list(self) -> list[str] | None:
+        if not self._lists:
+            return None
+        found = self._call(lambda: self._obstore.list_with_delimiter(self._store))
+        return sorted(entry["path"] for entry in found["objects"])
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        errors = self._errors
+        try:
+            return function()
+        except (errors.NotFoundError, FileNotFoundError) as error:
+            raise Absent from error
+        except errors.PreconditionError as error:
+            raise Replaced from error
+        except errors.PermissionDeniedError as error:
+            raise Refused("access is denied (403)") from error
+        except errors.UnauthenticatedError as error:
+            raise Refused("the credentials are missing or not valid (401)") from error
+        except errors.BaseError as error:
+            raise _described(str(error)) from error
+
+    @staticmethod
+    def _version(meta: Any) -> Version:
+        return Version(meta["size"], meta["e_tag"] or str(meta["last_modified"] or ""))
+
+
+class FsspecClient(Client):
+    """Any file system of fsspec."""
+
+    def __init__(self, library: Any, address: Address) -> None:
+        url = address.url + (f"?{address.query}" if address.query else "")
+        self._fs, self._root = library.core.url_to_fs(url)
+        self._lists = address.scheme not in ("http", "https")
+
+    def head(self, name: str) -> Version:
+        try:
+            return self._version(self._info(name))
+        except FileNotFoundError as error:
+            raise Absent from error
+
+    def get(self, name: str, begin: int, end: int, version: Version) -> Any:
+        try:
+            return self._fs.cat_file(self._path(name), start=begin, end=end)
+        except FileNotFoundError as error:
+            raise Absent from error
+        except PermissionError as error:
+            raise Refused("access is denied") from error
+
+    def list(self) -> list[str] | None:
+        if not self._lists:
+            return None
+        try:
+            self._fs.invalidate_cache()
+            found = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return []
+        except PermissionError as error:
+            raise Refused("access is denied") from error
+        return sorted(entry["name"].rpartition("/")[2] for entry in found if entry["type"] == "file")
+
+    def _info(self, name: str) -> Any:
+        try:
+            self._fs.invalidate_cache()
+            return self._fs.info(self._path(name))
+        except PermissionError as error:
+            raise Refused("access is denied") from error
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+    @staticmethod
+    def _version(info: Any) -> Version:
+        for key in ("ETag", "etag", "LastModified", "mtime", "last_modified", "created"):
+            if info.get(key):
+                return Version(int(info["size"]), str(info[key]))
+        return Version(int(info["size"] or 0), "")
+
+
+def _described(text: str) -> Exception:
+    """What a client's text, which may quote the address, says about the failure."""
+    lower = text.lower()
+    if match := _STATUS.search(lower):
+        status = int(match[1])
+        if status == 404:
+            return Absent()
+        if status < 500 and status not in (408, 425, 429):
+            return Refused(f"the server answered {status}")
+        return ConnectionError(f"the server answered {status}")
+    if "certificate" in lower or "unknownissuer" in lower:
+        return Refused("its certificate is not valid for it, or not signed by an authority that this machine trusts")
+    if "builder error" in lower:
+        return Refused(
+            "the client does not take its address; an http:// endpoint has to be allowed, e.g. by AWS_ALLOW_HTTP=true"
+        )
+    if _TIMEOUT.search(lower):
+        return ConnectionError("no answer in time")
+    return ConnectionError("the connection failed")

@@ -1,0 +1,258 @@
+"""Objects as a byte store: ranges are fetched by many requests at once, each with retries, from the object that was opened."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from epload.checkpoint.byte_store import ByteStore, Folder, StoredFile
+from epload.checkpoint.remote.clients import Absent, Address, Client, Refused, Replaced, connect
+from epload.errors import CheckpointError
+
+REQUEST_BYTES = 8 << 20
+"""Most that one request asks for."""
+REQUESTS = 16
+"""At once, by each process."""
+ATTEMPTS = 7
+FIRST_PAUSE = 0.2
+"""Seconds before the second attempt, on average; each pause is twice the one before, up to LONGEST_PAUSE."""
+LONGEST_PAUSE = 8.0
+_HEAD_BYTES = 128 << 20
+"""Of an object, that are kept; more than any header has."""
+_GAP_BYTES = 64 << 10
+"""A gap that is cheaper to fetch than another request."""
+_PROBED = (
+    "model.safetensors", "model.safetensors.index.json", ".metadata", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
+"""What a folder may have on a server that cannot list."""
+T = TypeVar("T")
+
+
+class ObjectFile(StoredFile):
+    """One object, as it was when it was opened."""
+
+    def __init__(self, client: Client, name: str, url: str) -> None:
+        """Raises CheckpointError; FileNotFoundError."""
+        self.name, self._client, self._url = name, client, url
+        self._head = bytearray()
+        """The beginning of the object, as far as headers were read."""
+        self._reading = Lock()
+        try:
+            self.version = self._retry(lambda: client.head(name))
+        except Absent:
+            raise FileNotFoundError(2, "no such object", url) from None
+
+    @property
+    def nbytes(self) -> int:
+        return self.version.nbytes
+
+    @property
+    def identity(self) -> str:
+        return f"{self.version.tag} {self.nbytes}"
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Ranges that continue what was read from the beginning on, as those of a header do, are fetched once."""
+        end = min(offset + nbytes, self.nbytes)
+        if offset >= end:
+            return b""
+        with self._reading:
+            if offset > len(self._head) or end > _HEAD_BYTES:
+                return bytes(self.fetch(offset, end))
+            if end > len(self._head):
+                self._head += self.fetch(len(self._head), end)
+            return bytes(self._head[offset:end])
+
+    def fetch(self, begin: int, end: int) -> memoryview:
+        """Raises CheckpointError."""
+
+        def get() -> memoryview:
+            found = memoryview(self._client.get(self.name, begin, end, self.version))
+            if found.nbytes != end - begin:
+                raise ConnectionError(f"expected {end - begin} bytes, got {found.nbytes}")
+            return found
+
+        try:
+            return self._retry(get)
+        except Absent:
+            raise CheckpointError(f"{self} was removed after it was opened; load again") from None
+        except Replaced:
+            raise CheckpointError(f"{self} was replaced by another object while it was read; load again") from None
+
+    def changed(self) -> str:
+        try:
+            now = self._retry(lambda: self._client.head(self.name))
+        except Absent:
+            return f"{self} was removed"
+        except CheckpointError as error:
+            return f"{self} is no longer accessible ({error})"
+        if now != self.version:
+            return f"{self} was replaced by another object ({self.nbytes} bytes, now {now.nbytes})"
+        return ""
+
+    def _retry(self, call: Callable[[], T]) -> T:
+        return retried(call, str(self))
+
+    def __str__(self) -> str:
+        return self._url
+
+
+def retried(call: Callable[[], T], what: str) -> T:
+    """What ``call`` returns, after as many attempts as it takes.
+
+    Raises:
+        Absent, Replaced: as ``call`` does.
+        CheckpointError: it was refused, or failed in each of ATTEMPTS attempts.
+    """
+    pause = FIRST_PAUSE
+    for attempt in range(ATTEMPTS):
+        try:
+            return call()
+        except (Absent, Replaced, CheckpointError):
+            raise
+        except Refused as refused:
+            raise CheckpointError(f"cannot read {what}: {refused}") from None
+        except Exception as error:  # each client has its own; what they say may quote credentials
+            last = str(error) if type(error) is ConnectionError else type(error).__name__
+        if attempt + 1 < ATTEMPTS:
+            time.sleep(pause * random.uniform(0.5, 1.5))  # so that ranks do not come back together
+            pause = min(2 * pause, LONGEST_PAUSE)
+    raise CheckpointError(f"cannot read {what}: {ATTEMPTS} attempts failed, the last: {last}; load again later")
+
+
+class ObjectFolder(Folder):
+    """The objects under one address."""
+
+    def __init__(self, address: Address) -> None:
+        """Raises CheckpointError."""
+        self._address = address
+        self._client = connect(address)
+
+    def names(self) -> list[str]:
+        try:
+            found = retried(self._client.list, str(self))
+        except Absent:
+            return []
+        return sorted(self.present(_PROBED)) if found is None else found
+
+    def present(self, names: Sequence[str]) -> set[str]:
+        def exists(name: str) -> bool:
+            try:
+                retried(lambda: self._client.head(name), self.path_of(name))
+            except Absent:
+                return False
+            return True
+
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            return {name for name, found in zip(names, pool.map(exists, names), strict=True) if found}
+
+    @contextmanager
+    def open(self, names: Sequence[str]) -> Iterator[list[StoredFile]]:
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            files = list(pool.map(lambda name: ObjectFile(self._client, name, self.path_of(name)), names))
+        yield list(files)
+
+    def store(self, files: Sequence[StoredFile], metadata: Sequence[StoredFile] = ()) -> ByteStore:
+        objects, others = ([file for file in each if isinstance(file, ObjectFile)] for each in (files, metadata))
+        return ObjectStore(objects, others)
+
+    def path_of(self, name: str) -> str:
+        return f"{self._address}/{name}"
+
+    def __str__(self) -> str:
+        return str(self._address)
+
+
+class _Request(NamedTuple):
+    """Bytes [begin, end) of a file, and which rows of the ranges they have parts of."""
+
+    file: int
+    begin: int
+    end: int
+    rows: range
+
+
+class ObjectStore(ByteStore):
+    """Objects, read by requests that run at once."""
+
+    def __init__(self, files: Sequence[ObjectFile], metadata: Sequence[ObjectFile] = ()) -> None:
+        """Arguments are those of :meth:`Folder.store`."""
+        self.files: Sequence[ObjectFile] = files
+        self._all = [*metadata, *files]
+        self._pool: ThreadPoolExecutor | None = None
+
+    def changed(self) -> str:
+        return next(filter(None, self._threads().map(ObjectFile.changed, self._all)), "")
+
+    def reopen(self) -> None:
+        if changed := self.changed():
+            raise CheckpointError(f"{changed} after it was opened; load again")
+
+    def read(self, ranges: Tensor, buffer: Tensor) -> None:
+        order = torch.argsort(ranges[:, 1], stable=True)
+        rows = ranges[order[torch.argsort(ranges[order, 0], stable=True)]].tolist()
+        into = memoryview(buffer.numpy())  # type: ignore[arg-type]
+        jobs = [self._threads().submit(partial(self._fetch, request, rows, into)) for request in _requests(rows)]
+        done, left = wait(jobs, return_when=FIRST_EXCEPTION)
+        for job in left:
+            job.cancel()
+        wait(left)  # none writes to the buffer after this
+        for job in done:
+            job.result()
+
+    def _fetch(self, request: _Request, rows: Sequence[Sequence[int]], into: memoryview) -> None:
+        file = self.files[request.file]
+        if request.end > file.nbytes:
+            raise CheckpointError(f"{file} ends at byte {file.nbytes}, but its header describes more")
+        content = file.fetch(request.begin, request.end)
+        for i in request.rows:
+            _, offset, at, nbytes = rows[i]
+            begin, end = max(offset, request.begin), min(offset + nbytes, request.end)
+            if begin < end:
+                at += begin - offset
+                into[at : at + end - begin] = content[begin - request.begin : end - request.begin]
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(REQUESTS, "epload-get")
+        return self._pool
+
+
+def _requests(rows: Sequence[Sequence[int]]) -> list[_Request]:
+    """Joins ranges that are close to each other in a file, and cuts them to the size of a request.
+
+    Args:
+        rows: file, offset, place in the buffer, bytes; sorted by file and offset.
+    """
+    found: list[_Request] = []
+    first = 0
+    end = -1
+    for i, (file, offset, _, nbytes) in enumerate(rows):
+        last = i + 1 == len(rows)
+        end = max(end, offset + nbytes)
+        if not last and rows[i + 1][0] == file and rows[i + 1][1] - end <= _GAP_BYTES:
+            continue
+        for begin in range(rows[first][1], end, REQUEST_BYTES):
+            found.append(_Request(file, begin, min(begin + REQUEST_BYTES, end), range(first, i + 1)))
+        first, end = i + 1, -1
+    return found
+
+
+def parse(source: object) -> tuple[Address, str] | None:
+    """The folder and the file that a URL names; None for what is no URL."""
+    if not isinstance(source, str) or "://" not in source:
+        return None
+    return Address.of(source)

@@ -1,0 +1,164 @@
+"""An inference engine's model as the target of a receiver: filled as its own ``load_weights`` would fill it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from epload.checkpoint.manifest import Manifest
+from epload.core.placement import OwnedRegion
+from epload.core.views import View
+from epload.errors import LoadError, ModelMismatch
+from epload.planning.shares import Part, Share, ShareBuilder, parts_of_view
+from epload.recording import LoadWeights, Recording, record
+
+_MOST_SHOWN = 5
+
+
+class EngineModel:
+    """A model that an engine fills with ``load_weights``, for :class:`epload.WeightReceiver`.
+
+    The receiver records what ``load_weights`` does with each tensor of the sender. What it copies arrives where it belongs,
+    without the rest of the tensor. Tensors with which it does anything else are received in full, and given to it by
+    :meth:`WeightReceiver.commit`.
+
+    Example::
+
+        receiver = epload.WeightReceiver(epload.EngineModel(model), "trainer0:29600")
+    """
+
+    def __init__(self, model: nn.Module, load_weights: LoadWeights | None = None) -> None:
+        """
+        Args:
+            model: with storage.
+            load_weights: takes an iterable of names and full tensors; the model's own if None.
+
+        Raises:
+            TypeError: the model has none.
+        """
+        if load_weights is None:
+            load_weights = getattr(model, "load_weights", None)
+            if load_weights is None:
+                raise TypeError(f"expected a model with load_weights, got a {type(model).__name__}; pass load_weights=")
+        self.model = model
+        self.load_weights = load_weights
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All parameters and buffers as ``load_weights`` fills them, under all of their names."""
+        found: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        return found | dict(self.model.named_buffers(remove_duplicate=False))
+
+    # What engines override that change parameters after loading, for example to quantize or repack them.
+
+    def recordable(self) -> AbstractContextManager[None]:
+        """The model has the tensors that ``load_weights`` fills, perhaps on meta."""
+        return nullcontext()
+
+    def begin(self, recording: Recording) -> None:
+        """Called before a version is copied in; afterwards the model has the tensors that ``load_weights`` fills. Called again
+        without :meth:`finish` if the version could not be copied."""
+
+    def finish(self) -> None:
+        """Called when they have the version."""
+
+
+class EngineTarget:
+    """See :class:`~epload.sync.targets.Target`."""
+
+    def __init__(self, engine: EngineModel, strict: bool) -> None:
+        self._engine = engine
+        self._strict = strict
+        self._recording: Recording | None = None
+        self._names: list[str] = []
+        """Of the targets that are filled directly; they come first among the local tensors."""
+        self._layouts: list[tuple[object, ...]] = []
+        self._whole: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._full: list[Tensor] = []
+
+    def share(self, manifest: Manifest) -> Share:
+        engine = self._engine
+        with engine.recordable():
+            tensors = engine.tensors()
+            recording = record(engine.load_weights, manifest, tensors)
+        if self._strict:
+            self._check(recording)
+        numbers: dict[str, int] = {}
+        for places in recording.regions:
+            for name, _ in places:
+                numbers.setdefault(name, len(numbers))
+        self._recording, self._names = recording, list(numbers)
+        self._layouts = [_layout(tensors[name]) for name in self._names]
+        whole = {name for group in recording.whole for name in group.names}
+        self._whole = []
+        builder = ShareBuilder(len(manifest.names))
+        columns = zip(manifest.names, manifest.shapes, manifest.dtypes, recording.regions, strict=True)
+        for number, (name, shape, dtype, places) in enumerate(columns):
+            if name in whole:
+                local = len(numbers) + len(self._whole)
+                self._whole.append((name, torch.Size(shape), dtype))
+                key: tuple[object, ...] = ("whole", shape, dtype)
+                if not builder.add_alike(number, (local,), key):
+                    builder.add(number, (local,), dtype, key, _whole_parts(shape))
+            elif places:
+                of = tuple(numbers[target] for target, _ in places)
+                views = [(view, tuple(tensors[target].shape)) for target, view in places]
+                found = {tensors[target].dtype for target, _ in places}
+                kept = found.pop() if len(found) == 1 else dtype
+                key = (shape, kept, *((id(view), target) for view, target in views))
+                if not builder.add_alike(number, of, key):
+                    builder.add(number, of, kept, key, _parts(views, shape))
+        return builder.build()
+
+    def tensors(self) -> list[Tensor]:
+        assert self._recording is not None
+        self._engine.begin(self._recording)
+        tensors = self._engine.tensors()
+        found = [tensors[name] for name in self._names if name in tensors]
+        if [_layout(tensor) for tensor in found] != self._layouts:
+            raise LoadError("the engine's model has other tensors than when it was recorded; make a new WeightReceiver")
+        self._full = [torch.empty(shape, dtype=dtype) for _, shape, dtype in self._whole]
+        return [*(tensor.detach() for tensor in found), *self._full]
+
+    def finish(self) -> None:
+        recording, engine = self._recording, self._engine
+        assert recording is not None
+        tensors = engine.tensors()
+        recording.fill(tensors)
+        if self._whole:
+            named = zip((name for name, _, _ in self._whole), self._full, strict=True)
+            recording.load_whole(engine.load_weights, named, tensors)
+        self._full = []
+        engine.finish()
+
+    def _check(self, recording: Recording) -> None:
+        """Raises ModelMismatch if parameters would keep values that no tensor of the sender gives."""
+        parameters = dict(self._engine.model.named_parameters(remove_duplicate=False))
+        written = {id(parameters[name]) for name in recording.written if name in parameters}
+        missing = [name for name in recording.unwritten if name in parameters]
+        missing = [name for name in missing if name in recording.written or id(parameters[name]) not in written]
+        if missing and not recording.unseen:
+            listed = f"{', '.join(missing[:_MOST_SHOWN])}{', ...' * (len(missing) > _MOST_SHOWN)}"
+            raise ModelMismatch(
+                f"with the tensors that the sender has, load_weights leaves {len(missing)} of the engine's parameters unwritten, "
+                f"in part or as a whole ({listed}); pass strict=False if they are to keep their values",
+                missing_keys=missing,
+            )
+
+
+def _parts(views: list[tuple[View, tuple[int, ...]]], shape: tuple[int, ...]) -> list[Part]:
+    return [
+        part
+        for place, (view, target) in enumerate(views)
+        for part in parts_of_view(view, shape, [OwnedRegion((0,) * len(target), target, (0,) * len(target))], place)
+    ]
+
+
+def _whole_parts(shape: tuple[int, ...]) -> list[Part]:
+    zeros = (0,) * len(shape)
+    return [] if 0 in shape else [Part(zeros, shape, zeros, tuple(range(len(shape))))]
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype

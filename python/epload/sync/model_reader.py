@@ -1,0 +1,38 @@
+"""Reads a model's tensors, version after version: the whole model once, then only that it has not changed."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from epload.model.devices import devices_of
+from epload.model.materialize import cpu_offloaded_ids
+from epload.model.modules import Modules
+from epload.model.snapshot import Snapshot
+from epload.model.targets import Targets, collect
+
+
+class ModelReader:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._snapshot: Snapshot | None = None
+
+    def read(self) -> Targets:
+        """The model's targets. Reshards FSDP2 modules.
+
+        Raises:
+            ModelMismatch: see :func:`epload.model.targets.collect`.
+            ValueError: a tensor is on meta, or tensors are on several accelerators.
+        """
+        known = self._snapshot.read(self.model, ()) if self._snapshot is not None else None
+        if known is not None:
+            return known[0]
+        modules = Modules(self.model)
+        targets = collect(self.model, modules=modules)
+        for name, tensor in zip(targets.names, targets.tensors, strict=True):
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name} is on meta; give the model storage first, for example by loading a checkpoint"
+                )
+        devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), ())
+        self._snapshot = Snapshot(self.model, modules, targets, devices, ())
+        return targets

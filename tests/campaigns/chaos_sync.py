@@ -1,0 +1,271 @@
+"""A campaign of seeded faults in live weight sync, each judged: whoever lives holds one whole version, hears of a failure in
+time, and leaves nothing behind.
+
+    python -m campaigns.chaos_sync --faults 30 --seed 0
+
+A trainer of two ranks, an engine of two and one of one sync four versions; one rank has a fault at some point of the second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+from unittest import mock
+
+import epload
+from epload.control.control import Control
+from epload.sync import lobby
+from epload.sync.lobby import Attendance, Lobby
+from epload.transport.engine import Engine
+from support.jobs import Job, Meeting, run
+from support.ranks import RankFailed
+from support.synced_models import build, check, write
+
+TIMEOUT = 5.0
+IN_TIME = 4 * TIMEOUT + 20
+"""Seconds that a call may take: waits of a timeout may follow one another, and this machine may be busy."""
+VERSIONS = 4
+KINDS = ("kill", "stop", "raise", "memory", "slow", "wrong version", "late", "leave")
+PHASES = ("offer", "ready", "data", "commit", "apply")
+VICTIMS = ("trainer 0", "trainer 1", "pair 0", "pair 1", "single 0")
+
+
+class Fault(NamedTuple):
+    kind: str
+    phase: str
+    victim: str
+    wave: int
+    stage: str
+    verify: str
+
+    @classmethod
+    def of(cls, seed: int) -> Fault:
+        chance = random.Random(seed)
+        kind, phase, victim = chance.choice(KINDS), chance.choice(PHASES), chance.choice(VICTIMS)
+        if kind in ("wrong version", "late", "leave"):
+            victim = "single 0"
+        if victim.startswith("trainer") and phase == "apply":
+            phase = "data"
+        stage, verify = chance.choice(("host", "none")), chance.choice(("off", "buckets", "full"))
+        return cls(kind, phase, victim, chance.randrange(4), stage, verify)
+
+    @property
+    def dies(self) -> bool:
+        return self.kind in ("kill", "stop")
+
+
+def act(fault: Fault) -> None:
+    """What happens to the victim."""
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault.kind == "stop":
+        victim = os.getpid()
+        if os.fork() == 0:  # ends the victim once the others must have given it up
+            time.sleep(2 * TIMEOUT)
+            with suppress(OSError):
+                os.kill(victim, signal.SIGKILL)
+            os._exit(0)
+        os.kill(victim, signal.SIGSTOP)
+    if fault.kind == "raise":
+        raise RuntimeError("a fault of the campaign")
+    if fault.kind == "memory":
+        raise MemoryError("no memory left, by the campaign")
+    if fault.kind == "slow":
+        time.sleep(TIMEOUT / 3)
+
+
+@contextmanager
+def armed(fault: Fault, mine: bool, phase: str) -> Iterator[None]:
+    """A context in which the victim's fault happens when it comes to its phase."""
+    if not mine or fault.phase != phase or fault.kind not in ("kill", "stop", "raise", "memory", "slow"):
+        yield
+        return
+    patches: dict[str, tuple[type, str, Callable[[tuple[Any, ...]], bool]]] = {
+        "offer": (Lobby if fault.victim.startswith("trainer") else Attendance, "offer", lambda args: True),
+        "ready": (Control, "settle", lambda args: args[1] == "getting ready"),
+        "commit": (Control, "settle", lambda args: args[1] == "committing the version"),
+        "data": (Engine, "_move", lambda args: args[1].index == fault.wave),
+    }
+    kind, name, applies = patches[phase]
+    if phase == "offer" and kind is Attendance:
+        name = "accept"
+    original, done = getattr(kind, name), threading.Event()
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if applies(args) and not done.is_set():
+            done.set()
+            act(fault)
+        return original(*args, **kwargs)
+
+    with mock.patch.object(kind, name, patched):
+        yield
+
+
+@contextmanager
+def small() -> Iterator[None]:
+    with (
+        mock.patch("epload.sync.epoch.WAVE_BYTES", 60_000),
+        mock.patch("epload.planning.schedule.MIN_WAVE_BYTES", 10_000),
+        mock.patch.object(lobby, "LEASE_SECONDS", 3.0),
+        mock.patch.object(lobby, "_BEAT_SECONDS", 0.3),
+    ):
+        yield
+
+
+def call(step: Callable[[], Any]) -> tuple[str, float]:
+    """The error's text, and the seconds that it took."""
+    began = time.monotonic()
+    try:
+        step()
+        return "", time.monotonic() - began
+    except (epload.LoadError, ValueError, RuntimeError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+
+
+def left_over() -> list[str]:
+    """Threads of epload that still run, once they had a moment to end."""
+    until = time.monotonic() + 5
+    while True:
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("epload-")]
+        if not names or time.monotonic() > until:
+            return names
+        time.sleep(0.05)
+
+
+def trainer(rank: int, meeting: Meeting, fault: Fault) -> dict[str, Any]:
+    mine = fault.victim == f"trainer {rank}"
+    found: list[Any] = []
+    with small():
+        model = build("fsdp", 2)
+        receivers = 2 if fault.kind == "late" else 3
+        sender = epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=TIMEOUT, verify=fault.verify)
+        meeting.say(f"address-{rank}", sender.address)
+        for version in range(1, VERSIONS + 1):
+            write(model, version)
+            with (
+                armed(fault, mine and version == 2, "offer"),
+                armed(fault, mine and version == 2, "ready"),
+                armed(fault, mine and version == 2, "data"),
+                armed(fault, mine and version == 2, "commit"),
+            ):
+                found.append((version, *call(lambda v=version: sender.send_weights(v))))  # type: ignore[misc]
+        sender.close()
+        meeting.say(f"over-{rank}")
+    return {"calls": found, "left": left_over()}
+
+
+def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, Any]:
+    mine = fault.victim == f"{name} {rank}"
+    found: list[Any] = []
+    wrong: list[str] = []
+    if mine and fault.kind == "late":
+        time.sleep(0.5 * fault.wave)
+    with small():
+        model = build("tp0" if name == "pair" else "plain", 2 if name == "pair" else 1)
+        receiver = epload.WeightReceiver(
+            model, meeting.hear("address-0"), timeout=TIMEOUT, stage=fault.stage, verify=fault.verify
+        )
+        for number in range(1, 2 * VERSIONS + 1):
+            now = mine and number == 2
+            if now and fault.kind == "leave":
+                receiver.close()
+                break
+            asked = 77 if now and fault.kind == "wrong version" else None
+            with (
+                armed(fault, now, "offer"),
+                armed(fault, now, "ready"),
+                armed(fault, now, "data"),
+                armed(fault, now, "commit"),
+            ):
+                text, seconds = call(lambda a=asked: receiver.receive_weights(a))  # type: ignore[misc]
+            if not text:
+                if now and fault.phase == "apply" and fault.dies:
+                    act(fault)
+                text, more = call(receiver.commit)
+                seconds += more
+            if receiver.version is not None:
+                try:
+                    check(model, receiver.version)
+                except AssertionError as error:
+                    wrong.append(f"version {receiver.version}: {error}")
+            found.append((receiver.version, text, seconds))
+            if receiver.version == VERSIONS or "store is lost" in text or "closed" in text:
+                break
+        receiver.close()
+    return {"calls": found, "wrong": wrong, "left": left_over()}
+
+
+def judge(seed: int) -> tuple[str, str]:
+    """The verdict on one fault, and why."""
+    fault = Fault.of(seed)
+    dying = {victim: (int(victim[-1]),) if fault.victim == victim and fault.dies else () for victim in VICTIMS}
+
+    def of(name: str) -> tuple[int, ...]:
+        return tuple(rank for victim, ranks in dying.items() if victim.startswith(name) for rank in ranks)
+
+    try:
+        jobs = run(
+            [
+                Job(2, trainer, (fault,), of("trainer")),
+                Job(2, engine, (fault, "pair"), of("pair")),
+                Job(1, engine, (fault, "single"), of("single")),
+            ],
+            limit=300,
+        )
+    except RankFailed as error:
+        hung = "did not answer" in str(error) or "stack at the limit" in str(error)
+        return "hang" if hung else "failed", f"{fault}\n{error}"
+    answers = [answer for job in jobs for answer in job if answer is not None]
+    problems = []
+    for answer in answers:
+        if answer.get("wrong"):
+            return "wrong", f"{fault}: {answer['wrong']}"
+        if answer["left"]:
+            problems.append(("leak", f"{fault}: threads {answer['left']}"))
+        if late := [one for one in answer["calls"] if one[-1] > IN_TIME]:
+            problems.append(("late", f"{fault}: {late}"))
+    sent = [answer["calls"] for answer in jobs[0] if answer is not None]
+    for version, text, _ in sent[0] if sent else ():
+        others = {one[1] for calls in sent for one in calls if one[0] == version}
+        if len(others) > 1:
+            problems.append(("differ", f"{fault}: {others}"))
+        got = {answer["calls"][-1][0] for job in jobs[1:] for answer in job if answer is not None}
+        if not text and version == VERSIONS and fault.kind not in ("leave",) and VERSIONS not in got:
+            problems.append(("failed", f"{fault}: the last version was sent, but the receivers hold {got}"))
+    if not fault.dies and sent and sent[0][-1][1]:
+        problems.append(("failed", f"{fault}: the last version was not sent: {sent[0][-1][1]}"))
+    return problems[0] if problems else ("right", str(fault))
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--faults", type=int, default=30)
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--seconds", type=float, default=float("inf"), help="start no fault after so many")
+    given = arguments.parse_args()
+    began, verdicts = time.monotonic(), Counter[str]()
+    for seed in range(given.seed, given.seed + given.faults):
+        if time.monotonic() - began > given.seconds:
+            break
+        verdict, why = judge(seed)
+        verdicts[verdict] += 1
+        print(f"seed {seed}: {verdict}: {why if verdict != 'right' else why.splitlines()[0]}", flush=True)
+    bad = sum(verdicts.values()) - verdicts["right"]
+    counts = ", ".join(
+        f"{verdicts[kind]} {kind}" for kind in ("right", "hang", "wrong", "leak", "late", "differ", "failed")
+    )
+    print(f"{sum(verdicts.values())} faults in {time.monotonic() - began:.0f} s: {counts}")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

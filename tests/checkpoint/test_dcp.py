@@ -1,0 +1,338 @@
+"""Folders of torch.distributed.checkpoint: any saved world size into any present one, equal to dcp.load bit for bit."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import epload
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, Topology
+from support import ranks
+from support.checkpoints import assert_same, raw_bytes, read_all, tensor
+from support.checks import all_fine, differences, full_values
+from support.dcp_checkpoints import FORMATS, MODELS, folder_of, save_all, sharded
+from support.readers import small_waves
+
+WORLDS = (1, 3, 4)
+READERS = ("every", "one", "partitioned", "per_node", "auto")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """By the number of ranks that saved."""
+    folders = {}
+    for world in WORLDS:
+        folders[world] = tmp_path_factory.mktemp(f"saved-by-{world}")
+        ranks.run(world, save_all, folders[world])
+    return folders
+
+
+def _load_all(rank: int, folders: dict[int, Path], world: int) -> list[str]:
+    small_waves()
+    nodes = [[0, 1], [2, 3]] if world == 4 else [list(range(world))]
+    problems, turn, topology = [], 0, Topology.from_nodes(nodes)
+    for name in MODELS:
+        expected = sharded(name, values=True)
+        for saved_by, folder in folders.items():
+            for form in FORMATS:
+                path = folder_of(folder, name, form)
+                model, readers = sharded(name, values=False, on="meta"), READERS[turn % len(READERS)]
+                verify = ("off", "full")[turn % 2]
+                turn += 1
+                what = f"{name} saved by {saved_by} as {form}, {readers}, verify={verify}"
+                with HierarchicalLoader(topology, readers=readers, bucket_bytes=300, verify=verify) as loader:
+                    # What has no elements is not in the safetensors files.
+                    report = loader.load(model, path)
+                    problems += [f"{what}: {text}" for text in differences(expected, model)]
+                    with torch.no_grad():
+                        for value in model.state_dict(keep_vars=True).values():
+                            value.copy_(torch.zeros_like(value))
+                    loader.load(model, path)
+                    problems += [f"{what}, again: {text}" for text in differences(expected, model)]
+                if form == "torch" and set(report.ignored_keys) != {"optim", "epoch"}:
+                    problems.append(f"{what}: reports {report.ignored_keys} as ignored")
+    return problems
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_any_world_size_into_any_other(world: int, saved: dict[int, Path]) -> None:
+    all_fine(ranks.run(world, _load_all, saved, world))
+
+
+def _against_dcp(rank: int, folder: Path) -> list[str]:
+    problems = []
+    for name in MODELS:
+        theirs, ours = (sharded(name, values=True, salt=99) for _ in range(2))
+        state = {"model": theirs.state_dict()}
+        dcp.load(state, checkpoint_id=folder_of(folder, name, "torch"))
+        epload.load(ours, folder_of(folder, name, "torch"), progress=False)
+        problems += [f"{name}: {text}" for text in differences(theirs, ours)]
+        if list(differences(ours, sharded(name, values=True, salt=99))) == []:
+            problems.append(f"{name}: nothing was loaded")
+    return problems
+
+
+def test_equal_to_dcp_load(saved: dict[int, Path]) -> None:
+    all_fine(ranks.run(4, _against_dcp, saved[3]))
+
+
+# ---- one process ----
+
+
+def test_whole_tensors_and_any_pieces(saved: dict[int, Path]) -> None:
+    """Of tensors in boxes that several ranks wrote."""
+    for name, (make, _) in MODELS.items():
+        expected = full_values(make())
+        for world, folder in saved.items():
+            for form in FORMATS:
+                checkpoint = Checkpoint.open(folder_of(folder, name, form))
+                kept = {key: value for key, value in expected.items() if value.numel() or form == "torch"}
+                assert_same(read_all(checkpoint), kept)
+                _check_pieces(checkpoint, kept, world)
+
+
+def _check_pieces(checkpoint: Checkpoint, values: dict[str, torch.Tensor], seed: int) -> None:
+    """Pieces that begin and end inside elements."""
+    generator = torch.Generator().manual_seed(seed)
+    pieces, at, expected = [], 0, bytearray()
+    for number, key in enumerate(checkpoint.manifest.names):
+        raw = raw_bytes(values[key])
+        if not raw:
+            continue
+        for _ in range(3):
+            begin, end = sorted(torch.randint(0, len(raw) + 1, (2,), generator=generator).tolist())
+            if begin < end:
+                pieces.append(epload.Piece(number, begin, at, end - begin))
+                expected += raw[begin:end]
+                at += end - begin
+    bucket = torch.empty(at, dtype=torch.uint8)
+    checkpoint.fill(bucket, pieces)
+    assert bytes(bucket.tolist()) == bytes(expected)
+
+
+def _save(folder: Path, state: dict[str, Any]) -> Path:
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+SMALL = {"a.weight": tensor(1, (4, 3)), "b": tensor(2, (5,), torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("state", "prefix"),
+    [
+        (SMALL, ""),
+        ({"model": SMALL, "step": 3}, ""),
+        ({"state_dict": SMALL, "optim": {"x": torch.ones(2)}}, ""),
+        ({"app": {"model": SMALL, "optim": {"x": torch.ones(2)}}}, ""),
+        ({"weights": SMALL}, ""),
+        ({"ema": SMALL, "model": {"a.weight": torch.zeros(4, 3)}}, "ema"),
+        ({"app": {"ema": SMALL, "model": {"b": torch.zeros(1)}}}, "app.ema."),
+    ],
+    ids=["flat", "model", "state_dict", "app.model", "only key", "prefix", "nested prefix"],
+)
+def test_where_the_model_is(state: dict[str, Any], prefix: str, tmp_path: Path) -> None:
+    assert_same(read_all(Checkpoint.open(_save(tmp_path, state), prefix=prefix)), SMALL)
+
+
+def test_a_submodule_named_model_is_no_key(tmp_path: Path) -> None:
+    """In a flat state dict its name is part of the names."""
+    state = {"model.layer.weight": tensor(1, (3, 2)), "model.norm": tensor(2, (2,))}
+    assert_same(read_all(Checkpoint.open(_save(tmp_path, state))), state)
+
+
+def test_prefixes_that_select_nothing(tmp_path: Path) -> None:
+    _save(tmp_path / "saved", SMALL)
+    with pytest.raises(CheckpointError, match=r"no tensor is under prefix='ema'; there are a\.weight, b"):
+        Checkpoint.open(tmp_path / "saved", prefix="ema")
+    torch.save(SMALL, tmp_path / "a.pt")
+    for source in (tmp_path / "a.pt", tmp_path, SMALL, Checkpoint.open(SMALL)):
+        with pytest.raises(ValueError, match="prefix='ema' is "):
+            Checkpoint.open(source, prefix="ema")
+
+
+def test_another_prefix_is_another_checkpoint(tmp_path: Path) -> None:
+    """Also for a loader that knows the folder."""
+    other = {key: value + 1 for key, value in SMALL.items()}
+    _save(tmp_path, {"model": SMALL, "ema": other})
+    known = Checkpoint.open(tmp_path).manifest
+    assert_same(read_all(Checkpoint.open(tmp_path, known)), SMALL)
+    assert_same(read_all(Checkpoint.open(tmp_path, known, "ema")), other)
+
+
+def test_items_of_one_shape_may_lie_differently(tmp_path: Path) -> None:
+    """An item with another archive than the first of its shape is read for itself."""
+    _save(tmp_path, {"a": tensor(1, (6,)), "b": tensor(2, (6,))})
+    path = tmp_path / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    with (tmp_path / "__0_0.distcp").open("ab") as file:
+        stream = io.BytesIO()
+        torch.save(tensor(3, (9,))[3:].requires_grad_(), stream)  # a view, and the same length with padding
+        item = next(info for index, info in metadata.storage_data.items() if index.fqn == "b")
+        item.offset, item.length = file.tell(), len(stream.getvalue())
+        file.write(stream.getvalue())
+    path.write_bytes(pickle.dumps(metadata))
+    assert_same(read_all(Checkpoint.open(tmp_path)), {"a": tensor(1, (6,)), "b": tensor(3, (9,))[3:]})
+
+
+# ---- what is wrong ----
+
+
+class _Call:
+    def __init__(self, function: Any, *args: Any) -> None:
+        self._call = function, args
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+def _in_metadata(change: Any) -> Any:
+    def make(folder: Path) -> None:
+        path = folder / ".metadata"
+        metadata = pickle.loads(path.read_bytes())
+        change(metadata)
+        path.write_bytes(pickle.dumps(metadata))
+
+    return make
+
+
+def _hostile_item(folder: Path) -> None:
+    """A payload whose pickle calls a function; its item has another length than all others."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    stream = io.BytesIO()
+    torch.save(_Call(os.mkdir, str(folder / "executed")), stream)
+    item = next(info for index, info in metadata.storage_data.items() if index.fqn == "b")
+    item.offset, item.length = (folder / "__0_0.distcp").stat().st_size, len(stream.getvalue())
+    with (folder / "__0_0.distcp").open("ab") as file:
+        file.write(stream.getvalue())
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def _set(name: str, value: Any) -> Any:
+    return lambda metadata: setattr(metadata, name, value)
+
+
+def _laughs() -> list[Any]:
+    """2 ** 60 elements in a few hundred bytes."""
+    values: list[Any] = [0]
+    for _ in range(60):
+        values = [values, values]
+    return values
+
+
+def _chunk(metadata: Any) -> Any:
+    return metadata.state_dict_metadata["a.weight"].chunks[0]
+
+
+def _info(metadata: Any) -> Any:
+    return next(iter(metadata.storage_data.values()))
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "calls a function": (
+        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(_Call(os.mkdir, str(folder / "executed")))),
+        r"\.metadata: refused to load: the pickle names posix\.mkdir",
+    ),
+    "calls one inside": (
+        lambda folder: _in_metadata(_set("planner_data", _Call(os.mkdir, str(folder / "executed"))))(folder),
+        r"refused to load: the pickle names posix\.mkdir",
+    ),
+    "builtins": (
+        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(_Call(getattr, "a", "upper"))),
+        r"refused to load: the pickle names builtins\.getattr",
+    ),
+    "payload calls a function": (_hostile_item, r"distcp \(b, at byte \d+\): expected a tensor as torch\.save writes it"),
+    "not a pickle": (lambda folder: (folder / ".metadata").write_bytes(b"hello"), "not the metadata of a DCP checkpoint"),
+    "empty": (lambda folder: (folder / ".metadata").write_bytes(b""), "not the metadata of a DCP checkpoint"),
+    "another object": (
+        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({"a": 1})), "not the metadata of a DCP checkpoint"
+    ),
+    "file outside": (
+        _in_metadata(lambda m: setattr(_info(m), "relative_path", "../../etc/passwd")),
+        r"expected a plain file name in the checkpoint's own folder, got '\.\./\.\./etc/passwd'",
+    ),
+    "file missing": (lambda folder: (folder / "__0_0.distcp").unlink(), r"cannot read .*__0_0\.distcp"),
+    "file truncated": (
+        lambda folder: os.truncate(folder / "__0_0.distcp", 200), "has 200 bytes, but .* is to end at byte .*copy it again"
+    ),
+    "hole": (
+        _in_metadata(lambda m: setattr(_chunk(m), "sizes", torch.Size([3, 3]))),
+        r"a\.weight of shape \[4, 3\] has chunks for only 9 of its 12 elements",
+    ),
+    "overlap": (
+        _in_metadata(lambda m: m.state_dict_metadata["a.weight"].chunks.append(
+            type(_chunk(m))(torch.Size([0, 0]), torch.Size([2, 3])))),
+        r"a\.weight of shape \[4, 3\] has chunks at \[0, 0\] and \[0, 0\] that overlap",
+    ),
+    "outside": (
+        _in_metadata(lambda m: setattr(m.state_dict_metadata["a.weight"], "size", torch.Size([2, 3]))),
+        r"a\.weight of shape \[2, 3\] has a chunk at \[0, 0\] of \[4, 3\], which reaches outside",
+    ),
+    "no such chunk": (
+        _in_metadata(lambda m: setattr(_chunk(m), "offsets", torch.Size([1, 0]))), r"no file has the chunk of a\.weight at"
+    ),
+    "another dtype": (
+        _in_metadata(lambda m: setattr(m.state_dict_metadata["a.weight"].properties, "dtype", torch.int32)),
+        r"expected torch\.int32 \[4, 3\] by the metadata, got torch\.float32 \[4, 3\]",
+    ),
+    "compressed": (
+        _in_metadata(lambda m: setattr(_info(m), "transform_descriptors", ["zstd"])), "saved through an extension .*zstd"
+    ),
+    "a list of lists of lists": (
+        _in_metadata(lambda m: setattr(_info(m), "offset", _laughs())), "expected non-negative integers, got a tuple"
+    ),
+    "negative offset": (_in_metadata(lambda m: setattr(_info(m), "offset", -4)), "expected non-negative integers, got"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_named(what: str, tmp_path: Path) -> None:
+    make, message = WRONG[what]
+    make(_save(tmp_path / "saved", SMALL))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Checkpoint.open(tmp_path / "saved")
+    assert len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "saved" / "executed").exists()
+
+
+def test_a_pickle_changes_no_class(tmp_path: Path) -> None:
+    """State that a pickle sets on a class itself stays in the pickle."""
+    module, name = b"torch.distributed.checkpoint.metadata", b"Metadata"
+    body = b"c" + module + b"\n" + name + b"\n" + b"N}" + b"X\x05\x00\x00\x00owned" + b"I1\ns\x86b."
+    (_save(tmp_path / "saved", SMALL) / ".metadata").write_bytes(b"\x80\x02" + body)
+    with pytest.raises(CheckpointError, match="not the metadata"):
+        Checkpoint.open(tmp_path / "saved")
+    assert not hasattr(dcp.metadata.Metadata, "owned")
+
+
+def _replaced(rank: int, folder: Path, readers: str) -> list[str]:
+    """One rank's folder is another checkpoint."""
+    path = folder / ("other" if rank == 1 else "saved")
+    model = nn.ParameterDict({"b": nn.Parameter(torch.zeros(5, dtype=torch.bfloat16), requires_grad=False)})
+    model["a"] = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(4, 3))})
+    try:
+        HierarchicalLoader(readers=readers, progress=False).load(model, path)
+    except CheckpointError as error:
+        text = str(error)
+        return [] if "__0_0.distcp is not the file that the source rank has" in text else [text]
+    return ["did not fail"]
+
+
+def test_a_rank_with_another_checkpoint(tmp_path: Path) -> None:
+    _save(tmp_path / "saved", SMALL)
+    shutil.copytree(tmp_path / "saved", tmp_path / "other")
+    raw = bytearray((tmp_path / "other" / "__0_0.distcp").read_bytes())
+    raw[:] = raw.replace(raw_bytes(SMALL["a.weight"]), bytes(48))
+    (tmp_path / "other" / "__0_0.distcp").write_bytes(raw)
+    for readers in ("every", "partitioned"):
+        all_fine(ranks.run(2, _replaced, tmp_path, readers))

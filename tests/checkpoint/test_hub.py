@@ -1,0 +1,188 @@
+"""Models on the Hugging Face Hub, from a server on loopback: what is downloaded, by whom, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, Topology
+from epload.checkpoint.remote import hub
+from support import ranks
+from support.checkpoints import assert_same, read_all, tensor
+from support.checks import all_fine
+from support.hub_server import COMMIT, TOKEN, HubServer, pointing, serving
+from support.small_model import NODES, meta_net, state_for, wrong
+
+STATE = {"weight": tensor(1, (4, 3)), "bias": tensor(2, (4,))}
+OTHERS = (
+    "README.md",
+    "tokenizer.json",
+    "generation_config.json",
+    "logo.png",
+    "onnx/model.bin",
+    "original/a.safetensors",
+)
+
+
+def _others(folder: Path) -> None:
+    for name in OTHERS:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"not for loading")
+    (folder / "config.json").write_text('{"model_type": "none"}')
+
+
+def _one_file(folder: Path) -> set[str]:
+    save_file(STATE, folder / "model.safetensors")
+    torch.save({}, folder / "pytorch_model.bin")
+    save_file({"x": torch.ones(1)}, folder / "consolidated.safetensors")
+    return {"model.safetensors", "config.json"}
+
+
+def _indexed(folder: Path) -> set[str]:
+    files = {"weight": "model-1-of-2.safetensors", "bias": "model-2-of-2.safetensors"}
+    for name, file in files.items():
+        save_file({name: STATE[name]}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    save_file({"x": torch.ones(1)}, folder / "consolidated.safetensors")
+    return {*files.values(), "model.safetensors.index.json", "config.json"}
+
+
+def _torch(folder: Path) -> set[str]:
+    torch.save(STATE, folder / "pytorch_model.bin")
+    torch.save({}, folder / "training_args.bin")
+    return {"pytorch_model.bin", "config.json"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "served"
+    folder.mkdir()
+    _others(folder)
+    _one_file(folder)
+    return folder
+
+
+@pytest.mark.parametrize("made", [_one_file, _indexed, _torch], ids=lambda f: f.__name__)
+def test_only_weights_index_and_config_come(made: Callable[[Path], set[str]], tmp_path: Path) -> None:
+    (tmp_path / "served").mkdir()
+    _others(tmp_path / "served")
+    expected = made(tmp_path / "served")
+    with serving(HubServer(tmp_path / "served")) as server, pointing(server.address, tmp_path / "cache"):
+        arrived: list[int] = []
+        checkpoint = Checkpoint.open("org/name", progress=arrived.append)
+        assert_same(read_all(checkpoint), STATE)
+        assert server.fetched == dict.fromkeys(expected, 1)
+        assert arrived
+        assert str(checkpoint.manifest.source).startswith(f"hf://org/name@{COMMIT}")
+        for source in ("org/name", "hf://org/name", "hf://org/name@v1", f"hf://org/name@{COMMIT}"):
+            assert_same(read_all(Checkpoint.open(source)), STATE)
+        assert server.fetched == dict.fromkeys(expected, 1), "the cache has them"
+
+
+def test_offline_from_the_cache(model: Path, tmp_path: Path) -> None:
+    with serving(HubServer(model)) as server:
+        with pointing(server.address, tmp_path / "cache"):
+            Checkpoint.open("org/name").close()
+        asked = server.asked
+        with pointing(server.address, tmp_path / "cache", offline=True):
+            assert_same(read_all(Checkpoint.open("hf://org/name")), STATE)
+        assert server.asked == asked
+        server.broken = True
+        with pointing(server.address, tmp_path / "cache"):
+            assert_same(read_all(Checkpoint.open("hf://org/name")), STATE)
+    with pointing(server.address, tmp_path / "cache"):  # nobody listens there
+        assert_same(read_all(Checkpoint.open("hf://org/name")), STATE)
+
+
+def test_tokens(model: Path, tmp_path: Path) -> None:
+    for number, options in enumerate(({"private": True}, {"gated": True})):
+        with serving(HubServer(model, **options)) as server, pointing(server.address, tmp_path / str(number), TOKEN):
+            assert_same(read_all(Checkpoint.open("org/name")), STATE)
+
+
+def _refused(server: HubServer, cache: Path, source: str, match: str, token: str = "", offline: bool = False) -> None:
+    with pointing(server.address, cache, token, offline), pytest.raises(CheckpointError, match=match) as caught:
+        Checkpoint.open(source)
+    assert TOKEN not in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_what_the_hub_refuses(model: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with serving(HubServer(model)) as server:
+        _refused(server, cache, "org/other", "neither such a path nor, for this user, such a model at http.*HF_TOKEN")
+        _refused(server, cache, "hf://org/name@v2", "org/name has no revision v2 at http")
+        _refused(server, cache, "org/name", "cannot be reached .*not in the cache.*hf download org/name", offline=True)
+        server.broken = True
+        _refused(server, cache, "org/name", "answered 500 for hf://org/name", TOKEN)
+    _refused(server, cache, "org/name", r"cannot be reached \(ConnectError\), and it is not in the cache", TOKEN)
+    with serving(HubServer(model, private=True)) as server:
+        _refused(server, cache, "org/name", "if it is private, log in with `hf auth login`", TOKEN + "x")
+    with serving(HubServer(model, gated=True)) as server:
+        _refused(server, cache, "org/name", "access to hf://org/name@.* is restricted: accept its conditions at")
+    for source in ("hf://name", "hf://org/name@", "hf://", "hf://a/b/c"):
+        _refused(server, cache, source, "expected hf://org/name or hf://org/name@revision, got")
+
+
+def test_a_refusal_is_not_answered_from_the_cache(model: Path, tmp_path: Path) -> None:
+    """Access may have been taken away."""
+    with serving(HubServer(model, private=True)) as server:
+        with pointing(server.address, tmp_path / "cache", TOKEN):
+            Checkpoint.open("org/name").close()
+        _refused(server, tmp_path / "cache", "hf://org/name", "if it is private")
+
+
+def test_a_repository_without_weights(model: Path, tmp_path: Path) -> None:
+    for file in [*model.glob("*.safetensors"), *model.glob("*.bin")]:
+        file.unlink()
+    with serving(HubServer(model)) as server:
+        _refused(server, tmp_path / "cache", "org/name", "the repository has no weights")
+        (model / "model-q4.gguf").write_bytes(b"GGUF" + bytes(100))
+        _refused(server, tmp_path / "cache", "org/name", r"model-q4\.gguf is a GGUF file")
+
+
+def test_a_local_folder_wins(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    save_file({"mine": torch.ones(2)}, tmp_path / "org" / "name" / "model.safetensors")
+    with serving(HubServer(model)) as server, pointing(server.address, tmp_path / "cache"):
+        assert_same(read_all(Checkpoint.open("org/name")), {"mine": torch.ones(2)})
+        assert_same(read_all(Checkpoint.open("hf://org/name")), STATE)
+        assert hub.parse(Path("org/other")) is None, "a Path is a path"
+
+
+def test_without_the_library() -> None:
+    with (
+        mock.patch.dict(sys.modules, {"huggingface_hub": None}),
+        pytest.raises(CheckpointError, match=r"no such path; .*pip install epload\[hub\]"),
+    ):
+        Checkpoint.open("org/name")
+
+
+def _load(rank: int, address: str, caches: list[Path], readers: str) -> list[str]:
+    torch.manual_seed(0)
+    with pointing(address, caches[rank // 2 % len(caches)]):
+        model: nn.Module = meta_net()
+        with HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, verify="full", progress=False) as loader:
+            for _ in range(2):
+                loader.load(model, "hf://org/name")
+    return list(wrong(model, state_for(1)))
+
+
+@pytest.mark.parametrize(("readers", "nodes"), [("auto", 2), ("per_node", 2), ("every", 1), ("partitioned", 1)])
+def test_one_rank_of_each_cache_downloads(readers: str, nodes: int, tmp_path: Path) -> None:
+    """2 nodes x 2 ranks with a cache each, or one that all share."""
+    (tmp_path / "served").mkdir()
+    save_file(state_for(1), tmp_path / "served" / "model.safetensors")
+    caches = [tmp_path / f"cache-{node}" for node in range(nodes)]
+    with serving(HubServer(tmp_path / "served", delay=0.3)) as server:
+        all_fine(ranks.run(4, _load, server.address, caches, readers))
+    assert server.fetched == server.described == {"model.safetensors": nodes}

@@ -1,0 +1,343 @@
+"""Object storage: what is fetched, how often, and what happens when the server or the network fails. Against a real S3 server."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Piece, Topology
+from epload.checkpoint.remote import clients, object_store
+from support import ranks, s3_server
+from support.checkpoint_kinds import folder_with_index, small_state, torch_folder_with_index
+from support.checkpoints import assert_same, raw_bytes, read_all, tensor
+from support.checks import all_fine, differences
+from support.dcp_checkpoints import FORMATS, folder_of, save_all, sharded
+from support.s3_server import BUCKET, SECRET, Moto, Proxy
+from support.small_model import NODES, meta_net, state_for, wrong
+from support.tls_server import untrusted
+
+LIBRARIES = ("obstore", "fsspec")
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[tuple[Moto, Proxy]]:
+    with s3_server.serving() as found:
+        yield found
+
+
+@pytest.fixture
+def s3(servers: tuple[Moto, Proxy], monkeypatch: pytest.MonkeyPatch) -> tuple[Moto, Proxy]:
+    servers[1].reset()
+    for name, value in s3_server.environment(servers[1].address).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(object_store, "FIRST_PAUSE", 0.01)
+    # botocore and s3fs retry by themselves, for longer than a test should take.
+    few = {"retries": {"max_attempts": 0}, "connect_timeout": 5, "read_timeout": 5}
+    options = {"endpoint_url": servers[1].address, "skip_instance_cache": True, "config_kwargs": few}
+    monkeypatch.setitem(fsspec.config.conf, "s3", options)
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    return servers
+
+
+@contextmanager
+def only(library: str) -> Iterator[None]:
+    """As if no other client were installed."""
+    with ExitStack() as stack:
+        if library == "fsspec":
+            stack.enter_context(mock.patch.dict(clients._OBSTORE, clear=True))
+        yield
+
+
+def put(moto: Moto, folder: Path, prefix: str) -> str:
+    moto.put_folder(folder, prefix)
+    return f"s3://{BUCKET}/{prefix}"
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("kind", [folder_with_index, torch_folder_with_index], ids=lambda f: f.__name__)
+def test_folders_files_and_indices(library: str, kind: Any, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+    kind(tmp_path, small_state())
+    url = put(s3[0], tmp_path, f"{kind.__name__}/{library}")
+    with only(library):
+        sources = [url, f"{url}/"] + [f"{url}/{path.name}" for path in tmp_path.glob("*.json")]
+        for source in sources:
+            checkpoint = Checkpoint.open(source)
+            assert_same(read_all(checkpoint), small_state())
+            assert checkpoint.changed() == ""
+            joined = Checkpoint.join(source, checkpoint.manifest)
+            assert_same(read_all(joined), small_state())
+            checkpoint.close()
+            assert_same(read_all(checkpoint), small_state())
+
+
+def test_web_addresses(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+    """No listing: a folder is found by the names that it may have."""
+    folder_with_index(tmp_path, small_state())
+    put(s3[0], tmp_path, "web/m")
+    url = f"{s3[1].address}/{BUCKET}/web/m"
+    for source in (url, f"{url}/model.safetensors.index.json"):
+        assert_same(read_all(Checkpoint.open(source)), small_state())
+    signed = f"{url}?X-Amz-Signature=abcdef".replace("http://", "http://user:password@")
+    checkpoint = Checkpoint.open(signed)
+    assert_same(read_all(checkpoint), small_state())
+    said = repr(checkpoint.manifest) + str(checkpoint.manifest.compact)
+    assert "abcdef" not in said
+    assert "password" not in said
+
+
+@pytest.fixture(scope="module")
+def dcp_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dcp")
+    ranks.run(2, save_all, folder)
+    return folder
+
+
+def test_dcp_folders(s3: tuple[Moto, Proxy], dcp_folders: Path) -> None:
+    for form in FORMATS:
+        path = folder_of(dcp_folders, "tp x fsdp", form)
+        checkpoint = Checkpoint.open(put(s3[0], path, f"dcp/{form}"))
+        assert_same(read_all(checkpoint), read_all(Checkpoint.open(path)))
+
+
+def test_each_byte_is_fetched_once(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+    """In requests of limited size, though pieces are read in any order."""
+    state = {f"t{i}": tensor(i, (1000 + 7 * i,)) for i in range(20)}
+    save_file(state, tmp_path / "model.safetensors")
+    url = put(s3[0], tmp_path, "once")
+    with mock.patch.object(object_store, "REQUEST_BYTES", 10_000):
+        checkpoint = Checkpoint.open(url)
+        assert_same(read_all(checkpoint), state)
+    once(s3[1], "once/model.safetensors", (tmp_path / "model.safetensors").stat().st_size)
+    assert max(end - begin for begin, end in s3[1].sent[f"/{BUCKET}/once/model.safetensors"]) <= 10_000
+
+
+def once(proxy: Proxy, name: str, nbytes: int) -> None:
+    at = 0
+    for begin, end in sorted(proxy.sent[f"/{BUCKET}/{name}"]):
+        assert begin == at, f"bytes {begin} to {at} of {name} were fetched twice, or never"
+        at = end
+    assert at == nbytes
+
+
+def test_any_pieces(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+    state = {name: tensor(i, (5000,), torch.uint8) for i, name in enumerate("xyz")}
+    save_file(state, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(put(s3[0], tmp_path, "pieces"))
+    random = Random(1)
+    for gap, size in ((0, 1000), (10, 77), (64 << 10, 8 << 20)):
+        with mock.patch.multiple(object_store, _GAP_BYTES=gap, REQUEST_BYTES=size):
+            pieces, expected = [], bytearray()
+            for _ in range(40):
+                number, begin = random.randrange(3), random.randrange(5000)
+                nbytes = random.randint(1, min(300, 5000 - begin))
+                pieces.append(Piece(number, begin, len(expected), nbytes))
+                expected += raw_bytes(state[checkpoint.manifest.names[number]])[begin : begin + nbytes]
+            bucket = torch.empty(len(expected), dtype=torch.uint8)
+            checkpoint.fill(bucket, pieces)
+            assert bytes(bucket.tolist()) == bytes(expected)
+
+
+# ---- faults ----
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("fault", ["503", "slow down", "truncate", "reset"])
+def test_faults_that_pass(fault: str, library: str, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+    """Every second request fails."""
+    state = {f"t{i}": tensor(i, (3000,)) for i in range(5)}
+    save_file(state, tmp_path / "model.safetensors")
+    url = put(s3[0], tmp_path, f"faults/{library}/{fault.replace(' ', '-')}")
+    s3[1].fault = lambda method, path, number: fault if number % 2 and (method == "GET" or fault != "truncate") else ""
+    s3[1].latency = 0.01
+    with mock.patch.object(object_store, "REQUEST_BYTES", 20_000), only(library):
+        checkpoint = Checkpoint.open(url)
+        assert_same(read_all(checkpoint), state)
+        assert checkpoint.changed() == ""
+    assert s3[1].requests > 8
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_faults_that_stay(library: str, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+    save_file({"x": tensor(1, (3000,))}, tmp_path / "model.safetensors")
+    url = put(s3[0], tmp_path, f"stay/{library}")
+    with mock.patch.object(object_store, "ATTEMPTS", 2), only(library):
+        checkpoint = Checkpoint.open(url)
+        for fault in ("503", "reset"):
+            s3[1].fault = lambda method, path, number, fault=fault: fault
+            with pytest.raises(CheckpointError, match=r"cannot read s3://.*: 2 attempts failed, the last: ") as caught:
+                read_all(checkpoint)
+            clean(caught.value)
+
+
+def clean(error: BaseException | None) -> None:
+    """Neither the message nor what it came from shows a secret or an address with a signature."""
+    text = str(error)
+    assert SECRET not in text
+    assert "Signature" not in text
+    assert len(text.splitlines()) == 1
+    assert error is not None
+    assert error.__cause__ is None or isinstance(error.__cause__, OSError)
+    assert error.__suppress_context__ or error.__context__ is None
+
+
+def test_a_replaced_object(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+    """Of the same size and header. The server refuses it by its ETag, before a byte of it is used."""
+    for library in LIBRARIES:
+        with only(library):
+            save_file({"x": tensor(1, (3000,))}, tmp_path / "model.safetensors")
+            url = put(s3[0], tmp_path, f"replaced/{library}")
+            checkpoint = Checkpoint.open(url)
+            read_all(checkpoint)
+            save_file({"x": tensor(2, (3000,))}, tmp_path / "model.safetensors")
+            put(s3[0], tmp_path, f"replaced/{library}")
+            assert "was replaced by another object" in checkpoint.changed()
+            if library == "obstore":
+                with pytest.raises(
+                    CheckpointError, match="was replaced by another object while it was read; load again"
+                ):
+                    read_all(checkpoint)
+            with pytest.raises(CheckpointError, match=r"was replaced by .* after it was opened"):
+                checkpoint.reopen()
+            with pytest.raises(CheckpointError, match="is not the file that the source rank has"):
+                Checkpoint.join(url, checkpoint.manifest)
+            s3[0].request("DELETE", f"/{BUCKET}/replaced/{library}/model.safetensors")
+            assert checkpoint.changed().endswith("was removed")
+            with pytest.raises(CheckpointError, match="was removed after it was opened"):
+                read_all(checkpoint)
+
+
+def test_what_is_not_there(s3: tuple[Moto, Proxy]) -> None:
+    for library in LIBRARIES:
+        with only(library):
+            with pytest.raises(
+                CheckpointError, match=r"no checkpoint in s3://weights/nothing: expected \*\.safetensors"
+            ):
+                Checkpoint.open(f"s3://{BUCKET}/nothing")
+            with pytest.raises(CheckpointError, match=r"cannot read s3://weights/no\.safetensors: no such object"):
+                Checkpoint.open(f"s3://{BUCKET}/no.safetensors")
+    with pytest.raises(CheckpointError, match=r"cannot open nope://a/b: .*fsspec"):
+        Checkpoint.open("nope://a/b")
+
+
+def test_without_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("obstore", "obstore.store", "fsspec"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for url, extra in (("s3://a/b", "s3"), ("gs://a/b", "gs"), ("https://a/b", "http"), ("oss://a/b", "fsspec")):
+        with pytest.raises(CheckpointError, match=rf"no client for .* is installed .*pip install epload\[{extra}\]"):
+            Checkpoint.open(url)
+
+
+def test_a_certificate_that_does_not_verify(tmp_path: Path) -> None:
+    (tmp_path / "served").mkdir()
+    save_file({"x": torch.ones(3)}, tmp_path / "served" / "model.safetensors")
+    with untrusted(tmp_path / "served", tmp_path) as address:
+        for source in (f"{address}/model.safetensors", address):
+            with pytest.raises(
+                CheckpointError, match="its certificate is not valid for it, or not signed by"
+            ) as caught:
+                Checkpoint.open(source)
+            clean(caught.value)
+
+
+def test_any_scheme_of_fsspec(tmp_path: Path) -> None:
+    folder_with_index(tmp_path, small_state())
+    checkpoint = Checkpoint.open(f"file://{tmp_path}")
+    assert_same(read_all(checkpoint), small_state())
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"x" * 100)
+    assert "was replaced" in checkpoint.changed()
+
+
+# ---- loads ----
+
+
+def _load(rank: int, address: str, url: str, readers: str, case: str) -> list[str]:
+    os.environ.update(s3_server.environment(address))
+    object_store.FIRST_PAUSE = 0.02
+    model, problems = meta_net(), []
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=2000, progress=False)
+    with loader:
+        for turn in ("from meta", "again"):
+            report = loader.load(model, url)
+            problems += [f"{turn}: {text}" for text in wrong(model, state_for(1))]
+            if readers == "auto" and (report.readers, report.reason[:19]) != ("partitioned", "auto -> partitioned"):
+                problems.append(f"{report.readers}, {report.reason}")
+            if case == "once":
+                break
+    return problems
+
+
+@pytest.mark.parametrize("readers", ["auto", "partitioned", "one", "per_node", "every"])
+def test_loads_with_faults(readers: str, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+    """2 x 2 ranks, from meta and as a reload, while requests fail."""
+    save_file(state_for(1), tmp_path / "model.safetensors")
+    url = put(s3[0], tmp_path, f"load/{readers}")
+    random = Random(readers)
+    s3[1].fault = lambda method, path, number: random.choice(["", "", "", "503", "reset"])
+    all_fine(ranks.run(4, _load, s3[1].address, url, readers, "faults"))
+
+
+@pytest.mark.parametrize(("readers", "times"), [("auto", 1), ("one", 1), ("per_node", 2)])
+def test_bytes_of_a_job(readers: str, times: int, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+    """Once in the job, or once a node; the header is read by one rank alone."""
+    save_file(state_for(1), tmp_path / "model.safetensors")
+    url = put(s3[0], tmp_path, f"count/{readers}")
+    all_fine(ranks.run(4, _load, s3[1].address, url, readers, "once"))
+    path = tmp_path / "model.safetensors"
+    sent = sorted(s3[1].sent[f"/{BUCKET}/count/{readers}/model.safetensors"])
+    header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    assert sum(end - begin for begin, end in sent) == header + times * (path.stat().st_size - header)
+
+
+def _replaced_meanwhile(rank: int, address: str, url: str, port: int, folder: str) -> list[str]:
+    os.environ.update(s3_server.environment(address))
+    fetch = object_store.ObjectFile.fetch
+
+    def slow(self: object_store.ObjectFile, begin: int, end: int) -> memoryview:
+        found = fetch(self, begin, end)
+        if rank == 0 and begin > 1000:
+            moto = Moto.__new__(Moto)
+            moto.port = port
+            moto.put_folder(Path(folder), url.removeprefix(f"s3://{BUCKET}/"))
+        return found
+
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="partitioned", bucket_bytes=500, progress=False)
+    with mock.patch.object(object_store.ObjectFile, "fetch", slow):
+        try:
+            loader.load(meta_net(), url)
+        except LoadError as error:
+            return [] if "was replaced by another object" in str(error) else [str(error)]
+    return ["did not fail"]
+
+
+def test_an_object_replaced_during_the_load(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+        save_file(state_for(number), tmp_path / str(number) / "model.safetensors")
+    url = put(s3[0], tmp_path / "1", "meanwhile")
+    all_fine(ranks.run(4, _replaced_meanwhile, s3[1].address, url, s3[0].port, str(tmp_path / "2")))
+
+
+def _load_dcp(rank: int, address: str, url: str) -> list[str]:
+    os.environ.update(s3_server.environment(address))
+    problems, topology = [], Topology.from_nodes(NODES)
+    for readers in ("auto", "every"):
+        model = sharded("moe", values=False, on="meta")
+        HierarchicalLoader(topology, readers=readers, bucket_bytes=700, progress=False).load(model, url)
+        problems += [f"{readers}: {text}" for text in differences(sharded("moe", values=True), model)]
+    return problems
+
+
+def test_a_dcp_folder_into_a_sharded_model(s3: tuple[Moto, Proxy], dcp_folders: Path) -> None:
+    url = put(s3[0], folder_of(dcp_folders, "moe", "torch"), "dcp/moe")
+    all_fine(ranks.run(4, _load_dcp, s3[1].address, url))

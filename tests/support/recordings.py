@@ -1,0 +1,68 @@
+"""Applies recordings with plain torch, as the reference for what moves their regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+import epload
+from epload.core.placement import box_slices
+from epload.recording import Recording, record
+
+
+def manifest_of(weights: Mapping[str, Tensor]) -> epload.Manifest:
+    shapes = tuple(tuple(tensor.shape) for tensor in weights.values())
+    return epload.Manifest(tuple(weights), shapes, tuple(tensor.dtype for tensor in weights.values()), "test")
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def record_model(model: nn.Module, weights: Mapping[str, Tensor]) -> Recording:
+    """Records the model's ``load_weights``, which must write nothing."""
+    before = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+    pointers = {name: tensor.data_ptr() for name, tensor in tensors_of(model).items()}
+    recording = record(model.load_weights, manifest_of(weights), tensors_of(model))
+    after = tensors_of(model)
+    assert pointers == {name: tensor.data_ptr() for name, tensor in after.items()}
+    assert [name for name in before if not same_bits(before[name], after[name])] == []
+    return recording
+
+
+def apply(recording: Recording, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """What a receiver does with full tensors: fills, copies, then the engine's own loader for each group."""
+    targets = tensors_of(model)
+    recording.fill(targets)
+    copy_regions(recording, targets, weights)
+    for group in recording.whole:
+        recording.load_whole(model.load_weights, ((name, weights[name].clone()) for name in group.names), targets)
+
+
+def copy_regions(recording: Recording, targets: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    for tensor, places in zip(weights.values(), recording.regions, strict=True):
+        flat = tensor.flatten().clone()
+        for name, view in places:
+            region = flat.as_strided(view.size, view.strides, view.offset)
+            targets[name].detach()[box_slices(view.start, view.size)] = region
+
+
+def check_recording(make: Callable[[], nn.Module], weights: Mapping[str, Tensor]) -> Recording:
+    """Records and applies; the result must be what the engine's own ``load_weights`` gives, bit for bit."""
+    expected, model = make(), make()
+    expected.load_weights((name, tensor.clone()) for name, tensor in weights.items())
+    recording = record_model(model, weights)
+    apply(recording, model, weights)
+    theirs = tensors_of(model)
+    wrong = [name for name, tensor in tensors_of(expected).items() if not same_bits(tensor, theirs[name])]
+    assert wrong == [], f"{wrong} differ from what load_weights gives; {recording}"
+    return recording
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    same = (a.shape, a.dtype) == (b.shape, b.dtype)
+    return same and torch.equal(
+        a.detach().contiguous().view(-1).view(torch.uint8), b.detach().contiguous().view(-1).view(torch.uint8)
+    )

@@ -1,0 +1,167 @@
+"""A real S3 server, moto's, in a process of its own, behind a proxy that counts what is fetched and injects faults."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+BUCKET = "weights"
+SECRET = "a-secret-key-that-no-message-may-show"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Moto:
+    """The server process."""
+
+    def __init__(self) -> None:
+        self.port = _free_port()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        until = time.monotonic() + 60
+        while True:
+            try:
+                self.request("PUT", f"/{BUCKET}")
+                return
+            except OSError:
+                if time.monotonic() > until or self._process.poll() is not None:
+                    raise
+                time.sleep(0.1)
+
+    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.request(method, path, body, {"x-amz-acl": "public-read"})
+        answer = connection.getresponse()
+        content = answer.read()
+        assert answer.status < 300, (method, path, answer.status, content)
+        connection.close()
+        return content
+
+    def put(self, name: str, content: bytes) -> None:
+        self.request("PUT", f"/{BUCKET}/{name}", content)
+
+    def put_folder(self, folder: Path, prefix: str) -> None:
+        for file in folder.rglob("*"):
+            if file.is_file():
+                self.put(f"{prefix}/{file.relative_to(folder)}", file.read_bytes())
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(10)
+
+
+Fault = Callable[[str, str, int], str]
+"""From the method, the path and the number of the request to "", "latency", "503", "slow down", "truncate" or "reset"."""
+
+
+class Proxy:
+    """Passes requests on to a server, but for faults; notes the ranges of each object that were sent in full."""
+
+    def __init__(self, port: int) -> None:
+        self.fault: Fault = lambda method, path, number: ""
+        self.latency = 0.0
+        self.sent: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        """Ranges [begin, end) of each object."""
+        self.requests = 0
+        self._lock = threading.Lock()
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                proxy._answer(self, port)
+
+            do_HEAD = do_GET
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self.address = f"http://127.0.0.1:{self._http.server_port}"
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def reset(self) -> None:
+        self.fault, self.latency, self.requests = (lambda method, path, number: ""), 0.0, 0
+        self.sent.clear()
+
+    def _answer(self, request: BaseHTTPRequestHandler, port: int) -> None:
+        with self._lock:
+            self.requests += 1
+            number = self.requests
+        fault = self.fault(request.command, request.path, number)
+        time.sleep(self.latency)
+        if fault == "reset":
+            request.connection.shutdown(socket.SHUT_RDWR)
+            request.close_connection = True
+            return
+        if fault in ("503", "slow down"):
+            code = "SlowDown" if fault == "slow down" else "ServiceUnavailable"
+            content = f"<Error><Code>{code}</Code></Error>".encode()
+            request.send_response(503)
+            request.send_header("Content-Length", str(len(content)))
+            request.end_headers()
+            request.wfile.write(content)
+            return
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        headers = {key: value for key, value in request.headers.items() if key.lower() not in ("connection", "host")}
+        connection.request(request.command, request.path, headers=headers)
+        answer = connection.getresponse()
+        content = answer.read()
+        request.send_response(answer.status)
+        for key, value in answer.getheaders():
+            if key.lower() not in ("connection", "server", "date", "transfer-encoding"):
+                request.send_header(key, value)
+        if answer.getheader("Content-Length") is None:
+            request.send_header("Content-Length", str(len(content)))
+        request.end_headers()
+        if fault == "truncate":
+            request.wfile.write(content[: len(content) // 2])
+            request.close_connection = True
+            return
+        request.wfile.write(content)
+        if request.command == "GET" and answer.status == 206 and (span := request.headers.get("Range")):
+            begin, _, end = span.removeprefix("bytes=").partition("-")
+            with self._lock:
+                self.sent[urlsplit(request.path).path].append((int(begin), int(end) + 1))
+
+
+def environment(address: str) -> dict[str, str]:
+    """What makes a process use a server, with its own chain of credentials."""
+    return {
+        "AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true",
+    }  # fmt: skip
+
+
+@contextmanager
+def serving() -> Iterator[tuple[Moto, Proxy]]:
+    moto = Moto()
+    try:
+        proxy = Proxy(moto.port)
+        yield moto, proxy
+        proxy.close()
+    finally:
+        moto.close()

@@ -1,0 +1,139 @@
+"""A sharded trainer's weights in an engine's model, as the engine's own ``load_weights`` would put them there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import epload
+from support.engines import Engine, Weights, engine_checkpoint
+from support.jobs import Job, Meeting, run
+from support.ranks import RankFailed
+from support.recordings import same_bits, tensors_of
+
+
+class Computing(Engine):
+    """Doubles one tensor, and reads the value of another."""
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        def changed() -> Any:
+            for name, tensor in weights:
+                if name == "scale":
+                    self.scale.fill_(tensor.item())
+                else:
+                    yield name, tensor * 2 if name == "down" else tensor
+
+        return super().load_weights(changed())
+
+
+ENGINES = {"views": Engine, "computing": Computing}
+
+
+def values(version: int) -> dict[str, Tensor]:
+    return {name: tensor + version for name, tensor in engine_checkpoint().items()}
+
+
+def trainer(world: int, version: int) -> nn.Module:
+    """Parameters with the names of the checkpoint, sharded along dim 0 where that divides."""
+    mesh = init_device_mesh("cpu", (world,))
+    model = nn.Module()
+    for name, tensor in values(version).items():
+        *path, last = name.split(".")
+        module = model
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = getattr(module, part)
+        if tensor.ndim and name != "rotary":
+            tensor = distribute_tensor(tensor, mesh, [Shard(0)])
+        module.register_parameter(last, nn.Parameter(tensor))
+    return model
+
+
+def send(rank: int, meeting: Meeting, world: int, receivers: int, without: str) -> None:
+    model = trainer(world, 0)
+    if without:
+        delattr(model, without)
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=30) as sender:
+        if rank == 0:
+            meeting.say("address", sender.address)
+        for version in (1, 2, 3):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    tensor = values(version)[name]
+                    if isinstance(parameter, DTensor):
+                        tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements).to_local()
+                        parameter.to_local().copy_(tensor)
+                    else:
+                        parameter.copy_(tensor)
+            sender.send_weights(version)
+        for receiver in range(receivers):
+            meeting.hear(f"done-{receiver}")
+
+
+def receive(rank: int, meeting: Meeting, kind: str, dtype: torch.dtype, options: dict[str, Any]) -> list[int]:
+    model, expected = ENGINES[kind](rank, dtype), ENGINES[kind](rank, dtype)
+    moved = []
+    with epload.WeightReceiver(epload.EngineModel(model), meeting.hear("address"), timeout=30, **options) as receiver:
+        for version in (1, 2, 3):
+            report = receiver.receive_weights()
+            receiver.commit()
+            expected.load_weights((name, tensor.clone()) for name, tensor in values(version).items())
+            theirs = tensors_of(model)
+            wrong = [name for name, tensor in tensors_of(expected).items() if not same_bits(tensor, theirs[name])]
+            assert wrong == [], f"version {version}"
+            moved.append(report.nbytes)
+        meeting.say(f"done-{rank}")
+    return moved
+
+
+@pytest.mark.parametrize("options", [{}, {"stage": "none"}], ids=["staged", "in place"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("views", torch.float32), ("computing", torch.float32), ("views", torch.bfloat16)]
+)
+def test_an_engine_holds_what_its_own_load_weights_gives(kind: str, dtype: torch.dtype, options: Any) -> None:
+    run([Job(2, send, (2, 2, "")), Job(2, receive, (kind, dtype, options))])
+
+
+class Failing(epload.EngineModel):
+    """Fails after a version was copied in, as an engine's processing may."""
+
+    def finish(self) -> None:
+        if self.failing:
+            raise RuntimeError("cannot repack")
+
+
+def receive_failing(rank: int, meeting: Meeting) -> None:
+    target = Failing(Engine(0))
+    with epload.WeightReceiver(target, meeting.hear("address"), timeout=30, stage="none") as receiver:
+        for version in (1, 2, 3):
+            target.failing = version < 3
+            if target.failing:
+                with pytest.raises(RuntimeError, match="cannot repack"):
+                    receiver.receive_weights()
+                assert receiver.torn
+                assert receiver.version is None
+            else:
+                receiver.receive_weights()
+                assert not receiver.torn
+                assert receiver.version == version
+        meeting.say(f"done-{rank}")
+
+
+def test_an_engine_that_cannot_finish_is_torn() -> None:
+    run([Job(1, send, (1, 1, "")), Job(1, receive_failing)])
+
+
+def test_parameters_that_the_sender_does_not_have_are_an_error() -> None:
+    with pytest.raises(RankFailed, match=r"load_weights leaves 1 of the engine's parameters unwritten.*norm\.weight"):
+        run([Job(1, send, (1, 2, "norm")), Job(2, receive, ("views", torch.float32, {}))])
+
+
+def test_an_engine_without_load_weights_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected a model with load_weights, got a Linear"):
+        epload.EngineModel(nn.Linear(2, 2))

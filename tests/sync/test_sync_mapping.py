@@ -1,0 +1,144 @@
+"""Engines whose tensors have other names and shapes than the trainer's, and weights that are tied in one job alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import epload
+from epload.mapping import Concatenate, Convert, Mapping, Rename
+from epload.model.targets import collect
+from epload.sync.catalog import catalog
+from support.checks import all_fine
+from support.jobs import Job, Meeting, run
+
+
+class Trainer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(6, 8, bias=False)
+        self.k = nn.Linear(6, 4, bias=False)
+        self.norm = nn.LayerNorm(6)
+
+
+class Engine(nn.Module):
+    """Of another dtype, with fused projections and another name for the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = nn.Parameter(torch.zeros(12, 6, dtype=torch.bfloat16))
+        self.ln = nn.LayerNorm(6)
+
+
+MAPPING = Mapping(
+    renames=(Rename(r"^norm\.", "ln."),),
+    converts=(Convert((r"^q\.weight$", r"^k\.weight$"), ("qk",), (Concatenate(0),)),),
+)
+
+
+class Embedding(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 3)
+        self.head = nn.Linear(3, 7, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def weights() -> dict[str, Tensor]:
+    return {name: torch.arange(t.numel()).reshape(t.shape) / 7 for name, t in Trainer().state_dict().items()}
+
+
+def train(rank: int, meeting: Meeting) -> None:
+    model = Trainer()
+    model.load_state_dict(weights())
+    fully_shard(model)
+    with epload.WeightSender(model, "127.0.0.1:0", receivers=2, timeout=60) as sender:
+        if rank == 0:
+            meeting.say("address", sender.address)
+        sender.send_weights(1)
+
+
+def serve(rank: int, meeting: Meeting) -> list[str]:
+    model = Engine()
+    with epload.WeightReceiver(model, meeting.hear("address"), mapping=MAPPING, timeout=60) as receiver:
+        receiver.receive_weights()
+        receiver.commit()
+    full, found = weights(), model.state_dict()
+    expected = {
+        "qk": torch.cat([full["q.weight"], full["k.weight"]]).to(torch.bfloat16),
+        "ln.weight": full["norm.weight"],
+        "ln.bias": full["norm.bias"],
+    }
+    return [f"{name} is {found[name]}" for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def test_a_mapping_fuses_and_renames() -> None:
+    all_fine(run([Job(2, train), Job(2, serve)])[1])
+
+
+def attempt(step: Any) -> str:
+    try:
+        step()
+    except epload.ModelMismatch as error:
+        return str(error)
+    return ""
+
+
+def send_untied(rank: int, meeting: Meeting) -> str:
+    with epload.WeightSender(Embedding(tied=False), "127.0.0.1:0", receivers=1, timeout=60) as sender:
+        meeting.say("address", sender.address)
+        text = attempt(lambda: sender.send_weights(1))
+        meeting.hear("over")
+        return text
+
+
+def receive_tied(rank: int, meeting: Meeting) -> str:
+    model = Embedding(tied=True)
+    before = model.embed.weight.detach().clone()
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
+        text = attempt(receiver.receive_weights)
+        assert torch.equal(model.embed.weight, before)
+        meeting.say("over")
+        return text
+
+
+def test_two_tensors_for_tied_weights_are_refused() -> None:
+    for (text,) in run([Job(1, send_untied), Job(1, receive_tied)]):
+        assert "the sender has embed.weight and head.weight, whose values may differ" in text
+
+
+def checkpoint(folder: Path, model: nn.Module) -> Path:
+    save_file({name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, folder / "m.safetensors")
+    return folder
+
+
+def test_tied_weights_are_offered_once(tmp_path: Path) -> None:
+    model = Embedding(tied=True)
+    offered, placed = catalog(model, collect(model), Mapping(), checkpoint(tmp_path, model))
+    assert list(offered.names) == ["embed.weight"]
+    assert [[name for name, _ in places] for places in placed] == [["embed.weight"]]
+
+
+def test_tied_weights_are_offered_under_the_name_that_others_are_tied_to() -> None:
+    model = nn.ModuleDict({"head": nn.Linear(3, 7, bias=False), "embed": nn.Embedding(7, 3)})
+    model["embed"].weight = model["head"].weight
+    offered, _ = catalog(model, collect(model), Mapping(ties=(("head.weight", "embed.weight"),)), None)
+    assert list(offered.names) == ["embed.weight"]
+
+
+def test_a_model_that_has_less_than_the_names_say_is_refused(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.qk = nn.Parameter(torch.zeros(12, 6))
+    mapping = Mapping(converts=(Convert((r"^w$",), ("qk", "v"), (epload.mapping.Split(0),)),))
+    save_file({"w": torch.zeros(24, 6)}, tmp_path / "m.safetensors")
+    with pytest.raises(
+        epload.ModelMismatch, match=r"cannot send w, which has 144 elements: the model has 72 for it, in qk"
+    ):
+        catalog(model, collect(model), mapping, tmp_path)

@@ -1,0 +1,121 @@
+"""Models of the transformers library: a trainer under FSDP2 or expert parallelism, engines that are parallelized in other ways.
+
+The oracle is the library itself: the same weights built in one process and parallelized as the engine is, tensor by tensor and
+bit for bit, and for the names under which tensors are sent what ``save_pretrained`` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import epload
+from epload.model.targets import collect
+from epload.sync.catalog import catalog
+from support.checks import all_fine, differences
+from support.jobs import Job, Meeting, run
+from support.pretrained import build, by_the_library, by_torch, fsdp, published, random
+
+VERSIONS = (1, 2)
+FSDP = partial(fsdp, shard=2)
+TP = partial(by_the_library, tp_size=2)
+TORCH_TP = partial(by_torch, tp=2, dp=1)
+EP = partial(by_the_library, ep_size=2, fsdp_size=2)
+Parallelize = Callable[[Any], Any]
+
+CASES: dict[str, tuple[Parallelize, tuple[Parallelize, ...]]] = {
+    "qwen3_moe": (FSDP, (TP, EP)),
+    "mixtral": (FSDP, (TP, EP)),
+    "deepseek_v3": (FSDP, (TP, EP)),
+    "gpt_oss": (FSDP, (TORCH_TP, EP)),
+    "qwen3_vl_moe": (EP, (TP, FSDP)),
+    "llama": (FSDP, (TP,)),
+    "gemma3": (FSDP, (TP,)),
+}
+"""How the trainer and each engine parallelize a model."""
+
+
+def quiet() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # plans with rules that match nothing in a small model
+
+
+def fill(model: Any, kind: str, version: int) -> None:
+    values = random(kind, version).state_dict()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            value = values[name]
+            if isinstance(tensor, DTensor):
+                value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+                tensor = tensor.to_local()
+            tensor.copy_(value)
+
+
+def train(rank: int, meeting: Meeting, kind: str, parallelize: Parallelize, receivers: int) -> list[str]:
+    quiet()
+    model = parallelize(random(kind, 0))
+    with epload.WeightSender(model, "127.0.0.1:0", receivers=receivers, timeout=60) as sender:
+        if rank == 0:
+            meeting.say("address", sender.address)
+        for version in VERSIONS:
+            fill(model, kind, version)
+            sender.send_weights(version)
+    return []
+
+
+def serve(rank: int, meeting: Meeting, kind: str, parallelize: Parallelize) -> list[str]:
+    quiet()
+    model = parallelize(build(kind))
+    wrong = []
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
+        for version in VERSIONS:
+            receiver.receive_weights(version)
+            receiver.commit()
+            expected = parallelize(random(kind, version))
+            wrong += [f"version {version}: {text}" for text in differences(expected, model)]
+    return wrong
+
+
+def take_full_tensors(rank: int, meeting: Meeting, kind: str, folder: Path) -> list[str]:
+    quiet()
+    wrong = []
+    with epload.WeightReceiver(None, meeting.hear("address"), timeout=60) as receiver:
+        for version in VERSIONS:
+            receiver.receive_weights(version)
+            found = dict(receiver.tensors())
+            random(kind, version).save_pretrained(folder / str(version))
+            saved = published(folder / str(version))
+            if sorted(found) != sorted(saved):
+                wrong.append(f"expected names {sorted(saved)}, got {sorted(found)}")
+            wrong += [name for name in saved if name in found and not torch.equal(saved[name], found[name])]
+    return wrong
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_engines_get_the_models_that_the_library_makes(kind: str, tmp_path: Path) -> None:
+    trainer, engines = CASES[kind]
+    results = run(
+        [
+            Job(2, train, (kind, trainer, 2 * len(engines) + 1)),
+            *(Job(2, serve, (kind, engine)) for engine in engines),
+            Job(1, take_full_tensors, (kind, tmp_path)),
+        ]
+    )
+    all_fine([wrong for job in results for wrong in job])
+
+
+@pytest.mark.parametrize("kind", [*CASES, "bert"])
+def test_tensors_are_offered_as_the_library_saves_them(kind: str, tmp_path: Path) -> None:
+    model: Any = random(kind, 0).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    offered, _ = catalog(model, collect(model), "auto", None)
+    found = dict(zip(offered.names, zip(offered.shapes, offered.dtypes, strict=True), strict=True))
+    assert found == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in published(tmp_path).items()}

@@ -1,0 +1,88 @@
+"""vLLM's own model classes on CPU ranks over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaConfig, Qwen3MoeConfig
+
+os.environ.update(VLLM_TARGET_DEVICE="cpu", VLLM_LOGGING_LEVEL="WARNING")
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+CONFIGS = {
+    "qwen3_moe": Qwen3MoeConfig(
+        vocab_size=320,
+        moe_intermediate_size=64,  # which the CPU kernels need not pad
+        num_experts=8,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+        **SMALL,
+    ),
+    "llama": LlamaConfig(vocab_size=323, tie_word_embeddings=False, **SMALL),
+    "llama_tied": LlamaConfig(vocab_size=323, tie_word_embeddings=True, **SMALL),
+}
+
+
+def make_checkpoint(folder: Path, config: Any) -> None:
+    """Writes a transformers model's configuration and checkpoint, whose elements are random."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms, too, which would all be 1
+            parameter.normal_()
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(folder)
+
+
+def read_checkpoint(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def make_engine(folder: Path, tensor_parallel: int, **arguments: Any) -> tuple[nn.Module, Any]:
+    """This rank's part of the model, without weights, and vLLM's configuration. The rest of the world are pipeline stages."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    cpu_moe.cpu_prepack_moe_weight = lambda weight, isa: weight  # a compiled op, which the environment lacks
+    world = dist.get_world_size()
+    os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE=str(world))
+    config = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        tensor_parallel_size=tensor_parallel,
+        pipeline_parallel_size=world // tensor_parallel,
+        enable_expert_parallel="num_experts" in json.loads((folder / "config.json").read_text()),
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=128,
+        load_format="dummy",
+        distributed_executor_backend="external_launcher",
+        **arguments,
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(world, dist.get_rank(), "env://", dist.get_rank(), "gloo")
+        initialize_model_parallel(tensor_parallel, world // tensor_parallel)
+        torch.set_default_dtype(torch.float32)
+        return initialize_model(vllm_config=config), config

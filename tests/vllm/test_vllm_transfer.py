@@ -1,0 +1,171 @@
+"""A sharded trainer's weights through vLLM's weight transfer, against vLLM's own reload of the same full tensors."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import tomllib
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine import CONFIGS, make_checkpoint, make_engine, read_checkpoint
+
+from support.jobs import Job, Meeting, run
+from support.recordings import same_bits, tensors_of
+
+VERSIONS = (1, 2)
+
+
+class Client:
+    """The trainer's view of the engine, over files."""
+
+    def __init__(self, meeting: Meeting, workers: int) -> None:
+        self._meeting = meeting
+        self._workers = workers
+        self._calls = 0
+
+    def _call(self, method: str, argument: Any = None) -> None:
+        self._calls += 1
+        self._meeting.say(f"call-{self._calls}", json.dumps([method, argument]))
+        for worker in range(self._workers):
+            self._meeting.hear(f"done-{self._calls}-{worker}")
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("finish_weight_update")
+
+
+def train(rank: int, meeting: Meeting, folder: Path, workers: int) -> None:
+    """Shards a transformers model as FSDP2 does, and sends versions of it."""
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+    from vllm.distributed.weight_transfer import ModuleSource
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from epload.compat.vllm import EploadTrainerInitInfo, register
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    info = EploadTrainerInitInfo("127.0.0.1:0", workers, rank=rank, timeout=60)
+    engine = WeightTransferTrainerFactory.trainer_init(
+        info, client=Client(meeting, workers), source=ModuleSource(model)
+    )
+    for _ in VERSIONS:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().add_(1)
+        engine.send_weights()
+        dist.barrier()
+    engine.shutdown()
+
+
+def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, processing: str) -> list[Any]:
+    """A worker, as vLLM's own drives its engine; returns what differs from vLLM's own reload."""
+    from vllm.config import set_current_vllm_config
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    from epload.compat import vllm as adapter
+
+    adapter.register()
+    adapter.register()
+    if processing == "none":
+        adapter._is_processed = lambda layer: False
+    elif processing == "reversing":
+        UnquantizedLinearMethod.process_weights_after_loading = reverse_columns
+    model, config = make_engine(folder, tensor_parallel, weight_transfer_config=WeightTransferConfig(backend="epload"))
+    record_metadata_for_reloading(model)
+    weights = read_checkpoint(folder)
+    with set_current_vllm_config(config):
+        model.load_weights(iter(weights.items()))
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    pointers = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    device = torch.device("cpu")
+    engine = WeightTransferEngineFactory.create_engine(config.weight_transfer_config, config, device, model)
+    found: list[Any] = []
+    calls = 1 + 3 * len(VERSIONS)
+    for number in range(1, calls + 1):
+        method, argument = json.loads(meeting.hear(f"call-{number}"))
+        with set_current_vllm_config(config):
+            if method == "init_weight_transfer_engine":
+                engine.init_transfer_engine(engine.parse_init_info(argument))
+            else:
+                getattr(engine, method)(*[argument] * (argument is not None))
+        if method == "finish_weight_update":
+            # Elements of bfloat16 after as many additions as the trainer has made.
+            for name in weights:
+                weights[name] = weights[name] + 1
+            found.append(differences(model, config, weights))
+        meeting.say(f"done-{number}-{rank}")
+    engine.shutdown()
+    found.append([name for name, parameter in model.named_parameters() if parameter.data_ptr() != pointers[name]])
+    return found
+
+
+def reverse_columns(method: Any, layer: Any) -> None:
+    """Stands in for what quantizing or repacking does to a layer, whose weights load_weights cannot fill afterwards."""
+    from vllm.model_executor.utils import replace_parameter
+
+    replace_parameter(layer, "weight", layer.weight.data.flip(-1).contiguous())
+
+
+def differences(model: Any, config: Any, weights: dict[str, torch.Tensor]) -> list[str]:
+    """Names of parameters and buffers that vLLM's own layer-wise reload leaves with other values."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    before = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    with reload_context(config):
+        initialize_layerwise_reload(model)
+        model.load_weights(iter(weights.items()))
+        finalize_layerwise_reload(model, config.model_config)
+    return [name for name, tensor in tensors_of(model).items() if not same_bits(tensor, before[name])]
+
+
+@contextmanager
+def reload_context(config: Any) -> Any:
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(config), torch.device("cpu"):
+        yield
+
+
+CASES = [("qwen3_moe", 2, "reversing"), ("qwen3_moe", 2, "none"), ("qwen3_moe", 4, "own"), ("llama_tied", 2, "own")]
+
+
+@pytest.mark.parametrize(("name", "workers", "processing"), CASES)
+def test_an_engine_holds_what_its_own_reload_gives(name: str, workers: int, processing: str, tmp_path: Path) -> None:
+    """2 FSDP ranks to 2 tensor- and expert-parallel workers, in one pipeline stage or two."""
+    make_checkpoint(tmp_path, CONFIGS[name])
+    _, found = run([Job(2, train, (tmp_path, workers)), Job(workers, serve, (tmp_path, 2, processing))], limit=240)
+    assert found == [[[]] * (len(VERSIONS) + 1)] * workers
+
+
+def test_vllm_finds_the_engines_through_its_plugins() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["vllm.general_plugins"]["epload"].partition(":")
+    getattr(importlib.import_module(module), name)()
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+
+    for factory in (WeightTransferEngineFactory, WeightTransferTrainerFactory):
+        assert factory._registry["epload"]().__module__ == "epload.compat.vllm"
