@@ -167,6 +167,9 @@ bench-cold: $(BENCH_VENV)/built ## benchmark reloads from a cold disk and of lar
 	$(BENCH)/python benchmarks/bench_cold.py --layers 78 --files 6 --modes auto --repeat 3 --docs
 	$(BENCH)/python benchmarks/bench_cold.py --layers 52 --warm --modes auto --repeat 5 --docs
 
+bench-sync: $(BENCH_VENV)/built ## benchmark live sync over loopback and shaped links (root); tables into docs/
+	$(BENCH)/python benchmarks/bench_sync.py --docs
+
 simulate: $(BENCH_VENV)/built ## run the simulator alone on the measurements in docs/; takes seconds
 	$(BENCH)/python benchmarks/simulate.py --docs
 

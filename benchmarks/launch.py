@@ -18,7 +18,7 @@ import peers
 from netbed import NetBed, ended_by_signals
 from workload import Size, write_checkpoint
 
-WORKER = Path(__file__).with_name("worker.py")
+HERE = Path(__file__).parent
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Plan:
     """Per node."""
     size: dict[str, int]
     checkpoints: list[str]
-    """Folders of two checkpoints."""
+    """Folders of two checkpoints; for syncs none."""
     entries: dict[str, dict[str, list[float]]]
     """Case -> entry -> seconds of the completed runs."""
     repeat: int = 5
@@ -43,6 +43,10 @@ class Plan:
     """The network interface whose bytes are counted."""
     few: dict[str, Any] | None = None
     """Size and checkpoints of a second model. Its reloads, the case "few", alternate with those of the first."""
+    trainers: int = 0
+    """For syncs: how many of the nodes are the trainer's, the first ones. The others are the rollout job's."""
+    worker: str = "worker.py"
+    """What a rank runs."""
 
 
 @dataclass
@@ -146,7 +150,7 @@ def _ranks(plan: Plan, folder: Path, bed: NetBed | None) -> str:
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank % plan.ranks)}
         with open(folder / f"output-{rank}", "wb") as output:
             process = subprocess.Popen(
-                [*prefix, sys.executable, str(WORKER)],
+                [*prefix, sys.executable, str(HERE / plan.worker)],
                 env={**common, **place, **own},
                 start_new_session=True,
                 stdout=output,

@@ -1,0 +1,220 @@
+"""Times syncs of a trainer's weights into a rollout job, over loopback and over links of a given rate. The latter needs root.
+
+    python benchmarks/bench_sync.py                        # loopback, then 2 trainer nodes and 2, then 4 rollout nodes
+    python benchmarks/bench_sync.py --cases loopback
+    python benchmarks/bench_sync.py --cases 2,4 --layers 16 --peers epload_sync,floor
+
+The trainer shards its model by FSDP2 over all its ranks. Each rollout node has a whole model, sharded by tensor parallelism over
+its ranks. Nodes have two ranks. Over loopback there is one node of each, with the whole model; the two share no memory. Every
+version has other values, and counts only after every shard has been compared bit for bit. Peers run in turn, in the same
+processes; the first version of each is not counted. Over links, no sync can take less than the bound: the largest of the bytes
+that a node needs over its link's rate, and of all bytes over the rate of all the trainer's links.
+
+Cases of earlier runs stay in the JSON and in the docs, each with its command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from time import monotonic
+
+import launch
+import summary
+import sync_peers
+from launch import Outcome, Plan
+from netbed import INTERFACE, NetBed, available
+from summary import Row, by_case, median
+from tables import Table, provenance, seconds, times, write
+from workload import Size, meta_model
+
+ROOT = Path(__file__).parents[1]
+RANKS = 2
+"""Of each node."""
+TRAINERS = 2
+"""Nodes of the trainer, over links."""
+OURS = ("epload_sync:stage=none", "epload_sync:stage=host")
+FLOOR = "floor"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--cases", default="loopback,2,4", help="loopback, and numbers of rollout nodes; comma-separated"
+    )
+    parser.add_argument("--layers", type=int, help="layers of 128 experts; 48 (929 MB) over loopback, else 16 (311 MB)")
+    parser.add_argument("--experts", type=int, default=128, help="of a layer")
+    parser.add_argument("--mbit", type=int, default=1000, help="rate of each node's link, each way")
+    parser.add_argument("--repeat", type=int, default=7, help="timed versions of each peer")
+    parser.add_argument(
+        "--slow", type=float, default=4.0, help="peers that take longer than so many seconds run three times"
+    )
+    parser.add_argument("--peers", default="", help="comma-separated file names in sync_peers/; all by default")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for the JSON")
+    parser.add_argument("--docs", action="store_true", help="write JSON and tables to docs/")
+    options = parser.parse_args()
+    cases = options.cases.split(",")
+    if cases != ["loopback"] and (why := available()):
+        raise SystemExit(f"bench_sync.py needs a testbed: {why}; or pass --cases loopback")
+    folders = [options.out, *([ROOT / "docs"] if options.docs else [])]
+    options.out.mkdir(parents=True, exist_ok=True)
+    for case in cases:
+        run = measure(options, case)
+        for folder in folders:
+            file = folder / "sync.json"
+            known = json.loads(file.read_text()) if file.exists() else {}
+            file.write_text(json.dumps({**known, case: run}, indent=1))
+    runs = json.loads((folders[-1] / "sync.json").read_text())
+    runs = {case: runs[case] for case in sorted(runs, key=lambda case: (case != "loopback", case))}
+    texts = []
+    for run in runs.values():
+        shown = tables(run)
+        texts += [provenance(run), *(table.markdown() for table in shown)]
+        for table in shown:
+            table.show()
+    reached = targets(runs)
+    reached.show()
+    if options.docs:
+        write(ROOT / "docs" / "performance.md", "sync", [reached.markdown(), *texts])
+
+
+def measure(options: argparse.Namespace, case: str) -> Row:
+    """Measures all peers between two jobs. ``case``: "loopback", or the number of rollout nodes in a testbed."""
+    began = monotonic()
+    linked = case != "loopback"
+    size = Size(layers=options.layers or (16 if linked else 48), experts=options.experts)
+    nbytes, tensors = summary.contents(meta_model(size))
+    trainers, rollouts = (TRAINERS, int(case)) if linked else (1, 1)
+    print(
+        f"{case}: {nbytes / 1e6:.0f} MB in {tensors} tensors, {trainers} + {rollouts} nodes x {RANKS} ranks", flush=True
+    )
+    outcome = Outcome()
+    entries: dict[str, dict[str, list[float]]] = {"sync": {}}
+    titles = {}
+    for name in sync_peers.names():
+        if not options.peers or name in options.peers.split(","):
+            for peer in sync_peers.find(name):
+                entries["sync"][peer.name], titles[peer.name] = [], peer.title
+    if not linked:
+        entries["plan"] = {"plan_exchange": [], "make_plan": []}
+    plan = Plan(
+        trainers + rollouts, RANKS, asdict(size), [], entries, repeat=options.repeat, slow=options.slow, limit=120.0,
+        trainers=trainers, worker="sync_worker.py",
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="epload-sync-") as folder:
+        if linked:
+            plan.interface = INTERFACE
+            with NetBed(plan.nodes, options.mbit) as bed:
+                launch.run(plan, Path(folder), outcome, bed)
+        else:
+            launch.run(plan, Path(folder), outcome)
+    rows = summary.rows(outcome, nbytes)
+    for row in rows:
+        row["title"] = titles.get(row["entry"], row["entry"])
+        links = [sample["links"] for sample in outcome.samples if sample["entry"] == row["entry"]]
+        if linked and links:  # the worst of all versions
+            row["in"] = max(into for nodes in links for into, _ in nodes[trainers:]) / nbytes
+            row["out"] = max(sum(out for _, out in nodes[:trainers]) for nodes in links) / nbytes
+    rate = options.mbit * 1e6 / 8
+    return {
+        **summary.facts(nbytes, tensors), "minutes": (monotonic() - began) / 60, "case": case, "trainers": trainers,
+        "rollouts": rollouts, "ranks": RANKS, "mbit": options.mbit if linked else None,
+        "bound": max(nbytes / rate, nbytes / (trainers * rate)) if linked else None, "rows": rows,
+    }  # fmt: skip
+
+
+def tables(run: Row) -> list[Table]:
+    """The tables of one case."""
+    linked = run["bound"] is not None
+    where = f"{run['trainers']} + {run['rollouts']} nodes x {run['ranks']}, {run['nbytes'] / 1e6:.0f} MB"
+    columns = ["how", "runs", "min s", "median s", "max s", "trainer s", "first s", "commit s"]
+    if linked:
+        where += f", links of {run['mbit']} Mbit/s, bound {run['bound']:.2f} s"
+        columns += ["bound / time", "in / union", "out / S"]
+    else:
+        where += ", loopback"
+        columns += ["x floor", "CPU s"]
+    made = [Table(f"Sync, {where}", columns, [_line(run, row) for row in by_case(run["rows"], "sync")])]
+    ours = [row for row in by_case(run["rows"], "sync") if row["ours"] and "median" in row]
+    phases = list(dict.fromkeys(name for row in ours for name in row["phases"] if ": " in name))
+    made.append(
+        Table(
+            f"epload's phases, seconds of the slowest rank, {where}",
+            ["phase", *(row["title"] for row in ours)],
+            [[name, *(seconds(row["phases"].get(name)) for row in ours)] for name in phases],
+        )
+    )
+    planning = by_case(run["rows"], "plan")
+    if planning:
+        lines = [[row["title"], *(f"{row[key]:.3f}" for key in ("min", "median", "max"))] for row in planning]
+        made.append(Table(f"Planning, {run['tensors']} tensors", ("what", "min s", "median s", "max s"), lines))
+    return made
+
+
+def _line(run: Row, row: Row) -> list[str]:
+    name = f"**{row['title']}**" if row["ours"] else row["title"]
+    if "median" not in row:
+        return [name, f"FAILED: {row['error']}"[:160]]
+    phases = row["phases"]
+    line = [name, str(row["runs"]), *(seconds(row[key]) for key in ("min", "median", "max"))]
+    line += [seconds(phases.get(key)) for key in ("send", "first", "commit")]
+    if run["bound"] is not None:
+        return [*line, times(run["bound"] / row["median"]), f"{row['in']:.3f}", f"{row['out']:.3f}"]
+    floor = median(run["rows"], "sync", FLOOR)
+    return [*line, times(row["median"] / floor) if floor else "", seconds(row["cpu"]["user"] + row["cpu"]["system"])]
+
+
+def targets(runs: dict[str, Row]) -> Table:
+    """What is asked for, and what was measured, with each stage."""
+    found = {
+        (case, row["entry"]): row for case, run in runs.items() for row in run["rows"] if row.get("median") is not None
+    }
+
+    def line(what: str, limit: str, met: Callable[[float], bool], value: Callable[[str], float | None]) -> list[str]:
+        values = [value(entry) for entry in OURS]
+        shown = ["" if x is None else f"{x:.2f}{'' if met(x) else ' (missed)'}" for x in values]
+        return [what, limit, *shown]
+
+    def of(case: str, entry: str, key: Callable[[Row], float]) -> float | None:
+        row = found.get((case, entry))
+        return None if row is None else key(row)
+
+    def ratio(over: float | None, under: float | None) -> float | None:
+        return over / under if over and under else None
+
+    rows = []
+    for case in ("2", "4"):
+        bound = runs.get(case, {}).get("bound", 0.0)
+        rows += [
+            line(f"{case} rollout nodes: bound over time", ">= 0.85", lambda x: x >= 0.85,
+                 lambda entry, case=case, bound=bound: of(case, entry, lambda row: bound / row["median"])),
+            line(f"{case} rollout nodes: bytes into a node over its union", "<= 1.06", lambda x: x <= 1.06,
+                 lambda entry, case=case: of(case, entry, lambda row: row["in"])),
+            line(f"{case} rollout nodes: bytes out of the trainer over S", "<= 1.06", lambda x: x <= 1.06,
+                 lambda entry, case=case: of(case, entry, lambda row: row["out"])),
+        ]  # fmt: skip
+
+    def median_of(case: str, entry: str) -> float | None:
+        return of(case, entry, lambda row: row["median"])
+
+    def growth(entry: str) -> float | None:
+        return ratio(*(of(case, entry, lambda row: row["phases"]["send"]) for case in ("4", "2")))
+
+    def over_floor(entry: str) -> float | None:
+        return ratio(median_of("loopback", entry), median_of("loopback", FLOOR))
+
+    planning = ratio(median_of("loopback", "plan_exchange"), median_of("loopback", "make_plan"))
+    rows += [
+        line("trainer's seconds, 4 rollout nodes over 2", "<= 1.15", lambda x: x <= 1.15, growth),
+        line("loopback: over the raw floor", "<= 1.5", lambda x: x <= 1.5, over_floor),
+        line("planning a sync over planning a load", "<= 0.5", lambda x: x <= 0.5, lambda entry: planning),
+    ]
+    return Table("Targets", ("what", "target", "stage=none", "stage=host"), rows)
+
+
+if __name__ == "__main__":
+    main()
