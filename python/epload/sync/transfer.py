@@ -14,8 +14,8 @@ from epload.planning.schedule import Step
 from epload.planning.waves import Wave
 from epload.sync.shards import Shards
 
-_CHUNK_BYTES = 1 << 20
-"""Of a message, so that filling a chain of nodes takes little time."""
+_CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 16 << 20
+"""Of a message: small where nodes pass it on, so that filling a chain of them takes little time."""
 _NO_RANK = -1
 
 
@@ -29,7 +29,11 @@ class ExchangeRoles:
 
     crosses = True
     aborts_collectives = False
-    chunk_bytes = _CHUNK_BYTES
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of a message; equal on all ranks."""
+        return _CHUNK_BYTES if len(self.members.nodes) > 1 else _LONE_CHUNK_BYTES
 
     @property
     def sends(self) -> bool:
