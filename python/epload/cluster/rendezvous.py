@@ -23,8 +23,8 @@ from epload.errors import LoadError, message_of
 
 _CLOSED = "!"
 """Follows the number of a rendezvous that no rank can join any more."""
-_locks: defaultdict[tuple[int, ...], threading.Lock] = defaultdict(threading.Lock)
-"""One rendezvous of the same ranks at a time."""
+_locks: defaultdict[tuple[tuple[int, ...], int], threading.Lock] = defaultdict(threading.Lock)
+"""One rendezvous of a rank with the same others at a time."""
 
 
 def rendezvous(
@@ -53,7 +53,7 @@ def rendezvous(
     Raises:
         LoadError: a rank did not come within ``timeout``, ended, or had a ``failure``; the same on every rank that came.
     """
-    lock = _locks[ranks]
+    lock = _locks[ranks, rank]
     if not lock.acquire(timeout=timeout.total_seconds()):
         raise LoadError(f"another thread has been discovering the topology of ranks {list(ranks)} for {timeout}")
     try:

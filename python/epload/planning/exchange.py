@@ -26,6 +26,8 @@ from epload.planning.cells import Slot, make_slots, merge_boxes
 from epload.planning.schedule import wave_limit
 from epload.planning.shares import NO_PART, Outline, Share
 
+LEAST_BUCKET_BYTES = 4 << 20
+"""A stream is cut into no more buckets than leave them so many."""
 LEAST_SLOT_BYTES, MOST_SLOT_BYTES = 64 << 10, 4 << 20
 """Limits of what a slot may have at most."""
 
@@ -75,7 +77,7 @@ class Stream(NamedTuple):
         return self.nodes[first:] + self.nodes[:first]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ExchangeBucket:
     """A part of a stream that moves in one wave. ``copies`` and ``targets`` are this rank's."""
 
@@ -83,12 +85,25 @@ class ExchangeBucket:
     wave: int
     nbytes: int
     """Header included."""
-    copies: CopyTable
-    """Of a rank that sends it: out of which local tensors it is packed. Of others: into which it is unpacked."""
-    targets: tuple[int, ...]
-    """Local tensors that the copies count."""
     tensors: tuple[int, int]
     """The first and the last tensor that it has boxes of."""
+    rows: CopyTable
+    """The copies, of which targets count in all local tensors."""
+
+    @cached_property
+    def _copies(self) -> tuple[CopyTable, tuple[int, ...]]:
+        copies = self.rows.clone()
+        return copies, tuple(copies.renumber_targets())
+
+    @property
+    def copies(self) -> CopyTable:
+        """Of a rank that sends it: out of which local tensors it is packed. Of others: into which it is unpacked."""
+        return self._copies[0]
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """Local tensors that the copies count."""
+        return self._copies[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,19 +293,23 @@ class _Rows:
         stream = owner * len(node_sets) + node_set[slot]
         order = torch.argsort(stream, stable=True)
         self.tensor, self.slot, self.stream = tensor[order], slot[order], stream[order]
-        self._place(kinds, waves)
+        self._place(kinds, waves, len(members.senders))
 
-    def _place(self, kinds: _Kinds, waves: int) -> None:
+    def _place(self, kinds: _Kinds, waves: int, senders: int) -> None:
         """Where each slot is: which wave's bucket of its stream, and at which offset."""
         itemsize = torch.tensor([dtype.itemsize for dtype in kinds.dtypes], dtype=torch.int64)
         elements = torch.tensor([torch.Size(slot.size).numel() for slot in self.slots], dtype=torch.int64)
         nbytes = (-(-elements * itemsize[self.kind_of_slot] // ALIGNMENT) * ALIGNMENT)[self.slot]
         ends = nbytes.cumsum(0)
+        sets = len(self._node_sets)
         streams, of_stream, per_stream = torch.unique_consecutive(self.stream, return_inverse=True, return_counts=True)
         last = per_stream.cumsum(0) - 1
         total = ends[last] - torch.cat([ends.new_zeros(1), ends[last][:-1]])[: len(last)]
         at = ends - nbytes - (ends[last] - total)[of_stream]
-        self.wave = at * waves // total[of_stream]
+        # A stream has a bucket in each wave or, if they would be small, in some; other streams have theirs in others.
+        parts = (-(-total // LEAST_BUCKET_BYTES)).clamp(1, waves)[of_stream]
+        turn = (streams // sets * waves // senders)[of_stream]
+        self.wave = (at * parts // total[of_stream] * waves + turn) // parts
         bucket, sizes = torch.unique_consecutive(of_stream * waves + self.wave, return_counts=True)
         self.ends: list[int] = sizes.cumsum(0).tolist()
         """Rows of each bucket end before these; buckets are ordered by stream, then wave."""
@@ -301,7 +320,6 @@ class _Rows:
         self.bucket_nbytes: list[int] = (self.offset + nbytes)[tail].tolist()
         self.bucket_waves: list[int] = (bucket % waves).tolist()
         numbers = streams[bucket // waves].tolist()
-        sets = len(self._node_sets)
         self.bucket_streams = [Stream(number // sets, self._node_sets[number % sets]) for number in numbers]
 
 
@@ -379,11 +397,10 @@ def _make_buckets(
     for i, (stream, wave) in enumerate(zip(rows.bucket_streams, rows.bucket_waves, strict=True)):
         hops = 0 if mine is None else stream.path(wave).index(mine)
         ordered.append(((wave, hops, stream), i))
-    begins = [0, *rows.ends[:-1]]
+    first, last = (torch.tensor(ends, dtype=torch.int64) for ends in ([0, *rows.ends[:-1]], rows.ends))
+    tensors = list(zip(rows.tensor[first[: len(last)]].tolist(), rows.tensor[last - 1].tolist(), strict=True))
     buckets = []
     for (wave, _, stream), i in sorted(ordered):
-        part = copies.select(slice(*copy_ends[i : i + 2])).clone()
-        targets = tuple(part.renumber_targets())
-        tensors = int(rows.tensor[begins[i]]), int(rows.tensor[rows.ends[i] - 1])
-        buckets.append(ExchangeBucket(stream, wave, rows.bucket_nbytes[i], part, targets, tensors))
+        part = copies.select(slice(*copy_ends[i : i + 2]))
+        buckets.append(ExchangeBucket(stream, wave, rows.bucket_nbytes[i], tensors[i], part))
     return buckets

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -18,7 +18,7 @@ from epload.cluster.topology import Route
 from epload.control.control import Control
 from epload.core import garbage_collection
 from epload.core.attempt import attempt
-from epload.errors import LoadError
+from epload.errors import LoadError, kind_of, make_error
 from epload.planning.exchange import ExchangePlan, Members, plan_exchange
 from epload.planning.schedule import WAVE_BYTES
 from epload.planning.shares import Outline, Share
@@ -28,7 +28,7 @@ from epload.staging.host_ring import HostRing
 from epload.staging.shared_memory import BUFFERS, NodeMemory
 from epload.sync.lobby import Member
 from epload.sync.report import SyncReport
-from epload.sync.shards import PreparedExchange, Shards
+from epload.sync.shards import DeviceBuffer, PreparedExchange, Shards
 from epload.sync.store import fetch, publish
 from epload.sync.transfer import ExchangeRoles, ShardSink, ShardSource, exchange_waves
 from epload.transport.context import TransferContext
@@ -82,6 +82,7 @@ class Epoch:
     legend: str
     """Says which ranks are whose; for error messages."""
     prepared: PreparedExchange | None = None
+    device_buffer: DeviceBuffer | None = None
     _waves_before: int = field(default=0, init=False)
 
     @property
@@ -101,6 +102,7 @@ class Epoch:
         options: SyncOptions,
         show_progress: bool = False,
         failure: Exception | None = None,
+        begins: Callable[[], None] = lambda: None,
     ) -> None:
         """Sends or receives a version. Collective over the epoch's ranks.
 
@@ -108,6 +110,7 @@ class Epoch:
             tensors: to be sent; None on a rank that receives.
             sink: of a rank that receives, what takes buckets as they arrive.
             failure: why this rank cannot take part; then nothing moves.
+            begins: called when all ranks are ready, before anything moves.
 
         Raises:
             LoadError: a rank failed; the same on every rank, none of which counts the version as received.
@@ -118,11 +121,12 @@ class Epoch:
             with control.guard():
                 with report.timed("plan"):
                     control.settle("getting ready", failure, version, _check_version)
+                begins()
                 self._move(version, tensors, sink, report, options.verify, show_progress)
                 # One key is either this decision or the first failure: the version is whole everywhere, or counts nowhere.
                 control.settle("committing the version", None, last=True)
         except LoadError as error:
-            raise type(error)(f"{error}\n{self.legend}") from error
+            raise make_error(kind_of(error), f"{error}\n{self.legend}") from error
         finally:
             control.end()
         report.epoch, report.moved, report.buckets = self.number, self.plan.nbytes, len(self.plan.buckets)
@@ -168,8 +172,8 @@ class Epoch:
 
     def shards(self, tensors: list[Tensor], verify: str) -> Shards:
         """The tensors of one version. What is prepared for them is kept."""
-        shards = Shards(self.plan, tensors, self.prepared, verify == "full", f"rank {self.rank}")
-        self.prepared = shards.prepared
+        shards = Shards(self.plan, tensors, self.prepared, self.device_buffer, verify == "full", f"rank {self.rank}")
+        self.prepared, self.device_buffer = shards.prepared, shards.device_buffer
         return shards
 
     def unpack(self, tensors: list[Tensor], verify: str) -> None:
@@ -214,36 +218,32 @@ def form_epoch(
     Raises:
         LoadError: a rank cannot take part, or has not come in time; the same on every rank.
     """
-    outline = share.outline()
-    names = [publish(store, part) for part in outline.encode()]
+    names = [publish(store, part) for part in share.outline().encode()]
     view = [me.node, me.sends, me.whole, *names, options.verify]
-
-    def decide(views: dict[int, Any]) -> list[Any]:
-        verify = {rank: view[5] for rank, view in views.items()}
-        if len(set(verify.values())) > 1:
-            one, other = 0, next(rank for rank in verify if verify[rank] != verify[0])
-            raise ValueError(
-                f"expected the same verify= from sender and receivers, got {verify[one]!r} on rank {one} and "
-                f"{verify[other]!r} on rank {other} ({legend})"
-            )
-        return [views[rank][:5] for rank in sorted(views)]
-
-    control, found = rendezvous(
-        PrefixStore(f"epoch/{number}", store),
-        tuple(range(ranks)),
-        me.rank,
-        options.timeout,
-        failure,
-        view,
-        decide,
-        me.node,
-    )
-    control.begin(options.timeout)
     try:
-        with control.guard(), garbage_collection.paused():
-            return _form(store, number, control, me, manifest, share, found, legend)
-    finally:
-        control.end()
+        control, views = rendezvous(
+            PrefixStore(f"epoch/{number}", store), tuple(range(ranks)), me.rank, options.timeout, failure, view,
+            _by_rank, me.node,
+        )  # fmt: skip
+        control.begin(options.timeout)
+        try:
+            with control.guard(), garbage_collection.paused():
+                return _form(store, number, control, me, manifest, share, views, legend)
+        finally:
+            control.end()
+    except (LoadError, ValueError) as error:
+        raise make_error(kind_of(error), f"{error}\n{legend}") from error
+
+
+def _by_rank(views: dict[int, Any]) -> list[Any]:
+    """The views of all ranks. Raises ValueError if they do not verify alike."""
+    verify = {rank: view[5] for rank, view in views.items()}
+    for rank, of_rank in verify.items():
+        if of_rank != verify[0]:
+            raise ValueError(
+                f"expected the same verify= from sender and receivers, got {verify[0]!r} on rank 0 and {of_rank!r} on rank {rank}"
+            )
+    return [views[rank][:5] for rank in sorted(views)]
 
 
 def _form(
@@ -262,7 +262,7 @@ def _form(
     plan: ExchangePlan | None = None
     if outlines is not None:
         plan, failure = attempt(
-            lambda: plan_exchange(manifest, members, outlines, me.rank, share, WAVE_BYTES, f"version of {number}")
+            lambda: plan_exchange(manifest, members, outlines, me.rank, share, WAVE_BYTES, f"epoch {number}")
         )
     fingerprint = plan.fingerprint.hex() if plan is not None else ""
     control.settle("planning the exchange", failure, fingerprint, _check_equal)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -20,15 +21,17 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from epload.control.messages import read_if_set
-from epload.control.waiter import Alarm, Waiter
+from epload.control.waiter import Alarm, Wait, Waiter
 from epload.core import threads
 from epload.core.log import logger
 from epload.errors import LoadError, WaitTimeout, message_of
-from epload.sync.store import post
+from epload.sync.store import answered, fetch, post, publish
 
 LEASE_SECONDS = 10.0
 """A receiver that has been silent for so long is dropped."""
 _BEAT_SECONDS = 2.0
+_KEPT_OFFERS = 8
+"""Whose keys stay in the store, for receivers that are behind."""
 _MOST_SHOWN = 8
 """Engines that one message lists."""
 _FIRST_POLL, _LAST_POLL, _POLL_SHARE = 0.0005, 0.25, 1 / 8
@@ -49,6 +52,8 @@ class Member:
     """Equal on ranks that share a machine's memory."""
     host: str
     pid: int
+    token: str
+    """Another one each time that it joins: it then knows nothing of an epoch before."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} of engine {self.engine} (process {self.pid} on {self.host})"
@@ -73,31 +78,52 @@ class Participants:
     senders: int
     """How many ranks send; theirs come before the receivers'."""
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Participants:
-        return cls(
-            value["epoch"], tuple(Member(**member) for member in value["members"]), value["manifest"], value["senders"]
-        )
+
+def publish_members(store: Store, members: Sequence[Member]) -> str:
+    """Puts the receivers of an epoch into the store; returns the name for :func:`fetch_members`."""
+    return publish(store, json.dumps([asdict(member) for member in members]).encode())
+
+
+def fetch_members(store: Store, name: str, timeout: timedelta) -> tuple[Member, ...]:
+    return tuple(Member(**member) for member in json.loads(fetch(store, name, timeout)))
 
 
 class Attendance:
-    """A receiver's side. Its thread tells the sender that the process is alive."""
+    """A receiver's side. Its thread tells the sender that the process is alive.
 
-    def __init__(self, store: Store, connect: Callable[[], Store], member: Member) -> None:
-        """``connect``: makes another connection."""
+    Calls of the store have a deadline, as a host that has stopped neither answers nor ends a connection.
+    """
+
+    def __init__(self, store: Store, connect: Callable[[], Store], member: Member, timeout: timedelta) -> None:
+        """
+        Args:
+            connect: makes another connection.
+            timeout: of one call of the store.
+        """
         self._store = store
         self._member = member
+        self._timeout = timeout
         self._alarm = Alarm()
         self._alarm.open()
         self._waiter = Waiter(connect(), self._alarm)
         self._waiter.start()
+        self._waits: dict[str, Wait] = {}
+        """Not over yet: a wait cannot be taken back, and the next one comes after it."""
         self._beats = connect()
         self._over = threading.Event()
-        self.number = store.add("members", 1)
-        post(store, f"member/{self.number}", asdict(member))
-        posted = store.add("offers", 0)
-        self._next = posted if posted and read_if_set(store, f"closed/{posted}") is None else posted + 1
+        self._accepted: Offer | None = None
+        """Of which it is not known yet who takes part."""
+        self._members: tuple[str, tuple[Member, ...]] = ("", ())
+        """Those of the last offer, under their name."""
+        self.number, self._next = answered(self._join, timeout)
         self._thread = threads.start("epload-lease", self._beat)
+
+    def _join(self) -> tuple[int, int]:
+        """This rank's number among all that have joined, and that of the next offer."""
+        number = self._store.add("members", 1)
+        post(self._store, f"member/{number}", asdict(self._member))
+        posted = self._store.add("offers", 0)
+        return number, posted if posted and read_if_set(self._store, f"closed/{posted}") is None else posted + 1
 
     def _beat(self) -> None:
         count = 0
@@ -107,57 +133,64 @@ class Attendance:
                 self._beats.set(f"alive/{self.number}", str(count))
                 self._over.wait(_BEAT_SECONDS)
 
-    def wait_for_offer(self, timeout: timedelta) -> Offer:
-        """Waits for the next offer, or takes the one that is open.
+    def accept_offer(self, timeout: timedelta) -> Offer:
+        """Waits for the next offer, or takes the one that is open: this rank is ready to receive it.
 
         Raises:
             LoadError: the store is lost, or there is no offer within ``timeout``.
         """
-        number = self._next
-        said = json.loads(self._wait(f"offer/{number}", timeout, "no version was offered"))
+        if self._accepted is not None:  # a call before this has waited in vain for what comes of it
+            return self._accepted
+        said = json.loads(self._wait(f"offer/{self._next}", timeout, "no version was offered"))
         if "over" in said:
             raise LoadError("the sender has been closed, and offers no more versions")
-        return Offer(number, said["version"])
+        offer = Offer(self._next, said["version"])
+        answered(lambda: self._accept(offer), self._timeout)
+        self._accepted = offer
+        return offer
 
-    def accept(self, offer: Offer) -> None:
-        """This rank is ready to receive."""
-        with_store = self._store
-        if with_store.add(f"accepted/{offer.number}/{self._member.engine}", 1) == self._member.size:
-            with_store.add(f"accepted/{offer.number}", 1)
+    def _accept(self, offer: Offer) -> None:
+        if self._store.add(f"accepted/{offer.number}/{self._member.engine}", 1) == self._member.size:
+            self._store.add(f"accepted/{offer.number}", 1)
 
     def wait_for_participants(self, offer: Offer, timeout: timedelta) -> Participants | None:
-        """Who takes part; None if this rank came too late for this offer.
+        """Who takes part; None if this rank came too late for this offer, or was taken for dead.
 
         Raises:
             LoadError: the sender has given up the offer; the store is lost; or nothing was said within ``timeout``.
         """
         why = f"version {offer.version} was offered, but the sender did not begin to send it"
         said = json.loads(self._wait(f"go/{offer.number}", timeout, why))
-        self._next = offer.number + 1
+        self._accepted, self._next = None, offer.number + 1
         if "failed" in said:
             raise LoadError(said["failed"])
-        found = Participants.from_json(said)
-        return found if self._member in found.members else None
+        if said["members"] != self._members[0]:
+            members = answered(lambda: fetch_members(self._store, said["members"], timeout), self._timeout)
+            self._members = said["members"], members
+        members = self._members[1]
+        if self._member not in members:
+            return None
+        return Participants(said["epoch"], members, said["manifest"], said["senders"])
 
     def confirm(self, offer: Offer) -> None:
         """This rank knows how the offer has ended."""
         with suppress(RuntimeError):  # the sender has ended meanwhile
-            self._store.add(f"confirmed/{offer.number}", 1)
+            answered(lambda: self._store.add(f"confirmed/{offer.number}", 1), timedelta(seconds=_BEAT_SECONDS))
 
     def _wait(self, key: str, timeout: timedelta, why: str) -> bytes:
-        wait = self._waiter.wait_for([key])
+        wait = self._waits.get(key)
+        if wait is None:
+            wait = self._waits[key] = self._waiter.wait_for([key])
         until = time.monotonic() + timeout.total_seconds()
         poll = select.poll()
         poll.register(self._alarm.fileno(), select.POLLIN)
-        try:
-            while not wait.done:
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise WaitTimeout(f"{why} within {timeout.total_seconds():.0f} s")
-                poll.poll(1e3 * min(left, 1.0))
-                self._alarm.clear()
-        finally:
-            wait.given_up = True
+        while not wait.done:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise WaitTimeout(f"{why} within {timeout.total_seconds():.0f} s")
+            poll.poll(1e3 * min(left, 1.0))
+            self._alarm.clear()
+        del self._waits[key]
         try:
             return wait.result()[0]
         except RuntimeError as error:
@@ -168,11 +201,13 @@ class Attendance:
     def close(self) -> None:
         """Leaves: the sender drops this rank."""
         self._over.set()
+        for wait in self._waits.values():
+            wait.given_up = True
         with suppress(RuntimeError):
-            post(self._store, f"left/{self.number}", True)
+            answered(lambda: post(self._store, f"left/{self.number}", True), timedelta(seconds=_BEAT_SECONDS))
         self._waiter.stop()
         self._alarm.close()
-        self._thread.join()
+        self._thread.join(_BEAT_SECONDS)
 
 
 class Lobby:
@@ -185,7 +220,9 @@ class Lobby:
         self._members: dict[int, Member] = {}
         self._seen = 0
         self._gone: set[int] = set()
-        """Numbers of members that have left, or were dropped."""
+        """Numbers of members that have left."""
+        self._silent: set[int] = set()
+        """Those of engines of which a rank was silent when it was looked at last."""
         self._beats: dict[int, tuple[bytes | None, float]] = {}
         """The last beat of a member, and when it was first seen."""
         self._required: tuple[str, ...] | None = None
@@ -194,6 +231,9 @@ class Lobby:
 
     def offer(self, version: int) -> Offer:
         self._offers += 1
+        if (old := self._offers - _KEPT_OFFERS) > 0:
+            for key in ("offer", "go", "closed", "accepted", "confirmed"):
+                self._store.delete_key(f"{key}/{old}")
         post(self._store, f"offer/{self._offers}", {"version": version})
         self._store.add("offers", 1)
         return Offer(self._offers, version)
@@ -252,7 +292,7 @@ class Lobby:
         """For each engine the numbers of its members by rank; of a rank that joined again the last."""
         found: dict[str, dict[int, int]] = {}
         for number, member in self._members.items():
-            if number not in self._gone:
+            if number not in self._gone and number not in self._silent:
                 found.setdefault(member.engine, {})[member.rank] = number
         return found
 
@@ -272,25 +312,28 @@ class Lobby:
         return bool(accepted) and all(engine in accepted for engine in self._required if engine in engines)
 
     def _drop_silent(self) -> None:
-        """Drops engines of which a rank has left or is silent."""
+        """Drops engines of which a rank has left, and for as long as one is silent."""
         now = time.monotonic()
+        before, self._silent = self._silent, set()
         for engine, numbers in self._engines().items():
             lost = []
             for number in numbers.values():
                 beat = read_if_set(self._store, f"alive/{number}")
-                before = self._beats.get(number)
-                if before is None or before[0] != beat:
+                last = self._beats.get(number)
+                if last is None or last[0] != beat:
                     self._beats[number] = beat, now
-                elif now - before[1] >= LEASE_SECONDS:
+                elif now - last[1] >= LEASE_SECONDS:
                     lost.append(number)
                 if read_if_set(self._store, f"left/{number}") is not None:
                     lost.append(number)
+                    self._gone.update(numbers.values())
             if lost:
-                self._gone.update(numbers.values())
-                names = ", ".join(str(self._members[number]) for number in sorted(set(lost)))
-                logger.warning(
-                    "engine %s takes part no more: %s left, or was silent for %.0f s", engine, names, LEASE_SECONDS
-                )
+                self._silent.update(numbers.values())
+                if not before.issuperset(numbers.values()):
+                    names = ", ".join(str(self._members[number]) for number in sorted(set(lost)))
+                    logger.warning(
+                        "engine %s takes part no more: %s left, or was silent for %.0f s", engine, names, LEASE_SECONDS
+                    )
 
     def _describe_missing(self, offer: Offer, accepted: dict[str, list[Member]], timeout: timedelta) -> str:
         engines = self._engines()
@@ -311,4 +354,4 @@ class Lobby:
 
 
 def this_process(engine: str, rank: int, size: int, node: str) -> Member:
-    return Member(engine, rank, size, node, os.uname().nodename, os.getpid())
+    return Member(engine, rank, size, node, os.uname().nodename, os.getpid(), secrets.token_hex(4))

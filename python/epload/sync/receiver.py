@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +22,7 @@ from epload.cluster.membership import local_network
 from epload.cluster.topology import Topology, as_timedelta
 from epload.core import garbage_collection, log
 from epload.core.attempt import attempt
-from epload.errors import LoadError
+from epload.errors import LoadError, WaitTimeout
 from epload.mapping.mapping import Mapping
 from epload.planning.shares import Share
 from epload.sync.engine_model import EngineModel, EngineTarget
@@ -118,9 +120,9 @@ class WeightReceiver:
         self._address = address
         self._node = f"{engine.name if node else ''} {local_network()} {node} {stage}"
         self._store: Store = self._connect()
-        member = this_process(engine.name, engine.rank, engine.size, self._node)
-        self._attendance = Attendance(self._store, self._connect, member)
-        self._member = member
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        """Leaves, also if nobody calls :meth:`close`: else the sender would wait for this rank."""
+        self._rejoin()
         self._closed = False
         self._epoch: Epoch | None = None
         self._manifest: Manifest | None = None
@@ -130,8 +132,8 @@ class WeightReceiver:
         self.staged: int | None = None
         """That has arrived, and that :meth:`commit` applies."""
         self.torn = False
-        """Whether the target may have weights of two versions, after a failure with ``stage="none"``. The next version that is
-        received as a whole mends it."""
+        """Whether the target may have weights of two versions: while they are copied in, and if that has failed. The next version
+        that is applied as a whole mends it."""
 
     def _connect(self) -> Store:
         return connect(self._address, self._options.timeout)
@@ -174,39 +176,50 @@ class WeightReceiver:
         report = SyncReport(version=offer.version, verify=self._options.verify, stage=self._stage)
         report.waited = perf_counter() - began
         began = perf_counter()
-        sink = ShardSink(None)
         try:
             with report.timed("plan"):
                 self._join(participants)
-            assert self._epoch is not None
-            tensors, failure = attempt(lambda: self._prepare(version, offer))
-            if tensors is not None:
-                sink = ShardSink(self._epoch.shards(tensors, self._options.verify))
-            show = self._progress and self.engine.rank == 0
-            self._epoch.sync(offer.version, None, sink, report, self._options, show, failure)
+            self._receive(version, offer, report)
         except BaseException:
             self._drop_epoch()
-            if sink.written:
-                self.torn, self.version = True, None
+            self._stale = True
             raise
         finally:
             self._attendance.confirm(offer)
-        if self._stage == "none":
-            self.version, self.torn = None, True
+        report.seconds = perf_counter() - began
+        return report
+
+    def _receive(self, version: int | None, offer: Offer, report: SyncReport) -> None:
+        """Receives an offered version into the node's memory or, with ``stage="none"``, into the target."""
+        epoch, in_place = self._epoch, self._stage == "none"
+        assert epoch is not None
+
+        def prepare() -> ShardSink:
+            """Raises LoadError if another version was asked for."""
+            if version is not None and version != offer.version:
+                raise LoadError(
+                    f"engine {self.engine.name} expected version {version}, but the sender offers {offer.version}"
+                )
+            if not in_place:
+                return ShardSink(None)
+            if self._target.tears_on_prepare:
+                self._tear()
+            return ShardSink(epoch.shards(self._target.tensors(), self._options.verify))
+
+        sink, failure = attempt(prepare)
+        show = self._progress and self.engine.rank == 0
+        # From then on every rank of an engine says the same, also one that nothing has reached yet.
+        begins = self._tear if in_place else lambda: None
+        epoch.sync(offer.version, None, sink or ShardSink(None), report, self._options, show, failure, begins)
+        if in_place:
             self._target.finish()
             self.version, self.torn = offer.version, False
         else:
             self.staged = offer.version
-        report.seconds = perf_counter() - began
-        return report
 
-    def _prepare(self, version: int | None, offer: Offer) -> list[Tensor] | None:
-        """The tensors that are filled as buckets arrive, if any. Raises LoadError if another version was asked for."""
-        if version is not None and version != offer.version:
-            raise LoadError(
-                f"engine {self.engine.name} expected version {version}, but the sender offers {offer.version}"
-            )
-        return self._target.tensors() if self._stage == "none" else None
+    def _tear(self) -> None:
+        """The target may have tensors of two versions from here on."""
+        self.version, self.torn = None, True
 
     def commit(self) -> None:
         """Copies the version that was received last into the target. Local to this rank; does nothing with ``stage="none"``.
@@ -219,20 +232,17 @@ class WeightReceiver:
             return
         if self.staged is None or self._epoch is None:
             raise ValueError("expected a version that was received and not committed; call receive_weights() first")
-        version, self.version = self.version, None
-        self.torn = True
-        try:
-            tensors = self._target.tensors()
-        except BaseException:
-            self.version, self.torn = version, False
-            raise
+        if self._target.tears_on_prepare:
+            self._tear()
+        tensors = self._target.tensors()
+        self._tear()
         self._epoch.unpack(tensors, self._options.verify)
         self._target.finish()
         self.version, self.staged, self.torn = self.staged, None, False
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors of the version that was received last, one after the other, for engines that take nothing else. Counts as
-        its commit once the last one has been taken.
+        its commit once the last one has been taken; until then the engine is torn.
 
         Raises:
             ValueError: no version was received since the last commit, or the receiver has a target.
@@ -241,21 +251,38 @@ class WeightReceiver:
             raise ValueError("expected a receiver without a target: WeightReceiver(None, address)")
         if self.staged is None or self._epoch is None:
             raise ValueError("expected a version that was received and not committed; call receive_weights() first")
-        yield from self._target.assemble(self._epoch)
-        self.version, self.staged = self.staged, None
+        epoch, version = self._epoch, self.staged
+        self._tear()
+        for name, tensor in self._target.assemble(epoch):
+            if self._epoch is not epoch or self.staged != version:
+                raise ValueError(f"version {version} was given up, as another one was received meanwhile")
+            yield name, tensor
+        self.version, self.staged, self.torn = version, None, False
 
     def _wait_for_turn(self) -> tuple[Offer, Participants]:
         """Accepts offers until this rank takes part in one."""
-        while True:
-            offer = self._attendance.wait_for_offer(self._options.timeout)
-            self._attendance.accept(offer)
+        if self._stale:  # the sender may still count on an epoch that this rank has left
+            self._rejoin()
+        until = time.monotonic() + self._options.timeout.total_seconds()
+        while (left := until - time.monotonic()) > 0:
+            offer = self._attendance.accept_offer(timedelta(seconds=left))
             participants = self._attendance.wait_for_participants(offer, self._options.timeout)
             if participants is not None:
-                break
-            # It came too late for this offer, or was taken for dead: it joins again.
-            self._attendance.close()
-            self._attendance = Attendance(self._store, self._connect, self._member)
-        return offer, participants
+                return offer, participants
+            self._rejoin()  # it came too late for this offer, or was taken for dead
+        raise WaitTimeout(
+            f"engine {self.engine.name} took part in no version within {self._options.timeout.total_seconds():.0f} s; have all "
+            f"of its {self.engine.size} ranks called receive_weights(), and are they alive?"
+        )
+
+    def _rejoin(self) -> None:
+        """Joins anew, as another member: whoever takes part forms a new epoch."""
+        if self._finalizer is not None:
+            self._finalizer()
+        member = this_process(self.engine.name, self.engine.rank, self.engine.size, self._node)
+        self._attendance = Attendance(self._store, self._connect, member, self._options.timeout)
+        self._member, self._stale = member, False
+        self._finalizer = weakref.finalize(self, self._attendance.close)
 
     def _join(self, participants: Participants) -> None:
         if self._epoch is not None and self._epoch.number == participants.epoch:
@@ -293,9 +320,9 @@ class WeightReceiver:
     def close(self) -> None:
         """Leaves, and frees memory. Not collective. May be called again."""
         self._drop_epoch()
-        if not self._closed:
-            self._closed = True
-            self._attendance.close()
+        self._closed = True
+        if self._finalizer is not None:
+            self._finalizer()
 
     def __enter__(self) -> WeightReceiver:
         return self

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from time import perf_counter
 from types import TracebackType
@@ -25,7 +24,7 @@ from epload.model.targets import Targets
 from epload.planning.shares import Share, share_of_targets
 from epload.sync.catalog import catalog
 from epload.sync.epoch import Attendee, Epoch, SyncOptions, describe_ranks, form_epoch
-from epload.sync.lobby import LEASE_SECONDS, Lobby, Member, Offer, Participants
+from epload.sync.lobby import LEASE_SECONDS, Lobby, Member, Offer, Participants, fetch_members, publish_members
 from epload.sync.model_reader import ModelReader
 from epload.sync.report import SyncReport
 from epload.sync.store import Address, connect, format_address, parse_address, publish, serve
@@ -117,10 +116,11 @@ class WeightSender:
         self._complete = False
         """Whether they have its version."""
         self._closed = False
-        self._store = self._open_store(host, port)
-        self.address: str = format_address(host, self._store.port)
+        store = self._open_store(host, port)
+        self._store = store
+        self.address: str = format_address(host, store.port)
         """At which receivers find this sender."""
-        self._lobby = Lobby(self._store, receivers) if self._first else None
+        self._lobby = Lobby(store, receivers) if self._first else None
 
     def _open_store(self, host: str, port: int) -> TCPStore:
         control = self.topology.control
@@ -169,7 +169,9 @@ class WeightSender:
         report = SyncReport(version=version, verify=self._options.verify)
         with report.timed("plan"), garbage_collection.paused():
             read, failure = attempt(self._read_model)
-        tensors = self._snapshot_of(read[0].local()) if read is not None and self._snapshot == "host" else None
+        tensors = None
+        if read is not None and self._snapshot == "host":
+            tensors, failure = attempt(lambda: self._snapshot_of(read[0].local()))
         if wait:
             return self._send(version, report, began, read, failure, tensors)
         self._sending = threads.start(
@@ -217,6 +219,9 @@ class WeightSender:
                 self._move(version, participants, read, tensors or read[0].local(), report)
         except Refused as refused:
             raise refused.failure.error() from None
+        except BaseException:  # receivers may have left the epoch
+            self._drop_epoch()
+            raise
         self._version, self._complete = version, True
         report.seconds = perf_counter() - began
         return report
@@ -269,7 +274,8 @@ class WeightSender:
         said = control.settle(
             "waiting for receivers", failure, found, lambda views: views[control.ranks[0]], patience=2
         )
-        return Participants.from_json(said)
+        members = fetch_members(self._store, said["members"], self._options.timeout)
+        return Participants(said["epoch"], members, said["manifest"], said["senders"])
 
     def _gather(self, version: int, manifest: Manifest) -> dict[str, Any]:
         """On the first rank: offers a version, and waits for receivers."""
@@ -288,7 +294,7 @@ class WeightSender:
                 self._epochs += 1
             self._members = members
             name = publish(self._store, manifest.compact)
-            said = {"epoch": self._epochs, "members": [asdict(member) for member in members], "manifest": name}
+            said = {"epoch": self._epochs, "members": publish_members(self._store, members), "manifest": name}
             said["senders"] = len(self.topology.ranks)
         except BaseException as error:
             self._lobby.close(offer, {"failed": f"the sender gave up version {version}: {message_of(error)}"})
@@ -306,16 +312,12 @@ class WeightSender:
         report: SyncReport,
     ) -> None:
         _, manifest, share = read
-        try:
-            if self._epoch is None or self._epoch.number != participants.epoch:
-                with report.timed("plan"):
-                    self._join(participants, manifest, share)
-            epoch = self._epoch
-            assert epoch is not None
-            epoch.sync(version, tensors, ShardSink(None), report, self._options, self._progress and self._first)
-        except BaseException:
-            self._drop_epoch()
-            raise
+        if self._epoch is None or self._epoch.number != participants.epoch:
+            with report.timed("plan"):
+                self._join(participants, manifest, share)
+        epoch = self._epoch
+        assert epoch is not None
+        epoch.sync(version, tensors, ShardSink(None), report, self._options, self._progress and self._first)
 
     def _join(self, participants: Participants, manifest: Manifest, share: Share) -> None:
         self._drop_epoch()
@@ -349,16 +351,20 @@ class WeightSender:
         """
         if self._sending is not None:
             self._sending.join()
-        if self._lobby is not None and not self._closed:
+        self._drop_epoch()
+        self._copies = []
+        self._known = None
+        if self._closed:
+            return
+        self._closed = True
+        if self._lobby is not None:
             with suppress(RuntimeError):
                 if self._offer is not None:
                     seconds = LEASE_SECONDS if self._complete else _FAILED_SECONDS
                     self._lobby.wait_for_confirmation(self._offer, len(self._members), seconds)
                 self._lobby.end()
-        self._closed = True
-        self._drop_epoch()
-        self._copies = []
-        self._known = None
+        self._lobby = None
+        del self._store  # which ends it, and frees its port
 
     def __enter__(self) -> WeightSender:
         return self

@@ -31,13 +31,19 @@ class Shards:
     """The local tensors of one rank, for one sync."""
 
     def __init__(
-        self, plan: ExchangePlan, tensors: list[Tensor], known: PreparedExchange | None, prove: bool, who: str
+        self,
+        plan: ExchangePlan,
+        tensors: list[Tensor],
+        known: PreparedExchange | None,
+        device_buffer: DeviceBuffer | None,
+        prove: bool,
+        who: str,
     ) -> None:
         """
         Args:
             plan: whose buckets' targets count in ``tensors``.
             tensors: on CPU, on one accelerator, or on both.
-            known: of the sync before.
+            known, device_buffer: of the sync before.
             prove: whether each copy is followed by a comparison of digests.
             who: whose they are, for messages.
         """
@@ -48,8 +54,12 @@ class Shards:
         self.prepared: PreparedExchange | None = None
         """For the next sync."""
         device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
-        self._device = _DeviceBuffer(device, plan) if device is not None else None
+        self.device_buffer = device_buffer
         if device is not None:
+            if device_buffer is None or device_buffer.device != device:
+                self.device_buffer = DeviceBuffer(device, plan)
+            assert self.device_buffer is not None
+            self.device_buffer.wait_for_caller()
             return
         self._list, foreign = ops.tensor_list(tensors, known.layouts if known is not None else None)
         if not foreign:
@@ -66,8 +76,8 @@ class Shards:
             ops.pack_prepared(bucket, self._list, self._copies(self.prepared, number, planned))
         else:
             on_cpu, on_device = self._divide(planned)
-            if self._device is not None and on_device is not None:
-                self._device.pack(bucket, *on_device)
+            if self.device_buffer is not None and on_device is not None:
+                self.device_buffer.pack(bucket, *on_device)
             if on_cpu is not None:
                 ops.pack(bucket, on_cpu[0], on_cpu[1].rows)
         if self._prove:
@@ -82,8 +92,8 @@ class Shards:
             ops.unpack_prepared(bucket, self._list, self._copies(self.prepared, number, planned))
         else:
             on_cpu, on_device = self._divide(planned)
-            if self._device is not None and on_device is not None:
-                self._device.unpack(bucket, *on_device)
+            if self.device_buffer is not None and on_device is not None:
+                self.device_buffer.unpack(bucket, *on_device)
             if on_cpu is not None:
                 ops.unpack(bucket, on_cpu[0], on_cpu[1].rows)
         if self._prove:
@@ -125,16 +135,19 @@ class Shards:
             )
 
 
-class _DeviceBuffer:
+class DeviceBuffer:
     """A buffer on a device for one bucket after the other, on a stream of its own. For one thread at a time."""
 
     def __init__(self, device: torch.device, plan: ExchangePlan) -> None:
-        """What the caller has queued on its current stream comes before."""
+        self.device = device
         self._stream = torch.Stream(device)
-        self._stream.wait_stream(torch.accelerator.current_stream(device))
         with self._stream:
             largest = max((bucket.nbytes for bucket in plan.buckets), default=0)
             self._buffer = torch.empty(largest, dtype=torch.uint8, device=device)
+
+    def wait_for_caller(self) -> None:
+        """What the caller has queued on its current stream comes before what follows."""
+        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
 
     def pack(self, bucket: Tensor, tensors: list[Tensor], copies: CopyTable) -> None:
         part = self._buffer[: bucket.nbytes]

@@ -6,16 +6,20 @@ import hashlib
 import json
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from epload.control.messages import read_if_set
+from epload.core import threads
+from epload.core.attempt import attempt
 from epload.errors import LoadError, message_of
 from epload.native.extension import _C
 
+T = TypeVar("T")
 PROTOCOL = 1
 """Changes with what the two jobs say to each other."""
 Address = str | tuple[str, int]
@@ -89,7 +93,7 @@ def connect(address: Address, timeout: timedelta) -> TCPStore:
     while True:
         try:
             socket.create_connection((host, port), max(0.1, min(10.0, until - time.monotonic()))).close()
-            store = TCPStore(host, port, None, False, timedelta(seconds=10))
+            store = answered(lambda: TCPStore(host, port, None, False, timedelta(seconds=10)), timeout)
             break
         except (OSError, RuntimeError) as error:
             if time.monotonic() + pause >= until:
@@ -117,14 +121,34 @@ def _check_greeting(store: TCPStore, where: str) -> None:
         )
 
 
+def answered(call: Callable[[], T], timeout: timedelta) -> T:
+    """What a call of the store returns. In a thread, as a host that has stopped would let it wait without end.
+
+    Raises:
+        LoadError: it takes longer than ``timeout``.
+    """
+    found: list[tuple[T | None, Exception | None]] = []
+    thread = threads.start("epload-store", lambda: found.append(attempt(call)))
+    thread.join(timeout.total_seconds())
+    if not found:
+        raise LoadError(
+            f"the sender's store has not answered within {timeout.total_seconds():.0f} s; is the trainer's first rank stopped?"
+        )
+    ((value, error),) = found
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
+
+
 # ---- values that are named by their content ----
 
 
 def publish(store: Store, content: bytes) -> str:
-    """Puts bytes into the store, unless they are there; returns the name under which :func:`fetch` finds them."""
+    """Puts bytes into the store, unless they are there; returns the name under which :func:`fetch` finds them. Ranks that publish
+    the same at once write the same."""
     name = hashlib.blake2b(content, digest_size=16).hexdigest()
     key = f"content/{name}"
-    if store.add(f"{key}/writers", 1) > 1:
+    if store.check([key]):
         return name
     parts = [content[begin : begin + _PART_BYTES] for begin in range(0, len(content), _PART_BYTES)] or [b""]
     for number, part in enumerate(parts):

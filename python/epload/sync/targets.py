@@ -28,6 +28,9 @@ _MOST_SHOWN = 5
 
 
 class Target(Protocol):
+    tears_on_prepare: bool
+    """Whether :meth:`tensors` already changes what an engine computes with."""
+
     def share(self, manifest: Manifest) -> Share:
         """What this rank wants of the sender's tensors. Raises ModelMismatch if they do not fit."""
         ...
@@ -43,6 +46,8 @@ class Target(Protocol):
 
 class ModelTarget:
     """The parameters and persistent buffers of a model."""
+
+    tears_on_prepare = False
 
     def __init__(self, model: nn.Module, mapping: Mapping | str, strict: bool) -> None:
         self._reader = ModelReader(model)
@@ -108,6 +113,8 @@ def _check_ties(names: Sequence[str], placed: Sequence[tuple[Place, ...]], targe
 
 class FullTensors:
     """All tensors of the sender in full, once in each node's memory."""
+
+    tears_on_prepare = False
 
     def __init__(self) -> None:
         self._manifest: Manifest | None = None

@@ -14,7 +14,7 @@ from epload.planning.schedule import Step
 from epload.planning.waves import Wave
 from epload.sync.shards import Shards
 
-_CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 16 << 20
+_CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 4 << 20
 """Of a message: small where nodes pass it on, so that filling a chain of them takes little time."""
 _NO_RANK = -1
 
@@ -97,8 +97,6 @@ class ShardSink:
     def __init__(self, shards: Shards | None) -> None:
         """``shards``: None to leave buckets where they are, as in the memory for a whole version, or on a rank that sends."""
         self._shards = shards
-        self.written = False
-        """Whether any tensor may have been changed."""
 
     def entered(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -108,7 +106,6 @@ class ShardSink:
 
     def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
         if self._shards is not None:
-            self.written = True
             self._shards.unpack(number, bucket)
 
     def abandon(self) -> None:

@@ -1,0 +1,215 @@
+"""Plans of syncs between two jobs: carried out in one process, against the full tensors."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from epload.core.placement import (
+    Layout,
+    Replicated,
+    Sharded,
+    box_slices,
+    owned_intervals,
+    owned_regions,
+    row_major_strides,
+)
+from epload.core.views import Assembly, View, reshape, transpose
+from epload.errors import ModelMismatch
+from epload.native import ops
+from epload.planning import exchange, schedule
+from epload.planning.cells import make_slots, merge_boxes
+from epload.planning.exchange import Members, Stream, plan_exchange
+from epload.planning.shares import Outline, Share, ShareBuilder, parts_of_view, whole_share
+
+Shape = tuple[int, ...]
+
+
+class Tensors(NamedTuple):
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[torch.dtype, ...]
+    source: str = "the trainer"
+    digest: bytes = b"tensors"
+
+
+def share_of(layouts: list[Layout], coordinate: Shape, tensors: Tensors, dtype: torch.dtype) -> Share:
+    builder = ShareBuilder(len(tensors.names))
+    for i, (shape, layout) in enumerate(zip(tensors.shapes, layouts, strict=True)):
+        view = View((0,) * len(shape), shape, 0, row_major_strides(shape))
+        if not builder.add_alike(i, (i,), layout):
+            parts = parts_of_view(view, shape, owned_regions(layout, coordinate))
+            builder.add(i, (i,), dtype, layout, parts)
+    return builder.build()
+
+
+def local_of(full: Tensor, layout: Layout, coordinate: Shape) -> Tensor:
+    """By index arithmetic alone."""
+    for dim, length in enumerate(layout.shape):
+        intervals = owned_intervals(length, dim, layout.mesh_shape, layout.placements, coordinate)
+        index = torch.tensor([i for start, size in intervals for i in range(start, start + size)], dtype=torch.int64)
+        full = full.index_select(dim, index)
+    return full.clone()
+
+
+def random_layouts(chance: random.Random, shapes: tuple[Shape, ...], mesh: Shape) -> list[Layout]:
+    return [
+        Layout(
+            shape,
+            mesh,
+            tuple(
+                Sharded(chance.randrange(len(shape)), chance.choice((1, 1, 1, 2)))
+                if shape and chance.random() < 0.7
+                else Replicated()
+                for _ in mesh
+            ),
+        )
+        for shape in shapes
+    ]
+
+
+def random_nodes(chance: random.Random, ranks: range) -> tuple[tuple[int, ...], ...]:
+    left, found = list(ranks), []
+    while left:
+        count = chance.randint(1, len(left))
+        found.append(tuple(left[:count]))
+        left = left[count:]
+    return tuple(found)
+
+
+def check_case(seed: int) -> None:
+    chance = random.Random(seed)
+    count = chance.randint(1, 9)
+    shapes = tuple(
+        tuple(chance.choice((1, 2, 3, 5, 7, 8, 16, 33)) for _ in range(chance.randint(0, 3))) for _ in range(count)
+    )
+    dtypes = torch.float32, torch.bfloat16
+    sent, kept = chance.choice(dtypes), chance.choice(dtypes)
+    tensors = Tensors(tuple(f"t{i}" for i in range(count)), shapes, (sent,) * count)
+    meshes = [chance.choice(((1,), (2,), (3,), (2, 2), (4,), (3, 2))) for _ in range(2)]
+    theirs, ours = (random_layouts(chance, shapes, mesh) for mesh in meshes)
+    senders, receivers = (list(product(*map(range, mesh))) for mesh in meshes)
+    first = len(senders)
+    full = [
+        (torch.arange(torch.Size(shape).numel()).reshape(shape) + 1000.0 * i).to(sent) for i, shape in enumerate(shapes)
+    ]
+    shares = [share_of(theirs, at, tensors, sent) for at in senders]
+    shares += [share_of(ours, at, tensors, kept) for at in receivers]
+    members = Members(random_nodes(chance, range(first)), random_nodes(chance, range(first, first + len(receivers))))
+    outlines = {rank: Outline.decode(*share.outline().encode()) for rank, share in enumerate(shares)}
+    with (
+        mock.patch.object(schedule, "MIN_WAVE_BYTES", 128),
+        mock.patch.object(exchange, "LEAST_BUCKET_BYTES", chance.choice((64, 512, 4 << 20))),
+    ):
+        wave_bytes = chance.choice((256, 1024, 1 << 20))
+        plans = [
+            plan_exchange(tensors, members, outlines, rank, share, wave_bytes) for rank, share in enumerate(shares)
+        ]
+    assert len({plan.fingerprint for plan in plans}) == 1
+    on_the_way = {}
+    for rank, at in enumerate(senders):
+        local = [local_of(tensor, layout, at) for tensor, layout in zip(full, theirs, strict=True)]
+        for number, bucket in enumerate(plans[rank].buckets):
+            buffer = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+            ops.pack(buffer, [local[target] for target in bucket.targets], bucket.copies.rows)
+            assert on_the_way.setdefault(plans[rank].identity(number), buffer) is buffer
+    for node in members.nodes:
+        received = {tuple(map(plans[rank].identity, range(len(plans[rank].buckets)))) for rank in node}
+        assert len(received) == 1, "ranks of a node do not expect the same"
+        for rank in node:
+            at = receivers[rank - first]
+            expected = [local_of(tensor.to(kept), layout, at) for tensor, layout in zip(full, ours, strict=True)]
+            found = [torch.full_like(tensor, -7) for tensor in expected]
+            for number, bucket in enumerate(plans[rank].buckets):
+                ops.unpack(
+                    on_the_way[plans[rank].identity(number)],
+                    [found[target] for target in bucket.targets],
+                    bucket.copies.rows,
+                )
+            for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+                assert torch.equal(a, b), f"rank {rank}, tensor {i}"
+
+
+@pytest.mark.parametrize("seeds", [range(i, i + 40) for i in range(0, 120, 40)], ids=str)
+def test_every_rank_gets_its_elements(seeds: range) -> None:
+    for seed in seeds:
+        try:
+            check_case(seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_replicas_share_the_sending() -> None:
+    """What several ranks have is sent once, in equal parts."""
+    tensors = Tensors(("large", "small"), ((64, 4096), (3,)), (torch.float32,) * 2)
+    share = whole_share(tensors.shapes, tensors.dtypes)
+    members = Members(((0, 1), (2, 3)), ((4,),))
+    outlines = {rank: share.outline() for rank in range(5)}
+    sent = [plan_exchange(tensors, members, outlines, rank, share, 64 << 20).nbytes for rank in range(4)]
+    assert max(sent) - min(sent) < 1024
+    assert sum(sent) == pytest.approx(64 * 4096 * 4, rel=0.01)
+
+
+def test_paths_begin_at_each_node_in_turn() -> None:
+    stream = Stream(1, (0, 2, 5))
+    assert [stream.path(wave) for wave in range(3)] == [(2, 5, 0), (5, 0, 2), (0, 2, 5)]
+
+
+def test_what_nobody_has_is_named() -> None:
+    tensors = Tensors(("w",), ((8, 2),), (torch.float32,))
+    sender = share_of([Layout((8, 2), (2,), (Sharded(0),))], (0,), tensors, torch.float32)
+    receiver = whole_share(tensors.shapes, tensors.dtypes)
+    outlines = {0: sender.outline(), 1: receiver.outline()}
+    with pytest.raises(ModelMismatch, match=r"no sender has w of the trainer from \[4, 0\] on"):
+        plan_exchange(tensors, Members(((0,),), ((1,),)), outlines, 1, receiver, 64 << 20)
+
+
+def test_dtypes_that_do_not_convert_are_named() -> None:
+    tensors = Tensors(("w",), ((8, 2),), (torch.float8_e4m3fn,))
+    sender, receiver = (whole_share(tensors.shapes, (dtype,)) for dtype in (torch.float8_e4m3fn, torch.bfloat16))
+    outlines = {0: sender.outline(), 1: receiver.outline()}
+    with pytest.raises(ModelMismatch, match="w is float8_e4m3fn in the trainer"):
+        plan_exchange(tensors, Members(((0,),), ((1,),)), outlines, 0, sender, 64 << 20)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (2, 3, 4), (24,), (1, 24), (4, 1, 6)])
+def test_parts_of_reshaped_views(shape: Shape) -> None:
+    """Each element of a reshaped and transposed tensor is in one part, where the view has it."""
+    source = torch.arange(24).reshape(2, 12)
+    assembly = reshape(Assembly.of(0, (2, 12)), shape)
+    expected = source.reshape(shape)
+    if len(shape) > 1:
+        assembly, expected = transpose(assembly, 0, 1), expected.transpose(0, 1)
+    found = torch.full(assembly.shape, -1)
+    for _, view in assembly.parts:
+        layout = Layout(assembly.shape, (), ())
+        for part in parts_of_view(view, (2, 12), owned_regions(layout, ())):
+            box = source[box_slices(*part.box)]
+            local_start, size = part.within(*part.box)
+            order = [dim for dim in part.dims if dim >= 0]
+            rest = [dim for dim in range(2) if dim not in order]
+            assert all(box.shape[dim] == 1 for dim in rest)
+            found[box_slices(local_start, size)] = box.permute(*order, *rest).reshape(size)
+    assert torch.equal(found, expected)
+
+
+def test_boxes_that_fill_one_are_one() -> None:
+    halves = [((0, 0), (2, 3)), ((2, 0), (2, 3))]
+    assert merge_boxes([*halves, halves[0]]) == (((0, 0), (4, 3)),)
+    assert merge_boxes([halves[0], ((3, 0), (1, 3))]) == (halves[0], ((3, 0), (1, 3)))
+    assert merge_boxes([((0,), (3,)), ((2,), (3,))]) == (((0,), (3,)), ((2,), (3,)))
+
+
+def test_slots_are_cut_to_size() -> None:
+    whole = [((0, 0), (100, 8))]
+    slots, lacking = make_slots((100, 8), 4, [(0, whole)], [(0, whole), (1, whole)], 100 * 4)
+    assert lacking is None
+    assert {slot.nodes for slot in slots} == {(0, 1)}
+    assert all(slot.size[0] * slot.size[1] * 4 <= 400 for slot in slots)
+    assert sum(slot.size[0] * slot.size[1] for slot in slots) == 800
