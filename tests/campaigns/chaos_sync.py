@@ -115,6 +115,7 @@ def small() -> Iterator[None]:
     with (
         mock.patch("epload.sync.epoch.WAVE_BYTES", 60_000),
         mock.patch("epload.planning.schedule.MIN_WAVE_BYTES", 10_000),
+        mock.patch("epload.planning.exchange.LEAST_BUCKET_BYTES", 5_000),
         mock.patch.object(lobby, "LEASE_SECONDS", 3.0),
         mock.patch.object(lobby, "_BEAT_SECONDS", 0.3),
     ):

@@ -28,6 +28,7 @@ def many_waves() -> Any:
     with (
         mock.patch("epload.sync.epoch.WAVE_BYTES", 20_000),
         mock.patch("epload.planning.schedule.MIN_WAVE_BYTES", 10_000),
+        mock.patch("epload.planning.exchange.LEAST_BUCKET_BYTES", 5_000),
         mock.patch.object(lobby, "LEASE_SECONDS", 2.0),
         mock.patch.object(lobby, "_BEAT_SECONDS", 0.3),
     ):
