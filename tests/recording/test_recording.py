@@ -299,6 +299,41 @@ def test_a_loader_that_needs_what_cannot_be_recorded_takes_everything() -> None:
     assert "KeyError" in recording.whole[0].reason
 
 
+def direct(model: Loader) -> None:
+    model.copy.data.copy_(model.scale)
+
+
+def through_a_view(model: Loader) -> None:
+    model.copy.data.fill_(model.scale.data[0])
+
+
+def through_another_tensor(model: Loader) -> None:
+    between = torch.empty(1)
+    between.copy_(model.scale)
+    model.copy.data.copy_(between)
+
+
+def through_an_output(model: Loader) -> None:
+    between = torch.empty(1)
+    torch.mul(model.scale.data, 2, out=between)
+    model.copy.data.copy_(between)
+
+
+@pytest.mark.parametrize("finish", [direct, through_a_view, through_another_tensor, through_an_output])
+def test_a_value_that_the_model_has_is_no_constant(finish: Callable[[Loader], None]) -> None:
+    """It is that of the version that is loaded, not of the one while it was recorded."""
+
+    def load(model: Loader, weights: Weights) -> None:
+        for name, tensor in weights:
+            model.get_parameter(name).data.copy_(tensor)
+        finish(model)
+
+    recording = check_recording(lambda: Loader(load, scale=(1,), copy=(1,)), unique({"scale": (1,)}))
+    assert recording.fills == ()
+    assert "reads a parameter's values" in recording.whole[0].reason
+    assert set(recording.unwritten) == {"scale", "copy"}
+
+
 def test_a_loader_that_does_something_else_without_the_others_takes_everything() -> None:
     def load(model: Loader, weights: Weights) -> None:
         given = list(weights)
@@ -325,6 +360,17 @@ def test_what_an_unseen_tensor_writes_is_guarded() -> None:
     with pytest.raises(LoadError, match=r"it writes p at \[2, 0\], where a recorded tensor goes"):
         recording.load_whole(model.load_weights, [("a", weights["a"])], tensors_of(model))
     assert bool((model.p == -1).all())
+
+
+def test_what_load_weights_writes_by_itself_is_noted() -> None:
+    def load(model: Loader, weights: Weights) -> None:
+        for _, tensor in weights:
+            model.p.data[1:, 1:].fill_(tensor.item())
+
+    weights = unique({"a": (1,)})
+    model = Loader(load, p=(3, 4), q=(2,))
+    recording = record_model(model, weights)
+    assert recording.load_whole(model.load_weights, weights.items(), tensors_of(model)) == {"p": [((1, 1), (2, 3))]}
 
 
 # ---- what is reported, and what is an error ----

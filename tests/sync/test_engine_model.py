@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import epload
-from support.engines import Engine, Weights, engine_checkpoint
+from epload.sync.engine_model import EngineTarget
+from support.engines import Engine, Loader, Weights, engine_checkpoint, unique
 from support.jobs import Job, Meeting, run
 from support.ranks import RankFailed
-from support.recordings import same_bits, tensors_of
+from support.recordings import manifest_of, same_bits, tensors_of
 
 
 class Computing(Engine):
@@ -132,6 +133,63 @@ def test_an_engine_that_cannot_finish_is_torn() -> None:
 def test_parameters_that_the_sender_does_not_have_are_an_error() -> None:
     with pytest.raises(RankFailed, match=r"load_weights leaves 1 of the engine's parameters unwritten.*norm\.weight"):
         run([Job(1, send, (1, 2, "norm")), Job(2, receive, ("views", torch.float32, {}))])
+
+
+def local_target(load: Any, weights: dict[str, Tensor], strict: bool = True, **shapes: tuple[int, ...]) -> EngineTarget:
+    """One that has received a version."""
+    target = EngineTarget(epload.EngineModel(Loader(load, **shapes)), strict)
+    target.share(manifest_of(weights))
+    target.tensors()
+    return target
+
+
+def read_values(model: Loader, weights: Weights) -> None:
+    """A recording cannot hold it, nor see what it writes."""
+    for name, tensor in weights:
+        model.get_parameter(name).data.fill_(tensor.item())
+
+
+def read_another(model: Loader, weights: Weights) -> None:
+    """Nothing of it can be recorded."""
+    model.get_parameter("a").sum().item()
+    for name, tensor in weights:
+        model.get_parameter(name).data.copy_(tensor)
+
+
+def fill_a_part(model: Loader, weights: Weights) -> None:
+    for name, tensor in weights:
+        model.get_parameter(name).data[1:].fill_(tensor.item())
+
+
+def replace(model: Loader, weights: Weights) -> None:
+    for name, tensor in weights:
+        setattr(model, name, nn.Parameter(tensor.clone()))
+
+
+def replace_memory(model: Loader, weights: Weights) -> None:
+    for name, tensor in weights:
+        model.get_parameter(name).data = tensor.clone()
+
+
+@pytest.mark.parametrize("load", [read_values, read_another, fill_a_part, replace, replace_memory])
+def test_parameters_that_nothing_writes_are_an_error_also_beside_what_cannot_be_recorded(load: Any) -> None:
+    shapes: dict[str, tuple[int, ...]] = {"a": (1,), "b": (1,)}
+    partly = load is fill_a_part
+    with pytest.raises(epload.ModelMismatch, match=r"parameters unwritten, in part or as a whole \(.*b\)") as caught:
+        local_target(load, unique({"a": (1,)}), **shapes).finish()
+    assert caught.value.missing_keys == (["a", "b"] if partly else ["b"])
+    local_target(load, unique({"a": (1,)}), strict=False, **shapes).finish()
+    if not partly:
+        local_target(load, unique(shapes), **shapes).finish()
+
+
+def test_tied_parameters_are_written_under_one_of_their_names() -> None:
+    model = Loader(read_values, a=(1,), b=(1,))
+    model.b = model.a
+    target = EngineTarget(epload.EngineModel(model), strict=True)
+    target.share(manifest_of(unique({"b": (1,)})))
+    target.tensors()
+    target.finish()
 
 
 def test_an_engine_without_load_weights_is_refused() -> None:

@@ -133,6 +133,20 @@ def test_tied_weights_are_offered_under_the_name_that_others_are_tied_to() -> No
     assert list(offered.names) == ["embed.weight"]
 
 
+def test_names_from_a_checkpoint_that_lacks_tensors_of_the_model_are_refused(tmp_path: Path) -> None:
+    model = Embedding(tied=False)
+    save_file({"embed.weight": torch.zeros(7, 3)}, tmp_path / "m.safetensors")
+    with pytest.raises(
+        epload.ModelMismatch, match=r"names_from= has no tensor for 1 .* model \(head\.weight\)"
+    ) as caught:
+        catalog(model, collect(model), Mapping(), tmp_path)
+    assert caught.value.missing_keys == ["head.weight"]
+    ignoring = Mapping(ignore_missing=(r"^head\.",))
+    for other, rules in ((model, ignoring), (Embedding(tied=True), Mapping())):
+        offered, _ = catalog(other, collect(other), rules, tmp_path)
+        assert list(offered.names) == ["embed.weight"]
+
+
 def test_a_model_that_has_less_than_the_names_say_is_refused(tmp_path: Path) -> None:
     model = nn.Module()
     model.qk = nn.Parameter(torch.zeros(12, 6))

@@ -61,7 +61,7 @@ class EploadCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._version = 0
 
     def prepare(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"address": self._address, "pending": ""}
+        found: dict[str, Any] = {"address": self._address, "receivers": self._receivers, "pending": ""}
         if self._is_master:
             found["pending"] = _free_address(self._host or ray.util.get_node_ip_address())
         return found
@@ -71,7 +71,9 @@ class EploadCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         address = metadata[0]["address"]
-        if not address or any(of_rank["address"] != address for of_rank in metadata):
+        # What is kept also knows how many ranks the rollout has.
+        kept = (address, rollout_world_size)
+        if not address or any((of_rank["address"], of_rank["receivers"]) != kept for of_rank in metadata):
             address = metadata[0]["pending"]
         name = f"verl-{secrets.token_hex(4)}"
 
@@ -144,7 +146,7 @@ class EploadCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if end is not None:
                 end.close()
         self._sender = self._receiver = self._kept = None
-        self._address = ""
+        self._address, self._receivers, self._engine = "", 0, None
 
 
 class _Kept:

@@ -10,9 +10,10 @@ vLLM finds it by itself, through the entry point of its plugins. In the trainer:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any, ClassVar
 
 import torch
@@ -67,6 +68,7 @@ class EploadInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     timeout: float = _TIMEOUT
     verify: str = "off"
     stage: str = "host"
+    strict: bool = True
 
 
 @dataclass
@@ -90,6 +92,7 @@ class EploadWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             timeout=init_info.timeout,
             verify=init_info.verify,
             stage=init_info.stage,
+            strict=init_info.strict,
         )
 
     def start_weight_update(self) -> None:
@@ -118,7 +121,7 @@ class EploadWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
 @dataclass
 class EploadTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """Arguments are those of :class:`epload.WeightSender`, and ``stage`` of :class:`epload.WeightReceiver`."""
+    """Arguments are those of :class:`epload.WeightSender`, ``stage`` and ``strict`` of :class:`epload.WeightReceiver`."""
 
     backend: ClassVar[str] = BACKEND
 
@@ -128,6 +131,7 @@ class EploadTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     timeout: float = _TIMEOUT
     verify: str = "off"
     stage: str = "host"
+    strict: bool = True
 
 
 class EploadTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
@@ -153,7 +157,7 @@ class EploadTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: i
             verify=init_info.verify,
         )
         if init_info.is_sender:
-            told = {name: getattr(init_info, name) for name in ("timeout", "verify", "stage")}
+            told = {name: getattr(init_info, name) for name in ("timeout", "verify", "stage", "strict")}
             client.init_weight_transfer_engine({"address": engine._sender.address, **told})
         return engine
 
@@ -163,11 +167,29 @@ class EploadTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: i
             self._sender.send_weights(self._version)
             return
         self.client.start_weight_update()
-        with ThreadPoolExecutor(1, "epload-vllm") as pool:
-            received = pool.submit(self.client.update_weights, {"version": self._version})
+        received = self._update_engines()
+        try:
             self._sender.send_weights(self._version)
-            received.result()
+        except Exception as error:
+            # A call to an engine that is dead may never return, and nothing waits for it.
+            if received.done() and (cause := received.exception()) is not None:
+                raise error from cause
+            raise
+        received.result()
         self.client.finish_weight_update()
+
+    def _update_engines(self) -> Future[None]:
+        """Tells the engines to receive the version, from a thread that does not keep the process alive."""
+        received: Future[None] = Future()
+
+        def update() -> None:
+            try:
+                received.set_result(self.client.update_weights({"version": self._version}))
+            except BaseException as error:
+                received.set_exception(error)
+
+        Thread(target=update, name="epload-vllm", daemon=True).start()
+        return received
 
     def shutdown(self) -> None:
         self._sender.close()
@@ -181,7 +203,9 @@ class VllmModel(EngineModel):
         super().__init__(model, self._load)
         self._config = config
         self._device = device
-        self._open: list[nn.Module] = []
+        self._open: set[nn.Module] = set()
+        """Layers that have the tensors that ``load_weights`` fills. vLLM's information about each keeps those that it computes
+        with, also after a failure."""
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         with self._context():
@@ -194,36 +218,52 @@ class VllmModel(EngineModel):
 
     @contextmanager
     def recordable(self) -> Iterator[None]:
+        still_open = frozenset(self._open)
         layers = [layer for layer in self.model.modules() if _is_processed(layer)]
-        for layer in layers:
-            _put_aside(layer)
         try:
+            for layer in layers:
+                self._put_aside(layer)
             yield
         finally:
-            for layer in layers:
-                _put_back(layer)
+            for layer in self._open - still_open:
+                self._put_back(layer)
 
     def begin(self, recording: Recording) -> None:
-        if self._open:
-            return
         filled = {name.rpartition(".")[0] for name in recording.written}
         for name, layer in self.model.named_modules():
-            if not _is_processed(layer) or not (name in filled or recording.unseen):
+            if layer not in self._open and not (_is_processed(layer) and (name in filled or recording.unseen)):
                 continue
-            before = get_layer_tensors(layer)
-            _put_aside(layer)
-            materialize_layer(layer, get_layerwise_info(layer))
+            # Those that are open after a failure begin again, from whatever state.
+            self._put_aside(layer)
+            info = get_layerwise_info(layer)
+            materialize_layer(layer, info)
+            parameters, buffers = info.kernel_tensors
+            before = parameters | buffers
             for key, tensor in get_layer_tensors(layer).items():
                 old = before.get(key)
                 if old is not None and (old.shape, old.dtype) == (tensor.shape, tensor.dtype):
                     tensor.data.copy_(old.data)
-            self._open.append(layer)
+
+    def _put_aside(self, layer: nn.Module) -> None:
+        """Opens the layer: keeps the tensors that it computes with, and gives it on meta those that ``load_weights`` fills."""
+        info = get_layerwise_info(layer)
+        if layer not in self._open:
+            info.kernel_tensors = get_layer_params_buffers(layer)
+            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+            self._open.add(layer)
+        restore_layer_on_meta(layer, info)
+
+    def _put_back(self, layer: nn.Module) -> None:
+        info = get_layerwise_info(layer)
+        _place_kernel_tensors(layer, info)
+        info.reset()
+        self._open.remove(layer)
 
     @torch.no_grad()
     def finish(self) -> None:
         with self._context():
-            for opened in self._open:
-                layer: Any = opened
+            layers: list[Any] = [layer for layer in self.model.modules() if layer in self._open]
+            for layer in layers:
                 # As vLLM's reload does: some methods process a layer only once.
                 layer.__dict__.pop("_already_called_process_weights_after_loading", None)
                 layer.quant_method.process_weights_after_loading(layer)
@@ -232,7 +272,7 @@ class VllmModel(EngineModel):
                 info = get_layerwise_info(layer)
                 _copy_and_restore_kernel_tensors(layer, info)
                 info.reset()
-            self._open = []
+                self._open.remove(layer)
             model: Any = self.model
             for module in model.modules():
                 if is_deferred_attention_layer(module):
@@ -250,17 +290,3 @@ def _is_processed(layer: nn.Module) -> bool:
         return False
     plain = type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     return not (plain and current_platform.is_cuda())
-
-
-def _put_aside(layer: nn.Module) -> None:
-    """Keeps the layer's tensors, and gives it on meta those that ``load_weights`` fills."""
-    info = get_layerwise_info(layer)
-    info.kernel_tensors = get_layer_params_buffers(layer)
-    info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-    restore_layer_on_meta(layer, info)
-
-
-def _put_back(layer: nn.Module) -> None:
-    info = get_layerwise_info(layer)
-    _place_kernel_tensors(layer, info)
-    info.reset()

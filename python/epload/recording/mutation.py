@@ -21,6 +21,15 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
 
 
+def read_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The arguments whose values an operation that changes others may read."""
+    writes = _write_arguments(func)
+    places, names = {i for i, _ in writes}, {name for _, name in writes}
+    found = [argument for i, argument in enumerate(args) if i not in places]
+    found += [argument for name, argument in kwargs.items() if name not in names]
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+
+
 @cache
 def _write_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple(
@@ -31,7 +40,8 @@ def _write_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 class WriteGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, an operation that would write to certain boxes of the targets raises LoadError instead.
+    """While active, an operation that would write to certain boxes of the targets raises LoadError instead, and what others write
+    to the targets is noted.
 
     For an engine's own ``load_weights`` beside recorded regions: of some tensors a recording does not know what they write.
     """
@@ -41,6 +51,8 @@ class WriteGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._targets = targets
         self._boxes = boxes
+        self.written: dict[str, list[Box]] = {}
+        """By target, the boxes that were written. Writes from other threads are not seen."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,3 +72,4 @@ class WriteGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"load_weights was to write other tensors alone, but it writes {place.name} at {list(box[0])}, where a "
                     "recorded tensor goes; do not record this engine"
                 )
+        self.written.setdefault(place.name, []).extend(place.boxes)

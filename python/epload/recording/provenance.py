@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -176,6 +177,14 @@ def subtract(box: tuple[Shape, Shape], holes: Sequence[tuple[Shape, Shape]]) -> 
     return left
 
 
+def uncovered(boxes: Sequence[tuple[Shape, Shape]], holes: Sequence[tuple[Shape, Shape]]) -> list[tuple[Shape, Shape]]:
+    """The parts of boxes that others leave; quick where these have no elements in common and leave nothing."""
+    shared = [part for hole in holes for box in boxes if (part := intersect(box, hole)) is not None]
+    if sum(prod(size) for _, size in shared) == sum(prod(size) for _, size in boxes) and not any(overlapping(shared)):
+        return []
+    return [part for box in boxes for part in subtract(box, shared)]
+
+
 def _minus(box: tuple[Shape, Shape], hole: tuple[Shape, Shape]) -> Iterator[tuple[Shape, Shape]]:
     shared = intersect(box, hole)
     if shared is None:
@@ -189,4 +198,14 @@ def _minus(box: tuple[Shape, Shape], hole: tuple[Shape, Shape]) -> Iterator[tupl
         start[dim], size[dim] = low, length
 
 
-__all__ = ["NotViews", "Provenance", "Region", "box_slices", "copy_of", "joined", "overlapping", "subtract"]
+__all__ = [
+    "NotViews",
+    "Provenance",
+    "Region",
+    "box_slices",
+    "copy_of",
+    "joined",
+    "overlapping",
+    "subtract",
+    "uncovered",
+]

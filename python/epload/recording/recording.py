@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from math import prod
 
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.mapping.place import Place
 from epload.recording.mutation import WriteGuard
-from epload.recording.provenance import overlapping, subtract
+from epload.recording.provenance import overlapping, subtract, uncovered
 from epload.recording.targets import EngineTargets
 from epload.recording.tracing import LoadWeights, Refused, Trace, Write
 
@@ -70,8 +69,9 @@ class Recording:
 
     def load_whole(
         self, load_weights: LoadWeights, tensors: Iterable[tuple[str, Tensor]], targets: Mapping[str, Tensor]
-    ) -> None:
-        """Calls ``load_weights`` with tensors of one or more complete groups of ``whole``.
+    ) -> dict[str, list[Box]]:
+        """Calls ``load_weights`` with tensors of one or more complete groups of ``whole``; returns the boxes that it was seen to
+        write, by target.
 
         Raises:
             LoadError: it would write where ``regions`` go. Nothing has been written there.
@@ -80,8 +80,10 @@ class Recording:
         for places in self.regions:
             for target, view in places:
                 boxes.setdefault(target, []).append((view.start, view.size))
-        with WriteGuard(EngineTargets(targets), boxes):
+        guard = WriteGuard(EngineTargets(targets), boxes)
+        with guard:
             load_weights(tensors)
+        return guard.written
 
 
 def record(load_weights: LoadWeights, tensors: Metadata, targets: Mapping[str, Tensor]) -> Recording:
@@ -104,7 +106,7 @@ def record(load_weights: LoadWeights, tensors: Metadata, targets: Mapping[str, T
         trace = Trace(tensors, numbers, table)
         problem = _run(trace, load_weights, first=not refused)
         if problem:
-            return _all_whole(tensors, problem)
+            return _all_whole(tensors, table, problem)
         if not trace.refused:
             break
         # What is refused for one layer is refused for the next: without this, there would be a run for each.
@@ -116,7 +118,7 @@ def record(load_weights: LoadWeights, tensors: Metadata, targets: Mapping[str, T
         }
     resolver = _Resolver(tensors, table, trace.writes, refused)
     if problem := _check_alone(resolver, load_weights, trace):
-        return _all_whole(tensors, problem)
+        return _all_whole(tensors, table, problem)
     return resolver.recording()
 
 
@@ -164,9 +166,10 @@ def _check_alone(resolver: _Resolver, load_weights: LoadWeights, trace: Trace) -
     return ""
 
 
-def _all_whole(tensors: Metadata, reason: str) -> Recording:
+def _all_whole(tensors: Metadata, targets: EngineTargets, reason: str) -> Recording:
     names = tuple(tensors.names)
-    return Recording(((),) * len(names), (Whole(names, reason),) if names else (), (), (), {}, frozenset(), names)
+    whole = (Whole(names, reason),) if names else ()
+    return Recording(((),) * len(names), whole, (), (), _unwritten(targets, {}), frozenset(), names)
 
 
 def _pattern(name: str) -> str:
@@ -256,7 +259,7 @@ class _Resolver:
             self._whole_groups(),
             tuple(fills),
             tuple(name for number, name in enumerate(self.tensors.names) if number not in used),
-            self._unwritten(),
+            _unwritten(self._targets, self._writes),
             frozenset(self._writes),
             tuple(self.tensors.names[number] for number in sorted(self.refused)),
         )
@@ -270,16 +273,15 @@ class _Resolver:
             for group in members.values()
         )
 
-    def _unwritten(self) -> dict[str, tuple[Box, ...]]:
-        found = {}
-        for name, tensor in self._targets.tensors.items():
-            boxes = [write.boxes[0] for write in self._writes.get(name, ())]
-            shape = tuple(tensor.shape)
-            if sum(prod(size) for _, size in boxes) == prod(shape) and not any(overlapping(boxes)):
-                continue
-            if left := subtract(((0,) * len(shape), shape), boxes):
-                found[name] = tuple(left)
-        return found
+
+def _unwritten(targets: EngineTargets, writes: Mapping[str, Sequence[Write]]) -> dict[str, tuple[Box, ...]]:
+    found = {}
+    for name, tensor in targets.tensors.items():
+        shape = tuple(tensor.shape)
+        boxes = [write.boxes[0] for write in writes.get(name, ())]
+        if tensor.numel() and (left := uncovered([((0,) * len(shape), shape)], boxes)):
+            found[name] = tuple(left)
+    return found
 
 
 def _single(write: Write) -> Iterable[Write]:

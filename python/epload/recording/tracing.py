@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from epload.core.pieces import Metadata
 from epload.core.placement import Box
 from epload.core.views import View
-from epload.recording.mutation import written_tensors
+from epload.recording.mutation import read_tensors, written_tensors
 from epload.recording.provenance import NotViews, Provenance, Region, copy_of, joined
 from epload.recording.targets import EngineTargets, storage_of
 
@@ -277,6 +277,8 @@ class Trace:
                 else self.refuse_all(f"it writes several tensors with {packet.__name__}")
             )
         target = written[0]
+        if not fakes and self._any_target(read_tensors(func, args, kwargs)):
+            raise self.refuse_all(f"it reads a parameter's values with {packet.__name__}")
         if isinstance(target, _CheckpointTensor):
             reason = f"is changed by {packet.__name__}"
             target.memory.provenance = Provenance.computed([fake.memory.provenance for fake in fakes], reason)

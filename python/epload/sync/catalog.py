@@ -12,7 +12,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.core.views import View
 from epload.errors import ModelMismatch
-from epload.mapping.mapping import Mapping
+from epload.mapping.mapping import Mapping, ignored_keys
 from epload.mapping.place import Place, place
 from epload.mapping.resolve import resolve_mapping
 from epload.mapping.rules import apply_renames
@@ -21,6 +21,7 @@ from epload.mapping.wrappers import unwrap
 from epload.model.targets import Targets
 
 SOURCE = "the sender's model"
+_MOST_SHOWN = 5
 
 
 def catalog(
@@ -34,7 +35,7 @@ def catalog(
         names_from: a checkpoint whose names and shapes are taken; None to derive them from the mapping.
 
     Raises:
-        ModelMismatch: a part of a tensor of the model would not be sent.
+        ModelMismatch: a tensor of the model, or a part of one, would not be sent.
         ValueError: the names cannot be derived from the mapping.
     """
     dtypes = {name: targets.dtypes[number] for name, number in targets.index.items()}
@@ -58,6 +59,8 @@ def catalog(
             names, sizes = checkpoint_form(inner, dict(zip(names, like, strict=True)))
     placed = _each_once(place(rules, names, sizes, shapes), targets)
     _check_covered(placed, targets)
+    if names_from is not None:
+        _check_complete(rules, names, placed, targets)
     kept = [i for i, places in enumerate(placed) if places]
     for i in kept:
         _check_whole(names[i], sizes[i], placed[i], targets)
@@ -106,6 +109,24 @@ def _check_covered(placed: Sequence[tuple[Place, ...]], targets: Targets) -> Non
                 f"{count} of the {expected} elements of {targets.names[number]} have a place in the tensors that would be sent; "
                 "pass names_from=, a checkpoint of this model, or another mapping"
             )
+
+
+def _check_complete(
+    rules: Mapping, names: Sequence[str], placed: Sequence[tuple[Place, ...]], targets: Targets
+) -> None:
+    """Raises ModelMismatch if a tensor of the model would not be sent, and the mapping does not ignore it."""
+    sent = {targets.index[name] for places in placed for name, _ in places}
+    expected = {targets.index[name] for _, name in rules.only} or set(range(len(targets.names)))
+    missing = [targets.names[number] for number in sorted(expected - sent)]
+    ignored = set(ignored_keys(rules, names, missing, ()))
+    missing = [name for name in missing if name not in ignored]
+    if missing:
+        listed = f"{', '.join(missing[:_MOST_SHOWN])}{', ...' * (len(missing) > _MOST_SHOWN)}"
+        raise ModelMismatch(
+            f"names_from= has no tensor for {len(missing)} tensors of the sender's model ({listed}), which would not be sent; "
+            "pass a checkpoint of this model, or a mapping that has them, or names them in ignore_missing",
+            missing_keys=missing,
+        )
 
 
 def _check_whole(name: str, shape: Sequence[int], places: Sequence[Place], targets: Targets) -> None:

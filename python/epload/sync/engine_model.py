@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from epload.checkpoint.manifest import Manifest
-from epload.core.placement import OwnedRegion
+from epload.core.placement import Box, OwnedRegion
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.planning.shares import Part, Share, ShareBuilder, parts_of_view
 from epload.recording import LoadWeights, Recording, record
+from epload.recording.provenance import uncovered
+from epload.recording.targets import storage_of
 
 _MOST_SHOWN = 5
 
@@ -67,9 +70,15 @@ class EngineModel:
 class EngineTarget:
     """See :class:`~epload.sync.targets.Target`."""
 
+    tears_on_prepare = True
+    """An engine's ``begin`` may take apart what it computes with."""
+
     def __init__(self, engine: EngineModel, strict: bool) -> None:
         self._engine = engine
         self._strict = strict
+        parameters = engine.model.named_parameters(remove_duplicate=False)
+        self._parameters = {name: id(parameter) for name, parameter in parameters}
+        """Tied ones have the same number, also while the engine has taken them apart to load them."""
         self._recording: Recording | None = None
         self._names: list[str] = []
         """Of the targets that are filled directly; they come first among the local tensors."""
@@ -82,8 +91,8 @@ class EngineTarget:
         with engine.recordable():
             tensors = engine.tensors()
             recording = record(engine.load_weights, manifest, tensors)
-        if self._strict:
-            self._check(recording)
+        if self._strict and not recording.unseen:
+            self._check(recording, {})
         numbers: dict[str, int] = {}
         for places in recording.regions:
             for name, _ in places:
@@ -127,24 +136,46 @@ class EngineTarget:
         tensors = engine.tensors()
         recording.fill(tensors)
         if self._whole:
+            before = {name: tensor.detach() for name, tensor in tensors.items()}
             named = zip((name for name, _, _ in self._whole), self._full, strict=True)
-            recording.load_whole(engine.load_weights, named, tensors)
+            loaded = recording.load_whole(engine.load_weights, named, tensors)
+            if self._strict and recording.unseen:
+                self._check(recording, loaded | _replaced(before, engine.tensors()))
         self._full = []
         engine.finish()
 
-    def _check(self, recording: Recording) -> None:
-        """Raises ModelMismatch if parameters would keep values that no tensor of the sender gives."""
-        parameters = dict(self._engine.model.named_parameters(remove_duplicate=False))
-        written = {id(parameters[name]) for name in recording.written if name in parameters}
-        missing = [name for name in recording.unwritten if name in parameters]
-        missing = [name for name in missing if name in recording.written or id(parameters[name]) not in written]
-        if missing and not recording.unseen:
+    def _check(self, recording: Recording, loaded: Mapping[str, Sequence[Box]]) -> None:
+        """Raises ModelMismatch if parameters keep values that no tensor of the sender gives.
+
+        Args:
+            loaded: boxes that ``load_weights`` has written by itself, by target.
+        """
+        parameters, known = self._parameters, recording.written | loaded.keys()
+        written = {parameters[name] for name in known if name in parameters}
+        missing = [
+            name
+            for name, boxes in recording.unwritten.items()
+            if name in parameters
+            and (name in known or parameters[name] not in written)
+            and uncovered(boxes, list(dict.fromkeys(loaded.get(name, ()))))
+        ]
+        if missing:
             listed = f"{', '.join(missing[:_MOST_SHOWN])}{', ...' * (len(missing) > _MOST_SHOWN)}"
             raise ModelMismatch(
                 f"with the tensors that the sender has, load_weights leaves {len(missing)} of the engine's parameters unwritten, "
-                f"in part or as a whole ({listed}); pass strict=False if they are to keep their values",
+                f"in part or as a whole ({listed}); pass strict=False if they are to keep their values, or if it writes them "
+                "from another thread",
                 missing_keys=missing,
             )
+
+
+def _replaced(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, list[Box]]:
+    """The whole of each tensor that has got another memory, by name."""
+    return {
+        name: [((0,) * before[name].ndim, tuple(before[name].shape))]
+        for name, tensor in after.items()
+        if name in before and storage_of(tensor) != storage_of(before[name])
+    }
 
 
 def _parts(views: list[tuple[View, tuple[int, ...]]], shape: tuple[int, ...]) -> list[Part]:
