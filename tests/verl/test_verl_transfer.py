@@ -115,3 +115,15 @@ def test_each_step_arrives_in_every_rank_of_the_rollout(cluster: None, tmp_path:
     workers = [workers[0], *(Worker.remote(False, rank, 3, "", options) for rank in (1, 2))]
     step(manager, actors, Group(workers), 3)
     step(manager, actors, Group(workers), 4)
+    # A replica is removed, and nothing comes in its place.
+    step(manager, actors, Group(workers[:2]), 5)
+
+
+@pytest.mark.parametrize(("size", "kept"), [(4, True), (2, False), (5, False)])
+def test_connections_are_kept_for_as_many_ranks_alone(size: int, kept: bool) -> None:
+    import_external_libs(MODULE)
+    engine = CheckpointEngineRegistry.get("epload")
+    known = {"address": "here:1", "receivers": 4, "pending": ""}
+    metadata = [{**known, "pending": "here:2"}, *[known] * (1 + size)]
+    for arguments in engine.build_topology(2, size, metadata):
+        assert set(arguments["address"]) == {"here:1" if kept else "here:2"}

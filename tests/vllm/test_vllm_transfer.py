@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
 import tomllib
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,10 @@ import torch
 import torch.distributed as dist
 from engine import CONFIGS, make_checkpoint, make_engine, read_checkpoint
 
+import epload
+from support import ranks
 from support.jobs import Job, Meeting, run
-from support.recordings import same_bits, tensors_of
+from support.recordings import copy_regions, manifest_of, same_bits, tensors_of
 
 VERSIONS = (1, 2)
 
@@ -159,6 +162,118 @@ def test_an_engine_holds_what_its_own_reload_gives(name: str, workers: int, proc
     make_checkpoint(tmp_path, CONFIGS[name])
     _, found = run([Job(2, train, (tmp_path, workers)), Job(workers, serve, (tmp_path, 2, processing))], limit=240)
     assert found == [[[]] * (len(VERSIONS) + 1)] * workers
+
+
+def fail_and_retry(rank: int, folder: Path) -> dict[str, Any]:
+    """A worker whose layers cannot be opened, then not be processed, and whose load_weights is recorded again in between."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    from epload.compat import vllm as adapter
+    from epload.recording import record
+
+    failing = Failing()
+    UnquantizedLinearMethod.process_weights_after_loading = failing.at_call(3, reverse_columns)
+    adapter.materialize_layer = failing.at_call(3, adapter.materialize_layer)
+    model, config = make_engine(folder, 1)
+    record_metadata_for_reloading(model)
+    weights = read_checkpoint(folder)
+    with set_current_vllm_config(config):
+        model.load_weights(iter(weights.items()))
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.named_parameters()}
+    target = adapter.VllmModel(model, config, torch.device("cpu"))
+
+    def recorded() -> Any:
+        with target.recordable():
+            return record(target.load_weights, manifest_of(weights), target.tensors())
+
+    def apply(version: int) -> None:
+        target.begin(recording)
+        recording.fill(target.tensors())
+        copy_regions(recording, target.tensors(), {name: tensor + version for name, tensor in weights.items()})
+        target.finish()
+
+    recording = recorded()
+    unchanged = [name for name, tensor in model.named_parameters() if same_bits(tensor, before[name][1])]
+    for _ in range(2):  # while layers are opened, then while they are processed
+        failing.left = 1
+        with pytest.raises(RuntimeError, match="out of memory"):
+            apply(1)
+        assert recorded() == recording
+    apply(2)
+    return {
+        "changed by recording": sorted(before.keys() - set(unchanged)),
+        "differs": differences(model, config, {name: tensor + 2 for name, tensor in weights.items()}),
+        "moved": [name for name, tensor in model.named_parameters() if tensor.data_ptr() != before[name][0]],
+        "failures left": failing.left,
+    }
+
+
+class Failing:
+    """Functions that raise, once each."""
+
+    left = 0
+
+    def at_call(self, number: int, function: Any) -> Any:
+        calls, failed = 0, False
+
+        def called(*arguments: Any) -> Any:
+            nonlocal calls, failed
+            calls += self.left
+            if self.left and not failed and calls >= number:
+                self.left, failed = 0, True
+                raise RuntimeError("out of memory")
+            return function(*arguments)
+
+        return called
+
+
+def test_a_version_can_be_applied_after_one_that_could_not(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, CONFIGS["llama"])
+    nothing: dict[str, Any] = {"changed by recording": [], "differs": [], "moved": [], "failures left": 0}
+    assert ranks.run(1, fail_and_retry, tmp_path) == [nothing]
+
+
+class LocalClient:
+    """A trainer's view of an engine that does not answer, or whose answer is an error."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+        self.over = threading.Event()
+        self.awaited = False
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, update_info: Any) -> None:
+        if self._error is not None:
+            raise self._error
+        self.awaited = not self.over.wait(20)
+
+
+class FailingSender:
+    def send_weights(self, version: int) -> None:
+        for thread in threading.enumerate():
+            if thread.name == "epload-vllm":
+                thread.join(1)
+        raise epload.LoadError("an engine did not come")
+
+
+@pytest.mark.parametrize("error", [None, ConnectionError("the engine is gone")])
+def test_a_trainer_does_not_wait_for_the_call_of_a_sync_that_failed(error: Exception | None) -> None:
+    from epload.compat.vllm import EploadTrainerWeightTransferEngine
+
+    engine = object.__new__(EploadTrainerWeightTransferEngine)
+    engine.client, engine.is_sender, engine._sender = LocalClient(error), True, FailingSender()
+    with pytest.raises(epload.LoadError, match="an engine did not come") as caught:
+        engine.send_weights()
+    assert not engine.client.awaited
+    assert caught.value.__cause__ is error
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "epload-vllm")
+    engine.client.over.set()
 
 
 def test_vllm_finds_the_engines_through_its_plugins() -> None:
