@@ -18,7 +18,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import plots
 from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS, Bed, Cluster, Rank, Sample
 from epload.control import tree as trees
 from epload.control.rounds import decide_on_reports, encode_report
@@ -92,6 +91,8 @@ def main() -> None:
     (docs / "control.json").write_text(json.dumps(results, indent=1) + "\n")
     texts = [provenance(results), *(table.markdown() for table in (measured(runs), compared(runs, replays, rates)))]
     write(docs / "performance.md", "control", texts)
+    import plots  # matplotlib, which tests of the rest do not have
+
     plots.control(runs, docs / "control.png")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.slow_reads import OTHERS, PART, PARTS, read
+from support.slow_reads import OTHERS, PART, PARTS, Outcome, read
 
 SLOW = 2e-3
 SCRATCH = 4 << 20
@@ -14,8 +14,18 @@ PROBES = 8
 """Requests by which the reader finds out; their bytes are read again."""
 
 
+def read_fast(case: str, folder: Path, least: int) -> Outcome:
+    """Without a delay. On a busy machine requests may take as long by chance, and are joined: then again, until there are at
+    least so many."""
+    for _ in range(20):
+        found = read(case, folder, 0.0)
+        if len(found.requests) >= least:
+            break
+    return found
+
+
 def test_parts_that_are_apart_are_requests_of_their_own(tmp_path: Path) -> None:
-    found = read("strided", tmp_path, 0.0)
+    found = read_fast("strided", tmp_path, PARTS)
     assert not found.wrong
     assert found.requests == [4 * PART] * PARTS
 
@@ -31,7 +41,8 @@ def test_what_lies_between_is_read_along_if_requests_are_slow(tmp_path: Path) ->
 
 def test_all_kinds_of_regions_are_read_together(tmp_path: Path) -> None:
     """Some overlap in the file; some are converted, some turned, some contiguous."""
-    fast, slow = (read("mixed", tmp_path, seconds) for seconds in (0.0, SLOW))
+    slow = read("mixed", tmp_path, SLOW)
+    fast = read_fast("mixed", tmp_path, 4 * len(slow.requests) + 1)
     assert fast.wrong == slow.wrong == []
     assert fast.failure == slow.failure == [-1, 0, 0]
     assert len(slow.requests) < len(fast.requests) / 4
