@@ -26,11 +26,12 @@ import sync_peers
 from epload.core import garbage_collection
 from epload.mapping.mapping import Mapping
 from epload.model.targets import collect
-from epload.planning.exchange import Members, plan_exchange
+from epload.planning.exchange import plan_exchange
 from epload.planning.plan import make_plan
 from epload.planning.schedule import WAVE_BYTES
 from epload.planning.shares import Outline, share_of_targets
 from epload.planning.simulator import waves
+from epload.planning.streams import Members
 from epload.sync.catalog import catalog
 from epload.sync.targets import ModelTarget
 from measure import link_bytes

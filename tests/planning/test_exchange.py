@@ -25,8 +25,9 @@ from epload.errors import ModelMismatch
 from epload.native import ops
 from epload.planning import exchange, schedule
 from epload.planning.cells import make_slots, merge_boxes
-from epload.planning.exchange import Members, Stream, plan_exchange
+from epload.planning.exchange import plan_exchange
 from epload.planning.shares import Outline, Share, ShareBuilder, parts_of_view, whole_share
+from epload.planning.streams import Members, Stream
 
 Shape = tuple[int, ...]
 

@@ -19,9 +19,10 @@ from epload.control.control import Control
 from epload.core import garbage_collection
 from epload.core.attempt import attempt
 from epload.errors import LoadError, kind_of, make_error
-from epload.planning.exchange import ExchangePlan, Members, plan_exchange
+from epload.planning.exchange import plan_exchange
 from epload.planning.schedule import WAVE_BYTES
 from epload.planning.shares import Outline, Share
+from epload.planning.streams import ExchangePlan, Members
 from epload.planning.waves import Wave
 from epload.report import progress_bar
 from epload.staging.host_ring import HostRing

@@ -14,7 +14,7 @@ from epload.core.copy_table import CopyTable
 from epload.errors import LoadError
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.exchange import ExchangeBucket, ExchangePlan
+from epload.planning.streams import ExchangeBucket, ExchangePlan
 
 
 class PreparedExchange:

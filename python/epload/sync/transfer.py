@@ -9,8 +9,8 @@ from functools import cached_property
 
 from torch import Tensor
 
-from epload.planning.exchange import ExchangePlan, Members
 from epload.planning.schedule import Step
+from epload.planning.streams import ExchangePlan, Members
 from epload.planning.waves import Wave
 from epload.sync.shards import Shards
 

@@ -1,0 +1,123 @@
+"""What a sync moves, as one rank sees it: who takes part, streams of buckets, and their paths from node to node. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+from epload.core.copy_table import CopyTable
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who takes part. Ranks are numbered over both jobs, senders first."""
+
+    sender_nodes: tuple[tuple[int, ...], ...]
+    nodes: tuple[tuple[int, ...], ...]
+    """The receiving nodes. Ranks of a node share memory."""
+
+    @cached_property
+    def senders(self) -> tuple[int, ...]:
+        return tuple(sorted(chain.from_iterable(self.sender_nodes)))
+
+    @cached_property
+    def receivers(self) -> tuple[int, ...]:
+        return tuple(sorted(chain.from_iterable(self.nodes)))
+
+    @cached_property
+    def rails(self) -> int:
+        """How many ranks of each node send or receive over a network card of their own."""
+        return min(map(len, (*self.sender_nodes, *self.nodes)))
+
+    @cached_property
+    def rail_of(self) -> dict[int, int]:
+        """Of each rank; a receiver that is in none takes what others of its node receive."""
+        of_senders = {rank: i % self.rails for node in self.sender_nodes for i, rank in enumerate(node)}
+        return of_senders | {rank: i for node in self.nodes for i, rank in enumerate(node[: self.rails])}
+
+    def rail(self, number: int) -> tuple[int, ...]:
+        """The ranks of one rail, ascending."""
+        return tuple(sorted(rank for rank, rail in self.rail_of.items() if rail == number))
+
+
+class Stream(NamedTuple):
+    """What one rank sends to some nodes."""
+
+    owner: int
+    nodes: tuple[int, ...]
+    """Numbers of nodes, ascending."""
+
+    def path(self, wave: int) -> tuple[int, ...]:
+        """The nodes in the order in which a wave's bucket passes through them: each begins at another one."""
+        first = (wave + self.owner) % len(self.nodes)
+        return self.nodes[first:] + self.nodes[:first]
+
+
+@dataclass(eq=False)
+class ExchangeBucket:
+    """A part of a stream that moves in one wave. ``copies`` and ``targets`` are this rank's."""
+
+    stream: Stream
+    wave: int
+    nbytes: int
+    """Header included."""
+    tensors: tuple[int, int]
+    """The first and the last tensor that it has boxes of."""
+    rows: CopyTable
+    """The copies, of which targets count in all local tensors."""
+
+    @cached_property
+    def _copies(self) -> tuple[CopyTable, tuple[int, ...]]:
+        copies = self.rows.clone()
+        return copies, tuple(copies.renumber_targets())
+
+    @property
+    def copies(self) -> CopyTable:
+        """Of a rank that sends it: out of which local tensors it is packed. Of others: into which it is unpacked."""
+        return self._copies[0]
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """Local tensors that the copies count."""
+        return self._copies[1]
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangePlan:
+    """What one rank sends, or its node receives, in the order in which it does."""
+
+    buckets: tuple[ExchangeBucket, ...]
+    waves: tuple[range, ...]
+    """Numbers of the buckets of each wave in which there are any."""
+    fingerprint: bytes
+    """32 bytes over everything that the ranks share."""
+    source: str
+    """What the tensors are of; for messages."""
+    names: tuple[str, ...]
+    total: int
+    """Bytes of all tensors, as they move."""
+
+    @property
+    def tensors(self) -> int:
+        """How many there are."""
+        return len(self.names)
+
+    def identity(self, number: int) -> tuple[int, bytes]:
+        """By which a bucket's header is known on the rank that sends it and those that receive it: its wave, and 16 bytes."""
+        bucket = self.buckets[number]
+        text = repr((bucket.stream.owner, bucket.stream.nodes)).encode()
+        return bucket.wave, hashlib.blake2b(text, digest_size=16, key=self.fingerprint).digest()
+
+    def describe(self, numbers: Sequence[int]) -> str:
+        """The tensors in some consecutive buckets, for messages."""
+        ends = self.names[self.buckets[numbers[0]].tensors[0]], self.names[self.buckets[numbers[-1]].tensors[1]]
+        return f"{' to '.join(dict.fromkeys(ends))} of {self.source}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank sends, or its node receives; headers included."""
+        return sum(bucket.nbytes for bucket in self.buckets)
