@@ -30,7 +30,8 @@ from support.jobs import Job, Meeting, run
 from support.ranks import RankFailed
 from support.synced_models import build, check, write
 
-TIMEOUT = 5.0
+TIMEOUT = 9.0
+"""More than a look-up of a name that is not answered takes, for which a TCPStore makes all others wait."""
 IN_TIME = 4 * TIMEOUT + 20
 """Seconds that a call may take: waits of a timeout may follow one another, and this machine may be busy."""
 VERSIONS = 4
@@ -234,6 +235,8 @@ def judge(seed: int) -> tuple[str, str]:
     for answer in answers:
         if answer.get("wrong"):
             return "wrong", f"{fault}: {answer['wrong']}"
+        if answer["calls"] and "within" in answer["calls"][-1][-2]:  # a wait that has timed out ends with the store
+            answer["left"] = [name for name in answer["left"] if name != "epload-wait"]
         if answer["left"]:
             problems.append(("leak", f"{fault}: threads {answer['left']}"))
         if late := [one for one in answer["calls"] if one[-1] > IN_TIME]:

@@ -272,11 +272,11 @@ def test_a_port_in_use_is_an_error() -> None:
 
 def test_another_version_of_epload_is_refused() -> None:
     with (
-        epload.WeightSender(build("plain", 1), ("127.0.0.1", 0), receivers=1, timeout=2) as sender,
+        epload.WeightSender(build("plain", 1), ("127.0.0.1", 0), receivers=1, timeout=30) as sender,
         mock.patch.object(store, "PROTOCOL", store.PROTOCOL + 1),
         pytest.raises(epload.LoadError, match="install the same version in both jobs"),
     ):
-        epload.WeightReceiver(build("plain", 1), sender.address, timeout=2)
+        epload.WeightReceiver(build("plain", 1), sender.address, timeout=30)
 
 
 def test_no_sender_is_an_error() -> None:

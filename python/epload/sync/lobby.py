@@ -118,6 +118,12 @@ class Attendance:
         self.number, self._next = answered(self._join, timeout)
         self._thread = threads.start("epload-lease", self._beat)
 
+    def rejoin(self, member: Member) -> None:
+        """Leaves, and joins as another member, over the same connections: the store may take seconds to accept new ones."""
+        answered(lambda: post(self._store, f"left/{self.number}", True), self._timeout)
+        self._member, self._accepted = member, None
+        self.number, self._next = answered(self._join, self._timeout)
+
     def _join(self) -> tuple[int, int]:
         """This rank's number among all that have joined, and that of the next offer."""
         number = self._store.add("members", 1)
@@ -199,7 +205,7 @@ class Attendance:
             ) from error
 
     def close(self) -> None:
-        """Leaves: the sender drops this rank."""
+        """Leaves: the sender drops this rank. A wait that has timed out keeps its thread until it ends inside the store."""
         self._over.set()
         for wait in self._waits.values():
             wait.given_up = True
@@ -297,12 +303,15 @@ class Lobby:
         return found
 
     def _accepted(self, offer: Offer) -> dict[str, list[Member]]:
+        if not self._store.add(f"accepted/{offer.number}", 0):
+            return {}
+        counts = {engine: self._store.add(f"accepted/{offer.number}/{engine}", 0) for engine in self._engines()}
+        self._read_new()  # after that: a rank that has joined anew did so before it accepted
         found = {}
-        if self._store.add(f"accepted/{offer.number}", 0):
-            for engine, numbers in self._engines().items():
-                members = [self._members[number] for _, number in sorted(numbers.items())]
-                if self._store.add(f"accepted/{offer.number}/{engine}", 0) >= members[0].size == len(members):
-                    found[engine] = members
+        for engine, numbers in self._engines().items():
+            members = [self._members[number] for _, number in sorted(numbers.items())]
+            if counts.get(engine, 0) >= members[0].size == len(members):
+                found[engine] = members
         return found
 
     def _enough(self, accepted: dict[str, list[Member]]) -> bool:

@@ -27,7 +27,7 @@ from epload.mapping.mapping import Mapping
 from epload.planning.shares import Share
 from epload.sync.engine_model import EngineModel, EngineTarget
 from epload.sync.epoch import Attendee, Epoch, SyncOptions, describe_ranks, form_epoch
-from epload.sync.lobby import Attendance, Offer, Participants, this_process
+from epload.sync.lobby import Attendance, Member, Offer, Participants, this_process
 from epload.sync.report import SyncReport
 from epload.sync.store import Address, connect, fetch
 from epload.sync.targets import FullTensors, ModelTarget, Target
@@ -120,9 +120,12 @@ class WeightReceiver:
         self._address = address
         self._node = f"{engine.name if node else ''} {local_network()} {node} {stage}"
         self._store: Store = self._connect()
-        self._finalizer: weakref.finalize[Any, Any] | None = None
-        """Leaves, also if nobody calls :meth:`close`: else the sender would wait for this rank."""
-        self._rejoin()
+        self._member = self._as_member()
+        self._attendance = Attendance(self._store, self._connect, self._member, self._options.timeout)
+        # Also if nobody calls close(): else the sender would wait for this rank.
+        self._leave = weakref.finalize(self, self._attendance.close)
+        self._stale = False
+        """Whether this rank has left an epoch on which the sender may still count."""
         self._closed = False
         self._epoch: Epoch | None = None
         self._manifest: Manifest | None = None
@@ -261,7 +264,7 @@ class WeightReceiver:
 
     def _wait_for_turn(self) -> tuple[Offer, Participants]:
         """Accepts offers until this rank takes part in one."""
-        if self._stale:  # the sender may still count on an epoch that this rank has left
+        if self._stale:
             self._rejoin()
         until = time.monotonic() + self._options.timeout.total_seconds()
         while (left := until - time.monotonic()) > 0:
@@ -277,12 +280,12 @@ class WeightReceiver:
 
     def _rejoin(self) -> None:
         """Joins anew, as another member: whoever takes part forms a new epoch."""
-        if self._finalizer is not None:
-            self._finalizer()
-        member = this_process(self.engine.name, self.engine.rank, self.engine.size, self._node)
-        self._attendance = Attendance(self._store, self._connect, member, self._options.timeout)
-        self._member, self._stale = member, False
-        self._finalizer = weakref.finalize(self, self._attendance.close)
+        self._member = self._as_member()
+        self._attendance.rejoin(self._member)
+        self._stale = False
+
+    def _as_member(self) -> Member:
+        return this_process(self.engine.name, self.engine.rank, self.engine.size, self._node)
 
     def _join(self, participants: Participants) -> None:
         if self._epoch is not None and self._epoch.number == participants.epoch:
@@ -321,8 +324,7 @@ class WeightReceiver:
         """Leaves, and frees memory. Not collective. May be called again."""
         self._drop_epoch()
         self._closed = True
-        if self._finalizer is not None:
-            self._finalizer()
+        self._leave()
 
     def __enter__(self) -> WeightReceiver:
         return self
