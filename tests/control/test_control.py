@@ -53,10 +53,10 @@ def test_one_rank_needs_no_store() -> None:
         Control(None, (0, 1), 0)
 
 
-def make_control(rank: int, members: tuple[int, ...]) -> Control:
+def make_control(rank: int, members: tuple[int, ...], node: str = "") -> Control:
     assert dist.group.WORLD is not None
     store = dist.group.WORLD.get_group_store()
-    control, _ = rendezvous(store, members, rank, timedelta(minutes=1), None, None, lambda views: None)
+    control, _ = rendezvous(store, members, rank, timedelta(minutes=1), None, None, lambda views: None, node)
     return control
 
 
@@ -226,6 +226,33 @@ def early_retry(rank: int) -> list[str]:
 
 def test_messages_outlive_a_load_that_was_given_up() -> None:
     assert ranks.run(3, early_retry)[2] == ["0: b'\\x00'", "1: b'\\x01'", "2: b'2'"]
+
+
+def late_to_refused_loads(rank: int) -> list[str]:
+    """Each rank is a node. Rank 2 comes to a load that rank 1 has refused when the others have failed in two loads after it."""
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
+    control = make_control(rank, (0, 1, 2), node=str(rank))
+    control.settle("all here", None)
+    refusing = (1, 0, 0)
+    if rank == 2:
+        store.wait(["test/others-failed"], timedelta(seconds=60))
+    texts = []
+    for load, refuses in enumerate(refusing):
+        if rank == refuses:
+            texts.append(control.refuse(control.next_load(), LoadError(f"refused {load}")).text)
+        else:
+            control.begin(timedelta(minutes=1))
+            texts.append(raised(lambda: control.settle("turn", None))[1])
+    if rank == 1:
+        store.set("test/others-failed", "")
+    control.begin(timedelta(minutes=1))
+    control.settle("turn", None)
+    return texts
+
+
+def test_a_late_rank_hears_why_a_load_was_refused() -> None:
+    assert ranks.run(3, late_to_refused_loads) == [["refused 0", "refused 1", "refused 2"]] * 3
 
 
 def test_what_begins_to_wait_when_a_failure_is_known_is_stopped_at_once() -> None:

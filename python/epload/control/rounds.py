@@ -132,7 +132,8 @@ class Rounds:
                 self._messages.post(self._key(round_, self._tree.rank), trees.encode(bundle))
                 self._messages.delete_released()
                 outcome = self._wait_for_outcome(round_)
-                self._messages.release()  # deleted in the next round: after the last one the store may no longer exist
+                if not outcome.startswith(FAILURE):  # to a round that has failed, not all ranks may have come yet
+                    self._messages.release()  # deleted in the next round: after the last one the store may no longer exist
             return self.deliver(round_, outcome)
         finally:
             self.waits_since = 0.0
