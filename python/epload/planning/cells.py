@@ -37,8 +37,8 @@ class Slot(NamedTuple):
 def make_slots(
     shape: Shape,
     itemsize: int,
-    held: Iterable[tuple[int, Sequence[Box]]],
-    wanted: Iterable[tuple[int, Sequence[Box]]],
+    held: Iterable[tuple[Sequence[int], Sequence[Box]]],
+    wanted: Iterable[tuple[Sequence[int], Sequence[Box]]],
     limit: int,
 ) -> tuple[list[Slot], Box | None]:
     """The slots of one tensor.
@@ -86,12 +86,12 @@ def merge_boxes(boxes: Iterable[Box]) -> tuple[Box, ...]:
     return ((low, size),) if full else distinct
 
 
-def _by_boxes(of_each: Iterable[tuple[int, Sequence[Box]]]) -> dict[tuple[Box, ...], list[int]]:
+def _by_boxes(of_each: Iterable[tuple[Sequence[int], Sequence[Box]]]) -> dict[tuple[Box, ...], list[int]]:
     """Those with equal boxes together."""
     found: dict[tuple[Box, ...], list[int]] = defaultdict(list)
-    for number, boxes in of_each:
+    for numbers, boxes in of_each:
         if boxes:
-            found[tuple(boxes)].append(number)
+            found[tuple(boxes)] += numbers
     return found
 
 

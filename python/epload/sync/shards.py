@@ -142,7 +142,7 @@ class DeviceBuffer:
         self.device = device
         self._stream = torch.Stream(device)
         with self._stream:
-            largest = max((bucket.nbytes for bucket in plan.buckets), default=0)
+            largest = max(plan.buckets.nbytes, default=0)
             self._buffer = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def wait_for_caller(self) -> None:
