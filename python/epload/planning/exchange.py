@@ -21,7 +21,7 @@ from epload.core.pieces import Metadata
 from epload.core.placement import Box, intersect, row_major_strides
 from epload.errors import ModelMismatch
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.cells import Slot, make_slots, merge_boxes
+from epload.planning.cells import SPLIT_BYTES, Slot, make_slots, merge_boxes
 from epload.planning.schedule import MAX_WAVE_BYTES, wave_limit
 from epload.planning.shares import NO_PART, Outline, Share
 from epload.planning.streams import ExchangeBuckets, ExchangePlan, Members, Stream
@@ -29,6 +29,8 @@ from epload.planning.streams import ExchangeBuckets, ExchangePlan, Members, Stre
 LEAST_BUCKET_BYTES = 4 << 20
 """A stream is cut into no more buckets than leave them so many, or a ``MOST_IN_WAVE``-th of a wave."""
 MOST_IN_WAVE = 16
+MOST_PARTS_IN_WAVE = 1024
+"""Of pieces that are divided among replicas of the sender."""
 MOST_WAVES = 2048
 """Unless waves would have more than ``MAX_WAVE_BYTES``. Each bucket costs every rank of a node some host time whatever its size,
 so that those of a model of a terabyte are larger; two waves are a thousandth of it."""
@@ -61,14 +63,15 @@ def plan_exchange(
     limit = wave_limit(kinds.total, max(wave_bytes, min(kinds.total // MOST_WAVES, MAX_WAVE_BYTES)))
     waves = max(1, -(-kinds.total // limit))
     most = min(max(limit // len(members.senders), LEAST_SLOT_BYTES), MOST_SLOT_BYTES)
-    slots = kinds.slots(most)
+    least = max(limit // MOST_PARTS_IN_WAVE, SPLIT_BYTES)
+    slots = kinds.slots(most, least)
     rows = _Rows(members, kinds, slots, rank, waves, max(limit // MOST_IN_WAVE, LEAST_BUCKET_BYTES))
     sends = rank in members.senders
     copies = _make_copies(kinds, slots, rows, share, sends)
     buckets = _make_buckets(rows, copies, members, rank, sends)
     starts = [i for i, wave in enumerate(buckets.wave) if i == 0 or buckets.wave[i - 1] != wave]
     digest = hashlib.blake2b(manifest.digest, digest_size=32)
-    digest.update(repr((members, waves, most, options)).encode())
+    digest.update(repr((members, waves, most, least, options)).encode())
     for each in sorted(outlines):
         digest.update(outlines[each].digest.encode())
     return ExchangePlan(
@@ -118,8 +121,8 @@ class _Kinds:
         shape = self.manifest.shapes[self.first[kind]]
         return int(torch.Size(shape).numel()) * self.dtypes[kind].itemsize
 
-    def slots(self, limit: int) -> list[list[Slot]]:
-        """Of a tensor of each kind. ``limit``: bytes of a slot."""
+    def slots(self, limit: int, least: int) -> list[list[Slot]]:
+        """Of a tensor of each kind; see :func:`make_slots`."""
         senders = self._alike([(rank,) for rank in self._members.senders])
         nodes = self._alike(self._members.nodes)
         ranks = [tuple(self._members.senders[i] for i in some) for some in senders.values()]
@@ -130,7 +133,9 @@ class _Kinds:
                 (some, merge_boxes(chain.from_iterable(self._boxes(rank, kind) for rank in node)))
                 for node, some in nodes.items()
             ]
-            slots, lacking = make_slots(self.manifest.shapes[first], self.dtypes[kind].itemsize, held, wanted, limit)
+            slots, lacking = make_slots(
+                self.manifest.shapes[first], self.dtypes[kind].itemsize, held, wanted, limit, least
+            )
             if lacking is not None:
                 start, size = lacking
                 raise ModelMismatch(
