@@ -1,12 +1,13 @@
 """Times the planning of a sync for one sender and one receiver of many, in one process: pure computation, as nothing moves.
 
-The trainer shards DeepSeek-V3's weights in bfloat16 by FSDP2 over 64 ranks, of which there are replicas (HSDP) where it has more.
+The trainer shards its weights in bfloat16 by FSDP2 over 64 ranks, of which there are replicas (HSDP) where it has more.
 An engine has 8 ranks, which share the weights by tensor parallelism, so that its node takes all bytes; or it has 64 ranks on 8
 nodes, which have 4 of each layer's experts each, and everything else by tensor parallelism inside each node.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,6 +32,8 @@ SHARDED = 64
 """Ranks of the trainer that share the weights."""
 NODE = 8
 WORLDS = ((64, 64), (256, 1024), (1024, 4096))
+NAMES = ("Qwen3-235B-A22B", "DeepSeek-V3")
+"""Models that are planned."""
 ENGINES = (1, 8)
 """Nodes of an engine."""
 
@@ -92,7 +95,7 @@ def share(layouts: list[Layout | None], rank: int) -> Share:
     return builder.build()
 
 
-def measure(name: str = "DeepSeek-V3", worlds: tuple[tuple[int, int], ...] = WORLDS, repeat: int = 5) -> list[Row]:
+def measure(name: str, worlds: tuple[tuple[int, int], ...] = WORLDS, repeat: int = 5) -> list[Row]:
     """Seconds of one sender and one receiver, for each number of ranks and each kind of engine."""
     torch.set_num_threads(1)  # as torchrun gives each rank
     model = next(each for each in MODELS if each.name == name)
@@ -107,19 +110,22 @@ def measure(name: str = "DeepSeek-V3", worlds: tuple[tuple[int, int], ...] = WOR
             for rank in range(nodes * NODE)
         ]
         for trainers, rollouts in worlds:
-            row: Row = {"trainers": trainers, "rollouts": rollouts, "engine": nodes, "tensors": len(found)}
+            row: Row = {
+                "model": name, "trainers": trainers, "rollouts": rollouts, "engine": nodes, "tensors": len(found),
+                "total": 2 * sum(math.prod(shape) for shape in shapes),
+            }  # fmt: skip
             for side, rank, own in (("sender", 0, theirs[0]), ("receiver", trainers, ours[0])):
                 taken = [_plan(tensors, theirs, ours, trainers, rollouts, rank, own) for _ in range(repeat)]
                 row[side] = {"seconds": statistics.median(each for each, *_ in taken)}
-                row[side]["buckets"], row[side]["nbytes"] = taken[0][1:]
+                row[side]["buckets"], row[side]["waves"], row[side]["nbytes"] = taken[0][1:]
             rows.append(row)
     return rows
 
 
 def _plan(
     tensors: Tensors, theirs: list[Share], ours: list[Share], trainers: int, rollouts: int, rank: int, own: Share
-) -> tuple[float, int, int]:
-    """Seconds, buckets and bytes of a rank's plan. What is equal in outlines is one object, as epload has it."""
+) -> tuple[float, int, int, int]:
+    """Seconds, buckets, waves and bytes of a rank's plan. What is equal in outlines is one object, as epload has it."""
     members = Members(_nodes(0, trainers), _nodes(trainers, trainers + rollouts))
     columns: dict[bytes, Tensor] = {}
     from_trainer, from_engine = ([_outline(each, columns) for each in shares] for shares in (theirs, ours))
@@ -127,7 +133,7 @@ def _plan(
     outlines |= {trainers + i: from_engine[i % len(ours)] for i in range(rollouts)}
     began = perf_counter()
     plan = plan_exchange(tensors, members, outlines, rank, own, WAVE_BYTES)
-    return perf_counter() - began, len(plan.buckets), plan.nbytes
+    return perf_counter() - began, len(plan.buckets), len(plan.waves), plan.nbytes
 
 
 def _outline(own: Share, columns: dict[bytes, Tensor]) -> Outline:
@@ -142,10 +148,15 @@ def _nodes(first: int, end: int) -> tuple[tuple[int, ...], ...]:
 def table(rows: list[Row]) -> Table:
     lines = []
     for row in rows:
-        line = [f"{row['trainers']:,} + {row['rollouts']:,}", f"{row['engine'] * NODE} ranks"]
+        line = [
+            row["model"],
+            f"{row['tensors']:,}",
+            f"{row['trainers']:,} + {row['rollouts']:,}",
+            f"{row['engine'] * NODE} ranks",
+        ]
         for side in ("sender", "receiver"):
             planned = row[side]
             line += [seconds(planned["seconds"]), f"{planned['buckets']:,}", f"{planned['nbytes'] / 1e9:.1f}"]
         lines.append(line)
-    columns = ["ranks", "an engine", "sender s", "buckets", "GB", "receiver s", "buckets", "GB"]
-    return Table(f"Planning {rows[0]['tensors']:,} tensors of DeepSeek-V3: one sender, one receiver", columns, lines)
+    columns = ["model", "tensors", "ranks", "an engine", "sender s", "buckets", "GB", "receiver s", "buckets", "GB"]
+    return Table("Planning at scale: one sender, one receiver", columns, lines)
