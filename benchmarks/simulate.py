@@ -3,7 +3,9 @@
     python benchmarks/simulate.py --net docs/net.json --load docs/load.json
     python benchmarks/simulate.py --docs             # write tables and plots to docs/
 
-Syncs are in simulate_sync.py. Inputs for the testbed: the rates of one link and of reading, each measured alone; the measured planning time; and, from the
+Syncs are in simulate_sync.py.
+
+Inputs for the testbed: the rates of one link and of reading, each measured alone; the measured planning time; and, from the
 smaller checkpoint of the same shape, the copy rate into shards and the time of a load outside its phases. Inputs for clusters:
 the numbers in clusters.py, the measured planning time per tensor, and the coefficients of agreement from bench_control.py.
 """

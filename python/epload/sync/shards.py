@@ -6,6 +6,9 @@ there, on a stream of its own, and the host waits for it: so nothing is left to 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -69,35 +72,26 @@ class Shards:
 
     def pack(self, number: int, bucket: Tensor) -> None:
         """Copies this rank's boxes of a bucket into it, behind its header."""
-        planned = self._plan.buckets[number]
-        if not planned.targets:
-            return
-        if self.prepared is not None:
-            ops.pack_prepared(bucket, self._list, self._copies(self.prepared, number, planned))
-        else:
-            on_cpu, on_device = self._divide(planned)
-            if self.device_buffer is not None and on_device is not None:
-                self.device_buffer.pack(bucket, *on_device)
-            if on_cpu is not None:
-                ops.pack(bucket, on_cpu[0], on_cpu[1].rows)
-        if self._prove:
-            self._compare(number, bucket, "packed")
+        self._copy(number, bucket, _PACK)
 
     def unpack(self, number: int, bucket: Tensor) -> None:
         """Copies what this rank keeps out of a bucket."""
+        self._copy(number, bucket, _UNPACK)
+
+    def _copy(self, number: int, bucket: Tensor, direction: _Direction) -> None:
         planned = self._plan.buckets[number]
         if not planned.targets:
             return
         if self.prepared is not None:
-            ops.unpack_prepared(bucket, self._list, self._copies(self.prepared, number, planned))
+            direction.prepared(bucket, self._list, self._copies(self.prepared, number, planned))
         else:
             on_cpu, on_device = self._divide(planned)
             if self.device_buffer is not None and on_device is not None:
-                self.device_buffer.unpack(bucket, *on_device)
+                direction.on_device(self.device_buffer, bucket, *on_device)
             if on_cpu is not None:
-                ops.unpack(bucket, on_cpu[0], on_cpu[1].rows)
+                direction.on_cpu(bucket, on_cpu[0], on_cpu[1].rows)
         if self._prove:
-            self._compare(number, bucket, "unpacked")
+            self._compare(number, bucket, direction.done)
 
     def _copies(self, prepared: PreparedExchange, number: int, planned: ExchangeBucket) -> ops.PreparedCopies:
         copies = prepared.copies.get(number)
@@ -162,3 +156,15 @@ class DeviceBuffer:
             part.copy_(bucket)
             ops.unpack(part, tensors, copies.rows)
         self._stream.synchronize()
+
+
+class _Direction(NamedTuple):
+    prepared: Callable[[Tensor, ops.TensorList, ops.PreparedCopies], None]
+    on_device: Callable[[DeviceBuffer, Tensor, list[Tensor], CopyTable], None]
+    on_cpu: Callable[[Tensor, list[Tensor], Tensor], None]
+    done: str
+    """In messages."""
+
+
+_PACK = _Direction(ops.pack_prepared, DeviceBuffer.pack, ops.pack, "packed")
+_UNPACK = _Direction(ops.unpack_prepared, DeviceBuffer.unpack, ops.unpack, "unpacked")
