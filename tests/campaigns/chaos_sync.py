@@ -98,7 +98,7 @@ def armed(fault: Fault, mine: bool, phase: str) -> Iterator[None]:
     }
     kind, name, applies = patches[phase]
     if phase == "offer" and kind is Attendance:
-        name = "accept"
+        name = "accept_offer"
     original, done = getattr(kind, name), threading.Event()
 
     def patched(*args: Any, **kwargs: Any) -> Any:
