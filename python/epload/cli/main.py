@@ -10,6 +10,7 @@ import torch
 from epload.cli.diff import diff
 from epload.cli.inspect import inspect
 from epload.cli.output import Commands, facts, json_option, print_json, show
+from epload.cli.plan import plan
 from epload.cli.verify import verify
 from epload.native.info import build_info
 
@@ -40,5 +41,5 @@ def info(as_json: bool) -> None:
         show(facts([(key, str(value)) for key, value in build_info().items()]))
 
 
-for command in (inspect, verify, diff):
+for command in (inspect, verify, diff, plan):
     main.add_command(command)
