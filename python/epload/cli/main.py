@@ -8,6 +8,7 @@ import click
 import torch
 
 from epload.cli.diff import diff
+from epload.cli.doctor import doctor
 from epload.cli.inspect import inspect
 from epload.cli.output import Commands, facts, json_option, print_json, show
 from epload.cli.plan import plan
@@ -41,5 +42,5 @@ def info(as_json: bool) -> None:
         show(facts([(key, str(value)) for key, value in build_info().items()]))
 
 
-for command in (inspect, verify, diff, plan):
+for command in (inspect, verify, diff, plan, doctor):
     main.add_command(command)
