@@ -12,6 +12,7 @@ from epload.cli.doctor import doctor
 from epload.cli.inspect import inspect
 from epload.cli.output import Commands, facts, json_option, print_json, show
 from epload.cli.plan import plan
+from epload.cli.simulate import simulate
 from epload.cli.verify import verify
 from epload.native.info import build_info
 
@@ -42,5 +43,5 @@ def info(as_json: bool) -> None:
         show(facts([(key, str(value)) for key, value in build_info().items()]))
 
 
-for command in (inspect, verify, diff, plan, doctor):
+for command in (inspect, verify, diff, plan, simulate, doctor):
     main.add_command(command)
