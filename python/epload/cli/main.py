@@ -7,6 +7,7 @@ from contextlib import suppress
 import click
 import torch
 
+from epload.cli.bench.command import bench
 from epload.cli.diff import diff
 from epload.cli.doctor import doctor
 from epload.cli.inspect import inspect
@@ -43,5 +44,5 @@ def info(as_json: bool) -> None:
         show(facts([(key, str(value)) for key, value in build_info().items()]))
 
 
-for command in (inspect, verify, diff, plan, simulate, doctor):
+for command in (inspect, verify, diff, plan, simulate, doctor, bench):
     main.add_command(command)

@@ -9,10 +9,10 @@ from pathlib import Path
 import click
 
 from epload.checkpoint.base import Checkpoint
-from epload.cli.cluster_file import ClusterFile
-from epload.cli.forecast import Fit, Forecast, forecast
-from epload.cli.hypothetical import find_factory, parse_mesh
 from epload.cli.output import count, facts, json_option, print_json, show, size, table
+from epload.forecast.cluster_file import ClusterFile
+from epload.forecast.forecast import Fit, Forecast, forecast
+from epload.forecast.hypothetical import find_factory, parse_mesh
 from epload.planning.schedule import READERS
 from epload.planning.simulator import Cluster
 

@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from epload.checkpoint.base import Checkpoint
-from epload.cli.cluster_file import ClusterFile
-from epload.cli.hypothetical import find_factory, first_rank
 from epload.cli.output import count, facts, json_option, print_json, show, size, table
+from epload.forecast.cluster_file import ClusterFile
+from epload.forecast.hypothetical import find_factory, first_rank
 from epload.mapping.transformers import checkpoint_form
 from epload.mapping.wrappers import is_from_package
 from epload.model.targets import collect

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from epload.checkpoint.manifest import Manifest
-from epload.cli.hypothetical import Factory, Sizes, as_seen_by, first_rank
 from epload.errors import ModelMismatch
+from epload.forecast.hypothetical import Factory, Sizes, as_seen_by, first_rank
 from epload.loading.hints import check_match
 from epload.mapping.mapping import Mapping, ignored_keys
 from epload.mapping.resolve import resolve_mapping
