@@ -103,7 +103,7 @@ def test_prediction_and_choice_follow_the_assumed_rates(tmp_path: Path) -> None:
     arguments = [tmp_path / "m.pt", "--model", f"{__name__}:make_long", "--mesh", "replicate=4,fsdp=1", "--nodes", "4"]
     slow = plan(*arguments, "--storage", "0.01", "--link", "10")
     assert slow["choice"] == "partitioned"
-    assert "from rates" in slow["reason"]
+    assert "(at the assumed rates)" in slow["reason"]
     seconds = {mode["readers"]: mode["seconds"] for mode in slow["modes"]}
     assert seconds["partitioned"] < min(seconds[name] for name in ("one", "per_node", "every"))
     assert seconds["every"] == pytest.approx(slow["nbytes"] / 0.01e9)

@@ -161,4 +161,4 @@ def _choose(plan: LoadPlan, cluster: Cluster, owned: Sequence[int]) -> tuple[str
         wave_bytes=wave,
         candidates=READERS,
     )
-    return choose_readers(profile, trial)
+    return choose_readers(profile, trial, "at the assumed rates")
