@@ -53,7 +53,7 @@ def test_every_loader_with_two_ranks(checkpoint: Path) -> None:
 def test_wrong_weights_are_noticed(name: str, checkpoint: Path, alone: None) -> None:
     model = bench_worker.make_model(bench_worker.Checkpoint.open(checkpoint).manifest)
     bench_worker.epload_with("every")(model, str(checkpoint))
-    expected = bench_worker._shards(model)
+    expected = bench_worker.digests(model)
     loader = bench_worker.PEERS[name]
 
     def corrupted(model: nn.Module, path: str) -> str:
@@ -73,7 +73,7 @@ def test_a_loader_that_fails_is_listed(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     last = result.stdout.splitlines()[-1]
     assert last.startswith("torch set_model_state_dict")
-    assert "failed: " in last
+    assert last.endswith("failed: gloo has no broadcast of float8_e4m3fn")
 
 
 def test_wrong_weights_give_status_1(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +96,14 @@ def test_a_failed_rank_gives_one_line(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (1, "")
     assert "bench makes a model of the checkpoint's names, and a.b cannot be one" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_too_little_memory(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_MEMORY", tmp_path / "meminfo")
+    (tmp_path / "meminfo").write_text("MemTotal:       9 kB\nMemAvailable:       0 kB\n")
+    result = CliRunner().invoke(main, ["bench", str(checkpoint)])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "bench holds the weights twice, 872 B, and 0 B of memory are available" in result.stderr
 
 
 def test_ranks_end_with_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

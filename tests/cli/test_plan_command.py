@@ -12,11 +12,13 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import epload
 from epload.cli.main import main
+from support import ranks
 
 
 def make_plain() -> nn.Module:
@@ -154,3 +156,26 @@ def test_wrong_arguments(arguments: list[str], status: int, message: str, plain:
     assert (result.exit_code, result.stdout) == (status, "")
     assert message in result.stderr
     assert not dist.is_initialized()
+
+
+def load_really(rank: int, path: str, readers: str) -> tuple[int, int, int]:
+    """On two nodes of one rank. Returns buckets, bytes of staging buffers, and bytes of this rank's shards."""
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_pretrained(path))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with epload.HierarchicalLoader(epload.Topology.from_nodes([[0], [1]]), readers=readers) as loader:
+        report = loader.load(model, path)
+    return report.buckets, report.peak_staging, sum(p.to_local().nbytes for p in model.parameters())
+
+
+def test_a_real_load_is_as_planned(moe: Path) -> None:
+    found = plan(moe, "--mesh", "fsdp=2", "--nodes", "2")
+    assert len(found["modes"]) == 4
+    for mode in found["modes"]:
+        loads = ranks.run(2, load_really, str(moe), mode["readers"])
+        assert [buckets for buckets, _, _ in loads] == [mode["buckets"]] * 2
+        assert [nbytes for _, _, nbytes in loads] == list(found["owned"].values())
+        if mode["readers"] != "every":
+            assert mode["staging"] == pytest.approx(loads[0][1], abs=2 * 4096)

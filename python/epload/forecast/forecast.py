@@ -17,6 +17,7 @@ from epload.planning.choose import LoadProfile, WaveMeasurement, choose_readers
 from epload.planning.plan import LoadPlan, make_plan
 from epload.planning.schedule import READERS
 from epload.planning.simulator import Cluster, predict, traffic, waves
+from epload.planning.waves import wave_bytes
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Mode:
     bucket_bytes: int
     """Of the largest."""
     staging: int
-    """Bytes of a node's staging buffers in shared memory, or of each rank's on a device."""
+    """Bytes of a node's staging buffers."""
     received: list[int]
     """For each node, bytes over its link from other nodes."""
     sent: list[int]
@@ -89,19 +90,24 @@ def forecast(
     first = _plan(manifest, targets, mapping, cluster, "auto")
     fit = _fit(manifest, first, mapping)
     plans = {each: _plan(manifest, targets, mapping, cluster, each) for each in readers}
-    total = first.slots.payload
     everyones = [owned[max(rank for rank in ranks if rank <= each)] for each in range(cluster.world)]
-    modes = [_mode(each, plan, cluster, everyones) for each, plan in plans.items()]
-    choice, reason = _choose(first, cluster, everyones)
-    return Forecast(fit, total, first.slots.tensor_count, owned, modes, choice, reason)
+    per_wave = {each: _per_wave(manifest, cluster, each)[1] for each in ("auto", *readers)}
+    modes = [_mode(each, plan, per_wave[each], cluster, everyones) for each, plan in plans.items()]
+    choice, reason = _choose(first, per_wave["auto"], cluster, everyones)
+    return Forecast(fit, first.slots.payload, first.slots.tensor_count, owned, modes, choice, reason)
 
 
 def _nodes(cluster: Cluster) -> list[range]:
     return [range(first, first + cluster.ranks) for first in range(0, cluster.world, cluster.ranks)]
 
 
+def _per_wave(manifest: Manifest, cluster: Cluster, readers: str) -> tuple[int, int]:
+    """Bytes of a wave, and buckets in it."""
+    return waves(manifest.nbytes, _nodes(cluster), readers, cluster.on_device, cluster.wave)
+
+
 def _plan(manifest: Manifest, targets: Targets, mapping: Mapping, cluster: Cluster, readers: str) -> LoadPlan:
-    size, per_wave = waves(manifest.nbytes, _nodes(cluster), readers, cluster.on_device, cluster.wave)
+    size, per_wave = _per_wave(manifest, cluster, readers)
     return make_plan(manifest, targets, mapping, size // per_wave)
 
 
@@ -124,25 +130,21 @@ def _fit(manifest: Manifest, plan: LoadPlan, mapping: Mapping) -> Fit:
     )
 
 
-def _mode(readers: str, plan: LoadPlan, cluster: Cluster, owned: Sequence[int]) -> Mode:
-    nodes = _nodes(cluster)
-    _, per_wave = waves(plan.slots.payload, nodes, readers, cluster.on_device, cluster.wave)
-    moved = traffic([bucket.nbytes for bucket in plan.buckets], per_wave, nodes, readers, "two_level")
+def _mode(readers: str, plan: LoadPlan, per_wave: int, cluster: Cluster, owned: Sequence[int]) -> Mode:
+    moved = traffic([bucket.nbytes for bucket in plan.buckets], per_wave, _nodes(cluster), readers, "two_level")
     return Mode(
         readers=readers,
         seconds=predict(f"{readers}/two_level", plan.slots.payload, plan.slots.tensor_count, cluster, owned),
         buckets=len(plan.buckets),
         bucket_bytes=plan.largest,
-        staging=0 if readers == "every" else 2 * per_wave * plan.largest,
+        staging=0 if readers == "every" else 2 * wave_bytes(plan, per_wave),
         received=moved.received,
         sent=moved.sent,
     )
 
 
-def _choose(plan: LoadPlan, cluster: Cluster, owned: Sequence[int]) -> tuple[str, str]:
+def _choose(plan: LoadPlan, per_wave: int, cluster: Cluster, owned: Sequence[int]) -> tuple[str, str]:
     """What ``readers="auto"`` chooses if its first waves show the cluster's rates."""
-    nodes = _nodes(cluster)
-    _, per_wave = waves(plan.slots.payload, nodes, "auto", cluster.on_device, cluster.wave)
     node_rate = min(cluster.storage, cluster.storage_all / cluster.nodes, cluster.reader * cluster.ranks)
     wave = plan.largest * per_wave
 

@@ -16,6 +16,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.cli.output import count, json_option, print_json, show, size, table
 from epload.planning.schedule import READERS
 
+_MEMORY = Path("/proc/meminfo")
 _CHOICES = ("auto", *READERS)
 
 
@@ -38,6 +39,7 @@ def bench(checkpoint: str, nproc: int, repeat: int, readers: tuple[str, ...], ti
     opened = Checkpoint.open(checkpoint)
     opened.close()
     manifest = opened.manifest
+    _check_memory(manifest.nbytes)
     results = _run(checkpoint, nproc, repeat, readers or _CHOICES, timeout)
     if as_json:
         print_json({"nproc": nproc, "repeat": repeat, "nbytes": manifest.nbytes, "results": results})
@@ -47,6 +49,17 @@ def bench(checkpoint: str, nproc: int, repeat: int, readers: tuple[str, ...], ti
         show()
         show(table(("loader", "median s", "min s", "max s", ""), _rows(results), right=(1, 2, 3)))
     return 0 if all(each.get("equal", not name.startswith("epload")) for name, each in results.items()) else 1
+
+
+def _check_memory(nbytes: int) -> None:
+    """A model, and all weights on rank 0. Raises ValueError."""
+    lines = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
+    available = 1024 * int(lines["MemAvailable"].split()[0])
+    if 2 * nbytes > available:
+        raise ValueError(
+            f"bench holds the weights twice, {size(2 * nbytes)}, and {size(available)} of memory are available: pass a smaller "
+            "checkpoint, such as one file of it"
+        )
 
 
 def _rows(results: dict[str, Any]) -> list[list[str]]:

@@ -6,6 +6,8 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from ctypes import c_char
+from hashlib import blake2b
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,11 +23,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
+from epload.core.dtypes import name as dtype_name
 from epload.core.pieces import Piece
+from epload.errors import LoadError
 from epload.loader import HierarchicalLoader
 
 Loader = Callable[[nn.Module, str], str]
 """Fills a model that is on meta from the checkpoint at a path; returns a note for the table."""
+
+
+class Unsupported(RuntimeError):
+    """What a loader cannot do, found before anything is sent."""
 
 
 def make_model(manifest: Manifest) -> nn.Module:
@@ -67,6 +75,11 @@ def make_model(manifest: Manifest) -> nn.Module:
 
 # ---- loaders ----
 
+_SENT_BY_GLOO = {
+    "float32", "float64", "float16", "bfloat16", "int8", "uint8", "bool", "int32", "int64", "complex64", "complex128",
+}  # fmt: skip
+"""See GENERATE_ALL_TYPES in torch's ProcessGroupGloo; complex numbers are sent as pairs."""
+
 
 def epload_with(readers: str) -> Loader:
     def load(model: nn.Module, path: str) -> str:
@@ -96,6 +109,8 @@ def broadcast_per_parameter(model: nn.Module, path: str) -> str:
 
 def torch_from_rank_0(model: nn.Module, path: str) -> str:
     """Rank 0 reads; torch.distributed.checkpoint.state_dict sends."""
+    if others := sorted({dtype_name(dtype) for dtype in Checkpoint.open(path).manifest.dtypes} - _SENT_BY_GLOO):
+        raise Unsupported(f"gloo has no broadcast of {', '.join(others)}")
     model.to_empty(device="cpu")
     state: dict[str, Any] = dict(_tensors(path)) if dist.get_rank() == 0 else {}
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
@@ -128,15 +143,11 @@ PEERS: dict[str, Loader] = {
 # ---- measuring ----
 
 
-def _shards(model: nn.Module) -> list[bytes]:
+def digests(model: nn.Module) -> list[bytes]:
+    """Of this rank's shard of each tensor."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in model.state_dict().values()]
     return [
-        (tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-        .contiguous()
-        .view(-1)
-        .view(torch.uint8)
-        .numpy()
-        .tobytes()
-        for tensor in model.state_dict().values()
+        blake2b((c_char * each.nbytes).from_address(each.data_ptr())).digest() for each in map(Tensor.contiguous, local)
     ]
 
 
@@ -150,16 +161,22 @@ def measure(path: str, loader: Loader, repeat: int, expected: list[bytes]) -> di
         begin = perf_counter()
         try:
             note = loader(model, path)
-        except RuntimeError as error:  # of all ranks alike, such as a dtype that gloo does not know
+        except (Unsupported, LoadError) as error:  # of all ranks alike
             return {"error": " ".join(str(error).split())}
         taken = torch.tensor([perf_counter() - begin], dtype=torch.float64)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         if number:
             seconds.append(float(taken))
             continue
-        same = torch.tensor([_shards(model) == expected], dtype=torch.int32)
+        same = torch.tensor([digests(model) == expected], dtype=torch.int32)
         dist.all_reduce(same, dist.ReduceOp.MIN)
     return {"seconds": seconds, "median": statistics.median(seconds), "equal": bool(same), "note": note}
+
+
+def _reference(path: str) -> list[bytes]:
+    model = make_model(Checkpoint.open(path).manifest)
+    broadcast_per_parameter(model, path)
+    return digests(model)
 
 
 @click.command()
@@ -171,9 +188,7 @@ def main(path: str, result: Path, readers: tuple[str, ...], repeat: int) -> None
     """Writes what was measured to RESULT, from rank 0."""
     dist.init_process_group("gloo")
     try:
-        reference = make_model(Checkpoint.open(path).manifest)
-        broadcast_per_parameter(reference, path)
-        expected = _shards(reference)
+        expected = _reference(path)
         loaders = {f"epload {each}": epload_with(each) for each in readers} | PEERS
         found = {name: measure(path, loader, repeat, expected) for name, loader in loaders.items()}
     except Exception as error:
