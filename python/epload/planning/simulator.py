@@ -133,8 +133,8 @@ def _count(moved: Traffic, sender: int, receiver: int, nbytes: int) -> None:
         moved.received[receiver] += nbytes
 
 
-def predict(mode: str, total: int, tensors: int, cluster: Cluster) -> float:
-    """Seconds of a load into a fully sharded model.
+def predict(mode: str, total: int, tensors: int, cluster: Cluster, owned: Sequence[int] = ()) -> float:
+    """Seconds of a load.
 
     Args:
         mode: ``"readers/algorithm"``, e.g. ``"one/striped"``. Or a broadcast over one group of all ranks: ``"ring"`` (NCCL's,
@@ -142,19 +142,20 @@ def predict(mode: str, total: int, tensors: int, cluster: Cluster) -> float:
         total: bytes of the checkpoint.
         tensors: number of tensors.
         cluster: the cluster to simulate.
+        owned: for each rank, bytes of its local shards; by default equal parts, as of a fully sharded model.
 
     Raises:
         ValueError: there is no such mode.
     """
     agreeing = costs.agreement(cluster.nodes, cluster.world, cluster.rounds, cluster.store).seconds
-    return cluster.fixed + agreeing + _transfer_seconds(mode, total, tensors, cluster)
+    return cluster.fixed + agreeing + _transfer_seconds(mode, total, tensors, cluster, owned)
 
 
-def _transfer_seconds(mode: str, total: int, tensors: int, cluster: Cluster) -> float:
+def _transfer_seconds(mode: str, total: int, tensors: int, cluster: Cluster, owned: Sequence[int]) -> float:
     c = cluster
     readers, _, algorithm = mode.partition("/")
     nodes = [range(first, first + c.ranks) for first in range(0, c.world, c.ranks)]
-    owned = [-(-total // c.world)] * c.world
+    owned = owned or [-(-total // c.world)] * c.world
     one_reads = min(c.reader, c.storage, c.storage_all)
     all_read = min(c.storage, c.storage_all / c.nodes, c.reader * c.ranks) / c.ranks
     leaders_read = min(c.reader, c.storage, c.storage_all / c.nodes)
@@ -174,7 +175,7 @@ def _transfer_seconds(mode: str, total: int, tensors: int, cluster: Cluster) -> 
         return costs.flat_ring(total, count, replace(rates, link=_all_links(c)), one_reads, latency)
     if mode == "tree" or algorithm == "flat":
         copies, inside = costs.tree_copies(nodes, 0)
-        return costs.flat_tree(total, copies, inside, rates, one_reads, wave) + owned[0] / c.unpack
+        return costs.flat_tree(total, copies, inside, rates, one_reads, wave) + max(owned) / c.unpack
     overhead = buckets * (c.message + c.header_wait)
     if readers == "one":
         return costs.one(total, owned, c.nodes, rates, one_reads, wave, chunk) + overhead
