@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from os import PathLike
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,7 @@ from epload.cluster.membership import uninitialized_warning
 from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology, as_timedelta
 from epload.core import garbage_collection, log
+from epload.core.log import logger
 from epload.loading.agreement import Agreement
 from epload.loading.request import Options, Request
 from epload.loading.resources import Resources
@@ -27,7 +29,7 @@ from epload.model.devices import check_stream
 from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
 from epload.model.initialization import InitMissing
 from epload.model.targets import DTypes
-from epload.report import LoadReport
+from epload.report import LoadReport, count, list_keys
 
 
 def load(
@@ -62,7 +64,8 @@ def load(
     Example::
 
         report = epload.load(model, "/checkpoints/Qwen3-30B-A3B")
-        print(report)
+        if dist.get_rank() == 0:
+            print(report)
     """
     loader = HierarchicalLoader(
         topology, src=src, readers=readers, algorithm=algorithm, bucket_bytes=bucket_bytes, verify=verify,
@@ -139,7 +142,8 @@ class HierarchicalLoader:
                 takes a small part of the CPU time and leaves the cache as it is. If False, they are in the cache afterwards,
                 as far as there is memory, where the next load finds them. Not where bytes are read again: with
                 ``verify="full"`` or ``"sample"``, and with ``"every"`` if ranks of a node keep the same ones.
-            progress: a bar on rank ``src`` when standard error is a terminal.
+            progress: a bar on rank ``src`` when standard error is a terminal or in a notebook; else log records at INFO, one
+                every 5 s.
 
         Raises:
             ValueError, TypeError: an argument is out of range, or of another type.
@@ -265,6 +269,8 @@ class HierarchicalLoader:
         if warning := uninitialized_warning():
             warnings.warn(warning, stacklevel=3)
             report.warnings.append(warning)
+        if self.topology.rank == self.topology.ranks[0]:
+            _log_start(request.model, request.checkpoint, self.topology)
         began = perf_counter()
         self._resources.clear_board()
         try:
@@ -286,5 +292,28 @@ class HierarchicalLoader:
         report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, plan.slots.tensor_count
         report.nbytes = plan.slots.payload
         report.buckets = len(plan.buckets)
+        report.source = load.manifest.source
         report.seconds = perf_counter() - began
+        if self.topology.rank == self.topology.ranks[0]:
+            _log_result(report)
         return report
+
+
+def _log_start(model: nn.Module, checkpoint: Any, topology: Topology) -> None:
+    what = checkpoint if isinstance(checkpoint, str | PathLike) else f"a {type(checkpoint).__name__}"
+    nodes, ranks = len(topology.nodes), len(topology.ranks)
+    logger.info(
+        "loading %s into %s, on %s of %s", what, type(model).__name__, count(ranks, "rank"), count(nodes, "node")
+    )
+
+
+def _log_result(report: LoadReport) -> None:
+    """The summary, and what the checkpoint did not fill."""
+    logger.info("%s", report.summary)
+    unfilled = sorted({*report.missing_keys, *report.mismatched_keys} - {*report.initialized})
+    if unfilled:
+        logger.warning("not filled, keep their values: %s", list_keys(unfilled))
+    if report.unexpected_keys:
+        logger.warning("not loaded, as the model lacks them: %s", list_keys(report.unexpected_keys))
+    if report.initialized:
+        logger.info("initialized: %s", list_keys(report.initialized))
