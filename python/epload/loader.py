@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import count as count_from
 from os import PathLike
-from time import perf_counter
+from pathlib import Path
+from time import perf_counter, strftime
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +22,7 @@ from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology, as_timedelta
 from epload.core import garbage_collection, log
 from epload.core.log import logger
-from epload.loading.agreement import Agreement
+from epload.loading.agreement import Agreement, record_events
 from epload.loading.request import Options, Request
 from epload.loading.resources import Resources
 from epload.loading.routes import Router
@@ -44,6 +47,7 @@ def load(
     outer_shards: Sequence[OuterShard] = (),
     local_modules: Sequence[LocalModules] = (),
     prefix: str = "",
+    trace: bool = False,
     topology: Topology | None = None,
     src: int = 0,
     readers: str = "auto",
@@ -58,7 +62,7 @@ def load(
 ) -> LoadReport:
     """Loads a checkpoint into a sharded model, once. Collective over the topology's ranks.
 
-    The first arguments, up to ``prefix``, are those of :meth:`HierarchicalLoader.load`, the others those of
+    The first arguments, up to ``trace``, are those of :meth:`HierarchicalLoader.load`, the others those of
     :class:`HierarchicalLoader`, which loads again and again without making its buffers anew.
 
     Example::
@@ -76,7 +80,7 @@ def load(
         return loader.load(
             model, checkpoint, mapping=mapping, strict=strict,
             ignore_mismatched_shapes=ignore_mismatched_shapes, dtype=dtype, init_missing=init_missing,
-            outer_shards=outer_shards, local_modules=local_modules, prefix=prefix,
+            outer_shards=outer_shards, local_modules=local_modules, prefix=prefix, trace=trace,
         )  # fmt: skip
 
 
@@ -194,6 +198,7 @@ class HierarchicalLoader:
         outer_shards: Sequence[OuterShard] = (),
         local_modules: Sequence[LocalModules] = (),
         prefix: str = "",
+        trace: bool = False,
     ) -> LoadReport:
         """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
 
@@ -220,6 +225,10 @@ class HierarchicalLoader:
             local_modules: modules that hold what other ranks need not have.
             prefix: for a folder of torch.distributed.checkpoint (DCP): where in the saved state dict the model is, e.g.
                 ``"app.model"``; by default under a top-level key "model" or "state_dict", or under the only key.
+            trace: whether to record what each rank does when, for :meth:`~epload.LoadReport.trace` and
+                :meth:`~epload.LoadReport.plot` of the report. All ranks record if any asks. Their events go to the first rank at
+                the end of the load, in one more round. With the environment variable ``EPLOAD_TRACE`` every load is traced,
+                and the first rank writes the trace to a file in the folder that it names.
 
         Returns:
             What happened, on every rank; keys are the same on all.
@@ -248,6 +257,7 @@ class HierarchicalLoader:
                             parts,
                             init_missing,
                             prefix,
+                            trace or bool(os.environ.get("EPLOAD_TRACE")),
                         )
                         return self._load(request)
                 finally:
@@ -272,6 +282,8 @@ class HierarchicalLoader:
         if self.topology.rank == self.topology.ranks[0]:
             _log_start(request.model, request.checkpoint, self.topology)
         began = perf_counter()
+        if request.trace:
+            record_events(self.topology, report)
         self._resources.clear_board()
         try:
             with report.timed("plan"), garbage_collection.paused():
@@ -282,6 +294,8 @@ class HierarchicalLoader:
                 with report.timed("plan"), garbage_collection.paused():
                     self._agreement.inputs.remember(request, load.inputs)
         finally:
+            if self._control.rounds is not None:
+                self._control.rounds.events = None
             self._resources.end_sharing()
             self._agreement.inputs.close_checkpoint()
         plan, ignored = load.plan, set(load.ignored_keys)
@@ -296,6 +310,8 @@ class HierarchicalLoader:
         report.seconds = perf_counter() - began
         if self.topology.rank == self.topology.ranks[0]:
             _log_result(report)
+            if folder := os.environ.get("EPLOAD_TRACE"):
+                _write_trace(report, Path(folder))
         return report
 
 
@@ -317,3 +333,17 @@ def _log_result(report: LoadReport) -> None:
         logger.warning("not loaded, as the model lacks them: %s", list_keys(report.unexpected_keys))
     if report.initialized:
         logger.info("initialized: %s", list_keys(report.initialized))
+
+
+def _write_trace(report: LoadReport, folder: Path) -> None:
+    """A load that has succeeded does not fail because its trace cannot be written."""
+    path = folder / f"load-{strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_traces)}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        report.trace(path)
+        logger.info("wrote %s; open it with https://ui.perfetto.dev, or run `epload trace %s`", path, path)
+    except OSError as error:
+        logger.warning("cannot write the trace of the load to %s: %s", folder, error)
+
+
+_traces = count_from(1)

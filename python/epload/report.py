@@ -6,12 +6,15 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
+from os import PathLike
 from time import monotonic_ns, thread_time
 from typing import Any, ClassVar
 
 import torch
 
 from epload.observe.events import Events
+from epload.observe.plot import plot
+from epload.observe.trace import Trace
 
 PHASES = ("plan", "materialize", "read", "host_to_device", "inter_node", "intra_node", "unpack", "verify", "wait")
 _SHOWN_KEYS = 5
@@ -71,6 +74,8 @@ class TransferReport:
     def __post_init__(self) -> None:
         self.events: Events | None = None
         """Where spans of time are recorded too, if the operation is traced."""
+        self.merged: Trace | None = None
+        """On the first rank, the events of all ranks of a load that was traced."""
 
     @contextmanager
     def timed(self, phase: str, detail: str = "", ranks: Sequence[int] = ()) -> Iterator[Span]:
@@ -92,6 +97,35 @@ class TransferReport:
             of_phase.nbytes += span.nbytes
             if self.events is not None:
                 self.events.add(phase, began, span.nbytes, detail, tuple(ranks))
+
+    def trace(self, path: str | PathLike[str]) -> None:
+        """Writes what all ranks did, on one clock, in the Trace Event Format, which https://ui.perfetto.dev opens. The first rank
+        writes; on others this does nothing. Not collective.
+
+        Raises:
+            ValueError: the load was not traced.
+        """
+        if (trace := self._traced()) is not None:
+            trace.save(path)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draws what each rank did over time, and the rate of each phase, as an image such as ``load.png``. The first rank draws;
+        on others this does nothing. Not collective.
+
+        Raises:
+            ValueError: the load was not traced.
+            ImportError: matplotlib is not installed.
+        """
+        if (trace := self._traced()) is not None:
+            plot(trace, path)
+
+    def _traced(self) -> Trace | None:
+        if self.events is None:
+            raise ValueError(
+                "expected the report of a load that was traced, got one of a load that was not: pass trace=True to load(), or "
+                "set EPLOAD_TRACE to a folder"
+            )
+        return self.merged
 
     def to_dict(self) -> dict[str, Any]:
         """The report as a dict of JSON values."""
@@ -240,7 +274,7 @@ class LoadReport(TransferReport):
     def _facts(self) -> list[tuple[str, str]]:
         how = f"{self._mode}: {_READS[self.readers]}" if self.readers in _READS else self._mode
         facts = [("checkpoint", self.source), ("topology", self.topology), ("mode", how), ("why", self.reason)]
-        facts += [("buckets", count(self.buckets, "bucket")), ("stream", self.stream)]
+        facts += [("buckets", f"{self.buckets:,}"), ("stream", self.stream)]
         facts.append(("casts", f"the dtype of {count(self.casts, 'tensor')} was converted" if self.casts else ""))
         for title in ("missing", "unexpected", "mismatched", "tied", "ignored"):
             facts.append((title, list_keys(getattr(self, f"{title}_keys"))))

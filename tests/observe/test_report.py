@@ -33,7 +33,7 @@ def test_a_report_is_aligned_and_leaves_out_what_was_not_done() -> None:
         "loaded 18,867 tensors, 927.4 MB in 0.651 s (1.42 GB/s)",
         "  topology  Topology(4 ranks, rank 0)",
         "  mode      readers=every: each rank reads its own shards",
-        "  buckets   15 buckets",
+        "  buckets   15",
         "  plan        0.012 s",
         "  read        0.500 s      463.7 MB   0.93 GB/s",
     ]
@@ -42,7 +42,7 @@ def test_a_report_is_aligned_and_leaves_out_what_was_not_done() -> None:
 def test_one_of_a_thing_is_singular() -> None:
     text = str(report(tensors=1, buckets=1, nbytes=12, casts=1, seconds=2.0, missing_keys=["a"]))
     assert "loaded 1 tensor, 12 B in 2.000 s (6 B/s)" in text
-    for part in ("1 bucket\n", "the dtype of 1 tensor was converted", "missing   1 tensor: a"):
+    for part in ("the dtype of 1 tensor was converted", "missing   1 tensor: a"):
         assert part in text
 
 

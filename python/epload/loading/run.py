@@ -22,8 +22,10 @@ from epload.model.dtensor import local_tensors
 from epload.model.materialize import materialize
 from epload.model.state_dict import check_staged_filled
 from epload.model.targets import allocate_staging
+from epload.observe.events import Events
 from epload.observe.progress import Progress
 from epload.observe.slow import describe_slow, pace, slow_readers
+from epload.observe.trace import Trace
 from epload.planning.choose import LoadProfile, WaveMeasurement, choose_readers
 from epload.planning.schedule import READERS
 from epload.planning.waves import Wave, group_buckets, make_waves, wave_bytes
@@ -187,6 +189,7 @@ class LoadRun:
         if last:
             report.reason = "; ".join(filter(None, (report.reason, route.note)))
             self._finish(flow.turns)
+            self._gather_events()
             # The last thing before all ranks agree that the load has ended well.
             _, failure = attempt(lambda: self._load.inputs.check_unchanged("; the model may be partly overwritten"))
         read, crossed = report.phases["read"], report.phases["inter_node"]
@@ -291,6 +294,17 @@ class LoadRun:
         with self._resources.device.entered() if scalings and self._load.device != CPU else nullcontext():
             dequantize.multiply(scalings, self._plan.targets, self._local.tensors)
         fill_missing(self._request, self._load.inputs, self._load.missing, self._topology.rank, self._report)
+
+    def _gather_events(self) -> None:
+        """The first rank gets the events of all, if the load is traced."""
+        report, control, first = self._report, self._control, self._topology.ranks[0]
+        if report.events is None:
+            return
+        received = control.exchange("the trace", {first: report.events.encode()})
+        if control.place is not None:
+            control.place.messages.keep_sent()
+        if self._topology.rank == first:
+            report.merged = Trace.merge(map(Events.decode, received.values()))
 
     def _load_staged_modules(self) -> None:
         """Fills the modules that are filled through their own load_state_dict."""

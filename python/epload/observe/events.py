@@ -8,7 +8,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic_ns
 from typing import NamedTuple
@@ -66,7 +66,7 @@ class Events:
             self.add(ROUND, begin, detail=number, name=what)
 
     def encode(self) -> bytes:
-        return zlib.compress(json.dumps(asdict(self)).encode(), 1)
+        return zlib.compress(json.dumps(vars(self)).encode(), 1)
 
     @classmethod
     def decode(cls, data: bytes) -> Events:
