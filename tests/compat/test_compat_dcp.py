@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -183,3 +187,52 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
         StorageReader(tmp_path).read_metadata()
     assert StorageReader.validate_checkpoint_id(tmp_path)
     assert not StorageReader.validate_checkpoint_id(tmp_path / "none")
+
+
+class Choosing(DefaultLoadPlanner):
+    """Looks at the items of all ranks on one of them, or at a rank's own when they are back."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+
+    def create_global_plan(self, global_plan: list[Any]) -> list[Any]:
+        return [self.without(plan) for plan in global_plan] if self.when == "global" else global_plan
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        return self.without(new_plan) if self.when == "own" else new_plan
+
+    @staticmethod
+    def without(plan: Any) -> Any:
+        return replace(plan, items=[item for item in plan.items if item.dest_index.fqn != "skipped"])
+
+
+def chosen(rank: int, folder: Path) -> list[str]:
+    problems = []
+    for when in ("global", "own", "never"):
+        state = {"loaded": torch.zeros(5), "skipped": torch.zeros(5)}
+        dcp.load(state, storage_reader=StorageReader(folder), planner=Choosing(when))
+        expected = {"loaded": torch.arange(5.0), "skipped": torch.zeros(5) if when != "never" else torch.ones(5)}
+        problems += [f"{when}{text}" for text in differ(state, expected)]
+    return problems
+
+
+def test_planners_may_choose_what_is_read(tmp_path: Path) -> None:
+    save_file({"loaded": torch.arange(5.0), "skipped": torch.ones(5)}, tmp_path / "model.safetensors")
+    all_fine(ranks.run(2, chosen, tmp_path))
+
+
+def test_plans_travel_without_being_unpickled(tmp_path: Path) -> None:
+    """Unpickling them takes longer than reading the tensors, on the rank that gathers them most of all."""
+    save_file({"w": torch.arange(5.0)}, tmp_path / "model.safetensors")
+    reader = StorageReader(tmp_path)
+    planner, state = DefaultLoadPlanner(), {"w": torch.zeros(5)}
+    planner.set_up_planner(state, reader.read_metadata(), True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    with mock.patch("pickle.loads", side_effect=AssertionError):
+        back = pickle.Unpickler(io.BytesIO(pickle.dumps(plan))).load()
+        reader.read_data(back, planner).wait()
+    assert state["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    again = pickle.loads(pickle.dumps(plan))
+    assert [item.dest_index.fqn for item in again.items] == ["w"]
+    assert len(again.items + list(plan.items)) == 2

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
+from collections import UserList
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -61,6 +64,8 @@ class StorageReader(TorchStorageReader):
         self._checkpoint: Checkpoint | None = None
         self._number_of: dict[str, int] = {}
         """Of each tensor, in the manifest."""
+        self._planned: _Items | None = None
+        """What this rank's planner asks for."""
 
     # ---- what dcp.load calls, in this order ----
 
@@ -93,7 +98,8 @@ class StorageReader(TorchStorageReader):
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        self._planned = _Items(list(plan.items))
+        return replace(plan, items=self._planned)  # type: ignore[arg-type]  # a list but by inheritance
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
@@ -101,10 +107,11 @@ class StorageReader(TorchStorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Raises CheckpointError: a file cannot be read, or has changed since it was opened."""
         assert self._checkpoint is not None
-        of_bytes = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        of_tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO and 0 not in item.lengths]
-        for items in self._in_parts(of_tensors):
-            self._read(items, planner)
+        items = self._planned.data if self._planned is not None and self._planned.same(plan.items) else plan.items
+        of_bytes = [item for item in items if item.type == LoadItemType.BYTE_IO]
+        of_tensors = [item for item in items if item.type != LoadItemType.BYTE_IO and 0 not in item.lengths]
+        for part in self._in_parts(of_tensors):
+            self._read(part, planner)
         if changed := self._checkpoint.changed():
             raise CheckpointError(f"{changed} while it was loaded; tensors may be partly overwritten")
         self._close()
@@ -174,8 +181,34 @@ class StorageReader(TorchStorageReader):
         return Regions(list(targets), CopyTable(table), torch.tensor(origins, dtype=torch.int64).reshape(-1, 2))
 
     def _close(self) -> None:
+        self._planned = None
         if self._checkpoint is not None:
             self._checkpoint.close()
+
+
+class _Items(UserList[ReadItem]):
+    """The items of a plan, which travel to the coordinating rank and back without being unpickled if no planner looks at them:
+    that takes most of a load of thousands of tensors."""
+
+    def __init__(self, items: list[ReadItem] | None = None, pickled: bytes | None = None) -> None:
+        self._items = items
+        self._pickled = pickled
+
+    @property
+    def data(self) -> list[ReadItem]:  # type: ignore[override]
+        if self._items is None:
+            assert self._pickled is not None
+            self._items = pickle.loads(self._pickled)
+        return self._items
+
+    def same(self, other: object) -> bool:
+        """Whether ``other`` is this, back from a journey on which nobody looked at it."""
+        return other is self or (isinstance(other, _Items) and other._items is None and other._pickled == self._pickled)
+
+    def __reduce__(self) -> tuple[type[_Items], tuple[None, bytes]]:
+        if self._pickled is None or self._items is not None:
+            self._pickled = pickle.dumps(self._items)
+        return _Items, (None, self._pickled)
 
 
 def _open(path: str | os.PathLike[str]) -> tuple[Checkpoint, list[str]]:
