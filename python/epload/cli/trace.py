@@ -59,4 +59,4 @@ def _show(summary: TraceSummary, console: Console) -> None:
     console.print(table)
     if summary.waited_for:
         listed = ", ".join(f"rank {rank} {seconds:.3f} s" for rank, seconds in summary.waited_for[:_SHOWN])
-        console.print(f"waited for, summed over the ranks that waited: {listed}", highlight=False)
+        console.print(f"waited for, summed over the ranks that waited: {listed}", highlight=False, soft_wrap=True)

@@ -12,6 +12,8 @@ _COLORS = {
     "plan": "#9c9c9c", "materialize": "#bcbd22", "read": "#1f77b4", "host_to_device": "#17becf", "inter_node": "#d62728",
     "intra_node": "#ff7f0e", "unpack": "#2ca02c", "verify": "#9467bd", "wait": "#e5e5e5",
 }  # fmt: skip
+_MOVING = ("read", "host_to_device", "inter_node", "intra_node")
+"""Phases that bytes take long in, and so whose rate is drawn."""
 _BINS = 200
 
 
@@ -37,7 +39,7 @@ def plot(trace: Trace, path: str | PathLike[str]) -> None:
     rows.legend(handles=[Patch(color=_COLORS[phase], label=phase) for phase in seen], loc="upper left",
                 bbox_to_anchor=(1.0, 1.0), frameon=False)  # fmt: skip
     seconds = max((trace.end - trace.begin) / 1e9, 1e-9)
-    for phase in seen:
+    for phase in (phase for phase in seen if phase in _MOVING):
         values = rate_over_time(trace, phase, _BINS)
         if any(values):
             centers = [(i + 0.5) * seconds / _BINS for i in range(_BINS)]

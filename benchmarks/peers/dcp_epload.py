@@ -5,7 +5,7 @@ import torch.distributed.checkpoint as dcp
 from epload.compat.dcp import StorageReader
 from peers import Job
 
-TITLE = "dcp.load with epload.compat.dcp.StorageReader"
+TITLE = "DCP, epload.compat.dcp.StorageReader"
 
 
 def load(job: Job) -> None:
