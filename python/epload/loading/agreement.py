@@ -52,8 +52,7 @@ from epload.transport.movers import SLOWEST
 
 def record_events(topology: Topology, report: LoadReport) -> None:
     """From now on, what this rank does in the load is recorded as events."""
-    node = next(number for number, node in enumerate(topology.nodes) if topology.rank in node)
-    report.events = Events(topology.rank, node)
+    report.events = Events(topology.rank, topology.nodes.index(topology.node))
     if topology.control.rounds is not None:
         topology.control.rounds.events = report.events
 
@@ -147,34 +146,8 @@ class Agreement:
     def _agree_on_opening(
         self, request: Request, inputs: LocalInputs | None, proposal: Proposal | None, failure: Exception | None
     ) -> Opening:
-        src, rank = self._options.src, self._topology.rank
-        timeout = self._control.timeout.total_seconds()
-        local_modules = request.parts is not None and bool(request.parts.local_modules)
-        described = self._describe_options(inputs.device if inputs is not None else CPU)
-        view: dict[str, Any] = {
-            "loader": self._loader,
-            "options": f"{described} timeout={timeout:g} local_modules={local_modules}",
-            "lost": inputs is not None and bool(inputs.targets.unsaved_meta),
-            "meta": inputs is not None and (inputs.devices.has_meta or bool(inputs.targets.unsaved_meta)),
-            "groups": self._topology.groups.count,
-            "trace": request.trace,
-            "cards": inputs is not None and self._router.has_card_each(inputs.device),
-        }
-        if rank == src:
-            view["seed"] = torch.initial_seed()
-        if proposal is not None:
-            assert inputs is not None
-            view["plan"] = self._describe_plan(inputs, proposal.plan)
-            view["version"] = proposal.draft.manifest.version
-        if len(self._topology.ranks) > 1:
-            if self.inputs.manifest is not None:
-                view["known"] = self.inputs.manifest.identity
-            if rank == src and inputs is not None:
-                assert inputs.checkpoint is not None
-                ours = inputs.checkpoint.manifest
-                view["manifest"] = len(ours.compact), ours.identity, ours.provenance
-                if self._common != ours.identity and not self._router.needs_groups(inputs.device):
-                    view["content"] = b64encode(ours.compact).decode()
+        src = self._options.src
+        view = self._view_of_opening(request, inputs, proposal)
 
         def decide(views: dict[int, dict[str, Any]]) -> list[Any]:
             check_same_loader({rank: view["loader"] for rank, view in views.items()})
@@ -206,6 +179,40 @@ class Agreement:
         # Some ranks have buffers that others lack.
         holders = find_holders(self._control, request.model, inputs.targets) if uneven else {}
         return Opening(Announcement(*announced), content, holders, meta, seed, planned, traced)
+
+    def _view_of_opening(
+        self, request: Request, inputs: LocalInputs | None, proposal: Proposal | None
+    ) -> dict[str, Any]:
+        """This rank's part of that round."""
+        src, rank = self._options.src, self._topology.rank
+        timeout = self._control.timeout.total_seconds()
+        local_modules = request.parts is not None and bool(request.parts.local_modules)
+        described = self._describe_options(inputs.device if inputs is not None else CPU)
+        view: dict[str, Any] = {
+            "loader": self._loader,
+            "options": f"{described} timeout={timeout:g} local_modules={local_modules}",
+            "lost": inputs is not None and bool(inputs.targets.unsaved_meta),
+            "meta": inputs is not None and (inputs.devices.has_meta or bool(inputs.targets.unsaved_meta)),
+            "groups": self._topology.groups.count,
+            "trace": request.trace,
+            "cards": inputs is not None and self._router.has_card_each(inputs.device),
+        }
+        if rank == src:
+            view["seed"] = torch.initial_seed()
+        if proposal is not None:
+            assert inputs is not None
+            view["plan"] = self._describe_plan(inputs, proposal.plan)
+            view["version"] = proposal.draft.manifest.version
+        if len(self._topology.ranks) > 1:
+            if self.inputs.manifest is not None:
+                view["known"] = self.inputs.manifest.identity
+            if rank == src and inputs is not None:
+                assert inputs.checkpoint is not None
+                ours = inputs.checkpoint.manifest
+                view["manifest"] = len(ours.compact), ours.identity, ours.provenance
+                if self._common != ours.identity and not self._router.needs_groups(inputs.device):
+                    view["content"] = b64encode(ours.compact).decode()
+        return view
 
     def _describe_options(self, device: torch.device) -> str:
         """What ranks must agree on before they can so much as share the manifest."""
