@@ -197,6 +197,8 @@ class Choosing(DefaultLoadPlanner):
         self.when = when
 
     def create_global_plan(self, global_plan: list[Any]) -> list[Any]:
+        for plan in global_plan if self.when == "in place" else ():
+            plan.items[:] = self.without(plan).items
         return [self.without(plan) for plan in global_plan] if self.when == "global" else global_plan
 
     def finish_plan(self, new_plan: Any) -> Any:
@@ -209,7 +211,7 @@ class Choosing(DefaultLoadPlanner):
 
 def chosen(rank: int, folder: Path) -> list[str]:
     problems = []
-    for when in ("global", "own", "never"):
+    for when in ("global", "in place", "own", "never"):
         state = {"loaded": torch.zeros(5), "skipped": torch.zeros(5)}
         dcp.load(state, storage_reader=StorageReader(folder), planner=Choosing(when))
         expected = {"loaded": torch.arange(5.0), "skipped": torch.zeros(5) if when != "never" else torch.ones(5)}
