@@ -17,6 +17,8 @@ from epload.observe.plot import plot
 from epload.observe.trace import Trace
 
 PHASES = ("plan", "materialize", "read", "host_to_device", "inter_node", "intra_node", "unpack", "verify", "wait")
+UNRATED = "unpack"
+"""Its bytes are those of whole buckets, of which a rank may keep little or nothing, so that their rate says nothing."""
 _SHOWN_KEYS = 5
 _LEAST_SECONDS = 0.0005
 """Phases that took less, and handled no bytes, are not shown."""
@@ -212,9 +214,9 @@ class TransferReport:
         rows = []
         for name, title in self._phase_titles.items():
             phase = self.phases[name]
-            if phase.seconds >= _LEAST_SECONDS or phase.nbytes:
+            if phase.seconds >= _LEAST_SECONDS or (phase.nbytes and name != UNRATED):
                 moved = show_bytes(phase.nbytes) if phase.nbytes else ""
-                rate = show_rate(phase.nbytes / phase.seconds) if phase.nbytes and phase.seconds else ""
+                rate = show_rate(phase.nbytes / phase.seconds) if moved and phase.seconds and name != UNRATED else ""
                 rows.append((title, f"{phase.seconds:.3f} s", moved, rate))
         return rows
 

@@ -39,6 +39,15 @@ def test_a_report_is_aligned_and_leaves_out_what_was_not_done() -> None:
     ]
 
 
+def test_the_rate_of_buckets_that_pass_by_is_not_shown() -> None:
+    made = report()
+    made.phases["unpack"] = Phase(0.02, 4_000_000_000, 0.01)
+    assert "\n  unpack      0.020 s    4,000.0 MB" in str(made)
+    assert "GB/s" not in str(made).splitlines()[-1]
+    made.phases["unpack"] = Phase(0.0001, 4_000_000_000, 0.0)  # a rank that keeps nothing
+    assert "unpack" not in str(made)
+
+
 def test_one_of_a_thing_is_singular() -> None:
     text = str(report(tensors=1, buckets=1, nbytes=12, casts=1, seconds=2.0, missing_keys=["a"]))
     assert "loaded 1 tensor, 12 B in 2.000 s (6 B/s)" in text

@@ -13,7 +13,7 @@ from rich.table import Table
 from epload.observe.plot import plot as draw
 from epload.observe.summary import TraceSummary, summarize
 from epload.observe.trace import Trace
-from epload.report import count, show_bytes, show_rate
+from epload.report import UNRATED, count, show_bytes, show_rate
 
 _SHOWN = 5
 """Ranks that others waited for."""
@@ -51,7 +51,7 @@ def _show(summary: TraceSummary, console: Console) -> None:
         table.add_column(title, justify="right")
     for phase in summary.phases:
         moved = show_bytes(phase.nbytes) if phase.nbytes else ""
-        rate = show_rate(phase.nbytes / phase.seconds) if phase.nbytes and phase.seconds else ""
+        rate = show_rate(phase.nbytes / phase.seconds) if moved and phase.seconds and phase.name != UNRATED else ""
         table.add_row(
             phase.name, str(phase.ranks), f"{phase.mean_seconds:.3f}", f"{phase.max_seconds:.3f}", str(phase.slowest), moved,
             rate,
