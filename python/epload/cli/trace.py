@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import math
 from pathlib import Path
 
 import click
@@ -36,8 +36,8 @@ def trace(file: Path, image: Path | None, as_json: bool) -> None:
         raise click.ClickException(str(error)) from error
     summary = summarize(loaded)
     if as_json:
-        json.dump(summary.to_dict(), sys.stdout, indent=2)
-        print()
+        known = {**summary.to_dict(), "accuracy": summary.accuracy if summary.accuracy < math.inf else None}
+        click.echo(json.dumps(known, indent=2))
         return
     _show(summary, Console())
 

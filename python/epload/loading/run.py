@@ -300,6 +300,7 @@ class LoadRun:
         report, control, first = self._report, self._control, self._topology.ranks[0]
         if report.events is None:
             return
+        control.settle("comparing clocks", None, patience=2)  # of which every rank has recorded when it came and left
         received = control.exchange("the trace", {first: report.events.encode()})
         if control.place is not None:
             control.place.messages.keep_sent()

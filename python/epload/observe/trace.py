@@ -24,8 +24,8 @@ class Trace:
 
     ranks: tuple[Events, ...]
     accuracy: dict[int, float]
-    """Seconds by which times of a rank may be off: 0 on the first rank's machine. Another machine's clock is known only from the
-    agreement rounds: a rank enters each before the first rank decides it and leaves it afterwards."""
+    """Seconds by which times of a rank may be off: 0 on the first rank's machine, infinite if nothing is known. Another machine's
+    clock is known only from the agreement rounds: a rank enters each before the first rank decides it and leaves it afterwards."""
 
     @classmethod
     def merge(cls, ranks: Iterable[Events]) -> Trace:
@@ -48,12 +48,13 @@ class Trace:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes it in the Trace Event Format. Each rank is a process, and each of its threads a track."""
+        accuracy = {str(rank): each if each < math.inf else None for rank, each in self.accuracy.items()}
         content = {
             "traceEvents": [event for events in self.ranks for event in self._describe(events)],
             "displayTimeUnit": "ms",
-            "otherData": {"format": _FORMAT, "accuracy": {str(rank): each for rank, each in self.accuracy.items()}},
+            "otherData": {"format": _FORMAT, "accuracy": accuracy},
         }
-        Path(path).write_text(json.dumps(content))
+        Path(path).write_text(json.dumps(content, allow_nan=False))
 
     def _describe(self, events: Events) -> Iterable[dict[str, Any]]:
         rank, begin = events.rank, self.begin
@@ -111,7 +112,10 @@ class Trace:
                         args.get("detail", ""), tuple(args.get("waits_for", ())), name,
                     )
                 )  # fmt: skip
-        return cls(tuple(ranks.values()), {int(rank): each for rank, each in other["accuracy"].items()})
+        return cls(
+            tuple(ranks.values()),
+            {int(rank): math.inf if each is None else each for rank, each in other["accuracy"].items()},
+        )
 
 
 def _metadata(rank: int, lane: int, what: str, **args: Any) -> dict[str, Any]:
