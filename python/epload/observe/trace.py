@@ -25,7 +25,7 @@ class Trace:
     ranks: tuple[Events, ...]
     accuracy: dict[int, float]
     """Seconds by which times of a rank may be off: 0 on the first rank's machine, infinite if nothing is known. Another machine's
-    clock is known only from the agreement rounds: a rank enters each before the first rank decides it and leaves it afterwards."""
+    clock is known only from the agreement rounds: each is entered before the first rank decides it, and left afterwards."""
 
     @classmethod
     def merge(cls, ranks: Iterable[Events]) -> Trace:
