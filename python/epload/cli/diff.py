@@ -11,7 +11,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.cli.folding import fold
 from epload.cli.inspect import filter_option
 from epload.cli.output import count, json_option, print_json, show, table
-from epload.report import progress_bar
+from epload.observe.progress import Progress
 from epload.verify.compare import HeaderDifferences, Kind, ValueDifference, compare_headers, compare_values
 
 _tolerance = click.FloatRange(min=0)
@@ -38,7 +38,7 @@ def diff(
     values: list[ValueDifference] = []
     if not headers:
         sizes = dict(zip(one.manifest.names, one.manifest.nbytes_of(), strict=True))
-        with progress_bar(sum(sizes[name] for name in found.common), not as_json) as bar:
+        with Progress(sum(sizes[name] for name in found.common), not as_json) as bar:
             values = list(compare_values(one, two, found.common, rtol, atol, bar.update))
     if as_json:
         print_json({**asdict(found), "common": len(found.common), "values": [asdict(each) for each in values]})

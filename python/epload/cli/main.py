@@ -14,6 +14,7 @@ from epload.cli.inspect import inspect
 from epload.cli.output import Commands, facts, json_option, print_json, show
 from epload.cli.plan import plan
 from epload.cli.simulate import simulate
+from epload.cli.trace import trace
 from epload.cli.verify import verify
 from epload.native.info import build_info
 
@@ -44,5 +45,5 @@ def info(as_json: bool) -> None:
         show(facts([(key, str(value)) for key, value in build_info().items()]))
 
 
-for command in (inspect, verify, diff, plan, simulate, doctor, bench):
+for command in (inspect, verify, diff, plan, simulate, doctor, bench, trace):
     main.add_command(command)

@@ -8,7 +8,7 @@ import click
 
 from epload.checkpoint.base import Checkpoint
 from epload.cli.output import count, json_option, print_json, show, size
-from epload.report import progress_bar
+from epload.observe.progress import Progress
 from epload.verify.audit import find_non_finite
 
 
@@ -23,7 +23,7 @@ def verify(checkpoint: str, as_json: bool) -> int:
     opened = Checkpoint.open(checkpoint)
     manifest = opened.manifest
     found = []
-    with progress_bar(manifest.nbytes, not as_json) as bar:
+    with Progress(manifest.nbytes, not as_json) as bar:
         for tensor in find_non_finite(opened, bar.update):
             found.append(tensor)
             if not as_json:
