@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -197,7 +198,8 @@ def main(path: str, result: Path, readers: tuple[str, ...], repeat: int) -> None
         raise
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found))
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # a gloo group that is destroyed while another rank still uses it can abort the process
 
 
 if __name__ == "__main__":
