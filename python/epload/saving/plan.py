@@ -226,8 +226,8 @@ def _expand(counts: Tensor, template: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _runs(slot: Slot, shape: Shape, itemsize: int) -> Tensor:
-    """int64 [n, 3]: for each contiguous run of a box in a row-major tensor its offset in the tensor and in the packed box, and its
-    length; bytes."""
+    """The contiguous runs of a box in a row-major tensor, int64 [n, 3]: offset in the tensor and in the packed box, and length;
+    bytes."""
     # Dims after `last` are whole, so that a run is a range of indices of that dim.
     last = max((dim for dim in range(len(shape)) if slot.size[dim] != shape[dim]), default=0)
     strides = row_major_strides(shape)
