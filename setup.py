@@ -15,6 +15,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 SUPPORTED_TORCH = ">=2.11,<2.16"
+REQUIREMENTS = ["click>=8.1", "rich>=13", "tqdm"]
 OPS_LIBRARY = "libepload.so"
 CUDA_LIBRARY = "libepload_cuda.so"
 NPU_LIBRARY = "libepload_npu.so"
@@ -163,9 +164,9 @@ def requirements() -> list[str]:
     """A build is for one torch minor and says so; a source distribution is for all that are supported."""
     torch_dir = find_torch()
     if torch_dir is None or "sdist" in sys.argv:
-        return [f"torch{SUPPORTED_TORCH}", "tqdm"]
+        return [f"torch{SUPPORTED_TORCH}", *REQUIREMENTS]
     major, minor = torch_version(torch_dir).split(".")[:2]
-    return [f"torch=={major}.{minor}.*", "tqdm"]
+    return [f"torch=={major}.{minor}.*", *REQUIREMENTS]
 
 
 setup(

@@ -2,6 +2,7 @@
 
     python benchmarks/bench_sync.py                        # loopback, then 2 trainer nodes and 2, then 4 rollout nodes
     python benchmarks/bench_sync.py --cases loopback
+    python benchmarks/bench_sync.py --cases planning     # one sender's and one receiver's plan, of up to 1,024 + 4,096 ranks
     python benchmarks/bench_sync.py --cases 2,4 --layers 16 --peers epload_sync,floor
 
 The trainer shards its model by FSDP2 over all its ranks. Each rollout node has a whole model, sharded by tensor parallelism over
@@ -26,6 +27,7 @@ from time import monotonic
 import launch
 import summary
 import sync_peers
+import sync_planning
 from launch import Outcome, Plan
 from netbed import INTERFACE, NetBed, available
 from summary import Row, by_case, median
@@ -39,12 +41,13 @@ TRAINERS = 2
 """Nodes of the trainer, over links."""
 OURS = ("epload_sync:stage=none", "epload_sync:stage=host")
 FLOOR = "floor"
+PLANNING = "planning"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--cases", default="loopback,2,4", help="loopback, and numbers of rollout nodes; comma-separated"
+        "--cases", default="loopback,2,4,planning", help="loopback, numbers of rollout nodes, planning; comma-separated"
     )
     parser.add_argument("--layers", type=int, help="layers of 128 experts; 48 (929 MB) over loopback, else 16 (311 MB)")
     parser.add_argument("--experts", type=int, default=128, help="of a layer")
@@ -58,12 +61,12 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="write JSON and tables to docs/")
     options = parser.parse_args()
     cases = options.cases.split(",")
-    if cases != ["loopback"] and (why := available()):
-        raise SystemExit(f"bench_sync.py needs a testbed: {why}; or pass --cases loopback")
+    if set(cases) - {"loopback", PLANNING} and (why := available()):
+        raise SystemExit(f"bench_sync.py needs a testbed: {why}; or pass --cases loopback,{PLANNING}")
     folders = [options.out, *([ROOT / "docs"] if options.docs else [])]
     options.out.mkdir(parents=True, exist_ok=True)
     for case in cases:
-        run = measure(options, case)
+        run = measure_planning() if case == PLANNING else measure(options, case)
         for folder in folders:
             file = folder / "sync.json"
             known = json.loads(file.read_text()) if file.exists() else {}
@@ -127,8 +130,17 @@ def measure(options: argparse.Namespace, case: str) -> Row:
     }  # fmt: skip
 
 
+def measure_planning() -> Row:
+    began = monotonic()
+    rows = [row for name in sync_planning.NAMES for row in sync_planning.measure(name)]
+    facts = summary.facts(rows[-1]["total"], rows[-1]["tensors"])
+    return {**facts, "minutes": (monotonic() - began) / 60, "case": PLANNING, "rows": [], "planned": rows}
+
+
 def tables(run: Row) -> list[Table]:
     """The tables of one case."""
+    if run["case"] == PLANNING:
+        return [sync_planning.table(run["planned"])]
     linked = run["bound"] is not None
     where = f"{run['trainers']} + {run['rollouts']} nodes x {run['ranks']}, {run['nbytes'] / 1e6:.0f} MB"
     columns = ["how", "runs", "min s", "median s", "max s", "trainer s", "first s", "commit s"]

@@ -3,6 +3,8 @@
     python benchmarks/simulate.py --net docs/net.json --load docs/load.json
     python benchmarks/simulate.py --docs             # write tables and plots to docs/
 
+Syncs are in simulate_sync.py.
+
 Inputs for the testbed: the rates of one link and of reading, each measured alone; the measured planning time; and, from the
 smaller checkpoint of the same shape, the copy rate into shards and the time of a load outside its phases. Inputs for clusters:
 the numbers in clusters.py, the measured planning time per tensor, and the coefficients of agreement from bench_control.py.
@@ -17,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import plots
+import simulate_sync
 from cases import PIECE
 from clusters import MODELS, NODES, SOURCES, STORAGES, Model, Node, cluster
 from control_bed import FIRST_ROUNDS
@@ -47,14 +50,17 @@ def main() -> None:
     parser.add_argument(
         "--control", type=Path, default=ROOT / "docs" / "control.json", help="results of bench_control.py"
     )
+    parser.add_argument("--sync", type=Path, default=ROOT / "docs" / "sync.json", help="results of bench_sync.py")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for JSON results and plots"
     )
     parser.add_argument("--docs", action="store_true", help="write tables and plots to docs/")
     options = parser.parse_args()
-    for path in (options.net, options.load, options.control):
+    for path in (options.net, options.load, options.control, options.sync):
         if not path.exists():
-            raise SystemExit(f"{path} not found: run `make bench`, `make bench-net` and `make bench-control` first")
+            raise SystemExit(
+                f"{path} not found: run `make bench`, `make bench-net`, `make bench-control`, `make bench-sync` first"
+            )
     net, load = json.loads(options.net.read_text()), json.loads(options.load.read_text())
     options.out.mkdir(parents=True, exist_ok=True)
     checked = check(net)
@@ -62,6 +68,13 @@ def main() -> None:
     results = scale(planning_seconds(load), rates)
     shown = [_check_table(checked), _bytes_table(checked), _device_steps(), *_winners(results)]
     for table in shown:
+        table.show()
+    syncs = json.loads(options.sync.read_text())
+    synced = [
+        simulate_sync.check_table(simulate_sync.check(syncs)),
+        simulate_sync.scale_table(simulate_sync.scale(syncs["planning"]["planned"], rates)),
+    ]
+    for table in synced:
         table.show()
     folder = ROOT / "docs" if options.docs else options.out
     for node in NODES:
@@ -71,6 +84,7 @@ def main() -> None:
     if options.docs:
         page = ROOT / "docs" / "simulation.md"
         write(page, "check", [table.markdown() for table in shown[:2]])
+        write(page, "sync", [table.markdown() for table in synced])
         write(page, "steps", [shown[2].markdown()])
         write(page, "wins", [table.markdown() for table in shown[3:]])
         write(

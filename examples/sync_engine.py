@@ -67,7 +67,7 @@ def main(folder: Path) -> None:
             failed = failed or not all(map(all, of_ranks))
             if rank == 0:
                 equal = [same for _, same, _ in of_ranks]
-                print(f"engine, {report}\n  commit        {seconds:8.3f} s")
+                print(f"engine, {report}\n  commit in {seconds:.3f} s")
                 print(
                     f"  version {receiver.version}; shards equal to the trainer's, per rank: {equal}; logits off by {off:.1e}",
                     flush=True,

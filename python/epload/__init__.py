@@ -13,6 +13,8 @@ from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.native.extension import _C
 from epload.native.info import build_info
 from epload.report import LoadReport
+from epload.save import PendingSave, save, save_async
+from epload.saving.report import SaveReport
 from epload.sync.engine_model import EngineModel
 from epload.sync.receiver import EngineRank, WeightReceiver
 from epload.sync.report import SyncReport
@@ -34,8 +36,10 @@ __all__ = [
     "Mapping",
     "ModelMismatch",
     "OuterShard",
+    "PendingSave",
     "Piece",
     "Pieces",
+    "SaveReport",
     "SyncReport",
     "Topology",
     "WeightReceiver",
@@ -45,4 +49,6 @@ __all__ = [
     "coalesced_bcast",
     "load",
     "patch",
+    "save",
+    "save_async",
 ]

@@ -1,5 +1,3 @@
-import sys
-
 from epload.cli.main import main
 
-sys.exit(main())
+main()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from time import perf_counter
+from itertools import count as count_from
+from os import PathLike
+from pathlib import Path
+from time import perf_counter, strftime
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +21,8 @@ from epload.cluster.membership import uninitialized_warning
 from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology, as_timedelta
 from epload.core import garbage_collection, log
-from epload.loading.agreement import Agreement
+from epload.core.log import logger
+from epload.loading.agreement import Agreement, record_events
 from epload.loading.request import Options, Request
 from epload.loading.resources import Resources
 from epload.loading.routes import Router
@@ -27,7 +32,7 @@ from epload.model.devices import check_stream
 from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
 from epload.model.initialization import InitMissing
 from epload.model.targets import DTypes
-from epload.report import LoadReport
+from epload.report import LoadReport, count, list_keys
 
 
 def load(
@@ -42,6 +47,7 @@ def load(
     outer_shards: Sequence[OuterShard] = (),
     local_modules: Sequence[LocalModules] = (),
     prefix: str = "",
+    trace: bool = False,
     topology: Topology | None = None,
     src: int = 0,
     readers: str = "auto",
@@ -56,13 +62,14 @@ def load(
 ) -> LoadReport:
     """Loads a checkpoint into a sharded model, once. Collective over the topology's ranks.
 
-    The first arguments, up to ``prefix``, are those of :meth:`HierarchicalLoader.load`, the others those of
+    The first arguments, up to ``trace``, are those of :meth:`HierarchicalLoader.load`, the others those of
     :class:`HierarchicalLoader`, which loads again and again without making its buffers anew.
 
     Example::
 
         report = epload.load(model, "/checkpoints/Qwen3-30B-A3B")
-        print(report)
+        if dist.get_rank() == 0:
+            print(report)
     """
     loader = HierarchicalLoader(
         topology, src=src, readers=readers, algorithm=algorithm, bucket_bytes=bucket_bytes, verify=verify,
@@ -73,7 +80,7 @@ def load(
         return loader.load(
             model, checkpoint, mapping=mapping, strict=strict,
             ignore_mismatched_shapes=ignore_mismatched_shapes, dtype=dtype, init_missing=init_missing,
-            outer_shards=outer_shards, local_modules=local_modules, prefix=prefix,
+            outer_shards=outer_shards, local_modules=local_modules, prefix=prefix, trace=trace,
         )  # fmt: skip
 
 
@@ -139,7 +146,8 @@ class HierarchicalLoader:
                 takes a small part of the CPU time and leaves the cache as it is. If False, they are in the cache afterwards,
                 as far as there is memory, where the next load finds them. Not where bytes are read again: with
                 ``verify="full"`` or ``"sample"``, and with ``"every"`` if ranks of a node keep the same ones.
-            progress: a bar on rank ``src`` when standard error is a terminal.
+            progress: a bar on rank ``src`` when standard error is a terminal or in a notebook; else log records at INFO, one
+                every 5 s.
 
         Raises:
             ValueError, TypeError: an argument is out of range, or of another type.
@@ -190,6 +198,7 @@ class HierarchicalLoader:
         outer_shards: Sequence[OuterShard] = (),
         local_modules: Sequence[LocalModules] = (),
         prefix: str = "",
+        trace: bool = False,
     ) -> LoadReport:
         """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
 
@@ -216,6 +225,10 @@ class HierarchicalLoader:
             local_modules: modules that hold what other ranks need not have.
             prefix: for a folder of torch.distributed.checkpoint (DCP): where in the saved state dict the model is, e.g.
                 ``"app.model"``; by default under a top-level key "model" or "state_dict", or under the only key.
+            trace: whether to record what each rank does when, for :meth:`~epload.LoadReport.trace` and
+                :meth:`~epload.LoadReport.plot` of the report. All ranks record if any asks. Their events go to the first rank at
+                the end of the load, in two more rounds. With the environment variable ``EPLOAD_TRACE`` every load is traced,
+                and the first rank writes the trace to a file in the folder that it names.
 
         Returns:
             What happened, on every rank; keys are the same on all.
@@ -244,6 +257,7 @@ class HierarchicalLoader:
                             parts,
                             init_missing,
                             prefix,
+                            trace or bool(os.environ.get("EPLOAD_TRACE")),
                         )
                         return self._load(request)
                 finally:
@@ -265,7 +279,11 @@ class HierarchicalLoader:
         if warning := uninitialized_warning():
             warnings.warn(warning, stacklevel=3)
             report.warnings.append(warning)
+        if self.topology.rank == self.topology.ranks[0]:
+            _log_start(request.model, request.checkpoint, self.topology)
         began = perf_counter()
+        if request.trace:
+            record_events(self.topology, report)
         self._resources.clear_board()
         try:
             with report.timed("plan"), garbage_collection.paused():
@@ -276,6 +294,8 @@ class HierarchicalLoader:
                 with report.timed("plan"), garbage_collection.paused():
                     self._agreement.inputs.remember(request, load.inputs)
         finally:
+            if self._control.rounds is not None:
+                self._control.rounds.events = None
             self._resources.end_sharing()
             self._agreement.inputs.close_checkpoint()
         plan, ignored = load.plan, set(load.ignored_keys)
@@ -286,5 +306,44 @@ class HierarchicalLoader:
         report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, plan.slots.tensor_count
         report.nbytes = plan.slots.payload
         report.buckets = len(plan.buckets)
+        report.source = load.manifest.source
         report.seconds = perf_counter() - began
+        if self.topology.rank == self.topology.ranks[0]:
+            _log_result(report)
+            if folder := os.environ.get("EPLOAD_TRACE"):
+                _write_trace(report, Path(folder))
         return report
+
+
+def _log_start(model: nn.Module, checkpoint: Any, topology: Topology) -> None:
+    what = checkpoint if isinstance(checkpoint, str | PathLike) else f"a {type(checkpoint).__name__}"
+    nodes, ranks = len(topology.nodes), len(topology.ranks)
+    logger.info(
+        "loading %s into %s, on %s of %s", what, type(model).__name__, count(ranks, "rank"), count(nodes, "node")
+    )
+
+
+def _log_result(report: LoadReport) -> None:
+    """The summary, and what the checkpoint did not fill."""
+    logger.info("%s", report.summary)
+    unfilled = sorted({*report.missing_keys, *report.mismatched_keys} - {*report.initialized})
+    if unfilled:
+        logger.warning("not filled, keep their values: %s", list_keys(unfilled))
+    if report.unexpected_keys:
+        logger.warning("not loaded, as the model lacks them: %s", list_keys(report.unexpected_keys))
+    if report.initialized:
+        logger.info("initialized: %s", list_keys(report.initialized))
+
+
+def _write_trace(report: LoadReport, folder: Path) -> None:
+    """A load that has succeeded does not fail because its trace cannot be written."""
+    path = folder / f"load-{strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_traces)}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        report.trace(path)
+        logger.info("wrote %s; open it with https://ui.perfetto.dev, or run `epload trace %s`", path, path)
+    except OSError as error:
+        logger.warning("cannot write the trace of the load to %s: %s", folder, error)
+
+
+_traces = count_from(1)

@@ -1,17 +1,30 @@
-"""The report of a load, and its progress bar."""
+"""The reports of a load and of a sync: what was moved, how, and how long each part took."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from time import perf_counter, thread_time
-from typing import Any
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields
+from os import PathLike
+from time import monotonic_ns, thread_time
+from typing import Any, ClassVar
 
-from tqdm import tqdm
-from tqdm.std import TqdmDefaultWriteLock  # type: ignore[attr-defined]
+import torch
 
-PHASES = ("plan", "materialize", "read", "host_to_device", "inter_node", "intra_node", "unpack", "verify")
+from epload.observe.events import Events
+from epload.observe.plot import plot
+from epload.observe.trace import Trace
+
+PHASES = ("plan", "materialize", "read", "host_to_device", "inter_node", "intra_node", "unpack", "verify", "wait")
+UNRATED = "unpack"
+"""Its bytes are those of whole buckets, of which a rank may keep little or nothing, so that their rate says nothing."""
+_SHOWN_KEYS = 5
+_LEAST_SECONDS = 0.0005
+"""Phases that took less, and handled no bytes, are not shown."""
+_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
+_COLUMNS = 3
+"""Of the table of phases, besides their names."""
 
 
 @dataclass
@@ -26,7 +39,17 @@ class Phase:
     """CPU time of epload's Python threads, without gloo's threads and the native threads that read files."""
 
 
-@dataclass
+class Span:
+    """One span of a phase, while it lasts."""
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        """Bytes handled in it."""
+
+
+@dataclass(repr=False)
 class TransferReport:
     """What this rank has moved, and how long that took."""
 
@@ -50,25 +73,163 @@ class TransferReport:
     warnings: list[str] = field(default_factory=list)
     """Likely mistakes. Each was also issued as a Python warning."""
 
+    def __post_init__(self) -> None:
+        self.events: Events | None = None
+        """Where spans of time are recorded too, if the operation is traced."""
+        self.merged: Trace | None = None
+        """On the first rank, the events of all ranks of a load that was traced."""
+
     @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Adds the time that the calling thread spends in the block to a phase."""
-        began, began_cpu = perf_counter(), thread_time()
+    def timed(self, phase: str, detail: str = "", ranks: Sequence[int] = ()) -> Iterator[Span]:
+        """Adds the time that the calling thread spends in the block to a phase, and the bytes that the block sets.
+
+        Args:
+            detail: what of the phase it is, for a trace.
+            ranks: those that are waited for.
+        """
+        span = Span()
+        began, began_cpu = monotonic_ns(), thread_time()
         try:
-            yield
+            with torch.profiler.record_function(f"epload::{phase}") if _is_profiled() else nullcontext():
+                yield span
         finally:
-            self.phases[phase].seconds += perf_counter() - began
-            self.phases[phase].cpu_seconds += thread_time() - began_cpu
+            of_phase = self.phases[phase]
+            of_phase.seconds += (monotonic_ns() - began) / 1e9
+            of_phase.cpu_seconds += thread_time() - began_cpu
+            of_phase.nbytes += span.nbytes
+            if self.events is not None:
+                self.events.add(phase, began, span.nbytes, detail, tuple(ranks))
+
+    def trace(self, path: str | PathLike[str]) -> None:
+        """Writes what all ranks did, on one clock, in the Trace Event Format, which https://ui.perfetto.dev opens. The first rank
+        writes; on others this does nothing. Not collective.
+
+        Raises:
+            ValueError: the load was not traced.
+        """
+        if (trace := self._traced()) is not None:
+            trace.save(path)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draws what each rank did over time, and the rate of each phase, as an image such as ``load.png``. The first rank draws;
+        on others this does nothing. Not collective.
+
+        Raises:
+            ValueError: the load was not traced.
+            ImportError: matplotlib is not installed.
+        """
+        if (trace := self._traced()) is not None:
+            plot(trace, path)
+
+    def _traced(self) -> Trace | None:
+        if self.events is None:
+            raise ValueError(
+                "expected the report of a load that was traced, got one of a load that was not: pass trace=True to load(), or "
+                "set EPLOAD_TRACE to a folder"
+            )
+        return self.merged
 
     def to_dict(self) -> dict[str, Any]:
         """The report as a dict of JSON values."""
         return {
-            **{k: v for k, v in vars(self).items() if k != "phases"},
+            **{name: getattr(self, name) for name in (each.name for each in fields(self)) if name != "phases"},
             "phases": {name: vars(phase) for name, phase in self.phases.items()},
         }
 
+    def scalars(self, prefix: str = "epload/") -> dict[str, float]:
+        """The report's numbers under flat names such as ``"epload/read/seconds"``, for W&B, TensorBoard or MLflow. Phases that
+        were not used are left out."""
+        found: dict[str, float] = {}
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                found[name] = value
+            elif isinstance(value, list):
+                found[name] = len(value)
+        found["bytes_per_second"] = self._rate
+        for name, phase in self.phases.items():
+            if not phase.seconds and not phase.nbytes:
+                continue
+            found |= {f"{name}/seconds": phase.seconds, f"{name}/cpu_seconds": phase.cpu_seconds}
+            if phase.nbytes:
+                found[f"{name}/nbytes"] = phase.nbytes
+        return {f"{prefix}{name}": value for name, value in found.items()}
 
-@dataclass
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._headline()}>"
+
+    def __str__(self) -> str:
+        facts = self._facts()
+        width = max((len(title) for title, _ in facts), default=0)
+        lines = [self._headline(), *(f"  {title:<{width}}  {text}" for title, text in facts)]
+        rows = self._phase_rows()
+        if rows:
+            width = max(width, *(len(row[0]) for row in rows))
+            lines += [f"  {name:<{width}}  {s:>9}  {b:>12}  {rate:>10}".rstrip() for name, s, b, rate in rows]
+        lines += [f"  warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        rows = [[title, text] for title, text in self._facts()] + [list(row) for row in self._phase_rows()]
+        rows += [["warning", warning] for warning in self.warnings]
+        lines = []
+        for title, *texts in rows:
+            span, align = (f" colspan={_COLUMNS}", "left") if len(texts) == 1 else ("", "right")
+            cells = "".join(f"<td{span} style='text-align:{align}'>{html.escape(text)}</td>" for text in texts)
+            lines.append(f"<tr><th style='text-align:left'>{html.escape(title)}</th>{cells}</tr>")
+        return f"<b>{html.escape(self._headline())}</b><table>{''.join(lines)}</table>"
+
+    @property
+    def summary(self) -> str:
+        """The report in one line."""
+        return self._headline()
+
+    # ---- what subclasses say of themselves ----
+
+    _phase_titles: ClassVar[Mapping[str, str]] = {name: name for name in PHASES}
+    """What phases are called, for those that are shown."""
+
+    def _headline(self) -> str:
+        return f"{count(self.tensors, 'tensor')}, {show_bytes(self.nbytes)} in {self.seconds:.3f} s"
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """Titles and texts, in order."""
+        return []
+
+    @property
+    def _moved_bytes(self) -> int:
+        """Those that the rate of the whole is of."""
+        return self.nbytes
+
+    # ---- parts ----
+
+    @property
+    def _rate(self) -> float:
+        """Bytes per second."""
+        return self._moved_bytes / self.seconds if self.seconds else 0.0
+
+    def _phase_rows(self) -> list[tuple[str, str, str, str]]:
+        """Title, seconds, bytes and rate of each phase that was used."""
+        rows = []
+        for name, title in self._phase_titles.items():
+            phase = self.phases[name]
+            if phase.seconds >= _LEAST_SECONDS or (phase.nbytes and name != UNRATED):
+                moved = show_bytes(phase.nbytes) if phase.nbytes else ""
+                rate = show_rate(phase.nbytes / phase.seconds) if moved and phase.seconds and name != UNRATED else ""
+                rows.append((title, f"{phase.seconds:.3f} s", moved, rate))
+        return rows
+
+
+_READS = {
+    "one": "one rank reads",
+    "per_node": "one rank of each node reads",
+    "partitioned": "ranks take turns, and each byte is read once",
+    "every": "each rank reads its own shards",
+}
+
+
+@dataclass(repr=False)
 class LoadReport(TransferReport):
     """The result of a load on one rank."""
 
@@ -87,52 +248,68 @@ class LoadReport(TransferReport):
     """Names of the model's tensors that were initialized instead of loaded, e.g. rotary ``inv_freq`` buffers."""
     casts: int = 0
     """Number of the checkpoint's tensors whose dtype was converted."""
+    source: str = ""
+    """The checkpoint: its path or URL, or what it is instead."""
     readers: str = ""
     """Which ranks read the checkpoint: ``"one"``, ``"per_node"``, ``"partitioned"`` or ``"every"``."""
     reason: str = ""
     """Why these readers and this algorithm were used, if they were chosen by ``"auto"`` or differ from those asked for."""
     algorithm: str = ""
-    """How buckets were broadcast: ``"two_level"``, ``"striped"`` or ``"flat"``."""
+    """How buckets were sent from rank to rank: ``"two_level"``, ``"striped"`` or ``"flat"``. Empty where none was sent: each rank
+    read its own shards, or the ranks of a node took theirs out of memory that they share."""
     topology: str = ""
     """The topology that the load used, e.g. ``"Topology(4+4 ranks, rank 0)"``: ranks of each node, and this rank."""
     stream: str = ""
     """The stream of all device work except host-to-device copies; ``""`` for a model on CPU."""
 
-    def __str__(self) -> str:
-        rate = self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
-        lines = [
-            f"loaded {self.tensors} tensors, {self.nbytes / 1e6:.1f} MB in {self.buckets} buckets, "
-            f"{self.seconds:.3f} s ({rate:.2f} GB/s); {self.topology}, readers={self.readers}, algorithm={self.algorithm}"
-        ]
-        if self.reason:
-            lines.append(f"  {self.reason}")
-        for name, phase in self.phases.items():
-            moved = f"  {phase.nbytes / 1e6:10.1f} MB" if phase.nbytes else ""
-            lines.append(f"  {name:<12}{phase.seconds:8.3f} s{moved}")
-        for title, keys in (
-            ("missing", self.missing_keys),
-            ("unexpected", self.unexpected_keys),
-            ("mismatched", self.mismatched_keys),
-            ("tied", self.tied_keys),
-            ("ignored", self.ignored_keys),
-            ("initialized", self.initialized),
-        ):
-            if keys:
-                lines.append(f"  {title}: {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}")
-        lines += [f"  warning: {warning}" for warning in self.warnings]
-        return "\n".join(lines)
+    def _headline(self) -> str:
+        return f"loaded {super()._headline()} ({show_rate(self._rate)})"
+
+    @property
+    def _mode(self) -> str:
+        return f"readers={self.readers}" + (f", algorithm={self.algorithm}" if self.algorithm else "")
+
+    @property
+    def summary(self) -> str:
+        return f"{self._headline()}; {self._mode}"
+
+    def _facts(self) -> list[tuple[str, str]]:
+        how = f"{self._mode}: {_READS[self.readers]}" if self.readers in _READS else self._mode
+        facts = [("checkpoint", self.source), ("topology", self.topology), ("mode", how), ("why", self.reason)]
+        facts += [("buckets", f"{self.buckets:,}"), ("stream", self.stream)]
+        facts.append(("casts", f"the dtype of {count(self.casts, 'tensor')} was converted" if self.casts else ""))
+        for title in ("missing", "unexpected", "mismatched", "tied", "ignored"):
+            facts.append((title, list_keys(getattr(self, f"{title}_keys"))))
+        facts.append(("initialized", list_keys(self.initialized)))
+        return [(title, text) for title, text in facts if text]
 
 
-class _Bar(tqdm):  # type: ignore[type-arg]
-    """A bar that uses tqdm's lock for threads only.
-
-    tqdm's default lock is also for processes. Creating it fixes the start method of ``multiprocessing``, so a caller that
-    sets the method later would fail.
-    """
-
-    _lock = TqdmDefaultWriteLock.th_lock
+def count(number: int, what: str) -> str:
+    """E.g. "1 tensor", "18,867 tensors"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def progress_bar(total: int, shown: bool) -> tqdm[Any]:
-    """A progress bar that counts ``total`` bytes. Prints nothing unless ``shown`` and standard error is a terminal."""
-    return _Bar(total=total, unit="B", unit_scale=True, desc="epload", disable=None if shown else True, leave=False)
+def list_keys(keys: Sequence[str]) -> str:
+    """How many, and the first of them. Empty if there are none."""
+    if not keys:
+        return ""
+    more = f" and {len(keys) - _SHOWN_KEYS:,} more" if len(keys) > _SHOWN_KEYS else ""
+    return f"{count(len(keys), 'tensor')}: {', '.join(keys[:_SHOWN_KEYS])}{more}"
+
+
+def show_bytes(nbytes: float) -> str:
+    """E.g. "927.4 MB"; units are powers of 1000."""
+    for unit, size in (("GB", 1e10), ("MB", 1e5), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / _UNITS[unit]:,.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def show_rate(rate: float) -> str:
+    """``rate``: bytes per second."""
+    return f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{show_bytes(rate)}/s"
+
+
+def _is_profiled() -> bool:
+    """Whether ``torch.profiler`` records. Its native state does not say so where all threads are profiled."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)

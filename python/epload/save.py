@@ -199,8 +199,8 @@ class _Job:
             if model.others:
                 name, value = next(iter(model.others.items()))
                 raise ValueError(
-                    f"expected only tensors in the state dict, got {name}, a {type(value).__name__}: safetensors files hold nothing "
-                    "else; leave it out, or save with torch.distributed.checkpoint"
+                    f"expected only tensors in the state dict, got {name}, a {type(value).__name__}: safetensors files hold "
+                    "nothing else; leave it out, or save with torch.distributed.checkpoint"
                 )
         return read_source(model, mapping, names_from, dtype)
 
@@ -224,12 +224,10 @@ class _Job:
         failure = self._failure or failure
         report = self._report
         try:
-            with exclusive(Call("save()", self._topology, self, self._made_by), self._timeout):
-                with self._topology.control.guard():
-                    run = SaveRun(
-                        self._topology, self._path, self._max_shard_bytes, self._files, self._overwrite, report
-                    )
-                    run.run(self._source, tensors, failure)
+            call = Call("save()", self._topology, self, self._made_by)
+            with exclusive(call, self._timeout), self._topology.control.guard():
+                run = SaveRun(self._topology, self._path, self._max_shard_bytes, self._files, self._overwrite, report)
+                run.run(self._source, tensors, failure)
         except Refused as refused:
             raise refused.failure.error() from None
         report.seconds = perf_counter() - self._began

@@ -23,11 +23,11 @@ from unittest import mock
 
 import epload
 from epload.control.control import Control
-from epload.sync import lobby
 from epload.sync.lobby import Attendance, Lobby
 from epload.transport.engine import Engine
 from support.jobs import Job, Meeting, run
 from support.ranks import RankFailed
+from support.small_syncs import many_waves
 from support.synced_models import build, check, write
 
 TIMEOUT = 9.0
@@ -98,7 +98,7 @@ def armed(fault: Fault, mine: bool, phase: str) -> Iterator[None]:
     }
     kind, name, applies = patches[phase]
     if phase == "offer" and kind is Attendance:
-        name = "accept"
+        name = "accept_offer"
     original, done = getattr(kind, name), threading.Event()
 
     def patched(*args: Any, **kwargs: Any) -> Any:
@@ -108,18 +108,6 @@ def armed(fault: Fault, mine: bool, phase: str) -> Iterator[None]:
         return original(*args, **kwargs)
 
     with mock.patch.object(kind, name, patched):
-        yield
-
-
-@contextmanager
-def small() -> Iterator[None]:
-    with (
-        mock.patch("epload.sync.epoch.WAVE_BYTES", 60_000),
-        mock.patch("epload.planning.schedule.MIN_WAVE_BYTES", 10_000),
-        mock.patch("epload.planning.exchange.LEAST_BUCKET_BYTES", 5_000),
-        mock.patch.object(lobby, "LEASE_SECONDS", 3.0),
-        mock.patch.object(lobby, "_BEAT_SECONDS", 0.3),
-    ):
         yield
 
 
@@ -146,7 +134,7 @@ def left_over() -> list[str]:
 def trainer(rank: int, meeting: Meeting, fault: Fault) -> dict[str, Any]:
     mine = fault.victim == f"trainer {rank}"
     found: list[Any] = []
-    with small():
+    with many_waves(60_000, 3.0):
         model = build("fsdp", 2)
         receivers = 2 if fault.kind == "late" else 3
         sender = epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=TIMEOUT, verify=fault.verify)
@@ -173,7 +161,7 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
     wrong: list[str] = []
     if mine and fault.kind == "late":
         time.sleep(0.5 * fault.wave)
-    with small():
+    with many_waves(60_000, 3.0):
         model = build("tp0" if name == "pair" else "plain", 2 if name == "pair" else 1)
         receiver = epload.WeightReceiver(
             model, meeting.hear("address-0"), timeout=TIMEOUT, stage=fault.stage, verify=fault.verify

@@ -1,13 +1,16 @@
-"""The command line, run in this process and once as a module."""
+"""The command line as a whole: help, versions, errors and exit codes; in this process, and as real ones."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import epload
@@ -16,96 +19,85 @@ from epload.cli.main import main
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    state = {"layer.weight": torch.zeros(3, 5, dtype=torch.bfloat16), "steps": torch.zeros((), dtype=torch.int64)}
-    save_file(state, tmp_path / "model.safetensors")
-    torch.save(state, tmp_path / "model.pt")
+    save_file(
+        {"layer.weight": torch.zeros(3, 5), "steps": torch.zeros((), dtype=torch.int64)}, tmp_path / "m.safetensors"
+    )
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["", "model.safetensors", "model.pt"])
-def test_inspect_lists_the_tensors(name: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(checkpoint / name)]) == 0
-    output = capsys.readouterr()
-    rows = {line.split()[-1]: line.split() for line in output.out.splitlines()[:-1]}
-    assert rows == {"layer.weight": ["bfloat16", "[3,", "5]", "layer.weight"], "steps": ["int64", "[]", "steps"]}
-    assert output.out.splitlines()[-1] == "2 tensors, 0.000 GB"
-    assert output.err == ""
+def test_bare_epload_prints_help_that_names_every_command() -> None:
+    result = CliRunner().invoke(main, [])
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    for name in main.commands:
+        assert f"\n  {name} " in result.stdout
 
 
-def test_info_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info"]) == 0
-    output = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert output["torch_version"].split("+")[0] == torch.__version__.split("+")[0]
-    assert output == {key: str(value) for key, value in epload.build_info().items()}
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_every_command_has_help_and_json(name: str) -> None:
+    command = main.commands[name]
+    assert "--json" in [option for parameter in command.params for option in parameter.opts]
+    result = CliRunner().invoke(main, [name, "--help"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert command.get_short_help_str(200) in " ".join(result.stdout.split())
+    assert all(isinstance(p, click.Argument) or p.help for p in command.params if isinstance(p, click.Option))
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(main, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"epload, version {epload.__version__}\n")
+
+
+def test_info() -> None:
+    facts = epload.build_info()
+    result = CliRunner().invoke(main, ["info"])
+    assert result.exit_code == 0
+    assert [line.split(maxsplit=1)[1:] for line in result.stdout.splitlines()] == [
+        [text] if (text := str(value)) else [] for value in facts.values()
+    ]
+    assert json.loads(CliRunner().invoke(main, ["info", "--json"]).stdout) == facts
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["nonsense"], ["info", "more"], ["inspect", "x", "--filter", "("]])
+def test_wrong_arguments_give_one_line_and_status_2(arguments: list[str]) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("epload: ")
+    assert result.stderr.endswith("--help'.\n")
+    assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\0" * 8, b"\xff" * 64], ids=["absent", "empty", "zeros", "ones"])
+@pytest.mark.parametrize(
+    "command", [["inspect"], ["verify"], ["diff", "m.safetensors"]], ids=lambda command: command[0]
+)
 def test_a_malformed_file_gives_one_line_and_status_1(
-    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], content: bytes | None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "bad.safetensors"
+    monkeypatch.chdir(checkpoint)
+    path = checkpoint / "bad.safetensors"
     if content is not None:
         path.write_bytes(content)
-    assert main(["inspect", str(path)]) == 1
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith("epload: ")
-    assert str(path) in output.err
-    assert len(output.err.splitlines()) == 1
+    result = CliRunner().invoke(main, [*command, str(path)])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("epload: ")
+    assert str(path) in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["inspect"], ["nonsense"], ["info", "more"]])
-def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert "usage: epload" in capsys.readouterr().err
-
-
-def test_as_a_module(checkpoint: Path) -> None:
+def test_as_a_process(checkpoint: Path) -> None:
+    """Without colors, as its output is no terminal; and when nobody reads all of it."""
     command = [sys.executable, "-m", "epload", "inspect"]
     good = subprocess.run([*command, str(checkpoint)], capture_output=True, text=True, timeout=60)
     assert (good.returncode, good.stderr) == (0, "")
     assert "layer.weight" in good.stdout
+    assert "\x1b" not in good.stdout
     bad = subprocess.run([*command, str(checkpoint / "absent")], capture_output=True, text=True, timeout=60)
     assert (bad.returncode, bad.stdout) == (1, "")
     assert bad.stderr.startswith("epload: no checkpoint at")
 
 
-@pytest.mark.parametrize("name", ["", "model.safetensors", "model.pt"])
-def test_verify_reads_everything_and_finds_nothing(
-    name: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verify", str(checkpoint / name)]) == 0
-    assert capsys.readouterr().out.endswith("every byte read, no tensor with NaN or Inf\n")
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e5m2]
-)
-def test_verify_counts_nan_and_inf(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also where a tensor is read in several pieces."""
-    monkeypatch.setattr("epload.verify.audit._CHUNK_BYTES", 64)
-    values = torch.zeros(100)
-    values[[1, 50, 99]], values[[0, 98]] = float("nan"), float("-inf")
-    save_file(
-        {"bad": values.to(dtype), "good": torch.ones(100), "whole": torch.ones(7, dtype=torch.int8)},
-        tmp_path / "m.safetensors",
-    )
-    assert main(["verify", str(tmp_path / "m.safetensors")]) == 1
-    out = capsys.readouterr().out.splitlines()
-    assert out[0] == "bad: 3 NaN and 2 Inf in 100 elements"
-    assert out[1].startswith("3 tensors, ")
-    assert out[1].endswith(" 1 tensor with NaN or Inf")
-    assert len(out) == 2
-
-
-def test_verify_names_a_malformed_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = checkpoint / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    assert main(["verify", str(path)]) == 1
-    output = capsys.readouterr()
-    assert "is truncated" in output.err
-    assert output.out == ""
+def test_importing_epload_imports_nothing_of_the_command_line() -> None:
+    code = "import sys, epload; print([name for name in ('click', 'rich', 'epload.cli') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"

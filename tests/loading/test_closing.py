@@ -66,6 +66,8 @@ def test_load_takes_the_options_of_the_loader_and_of_its_load() -> None:
     report = epload.load(model, state, strict=False, ignore_mismatched_shapes=True, **options)  # type: ignore[arg-type]
     assert torch.equal(model["a"].detach(), state["a"])
     assert (report.missing_keys, report.unexpected_keys, report.mismatched_keys) == (["c"], ["d"], ["b"])
-    assert (report.readers, report.algorithm, report.verify) == ("one", "flat", "buckets")
+    assert (report.readers, report.algorithm, report.verify) == ("one", "", "buckets"), "one rank sends nothing"
+    with pytest.raises(ValueError, match="algorithm"):
+        epload.load(model, state, algorithm="none")
     with pytest.raises(TypeError, match="deadline"):
         epload.load(model, state, deadline=3)  # type: ignore[call-arg]

@@ -132,3 +132,16 @@ def test_a_stream_that_torch_npu_did_not_make_is_refused(cann: Path, tmp_path: P
     }.items():
         assert outcomes[what][0] == kind, outcomes
         assert [part for part in parts if part not in outcomes[what][1]] == [], outcomes
+
+
+@pytest.mark.parametrize("stage", ["host", "none"])
+def test_sync_between_two_jobs(stage: str, cann: Path, tmp_path: Path) -> None:
+    """Every shard has the trainer's bits after each version. They were copied on the device, into and out of the buffer there,
+    and went through host memory: HCCL has moved nothing."""
+    answers = run_ranks("sync.py", cann, tmp_path, stage)
+    assert [answer["sends"] for answer, _ in answers] == [True, True, False, False]
+    for answer, lines in answers:
+        assert answer["wrong"] == []
+        kinds = {line[0] for line in lines}
+        assert "device-to-device" in kinds
+        assert kinds.isdisjoint({"communicator", "broadcast"})

@@ -107,6 +107,7 @@ def check_case(seed: int) -> None:
     with (
         mock.patch.object(schedule, "MIN_WAVE_BYTES", 128),
         mock.patch.object(exchange, "LEAST_BUCKET_BYTES", chance.choice((64, 512, 4 << 20))),
+        mock.patch.object(exchange, "MOST_WAVES", chance.choice((2, 2048))),
     ):
         wave_bytes = chance.choice((256, 1024, 1 << 20))
         plans = [
@@ -155,6 +156,40 @@ def test_replicas_share_the_sending() -> None:
     sent = [plan_exchange(tensors, members, outlines, rank, share, 64 << 20).nbytes for rank in range(4)]
     assert max(sent) - min(sent) < 1024
     assert sum(sent) == pytest.approx(64 * 4096 * 4, rel=0.01)
+
+
+def test_large_syncs_have_larger_waves() -> None:
+    """As many waves, of more bytes; and buckets of a part of them."""
+    tensors = Tensors(tuple(f"t{i}" for i in range(100)), ((16, 64),) * 100, (torch.float32,) * 100)
+    share = whole_share(tensors.shapes, tensors.dtypes)
+    outlines = {rank: share.outline() for rank in range(2)}
+    members = Members(((0,),), ((1,),))
+    with (
+        mock.patch.object(schedule, "MIN_WAVE_BYTES", 4096),
+        mock.patch.object(exchange, "LEAST_BUCKET_BYTES", 4096),
+    ):
+        plans = {}
+        for most in (10, 2048):
+            with mock.patch.object(exchange, "MOST_WAVES", most):
+                plans[most] = plan_exchange(tensors, members, outlines, 1, share, 4096)
+    assert len(plans[10].waves) == 10
+    assert len(plans[2048].waves) == len(plans[2048].buckets) == 100
+    assert max(plans[10].buckets.nbytes) > 10 * 4096
+
+
+def test_buckets_are_made_once() -> None:
+    tensors = Tensors(("a", "b"), ((1 << 20,),) * 2, (torch.float32,) * 2)
+    share = whole_share(tensors.shapes, tensors.dtypes)
+    plan = plan_exchange(
+        tensors, Members(((0,),), ((1,),)), {rank: share.outline() for rank in range(2)}, 1, share, 4 << 20
+    )
+    assert len(plan.buckets) == 2
+    assert plan.buckets[1] is plan.buckets[1]
+    assert plan.buckets[:2] == (plan.buckets[0], plan.buckets[1])
+    assert [bucket.nbytes for bucket in plan.buckets] == list(plan.buckets.nbytes)
+    assert plan.buckets.of_rows().tolist() == [
+        number for number, bucket in enumerate(plan.buckets) for _ in range(len(bucket.rows))
+    ]
 
 
 def test_paths_begin_at_each_node_in_turn() -> None:
@@ -209,7 +244,7 @@ def test_boxes_that_fill_one_are_one() -> None:
 
 def test_slots_are_cut_to_size() -> None:
     whole = [((0, 0), (100, 8))]
-    slots, lacking = make_slots((100, 8), 4, [(0, whole)], [(0, whole), (1, whole)], 100 * 4)
+    slots, lacking = make_slots((100, 8), 4, [((0,), whole)], [((0,), whole), ((1,), whole)], 100 * 4)
     assert lacking is None
     assert {slot.nodes for slot in slots} == {(0, 1)}
     assert all(slot.size[0] * slot.size[1] * 4 <= 400 for slot in slots)

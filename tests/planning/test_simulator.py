@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 import launch
+import simulate_sync
 from epload.planning import costs
 from epload.planning.costs import StoreRates, agreement
+from epload.planning.exchange import plan_exchange
 from epload.planning.schedule import Flow
-from epload.planning.simulator import Cluster, Traffic, predict, traffic, waves
+from epload.planning.shares import whole_share
+from epload.planning.simulator import (
+    Cluster,
+    SyncLoad,
+    Traffic,
+    predict,
+    predict_sync,
+    sync_traffic,
+    traffic,
+    waves,
+)
+from epload.planning.streams import Members
+from epload.sync.transfer import ExchangeRoles
 from netbed import INTERFACE, NetBed
 from support.testbed import require
+from sync_planning import Tensors
 from workload import Size, plan_buckets
 
 SHAPES = ((2, 2), (4, 2), (3, 1), (8, 1))
@@ -256,3 +273,55 @@ def test_simulated_bytes_match_the_link_counters(shape: tuple[int, int], tmp_pat
                 assert abs(got - want) <= allowed, (
                     f"{sample['entry']}, node {node} {direction}: {got} counted, {want} simulated"
                 )
+
+
+def test_simulated_syncs_agree_with_measured_ones() -> None:
+    """Within 5 %: less than what a link takes besides the bytes, so that the bound alone is not within."""
+    runs = json.loads((Path(__file__).parents[2] / "docs" / "sync.json").read_text())
+    checked = simulate_sync.check(runs)
+    assert len(checked) == 4
+    for row in checked:
+        assert abs(row["error"]) <= 0.05, row
+    assert all(runs[case]["bound"] < 0.95 * row["measured"] for case in ("2", "4") for row in checked)
+
+
+def test_sync_of_few_waves_by_hand() -> None:
+    """Chunks of 100 take 1 s a hop over links of 100, and 0.5 s more: around 3 nodes it is 3 s. Two links a node."""
+    cluster = Cluster(nodes=1, ranks=2, link=100.0, links=2, hop=0.5, unpack=10.0)
+    load = SyncLoad(total=8000, received=8000, sent=4000, trainers=2, rollouts=3, chain=3, waves=40, chunk=100)
+    assert load.bound(cluster) == 40.0
+    assert predict_sync(load, cluster, "host") == pytest.approx(40 + 3)
+    # With memory for two waves, each pair of them takes as long as one goes around and a wave of 200 comes in.
+    assert predict_sync(load, cluster, "none") == pytest.approx((40 * 3 + 40) / 2 + 3 + 200 / 2 / 10)
+
+
+@pytest.mark.parametrize(("senders", "nodes"), [(1, 1), (2, 3), (4, 2)])
+def test_bytes_of_a_sync_follow_the_steps_of_its_ranks(senders: int, nodes: int) -> None:
+    """Each node gets every byte once; what ranks pass on is what the simulator counts."""
+    shapes, dtypes = ((64, 4096), (300, 7), (5,)), (torch.float32,) * 3
+    members = Members(
+        tuple((rank,) for rank in range(senders)),
+        tuple((senders + 2 * node, senders + 2 * node + 1) for node in range(nodes)),
+    )
+    share = whole_share(shapes, dtypes)
+    ranks = range(senders + 2 * nodes)
+    outlines = {rank: share.outline() for rank in ranks}
+    tensors = Tensors(("a", "b", "c"), shapes, dtypes)
+    plans = {rank: plan_exchange(tensors, members, outlines, rank, share, 1 << 20) for rank in ranks}
+    out, into = sync_traffic([plans[rank] for rank in members.senders], members)
+    total = sum(torch.Size(shape).numel() * 4 for shape in shapes)
+    assert out.received == [0] * senders
+    assert sum(out.sent) == pytest.approx(total, rel=0.01)
+    assert into.received == [plans[node[0]].nbytes for node in members.nodes]
+    for nodes_of_job, counted in ((members.sender_nodes, out), (members.nodes, into)):
+        for number, node in enumerate(nodes_of_job):
+            received = sent = 0
+            for rank in node:
+                if rank not in members.rail_of:
+                    continue
+                roles = ExchangeRoles(plans[rank], members, rank)
+                buckets = [(i, 0, nbytes) for i, nbytes in enumerate(plans[rank].buckets.nbytes)]
+                for begin, end, before, _, after, _ in roles.steps(buckets):
+                    received += (end - begin) * (before >= 0)
+                    sent += (end - begin) * (after >= 0)
+            assert (counted.received[number], counted.sent[number]) == (received, sent)

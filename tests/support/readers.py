@@ -104,12 +104,14 @@ def matrix(
                     report = loader.load(model, source_of(kind, folder, number, rank, src, readers))
                     problems += [f"{case}: {text}" for text in wrong(model, state_for(number), where=device)]
                     problems += [
-                        f"{case}: {text}" for text in misreported(report, nodes, readers, algorithm, kind, src)
+                        f"{case}: {text}" for text in misreported(report, nodes, readers, algorithm, kind, src, device)
                     ]
     return problems
 
 
-def misreported(report: LoadReport, nodes: Nodes, readers: str, algorithm: str, kind: str, src: int) -> Iterator[str]:
+def misreported(
+    report: LoadReport, nodes: Nodes, readers: str, algorithm: str, kind: str, src: int, device: str
+) -> Iterator[str]:
     if readers != "auto":
         way = readers
     elif kind == "dict" and sum(map(len, nodes)) > 1:
@@ -126,8 +128,18 @@ def misreported(report: LoadReport, nodes: Nodes, readers: str, algorithm: str, 
         yield f"does not say why not striped: {report.reason!r}"
     if way == readers and algorithm != "striped" and report.reason:
         yield f"nothing was chosen, but: {report.reason!r}"
+    if not sends(nodes, way, algorithm, device):
+        expected = ""
     if (report.readers, report.algorithm) != (way, expected):
         yield f"reports {report.readers}, {report.algorithm}, expected {way}, {expected}"
+
+
+def sends(nodes: Nodes, way: str, algorithm: str, device: str) -> bool:
+    """Whether any rank sends buckets to another. In a node, ranks share host memory, unless they were told how to send."""
+    crosses = len(nodes) > 1 and way != "per_node"
+    inside = any(len(node) > 1 for node in nodes)
+    shares = algorithm != "flat" if device == "cpu" else algorithm == "auto"
+    return way != "every" and (crosses or (inside and not shares))
 
 
 def saved(folder: Path) -> Path:

@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -16,23 +15,11 @@ import pytest
 import torch
 
 import epload
-from epload.sync import lobby, store
+from epload.sync import store
 from epload.transport.movers import Relay
 from support.jobs import Job, Meeting, run
+from support.small_syncs import many_waves
 from support.synced_models import build, check, write
-
-
-@contextmanager
-def many_waves() -> Any:
-    """Versions take several waves."""
-    with (
-        mock.patch("epload.sync.epoch.WAVE_BYTES", 20_000),
-        mock.patch("epload.planning.schedule.MIN_WAVE_BYTES", 10_000),
-        mock.patch("epload.planning.exchange.LEAST_BUCKET_BYTES", 5_000),
-        mock.patch.object(lobby, "LEASE_SECONDS", 2.0),
-        mock.patch.object(lobby, "_BEAT_SECONDS", 0.3),
-    ):
-        yield
 
 
 def at_wave(wave_index: int, act: Callable[[], None]) -> Any:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from epload.control.control import Control
+from epload.report import TransferReport
 
 
 class Activity:
     """What each thread of one operation is doing; ``control.doing`` joins it."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, report: TransferReport) -> None:
         self._control = control
+        self._report = report
         self._by_thread: dict[str, str] = {}
 
     @contextmanager
@@ -27,3 +29,9 @@ class Activity:
             self._by_thread.pop(thread, None)
         else:
             self._by_thread[thread] = before
+
+    @contextmanager
+    def waiting(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
+        """``what``: what the thread waits for, of these ranks."""
+        with self.doing(f"waits until {what}"), self._report.timed("wait", what, ranks):
+            yield

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import select
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from time import monotonic
+from time import monotonic, monotonic_ns
 from typing import Any
 
 from epload.control import tree as trees
@@ -35,6 +35,7 @@ from epload.errors import (
     make_error,
     message_of,
 )
+from epload.observe.events import Events
 
 _MAX_WAIT = 1.0
 """Seconds until a waiting rank looks at what has changed at the latest; nothing of that asks the store."""
@@ -67,7 +68,12 @@ class Round:
     @property
     def tag(self) -> str:
         """Of its messages within a node, and with a rank the key of a leader's views."""
-        return "view/{}.{}/{}".format(*self.position)
+        return f"view/{self.number}"
+
+    @property
+    def number(self) -> str:
+        """Of the load, the attempt and the round in it."""
+        return "{}.{}/{}".format(*self.position)
 
     @property
     def patience(self) -> timedelta:
@@ -113,6 +119,8 @@ class Rounds:
         """When this rank began to wait in the present round; 0 if it does not."""
         self.waits_for_outcome = False
         """Whether the waiter is about to tell the outcome of the present step."""
+        self.events: Events | None = None
+        """Where rounds are recorded, if they are."""
 
     def run(self, round_: Round, view: str, decide: Callable[[Mapping[int, str]], str]) -> str:
         """Returns the coordinator's decision, on every rank.
@@ -122,6 +130,11 @@ class Rounds:
             RankExited: the process of a rank on this machine has ended.
             RemoteFailure: a failure was published, also one of ``decide`` itself.
         """
+        events = self.events
+        with events.round(round_.what, round_.number) if events is not None else nullcontext():
+            return self._run(round_, view, decide)
+
+    def _run(self, round_: Round, view: str, decide: Callable[[Mapping[int, str]], str]) -> str:
         self.waits_since = monotonic()
         try:
             if not self._tree.leads:
@@ -238,6 +251,8 @@ class Rounds:
         self._messages.release()
         self._messages.delete_released()
         outcomes, step = round_.outcomes, round_.step
+        if self.events is not None:
+            self.events.decided[round_.number] = monotonic_ns()
         try:
             ranks = sorted(self._tree.leader_of)
             decision = decide(trees.by_rank(bundle, ranks))

@@ -56,6 +56,8 @@ class Opening(NamedTuple):
     """For tensors that are initialized."""
     planned: list[Any] | None
     """If all ranks have proposed the same plan: what the planning round would have decided."""
+    traced: bool
+    """Whether any rank asks for events."""
 
 
 @dataclass(frozen=True)

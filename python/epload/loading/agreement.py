@@ -39,6 +39,7 @@ from epload.mapping.mapping import Mapping, ignored_keys
 from epload.mapping.resolve import resolve_mapping
 from epload.model.devices import CPU
 from epload.model.targets import Targets
+from epload.observe.events import Events
 from epload.planning.plan import LoadPlan, make_plan
 from epload.planning.schedule import wave_limit
 from epload.planning.waves import wave_bytes
@@ -47,6 +48,13 @@ from epload.staging.board import Board
 from epload.staging.shared_memory import collect_offers
 from epload.transport import sharing
 from epload.transport.movers import SLOWEST
+
+
+def record_events(topology: Topology, report: LoadReport) -> None:
+    """From now on, what this rank does in the load is recorded as events."""
+    report.events = Events(topology.rank, topology.nodes.index(topology.node))
+    if topology.control.rounds is not None:
+        topology.control.rounds.events = report.events
 
 
 class Agreement:
@@ -78,6 +86,8 @@ class Agreement:
         proposal = self._propose(request, inputs) if inputs is not None else None
         opening = self._agree_on_opening(request, inputs, proposal, failure)
         assert inputs is not None
+        if opening.traced and report.events is None:
+            record_events(self._topology, report)
         if opening.planned is not None:
             assert proposal is not None
             return self._accept(request, inputs, proposal, opening)
@@ -136,33 +146,8 @@ class Agreement:
     def _agree_on_opening(
         self, request: Request, inputs: LocalInputs | None, proposal: Proposal | None, failure: Exception | None
     ) -> Opening:
-        src, rank = self._options.src, self._topology.rank
-        timeout = self._control.timeout.total_seconds()
-        local_modules = request.parts is not None and bool(request.parts.local_modules)
-        described = self._describe_options(inputs.device if inputs is not None else CPU)
-        view: dict[str, Any] = {
-            "loader": self._loader,
-            "options": f"{described} timeout={timeout:g} local_modules={local_modules}",
-            "lost": inputs is not None and bool(inputs.targets.unsaved_meta),
-            "meta": inputs is not None and (inputs.devices.has_meta or bool(inputs.targets.unsaved_meta)),
-            "groups": self._topology.groups.count,
-            "cards": inputs is not None and self._router.has_card_each(inputs.device),
-        }
-        if rank == src:
-            view["seed"] = torch.initial_seed()
-        if proposal is not None:
-            assert inputs is not None
-            view["plan"] = self._describe_plan(inputs, proposal.plan)
-            view["version"] = proposal.draft.manifest.version
-        if len(self._topology.ranks) > 1:
-            if self.inputs.manifest is not None:
-                view["known"] = self.inputs.manifest.identity
-            if rank == src and inputs is not None:
-                assert inputs.checkpoint is not None
-                ours = inputs.checkpoint.manifest
-                view["manifest"] = len(ours.compact), ours.identity, ours.provenance
-                if self._common != ours.identity and not self._router.needs_groups(inputs.device):
-                    view["content"] = b64encode(ours.compact).decode()
+        src = self._options.src
+        view = self._view_of_opening(request, inputs, proposal)
 
         def decide(views: dict[int, dict[str, Any]]) -> list[Any]:
             check_same_loader({rank: view["loader"] for rank, view in views.items()})
@@ -184,15 +169,50 @@ class Agreement:
             meta, groups = any(view["meta"] for view in views.values()), max(view["groups"] for view in views.values())
             content = content if announced.nbytes else ""
             card_each = all(view["cards"] for view in views.values())
-            return [announced, content, uneven, meta, views[src]["seed"], groups, planned, card_each]
+            traced = any(view["trace"] for view in views.values())
+            return [announced, content, uneven, meta, views[src]["seed"], groups, planned, card_each, traced]
 
         answer = self._control.settle("opening the checkpoint", failure, view, decide)
-        announced, content, uneven, meta, seed, groups, planned, self._router.card_each = answer
+        announced, content, uneven, meta, seed, groups, planned, self._router.card_each, traced = answer
         assert inputs is not None
         self._topology.groups.agree(groups)
         # Some ranks have buffers that others lack.
         holders = find_holders(self._control, request.model, inputs.targets) if uneven else {}
-        return Opening(Announcement(*announced), content, holders, meta, seed, planned)
+        return Opening(Announcement(*announced), content, holders, meta, seed, planned, traced)
+
+    def _view_of_opening(
+        self, request: Request, inputs: LocalInputs | None, proposal: Proposal | None
+    ) -> dict[str, Any]:
+        """This rank's part of that round."""
+        src, rank = self._options.src, self._topology.rank
+        timeout = self._control.timeout.total_seconds()
+        local_modules = request.parts is not None and bool(request.parts.local_modules)
+        described = self._describe_options(inputs.device if inputs is not None else CPU)
+        view: dict[str, Any] = {
+            "loader": self._loader,
+            "options": f"{described} timeout={timeout:g} local_modules={local_modules}",
+            "lost": inputs is not None and bool(inputs.targets.unsaved_meta),
+            "meta": inputs is not None and (inputs.devices.has_meta or bool(inputs.targets.unsaved_meta)),
+            "groups": self._topology.groups.count,
+            "trace": request.trace,
+            "cards": inputs is not None and self._router.has_card_each(inputs.device),
+        }
+        if rank == src:
+            view["seed"] = torch.initial_seed()
+        if proposal is not None:
+            assert inputs is not None
+            view["plan"] = self._describe_plan(inputs, proposal.plan)
+            view["version"] = proposal.draft.manifest.version
+        if len(self._topology.ranks) > 1:
+            if self.inputs.manifest is not None:
+                view["known"] = self.inputs.manifest.identity
+            if rank == src and inputs is not None:
+                assert inputs.checkpoint is not None
+                ours = inputs.checkpoint.manifest
+                view["manifest"] = len(ours.compact), ours.identity, ours.provenance
+                if self._common != ours.identity and not self._router.needs_groups(inputs.device):
+                    view["content"] = b64encode(ours.compact).decode()
+        return view
 
     def _describe_options(self, device: torch.device) -> str:
         """What ranks must agree on before they can so much as share the manifest."""

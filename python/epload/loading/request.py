@@ -78,6 +78,7 @@ class Request:
     parts: ExpertParallelSpec | None
     init_missing: InitMissing | None
     prefix: str = ""
+    trace: bool = False
 
     def check(self) -> None:
         """Raises TypeError for what could not even be looked at."""
@@ -86,7 +87,7 @@ class Request:
                 f"the class {self.model.__name__}" if isinstance(self.model, type) else f"a {type(self.model).__name__}"
             )
             raise TypeError(f"expected model to be a torch.nn.Module, got {got}")
-        for option in ("strict", "ignore_mismatched_shapes"):
+        for option in ("strict", "ignore_mismatched_shapes", "trace"):
             if not isinstance(value := getattr(self, option), bool):
                 raise TypeError(f"expected {option} to be a bool, got {value!r}")
         if not isinstance(self.prefix, str):

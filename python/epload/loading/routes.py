@@ -27,6 +27,11 @@ class RoutePlan:
     note: str
     """Why another algorithm is used than was asked for; empty if none is."""
 
+    @property
+    def sends(self) -> bool:
+        """Whether any rank sends buckets to another, rather than to leave them in memory that both share."""
+        return bool(self.routes) and (self.flow.crosses or any(len(node) > 1 for node in self.flow.nodes))
+
 
 class Router:
     """Resolves the routes of one loader's loads, from its options, its topology and the model's device."""

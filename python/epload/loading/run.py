@@ -6,12 +6,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
-
-from tqdm import tqdm
 
 from epload.cluster.topology import Topology
 from epload.core.attempt import attempt
+from epload.core.log import logger
 from epload.loading.agreed import AgreedLoad
 from epload.loading.buffers import share
 from epload.loading.missing import fill_missing
@@ -24,10 +22,14 @@ from epload.model.dtensor import local_tensors
 from epload.model.materialize import materialize
 from epload.model.state_dict import check_staged_filled
 from epload.model.targets import allocate_staging
+from epload.observe.events import Events
+from epload.observe.progress import Progress
+from epload.observe.slow import describe_slow, pace, slow_readers
+from epload.observe.trace import Trace
 from epload.planning.choose import LoadProfile, WaveMeasurement, choose_readers
 from epload.planning.schedule import READERS
 from epload.planning.waves import Wave, group_buckets, make_waves, wave_bytes
-from epload.report import LoadReport, progress_bar
+from epload.report import LoadReport
 from epload.staging.affinity import read_threads
 from epload.staging.device_ring import DeviceRing
 from epload.staging.host_ring import HostRing
@@ -99,8 +101,10 @@ class LoadRun:
             self._report.transport_steps += steps
         names = partial(plan.describe, load.manifest)
         self._framing = Framing(plan.identity, names, self._topology.rank, self._control, self._options.checksums)
-        with progress_bar(plan.nbytes, show_progress) as bar:
+        with Progress(plan.nbytes, show_progress) as bar:
             readers, begin = self._choose_readers(bar)
+            if self._topology.rank == self._topology.ranks[0]:
+                logger.info("readers=%s%s", readers, f" ({self._report.reason})" if self._report.reason else "")
             self._move(self._route(readers), range(begin, len(plan.buckets)), bar, last=True)
 
     # ---- before data moves ----
@@ -133,7 +137,7 @@ class LoadRun:
     def _route(self, readers: str) -> RoutePlan:
         return self._router.resolve(self._load.device, readers, self._shared)
 
-    def _choose_readers(self, bar: tqdm[Any]) -> tuple[str, int]:
+    def _choose_readers(self, bar: Progress) -> tuple[str, int]:
         """Who reads, and the first bucket that the trials have left."""
         load, plan, topology = self._load, self._plan, self._topology
         readers, begin, why = self._options.readers, 0, ""
@@ -165,13 +169,13 @@ class LoadRun:
 
     # ---- moving ----
 
-    def _move(self, route: RoutePlan, buckets: range, bar: tqdm[Any], last: bool = False) -> list[WaveMeasurement]:
+    def _move(self, route: RoutePlan, buckets: range, bar: Progress, last: bool = False) -> list[WaveMeasurement]:
         """Moves some buckets, and ends in a round where all ranks hear of a failure; returns what each rank measured.
 
         ``last``: these are the last of the load, so that all that comes after the data follows before that round.
         """
         report, flow = self._report, route.flow
-        report.readers, report.algorithm = flow.readers, flow.algorithm
+        report.readers, report.algorithm = flow.readers, flow.algorithm if route.sends else ""
         transfer = self._make_transfer(route, buckets)
         before = replace(report.phases["read"]), replace(report.phases["inter_node"])
         try:
@@ -185,6 +189,7 @@ class LoadRun:
         if last:
             report.reason = "; ".join(filter(None, (report.reason, route.note)))
             self._finish(flow.turns)
+            self._gather_events()
             # The last thing before all ranks agree that the load has ended well.
             _, failure = attempt(lambda: self._load.inputs.check_unchanged("; the model may be partly overwritten"))
         read, crossed = report.phases["read"], report.phases["inter_node"]
@@ -194,11 +199,18 @@ class LoadRun:
             own if own is not None else read.nbytes - before[0].nbytes, read.seconds - before[0].seconds,
             crossed.nbytes - before[1].nbytes, crossed.seconds - before[1].seconds,
         ]  # fmt: skip
-        # What ranks have measured decides how the rest is moved; at the end there is none.
+        if last:
+            slow = self._control.settle(
+                "the transfer", failure, pace(read.nbytes, read.seconds),
+                lambda views: list(slow_readers(views).items()), patience=2, last=True,
+            )  # fmt: skip
+            if slow and self._topology.rank == self._topology.ranks[0]:
+                logger.warning("%s", describe_slow(dict(slow)))
+            return []
+        # What ranks have measured decides how the rest is moved.
         views = self._control.settle(
-            "the transfer", failure, None if last else measured,
-            lambda views: [] if last else [views[rank] for rank in self._topology.ranks], patience=2, last=last,
-        )  # fmt: skip
+            "the transfer", failure, measured, lambda views: [views[rank] for rank in self._topology.ranks], patience=2
+        )
         return [WaveMeasurement(*view) for view in views]
 
     def _make_transfer(self, route: RoutePlan, buckets: range) -> Engine | direct_read.DirectRead:
@@ -282,6 +294,18 @@ class LoadRun:
         with self._resources.device.entered() if scalings and self._load.device != CPU else nullcontext():
             dequantize.multiply(scalings, self._plan.targets, self._local.tensors)
         fill_missing(self._request, self._load.inputs, self._load.missing, self._topology.rank, self._report)
+
+    def _gather_events(self) -> None:
+        """The first rank gets the events of all, if the load is traced."""
+        report, control, first = self._report, self._control, self._topology.ranks[0]
+        if report.events is None:
+            return
+        control.settle("comparing clocks", None, patience=2)  # of which every rank has recorded when it came and left
+        received = control.exchange("the trace", {first: report.events.encode()})
+        if control.place is not None:
+            control.place.messages.keep_sent()
+        if self._topology.rank == first:
+            report.merged = Trace.merge(map(Events.decode, received.values()))
 
     def _load_staged_modules(self) -> None:
         """Fills the modules that are filled through their own load_state_dict."""

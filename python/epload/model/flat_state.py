@@ -23,11 +23,11 @@ class FlatState(nn.Module):
         super().__init__()
         if not isinstance(state, Mapping):
             raise TypeError(f"expected an nn.Module or a dict of tensors, got {type(state).__name__}")
-        flat, self.paths = flatten_state_dict(dict(state))
+        flat, paths = flatten_state_dict(dict(state))
         tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
         self.others = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
         """What is no tensor, by name."""
-        self.paths: dict[str, tuple[Any, ...]]
+        self.paths: dict[str, tuple[Any, ...]] = dict(paths)
         """For each name its keys in the nested state."""
         # Not register_buffer(), which refuses names with a dot.
         self._buffers.update(

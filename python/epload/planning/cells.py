@@ -17,7 +17,7 @@ from epload.core.placement import Box, intersect
 from epload.core.views import Shape
 
 SPLIT_BYTES = 64 << 10
-"""Of a cell that several ranks have: each sends a part of it, if the parts have at least so many."""
+"""Of a cell that several ranks have: each sends a part of it, if the parts have at least so many. Else they take turns."""
 _MOST_MERGED = 256
 """Boxes that are compared with one another. More are the pieces of an interleaved layout, which fill no box."""
 _Index = tuple[int, ...]
@@ -37,9 +37,10 @@ class Slot(NamedTuple):
 def make_slots(
     shape: Shape,
     itemsize: int,
-    held: Iterable[tuple[int, Sequence[Box]]],
-    wanted: Iterable[tuple[int, Sequence[Box]]],
+    held: Iterable[tuple[Sequence[int], Sequence[Box]]],
+    wanted: Iterable[tuple[Sequence[int], Sequence[Box]]],
     limit: int,
+    least: int = SPLIT_BYTES,
 ) -> tuple[list[Slot], Box | None]:
     """The slots of one tensor.
 
@@ -47,6 +48,7 @@ def make_slots(
         held: ranks that send, with the boxes that each has.
         wanted: numbers of nodes, with the boxes that each wants; boxes of one node may overlap.
         limit: bytes of a slot, unless one element has more.
+        least: bytes of a part, where a cell is divided among ranks.
 
     Returns:
         Slots in row-major order of their starts; a box that a node wants and no rank has, None if there is none.
@@ -68,7 +70,7 @@ def make_slots(
         owners, wanting = tuple(sorted(holders_of.get(cell, ()))), tuple(sorted(nodes_of[cell]))
         if not owners:
             return [], (start, size)
-        for part, senders in _divide(start, size, itemsize, owners):
+        for part, senders in _divide(start, size, itemsize, owners, least):
             slots += [Slot(*box, senders, wanting) for box in _cut(*part, itemsize, limit)]
     return slots, None
 
@@ -86,12 +88,12 @@ def merge_boxes(boxes: Iterable[Box]) -> tuple[Box, ...]:
     return ((low, size),) if full else distinct
 
 
-def _by_boxes(of_each: Iterable[tuple[int, Sequence[Box]]]) -> dict[tuple[Box, ...], list[int]]:
+def _by_boxes(of_each: Iterable[tuple[Sequence[int], Sequence[Box]]]) -> dict[tuple[Box, ...], list[int]]:
     """Those with equal boxes together."""
     found: dict[tuple[Box, ...], list[int]] = defaultdict(list)
-    for number, boxes in of_each:
+    for numbers, boxes in of_each:
         if boxes:
-            found[tuple(boxes)].append(number)
+            found[tuple(boxes)] += numbers
     return found
 
 
@@ -122,11 +124,13 @@ class _Grid:
         return start, tuple(cuts[i + 1] - cuts[i] for cuts, i in zip(self._cuts, cell, strict=True))
 
 
-def _divide(start: Shape, size: Shape, itemsize: int, owners: tuple[int, ...]) -> list[tuple[Box, tuple[int, ...]]]:
+def _divide(
+    start: Shape, size: Shape, itemsize: int, owners: tuple[int, ...], least: int
+) -> list[tuple[Box, tuple[int, ...]]]:
     """The parts that the ranks which have a cell send, along its longest dim; or the cell, if the parts would be small."""
     dim = max(range(len(size)), key=size.__getitem__, default=-1)
     count = len(owners)
-    if count == 1 or dim < 0 or size[dim] < count or prod(size) * itemsize < count * SPLIT_BYTES:
+    if count == 1 or dim < 0 or size[dim] < count or prod(size) * itemsize < count * least:
         return [((start, size), owners)]
     bounds = [size[dim] * i // count for i in range(count + 1)]
     return [

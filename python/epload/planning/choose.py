@@ -52,8 +52,13 @@ Trial = Callable[[str], Sequence[WaveMeasurement]]
 """Moves the next wave with the given readers and returns what each rank measured. Collective."""
 
 
-def choose_readers(profile: LoadProfile, trial: Trial) -> tuple[str, str]:
+def choose_readers(
+    profile: LoadProfile, trial: Trial, source: str = "from rates measured on the first waves"
+) -> tuple[str, str]:
     """Chooses the readers of the waves that the trials leave. Collective, with the same result on every rank.
+
+    Args:
+        source: of the rates, for the reason.
 
     Returns:
         The readers, and the reason in words.
@@ -82,7 +87,7 @@ def choose_readers(profile: LoadProfile, trial: Trial) -> tuple[str, str]:
     }
     predictions = {name: seconds for name, seconds in predictions.items() if name in profile.candidates}
     best = min(predictions, key=lambda name: predictions[name])
-    return best, costs.describe_choice(best, predictions, "from rates measured on the first waves")
+    return best, costs.describe_choice(best, predictions, source)
 
 
 def _read_rates(measured: Sequence[WaveMeasurement]) -> list[float]:

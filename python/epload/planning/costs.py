@@ -94,6 +94,30 @@ def one(
     return max(total / reader, rates.moving(crossing, spreading)) + fill + max(owned, default=0) / rates.unpack
 
 
+def sync(
+    received: int, sent: int, into: float, out: float, chain: int, waves: int, buffers: int, chunk: int, rates: Rates
+) -> float:
+    """A version from one job to another, until it is in the memory of every receiving node.
+
+    A chunk passes through a chain of nodes, so that the last has it ``chain - 1`` hops later. A node that has memory for fewer
+    waves than there are takes a wave only when an earlier one has come around.
+
+    Args:
+        received: bytes into the node that receives most.
+        sent: bytes out of the trainer's node that sends most.
+        into: rate into a node.
+        out: rate out of a trainer's node.
+        chain: most nodes that a bucket passes through.
+        waves: how many there are.
+        buffers: waves that a receiving node has memory for.
+    """
+    around = (chain - 1) * (chunk / rates.link + rates.hop)
+    moving = max(received / into, sent / out)
+    if buffers < waves:
+        moving = max(moving, (waves * around + received / into) / buffers)
+    return moving + around
+
+
 def per_node(total: int, owned: Sequence[int], readers: Sequence[float], rates: Rates | None = None) -> float:
     """One rank of each node reads everything. ``readers``: the rate of each. The slowest node decides."""
     rates = rates or Rates((), INFINITE)

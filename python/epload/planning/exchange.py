@@ -15,18 +15,25 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
+from epload.core.columns import column
 from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata
 from epload.core.placement import Box
 from epload.errors import ModelMismatch
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.cells import Slot, make_slots, merge_boxes
-from epload.planning.schedule import wave_limit
+from epload.planning.cells import SPLIT_BYTES, Slot, make_slots, merge_boxes
+from epload.planning.schedule import MAX_WAVE_BYTES, wave_limit
 from epload.planning.shares import NO_PART, Outline, Share, copies_of_box
-from epload.planning.streams import ExchangeBucket, ExchangePlan, Members, Stream
+from epload.planning.streams import ExchangeBuckets, ExchangePlan, Members, Stream
 
 LEAST_BUCKET_BYTES = 4 << 20
-"""A stream is cut into no more buckets than leave them so many."""
+"""A stream is cut into no more buckets than leave them so many, or a ``MOST_IN_WAVE``-th of a wave."""
+MOST_IN_WAVE = 16
+MOST_PARTS_IN_WAVE = 1024
+"""Of pieces that are divided among replicas of the sender."""
+MOST_WAVES = 2048
+"""Unless waves would have more than ``MAX_WAVE_BYTES``. Each bucket costs every rank of a node some host time whatever its size,
+so that those of a model of a terabyte are larger; two waves are a thousandth of it."""
 LEAST_SLOT_BYTES, MOST_SLOT_BYTES = 64 << 10, 4 << 20
 """Limits of what a slot may have at most."""
 
@@ -46,28 +53,29 @@ def plan_exchange(
         outlines: of every rank's share.
         rank: this process's.
         share: this rank's.
-        wave_bytes: of all that moves in one wave, at most about so many reach a node.
+        wave_bytes: of all that moves in one wave, at most about so many reach a node, or a ``MOST_WAVES``-th.
         options: anything else on which ranks must agree.
 
     Raises:
         ModelMismatch: a receiver wants what no sender has, or has a dtype that the senders' does not convert to.
     """
     kinds = _Kinds(manifest, members, outlines)
-    limit = wave_limit(kinds.total, wave_bytes)
+    limit = wave_limit(kinds.total, max(wave_bytes, min(kinds.total // MOST_WAVES, MAX_WAVE_BYTES)))
     waves = max(1, -(-kinds.total // limit))
     most = min(max(limit // len(members.senders), LEAST_SLOT_BYTES), MOST_SLOT_BYTES)
-    slots = kinds.slots(most)
-    rows = _Rows(members, kinds, slots, rank, waves)
+    least = max(limit // MOST_PARTS_IN_WAVE, SPLIT_BYTES)
+    slots = kinds.slots(most, least)
+    rows = _Rows(members, kinds, slots, rank, waves, max(limit // MOST_IN_WAVE, LEAST_BUCKET_BYTES))
     sends = rank in members.senders
     copies = _make_copies(kinds, slots, rows, share, sends)
     buckets = _make_buckets(rows, copies, members, rank, sends)
-    starts = [i for i, bucket in enumerate(buckets) if i == 0 or buckets[i - 1].wave != bucket.wave]
+    starts = [i for i, wave in enumerate(buckets.wave) if i == 0 or buckets.wave[i - 1] != wave]
     digest = hashlib.blake2b(manifest.digest, digest_size=32)
-    digest.update(repr((members, waves, most, options)).encode())
+    digest.update(repr((members, waves, most, least, options)).encode())
     for each in sorted(outlines):
         digest.update(outlines[each].digest.encode())
     return ExchangePlan(
-        tuple(buckets),
+        buckets,
         tuple(map(range, starts, [*starts[1:], len(buckets)])),
         digest.digest(),
         manifest.source,
@@ -83,20 +91,25 @@ class _Kinds:
         self.manifest, self._members, self._outlines = manifest, members, outlines
         forms: dict[object, int] = {}
         pairs = zip(manifest.shapes, manifest.dtypes, strict=True)
-        key = torch.tensor([forms.setdefault(pair, len(forms)) for pair in pairs], dtype=torch.int64)
+        key = column([forms.setdefault(pair, len(forms)) for pair in pairs])
         for outline in {id(each.class_of): each for each in outlines.values()}.values():
-            key = key * (len(outline.boxes) + 1) + outline.class_of - NO_PART
-            _, key = torch.unique(key, return_inverse=True)
+            key = _numbered(key * (len(outline.boxes) + 1) + outline.class_of - NO_PART)
         self.of = key
         """int64 [t], of each tensor."""
         count = int(key.max()) + 1 if len(key) else 0
         first = torch.full((count,), len(key)).scatter_reduce(0, key, torch.arange(len(key)), "amin")
         self.first: list[int] = first.tolist()
         """The first tensor of each kind."""
-        self.class_of = {rank: outline.class_of[first].tolist() for rank, outline in outlines.items()}
+        classes = {id(each): each.class_of[first].tolist() for each in outlines.values()}
+        self.class_of = {rank: classes[id(outline)] for rank, outline in outlines.items()}
         """For each rank the class of each kind."""
         self.dtypes = [self._dtype_on_the_way(kind) for kind in range(count)]
         """In which the tensors of each kind move."""
+
+    @cached_property
+    def _receivers(self) -> list[int]:
+        """One of those with equal outlines each."""
+        return list({id(self._outlines[rank]): rank for rank in self._members.receivers}.values())
 
     @cached_property
     def total(self) -> int:
@@ -108,16 +121,21 @@ class _Kinds:
         shape = self.manifest.shapes[self.first[kind]]
         return int(torch.Size(shape).numel()) * self.dtypes[kind].itemsize
 
-    def slots(self, limit: int) -> list[list[Slot]]:
-        """Of a tensor of each kind. ``limit``: bytes of a slot."""
+    def slots(self, limit: int, least: int) -> list[list[Slot]]:
+        """Of a tensor of each kind; see :func:`make_slots`."""
+        senders = self._alike([(rank,) for rank in self._members.senders])
+        nodes = self._alike(self._members.nodes)
+        ranks = [tuple(self._members.senders[i] for i in some) for some in senders.values()]
         found = []
         for kind, first in enumerate(self.first):
-            held = [(rank, self._boxes(rank, kind)) for rank in self._members.senders]
+            held = [(some, self._boxes(rank, kind)) for (rank,), some in zip(senders, ranks, strict=True)]
             wanted = [
-                (number, merge_boxes(chain.from_iterable(self._boxes(rank, kind) for rank in node)))
-                for number, node in enumerate(self._members.nodes)
+                (some, merge_boxes(chain.from_iterable(self._boxes(rank, kind) for rank in node)))
+                for node, some in nodes.items()
             ]
-            slots, lacking = make_slots(self.manifest.shapes[first], self.dtypes[kind].itemsize, held, wanted, limit)
+            slots, lacking = make_slots(
+                self.manifest.shapes[first], self.dtypes[kind].itemsize, held, wanted, limit, least
+            )
             if lacking is not None:
                 start, size = lacking
                 raise ModelMismatch(
@@ -127,6 +145,13 @@ class _Kinds:
             found.append(slots)
         return found
 
+    def _alike(self, nodes: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
+        """The positions of nodes whose ranks have equal outlines, by the first of them."""
+        found: dict[tuple[int, ...], tuple[tuple[int, ...], list[int]]] = {}
+        for i, node in enumerate(nodes):
+            found.setdefault(tuple(id(self._outlines[rank]) for rank in node), (node, []))[1].append(i)
+        return dict(found.values())
+
     def _boxes(self, rank: int, kind: int) -> tuple[Box, ...]:
         number = self.class_of[rank][kind]
         return () if number == NO_PART else self._outlines[rank].boxes[number]
@@ -135,7 +160,7 @@ class _Kinds:
         """That of all receivers, if it is narrower than the senders', which then convert."""
         source = self.manifest.dtypes[self.first[kind]]
         wanted = set()
-        for rank in self._members.receivers:
+        for rank in self._receivers:
             if (number := self.class_of[rank][kind]) != NO_PART:
                 wanted.add(self._outlines[rank].dtypes[number])
         for dtype in wanted:
@@ -149,19 +174,31 @@ class _Kinds:
         return only if only.itemsize < source.itemsize else source
 
 
+def _numbered(values: Tensor) -> Tensor:
+    """Numbers non-negative values from 0 on, in their order."""
+    if (most := int(values.max()) + 1 if len(values) else 0) > 8 * len(values):
+        return torch.searchsorted(torch.unique(values), values)
+    there = torch.zeros(most, dtype=torch.int64)
+    there[values] = 1
+    number = there.cumsum(0) - 1
+    return number[values]
+
+
 class _Rows:
     """The slots that one rank sends, or its node receives, one entry a slot in each column, ordered by stream."""
 
-    def __init__(self, members: Members, kinds: _Kinds, slots: Sequence[Sequence[Slot]], rank: int, waves: int) -> None:
+    def __init__(
+        self, members: Members, kinds: _Kinds, slots: Sequence[Sequence[Slot]], rank: int, waves: int, least: int
+    ) -> None:
+        """``least``: bytes of a bucket, unless its stream has fewer."""
         self.slots = flat = list(chain.from_iterable(slots))
-        kind_of_slot = torch.tensor([kind for kind, some in enumerate(slots) for _ in some], dtype=torch.int64)
+        kind_of_slot = column([kind for kind, some in enumerate(slots) for _ in some])
         self.kind_of_slot = kind_of_slot
         node_sets = {nodes: i for i, nodes in enumerate(dict.fromkeys(slot.nodes for slot in flat))}
         self._node_sets = list(node_sets)
-        node_set = torch.tensor([node_sets[slot.nodes] for slot in flat], dtype=torch.int64)
-        turns = max((len(slot.owners) for slot in flat), default=1)
-        owners = torch.tensor([_cycled(slot.owners, turns) for slot in flat], dtype=torch.int64).reshape(-1, turns)
-        sharers = torch.tensor([len(slot.owners) for slot in flat], dtype=torch.int64)
+        node_set = column([node_sets[slot.nodes] for slot in flat])
+        owners = _table([slot.owners for slot in flat])
+        sharers = column([len(slot.owners) for slot in flat])
         if rank in members.senders:
             candidates = (owners == rank).any(1).nonzero().flatten()
         else:
@@ -181,12 +218,12 @@ class _Rows:
         stream = owner * len(node_sets) + node_set[slot]
         order = torch.argsort(stream, stable=True)
         self.tensor, self.slot, self.stream = tensor[order], slot[order], stream[order]
-        self._place(kinds, waves, len(members.senders))
+        self._place(kinds, waves, least, len(members.senders))
 
-    def _place(self, kinds: _Kinds, waves: int, senders: int) -> None:
+    def _place(self, kinds: _Kinds, waves: int, least: int, senders: int) -> None:
         """Where each slot is: which wave's bucket of its stream, and at which offset."""
-        itemsize = torch.tensor([dtype.itemsize for dtype in kinds.dtypes], dtype=torch.int64)
-        elements = torch.tensor([torch.Size(slot.size).numel() for slot in self.slots], dtype=torch.int64)
+        itemsize = column([dtype.itemsize for dtype in kinds.dtypes])
+        elements = column([torch.Size(slot.size).numel() for slot in self.slots])
         nbytes = (-(-elements * itemsize[self.kind_of_slot] // ALIGNMENT) * ALIGNMENT)[self.slot]
         ends = nbytes.cumsum(0)
         sets = len(self._node_sets)
@@ -195,25 +232,24 @@ class _Rows:
         total = ends[last] - torch.cat([ends.new_zeros(1), ends[last][:-1]])[: len(last)]
         at = ends - nbytes - (ends[last] - total)[of_stream]
         # A stream has a bucket in each wave or, if they would be small, in some; other streams have theirs in others.
-        parts = (-(-total // LEAST_BUCKET_BYTES)).clamp(1, waves)[of_stream]
+        parts = (-(-total // least)).clamp(1, waves)[of_stream]
         turn = (streams // sets * waves // senders)[of_stream]
         self.wave = (at * parts // total[of_stream] * waves + turn) // parts
         bucket, sizes = torch.unique_consecutive(of_stream * waves + self.wave, return_counts=True)
-        self.ends: list[int] = sizes.cumsum(0).tolist()
+        self.ends = sizes.cumsum(0)
         """Rows of each bucket end before these; buckets are ordered by stream, then wave."""
-        begins = torch.repeat_interleave(at[torch.tensor([0, *self.ends[:-1]])[: len(sizes)]], sizes)
-        self.offset = at - begins + HEADER_BYTES
+        self.begins = self.ends - sizes
+        self.offset = at - torch.repeat_interleave(at[self.begins], sizes) + HEADER_BYTES
         """In the bucket, bytes."""
-        tail = torch.tensor(self.ends, dtype=torch.int64) - 1
-        self.bucket_nbytes: list[int] = (self.offset + nbytes)[tail].tolist()
-        self.bucket_waves: list[int] = (bucket % waves).tolist()
-        numbers = streams[bucket // waves].tolist()
-        self.bucket_streams = [Stream(number // sets, self._node_sets[number % sets]) for number in numbers]
+        self.bucket_nbytes = (self.offset + nbytes)[self.ends - 1]
+        self.bucket_wave, self.bucket_stream = bucket % waves, bucket // waves
+        self.streams = [Stream(number // sets, self._node_sets[number % sets]) for number in streams.tolist()]
 
 
-def _cycled(values: tuple[int, ...], length: int) -> tuple[int, ...]:
-    """A row of ``length`` numbers that begins with the values."""
-    return values + (-1,) * (length - len(values))
+def _table(rows: Sequence[tuple[int, ...]]) -> Tensor:
+    """int64 [n, most of a row]. Shorter rows end with -1."""
+    most = max(map(len, rows), default=1) or 1
+    return column(list(chain.from_iterable(row + (-1,) * (most - len(row)) for row in rows))).reshape(-1, most)
 
 
 def _make_copies(
@@ -224,18 +260,17 @@ def _make_copies(
     table: list[list[int]] = []
     place: list[int] = []
     counts = []
-    needed = set(torch.unique(rows.slot).tolist())
-    kind_of_slot = rows.kind_of_slot.tolist()
+    needed = torch.bincount(rows.slot, minlength=len(rows.slots)).tolist()
+    kind_of_slot, class_of_kind = rows.kind_of_slot.tolist(), share.class_of[column(kinds.first)].tolist()
     for number, slot in enumerate(rows.slots):
         kind = kind_of_slot[number]
-        class_of = int(share.class_of[kinds.first[kind]])
         found = []
-        if number in needed and class_of != NO_PART:
+        if needed[number] and (class_of := class_of_kind[kind]) != NO_PART:
             found = copies_of_box(slot.start, slot.size, share, class_of, kinds.dtypes[kind], dims, sends)
         counts.append(len(found))
         table += [row for row, _ in found]
         place += [at for _, at in found]
-    count = torch.tensor(counts, dtype=torch.int64)
+    count = column(counts)
     first = count.cumsum(0) - count
     each = count[rows.slot]
     row_of = torch.repeat_interleave(torch.arange(len(rows.slot)), each)
@@ -243,30 +278,30 @@ def _make_copies(
     which = first[rows.slot[row_of]] + within
     copies = CopyTable(torch.tensor(table, dtype=torch.int64).reshape(-1, CopyTable.columns(dims))[which])
     copies.offset.add_(rows.offset[row_of])
-    places = max(map(len, share.targets), default=0) or 1
-    targets = torch.tensor([_cycled(numbers, places) for numbers in share.targets], dtype=torch.int64)
-    of_place = torch.tensor(place, dtype=torch.int64)[which]
-    copies.target[:] = targets.reshape(-1, places)[rows.tensor[row_of], of_place]
+    copies.target[:] = _table(share.targets)[rows.tensor[row_of], column(place)[which]]
     return copies, row_of
 
 
 def _make_buckets(
     rows: _Rows, made: tuple[CopyTable, Tensor], members: Members, rank: int, sends: bool
-) -> list[ExchangeBucket]:
+) -> ExchangeBuckets:
     """In the order in which the rank sends them, or its node receives them: first what comes from the sender itself, then what
     has come by one node, and so on. So nodes that pass buckets on to each other never wait for each other."""
     copies, row_of = made
-    row_ends = torch.tensor(rows.ends, dtype=torch.int64)
-    copy_ends = [0, *torch.searchsorted(row_of, row_ends).tolist()]
-    mine = None if sends else next(number for number, node in enumerate(members.nodes) if rank in node)
-    ordered = []
-    for i, (stream, wave) in enumerate(zip(rows.bucket_streams, rows.bucket_waves, strict=True)):
-        hops = 0 if mine is None else stream.path(wave).index(mine)
-        ordered.append(((wave, hops, stream), i))
-    first, last = (torch.tensor(ends, dtype=torch.int64) for ends in ([0, *rows.ends[:-1]], rows.ends))
-    tensors = list(zip(rows.tensor[first[: len(last)]].tolist(), rows.tensor[last - 1].tolist(), strict=True))
-    buckets = []
-    for (wave, _, stream), i in sorted(ordered):
-        part = copies.select(slice(*copy_ends[i : i + 2]))
-        buckets.append(ExchangeBucket(stream, wave, rows.bucket_nbytes[i], tensors[i], part))
-    return buckets
+    wave, stream = rows.bucket_wave, rows.bucket_stream
+    hops = torch.zeros_like(wave)
+    if not sends:
+        mine = next(number for number, node in enumerate(members.nodes) if rank in node)
+        hops = column([each.hops(mine, 0) for each in rows.streams])[stream]
+        hops = (hops - wave) % column([len(each.nodes) for each in rows.streams])[stream]
+    order = ((wave * len(members.nodes) + hops) * len(rows.streams) + stream).argsort()
+    ends = torch.stack([rows.begins, rows.ends], 1)[order]
+    return ExchangeBuckets(
+        rows.streams,
+        stream[order].tolist(),
+        wave[order].tolist(),
+        rows.bucket_nbytes[order].tolist(),
+        rows.tensor[ends - torch.tensor([0, 1])],
+        torch.searchsorted(row_of, ends),
+        copies,
+    )

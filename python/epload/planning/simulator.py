@@ -1,17 +1,18 @@
-"""Simulates a load on an assumed cluster, with the same schedule and cost functions that a real load uses. Pure.
+"""Simulates a load or a sync on an assumed cluster, with the same schedule and cost functions that a real load uses. Pure.
 
-:func:`traffic` follows every bucket through :class:`~epload.planning.schedule.Flow` and counts the bytes over each node's link.
-:func:`predict` returns seconds.
+:func:`traffic` follows every bucket through :class:`~epload.planning.schedule.Flow` and counts the bytes over each node's link,
+:func:`sync_traffic` along the paths of its stream. :func:`predict` and :func:`predict_sync` return seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from epload.planning import costs
 from epload.planning.costs import INFINITE, Rates, StoreRates
 from epload.planning.schedule import Flow, buckets_per_wave, default_wave_bytes, wave_limit
+from epload.planning.streams import ExchangePlan, Members
 
 Nodes = Sequence[Sequence[int]]
 """The global ranks of each node."""
@@ -132,8 +133,8 @@ def _count(moved: Traffic, sender: int, receiver: int, nbytes: int) -> None:
         moved.received[receiver] += nbytes
 
 
-def predict(mode: str, total: int, tensors: int, cluster: Cluster) -> float:
-    """Seconds of a load into a fully sharded model.
+def predict(mode: str, total: int, tensors: int, cluster: Cluster, owned: Sequence[int] = ()) -> float:
+    """Seconds of a load.
 
     Args:
         mode: ``"readers/algorithm"``, e.g. ``"one/striped"``. Or a broadcast over one group of all ranks: ``"ring"`` (NCCL's,
@@ -141,19 +142,20 @@ def predict(mode: str, total: int, tensors: int, cluster: Cluster) -> float:
         total: bytes of the checkpoint.
         tensors: number of tensors.
         cluster: the cluster to simulate.
+        owned: for each rank, bytes of its local shards; by default equal parts, as of a fully sharded model.
 
     Raises:
         ValueError: there is no such mode.
     """
     agreeing = costs.agreement(cluster.nodes, cluster.world, cluster.rounds, cluster.store).seconds
-    return cluster.fixed + agreeing + _transfer_seconds(mode, total, tensors, cluster)
+    return cluster.fixed + agreeing + _transfer_seconds(mode, total, tensors, cluster, owned)
 
 
-def _transfer_seconds(mode: str, total: int, tensors: int, cluster: Cluster) -> float:
+def _transfer_seconds(mode: str, total: int, tensors: int, cluster: Cluster, owned: Sequence[int]) -> float:
     c = cluster
     readers, _, algorithm = mode.partition("/")
     nodes = [range(first, first + c.ranks) for first in range(0, c.world, c.ranks)]
-    owned = [-(-total // c.world)] * c.world
+    owned = owned or [-(-total // c.world)] * c.world
     one_reads = min(c.reader, c.storage, c.storage_all)
     all_read = min(c.storage, c.storage_all / c.nodes, c.reader * c.ranks) / c.ranks
     leaders_read = min(c.reader, c.storage, c.storage_all / c.nodes)
@@ -173,7 +175,7 @@ def _transfer_seconds(mode: str, total: int, tensors: int, cluster: Cluster) -> 
         return costs.flat_ring(total, count, replace(rates, link=_all_links(c)), one_reads, latency)
     if mode == "tree" or algorithm == "flat":
         copies, inside = costs.tree_copies(nodes, 0)
-        return costs.flat_tree(total, copies, inside, rates, one_reads, wave) + owned[0] / c.unpack
+        return costs.flat_tree(total, copies, inside, rates, one_reads, wave) + max(owned) / c.unpack
     overhead = buckets * (c.message + c.header_wait)
     if readers == "one":
         return costs.one(total, owned, c.nodes, rates, one_reads, wave, chunk) + overhead
@@ -189,3 +191,66 @@ def _transfer_seconds(mode: str, total: int, tensors: int, cluster: Cluster) -> 
 
 def _all_links(cluster: Cluster) -> float:
     return cluster.link * cluster.links if cluster.nodes > 1 else INFINITE
+
+
+@dataclass(frozen=True)
+class SyncLoad:
+    """What a sync of one version moves, in bytes, as its plans have it."""
+
+    total: int
+    received: int
+    """Into the receiving node that receives most."""
+    sent: int
+    """Out of the trainer's node that sends most."""
+    trainers: int
+    """Nodes of the trainer."""
+    rollouts: int
+    """Receiving nodes."""
+    chain: int
+    """Nodes that want the same bytes."""
+    waves: int
+    chunk: int
+    """Bytes that a node passes on at a time."""
+
+    def bound(self, cluster: Cluster) -> float:
+        """Seconds that no sync can be under: what a node needs over its links, or all bytes over all of the trainer's."""
+        rate = cluster.link * min(cluster.links, cluster.ranks)
+        return max(self.received / rate, self.total / (self.trainers * rate))
+
+
+def predict_sync(load: SyncLoad, cluster: Cluster, stage: str, buffers: int = 2) -> float:
+    """Seconds of a steady sync, from the call until every rank has committed to the version.
+
+    Args:
+        cluster: what the nodes of both jobs are; its number of nodes does not count.
+        stage: the receivers'. With ``"none"``, a node has memory for ``buffers`` waves, and the last is still to be unpacked.
+    """
+    nodes = load.trainers + load.rollouts
+    agreeing = costs.agreement(nodes, nodes * cluster.ranks, cluster.rounds, cluster.store).seconds
+    rate = cluster.link * min(cluster.links, cluster.ranks)
+    rates = Rates((), cluster.link, hop=cluster.hop)
+    kept = load.waves if stage == "host" else buffers
+    moving = costs.sync(load.received, load.sent, rate, rate, load.chain, load.waves, kept, load.chunk, rates)
+    last = 0.0 if stage == "host" else load.received / load.waves / cluster.ranks / cluster.unpack
+    return cluster.fixed + agreeing + moving + last
+
+
+def sync_traffic(plans: Iterable[ExchangePlan], members: Members) -> tuple[Traffic, Traffic]:
+    """Bytes that each node of the senders, and each that receives, gets from and passes to other nodes.
+
+    Args:
+        plans: of every rank that sends.
+    """
+    node_of = {rank: number for number, node in enumerate(members.sender_nodes) for rank in node}
+    out, into = (Traffic([0] * len(nodes), [0] * len(nodes)) for nodes in (members.sender_nodes, members.nodes))
+    for plan in plans:
+        buckets = plan.buckets
+        for number, wave, nbytes in zip(buckets.stream, buckets.wave, buckets.nbytes, strict=True):
+            stream = buckets.streams[number]
+            path = stream.path(wave)
+            out.sent[node_of[stream.owner]] += nbytes
+            for node in path:
+                into.received[node] += nbytes
+            for node in path[:-1]:
+                into.sent[node] += nbytes
+    return out, into

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor
 
 from epload.core.copy_table import CopyTable
 
@@ -56,6 +59,10 @@ class Stream(NamedTuple):
         first = (wave + self.owner) % len(self.nodes)
         return self.nodes[first:] + self.nodes[:first]
 
+    def hops(self, node: int, wave: int) -> int:
+        """How many nodes a wave's bucket passes through before this one."""
+        return (self.nodes.index(node) - wave - self.owner) % len(self.nodes)
+
 
 @dataclass(eq=False)
 class ExchangeBucket:
@@ -87,10 +94,54 @@ class ExchangeBucket:
 
 
 @dataclass(frozen=True, eq=False)
+class ExchangeBuckets(Sequence[ExchangeBucket]):
+    """The buckets of a plan, in columns of one entry each. A bucket is made when it is first asked for, and kept: a large model
+    has so many that making all of them would take most of the time for planning."""
+
+    streams: Sequence[Stream]
+    stream: Sequence[int]
+    """Which of the streams a bucket is part of."""
+    wave: Sequence[int]
+    nbytes: Sequence[int]
+    """Header included."""
+    tensors: Tensor
+    """int64 [n, 2]: the first and the last tensor that a bucket has boxes of."""
+    rows: Tensor
+    """int64 [n, 2]: its first row in ``copies``, and the one after its last."""
+    copies: CopyTable
+    """Of all buckets."""
+    _made: dict[int, ExchangeBucket] = field(default_factory=dict, init=False)
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    @overload
+    def __getitem__(self, number: int) -> ExchangeBucket: ...
+    @overload
+    def __getitem__(self, number: slice) -> tuple[ExchangeBucket, ...]: ...
+    def __getitem__(self, number: int | slice) -> ExchangeBucket | tuple[ExchangeBucket, ...]:
+        if isinstance(number, slice):
+            return tuple(self[i] for i in range(*number.indices(len(self))))
+        bucket = self._made.get(number)
+        if bucket is None:
+            (first, last), (begin, end) = self.tensors[number].tolist(), self.rows[number].tolist()
+            stream = self.streams[self.stream[number]]
+            rows = self.copies.select(slice(begin, end))
+            bucket = ExchangeBucket(stream, self.wave[number], self.nbytes[number], (first, last), rows)
+            self._made[number] = bucket
+        return bucket
+
+    def of_rows(self) -> Tensor:
+        """int64: for each row of ``copies`` the number of its bucket."""
+        order = self.rows[:, 0].argsort(stable=True)
+        return torch.repeat_interleave(order, (self.rows[:, 1] - self.rows[:, 0])[order])
+
+
+@dataclass(frozen=True, eq=False)
 class ExchangePlan:
     """What one rank sends, or its node receives, in the order in which it does."""
 
-    buckets: tuple[ExchangeBucket, ...]
+    buckets: ExchangeBuckets
     waves: tuple[range, ...]
     """Numbers of the buckets of each wave in which there are any."""
     fingerprint: bytes
@@ -106,11 +157,19 @@ class ExchangePlan:
         """How many there are."""
         return len(self.names)
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest bucket."""
+        return max(self.buckets.nbytes, default=0)
+
     def identity(self, number: int) -> tuple[int, bytes]:
         """By which a bucket's header is known on the rank that sends it and those that receive it: its wave, and 16 bytes."""
-        bucket = self.buckets[number]
-        text = repr((bucket.stream.owner, bucket.stream.nodes)).encode()
-        return bucket.wave, hashlib.blake2b(text, digest_size=16, key=self.fingerprint).digest()
+        return self.buckets.wave[number], self._names_of_streams[self.buckets.stream[number]]
+
+    @cached_property
+    def _names_of_streams(self) -> list[bytes]:
+        texts = (repr((stream.owner, stream.nodes)).encode() for stream in self.buckets.streams)
+        return [hashlib.blake2b(text, digest_size=16, key=self.fingerprint).digest() for text in texts]
 
     def describe(self, numbers: Sequence[int]) -> str:
         """The tensors in some consecutive buckets, for messages."""
@@ -120,4 +179,4 @@ class ExchangePlan:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank sends, or its node receives; headers included."""
-        return sum(bucket.nbytes for bucket in self.buckets)
+        return sum(self.buckets.nbytes)

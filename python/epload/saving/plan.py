@@ -28,6 +28,8 @@ BUCKET_BYTES = 16 << 20
 """After as many a bucket is full."""
 SLOT_BYTES = 4 << 20
 """Of what is packed as a whole, at most."""
+LEAST_BYTES = 16 << 10
+"""Of the parts that ranks with the same elements write of them."""
 
 
 @dataclass(eq=False)
@@ -65,6 +67,11 @@ class WritePlan:
     nbytes: int
     """That this rank writes."""
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest bucket."""
+        return max((bucket.nbytes for bucket in self.buckets), default=0)
+
     def describe(self, numbers: Sequence[int]) -> str:
         """For error messages."""
         return f"bucket {', '.join(map(str, numbers))} of the save"
@@ -95,13 +102,16 @@ def plan_writes(
     for tensors in kinds:
         first = tensors[0]
         number = int(share.class_of[first])
-        held = [(of, outline.boxes[int(outline.class_of[first])]) for of, outline in outlines.items()
-                if int(outline.class_of[first]) != NO_PART]  # fmt: skip
+        held = [
+            ((of,), outline.boxes[int(outline.class_of[first])])
+            for of, outline in outlines.items()
+            if int(outline.class_of[first]) != NO_PART
+        ]
         shape, dtype = shapes[first], dtypes[first]
         if 0 in shape:
             continue
         whole = ((0,) * len(shape), shape)
-        slots, lacking = make_slots(shape, dtype.itemsize, held, [(0, [whole])], SLOT_BYTES)
+        slots, lacking = make_slots(shape, dtype.itemsize, held, [((0,), [whole])], SLOT_BYTES, LEAST_BYTES)
         if lacking is not None:
             start, size = lacking
             raise ModelMismatch(

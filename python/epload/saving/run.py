@@ -22,7 +22,7 @@ from epload.saving.plan import WritePlan, plan_writes
 from epload.saving.report import SaveReport
 from epload.saving.source import Source
 from epload.saving.writer import open_writer
-from epload.sync.shards import Shards
+from epload.staging.shards import Shards
 
 
 class SaveRun:
@@ -121,8 +121,8 @@ class SaveRun:
         def write() -> None:
             if not folder.is_dir():
                 raise LoadError(
-                    f"rank {control.rank} does not see {folder}, which rank {control.ranks[0]} has made: save to a path on a file "
-                    "system that all ranks share"
+                    f"rank {control.rank} does not see {folder}, which rank {control.ranks[0]} has made: save to a path "
+                    "on a file system that all ranks share"
                 )
             with control.watch.guards(stop), open_writer(plan, folder, names) as writer:
                 writer.write(shards.pack, report, wrote)
@@ -156,8 +156,8 @@ def _outlines(views: dict[int, Any]) -> list[Any]:
     for rank, view in views.items():
         if view[0] != views[first][0]:
             raise ValueError(
-                f"ranks {first} and {rank} save different tensors, or pass a different path, max_shard_bytes or overwrite; pass the "
-                "same on all ranks"
+                f"ranks {first} and {rank} save different tensors, or pass a different path, max_shard_bytes or overwrite; "
+                "pass the same on all ranks"
             )
     columns = list(dict.fromkeys(view[1] for view in views.values()))
     rest = list(dict.fromkeys(view[2] for view in views.values()))

@@ -16,8 +16,8 @@ from epload.mapping.wrappers import is_from_package, unwrap
 from epload.model.skeleton import class_before_fsdp
 from epload.model.targets import Targets
 from epload.planning.shares import Share, share_of_targets
-from epload.sync.catalog import catalog
-from epload.sync.model_reader import ModelReader
+from epload.saving.catalog import catalog
+from epload.saving.model_reader import ModelReader
 
 
 @dataclass
@@ -40,7 +40,7 @@ def read_source(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype
         dtype: of floating-point tensors in the files; None for the model's.
 
     Raises:
-        ModelMismatch, ValueError: see :func:`epload.sync.catalog.catalog` and :meth:`ModelReader.read`.
+        ModelMismatch, ValueError: see :func:`epload.saving.catalog.catalog` and :meth:`ModelReader.read`.
     """
     targets = ModelReader(model).read()
     manifest, placed = catalog(model, targets, mapping, names_from)

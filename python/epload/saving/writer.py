@@ -49,7 +49,7 @@ class Writer:
         Raises:
             OSError: a file cannot be written.
         """
-        largest = max((bucket.nbytes for bucket in self._plan.buckets), default=0)
+        largest = self._plan.largest
         buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(min(BUFFERS, len(self._plan.buckets)))]
         report.peak_staging = largest * len(buffers)
         pending: list[Future[int]] = []
@@ -69,7 +69,7 @@ class Writer:
                 wrote(0)
 
     def _write_bucket(self, bucket: WriteBucket, buffer: Tensor, report: SaveReport) -> int:
-        data = memoryview(buffer.numpy())
+        data = memoryview(buffer.numpy()).cast("B")  # type: ignore[arg-type]
         written = 0
         with report.timed("write"):
             for file, offset, begin, nbytes in bucket.runs.tolist():

@@ -60,9 +60,9 @@ class DeviceRing:
         if not self._wait_for(lambda: self._released > wave.index - len(self._staging.buckets)):
             return
         nbytes = wave.ends[0]
-        with self._report.timed("host_to_device"):
+        with self._report.timed("host_to_device", f"wave {wave.index}") as span:
             self._staging.copy(self._ready % PINNED, self._place(wave), nbytes)
-        self._report.phases["host_to_device"].nbytes += nbytes
+            span.nbytes = nbytes
         with self._turn:
             self._ready += 1
             self._turn.notify_all()

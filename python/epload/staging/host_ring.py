@@ -126,5 +126,5 @@ class HostRing:
         if not ranks:
             return
         names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        with self._activity.doing(f"waits until {names} has {stage} wave {count - 1}"):
+        with self._activity.waiting(f"{names} has {stage} wave {count - 1}", ranks):
             self._memory.board.wait(stage, self._before + count, ranks, self._timeout)

@@ -19,17 +19,17 @@ from epload.control.control import Control
 from epload.core import garbage_collection
 from epload.core.attempt import attempt
 from epload.errors import LoadError, kind_of, make_error
+from epload.observe.progress import Progress
 from epload.planning.exchange import plan_exchange
 from epload.planning.schedule import WAVE_BYTES
 from epload.planning.shares import Outline, Share
 from epload.planning.streams import ExchangePlan, Members
 from epload.planning.waves import Wave
-from epload.report import progress_bar
 from epload.staging.host_ring import HostRing
+from epload.staging.shards import DeviceBuffer, PreparedExchange, Shards
 from epload.staging.shared_memory import BUFFERS, NodeMemory
 from epload.sync.lobby import Member
 from epload.sync.report import SyncReport
-from epload.sync.shards import DeviceBuffer, PreparedExchange, Shards
 from epload.sync.store import fetch, publish
 from epload.sync.transfer import ExchangeRoles, ShardSink, ShardSource, exchange_waves
 from epload.transport.context import TransferContext
@@ -164,7 +164,7 @@ class Epoch:
             mover = Relay(context, ring, Route(self.rank, self.rank, group, ""), roles.chunk_bytes, words, seconds)
         engine = Engine(context, self.waves, ring, mover, sink)
         try:
-            with progress_bar(plan.nbytes, show_progress) as bar, control.watch.guards(engine, self.groups):
+            with Progress(plan.nbytes, show_progress) as bar, control.watch.guards(engine, self.groups):
                 engine.run(bar)
         except BaseException:
             if engine.broken:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from epload.report import TransferReport
-
-_NAMES = {"plan": "plan", "read": "pack", "inter_node": "transfer", "unpack": "unpack", "verify": "verify"}
+from epload.report import TransferReport, count, show_bytes, show_rate
 
 
-@dataclass
+@dataclass(repr=False)
 class SyncReport(TransferReport):
     """The result of sending or receiving one version, on one rank."""
 
@@ -27,15 +27,18 @@ class SyncReport(TransferReport):
     stage: str = ""
     """``"host"`` or ``"none"`` on a receiver, else empty."""
 
-    def __str__(self) -> str:
-        rate = self.moved / self.seconds / 1e9 if self.seconds else 0.0
+    _phase_titles: ClassVar[Mapping[str, str]] = {
+        "plan": "plan", "read": "pack", "inter_node": "transfer", "unpack": "unpack", "verify": "verify", "wait": "wait",
+    }  # fmt: skip
+
+    @property
+    def _moved_bytes(self) -> int:
+        return self.moved
+
+    def _headline(self) -> str:
         did = "received" if self.stage else "sent"
-        lines = [
-            f"{did} version {self.version}: {self.tensors} tensors, {self.moved / 1e6:.1f} MB in {self.buckets} buckets, "
-            f"{self.seconds:.3f} s ({rate:.2f} GB/s); {self.senders} senders, {self.receivers} receivers, epoch {self.epoch}"
-        ]
-        for name, phase in self.phases.items():
-            if phase.seconds and name in _NAMES:
-                moved = f"  {phase.nbytes / 1e6:10.1f} MB" if phase.nbytes else ""
-                lines.append(f"  {_NAMES[name]:<14}{phase.seconds:8.3f} s{moved}")
-        return "\n".join(lines)
+        return (
+            f"{did} version {self.version}: {count(self.tensors, 'tensor')}, {show_bytes(self.moved)} in "
+            f"{count(self.buckets, 'bucket')}, {self.seconds:.3f} s ({show_rate(self._rate)}); "
+            f"{count(self.senders, 'sender')}, {count(self.receivers, 'receiver')}, epoch {self.epoch}"
+        )

@@ -19,8 +19,8 @@ from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import Targets
 from epload.native import ops
 from epload.planning.shares import Share, share_of_targets, whole_share
+from epload.saving.model_reader import ModelReader
 from epload.sync.epoch import Epoch
-from epload.sync.model_reader import ModelReader
 
 _BATCH_BYTES = 64 << 20
 """Of full tensors that are made at once."""
@@ -151,16 +151,11 @@ class FullTensors:
 
 def _rows_by_tensor(epoch: Epoch) -> tuple[Tensor, Tensor, CopyTable]:
     """The copies of all buckets in the order of tensors, which they count as targets; the tensor and the bucket of each."""
-    tables, buckets = [], []
-    for number, planned in enumerate(epoch.plan.buckets):
-        table = planned.copies.clone()
-        table.target[:] = torch.tensor(planned.targets, dtype=torch.int64)[table.target]
-        tables.append(table)
-        buckets += [number] * len(table)
-    table = CopyTable.concatenate(tables)
+    buckets = epoch.plan.buckets
+    table = buckets.copies
     order = torch.argsort(table.target, stable=True)
     table = table.select(order)
-    return table.target.clone(), torch.tensor(buckets, dtype=torch.int64)[order], table
+    return table.target.clone(), buckets.of_rows()[order], table
 
 
 def _batches(manifest: Manifest) -> Iterator[range]:

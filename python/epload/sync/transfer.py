@@ -12,7 +12,7 @@ from torch import Tensor
 from epload.planning.schedule import Step
 from epload.planning.streams import ExchangePlan, Members
 from epload.planning.waves import Wave
-from epload.sync.shards import Shards
+from epload.staging.shards import Shards
 
 _CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 4 << 20
 """Of a message: small where nodes pass it on, so that filling a chain of them takes little time."""
@@ -54,7 +54,8 @@ class ExchangeRoles:
 
     def reader(self, bucket: int) -> int:
         """The rank that fills a bucket."""
-        return self.plan.buckets[bucket].stream.owner
+        buckets = self.plan.buckets
+        return buckets.streams[buckets.stream[bucket]].owner
 
     def steps(self, buckets: Sequence[tuple[int, int, int]]) -> list[Step]:
         """Along each bucket's path, between ranks of the rail that its sender is in."""
@@ -76,7 +77,7 @@ class ExchangeRoles:
 def exchange_waves(plan: ExchangePlan) -> list[Wave]:
     """A plan's waves with their places in a staging buffer."""
     return [
-        Wave.of(index, numbers, [plan.buckets[number].nbytes for number in numbers])
+        Wave.of(index, numbers, plan.buckets.nbytes[numbers.start : numbers.stop])
         for index, numbers in enumerate(plan.waves)
     ]
 

@@ -50,7 +50,7 @@ class TransferContext:
     activity: Activity = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "activity", Activity(self.control))
+        object.__setattr__(self, "activity", Activity(self.control, self.report))
 
     def read_here(self, numbers: Sequence[int]) -> list[int]:
         """Positions in ``numbers`` of the buckets that this rank fills."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from epload.checkpoint.base import Checkpoint
 from epload.core.attempt import attempt
 from epload.errors import LoadError
+from epload.observe.progress import Progress
 from epload.transport.context import TransferContext
 from epload.transport.framing import list_numbers
 from epload.transport.sinks import DirectSink
@@ -46,7 +45,7 @@ class DirectRead:
         self.broken = False
         """Whether it was interrupted, so that the buffers may still be in use."""
 
-    def run(self, bar: tqdm[Any]) -> None:
+    def run(self, bar: Progress) -> None:
         """``bar`` counts bytes.
 
         Raises:
@@ -70,7 +69,7 @@ class DirectRead:
     def abandon(self) -> None:
         self._sink.abandon()
 
-    def _step(self, read: Callable[[range], int | None], numbers: range, bar: tqdm[Any]) -> bool:
+    def _step(self, read: Callable[[range], int | None], numbers: range, bar: Progress) -> bool:
         """Whether the checkpoint can read this way."""
         context = self._context
         if failure := context.framing.remote_failure():
@@ -79,7 +78,6 @@ class DirectRead:
             nbytes = read(numbers)
         if nbytes is None:
             return False
-        context.report.phases["read"].nbytes += nbytes
         context.control.progress += nbytes
         bar.update(sum(context.plan.buckets[number].nbytes for number in numbers))
         return True
@@ -114,8 +112,9 @@ class DirectRead:
         buffer = self._buffer[: bucket.nbytes]
         step = "read"
         try:
-            with self._context.report.timed("read"):
+            with self._context.report.timed("read", f"bucket {number}") as span:
                 self._context.source.fill(number, buffer)
+                span.nbytes = bucket.nbytes
             step = "unpack"
             self._sink.unpack(number, buffer)
         except Exception as error:

@@ -11,16 +11,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
-
-from tqdm import tqdm
 
 from epload.errors import LoadError
+from epload.observe.progress import Progress
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.waves import Wave
 from epload.staging.ring import Ring
 from epload.transport import pipeline
 from epload.transport.context import TransferContext
+from epload.transport.framing import list_numbers
 from epload.transport.movers import Mover
 from epload.transport.sinks import Sink
 
@@ -61,7 +60,7 @@ class Engine:
         self.broken = False
         """Whether a step failed, so that the buffers may still be in use."""
 
-    def run(self, bar: tqdm[Any]) -> None:
+    def run(self, bar: Progress) -> None:
         """``bar`` counts bytes.
 
         Raises:
@@ -126,15 +125,16 @@ class Engine:
         self._ring.acquire(wave)
         if self._over.is_set():
             return False
-        with self._report.timed("read"):
+        with self._report.timed("read", list_numbers("bucket", [wave.numbers[i] for i in mine])) as span:
             for i in mine:
-                self._fill(wave, i)
+                span.nbytes += self._fill(wave, i)
         self._ring.ready(wave)
         if any(self._read_outcomes[wave.numbers[i]] is not None for i in mine):
             self._last_read = min(self._last_read, wave.index + self._ring.in_flight - 1)
         return wave.index < self._last_read
 
-    def _fill(self, wave: Wave, i: int) -> None:
+    def _fill(self, wave: Wave, i: int) -> int:
+        """Returns the bytes read."""
         number = wave.numbers[i]
         buffer = self._ring.read_buffer(wave, i)
         assert self._context.source is not None
@@ -143,8 +143,8 @@ class Engine:
         self._read_outcomes[number] = failure
         if failure is not None:
             self._failure = self._failure or failure
-        self._report.phases["read"].nbytes += buffer.nbytes - HEADER_BYTES
         self._context.control.progress += buffer.nbytes
+        return buffer.nbytes - HEADER_BYTES
 
     def _move(self, wave: Wave) -> bool:
         assert self._mover is not None
@@ -174,9 +174,9 @@ class Engine:
         if wave.index < self._aborted:
             if self._context.framing.checked:
                 self._verify(wave)
-            with self._report.timed("unpack"):
+            with self._report.timed("unpack", list_numbers("bucket", wave.numbers)) as span:
                 for i, number in enumerate(wave.numbers):
-                    self._take(wave, i, number)
+                    span.nbytes += self._take(wave, i, number)
             if self._failure is not None:
                 self._guarded.discard(wave.index)
         elif wave.index >= self._last_moved:
@@ -230,20 +230,21 @@ class Engine:
         return self._context.framing.check(number, self._ring.header(wave, i), body)
 
     def _verify(self, wave: Wave) -> None:
-        with self._report.timed("verify"):
+        with self._report.timed("verify", list_numbers("bucket", wave.numbers)) as span:
             for i in self._ring.to_verify(wave):
                 number, bucket = wave.numbers[i], self._ring.bucket(wave, i)
                 self._context.framing.verify(number, self._context.flow.reader(number), bucket.cpu())
-                self._report.phases["verify"].nbytes += bucket.nbytes - HEADER_BYTES
+                span.nbytes += bucket.nbytes - HEADER_BYTES
         self._ring.verified(wave)
 
-    def _take(self, wave: Wave, i: int, number: int) -> None:
+    def _take(self, wave: Wave, i: int, number: int) -> int:
+        """Returns the bytes of the bucket."""
         bucket, guarded = self._ring.bucket(wave, i), wave.index in self._guarded
         if self._failure is None and (guarded or self._plan.buckets[number].targets):
             try:
                 self._sink.unpack(number, bucket, guarded)
             except Exception as error:  # keep receiving until a reader, who hears of it, ends the transfer for all
                 self._failure = self._context.framing.publish_failure("unpack", [number], error)
-        self._report.phases["unpack"].nbytes += bucket.nbytes - HEADER_BYTES
         self._context.control.progress += bucket.nbytes
         self._bar.update(bucket.nbytes)
+        return bucket.nbytes - HEADER_BYTES

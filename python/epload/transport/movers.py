@@ -54,7 +54,7 @@ class Relay:
             return
         numbers, report = wave.numbers, self._context.report
         doing = f"passes on buckets {numbers[0]} to {numbers[-1]}, {_peers(steps)}"
-        with self._context.activity.doing(doing), report.timed(self._phase):
+        with self._context.activity.doing(doing), report.timed(self._phase, doing) as span:
             try:
                 messages = ops.relay(
                     self._ring.buffer(wave), torch.tensor(steps, dtype=torch.int64), self._route.inter_group,
@@ -62,8 +62,8 @@ class Relay:
                 )  # fmt: skip
             except RuntimeError as error:
                 raise _explain(self._context, error, numbers[0]) from error
+            span.nbytes = sum(end - begin for begin, end, *_ in steps)
         report.transport_steps += messages
-        report.phases[self._phase].nbytes += sum(end - begin for begin, end, *_ in steps)
 
 
 class Collective:
@@ -95,13 +95,14 @@ class Collective:
         for i, number in enumerate(wave.numbers):
             reader, bucket = flow.reader(number), self._ring.sent(wave, i)
             route = self._routes[reader]
-            with self._context.activity.doing(f"broadcasts bucket {number} from rank {reader}"):
+            doing = f"broadcasts bucket {number} from rank {reader}"
+            with self._context.activity.doing(doing):
                 try:
-                    with report.timed(self._phase):
+                    with report.timed(self._phase, doing) as span:
                         self._broadcast(bucket, reader)
+                        span.nbytes = wave.ends[i] - wave.begins[i]
                 except RuntimeError as error:
                     raise _explain(self._context, error, number) from error
-            report.phases[self._phase].nbytes += wave.ends[i] - wave.begins[i]
             report.transport_steps += broadcast_steps(route, flow, bucket.nbytes)
 
     def _broadcast(self, bucket: Tensor, reader: int) -> None:

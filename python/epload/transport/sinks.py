@@ -14,7 +14,7 @@ from epload.report import TransferReport
 from epload.staging.affinity import near
 from epload.staging.device import PINNED
 from epload.transport.device_plan import DevicePlan, Kept, Pinned
-from epload.transport.framing import Framing
+from epload.transport.framing import Framing, list_numbers
 from epload.transport.local import Local
 
 
@@ -65,8 +65,10 @@ class HostSink:
         self._local.unpack(number, bucket)
 
     def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
-        with self._report.timed("read"):
-            return self._local.read(numbers, checkpoint)
+        with self._report.timed("read", list_numbers("bucket", numbers)) as span:
+            nbytes = self._local.read(numbers, checkpoint)
+            span.nbytes = nbytes or 0
+            return nbytes
 
     def abandon(self) -> None:
         pass
@@ -142,8 +144,9 @@ class UploadSink:
                     continue
                 uploads = part is kept.on_device
                 regions = self._pinned_for(kept).regions() if uploads else part.of(self._tensors)
-                with self._report.timed("read"):
+                with self._report.timed("read", list_numbers("bucket", group)) as span:
                     nbytes = checkpoint.read_regions(regions)
+                    span.nbytes = nbytes or 0
                 if nbytes is None:
                     return None
                 total += nbytes
@@ -166,9 +169,10 @@ class UploadSink:
         turn = self._turn % PINNED
         self._turn += 1
         nbytes = kept.packed_bytes
-        self._staging.copy(turn, turn, nbytes)
+        with self._report.timed("host_to_device") as span:
+            self._staging.copy(turn, turn, nbytes)
+            span.nbytes = nbytes
         with self._staging.node_stream:
             self._staging.wait_for_copy(turn)
             kept.unpack_packed(self._staging.buckets[turn], self._tensors)
             self._staging.unpacked(turn)
-        self._report.phases["host_to_device"].nbytes += nbytes

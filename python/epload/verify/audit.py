@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +28,11 @@ class NonFinite:
         return f"{self.name}: {self.nans} NaN and {self.infs} Inf in {self.count} elements"
 
 
-def find_non_finite(checkpoint: Checkpoint) -> Iterator[NonFinite]:
+def find_non_finite(checkpoint: Checkpoint, progress: Callable[[int], object] | None = None) -> Iterator[NonFinite]:
     """Reads all of an open checkpoint, whose headers were checked when it was opened, with a buffer of 16 MiB.
+
+    Args:
+        progress: called with the number of bytes after each read.
 
     Raises:
         CheckpointError: a file is missing, cannot be read or ends too early.
@@ -42,6 +45,8 @@ def find_non_finite(checkpoint: Checkpoint) -> Iterator[NonFinite]:
         for begin in range(0, nbytes, _CHUNK_BYTES):
             chunk = buffer[: min(_CHUNK_BYTES, nbytes - begin)]
             checkpoint.fill(chunk, [Piece(index, begin, 0, len(chunk))])
+            if progress is not None:
+                progress(len(chunk))
             if dtype.is_floating_point or dtype.is_complex:
                 values = _real(chunk.view(dtype))
                 nans += int(values.isnan().sum())

@@ -1,0 +1,1 @@
+"""``epload bench``: the command, and what each of its ranks runs."""

@@ -1,0 +1,73 @@
+"""Names of many tensors as few lines: ``layers.{0..47}.experts.{0..127}.up.weight``. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from math import prod
+from typing import TypeVar
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A number that is a whole part of a name between dots."""
+Numbers = tuple[int, ...]
+Value = TypeVar("Value", bound=Hashable)
+
+
+def fold(names: Mapping[str, Value]) -> list[tuple[str, Value, int]]:
+    """Folds names that differ in their numbers only, and have equal values, where they are all combinations of some numbers.
+
+    Args:
+        names: a value by name, such as a dtype and a shape.
+
+    Returns:
+        Folded name, value and how many names it stands for, in the order of the first of them.
+    """
+    groups: dict[tuple[str, Value], list[Numbers]] = {}
+    for name, value in names.items():
+        pattern, numbers = _NUMBER.sub("{}", name.replace("{", "{{").replace("}", "}}")), _numbers(name)
+        groups.setdefault((pattern, value), []).append(numbers)
+    return [
+        (pattern.format(*map(_braces, sets)), value, prod(map(len, sets)))
+        for (pattern, value), found in groups.items()
+        for sets in _boxes(found)
+    ]
+
+
+def numbered(names: Iterable[str]) -> dict[str, int]:
+    """How many different numbers follow each prefix, without those further left: ``{"layers": 48, "layers.*.experts": 128}``."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        for match in _NUMBER.finditer(name):
+            prefix = _NUMBER.sub("*", name[: match.start()].rstrip("."))
+            found.setdefault(prefix, set()).add(match.group())
+    return {prefix: len(values) for prefix, values in found.items()}
+
+
+def _numbers(name: str) -> Numbers:
+    return tuple(map(int, _NUMBER.findall(name)))
+
+
+def _boxes(found: Iterable[Numbers]) -> list[list[Sequence[int]]]:
+    """The given tuples as products of sets, one set for each position."""
+    rest_of: dict[int, list[Numbers]] = {}
+    for numbers in found:
+        if not numbers:
+            return [[]]
+        rest_of.setdefault(numbers[0], []).append(numbers[1:])
+    firsts: dict[frozenset[Numbers], list[int]] = {}
+    for first, rest in rest_of.items():
+        firsts.setdefault(frozenset(rest), []).append(first)
+    return [[sorted(same), *box] for rests, same in firsts.items() for box in _boxes(sorted(rests))]
+
+
+def _braces(values: Sequence[int]) -> str:
+    """``5`` for one value, else ``{0..3,7}``."""
+    if len(values) == 1:
+        return str(values[0])
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1][1:] = [value]
+        else:
+            runs.append([value])
+    return "{" + ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) + "}"

@@ -1,0 +1,107 @@
+"""What all commands share: tables, JSON, sizes in words, and errors as one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.tree import Tree
+
+from epload.errors import LoadError
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+"""Every command has it."""
+
+
+class Commands(click.Group):
+    """A group whose commands return their exit status, and end with one line on standard error if they fail."""
+
+    def main(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
+    ) -> None:
+        """Exits with 0, or with what the command returned; 1 if it failed; 2 for wrong arguments."""
+        extra["standalone_mode"] = False
+        try:
+            status = super().main(args, prog_name or "epload", **extra)
+        except click.UsageError as error:
+            where = error.ctx.command_path if error.ctx is not None else "epload"
+            status = _fail(f"{error.format_message()} Try '{where} --help'.", 2)
+        except click.Abort:
+            status = _fail("interrupted", 130)
+        except click.ClickException as error:
+            status = _fail(error.format_message(), 1)
+        except BrokenPipeError:  # the reader of a pipe has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            status = 1
+        except (LoadError, OSError, ValueError, TypeError, ImportError) as error:
+            status = _fail(str(error), 1)
+        sys.exit(status or 0)
+
+
+def _fail(message: str, status: int) -> int:
+    click.echo(f"epload: {' '.join(message.split())}", err=True)
+    return status
+
+
+def print_json(value: object) -> None:
+    """Numbers that JSON lacks, such as an infinite rate, are null."""
+    click.echo(json.dumps(_finite(value), indent=2))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+def show(part: Table | Tree | str = "") -> None:
+    """Prints to standard output; to a terminal in colors, elsewhere without a limit to the width of a line."""
+    terminal = sys.stdout.isatty()
+    width = None if terminal else 10_000
+    console = Console(width=width, force_terminal=terminal, highlight=False, markup=False, emoji=False)
+    with console.capture() as captured:
+        console.print(part)
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> Table:
+    """Names and values, aligned."""
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Table:
+    """``right``: the columns aligned to the right, by number."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="right" if number in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def size(nbytes: float) -> str:
+    """``"1.5 GB"``; a GB is 1e9 bytes."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.3g} {unit}" if nbytes < 1000 * factor else f"{nbytes / factor:,.0f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def count(number: int, noun: str) -> str:
+    """``"1 tensor"``, ``"2,000 tensors"``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

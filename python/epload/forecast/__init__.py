@@ -1,0 +1,1 @@
+"""What a load would do on ranks and clusters that are not there."""

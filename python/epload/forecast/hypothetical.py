@@ -1,0 +1,160 @@
+"""Ranks that do not run: a model on meta, parallelized as one rank of a job would, in one process without peers."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from epload.model.targets import Targets
+
+AXES = ("replicate", "fsdp", "tp")
+"""The axes of a mesh over which a model is parallelized here; a factory that takes the mesh may use others."""
+Sizes = dict[str, int]
+Factory = Callable[[DeviceMesh], nn.Module]
+
+
+def parse_mesh(text: str) -> Sizes:
+    """``"fsdp=8,tp=2"`` as sizes by name, in this order. Raises ValueError."""
+    parts = [part.partition("=") for part in text.split(",")]
+    sizes = {name.strip(): int(size) if size.strip().isdecimal() else 0 for name, _, size in parts}
+    if len(sizes) != len(parts) or not all(name and size > 0 for name, size in sizes.items()):
+        raise ValueError(f"expected a mesh such as fsdp=8,tp=2, got {text!r}")
+    return sizes
+
+
+@contextmanager
+def first_rank(sizes: Sizes) -> Iterator[DeviceMesh]:
+    """The mesh of a job, as its first rank sees it, without the others: collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=prod(sizes.values()), store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    finally:
+        dist.destroy_process_group()
+
+
+def as_seen_by(targets: Targets, sizes: Sizes, rank: int) -> Targets:
+    """The first rank's targets, as another rank would have them: at its coordinates of the same meshes.
+
+    Raises:
+        ValueError: a tensor is on a mesh with other axes.
+    """
+    index = {}
+    for name, size in reversed(sizes.items()):
+        rank, index[name] = divmod(rank, size)
+    coordinates = list(targets.coordinates)
+    for tensor, layout in zip(targets.tensors, targets.layout, strict=True):
+        if isinstance(tensor, DTensor):
+            axes = tensor.device_mesh.mesh_dim_names or ()
+            if not axes or any(axis not in index for axis in axes):
+                raise ValueError(f"expected models on axes of the mesh {', '.join(sizes)}, got a tensor on {axes}")
+            coordinates[layout] = tuple(index[axis] for axis in axes)
+    return replace(targets, coordinates=coordinates)
+
+
+def find_factory(model: str) -> Factory:
+    """What makes the model on meta, for the mesh of a rank.
+
+    Args:
+        model: a folder with a config.json or a model on the Hugging Face Hub, for transformers; or ``package.module:name``, a
+            function or class. It is called with the mesh if it takes an argument, and parallelizes the model itself; else the
+            result is sharded over the axes of AXES.
+
+    Raises:
+        ImportError: the module does not exist, or has no such name.
+    """
+    if ":" in model and "//" not in model:
+        return _own_factory(model)
+    return lambda mesh: _parallelize(_from_config(model), mesh)
+
+
+def _own_factory(model: str) -> Factory:
+    module, _, name = model.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except AttributeError:
+        raise ImportError(f"{module} has no {name!r}, which --model {model} names") from None
+    finally:
+        sys.path.pop(0)
+
+    def factory(mesh: DeviceMesh) -> nn.Module:
+        with torch.device("meta"):
+            if any(p.default is p.empty for p in inspect.signature(make).parameters.values()):
+                return make(mesh)  # type: ignore[no-any-return]
+            return _parallelize(make(), mesh)
+
+    return factory
+
+
+def _from_config(model: str) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(model)
+    names = [name for name in config.architectures or () if hasattr(transformers, name)]
+    with torch.device("meta"):
+        if names:
+            return getattr(transformers, names[0])._from_config(config)
+        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+
+
+def _parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """Tensor parallelism by the model's own plan, then FSDP2 of every layer and of the whole."""
+    axes = mesh.mesh_dim_names or ()
+    if others := [axis for axis in axes if axis not in AXES]:
+        raise ValueError(
+            f"expected mesh axes among {', '.join(AXES)}, got {', '.join(others)}: for others pass --model "
+            "package.module:function, a function that takes the mesh and returns the parallelized model"
+        )
+    if "tp" in axes and mesh["tp"].size() > 1:
+        _apply_tensor_parallelism(model, mesh["tp"])
+    sharded = tuple(axis for axis in axes if axis in ("replicate", "fsdp"))
+    if "fsdp" in sharded:
+        for layer in _layers(model):
+            fully_shard(layer, mesh=mesh[sharded])
+        fully_shard(model, mesh=mesh[sharded])
+    return model  # type: ignore[no-any-return]
+
+
+def _apply_tensor_parallelism(model: Any, mesh: DeviceMesh) -> None:
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    if not plan:
+        raise ValueError(
+            f"{type(model).__name__} declares no plan for tensor parallelism (tp_plan): pass --model package.module:function, a "
+            "function that takes the mesh and returns the parallelized model"
+        )
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    patterns = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in plan.items()]
+    of_parameter = {}
+    for name, _ in model.named_parameters():
+        for pattern, style in patterns:
+            if pattern.fullmatch(name) or pattern.fullmatch(name.rpartition(".")[0]):
+                of_parameter[name] = style
+                break
+    apply_tensor_parallelism(model, mesh, of_parameter)
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The items of every module list that is in no other."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _layers(child)

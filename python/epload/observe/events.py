@@ -1,0 +1,84 @@
+"""What one rank did, and when: spans of time by thread. Recorded only in a load that is traced."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic_ns
+from typing import NamedTuple
+
+ROUND = "round"
+"""The phase of an agreement round. The detail of such an event is the number of the round, equal on all ranks."""
+
+
+class Event(NamedTuple):
+    """One span of time. Of one thread they nest: a wait may be part of a phase."""
+
+    lane: str
+    """Name of the thread."""
+    phase: str
+    """One of ``epload.report.PHASES``, or ``ROUND``."""
+    begin: int
+    """Nanoseconds of the rank's monotonic clock, or in a :class:`~epload.observe.trace.Trace` of the first rank's."""
+    end: int
+    nbytes: int = 0
+    """Bytes handled in it."""
+    detail: str = ""
+    ranks: tuple[int, ...] = ()
+    """The ranks that it waited for."""
+    name: str = ""
+    """If it is not the phase's."""
+
+
+@dataclass
+class Events:
+    """One rank's events. Any thread may add to them."""
+
+    rank: int
+    node: int = 0
+    """Number of the rank's node in the topology."""
+    clock: str = field(default_factory=lambda: clock_identity())
+    """Equal on ranks whose monotonic clocks are one."""
+    spans: list[Event] = field(default_factory=list)
+    decided: dict[str, int] = field(default_factory=dict)
+    """On the rank that decides rounds, when it decided each."""
+
+    def add(
+        self, phase: str, begin: int, nbytes: int = 0, detail: str = "", ranks: tuple[int, ...] = (), name: str = ""
+    ) -> None:
+        """A span that ends now, of the calling thread."""
+        lane = threading.current_thread().name
+        self.spans.append(Event(lane, phase, begin, monotonic_ns(), nbytes, detail, ranks, name))
+
+    @contextmanager
+    def round(self, what: str, number: str) -> Iterator[None]:
+        """Around an agreement round."""
+        begin = monotonic_ns()
+        try:
+            yield
+        finally:
+            self.add(ROUND, begin, detail=number, name=what)
+
+    def encode(self) -> bytes:
+        return zlib.compress(json.dumps(vars(self)).encode(), 1)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Events:
+        events = cls(**json.loads(zlib.decompress(data)))
+        events.spans = [Event(*span[:6], tuple(span[6]), span[7]) for span in events.spans]
+        return events
+
+
+def clock_identity() -> str:
+    """Names the monotonic clock of this process: that of the running kernel, in a time namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return f"process {os.getpid()} of {os.uname().nodename}"

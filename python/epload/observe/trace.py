@@ -1,0 +1,151 @@
+"""A traced load: the events of all ranks on one clock, as a file that Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from epload.observe.events import ROUND, Event, Events
+
+_FORMAT = "epload trace"
+_LANES = ("MainThread", "epload-read", "epload-move")
+"""Threads in the order in which they are shown; others follow."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Of one load. All times are nanoseconds of the first rank's clock."""
+
+    ranks: tuple[Events, ...]
+    accuracy: dict[int, float]
+    """Seconds by which times of a rank may be off: 0 on the first rank's machine, infinite if nothing is known. Another machine's
+    clock is known only from the agreement rounds: each is entered before the first rank decides it, and left afterwards."""
+
+    @classmethod
+    def merge(cls, ranks: Iterable[Events]) -> Trace:
+        """``ranks``: the events of each, on its own clock. The first decides rounds."""
+        first, *others = ranks
+        merged, accuracy = [first], {first.rank: 0.0}
+        for other in others:
+            offset, accuracy[other.rank] = _offset(other, first)
+            spans = [span._replace(begin=span.begin + offset, end=span.end + offset) for span in other.spans]
+            merged.append(replace(other, spans=spans))
+        return cls(tuple(_with_last_to_come(sorted(merged, key=lambda events: events.rank))), accuracy)
+
+    @property
+    def begin(self) -> int:
+        return min((span.begin for events in self.ranks for span in events.spans), default=0)
+
+    @property
+    def end(self) -> int:
+        return max((span.end for events in self.ranks for span in events.spans), default=0)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes it in the Trace Event Format. Each rank is a process, and each of its threads a track."""
+        accuracy = {str(rank): each if each < math.inf else None for rank, each in self.accuracy.items()}
+        content = {
+            "traceEvents": [event for events in self.ranks for event in self._describe(events)],
+            "displayTimeUnit": "ms",
+            "otherData": {"format": _FORMAT, "accuracy": accuracy},
+        }
+        Path(path).write_text(json.dumps(content, allow_nan=False))
+
+    def _describe(self, events: Events) -> Iterable[dict[str, Any]]:
+        rank, begin = events.rank, self.begin
+        found = {span.lane for span in events.spans}
+        lanes = [lane for lane in _LANES if lane in found] + sorted(found - {*_LANES})
+        yield _metadata(rank, 0, "process_name", name=f"rank {rank} (node {events.node})")
+        yield _metadata(rank, 0, "process_sort_index", sort_index=rank)
+        for number, lane in enumerate(lanes):
+            yield _metadata(rank, number, "thread_name", name=lane)
+            yield _metadata(rank, number, "thread_sort_index", sort_index=number)
+        totals: dict[str, int] = defaultdict(int)
+        for span in sorted(events.spans, key=lambda span: (span.begin, -span.end)):
+            args: dict[str, Any] = {"detail": span.detail, "bytes": span.nbytes, "waits_for": list(span.ranks)}
+            yield {
+                "name": span.name or span.phase, "cat": span.phase, "ph": "X", "pid": rank, "tid": lanes.index(span.lane),
+                "ts": (span.begin - begin) / 1e3, "dur": (span.end - span.begin) / 1e3,
+                "args": {name: value for name, value in args.items() if value},
+            }  # fmt: skip
+        for span in sorted(events.spans, key=lambda span: span.end):
+            if span.nbytes:
+                totals[span.phase] += span.nbytes
+                yield {
+                    "name": f"{span.phase}: bytes", "ph": "C", "pid": rank, "ts": (span.end - begin) / 1e3,
+                    "args": {"bytes": totals[span.phase]},
+                }  # fmt: skip
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Trace:
+        """Reads what :meth:`save` has written.
+
+        Raises:
+            ValueError: it is another file.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            other = content["otherData"]
+            if other["format"] != _FORMAT:
+                raise KeyError(_FORMAT)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"expected a trace that epload has written, got {path}, which is none") from error
+        ranks: dict[int, Events] = {}
+        lanes: dict[tuple[int, int], str] = {}
+        for event in content["traceEvents"]:
+            rank, args = event["pid"], event["args"]
+            if event["name"] == "process_name":
+                ranks[rank] = Events(rank, int(args["name"].rpartition(" ")[2].rstrip(")")))
+            elif event["name"] == "thread_name":
+                lanes[rank, event["tid"]] = args["name"]
+            elif event["ph"] == "X":
+                begin, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
+                name = event["name"] if event["name"] != event["cat"] else ""
+                ranks[rank].spans.append(
+                    Event(
+                        lanes[rank, event["tid"]], event["cat"], begin, begin + length, args.get("bytes", 0),
+                        args.get("detail", ""), tuple(args.get("waits_for", ())), name,
+                    )
+                )  # fmt: skip
+        return cls(
+            tuple(ranks.values()),
+            {int(rank): math.inf if each is None else each for rank, each in other["accuracy"].items()},
+        )
+
+
+def _metadata(rank: int, lane: int, what: str, **args: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": rank, "tid": lane, "args": args}
+
+
+def _offset(other: Events, first: Events) -> tuple[int, float]:
+    """What to add to times of another rank, and by how many seconds that may be off."""
+    if other.clock == first.clock:
+        return 0, 0.0
+    rounds = [(span, first.decided[span.detail]) for span in other.spans if span.detail in first.decided]
+    if not rounds:
+        return first.spans[0].begin - other.spans[0].begin if first.spans and other.spans else 0, math.inf
+    least = max(decided - span.end for span, decided in rounds)
+    most = min(decided - span.begin for span, decided in rounds)
+    return (least + most) // 2, abs(most - least) / 2e9
+
+
+def _with_last_to_come(ranks: list[Events]) -> Iterable[Events]:
+    """The same with the rank that every round waited for."""
+    last: dict[str, tuple[int, int]] = {}
+    for events in ranks:
+        for span in events.spans:
+            if span.phase == ROUND:
+                last[span.detail] = max(last.get(span.detail, (span.begin, events.rank)), (span.begin, events.rank))
+    for events in ranks:
+        spans = [
+            span._replace(ranks=(last[span.detail][1],))
+            if span.phase == ROUND and last[span.detail][1] != events.rank
+            else span
+            for span in events.spans
+        ]
+        yield replace(events, spans=spans)

@@ -1,0 +1,139 @@
+"""``epload inspect``, ``verify`` and ``diff``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from epload.cli.main import main
+
+
+def run(*arguments: str | Path, status: int = 0) -> str:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert (result.exit_code, result.stderr) == (status, ""), result.output
+    return result.stdout
+
+
+def run_json(*arguments: str | Path, status: int = 0) -> Any:
+    return json.loads(run(*arguments, "--json", status=status))
+
+
+def lines(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """The same tensors in a folder of two files, and in one torch file."""
+    state = {f"layers.{i}.experts.{j}.up": torch.zeros(3, 5) for i in range(2) for j in range(3)}
+    other = {"steps": torch.zeros((), dtype=torch.int64), "layers.1.norm": torch.zeros(4, dtype=torch.bfloat16)}
+    save_file(state, tmp_path / "a.safetensors")
+    save_file(other, tmp_path / "b.safetensors")
+    torch.save(state | other, tmp_path / "model.pt")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["", "model.pt"])
+def test_inspect_summarizes_and_folds(name: str, checkpoint: Path) -> None:
+    found = lines(run("inspect", checkpoint / name))
+    assert ["tensors", "8", "(95", "elements,", "376", "B)"] in found
+    assert ["layers", "layers:", "2,", "layers.*.experts:", "3"] in found
+    assert sorted(found[found.index(["tensors", "dtype", "shape", "name"]) + 1 :]) == [
+        ["1", "bfloat16", "[4]", "layers.1.norm"],
+        ["1", "int64", "[]", "steps"],
+        ["6", "float32", "[3,", "5]", "layers.{0..1}.experts.{0..2}.up"],
+    ]
+
+
+def test_inspect_as_json_lists_every_tensor(checkpoint: Path) -> None:
+    found = run_json("inspect", checkpoint)
+    assert found["files"] == {name: (checkpoint / name).stat().st_size for name in ("a.safetensors", "b.safetensors")}
+    assert (found["count"], found["elements"], found["nbytes"]) == (8, 95, 376)
+    assert found["dtypes"]["float32"] == {"tensors": 6, "nbytes": 360}
+    assert found["numbered"] == {"layers": 2, "layers.*.experts": 3}
+    assert {each["name"]: each["shape"] for each in found["tensors"]}["layers.1.experts.2.up"] == [3, 5]
+    assert len(found["tensors"]) == 8
+
+
+def test_inspect_filters(checkpoint: Path) -> None:
+    found = run_json("inspect", checkpoint, "--filter", r"experts\.[12]")
+    assert (found["count"], found["nbytes"]) == (4, 240)
+    assert "4 of 8" in run("inspect", checkpoint, "--filter", r"experts\.[12]")
+    assert "0 of 8" in run("inspect", checkpoint, "--filter", "nothing")
+
+
+def test_inspect_shows_a_tree(checkpoint: Path) -> None:
+    tree = run("inspect", checkpoint, "--tree")
+    assert "{0..2}" in tree
+    assert "up  float32 [3, 5]  x 6" in tree
+    assert "steps  int64 []" in tree
+
+
+@pytest.mark.parametrize("name", ["", "model.pt"])
+def test_verify_reads_everything_and_finds_nothing(name: str, checkpoint: Path) -> None:
+    assert run("verify", checkpoint / name).endswith("every byte read, no tensor with NaN or Inf\n")
+    assert run_json("verify", checkpoint / name)["non_finite"] == []
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e5m2]
+)
+def test_verify_counts_nan_and_inf(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a tensor is read in several pieces."""
+    monkeypatch.setattr("epload.verify.audit._CHUNK_BYTES", 64)
+    values = torch.zeros(100)
+    values[[1, 50, 99]], values[[0, 98]] = float("nan"), float("-inf")
+    path = tmp_path / "m.safetensors"
+    save_file({"bad": values.to(dtype), "good": torch.ones(100), "whole": torch.ones(7, dtype=torch.int8)}, path)
+    out = run("verify", path, status=1).splitlines()
+    assert out[0] == "bad: 3 NaN and 2 Inf in 100 elements"
+    assert out[1].startswith("3 tensors, ")
+    assert out[1].endswith(" 1 tensor with NaN or Inf")
+    assert len(out) == 2
+    assert run_json("verify", path, status=1)["non_finite"] == [{"name": "bad", "nans": 3, "infs": 2, "count": 100}]
+
+
+def test_verify_names_a_truncated_file(checkpoint: Path) -> None:
+    path = checkpoint / "a.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    result = CliRunner().invoke(main, ["verify", str(path)])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "is truncated" in result.stderr
+
+
+def test_diff_of_equal_checkpoints_in_two_formats(checkpoint: Path) -> None:
+    assert run("diff", checkpoint, checkpoint / "model.pt") == "8 tensors with equal values\n"
+    assert run_json("diff", checkpoint, checkpoint / "model.pt")["values"] == []
+
+
+def test_diff_reports_every_kind_of_difference(checkpoint: Path, tmp_path: Path) -> None:
+    state = torch.load(checkpoint / "model.pt")
+    del state["layers.0.experts.1.up"], state["layers.1.experts.1.up"]
+    state["extra"] = torch.zeros(1)
+    state["layers.1.norm"] = state["layers.1.norm"].reshape(2, 2)
+    state["steps"] = state["steps"].int()
+    state["layers.0.experts.0.up"][2, 4] = -0.75
+    torch.save(state, tmp_path / "other.pt")
+    found = run_json("diff", checkpoint / "model.pt", tmp_path / "other.pt", status=1)
+    assert found["only_first"] == ["layers.0.experts.1.up", "layers.1.experts.1.up"]
+    assert found["only_second"] == ["extra"]
+    assert found["shapes"] == {"layers.1.norm": [["bfloat16", [4]], ["bfloat16", [2, 2]]]}
+    assert found["dtypes"] == {"steps": [["int64", []], ["int32", []]]}
+    value = {"name": "layers.0.experts.0.up", "differing": 1, "count": 15, "largest": 0.75, "mean": 0.05}
+    assert found["values"] == [value]
+    text = run("diff", checkpoint / "model.pt", tmp_path / "other.pt", status=1)
+    assert ["only", "in", "FIRST", "2", "layers.{0..1}.experts.1.up"] in lines(text)
+    assert ["0.75", "0.05", "1", "of", "15", "layers.0.experts.0.up"] in lines(text)
+    headers = run("diff", checkpoint / "model.pt", tmp_path / "other.pt", "--headers", status=1)
+    assert "0.75" not in headers
+    narrowed = [checkpoint / "model.pt", tmp_path / "other.pt", "--filter", r"layers\.0\.experts\.0"]
+    run("diff", *narrowed, status=1)
+    run("diff", *narrowed, "--atol", "0.75")
+    run("diff", *narrowed, "--atol", "0.74", status=1)
+    run("diff", *narrowed, "--rtol", "1")

@@ -1,0 +1,96 @@
+"""``epload doctor``: each check on a machine that is fit, and on one that is not."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from click.testing import CliRunner
+
+from epload.cli import doctor
+from epload.cli.main import main
+
+
+def test_every_check_has_a_finding() -> None:
+    result = CliRunner().invoke(main, ["doctor", "--json"])
+    findings = json.loads(result.stdout)["findings"]
+    assert len(findings) == len(doctor.CHECKS)
+    assert {each["status"] for each in findings} <= {"ok", "warn", "fail"}
+    assert all(each["advice"] for each in findings if each["status"] != "ok")
+    assert result.exit_code == any(each["status"] == "fail" for each in findings)
+    by_name = {each["check"]: each for each in findings}
+    assert (by_name["build"]["status"], by_name["store"]["status"]) == ("ok", "ok")
+
+
+def test_a_failed_check_gives_status_1_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = doctor.Finding("a", "ok", "fine"), doctor.Finding("b", "fail", "broken", "mend it")
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: good, lambda: bad))
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 1
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert rows[1:3] == [["a", "ok", "fine"], ["b", "fail", "broken"]]
+    assert rows[-1] == ["b", "mend", "it"]
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: good,))
+    assert CliRunner().invoke(main, ["doctor"]).exit_code == 0
+
+
+@pytest.mark.parametrize(("free", "status"), [(64 << 20, "warn"), (4 << 30, "ok")])
+def test_shared_memory(free: int, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    usage = namedtuple("usage", "total used free")(free, 0, free)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    assert doctor.check_shared_memory(tmp_path).status == status
+    monkeypatch.undo()
+    assert doctor.check_shared_memory(tmp_path / "absent").status == "warn"
+
+
+def test_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
+        assert doctor.check_open_files().status == "warn"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_network_cards(tmp_path: Path) -> None:
+    assert doctor.check_cards(tmp_path).status == "warn"
+    for name, state, speed in (("eth0", "up", "25000"), ("eth1", "down", "1000"), ("veth", "up", "-1")):
+        card = tmp_path / "class/net" / name
+        (card / "device").mkdir(parents=True)
+        (card / "operstate").write_text(state + "\n")
+        (card / "speed").write_text(speed + "\n")
+    found = doctor.check_cards(tmp_path)
+    assert (found.status, found.found) == ("ok", "eth0 25 Gbit/s, veth of unknown speed")
+
+
+@pytest.mark.parametrize(("content", "status"), [("cubic\n", "ok"), ("bbr\n", "warn"), (None, "warn")])
+def test_congestion_control(content: str | None, status: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "sys/net/ipv4").mkdir(parents=True)
+        (tmp_path / "sys/net/ipv4/tcp_congestion_control").write_text(content)
+    assert doctor.check_congestion_control(tmp_path).status == status
+
+
+def test_a_slow_lookup_is_noticed() -> None:
+    def no_name(address: str) -> None:
+        raise OSError("no name")
+
+    assert doctor.check_lookup(no_name, slow=5.0).status == "ok"
+    found = doctor.check_lookup(lambda address: time.sleep(0.05), slow=0.04)
+    assert found.status == "warn"
+    assert "/etc/hosts" in found.advice
+
+
+def test_a_store_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise dist.DistNetworkError("connection refused")
+
+    monkeypatch.setattr(doctor.dist, "TCPStore", refuse)
+    found = doctor.check_store()
+    assert found.status == "fail"
+    assert "connection refused" in found.found

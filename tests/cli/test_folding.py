@@ -1,0 +1,56 @@
+"""Folded names stand for exactly the names that were folded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epload.cli.folding import fold, numbered
+
+
+def unfold(name: str) -> Iterator[str]:
+    """The names that a folded name stands for: the reference."""
+    parts = [
+        [str(i) for run in part[1:-1].split(",") for i in range(int(run.split("..")[0]), int(run.split("..")[-1]) + 1)]
+        if part.startswith("{")
+        else [part]
+        for part in name.replace("..", "\0").split(".")
+        for part in [part.replace("\0", "..")]
+    ]
+    return map(".".join, product(*parts))
+
+
+def test_products_of_ranges_are_one_line() -> None:
+    names = {f"model.layers.{i}.experts.{j}.up": "f32" for i in (0, 1, 2, 3, 5) for j in range(128)}
+    assert fold(names) == [("model.layers.{0..3,5}.experts.{0..127}.up", "f32", 640)]
+
+
+def test_values_and_gaps_keep_lines_apart() -> None:
+    names = {f"a.{i}.{j}": i == 2 for i in range(3) for j in range(2 + (i == 0))}
+    assert fold(names) == [("a.0.{0..2}", False, 3), ("a.1.{0..1}", False, 2), ("a.2.{0..1}", True, 2)]
+
+
+def test_digits_inside_a_word_are_text() -> None:
+    assert fold({"w1.x": 0, "w2.x": 0}) == [("w1.x", 0, 1), ("w2.x", 0, 1)]
+
+
+def test_braces_in_a_name_are_text() -> None:
+    assert fold({"a{0}.1": 0, "a{0}.2": 0}) == [("a{0}.{1..2}", 0, 2)]
+
+
+@given(st.sets(st.tuples(st.integers(0, 4), st.integers(8, 12), st.sampled_from(["", "x", "y"]))))
+def test_lines_stand_for_the_names(found: set[tuple[int, int, str]]) -> None:
+    names = {f"layers.{i}.experts.{j}{f'.{end}' if end else ''}": end != "x" for i, j, end in sorted(found)}
+    folded = fold(names)
+    assert sorted(name for line, _, _ in folded for name in unfold(line)) == sorted(names)
+    for line, value, count in folded:
+        assert {names[name] for name in unfold(line)} == {value}
+        assert len(list(unfold(line))) == count
+
+
+def test_numbered_counts_by_prefix() -> None:
+    names = ["top", *(f"layers.{i}.experts.{j}.up" for i in range(4) for j in (0, 7)), "vision.0.w"]
+    assert numbered(names) == {"layers": 4, "layers.*.experts": 2, "vision": 1}

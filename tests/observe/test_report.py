@@ -1,0 +1,190 @@
+"""What a report says, for people, for notebooks and for experiment trackers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from epload import HierarchicalLoader, LoadReport, SyncReport, Topology
+from epload.observe import progress, slow
+from epload.observe.progress import Progress
+from epload.report import PHASES, Phase
+from support import ranks
+from support.small_model import NODES, Net, meta_net, state_for
+
+
+def report(**values: object) -> LoadReport:
+    made = LoadReport(readers="every", topology="Topology(4 ranks, rank 0)", **values)  # type: ignore[arg-type]
+    made.phases["read"] = Phase(0.5, 463_700_000, 0.1)
+    made.phases["plan"] = Phase(0.012, 0, 0.01)
+    return made
+
+
+def test_a_report_is_aligned_and_leaves_out_what_was_not_done() -> None:
+    lines = str(report(tensors=18_867, nbytes=927_400_000, buckets=15, seconds=0.651)).splitlines()
+    assert lines == [
+        "loaded 18,867 tensors, 927.4 MB in 0.651 s (1.42 GB/s)",
+        "  topology  Topology(4 ranks, rank 0)",
+        "  mode      readers=every: each rank reads its own shards",
+        "  buckets   15",
+        "  plan        0.012 s",
+        "  read        0.500 s      463.7 MB   0.93 GB/s",
+    ]
+
+
+def test_the_rate_of_buckets_that_pass_by_is_not_shown() -> None:
+    made = report()
+    made.phases["unpack"] = Phase(0.02, 4_000_000_000, 0.01)
+    assert "\n  unpack      0.020 s    4,000.0 MB" in str(made)
+    assert "GB/s" not in str(made).splitlines()[-1]
+    made.phases["unpack"] = Phase(0.0001, 4_000_000_000, 0.0)  # a rank that keeps nothing
+    assert "unpack" not in str(made)
+
+
+def test_one_of_a_thing_is_singular() -> None:
+    text = str(report(tensors=1, buckets=1, nbytes=12, casts=1, seconds=2.0, missing_keys=["a"]))
+    assert "loaded 1 tensor, 12 B in 2.000 s (6 B/s)" in text
+    for part in ("the dtype of 1 tensor was converted", "missing   1 tensor: a"):
+        assert part in text
+
+
+def test_long_lists_are_cut() -> None:
+    text = str(report(unexpected_keys=[f"k{i}" for i in range(2_000)]))
+    assert "2,000 tensors: k0, k1, k2, k3, k4 and 1,995 more" in text
+
+
+def test_repr_is_one_line() -> None:
+    assert repr(report(missing_keys=["a"] * 99, tensors=2, seconds=1.0)) == (
+        "<LoadReport: loaded 2 tensors, 0 B in 1.000 s (0 B/s)>"
+    )
+    assert repr(SyncReport(version=3, stage="host")).startswith("<SyncReport: received version 3: 0 tensors")
+
+
+def test_html_is_escaped_and_has_what_the_text_has() -> None:
+    text = report(missing_keys=["<a&b>"], warnings=["x < y"])._repr_html_()
+    assert "&lt;a&amp;b&gt;" in text
+    assert "x &lt; y" in text
+    assert "<a&b>" not in text
+    assert ">463.7 MB<" in text
+    assert "unpack" not in text
+
+
+def test_scalars_are_flat_numbers() -> None:
+    scalars = report(tensors=7, nbytes=1000, seconds=0.5, missing_keys=["a", "b"]).scalars()
+    assert scalars["epload/bytes_per_second"] == 2000
+    assert scalars["epload/missing_keys"] == 2
+    assert scalars["epload/read/nbytes"] == 463_700_000
+    assert "epload/unpack/seconds" not in scalars
+    assert all(type(value) in (int, float) for value in scalars.values())
+    assert report().scalars(prefix="")["read/seconds"] == 0.5
+
+
+def test_a_report_is_json_with_every_field() -> None:
+    values = json.loads(json.dumps(report(missing_keys=["a"]).to_dict()))
+    assert set(values) == {each.name for each in fields(LoadReport)}
+    assert set(values["phases"]) == set(PHASES)
+
+
+def test_time_and_bytes_of_a_block_go_to_its_phase_also_if_it_fails() -> None:
+    made = LoadReport()
+    with suppress(KeyError), made.timed("read") as span:
+        span.nbytes = 5
+        raise KeyError
+    assert made.phases["read"].nbytes == 5
+    assert made.phases["read"].seconds > 0
+    assert made.phases["unpack"] == Phase()
+
+
+# ---- logging ----
+
+
+def logged(rank: int) -> list[tuple[str, str]]:
+    records: list[tuple[str, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
+    logging.getLogger("epload").addHandler(handler)
+    logging.getLogger("epload").setLevel(logging.INFO)
+    state = state_for(1)
+    model = meta_net()
+    with HierarchicalLoader(Topology.from_nodes(NODES), readers="every") as loader:
+        loader.load(model, state)
+        records.clear()
+        del state["norm.bias"]
+        state["stray"] = torch.ones(2)
+        small = mock.patch.multiple(slow, _LEAST_BYTES=1, _LEAST_SECONDS=0.05)
+        real = slow.pace
+        late = mock.patch("epload.loading.run.pace", lambda nbytes, s: real(nbytes, s if rank != 2 else s + 0.5))
+        with small, late, mock.patch.object(progress, "_LOG_SECONDS", 0.0):
+            loader.load(model, state, strict=False)
+    return records
+
+
+def test_a_load_says_what_it_does_on_one_rank() -> None:
+    first, *others = ranks.run(4, logged)
+    assert others == [[], [], []]
+    texts = [text for level, text in first if level == "INFO"]
+    assert texts[0] == "loading a dict into FSDPNet, on 4 ranks of 2 nodes"
+    assert texts[1] == "readers=every"
+    assert any("% of 0.0 MB, " in text for text in texts[2:-1]), "standard error is no terminal"
+    assert texts[-1].startswith("loaded 13 tensors, ")
+    assert texts[-1].endswith("; readers=every")
+    warned = [text for level, text in first if level == "WARNING"]
+    assert warned[0].startswith("read slower than the median rank: rank 2 ")
+    assert warned[1:] == [
+        "not filled, keep their values: 1 tensor: norm.bias",
+        "not loaded, as the model lacks them: 1 tensor: stray",
+    ]
+
+
+def test_slow_readers_are_those_far_from_the_median_that_cost_time() -> None:
+    second, gigabyte = 1.0, 10**9
+    fast = slow.pace(gigabyte, 2 * second)
+    paces = {0: fast, 1: fast, 2: fast, 3: slow.pace(gigabyte, 6 * second), 4: None}
+    assert slow.slow_readers(paces) == {3: pytest.approx(3.0, rel=0.2)}
+    assert slow.slow_readers({0: fast, 1: fast, 2: slow.pace(gigabyte, 3 * second)}) == {}
+    quick = slow.pace(gigabyte, 0.1)
+    assert slow.slow_readers({0: quick, 1: quick, 2: slow.pace(gigabyte, 0.9)}) == {}
+    assert slow.slow_readers({0: None, 1: None}) == {}
+    assert slow.pace(1000, 5.0) is None
+    assert slow.describe_slow({7: 3.0, 2: 2.5}) == (
+        "read slower than the median rank: rank 2 2.5 times, rank 7 3 times"
+    )
+
+
+def test_progress_without_a_terminal_is_log_lines(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "epload")
+    with mock.patch.object(progress, "_LOG_SECONDS", 0.0), Progress(4_000_000, shown=True) as bar:
+        bar.update(1_000_000)
+        bar.update(3_000_000)
+    assert [text.split(",")[0] for text in caplog.messages] == ["25% of 4.0 MB", "100% of 4.0 MB"]
+    caplog.clear()
+    with mock.patch.object(progress, "_LOG_SECONDS", 0.0), Progress(4_000_000, shown=False) as bar:
+        bar.update(1_000_000)
+    with Progress(4_000_000, shown=True) as bar:
+        bar.update(1_000_000)
+    assert caplog.messages == [], "not shown, or too early"
+
+
+def test_progress_in_a_terminal_is_a_bar(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    caplog.set_level(logging.INFO, "epload")
+    with (
+        mock.patch.object(progress, "_LOG_SECONDS", 0.0),
+        mock.patch("sys.stderr.isatty", return_value=True),
+        Progress(4_000_000, shown=True) as bar,
+    ):
+        bar.update(1_000_000)
+    assert "epload" in capsys.readouterr().err
+    assert caplog.messages == []
+
+
+def test_the_library_installs_no_handler(tmp_path: Path) -> None:
+    before = list(logging.getLogger("epload").handlers)
+    HierarchicalLoader().load(Net(), state_for(1))
+    assert logging.getLogger("epload").handlers == before
