@@ -40,7 +40,9 @@ def save_and_load(rank: int, layout: str, folder: str, options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("options", [{}, {"max_shard_bytes": 4096}, {"dtype": torch.bfloat16}], ids=["one file", "files", "bf16"])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_shard_bytes": 4096}, {"dtype": torch.bfloat16}], ids=["one file", "files", "bf16"]
+)
 def test_saved_files_have_the_models_tensors(layout: str, options: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "step" / "1"
     reports = ranks.run(4, save_and_load, layout, str(folder), options)
