@@ -7,6 +7,7 @@ from epload.cluster.topology import Topology
 from epload.compat import patch
 from epload.core.pieces import Piece, Pieces
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
+from epload.load_state import load_state
 from epload.loader import HierarchicalLoader, load
 from epload.mapping import Mapping
 from epload.model.expert_parallel import LocalModules, OuterShard
@@ -48,6 +49,7 @@ __all__ = [
     "build_info",
     "coalesced_bcast",
     "load",
+    "load_state",
     "patch",
     "save",
     "save_async",

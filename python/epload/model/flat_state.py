@@ -19,6 +19,7 @@ class FlatState(nn.Module):
 
         Raises:
             TypeError: not a dict.
+            ValueError: a tensor is on meta.
         """
         super().__init__()
         if not isinstance(state, Mapping):
@@ -29,7 +30,17 @@ class FlatState(nn.Module):
         """What is no tensor, by name."""
         self.paths: dict[str, tuple[Any, ...]] = dict(paths)
         """For each name its keys in the nested state."""
+        if on_meta := next((name for name, tensor in tensors.items() if tensor.is_meta), None):
+            raise ValueError(f"{on_meta} is on meta; give it storage first")
         # Not register_buffer(), which refuses names with a dot.
         self._buffers.update(
             {name: tensor.detach() if tensor.requires_grad else tensor for name, tensor in tensors.items()}
         )
+
+
+def assign(state: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Replaces a value in a nested state dict, by its keys and list indices."""
+    *parents, last = path
+    for key in parents:
+        state = state[key]
+    state[last] = value
