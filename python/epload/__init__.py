@@ -15,6 +15,7 @@ from epload.native.extension import _C
 from epload.native.info import build_info
 from epload.report import LoadReport
 from epload.save import PendingSave, save, save_async
+from epload.saving.convert import convert
 from epload.saving.report import SaveReport
 from epload.sync.engine_model import EngineModel
 from epload.sync.receiver import EngineRank, WeightReceiver
@@ -48,6 +49,7 @@ __all__ = [
     "__version__",
     "build_info",
     "coalesced_bcast",
+    "convert",
     "load",
     "load_state",
     "patch",

@@ -21,7 +21,7 @@ from support import ranks
 from support.synced_models import SHAPES, build, values, write
 
 PLACES = {
-    "writing": (writer, "_write_all"),
+    "writing": (writer, "write_all"),
     "syncing": (os, "fsync"),
     "before the rename": (folders, "sync"),
     "after the rename": (folders.shutil, "rmtree"),

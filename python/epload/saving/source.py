@@ -17,7 +17,7 @@ from epload.model.skeleton import class_before_fsdp
 from epload.model.targets import Targets
 from epload.planning.shares import Share, share_of_targets
 from epload.saving.catalog import catalog
-from epload.saving.model_reader import ModelReader
+from epload.saving.model_reader import read_once
 
 
 @dataclass
@@ -42,7 +42,7 @@ def read_source(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype
     Raises:
         ModelMismatch, ValueError: see :func:`epload.saving.catalog.catalog` and :meth:`ModelReader.read`.
     """
-    targets = ModelReader(model).read()
+    targets = read_once(model)
     manifest, placed = catalog(model, targets, mapping, names_from)
     share = share_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
     if dtype is not None:

@@ -73,7 +73,7 @@ class Writer:
         written = 0
         with report.timed("write"):
             for file, offset, begin, nbytes in bucket.runs.tolist():
-                _write_all(self._fds[file], data[begin : begin + nbytes], offset)
+                write_all(self._fds[file], data[begin : begin + nbytes], offset)
                 written += nbytes
         return written
 
@@ -82,7 +82,8 @@ class Writer:
             os.close(self._fds.popitem()[1])
 
 
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Writes bytes to an offset of a file. Raises OSError."""
     while data:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written
