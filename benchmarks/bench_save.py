@@ -163,7 +163,7 @@ def main() -> None:
     table.show()
     if options.docs:
         about = facts(found["nbytes"], found["tensors"]) | {"minutes": (monotonic() - began) / 60}
-        write(ROOT / "docs" / "performance.md", "save", [provenance(about), table.markdown()])
+        write(ROOT / "docs" / "saving.md", "save", [provenance(about), table.markdown()])
 
 
 if __name__ == "__main__":
