@@ -170,6 +170,9 @@ bench-cold: $(BENCH_VENV)/built ## benchmark reloads from a cold disk and of lar
 bench-sync: $(BENCH_VENV)/built ## benchmark live sync over loopback and shaped links (root); tables into docs/
 	$(BENCH)/python benchmarks/bench_sync.py --docs
 
+bench-save: $(BENCH_VENV)/built ## benchmark saves of an FSDP2 model; a table into docs/
+	$(BENCH)/python benchmarks/bench_save.py --docs
+
 simulate: $(BENCH_VENV)/built ## run the simulator alone on the measurements in docs/; takes seconds
 	$(BENCH)/python benchmarks/simulate.py --docs
 

@@ -32,7 +32,7 @@ from epload.planning.schedule import WAVE_BYTES
 from epload.planning.shares import Outline, share_of_targets
 from epload.planning.simulator import waves
 from epload.planning.streams import Members
-from epload.sync.catalog import catalog
+from epload.saving.catalog import catalog
 from epload.sync.targets import ModelTarget
 from measure import link_bytes
 from sync_peers import SyncJob, box_of, cut, local

@@ -7,12 +7,16 @@ from epload.cluster.topology import Topology
 from epload.compat import patch
 from epload.core.pieces import Piece, Pieces
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
+from epload.load_state import load_state
 from epload.loader import HierarchicalLoader, load
 from epload.mapping import Mapping
 from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.native.extension import _C
 from epload.native.info import build_info
 from epload.report import LoadReport
+from epload.save import PendingSave, save, save_async
+from epload.saving.convert import convert
+from epload.saving.report import SaveReport
 from epload.sync.engine_model import EngineModel
 from epload.sync.receiver import EngineRank, WeightReceiver
 from epload.sync.report import SyncReport
@@ -34,8 +38,10 @@ __all__ = [
     "Mapping",
     "ModelMismatch",
     "OuterShard",
+    "PendingSave",
     "Piece",
     "Pieces",
+    "SaveReport",
     "SyncReport",
     "Topology",
     "WeightReceiver",
@@ -43,6 +49,10 @@ __all__ = [
     "__version__",
     "build_info",
     "coalesced_bcast",
+    "convert",
     "load",
+    "load_state",
     "patch",
+    "save",
+    "save_async",
 ]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import epload
 from epload.mapping import Concatenate, Convert, Mapping, Rename
 from epload.model.targets import collect
-from epload.sync.catalog import catalog
+from epload.saving.catalog import catalog
 from support.checks import all_fine
 from support.jobs import Job, Meeting, run
 

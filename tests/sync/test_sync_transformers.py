@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import epload
 from epload.model.targets import collect
-from epload.sync.catalog import catalog
+from epload.saving.catalog import catalog
 from support.checks import all_fine, differences
 from support.jobs import Job, Meeting, run
 from support.pretrained import build, by_the_library, by_torch, fsdp, published, random

@@ -75,6 +75,29 @@ def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoi
         raise _unreadable(error) from error
 
 
+def read_objects(source: Any, names: Sequence[str]) -> dict[str, bytes]:
+    """The entries of a DCP folder that are no tensors, each as ``torch.save`` wrote it, by name. Not those that it lacks.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    if not isinstance(source, str | os.PathLike) or hub.parse(source) is not None:
+        return {}
+    try:
+        folder, name = _locate(source)
+        if name or dcp.FILE not in folder.names():
+            return {}
+        with folder.open([dcp.FILE]) as metadata:
+            objects = dcp.read_metadata(metadata[0]).objects
+        wanted = {name: objects[name] for name in names if name in objects}
+        files = sorted({item.file for item in wanted.values()})
+        with folder.open(files) as opened:
+            file_of = dict(zip(files, opened, strict=True))
+            return {name: file_of[item.file].read(item.offset, item.length) for name, item in wanted.items()}
+    except OSError as error:
+        raise _unreadable(error) from error
+
+
 def from_state_dict(state_dict: Mapping[Any, Tensor], consume: bool = False) -> Checkpoint:
     """See :meth:`Checkpoint.from_state_dict`."""
     try:
@@ -115,7 +138,7 @@ def _check_same(file: StoredFile, expected: FileFacts) -> None:
 
 
 def _check_no_prefix(prefix: str, source: str) -> None:
-    if prefix:
+    if prefix and prefix != dcp.ROOT:
         raise ValueError(
             f"prefix={prefix!r} is where the model is in a DCP folder, which {source} is not; to change names, pass "
             "mapping=epload.Mapping(renames=...)"

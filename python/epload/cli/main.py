@@ -8,6 +8,7 @@ import click
 import torch
 
 from epload.cli.bench.command import bench
+from epload.cli.convert import convert
 from epload.cli.diff import diff
 from epload.cli.doctor import doctor
 from epload.cli.inspect import inspect
@@ -45,5 +46,5 @@ def info(as_json: bool) -> None:
         show(facts([(key, str(value)) for key, value in build_info().items()]))
 
 
-for command in (inspect, verify, diff, plan, simulate, doctor, bench, trace):
+for command in (inspect, verify, diff, plan, simulate, doctor, bench, trace, convert):
     main.add_command(command)

@@ -18,12 +18,12 @@ from epload.core import dtypes
 from epload.core.columns import column
 from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata
-from epload.core.placement import Box, intersect, row_major_strides
+from epload.core.placement import Box
 from epload.errors import ModelMismatch
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.cells import SPLIT_BYTES, Slot, make_slots, merge_boxes
 from epload.planning.schedule import MAX_WAVE_BYTES, wave_limit
-from epload.planning.shares import NO_PART, Outline, Share
+from epload.planning.shares import NO_PART, Outline, Share, copies_of_box
 from epload.planning.streams import ExchangeBuckets, ExchangePlan, Members, Stream
 
 LEAST_BUCKET_BYTES = 4 << 20
@@ -266,7 +266,7 @@ def _make_copies(
         kind = kind_of_slot[number]
         found = []
         if needed[number] and (class_of := class_of_kind[kind]) != NO_PART:
-            found = _copies_of_slot(slot, share, class_of, kinds.dtypes[kind], dims, sends)
+            found = copies_of_box(slot.start, slot.size, share, class_of, kinds.dtypes[kind], dims, sends)
         counts.append(len(found))
         table += [row for row, _ in found]
         place += [at for _, at in found]
@@ -280,28 +280,6 @@ def _make_copies(
     copies.offset.add_(rows.offset[row_of])
     copies.target[:] = _table(share.targets)[rows.tensor[row_of], column(place)[which]]
     return copies, row_of
-
-
-def _copies_of_slot(
-    slot: Slot, share: Share, number: int, dtype: torch.dtype, dims: int, sends: bool
-) -> list[tuple[list[int], int]]:
-    """Copy-table rows between a slot at offset 0 and a rank's parts of its tensor, each with the part's place.
-
-    A rank that sends needs each element once; one that receives fills all its parts.
-    """
-    strides = row_major_strides(slot.size)
-    found = []
-    for part in share.classes[number]:
-        if (shared := intersect((slot.start, slot.size), part.box)) is None:
-            continue
-        local, size = part.within(*shared)
-        steps = sum((a - b) * stride for a, b, stride in zip(shared[0], slot.start, strides, strict=True))
-        fill = [0] * (dims - len(local))
-        row = [0, steps * dtype.itemsize, dtypes.code(dtype), len(local), *local, *fill, *size, *fill]
-        found.append((row + [0 if dim < 0 else strides[dim] for dim in part.dims] + fill, part.place))
-        if sends and shared == (slot.start, slot.size):
-            return found[-1:]
-    return found
 
 
 def _make_buckets(

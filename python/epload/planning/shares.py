@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes as dtype_names
-from epload.core.placement import Box, OwnedRegion, owned_parts, owned_regions, row_major_strides
+from epload.core.placement import Box, OwnedRegion, intersect, owned_parts, owned_regions, row_major_strides
 from epload.core.views import Shape, View
 from epload.mapping.place import Place
 from epload.model.targets import Targets
@@ -238,3 +238,31 @@ def whole_share(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Share
             parts = [] if 0 in shape else [Part(zeros, shape, zeros, tuple(range(len(shape))))]
             builder.add(i, (i,), dtype, (shape, dtype), parts)
     return builder.build()
+
+
+def copies_of_box(
+    start: Shape, size: Shape, share: Share, number: int, dtype: torch.dtype, dims: int, once: bool
+) -> list[tuple[list[int], int]]:
+    """Copy-table rows between a packed box of a tensor, at offset 0 of a bucket, and a rank's parts of the tensor, each with the
+    part's place.
+
+    Args:
+        start, size: of the box.
+        number: of the tensor's class in the share.
+        dtype: of the bucket's elements.
+        dims: of the table.
+        once: whether one copy of each element is enough, as for a rank that packs them; else all parts have theirs.
+    """
+    strides = row_major_strides(size)
+    found = []
+    for part in share.classes[number]:
+        if (shared := intersect((start, size), part.box)) is None:
+            continue
+        local, extent = part.within(*shared)
+        steps = sum((a - b) * stride for a, b, stride in zip(shared[0], start, strides, strict=True))
+        fill = [0] * (dims - len(local))
+        row = [0, steps * dtype.itemsize, dtype_names.code(dtype), len(local), *local, *fill, *extent, *fill]
+        found.append((row + [0 if dim < 0 else strides[dim] for dim in part.dims] + fill, part.place))
+        if once and shared == (start, size):
+            return found[-1:]
+    return found

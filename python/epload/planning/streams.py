@@ -157,6 +157,11 @@ class ExchangePlan:
         """How many there are."""
         return len(self.names)
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest bucket."""
+        return max(self.buckets.nbytes, default=0)
+
     def identity(self, number: int) -> tuple[int, bytes]:
         """By which a bucket's header is known on the rank that sends it and those that receive it: its wave, and 16 bytes."""
         return self.buckets.wave[number], self._names_of_streams[self.buckets.stream[number]]

@@ -26,10 +26,10 @@ from epload.planning.shares import Outline, Share
 from epload.planning.streams import ExchangePlan, Members
 from epload.planning.waves import Wave
 from epload.staging.host_ring import HostRing
+from epload.staging.shards import DeviceBuffer, PreparedExchange, Shards
 from epload.staging.shared_memory import BUFFERS, NodeMemory
 from epload.sync.lobby import Member
 from epload.sync.report import SyncReport
-from epload.sync.shards import DeviceBuffer, PreparedExchange, Shards
 from epload.sync.store import fetch, publish
 from epload.sync.transfer import ExchangeRoles, ShardSink, ShardSource, exchange_waves
 from epload.transport.context import TransferContext

@@ -22,10 +22,10 @@ from epload.errors import LoadError, message_of
 from epload.mapping.mapping import Mapping
 from epload.model.targets import Targets
 from epload.planning.shares import Share, share_of_targets
-from epload.sync.catalog import catalog
+from epload.saving.catalog import catalog
+from epload.saving.model_reader import ModelReader
 from epload.sync.epoch import Attendee, Epoch, SyncOptions, describe_ranks, form_epoch
 from epload.sync.lobby import LEASE_SECONDS, Lobby, Member, Offer, Participants, fetch_members, publish_members
-from epload.sync.model_reader import ModelReader
 from epload.sync.report import SyncReport
 from epload.sync.store import Address, connect, format_address, parse_address, publish, serve
 from epload.sync.transfer import ShardSink

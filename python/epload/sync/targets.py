@@ -19,8 +19,8 @@ from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import Targets
 from epload.native import ops
 from epload.planning.shares import Share, share_of_targets, whole_share
+from epload.saving.model_reader import ModelReader
 from epload.sync.epoch import Epoch
-from epload.sync.model_reader import ModelReader
 
 _BATCH_BYTES = 64 << 20
 """Of full tensors that are made at once."""

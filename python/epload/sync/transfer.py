@@ -12,7 +12,7 @@ from torch import Tensor
 from epload.planning.schedule import Step
 from epload.planning.streams import ExchangePlan, Members
 from epload.planning.waves import Wave
-from epload.sync.shards import Shards
+from epload.staging.shards import Shards
 
 _CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 4 << 20
 """Of a message: small where nodes pass it on, so that filling a chain of them takes little time."""

@@ -2,5 +2,6 @@
 
 from epload.checkpoint.dcp.chunked import of_metadata, of_shards
 from epload.checkpoint.dcp.metadata import FILE, SUFFIX, read_metadata
+from epload.checkpoint.dcp.selection import ROOT
 
-__all__ = ["FILE", "SUFFIX", "of_metadata", "of_shards", "read_metadata"]
+__all__ = ["FILE", "ROOT", "SUFFIX", "of_metadata", "of_shards", "read_metadata"]

@@ -60,6 +60,8 @@ class Metadata(NamedTuple):
     """For the name of each entry the keys under which it was in the nested state dict; empty if that was not recorded."""
     items: dict[tuple[str, tuple[int, ...]], StoredItem]
     """By the name of a tensor and the start of a box."""
+    objects: dict[str, StoredItem]
+    """By the name of an entry that is no tensor."""
 
 
 def read_metadata(file: StoredFile) -> Metadata:
@@ -129,22 +131,24 @@ def _checked(root: Any) -> Metadata:
             raise ValueError(f"{name} has no dtype that epload knows")
         boxes = [(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
         tensors.append(SavedTensor(name, _sizes(entry.size), dtype, boxes))
-    items = {}
+    items, objects = {}, {}
     for index, info in (root.storage_data or {}).items():
         offset = getattr(index, "offset", None)
-        if offset is not None and isinstance(index.fqn, str):
+        if isinstance(index.fqn, str):
             if getattr(info, "transform_descriptors", None):
                 raise ValueError(
                     f"{index.fqn} was saved through an extension ({_show(info.transform_descriptors)}), such as compression"
                 )
-            items[index.fqn, _sizes(offset)] = StoredItem(
-                _file_name(info.relative_path), *_integers((info.offset, info.length))
-            )
+            item = StoredItem(_file_name(info.relative_path), *_integers((info.offset, info.length)))
+            if offset is None:
+                objects[index.fqn] = item
+            else:
+                items[index.fqn, _sizes(offset)] = item
     planned = root.planner_data
     paths = {}
     if isinstance(planned, Mapping):
         paths = {str(name): tuple(map(str, path)) for name, path in planned.items() if isinstance(path, tuple)}
-    return Metadata(tensors, others, paths, items)
+    return Metadata(tensors, others, paths, items, objects)
 
 
 def _entries(found: Any) -> Iterator[tuple[str, Any]]:

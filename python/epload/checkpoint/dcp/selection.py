@@ -8,6 +8,9 @@ from typing import NamedTuple
 from epload.checkpoint.torch_file import WRAPPERS
 from epload.errors import CheckpointError
 
+ROOT = "."
+"""The prefix of a whole state dict."""
+
 
 class Selected(NamedTuple):
     """The model's part of a state dict."""
@@ -19,7 +22,8 @@ class Selected(NamedTuple):
 
 
 def select(names: Sequence[str], paths: Mapping[str, tuple[str, ...]], prefix: str, source: str) -> Selected:
-    """Selects what is under ``prefix``; without one, under a top-level key "model" or "state_dict", or under the only key.
+    """Selects what is under ``prefix``; without one, under a top-level key "model" or "state_dict", or under the only key. For
+    ``ROOT`` everything, under its name in the checkpoint.
 
     Args:
         names: of the checkpoint's tensors.
@@ -29,6 +33,8 @@ def select(names: Sequence[str], paths: Mapping[str, tuple[str, ...]], prefix: s
     Raises:
         CheckpointError: there is nothing under ``prefix``.
     """
+    if prefix == ROOT:
+        return Selected({name: name for name in names}, [])
     if prefix:
         start = prefix.rstrip(".") + "."
         if found := {name: name[len(start) :] for name in names if name.startswith(start)}:

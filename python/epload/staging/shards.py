@@ -1,4 +1,4 @@
-"""The local tensors that a sync packs or fills, on CPU and on a device. Buckets are in host memory.
+"""The local tensors that a sync packs or fills, or a save packs, on CPU and on a device. Buckets are in host memory.
 
 On CPU, what depends on the tensors' layouts is prepared natively once, and kept. On a device, a bucket passes through a buffer
 there, on a stream of its own, and the host waits for it: so nothing is left to wait for when a sync ends.
@@ -6,8 +6,8 @@ there, on a stream of its own, and the host waits for it: so nothing is left to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,13 +17,44 @@ from epload.core.copy_table import CopyTable
 from epload.errors import LoadError
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.streams import ExchangeBucket, ExchangePlan
+
+
+class PackBucket(Protocol):
+    """The copies between a bucket and some of the local tensors."""
+
+    nbytes: int
+
+    @property
+    def targets(self) -> Sequence[int]:
+        """The numbers of these tensors."""
+        ...
+
+    @property
+    def copies(self) -> CopyTable:
+        """Targets count in :attr:`targets`."""
+        ...
+
+
+class PackPlan(Protocol):
+    """An ``ExchangePlan``, or what a save writes."""
+
+    @property
+    def buckets(self) -> Sequence[PackBucket]: ...
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest bucket."""
+        ...
+
+    def describe(self, numbers: Sequence[int]) -> str:
+        """What is in some consecutive buckets, for messages."""
+        ...
 
 
 class PreparedExchange:
     """What is prepared of a plan for CPU tensors of some layouts. Keeps no tensor alive."""
 
-    def __init__(self, plan: ExchangePlan, layouts: ops.Layouts) -> None:
+    def __init__(self, plan: PackPlan, layouts: ops.Layouts) -> None:
         self.plan = plan
         self.layouts = layouts
         self.copies: dict[int, ops.PreparedCopies] = {}
@@ -35,7 +66,7 @@ class Shards:
 
     def __init__(
         self,
-        plan: ExchangePlan,
+        plan: PackPlan,
         tensors: list[Tensor],
         known: PreparedExchange | None,
         device_buffer: DeviceBuffer | None,
@@ -93,14 +124,14 @@ class Shards:
         if self._prove:
             self._compare(number, bucket, direction.done)
 
-    def _copies(self, prepared: PreparedExchange, number: int, planned: ExchangeBucket) -> ops.PreparedCopies:
+    def _copies(self, prepared: PreparedExchange, number: int, planned: PackBucket) -> ops.PreparedCopies:
         copies = prepared.copies.get(number)
         if copies is None:
             copies = ops.prepare_copies(self._list, planned.targets, planned.copies.rows, planned.nbytes)
             prepared.copies[number] = copies
         return copies
 
-    def _divide(self, planned: ExchangeBucket) -> list[tuple[list[Tensor], CopyTable] | None]:
+    def _divide(self, planned: PackBucket) -> list[tuple[list[Tensor], CopyTable] | None]:
         """The tensors and copies of a bucket on CPU, and those on the device; None for none."""
         there = torch.tensor([not self._tensors[target].is_cpu for target in planned.targets])
         found: list[tuple[list[Tensor], CopyTable] | None] = []
@@ -132,12 +163,11 @@ class Shards:
 class DeviceBuffer:
     """A buffer on a device for one bucket after the other, on a stream of its own. For one thread at a time."""
 
-    def __init__(self, device: torch.device, plan: ExchangePlan) -> None:
+    def __init__(self, device: torch.device, plan: PackPlan) -> None:
         self.device = device
         self._stream = torch.Stream(device)
         with self._stream:
-            largest = max(plan.buckets.nbytes, default=0)
-            self._buffer = torch.empty(largest, dtype=torch.uint8, device=device)
+            self._buffer = torch.empty(plan.largest, dtype=torch.uint8, device=device)
 
     def wait_for_caller(self) -> None:
         """What the caller has queued on its current stream comes before what follows."""

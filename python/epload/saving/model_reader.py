@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from epload.model.devices import devices_of
+from epload.model.devices import Devices, devices_of
 from epload.model.materialize import cpu_offloaded_ids
 from epload.model.modules import Modules
 from epload.model.snapshot import Snapshot
@@ -27,12 +27,19 @@ class ModelReader:
         if known is not None:
             return known[0]
         modules = Modules(self.model)
-        targets = collect(self.model, modules=modules)
-        for name, tensor in zip(targets.names, targets.tensors, strict=True):
-            if tensor.is_meta:
-                raise ValueError(
-                    f"{name} is on meta; give the model storage first, for example by loading a checkpoint"
-                )
-        devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), ())
+        targets, devices = _collect(self.model, modules)
         self._snapshot = Snapshot(self.model, modules, targets, devices, ())
         return targets
+
+
+def read_once(model: nn.Module) -> Targets:
+    """As :meth:`ModelReader.read`, for a model that is not read again."""
+    return _collect(model, Modules(model))[0]
+
+
+def _collect(model: nn.Module, modules: Modules) -> tuple[Targets, Devices]:
+    targets = collect(model, modules=modules)
+    for name, tensor in zip(targets.names, targets.tensors, strict=True):
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on meta; give the model storage first, for example by loading a checkpoint")
+    return targets, devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), ())

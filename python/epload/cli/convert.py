@@ -1,0 +1,64 @@
+"""``epload convert``: rewrites a checkpoint as safetensors files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from epload.checkpoint.base import Checkpoint
+from epload.cli.output import json_option, print_json, show
+from epload.core import dtypes
+from epload.mapping.rules import Rename
+from epload.observe.progress import Progress
+from epload.saving.convert import convert as rewrite
+
+
+@click.command()
+@click.argument("source")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--dtype", help="Of floating-point tensors, e.g. bfloat16; as they are by default.")
+@click.option(
+    "--rename", "renames", multiple=True, metavar="PATTERN=TEXT", help="Replace a regular expression in names."
+)
+@click.option("--prefix", default="", help="Of a DCP folder: where in it the model is.")
+@click.option(
+    "--max-shard-gb",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Of the tensors in a file, unless it has only one.",
+)
+@click.option(
+    "--file", "files", multiple=True, type=click.Path(exists=True, dir_okay=False), help="Also copy it into FOLDER."
+)
+@click.option("--overwrite", is_flag=True, help="Replace FOLDER, with all that is in it.")
+@json_option
+def convert(
+    source: str, folder: Path, dtype: str | None, renames: tuple[str, ...], prefix: str, max_shard_gb: float,
+    files: tuple[str, ...], overwrite: bool, as_json: bool,
+) -> int:  # fmt: skip
+    """Write the tensors of SOURCE to FOLDER, as safetensors files.
+
+    SOURCE is as for inspect. FOLDER appears when it is complete, and on disk.
+    """
+    kind = dtypes.from_name(dtype) if dtype is not None else None
+    if kind is not None and not dtypes.is_wide(kind):
+        raise click.BadParameter("expected float16, bfloat16, float32 or float64", param_hint="--dtype")
+    rules = []
+    for each in renames:
+        pattern, separator, text = each.partition("=")
+        if not separator:
+            raise click.BadParameter(f"expected PATTERN=TEXT, got {each}", param_hint="--rename")
+        rules.append(Rename(pattern, text))
+    opened = Checkpoint.open(source, prefix=prefix)
+    with Progress(opened.manifest.nbytes, not as_json) as bar:
+        report = rewrite(
+            opened, folder, dtype=kind, renames=rules, max_shard_bytes=int(max_shard_gb * 1e9), files=files,
+            overwrite=overwrite, progress=bar.update,
+        )  # fmt: skip
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        show(str(report).splitlines()[0])
+    return 0

@@ -1,0 +1,165 @@
+"""epload.load_state: fills a nested state dict, such as that of a model and its optimizer."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epload.checkpoint.dcp import ROOT
+from epload.checkpoint.opening import read_objects
+from epload.cluster.single_flight import Call, Refused, exclusive
+from epload.cluster.topology import Topology, as_timedelta
+from epload.core.attempt import attempt
+from epload.errors import CheckpointError, ModelMismatch, message_of
+from epload.loader import load
+from epload.mapping.mapping import Mapping as Rules
+from epload.report import LoadReport
+from epload.saving.flat_state import FlatState, assign
+
+_MOST_SHOWN = 5
+
+
+def load_state(
+    state: dict[str, Any],
+    checkpoint: Any,
+    *,
+    strict: bool = True,
+    topology: Topology | None = None,
+    src: int = 0,
+    readers: str = "auto",
+    algorithm: str = "auto",
+    bucket_bytes: int | None = None,
+    verify: str = "off",
+    timeout: timedelta | float | None = None,
+    progress: bool = True,
+) -> LoadReport:
+    """Fills a state dict from a checkpoint, in place. Collective over the topology's ranks.
+
+    Tensors and DTensors are written into their own storage; other values, such as learning rates, are replaced. Names are those
+    under which torch.distributed.checkpoint (DCP) saves a state dict: keys and list indices joined by dots.
+
+    Args:
+        state: dicts and lists, of any depth, of tensors with storage, DTensors and other values, with the same names on all
+            ranks; what ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns for a model and its optimizer.
+        checkpoint: the path of a DCP folder, or anything else that :func:`epload.load` takes, which has no values but tensors; or
+            a nested dict like ``state`` with full tensors, on the ranks that read.
+        strict: whether names that only one of the two has are an error. If False, the report lists them, and entries of ``state``
+            that the checkpoint lacks keep their values.
+
+    The other arguments are those of :class:`epload.HierarchicalLoader`.
+
+    Returns:
+        What happened, on every rank.
+
+    Raises:
+        LoadError: as :func:`epload.load`. CheckpointError besides for a value that could execute code when it is loaded: none but
+            those that ``torch.load(weights_only=True)`` allows are.
+        ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
+
+    Example::
+
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        epload.load_state(state, "/checkpoints/step-1000")
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    """
+    topology = topology if topology is not None else Topology.default(timeout=as_timedelta(timeout))
+    flat, failure = attempt(lambda: FlatState(state))
+    source, others = checkpoint, dict[str, Any]()
+    if isinstance(checkpoint, Mapping) and failure is None:
+        given, failure = attempt(lambda: FlatState(checkpoint))
+        if given is not None:
+            source, others = dict(given._buffers), given.others
+    values, missing = _agree_on_values(topology, flat, source, others, src, strict, failure, as_timedelta(timeout))
+    assert flat is not None
+    report = load(
+        flat, source, mapping=Rules(), strict=strict, prefix="" if isinstance(source, dict) else ROOT, topology=topology,
+        src=src, readers=readers, algorithm=algorithm, bucket_bytes=bucket_bytes, verify=verify, timeout=timeout,
+        progress=progress,
+    )  # fmt: skip
+    for name, value in values.items():
+        assign(state, flat.paths[name], value)
+    report.missing_keys += missing
+    return report
+
+
+def _agree_on_values(
+    topology: Topology,
+    flat: FlatState | None,
+    source: Any,
+    others: Mapping[str, Any],
+    src: int,
+    strict: bool,
+    failure: Exception | None,
+    timeout: timedelta | None,
+) -> tuple[dict[str, Any], list[str]]:
+    """The values of the entries that are no tensors, which rank ``src`` reads; and the names of those that there are none for."""
+    control = topology.control
+
+    def read() -> dict[str, str]:
+        assert flat is not None
+        raw = read_objects(source, list(flat.others)) | {
+            name: _saved(others[name]) for name in flat.others if name in others
+        }
+        return {name: base64.b85encode(content).decode() for name, content in raw.items()}
+
+    found: dict[str, str] | None = {}
+    if failure is None and control.rank == src:
+        found, failure = attempt(read)
+
+    def choose(views: dict[int, Any]) -> dict[str, str]:
+        for rank, (names, _) in views.items():
+            if names != views[src][0]:
+                differing = sorted(set(names) ^ set(views[src][0]))
+                raise ValueError(
+                    f"ranks {src} and {rank} pass state dicts with different values besides tensors: {_listed(differing)}"
+                )
+        chosen: dict[str, str] = views[src][1]
+        return chosen
+
+    topology.check_source(src)
+    try:
+        with exclusive(Call("load_state()", topology), timeout), control.guard():
+            names = sorted(flat.others) if flat is not None else []
+            said = control.settle("reading values", failure, [names, found], choose)
+            missing = [name for name in names if name not in said]
+            if missing and strict:
+                failure = ModelMismatch(
+                    f"the checkpoint has no value for {_listed(missing)} of the state dict; pass strict=False to keep what is "
+                    "there",
+                    missing_keys=missing,
+                )
+            values, unreadable = attempt(lambda: {name: _value(name, content) for name, content in said.items()})
+            control.settle("reading values", failure or unreadable, last=True)
+    except Refused as refused:
+        raise refused.failure.error() from None
+    assert values is not None
+    return values, missing
+
+
+def _saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _value(name: str, content: str) -> Any:
+    try:
+        value = torch.load(io.BytesIO(base64.b85decode(content)), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"the value of {name} cannot be loaded without executing what it names, or is damaged: {message_of(error)[:500]}"
+        ) from error
+    if isinstance(value, Tensor):
+        raise CheckpointError(f"{name} is a tensor in the checkpoint, and none in the state dict")
+    return value
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_MOST_SHOWN]) + (f", ... ({len(names)} in all)" if len(names) > _MOST_SHOWN else "")

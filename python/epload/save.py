@@ -1,0 +1,234 @@
+"""epload.save: every rank writes its own parts of a sharded model to a checkpoint that transformers and vLLM read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epload.cluster.single_flight import Call, Refused, exclusive
+from epload.cluster.topology import Topology, as_timedelta
+from epload.core import garbage_collection, log, threads
+from epload.core.attempt import attempt
+from epload.mapping.mapping import Mapping as Rules
+from epload.saving.flat_state import FlatState
+from epload.saving.report import SaveReport
+from epload.saving.run import SaveRun
+from epload.saving.source import Source, read_source
+
+MAX_SHARD_BYTES = 5 << 30
+
+_pending_lock = threading.Lock()
+_pending: PendingSave | None = None
+"""The last save that :func:`save_async` has begun in this process."""
+
+
+def save(
+    model: nn.Module | Mapping[str, Any],
+    path: str | Path,
+    *,
+    mapping: Rules | str = "auto",
+    names_from: Any = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    files: Sequence[str | Path] = (),
+    overwrite: bool = False,
+    topology: Topology | None = None,
+    timeout: timedelta | float | None = None,
+) -> SaveReport:
+    """Saves a sharded model as a folder of safetensors files. Collective over the topology's ranks.
+
+    Each rank writes its own parts to their places in the files; no tensor moves between ranks, and none is put together in
+    memory. The folder, which all ranks have to see, appears when it is complete and on disk: a reader finds what was at the path
+    before, or the whole new checkpoint, whenever a rank ends.
+
+    Args:
+        model: any mix of DTensors and plain tensors with storage; or a state dict of them, perhaps nested, whose names are joined
+            by dots. What ranks have in common is written once.
+        path: of the folder.
+        mapping: how checkpoint names become regions of the model's tensors, in reverse: ``"auto"`` is what a transformers model
+            declares, whose checkpoints ``from_pretrained`` reads, else names as they are.
+        names_from: a checkpoint whose names and shapes are taken, for a mapping of your own.
+        dtype: of floating-point tensors in the files; by default the model's.
+        max_shard_bytes: of the tensors in a file, unless it has only one.
+        files: to be copied into the folder, such as those of a tokenizer. The ``config.json`` and ``generation_config.json`` of a
+            transformers model are written anyway.
+        overwrite: whether a folder at the path is replaced, with all that is in it. If False, it has to be absent or empty.
+        topology: discovered over the whole job if None.
+        timeout: seconds (or timedelta) without progress after which the save has failed; 30 minutes if None.
+
+    Returns:
+        What happened, on every rank.
+
+    Raises:
+        LoadError: the run failed, the same on every rank; what was at the path is still there. ModelMismatch: an element of the
+            model would not be saved.
+        ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been written.
+
+    Example::
+
+        report = epload.save(model, "/checkpoints/step-1000")
+        print(report)
+    """
+    began = perf_counter()
+    wait_for_pending()
+    job = _Job(model, path, mapping, names_from, dtype, max_shard_bytes, files, overwrite, topology, timeout, began)
+    return job.run(None)
+
+
+def save_async(
+    model: nn.Module | Mapping[str, Any],
+    path: str | Path,
+    *,
+    mapping: Rules | str = "auto",
+    names_from: Any = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    files: Sequence[str | Path] = (),
+    overwrite: bool = False,
+    topology: Topology | None = None,
+    timeout: timedelta | float | None = None,
+) -> PendingSave:
+    """Like :func:`save`, but returns once this rank's shards are copied to host memory, and the model may change again.
+
+    The copies are in pinned memory if the model is on a device; they take as much memory as the shards until the save has ended.
+    Another save of the process first waits for this one; a load or broadcast meanwhile is refused. No collective is called in the
+    background.
+
+    Example::
+
+        pending = epload.save_async(model, "/checkpoints/step-1000")
+        train(model)
+        print(pending.wait())
+    """
+    global _pending
+    began = perf_counter()
+    wait_for_pending()
+    job = _Job(model, path, mapping, names_from, dtype, max_shard_bytes, files, overwrite, topology, timeout, began)
+    pending = PendingSave(job)
+    with _pending_lock:
+        _pending = pending
+    return pending
+
+
+def wait_for_pending() -> None:
+    """Until a save that goes on in the background has ended, whatever its outcome."""
+    with _pending_lock:
+        pending = _pending
+    if pending is not None:
+        pending._thread.join()
+
+
+class PendingSave:
+    """A save that goes on in the background; made by :func:`save_async`."""
+
+    def __init__(self, job: _Job) -> None:
+        self._outcome: SaveReport | Exception | None = None
+        copies, failure = attempt(job.snapshot)
+        self._thread = threads.start("epload-save", lambda: self._run(job, copies, failure))
+
+    def _run(self, job: _Job, copies: list[Tensor] | None, failure: Exception | None) -> None:
+        try:
+            self._outcome = job.run(copies, failure)
+        except Exception as error:
+            self._outcome = error
+
+    def done(self) -> bool:
+        """Whether it has ended, so that :meth:`wait` returns at once."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> SaveReport:
+        """Waits until it has ended.
+
+        Raises:
+            LoadError, ValueError, TypeError: as :func:`save`.
+        """
+        self._thread.join()
+        if isinstance(self._outcome, SaveReport):
+            return self._outcome
+        assert self._outcome is not None
+        raise self._outcome
+
+
+class _Job:
+    """One save on one rank."""
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Any],
+        path: str | Path,
+        mapping: Rules | str,
+        names_from: Any,
+        dtype: torch.dtype | None,
+        max_shard_bytes: int,
+        files: Sequence[str | Path],
+        overwrite: bool,
+        topology: Topology | None,
+        timeout: timedelta | float | None,
+        began: float,
+    ) -> None:
+        log.configure()
+        self._timeout = as_timedelta(timeout)
+        self._topology = topology if topology is not None else Topology.default(timeout=self._timeout)
+        self._path = Path(path).expanduser().absolute()
+        self._made_by = threading.current_thread()
+        self._max_shard_bytes, self._files, self._overwrite = max_shard_bytes, list(map(Path, files)), overwrite
+        self._began = began
+        self._report = SaveReport(path=str(self._path))
+        with self._report.timed("plan"), garbage_collection.paused():
+            self._source, self._failure = attempt(lambda: self._read(model, mapping, names_from, dtype))
+
+    def _read(
+        self, model: nn.Module | Mapping[str, Any], mapping: Rules | str, names_from: Any, dtype: torch.dtype | None
+    ) -> Source:
+        limit = self._max_shard_bytes
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+            raise ValueError(f"expected max_shard_bytes to be a number of bytes, at least 1, got {limit!r}")
+        if missing := [file for file in self._files if not file.is_file()]:
+            raise ValueError(f"expected files= to name files to be copied, but {missing[0]} is none")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"expected dtype to be a floating-point dtype, got {dtype!r}")
+        if not isinstance(model, nn.Module):
+            model = FlatState(model)
+            if model.others:
+                name, value = next(iter(model.others.items()))
+                raise ValueError(
+                    f"expected only tensors in the state dict, got {name}, a {type(value).__name__}: safetensors files hold "
+                    "nothing else; leave it out, or save with torch.distributed.checkpoint"
+                )
+        return read_source(model, mapping, names_from, dtype)
+
+    def snapshot(self) -> list[Tensor] | None:
+        """Copies of the local tensors in host memory."""
+        if self._source is None:
+            return None
+        local = self._source.targets.local()
+        copies = []
+        for tensor in local:
+            pinned = not tensor.is_cpu and torch.accelerator.is_available()
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            kept.copy_(tensor.detach(), non_blocking=pinned)
+            copies.append(kept)
+        for device in {tensor.device for tensor in local if not tensor.is_cpu}:
+            torch.accelerator.current_stream(device).synchronize()
+        return copies
+
+    def run(self, tensors: list[Tensor] | None, failure: Exception | None = None) -> SaveReport:
+        """``tensors``: in place of the model's local tensors."""
+        failure = self._failure or failure
+        report = self._report
+        try:
+            call = Call("save()", self._topology, self, self._made_by)
+            with exclusive(call, self._timeout), self._topology.control.guard():
+                run = SaveRun(self._topology, self._path, self._max_shard_bytes, self._files, self._overwrite, report)
+                run.run(self._source, tensors, failure)
+        except Refused as refused:
+            raise refused.failure.error() from None
+        report.seconds = perf_counter() - self._began
+        return report

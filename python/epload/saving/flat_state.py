@@ -1,0 +1,46 @@
+"""A nested state dict as a module, so that its tensors can be read and filled as those of a model are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+
+class FlatState(nn.Module):
+    """Has the tensors of a nested state dict, the same objects, under the names that torch.distributed.checkpoint saves them."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        """
+        Args:
+            state: tensors, DTensors and other values, in dicts and lists of any depth.
+
+        Raises:
+            TypeError: not a dict.
+            ValueError: a tensor is on meta.
+        """
+        super().__init__()
+        if not isinstance(state, Mapping):
+            raise TypeError(f"expected an nn.Module or a dict of tensors, got {type(state).__name__}")
+        flat, paths = flatten_state_dict(dict(state))
+        tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
+        self.others = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
+        """What is no tensor, by name."""
+        self.paths: dict[str, tuple[Any, ...]] = dict(paths)
+        """For each name its keys in the nested state."""
+        if on_meta := next((name for name, tensor in tensors.items() if tensor.is_meta), None):
+            raise ValueError(f"{on_meta} is on meta; give it storage first")
+        # Not register_buffer(), which refuses names with a dot.
+        self._buffers.update(
+            {name: tensor.detach() if tensor.requires_grad else tensor for name, tensor in tensors.items()}
+        )
+
+
+def assign(state: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Replaces a value in a nested state dict, by its keys and list indices."""
+    *parents, last = path
+    for key in parents:
+        state = state[key]
+    state[last] = value

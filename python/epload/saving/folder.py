@@ -1,0 +1,110 @@
+"""A folder that appears under its path as a whole, or not at all, whenever the processes that write it end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from epload.saving.layout import NewFile
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Of renameat2(2) on Linux."""
+
+
+class NewFolder:
+    """Until :meth:`commit`, the files are in a hidden folder beside the path."""
+
+    def __init__(self, path: Path, temporary: Path) -> None:
+        self.path = path
+        self.temporary = temporary
+
+    @classmethod
+    def create(cls, path: Path, overwrite: bool) -> NewFolder:
+        """Makes the hidden folder.
+
+        Raises:
+            ValueError: there is something at the path, which must not be overwritten.
+            OSError: the folder cannot be made.
+        """
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            raise ValueError(f"{path} is no folder; pass the path of a folder to save to")
+        if not overwrite and path.exists() and any(path.iterdir()):
+            raise ValueError(
+                f"{path} exists and is not empty; pass another path, or overwrite=True, which replaces the whole folder"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.saving"
+        temporary.mkdir()
+        return cls(path, temporary)
+
+    def add_files(self, files: Sequence[NewFile]) -> None:
+        """Makes files of full size, with their headers.
+
+        Raises:
+            OSError: there is not enough space, or a file cannot be made.
+        """
+        wanted, free = sum(file.nbytes for file in files), shutil.disk_usage(self.temporary).free
+        if wanted > free:
+            raise OSError(f"{self.path.parent} has {free / 1e9:.1f} GB free, and the checkpoint {wanted / 1e9:.1f} GB")
+        for file in files:
+            with open(self.temporary / file.name, "xb") as stream:
+                stream.truncate(file.nbytes)
+                stream.write(file.header)
+
+    def add(self, name: str, content: bytes) -> None:
+        """Makes a small file, and writes it to disk."""
+        with open(self.temporary / name, "xb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def commit(self) -> None:
+        """Puts the folder under its path, on disk; the folder that was there is deleted.
+
+        Raises:
+            OSError: it cannot be done, and what was at the path still is.
+        """
+        for file in self.temporary.iterdir():
+            sync(file)
+        sync(self.temporary)
+        try:
+            os.rename(self.temporary, self.path)  # also over an empty folder
+        except OSError:
+            if not self.path.is_dir():
+                raise
+            _exchange(self.temporary, self.path)
+            sync(self.path.parent)
+            shutil.rmtree(self.temporary, ignore_errors=True)
+        else:
+            sync(self.path.parent)
+
+    def discard(self) -> None:
+        """Deletes what was written. May be called by any rank, at any time before :meth:`commit`, and again."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's names, are on disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """Exchanges two folders in one step, so that there is one at either path at any time."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "renameat2"):
+        raise OSError(f"{b} cannot be replaced in one step on this system; save to another path")
+    if library.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE):
+        number = ctypes.get_errno()
+        raise OSError(
+            number,
+            f"{os.strerror(number)}: this file system cannot replace a folder in one step; save to another path",
+            str(b),
+        )

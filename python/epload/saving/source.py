@@ -1,0 +1,68 @@
+"""What a save reads of a model: its tensors, under which names and as which dtypes they are saved, and its configuration."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from epload.checkpoint.manifest import Manifest
+from epload.core import dtypes as dtype_names
+from epload.mapping.mapping import Mapping
+from epload.mapping.wrappers import is_from_package, unwrap
+from epload.model.skeleton import class_before_fsdp
+from epload.model.targets import Targets
+from epload.planning.shares import Share, share_of_targets
+from epload.saving.catalog import catalog
+from epload.saving.model_reader import read_once
+
+
+@dataclass
+class Source:
+    """One rank's view of what is saved."""
+
+    targets: Targets
+    manifest: Manifest
+    """Of the checkpoint, equal on all ranks."""
+    share: Share
+    """This rank's."""
+    config: dict[str, bytes]
+    """Small files that belong to the model, by name."""
+
+
+def read_source(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype: torch.dtype | None) -> Source:
+    """Reads a model. Reshards FSDP2 modules.
+
+    Args:
+        dtype: of floating-point tensors in the files; None for the model's.
+
+    Raises:
+        ModelMismatch, ValueError: see :func:`epload.saving.catalog.catalog` and :meth:`ModelReader.read`.
+    """
+    targets = read_once(model)
+    manifest, placed = catalog(model, targets, mapping, names_from)
+    share = share_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
+    if dtype is not None:
+        saved = tuple(dtype if dtype_names.is_wide(of) else of for of in manifest.dtypes)
+        manifest = replace(manifest, dtypes=saved)
+    return Source(targets, manifest, share, _config_files(model, targets, manifest))
+
+
+def _config_files(model: nn.Module, targets: Targets, manifest: Manifest) -> dict[str, bytes]:
+    """``config.json`` and ``generation_config.json`` of a transformers model, as ``save_pretrained`` writes them."""
+    inner: Any = unwrap(model, targets.index).model
+    if not is_from_package(inner, "transformers") or not hasattr(inner, "config"):
+        return {}
+    config = copy.deepcopy(inner.config)
+    config.architectures = [class_before_fsdp(type(inner)).__name__]
+    floats = {dtype for dtype in manifest.dtypes if dtype_names.is_wide(dtype)}
+    if len(floats) == 1:
+        config.dtype = dtype_names.name(floats.pop())
+    files = {"config.json": config.to_json_string(use_diff=True).encode()}
+    generation = getattr(inner, "generation_config", None)
+    if generation is not None and inner.can_generate():
+        files["generation_config.json"] = generation.to_json_string(use_diff=True).encode()
+    return files

@@ -1,0 +1,94 @@
+"""Checkpoints of every format, rewritten as safetensors files."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+import epload
+from epload.cli.main import main
+from epload.saving import convert as converting
+
+STATE = {
+    "model.a": torch.arange(35.0).reshape(5, 7),
+    "model.b": torch.arange(6).to(torch.float8_e4m3fn),
+    "model.c": torch.tensor(3),
+    "model.d": torch.linspace(-1, 1, 64, dtype=torch.float64),
+    "model.e": torch.empty(0, 3, dtype=torch.bfloat16),
+}
+
+
+def found(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype and torch.equal(a[name].to(torch.float64), b[name].to(torch.float64))
+        for name in a
+    )
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp", "dict"])
+@pytest.mark.parametrize("chunk", [5, 2 << 20], ids=["small reads", "whole"])
+def test_every_format(kind: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(converting, "_CHUNK_ELEMENTS", chunk)
+    source: object = tmp_path / "source"
+    if kind == "safetensors":
+        save_file(STATE, f"{source}.safetensors")
+        source = f"{source}.safetensors"
+    elif kind == "torch":
+        torch.save(STATE, f"{source}.pt")
+        source = f"{source}.pt"
+    elif kind == "dcp":
+        dcp.save({"model": dict(STATE)}, checkpoint_id=source, no_dist=True)
+    else:
+        source = STATE
+    report = epload.convert(source, tmp_path / "new", max_shard_bytes=200)
+    assert same(found(tmp_path / "new"), STATE)
+    assert report.files > 1
+    assert epload.Checkpoint.open(tmp_path / "new").manifest.nbytes == report.nbytes
+
+
+def test_the_command(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "m.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ["convert", str(tmp_path / "m.safetensors"), str(tmp_path / "new"), "--dtype", "bfloat16", "--json"]
+    arguments += ["--rename", r"^model\.=", "--rename", "^a$=first", "--file", str(tmp_path / "config.json")]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["tensors"] == len(STATE)
+    expected = {
+        name.removeprefix("model.").replace("a", "first"): each.bfloat16() if name[-1] in "ade" else each
+        for name, each in STATE.items()
+    }
+    assert same(found(tmp_path / "new"), expected)
+    assert sorted(os.listdir(tmp_path / "new")) == ["config.json", "model.safetensors"]
+    for more, status, text in (
+        ([], 1, "exists and is not empty"),
+        (["--overwrite", "--rename", r"model\..*=x"], 1, "several tensors the name x"),
+        (["--overwrite", "--rename", "x"], 2, "expected PATTERN=TEXT"),
+        (["--overwrite", "--dtype", "int8"], 2, "expected float16"),
+    ):
+        result = CliRunner().invoke(main, [*arguments[:3], *more])
+        assert (result.exit_code, text in result.stderr) == (status, True), result.stderr
+    assert same(found(tmp_path / "new"), expected), "it is still there"
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "m.safetensors", "new"]
+
+
+def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "m.safetensors")
+
+    def change(_: int) -> None:
+        os.utime(tmp_path / "m.safetensors")
+
+    with pytest.raises(epload.CheckpointError, match="while it was converted"):
+        epload.convert(tmp_path / "m.safetensors", tmp_path / "new", progress=change)
+    assert os.listdir(tmp_path) == ["m.safetensors"]

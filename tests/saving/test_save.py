@@ -1,0 +1,175 @@
+"""Saves of sharded models, against the full tensors and the libraries that read them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+
+import epload
+from support import ranks
+from support.synced_models import LAYOUTS, SHAPES, build, check, values, write
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """What the safetensors library finds."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def save_and_load(rank: int, layout: str, folder: str, options: dict[str, Any]) -> epload.SaveReport:
+    model = build(layout, dist.get_world_size())
+    write(model, 3)
+    report = epload.save(model, folder, **options)
+    again = build(layout, dist.get_world_size())
+    epload.load(again, folder, progress=False)
+    dtype = options.get("dtype")
+    check(again, 3, dtype or torch.float32)
+    return report
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "options", [{}, {"max_shard_bytes": 4096}, {"dtype": torch.bfloat16}], ids=["one file", "files", "bf16"]
+)
+def test_saved_files_have_the_models_tensors(layout: str, options: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "step" / "1"
+    reports = ranks.run(4, save_and_load, layout, str(folder), options)
+    found = read(folder)
+    dtype = options.get("dtype", torch.float32)
+    assert found.keys() == SHAPES.keys()
+    for name in SHAPES:
+        assert torch.equal(found[name], values(name, 3).to(dtype)), name
+    nbytes = sum(tensor.nbytes for tensor in found.values())
+    assert sum(report.written for report in reports) == nbytes, "each byte once"
+    assert max(report.written for report in reports) <= 0.35 * nbytes, "evenly"
+    assert [(report.nbytes, report.tensors) for report in reports] == [(nbytes, len(SHAPES))] * 4
+    files = sorted(file.name for file in folder.iterdir())
+    if "max_shard_bytes" in options:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == nbytes
+        for name, file in index["weight_map"].items():
+            with safe_open(folder / file, "pt") as opened:
+                assert name in opened.keys()  # noqa: SIM118
+        assert reports[0].files == len(files) - 1 > 2
+    else:
+        assert files == ["model.safetensors"]
+    assert os.listdir(tmp_path) == ["step"]
+    assert os.listdir(tmp_path / "step") == ["1"], "nothing is left beside the folder"
+
+
+def save_states(rank: int, folder: str) -> list[str]:
+    model = build("fsdp", dist.get_world_size())
+    write(model, 1)
+    epload.save({"model": model.state_dict(), "step": torch.tensor(7)}, folder)
+    errors = []
+    for state, options in (
+        ({"w": torch.ones(2), "epoch": 3}, {}),
+        ({"w": torch.ones(2)}, {}),
+        ({"w": torch.ones(2, dtype=torch.complex128)}, {"overwrite": True}),
+        ({"w": torch.ones(2 + rank)}, {"overwrite": True}),
+        ({"w": torch.ones(2)}, {"overwrite": True, "max_shard_bytes": 0}),
+        ([], {}),
+    ):
+        try:
+            epload.save(state, folder, **options)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+def test_state_dicts_and_mistakes(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    results = ranks.run(2, save_states, str(folder))
+    assert results[0] == results[1]
+    for error, start in zip(
+        results[0],
+        (
+            "ValueError: expected only tensors in the state dict, got epoch, a int",
+            f"ValueError: {folder} exists and is not empty",
+            "ValueError: w is torch.complex128, which safetensors files do not have",
+            "ValueError: ranks 0 and 1 save different tensors",
+            "ValueError: expected max_shard_bytes to be a number of bytes",
+            "TypeError: expected an nn.Module or a dict of tensors, got list",
+        ),
+        strict=True,
+    ):
+        assert error.startswith(start), error
+    found = read(folder)
+    assert torch.equal(found.pop("step"), torch.tensor(7)), "the first checkpoint is still there"
+    assert found.keys() == {f"model.{name}" for name in SHAPES}
+    assert all(torch.equal(found[f"model.{name}"], values(name, 1)) for name in SHAPES)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def save_again(rank: int, folder: str, extra: str) -> None:
+    model = build("tp1", dist.get_world_size())
+    for version in (1, 2):
+        write(model, version)
+        epload.save(model, folder, overwrite=True, files=[extra])
+
+
+def test_a_folder_is_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    folder.mkdir()
+    (folder / "old").write_text("")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    ranks.run(2, save_again, str(folder), str(tmp_path / "tokenizer.json"))
+    assert sorted(os.listdir(folder)) == ["model.safetensors", "tokenizer.json"]
+    assert all(torch.equal(found, values(name, 2)) for name, found in read(folder).items())
+    assert sorted(os.listdir(tmp_path)) == ["c", "tokenizer.json"]
+
+
+def save_in_background(rank: int, folder: str) -> tuple[float, str]:
+    model = build("fsdp", dist.get_world_size())
+    write(model, 1)
+    pending = epload.save_async(model, f"{folder}/1")
+    write(model, 2)
+    second = epload.save_async(model, f"{folder}/2")
+    assert pending.done(), "the second waits for the first"
+    write(model, 3)
+    assert second.wait().written == pending.wait().written > 0
+    failing = epload.save_async(model, f"{folder}/1")
+    try:
+        failing.wait()
+    except ValueError as error:
+        return second.wait().seconds, str(error)
+    return 0.0, ""
+
+
+def test_saves_in_the_background(tmp_path: Path) -> None:
+    for seconds, error in ranks.run(2, save_in_background, str(tmp_path)):
+        assert seconds > 0
+        assert error.startswith(f"{tmp_path}/1 exists")
+    for version in (1, 2):
+        assert all(torch.equal(found, values(name, version)) for name, found in read(tmp_path / str(version)).items())
+
+
+def save_from_another_host(rank: int, folder: str) -> str:
+    """Rank 1 has a file system of its own, as far as it can see."""
+    if rank == 1:
+        is_dir = Path.is_dir
+        Path.is_dir = lambda path: is_dir(path) and ".saving" not in path.name  # type: ignore[assignment, method-assign]
+    try:
+        epload.save(nn.Linear(4, 4), folder)
+    except epload.LoadError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_have_to_see_the_folder(tmp_path: Path) -> None:
+    first, second = ranks.run(2, save_from_another_host, str(tmp_path / "c"))
+    assert first == second
+    assert "rank 1 does not see" in first
+    assert os.listdir(tmp_path) == []

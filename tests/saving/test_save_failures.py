@@ -1,0 +1,103 @@
+"""Ranks that fail or end during a save: readers find the old checkpoint, or the whole new one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+import epload
+from epload.saving import folder as folders
+from epload.saving import writer
+from support import ranks
+from support.synced_models import SHAPES, build, values, write
+
+PLACES = {
+    "writing": (writer, "write_all"),
+    "syncing": (os, "fsync"),
+    "before the rename": (folders, "sync"),
+    "after the rename": (folders.shutil, "rmtree"),
+}
+
+
+def save_with(rank: int, folder: str, place: str, act: Callable[[], None] | None) -> str:
+    """``act``: of this rank, instead of what is at the place."""
+    model = build("fsdp", dist.get_world_size())
+    write(model, 2)
+    owner, name = PLACES[place]
+
+    def instead(*args: object, **kwargs: object) -> None:
+        assert act is not None
+        act()
+
+    began = time.monotonic()
+    try:
+        if act is not None:
+            with mock.patch.object(owner, name, instead):
+                epload.save(model, folder, overwrite=True, timeout=30)
+        else:
+            epload.save(model, folder, overwrite=True, timeout=30)
+    except epload.LoadError as error:
+        assert time.monotonic() - began < 20
+        return str(error)
+    return ""
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def full() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def one_acts(rank: int, folder: str, place: str, culprit: int, act: Callable[[], None]) -> str:
+    return save_with(rank, folder, place, act if rank == culprit else None)
+
+
+def old_checkpoint(path: Path) -> Path:
+    path.mkdir()
+    save_file({name: values(name, 1) for name in SHAPES}, path / "model.safetensors")
+    return path
+
+
+def version_at(path: Path) -> int:
+    """Of the checkpoint that a reader finds, all of it."""
+    found = load_file(path / "model.safetensors")
+    version = next(v for v in (1, 2) if torch.equal(found["big"], values("big", v)))
+    assert all(torch.equal(found[name], values(name, version)) for name in SHAPES)
+    return version
+
+
+@pytest.mark.parametrize(
+    ("place", "culprit", "version"),
+    [("writing", 1, 1), ("writing", 0, 1), ("syncing", 2, 1), ("before the rename", 0, 1), ("after the rename", 0, 2)],
+)
+def test_a_rank_is_killed(place: str, culprit: int, version: int, tmp_path: Path) -> None:
+    path = old_checkpoint(tmp_path / "c")
+    texts = ranks.run(3, one_acts, str(path), place, culprit, kill, dying=[culprit], tcp=True)
+    assert version_at(path) == version
+    left = [text for rank, text in enumerate(texts) if rank != culprit]
+    assert left[0] == left[1]
+    assert f"rank {culprit} has exited" in left[0]
+    if version == 1:
+        assert os.listdir(tmp_path) == ["c"], "those that live delete what was written"
+
+
+@pytest.mark.parametrize(("place", "culprit"), [("writing", 1), ("syncing", 2), ("before the rename", 0)])
+def test_a_rank_fails(place: str, culprit: int, tmp_path: Path) -> None:
+    path = old_checkpoint(tmp_path / "c")
+    texts = ranks.run(3, one_acts, str(path), place, culprit, full)
+    assert version_at(path) == 1
+    assert len(set(texts)) == 1
+    assert f"rank {culprit}" in texts[0]
+    assert "No space left on device" in texts[0]
+    assert os.listdir(tmp_path) == ["c"]
