@@ -49,8 +49,8 @@ def load_state(
             ranks; what ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns for a model and its optimizer.
         checkpoint: the path of a DCP folder, or anything else that :func:`epload.load` takes, which has no values but tensors; or
             a nested dict like ``state`` with full tensors, on the ranks that read.
-        strict: whether names that only one of the two has are an error. If False, the report lists them, and entries of ``state``
-            that the checkpoint lacks keep their values.
+        strict: whether names that only one of the two has are an error, except values of the checkpoint that are no tensors. If
+            False, the report lists them, and entries of ``state`` that the checkpoint lacks keep their values.
 
     The other arguments are those of :class:`epload.HierarchicalLoader`.
 

@@ -99,7 +99,7 @@ def save_async(
 
     The copies are in pinned memory if the model is on a device; they take as much memory as the shards until the save has ended.
     Another save of the process first waits for this one; a load or broadcast meanwhile is refused. No collective is called in the
-    background.
+    background. Call :meth:`PendingSave.wait` before the process ends: a save that is cut off leaves what was at the path.
 
     Example::
 

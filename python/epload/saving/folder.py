@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import secrets
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from epload.saving.layout import NewFile
@@ -18,9 +20,10 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 class NewFolder:
     """Until :meth:`commit`, the files are in a hidden folder beside the path."""
 
-    def __init__(self, path: Path, temporary: Path) -> None:
+    def __init__(self, path: Path, temporary: Path, overwrite: bool) -> None:
         self.path = path
         self.temporary = temporary
+        self._overwrite = overwrite
 
     @classmethod
     def create(cls, path: Path, overwrite: bool) -> NewFolder:
@@ -39,7 +42,7 @@ class NewFolder:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.saving"
         temporary.mkdir()
-        return cls(path, temporary)
+        return cls(path, temporary, overwrite)
 
     def add_files(self, files: Sequence[NewFile]) -> None:
         """Makes files of full size, with their headers.
@@ -74,7 +77,7 @@ class NewFolder:
         try:
             os.rename(self.temporary, self.path)  # also over an empty folder
         except OSError:
-            if not self.path.is_dir():
+            if not self._overwrite or not self.path.is_dir():
                 raise
             _exchange(self.temporary, self.path)
             sync(self.path.parent)
@@ -83,8 +86,14 @@ class NewFolder:
             sync(self.path.parent)
 
     def discard(self) -> None:
-        """Deletes what was written. May be called by any rank, at any time before :meth:`commit`, and again."""
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        """Deletes what was written. May be called by any rank, at any time, and again.
+
+        Renames it first: a rank that is about to :meth:`commit` must find all of it under its name, or nothing.
+        """
+        discarded = self.temporary.with_name(f"{self.temporary.name}.discarded")
+        with suppress(OSError):
+            os.rename(self.temporary, discarded)
+        shutil.rmtree(discarded, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
@@ -102,9 +111,7 @@ def _exchange(a: Path, b: Path) -> None:
     if not hasattr(library, "renameat2"):
         raise OSError(f"{b} cannot be replaced in one step on this system; save to another path")
     if library.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE):
-        number = ctypes.get_errno()
-        raise OSError(
-            number,
-            f"{os.strerror(number)}: this file system cannot replace a folder in one step; save to another path",
-            str(b),
-        )
+        number, hint = ctypes.get_errno(), ""
+        if number in (errno.EINVAL, errno.ENOSYS):
+            hint = ": this file system cannot replace a folder in one step; save to another path"
+        raise OSError(number, os.strerror(number) + hint, str(b))

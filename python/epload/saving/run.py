@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from epload.saving.layout import INDEX, FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
 from epload.saving.report import SaveReport
 from epload.saving.source import Source
-from epload.saving.writer import open_writer
+from epload.saving.writer import Writer
 from epload.staging.shards import Shards
 
 
@@ -98,7 +99,7 @@ class SaveRun:
             name = made or ""
         name = control.settle("making the folder", failure, name, lambda views: views[control.ranks[0]])
         assert planned is not None
-        self._folder = self._folder or NewFolder(self._path, self._path.parent / name)
+        self._folder = self._folder or NewFolder(self._path, self._path.parent / name, self._overwrite)
         return planned
 
     def _make_folder(self, layout: FilesLayout) -> str:
@@ -124,7 +125,7 @@ class SaveRun:
                     f"rank {control.rank} does not see {folder}, which rank {control.ranks[0]} has made: save to a path "
                     "on a file system that all ranks share"
                 )
-            with control.watch.guards(stop), open_writer(plan, folder, names) as writer:
+            with control.watch.guards(stop), closing(Writer(plan, folder, names)) as writer:
                 writer.write(shards.pack, report, wrote)
 
         _, failure = attempt(write)

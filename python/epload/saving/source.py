@@ -40,7 +40,7 @@ def read_source(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype
         dtype: of floating-point tensors in the files; None for the model's.
 
     Raises:
-        ModelMismatch, ValueError: see :func:`epload.saving.catalog.catalog` and :meth:`ModelReader.read`.
+        ModelMismatch, ValueError: see :func:`epload.saving.catalog.catalog` and :func:`epload.saving.model_reader.read_once`.
     """
     targets = read_once(model)
     manifest, placed = catalog(model, targets, mapping, names_from)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -87,12 +86,3 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written
-
-
-@contextmanager
-def open_writer(plan: WritePlan, folder: Path, names: Sequence[str]) -> Iterator[Writer]:
-    """See :class:`Writer`."""
-    with ExitStack() as stack:
-        writer = Writer(plan, folder, names)
-        stack.callback(writer.close)
-        yield writer

@@ -1,0 +1,64 @@
+"""A new folder appears whole, or not at all, also where ranks disagree on what becomes of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from epload.saving import folder as folders
+from epload.saving.folder import NewFolder
+
+
+def old(path: Path) -> Path:
+    path.mkdir()
+    (path / "old").write_text("old")
+    return path
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_folder_that_is_being_deleted_cannot_appear(exists: bool, tmp_path: Path) -> None:
+    """A rank has noticed a failure and deletes files, while the first rank completes the folder."""
+    path = old(tmp_path / "c") if exists else tmp_path / "c"
+    first = NewFolder.create(path, overwrite=True)
+    first.add("a", b"a")
+    first.add("b", b"b")
+    other = NewFolder(path, first.temporary, overwrite=True)
+    delete, errors = folders.shutil.rmtree, []
+
+    def delete_while_the_first_commits(folder: Path, **options: bool) -> None:
+        (folder / "a").unlink()
+        try:
+            first.commit()
+        except OSError as error:
+            errors.append(error)
+        delete(folder, **options)
+
+    with mock.patch.object(folders.shutil, "rmtree", delete_while_the_first_commits):
+        other.discard()
+    assert [type(error) for error in errors] == [FileNotFoundError]
+    assert os.listdir(tmp_path) == (["c"] if exists else [])
+    assert not exists or os.listdir(path) == ["old"]
+
+
+def test_deleting_after_the_folder_has_appeared_leaves_it(tmp_path: Path) -> None:
+    path = old(tmp_path / "c")
+    first = NewFolder.create(path, overwrite=True)
+    first.add("a", b"a")
+    first.commit()
+    first.discard()
+    assert os.listdir(tmp_path) == ["c"]
+    assert os.listdir(path) == ["a"]
+
+
+def test_a_folder_that_has_come_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    first = NewFolder.create(tmp_path / "c", overwrite=False)
+    first.add("a", b"a")
+    old(tmp_path / "c")
+    with pytest.raises(OSError, match="not empty"):
+        first.commit()
+    first.discard()
+    assert os.listdir(tmp_path / "c") == ["old"]
+    assert os.listdir(tmp_path) == ["c"]
