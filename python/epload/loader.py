@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count as count_from
-from os import PathLike
 from pathlib import Path
 from time import perf_counter, strftime
 from types import TracebackType
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from epload.checkpoint.opening import describe_source
 from epload.cluster.membership import uninitialized_warning
 from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology, as_timedelta
@@ -316,11 +316,11 @@ class HierarchicalLoader:
 
 
 def _log_start(model: nn.Module, checkpoint: Any, topology: Topology) -> None:
-    what = checkpoint if isinstance(checkpoint, str | PathLike) else f"a {type(checkpoint).__name__}"
     nodes, ranks = len(topology.nodes), len(topology.ranks)
     logger.info(
-        "loading %s into %s, on %s of %s", what, type(model).__name__, count(ranks, "rank"), count(nodes, "node")
-    )
+        "loading %s into %s, on %s of %s",
+        describe_source(checkpoint), type(model).__name__, count(ranks, "rank"), count(nodes, "node"),
+    )  # fmt: skip
 
 
 def _log_result(report: LoadReport) -> None:

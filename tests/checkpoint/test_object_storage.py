@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Piece, Topology
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Piece, Topology, load
 from epload.checkpoint.remote import clients, object_store
 from support import ranks, s3_server
 from support.checkpoint_kinds import folder_with_index, small_state, torch_folder_with_index
@@ -189,6 +189,26 @@ def clean(error: BaseException | None) -> None:
     assert error is not None
     assert error.__cause__ is None or isinstance(error.__cause__, OSError)
     assert error.__suppress_context__ or error.__context__ is None
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        (
+            "https://me:hunter2@127.0.0.1:1/a/m.safetensors?X-Amz-Signature=hunter2",
+            "https://127.0.0.1:1/a/m.safetensors",
+        ),
+        ("https://me:hunter2@127.0.0.1:1/a?sig=hunter2", "https://127.0.0.1:1/a"),
+        ("https://[hunter2", "a malformed URL"),
+        ("plain/folder", "plain/folder"),
+    ],
+)
+def test_logs_show_no_credentials(url: str, shown: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "epload")
+    with mock.patch.object(object_store, "ATTEMPTS", 1), pytest.raises((CheckpointError, ValueError)):
+        load(torch.nn.Linear(2, 2), url, progress=False)
+    assert any(record.getMessage().startswith(f"loading {shown} into Linear") for record in caplog.records)
+    assert "hunter2" not in caplog.text
 
 
 def test_a_replaced_object(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:

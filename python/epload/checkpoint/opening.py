@@ -75,6 +75,17 @@ def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoi
         raise _unreadable(error) from error
 
 
+def describe_source(source: Any) -> str:
+    """For messages: without the credentials that a URL may have."""
+    if not isinstance(source, str | os.PathLike):
+        return f"a {type(source).__name__}"
+    try:
+        place = object_store.parse(source)
+    except ValueError:
+        return "a malformed URL"
+    return str(source) if place is None else f"{place[0]}/{place[1]}".rstrip("/")
+
+
 def read_objects(source: Any, names: Sequence[str]) -> dict[str, bytes]:
     """The entries of a DCP folder that are no tensors, each as ``torch.save`` wrote it, by name. Not those that it lacks.
 
