@@ -119,6 +119,9 @@ chaos: build ## inject FAULTS=300 seeded faults, starting at SEED=0, on 4 ranks 
 chaos-sync: build ## inject FAULTS=300 seeded faults into live syncs, starting at SEED=0, and check each outcome
 	$(CAMPAIGN).chaos_sync --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS)
 
+chaos-save: build ## inject FAULTS=300 seeded faults into saves, starting at SEED=0, and check each outcome
+	$(CAMPAIGN).chaos_save --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS)
+
 census: build ## load and check every class of the installed transformers that builds from a reduced config; WORKERS=1
 	$(CAMPAIGN).census --workers $(WORKERS)
 

@@ -111,7 +111,7 @@ def convert_together(rank: int, source: str, target: str) -> tuple[str, int, lis
             epload.convert(source, path, **more, **options)
         except (ValueError, epload.LoadError) as error:
             errors.append(f"{type(error).__name__}: {error}")
-    own = f"{source}-{rank}"
+    own = f"{source}-{rank}.safetensors"
     save_file({"w": torch.full((2,), float(rank))}, own)
     try:
         epload.convert(own, f"{target}-3", **options)
