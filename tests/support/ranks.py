@@ -7,6 +7,7 @@ cost seven imports.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -101,7 +102,13 @@ def run_alone(function: Callable[..., Any], *args: Any, limit: float = LIMIT) ->
         return status, output.read()
 
 
+def _leave_what_was_imported() -> None:
+    """Keeps the garbage collector from what the server has imported: each full collection would copy all of its pages."""
+    gc.freeze()
+
+
 def _alone(output: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    _leave_what_was_imported()
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -149,6 +156,7 @@ def _main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    _leave_what_was_imported()
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     with open(os.path.join(folder, f"stack-{rank}"), "w") as stacks:
