@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -173,10 +174,10 @@ def _main(
             if not some_die:
                 dist.barrier()
             link.send((True, value))
-            if some_die:
-                os._exit(0)
+            status = 0
         except BaseException:
             link.send((False, traceback.format_exc()))
-            os._exit(1)  # without waiting for a group whose other ranks may be stuck
-        faulthandler.cancel_dump_traceback_later()
-    dist.destroy_process_group()
+            status = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # gloo can abort a rank that destroys its group while others, which may be stuck, still use it
