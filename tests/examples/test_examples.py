@@ -1,0 +1,116 @@
+"""Every recipe in ``examples/`` runs as its docstring says, with real libraries, and prints what is true.
+
+The recipes that need Ray run in the tests of ``make test-verl``, whose environment has it.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES = sorted(path for path in EXAMPLES.glob("*.py") if path.stem not in ("tiny", "ray_actors"))
+LINES = 60
+LIMIT = 120.0
+"""Seconds that a recipe may take, far more than on an idle machine."""
+COMMAND = re.compile(r"^ *(torchrun|python) (.*examples/(\w+)\.py.*)$", re.MULTILINE)
+
+LOSS = r"loss (\d+\.\d{4})"
+"""Of the checkpoint's weights on fixed tokens, which is also computed here, without epload."""
+PRINTS = {
+    "fsdp2": rf"^{LOSS}$",
+    "hsdp": rf"^{LOSS}$",
+}
+"""What each recipe prints at last."""
+
+
+def command(recipe: Path) -> tuple[str, str, str]:
+    """The launcher, its arguments and the recipe's name, as the docstring has them."""
+    docstring = ast.get_docstring(ast.parse(recipe.read_text())) or ""
+    match = COMMAND.search(docstring)
+    assert match is not None, (
+        f"expected a line 'torchrun ... examples/{recipe.name} ...' in the docstring of {recipe.name}"
+    )
+    return match[1], match[2], match[3]
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    """What a recipe prints. It and its ranks are ended after ``LIMIT``."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    with (
+        (folder / "stderr").open("w+") as errors,
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            output, _ = process.communicate(timeout=LIMIT)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        errors.seek(0)
+        assert process.returncode == 0, f"{output}\n{errors.read()[-5000:]}"
+    return output
+
+
+def loss_of(checkpoint: Path) -> float:
+    """Of the unsharded model, loaded by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokens = torch.arange(64).reshape(2, 32)
+    with torch.no_grad():
+        return float(model(tokens, labels=tokens).loss)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints in ``tiny/``."""
+    folder = tmp_path_factory.mktemp("examples")
+    with mock.patch.object(sys, "argv", ["tiny.py", str(folder / "tiny")]):
+        runpy.run_path(str(EXAMPLES / "tiny.py"), run_name="__main__")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def losses(checkpoints: Path) -> dict[str, float]:
+    found = {kind: loss_of(checkpoints / "tiny" / kind) for kind in ("dense", "moe")}
+    assert len({round(loss, 2) for loss in found.values()}) == 2
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_run_as_they_say(recipe: Path, checkpoints: Path, losses: dict[str, float]) -> None:
+    assert recipe.stem in PRINTS, f"say in PRINTS what {recipe.name} prints"
+    launcher, arguments, name = command(recipe)
+    assert name == recipe.stem
+    words = [word.replace("examples/", f"{EXAMPLES}/") for word in shlex.split(arguments)]
+    output = run([*(["-m", "torch.distributed.run"] if launcher == "torchrun" else []), *words], checkpoints)
+    found = re.findall(PRINTS[recipe.stem], output, re.MULTILINE)
+    assert len(found) == 1, f"expected one line like {PRINTS[recipe.stem]!r}, printed by one rank:\n{output}"
+    kind = next(kind for kind in losses if f"tiny/{kind}" in arguments)
+    first, *later = [float(text) for text in re.findall(LOSS.removeprefix("loss "), str(found[0]))]
+    assert first == pytest.approx(losses[kind], abs=2e-4)
+    assert all(loss < first for loss in later), "training does not lower the loss"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_recipes_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < LINES
