@@ -108,10 +108,10 @@ format: $(VENV)/ready ## format the sources and apply lint fixes
 	$(RUN)/clang-format -i $(NATIVE) $(FAKES)
 
 demo: build ## load a Mixture-of-Experts checkpoint over two emulated nodes
-	$(RUN)/python examples/demo.py
+	$(RUN)/python examples/demo/demo.py
 
 demo-sync: build ## sync a trainer's weights into a tensor-parallel engine of another job, after each of three steps
-	$(RUN)/python examples/demo_sync.py
+	$(RUN)/python examples/demo/demo_sync.py
 
 chaos: build ## inject FAULTS=300 seeded faults, starting at SEED=0, on 4 ranks and check each outcome; LINKS=1 shapes the links (root)
 	$(CAMPAIGN).chaos --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS) $(if $(LINKS),--links)
