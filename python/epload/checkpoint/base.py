@@ -168,8 +168,9 @@ class Checkpoint(ABC):
         """Opens on this rank the checkpoint that another rank has opened and described, without parsing it again.
 
         Args:
-            source, progress: as for :meth:`open`.
+            source: as for :meth:`open`.
             manifest: that of the other rank.
+            progress: as for :meth:`open`.
             same_content: if False, it may be another checkpoint of the same layout.
 
         Raises:

@@ -50,10 +50,14 @@ def convert(
     Not collective, unless a topology is passed.
 
     Args:
-        source, prefix: as for :meth:`epload.Checkpoint.open`.
-        path, max_shard_bytes, files, overwrite: as for :func:`epload.save`.
+        source: as for :meth:`epload.Checkpoint.open`.
+        path: as for :func:`epload.save`.
         dtype: of floating-point tensors of at least 16 bits; by default as they are.
         renames: applied to the names, in order.
+        max_shard_bytes: as for :func:`epload.save`.
+        files: as for :func:`epload.save`.
+        overwrite: as for :func:`epload.save`.
+        prefix: as for :meth:`epload.Checkpoint.open`.
         topology: of ranks that divide the work; all of them call this, with equal arguments, and see the folder.
         timeout: of these ranks, as for :func:`epload.save`.
         progress: called with the number of bytes after each read of this process.
