@@ -6,10 +6,14 @@ RUN := $(VENV)/bin
 CAMPAIGN := PYTHONPATH=tests:benchmarks $(RUN)/python -m campaigns
 BENCH_VENV ?= .venv-bench
 BENCH := $(BENCH_VENV)/bin
+# The tests look at the kernels also where torch has no CUDA, if there is a compiler for them.
+EPLOAD_CUDA ?= $(if $(shell command -v nvcc),1,auto)
+DOCS_VENV ?= .venv-docs
+WHEEL_TORCH ?= 2.11 2.12 2.13 2.14 2.15
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
 CPP := tests/native/cpp
 FAKES := $(wildcard tests/support/fakedev/*.cpp tests/support/fakedev/*.h $(CPP)/*.cpp $(CPP)/*.h tests/npu/*.cpp)
-SOURCES := python tests benchmarks examples setup.py
+SOURCES := python tests benchmarks examples setup.py $(wildcard docs/*.py)
 FAULTS ?= 300
 SEED ?= 0
 CHAOS_SECONDS ?= inf
@@ -44,7 +48,7 @@ $(VENV)/ready: requirements-dev.txt
 	touch $@
 
 $(VENV)/built: $(VENV)/ready $(NATIVE) CMakeLists.txt setup.py pyproject.toml
-	$(RUN)/pip install --quiet --no-build-isolation --no-deps -e .
+	EPLOAD_CUDA=$(EPLOAD_CUDA) $(RUN)/pip install --quiet --no-build-isolation --no-deps -e .
 	touch $@
 
 build: $(VENV)/built ## create the environment and build epload into it
@@ -119,6 +123,9 @@ chaos: build ## inject FAULTS=300 seeded faults, starting at SEED=0, on 4 ranks 
 chaos-sync: build ## inject FAULTS=300 seeded faults into live syncs, starting at SEED=0, and check each outcome
 	$(CAMPAIGN).chaos_sync --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS)
 
+chaos-save: build ## inject FAULTS=300 seeded faults into saves, starting at SEED=0, and check each outcome
+	$(CAMPAIGN).chaos_save --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS)
+
 census: build ## load and check every class of the installed transformers that builds from a reduced config; WORKERS=1
 	$(CAMPAIGN).census --workers $(WORKERS)
 
@@ -139,7 +146,7 @@ $(BENCH_VENV)/built: benchmarks/requirements.txt $(NATIVE) CMakeLists.txt setup.
 	$(BENCH)/pip install --quiet --upgrade pip
 	$(BENCH)/pip install --quiet "$(TORCH)"
 	$(BENCH)/pip install --quiet -r benchmarks/requirements.txt
-	$(BENCH)/pip install --quiet -e .
+	EPLOAD_CUDA=$(EPLOAD_CUDA) $(BENCH)/pip install --quiet -e .
 	touch $@
 
 bench: $(BENCH_VENV)/built ## benchmark every loader over loopback; writes tables and plots to docs/
@@ -179,5 +186,17 @@ simulate: $(BENCH_VENV)/built ## run the simulator alone on the measurements in 
 gpu-check: ## on a machine with an NVIDIA GPU: build, test, sanitize, trace and benchmark with PYTHON's own torch
 	$(PYTHON) benchmarks/gpu_check.py
 
+$(DOCS_VENV)/ready: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet --upgrade pip
+	$(DOCS_VENV)/bin/pip install --quiet -r docs/requirements.txt
+	touch $@
+
+docs: $(DOCS_VENV)/ready ## build the site into site/, in its own environment; a broken link within it is an error
+	$(DOCS_VENV)/bin/mkdocs build --quiet --strict
+
+wheels: ## build and test a wheel for each torch minor in WHEEL_TORCH="2.11 2.12 2.13 2.14 2.15" into dist/; takes long
+	for minor in $(WHEEL_TORCH); do .ci/wheels build $$minor && .ci/wheels test $$minor || exit 1; done
+
 clean: ## remove build outputs and environments
-	rm -rf build dist $(VENV) $(VENV)-npu $(VENV)-vllm $(VENV)-verl $(VENV)-oldest $(VENV)-newest $(BENCH_VENV) python/epload/*.so python/*.egg-info
+	rm -rf build dist site .venv-wheels $(DOCS_VENV) $(VENV) $(VENV)-npu $(VENV)-vllm $(VENV)-verl $(VENV)-oldest $(VENV)-newest $(BENCH_VENV) python/epload/*.so python/*.egg-info

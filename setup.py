@@ -14,6 +14,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
+VERSION = "0.1.0"
 SUPPORTED_TORCH = ">=2.11,<2.16"
 REQUIREMENTS = ["click>=8.1", "rich>=13", "tqdm"]
 OPS_LIBRARY = "libepload.so"
@@ -32,6 +33,27 @@ def find_torch(name: str = "torch") -> Path | None:
     return next((path for path in found if (path / "version.py").is_file() and (path / "lib").is_dir()), None)
 
 
+def require_torch() -> Path:
+    torch_dir = find_torch()
+    if torch_dir is None:
+        raise SystemExit(
+            "epload: a build is for the torch that it will run with, and none is installed for "
+            f"{sys.executable}. First: pip install 'torch{SUPPORTED_TORCH}'"
+        )
+    return torch_dir
+
+
+def require_tools() -> None:
+    """What builds the libraries. pip brings it, unless it was told not to."""
+    missing = [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
+    missing += [] if importlib.util.find_spec("pybind11") else ["pybind11"]
+    if missing:
+        raise SystemExit(
+            f"epload: a build needs {' and '.join(missing)}, which {sys.executable} does not find. Install with: pip install "
+            f"{' '.join(missing)}; or leave out --no-build-isolation, so that pip does"
+        )
+
+
 def torch_version(torch_dir: Path) -> str:
     match = re.search(r"^__version__ = '([^']+)'", (torch_dir / "version.py").read_text(), re.M)
     if match is None:
@@ -43,12 +65,24 @@ def torch_version(torch_dir: Path) -> str:
     return version
 
 
+def torch_minor(torch_dir: Path) -> str:
+    """E.g. "2.13"."""
+    return ".".join(torch_version(torch_dir).split(".")[:2])
+
+
+def has_cuda(torch_dir: Path) -> bool:
+    """Whether it is a CUDA build of torch."""
+    return re.search(r"^cuda\b.*= *None$", (torch_dir / "version.py").read_text(), re.M) is None
+
+
 def find_nvcc() -> Path | None:
-    """The CUDA compiler to build kernels with, as EPLOAD_CUDA says: 0 none, 1 it must be there, auto (or unset) if it is."""
+    """The CUDA compiler to build kernels with, as EPLOAD_CUDA says: 0 none, 1 it must be there, auto (or unset) if it is there
+    and torch has CUDA."""
     wanted = os.environ.get("EPLOAD_CUDA") or "auto"
     if wanted not in ("auto", "0", "1"):
         raise SystemExit(f"epload: expected EPLOAD_CUDA to be auto, 0 or 1, got {wanted!r}")
-    if wanted == "0":
+    torch_dir = find_torch()
+    if wanted == "0" or (wanted == "auto" and torch_dir and not has_cuda(torch_dir)):
         return None
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     places = [f"{home}/bin"] if home else [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
@@ -93,12 +127,8 @@ def find_torch_npu(torch: str) -> tuple[Path, str] | None:
 
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
-        torch_dir = find_torch()
-        if torch_dir is None:
-            raise SystemExit(
-                "epload is built against the torch it will run with, and none is installed for "
-                f"{sys.executable}. First: pip install 'torch{SUPPORTED_TORCH}'"
-            )
+        torch_dir = require_torch()
+        require_tools()
         nvcc = find_nvcc()
         npu = find_torch_npu(torch_version(torch_dir))
         output = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
@@ -106,8 +136,8 @@ class CMakeBuild(build_ext):
             (output / CUDA_LIBRARY).unlink(missing_ok=True)  # of an earlier build
         if npu is None:
             (output / NPU_LIBRARY).unlink(missing_ok=True)
-        minor = ".".join(torch_version(torch_dir).split(".")[:2])
-        build = ROOT / "build" / f"cmake-{sysconfig.get_config_var('SOABI')}-torch{minor}{'-npu' if npu else ''}"
+        configuration = f"{sysconfig.get_config_var('SOABI')}-torch{torch_minor(torch_dir)}{'-npu' if npu else ''}"
+        build = ROOT / "build" / f"cmake-{configuration}"
         # A torch, a Python or an isolated build environment that has gone would leave a stale cache.
         (build / "CMakeCache.txt").unlink(missing_ok=True)
         configure = [
@@ -162,17 +192,24 @@ def pybind11_dir() -> str:
 
 def requirements() -> list[str]:
     """A build is for one torch minor and says so; a source distribution is for all that are supported."""
-    torch_dir = find_torch()
-    if torch_dir is None or "sdist" in sys.argv:
-        return [f"torch{SUPPORTED_TORCH}", *REQUIREMENTS]
-    major, minor = torch_version(torch_dir).split(".")[:2]
-    return [f"torch=={major}.{minor}.*", *REQUIREMENTS]
+    torch_dir = None if "sdist" in sys.argv else find_torch()
+    return [f"torch=={torch_minor(torch_dir)}.*" if torch_dir else f"torch{SUPPORTED_TORCH}", *REQUIREMENTS]
 
 
+def version() -> str:
+    """With EPLOAD_LOCAL_VERSION=1 (`make wheels`) it names the torch minor: wheels for several can lie in one folder."""
+    return (
+        f"{VERSION}+torch{torch_minor(require_torch())}" if os.environ.get("EPLOAD_LOCAL_VERSION") == "1" else VERSION
+    )
+
+
+# Early, before anything is compiled or downloaded: a wheel that pip would build for a torch of its own choice, which is
+# the one with CUDA, takes minutes and gigabytes.
+if {"dist_info", "bdist_wheel", "editable_wheel", "build_ext"}.intersection(sys.argv):
+    require_torch()
 setup(
+    version=version(),
     ext_modules=[Extension("epload._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
     install_requires=requirements(),
-    # With no torch at all, the build environment gets the one that the wheel will then depend on.
-    setup_requires=[] if find_torch() else [f"torch{SUPPORTED_TORCH}"],
 )

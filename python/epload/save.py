@@ -19,8 +19,7 @@ from epload.core.attempt import attempt
 from epload.mapping.mapping import Mapping as Rules
 from epload.saving.flat_state import FlatState
 from epload.saving.report import SaveReport
-from epload.saving.run import SaveRun
-from epload.saving.source import Source, read_source
+from epload.saving.run import SaveOptions, SaveRun
 
 MAX_SHARD_BYTES = 5 << 30
 
@@ -45,8 +44,11 @@ def save(
     """Saves a sharded model as a folder of safetensors files. Collective over the topology's ranks.
 
     Each rank writes its own parts to their places in the files; no tensor moves between ranks, and none is put together in
-    memory. The folder, which all ranks have to see, appears when it is complete and on disk: a reader finds what was at the path
-    before, or the whole new checkpoint, whenever a rank ends.
+    memory. The folder appears when it is complete and on disk: a reader finds what was at the path before, or the whole new
+    checkpoint, whenever a rank ends.
+
+    Where nodes do not share a file system, each file system gets the whole checkpoint: the parts go to all nodes, through two
+    buffers of 64 MB on each. The folders then appear one by one.
 
     Args:
         model: any mix of DTensors and plain tensors with storage; or a state dict of them, perhaps nested, whose names are joined
@@ -76,9 +78,9 @@ def save(
         report = epload.save(model, "/checkpoints/step-1000")
         print(report)
     """
-    began = perf_counter()
     wait_for_pending()
-    job = _Job(model, path, mapping, names_from, dtype, max_shard_bytes, files, overwrite, topology, timeout, began)
+    options = _options(path, mapping, names_from, dtype, max_shard_bytes, files, overwrite)
+    job = _Job(model, options, topology, timeout)
     return job.run(None)
 
 
@@ -108,13 +110,26 @@ def save_async(
         print(pending.wait())
     """
     global _pending
-    began = perf_counter()
     wait_for_pending()
-    job = _Job(model, path, mapping, names_from, dtype, max_shard_bytes, files, overwrite, topology, timeout, began)
+    options = _options(path, mapping, names_from, dtype, max_shard_bytes, files, overwrite)
+    job = _Job(model, options, topology, timeout)
     pending = PendingSave(job)
     with _pending_lock:
         _pending = pending
     return pending
+
+
+def _options(
+    path: str | Path,
+    mapping: Rules | str,
+    names_from: Any,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    files: Sequence[str | Path],
+    overwrite: bool,
+) -> SaveOptions:
+    at = Path(path).expanduser().absolute()
+    return SaveOptions(at, mapping, names_from, dtype, max_shard_bytes, tuple(map(Path, files)), overwrite)
 
 
 def wait_for_pending() -> None:
@@ -162,47 +177,21 @@ class _Job:
     def __init__(
         self,
         model: nn.Module | Mapping[str, Any],
-        path: str | Path,
-        mapping: Rules | str,
-        names_from: Any,
-        dtype: torch.dtype | None,
-        max_shard_bytes: int,
-        files: Sequence[str | Path],
-        overwrite: bool,
+        options: SaveOptions,
         topology: Topology | None,
         timeout: timedelta | float | None,
-        began: float,
     ) -> None:
+        self._began = perf_counter()
         log.configure()
         self._timeout = as_timedelta(timeout)
         self._topology = topology if topology is not None else Topology.default(timeout=self._timeout)
-        self._path = Path(path).expanduser().absolute()
         self._made_by = threading.current_thread()
-        self._max_shard_bytes, self._files, self._overwrite = max_shard_bytes, list(map(Path, files)), overwrite
-        self._began = began
-        self._report = SaveReport(path=str(self._path))
+        self._options = options
+        self._report = SaveReport(path=str(options.path))
         with self._report.timed("plan"), garbage_collection.paused():
-            self._source, self._failure = attempt(lambda: self._read(model, mapping, names_from, dtype))
-
-    def _read(
-        self, model: nn.Module | Mapping[str, Any], mapping: Rules | str, names_from: Any, dtype: torch.dtype | None
-    ) -> Source:
-        limit = self._max_shard_bytes
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise ValueError(f"expected max_shard_bytes to be a number of bytes, at least 1, got {limit!r}")
-        if missing := [file for file in self._files if not file.is_file()]:
-            raise ValueError(f"expected files= to name files to be copied, but {missing[0]} is none")
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"expected dtype to be a floating-point dtype, got {dtype!r}")
-        if not isinstance(model, nn.Module):
-            model = FlatState(model)
-            if model.others:
-                name, value = next(iter(model.others.items()))
-                raise ValueError(
-                    f"expected only tensors in the state dict, got {name}, a {type(value).__name__}: safetensors files hold "
-                    "nothing else; leave it out, or save with torch.distributed.checkpoint"
-                )
-        return read_source(model, mapping, names_from, dtype)
+            self._source, self._failure = attempt(
+                lambda: options.read(model if isinstance(model, nn.Module) else FlatState(model))
+            )
 
     def snapshot(self) -> list[Tensor] | None:
         """Copies of the local tensors in host memory."""
@@ -226,8 +215,7 @@ class _Job:
         try:
             call = Call("save()", self._topology, self, self._made_by)
             with exclusive(call, self._timeout), self._topology.control.guard():
-                run = SaveRun(self._topology, self._path, self._max_shard_bytes, self._files, self._overwrite, report)
-                run.run(self._source, tensors, failure)
+                SaveRun(self._topology, self._options, report).run(self._source, tensors, failure)
         except Refused as refused:
             raise refused.failure.error() from None
         report.seconds = perf_counter() - self._began

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -144,6 +146,82 @@ def test_a_torch_npu_that_does_not_give_its_communicators_is_refused(header: str
     for part in ("epload: ", "tryGetHcclComm", version, str(folder), "2.13.0", "EPLOAD_NPU=0"):
         assert part in message, message
     assert not (tmp_path / "built").exists()
+
+
+def run_setup(executable: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [executable, "setup.py", "-q", *arguments]
+    environment = {**os.environ, "EPLOAD_CUDA": "0", **environment}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize("command", ["build_ext", "dist_info", "bdist_wheel"])
+def test_a_build_without_torch_is_refused(command: str, tmp_path: Path) -> None:
+    """Before pip would download one of its own choice."""
+    venv.create(tmp_path / "empty", with_pip=False)
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for name in ("setuptools", "_distutils_hack"):
+        (packages / name).symlink_to(Path(str(importlib.import_module(name).__file__)).parent)
+    done = run_setup(str(tmp_path / "empty/bin/python"), command, PYTHONPATH=str(packages))
+    assert done.returncode != 0
+    message = done.stderr.strip().splitlines()[-1]
+    for part in ("epload: ", str(tmp_path / "empty"), "pip install 'torch>=2.11,<2.16'"):
+        assert part in message, done.stderr
+
+
+def test_a_build_without_cmake_and_ninja_is_refused(tmp_path: Path) -> None:
+    done = run_setup(sys.executable, "build_ext", "--build-lib", str(tmp_path), PATH=str(tmp_path))
+    assert done.returncode != 0
+    message = done.stderr.strip().splitlines()[-1]
+    for part in ("epload: ", "cmake and ninja", "pip install cmake ninja", "--no-build-isolation"):
+        assert part in message, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def add_program(folder: Path, name: str, script: str = "") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    return folder / name
+
+
+@pytest.fixture(params=["None", "'13.0'"], ids=["CPU", "CUDA"])
+def torch_2_14(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, bool]:
+    """A folder that has a torch without its libraries, and whether that is one with CUDA."""
+    (tmp_path / "torch/lib").mkdir(parents=True)
+    (tmp_path / "torch/__init__.py").touch()
+    text = f"__version__ = '2.14.1+test'\ncuda: Optional[str] = {request.param}\n"
+    (tmp_path / "torch/version.py").write_text(text)
+    return tmp_path, request.param != "None"
+
+
+@pytest.mark.parametrize("wanted", ["auto", "1", "0"])
+def test_kernels_are_built_for_a_torch_with_cuda_or_if_asked(torch_2_14: tuple[Path, bool], wanted: str) -> None:
+    folder, has_cuda = torch_2_14
+    programs = folder / "bin"
+    nvcc = add_program(programs, "nvcc")
+    add_program(programs, "ninja")
+    add_program(programs, "cmake", f'echo "$@" > {folder / "configured"}; exit 1')
+    done = run_setup(
+        sys.executable, "build_ext", "--build-lib", str(folder / "built"), PYTHONPATH=str(folder), EPLOAD_CUDA=wanted,
+        CUDA_HOME=str(folder), PATH=f"{programs}:{os.environ['PATH']}",
+    )  # fmt: skip
+    assert done.returncode != 0
+    expected = str(nvcc) if wanted == "1" or (wanted == "auto" and has_cuda) else ""
+    assert f" -DEPLOAD_NVCC={expected} " in (folder / "configured").read_text(), done.stderr
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_wheel_names_its_torch(torch_2_14: tuple[Path, bool], local: bool) -> None:
+    """In its requirements always, in its version if asked."""
+    folder, _ = torch_2_14
+    wanted = {"EPLOAD_LOCAL_VERSION": "1"} if local else {}
+    done = run_setup(sys.executable, "egg_info", "--egg-base", str(folder), PYTHONPATH=str(folder), **wanted)
+    assert done.returncode == 0, done.stderr
+    metadata = (folder / "epload.egg-info/PKG-INFO").read_text().splitlines()
+    plain = epload.__version__.partition("+")[0]
+    assert f"Version: {plain}{'+torch2.14' * local}" in metadata
+    assert "Requires-Dist: torch==2.14.*" in metadata
 
 
 def binutils(*command: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import epload
 from epload.cli.main import main
 from epload.saving import convert as converting
+from support import ranks
 
 STATE = {
     "model.a": torch.arange(35.0).reshape(5, 7),
@@ -92,3 +94,66 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
     with pytest.raises(epload.CheckpointError, match="while it was converted"):
         epload.convert(tmp_path / "m.safetensors", tmp_path / "new", progress=change)
     assert os.listdir(tmp_path) == ["m.safetensors"]
+
+
+def convert_together(rank: int, source: str, target: str) -> tuple[str, int, list[str]]:
+    topology = epload.Topology.from_nodes([[0, 1], [2]])
+    options = {"max_shard_bytes": 300, "topology": topology, "timeout": 30}
+    with mock.patch.object(converting, "_CHUNK_ELEMENTS", 4):  # so that a tensor has several chunks
+        report = epload.convert(source, target, dtype=torch.bfloat16, **options)
+    errors = []
+    for path, more in (
+        (target, {}),
+        (f"{target}-2", {"dtype": torch.float16} if rank == 1 else {}),
+        (f"{target}-{rank}", {}),
+    ):
+        try:
+            epload.convert(source, path, **more, **options)
+        except (ValueError, epload.LoadError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    own = f"{source}-{rank}.safetensors"
+    save_file({"w": torch.full((2,), float(rank))}, own)
+    try:
+        epload.convert(own, f"{target}-3", **options)
+    except ValueError as error:
+        errors.append(f"{type(error).__name__}: {error}")
+    os.unlink(own)
+    return str(report), report.written, errors
+
+
+def test_ranks_divide_the_work(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "m.safetensors")
+    results = ranks.run(3, convert_together, str(tmp_path / "m.safetensors"), str(tmp_path / "new"))
+    assert same(found(tmp_path / "new"), {name: t.bfloat16() if name[-1] in "ade" else t for name, t in STATE.items()})
+    written = [each for _, each, _ in results]
+    assert sum(written) == sum(tensor.nbytes for tensor in found(tmp_path / "new").values()), "each byte once"
+    assert all(written)
+    assert results[0][2] == results[1][2] == results[2][2]
+    exists, different, paths, files = results[0][2]
+    assert files.startswith("ValueError: ranks 0 and 1 convert different checkpoints"), "of equal layout"
+    assert exists.startswith(f"ValueError: {tmp_path}/new exists and is not empty")
+    assert different.startswith("ValueError: ranks 0 and 1 convert different checkpoints")
+    assert paths.startswith("ValueError: ranks 0 and 1 convert different checkpoints")
+    assert sorted(os.listdir(tmp_path)) == ["m.safetensors", "new"]
+
+
+def convert_apart(rank: int, source: str, disks: list[str]) -> str:
+    """``disks``: a working directory for each rank."""
+    os.chdir(disks[rank])
+    topology = epload.Topology.from_nodes([[0], [1]])
+    try:
+        epload.convert(source, "/proc/self/cwd/new", topology=topology, timeout=30)
+    except epload.LoadError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_do_not_see_the_folder(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "m.safetensors")
+    disks = [str(tmp_path / name) for name in "ab"]
+    for disk in disks:
+        os.mkdir(disk)
+    first, second = ranks.run(2, convert_apart, str(tmp_path / "m.safetensors"), disks)
+    assert first == second
+    assert "expected all ranks to see /proc/self/cwd/.new." in first
+    assert os.listdir(disks[0]) == os.listdir(disks[1]) == []

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 import epload
 from support import ranks
@@ -154,22 +154,3 @@ def test_saves_in_the_background(tmp_path: Path) -> None:
         assert error.startswith(f"{tmp_path}/1 exists")
     for version in (1, 2):
         assert all(torch.equal(found, values(name, version)) for name, found in read(tmp_path / str(version)).items())
-
-
-def save_from_another_host(rank: int, folder: str) -> str:
-    """Rank 1 has a file system of its own, as far as it can see."""
-    if rank == 1:
-        is_dir = Path.is_dir
-        Path.is_dir = lambda path: is_dir(path) and ".saving" not in path.name  # type: ignore[assignment, method-assign]
-    try:
-        epload.save(nn.Linear(4, 4), folder)
-    except epload.LoadError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_have_to_see_the_folder(tmp_path: Path) -> None:
-    first, second = ranks.run(2, save_from_another_host, str(tmp_path / "c"))
-    assert first == second
-    assert "rank 1 does not see" in first
-    assert os.listdir(tmp_path) == []

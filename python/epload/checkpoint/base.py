@@ -162,18 +162,22 @@ class Checkpoint(ABC):
         return Checkpoint._opener.open_source(source, known, prefix, progress or _ignore)
 
     @staticmethod
-    def join(source: Any, manifest: Manifest, progress: Progress | None = None) -> Checkpoint:
+    def join(
+        source: Any, manifest: Manifest, progress: Progress | None = None, same_content: bool = True
+    ) -> Checkpoint:
         """Opens on this rank the checkpoint that another rank has opened and described, without parsing it again.
 
         Args:
-            source, progress: as for :meth:`open`.
+            source: as for :meth:`open`.
             manifest: that of the other rank.
+            progress: as for :meth:`open`.
+            same_content: if False, it may be another checkpoint of the same layout.
 
         Raises:
             CheckpointError: there is nothing at the path, or it is not the same checkpoint.
             TypeError: ``source`` has another type.
         """
-        return Checkpoint._opener.join_source(source, manifest, progress or _ignore)
+        return Checkpoint._opener.join_source(source, manifest, progress or _ignore, same_content)
 
     @staticmethod
     def from_state_dict(state_dict: Mapping[str, Tensor], consume: bool = False) -> Checkpoint:
@@ -198,5 +202,5 @@ class Opener(Protocol):
     """Implements the static methods of :class:`Checkpoint`; see there."""
 
     def open_source(self, source: Any, known: Manifest | None, prefix: str, progress: Progress) -> Checkpoint: ...
-    def join_source(self, source: Any, manifest: Manifest, progress: Progress) -> Checkpoint: ...
+    def join_source(self, source: Any, manifest: Manifest, progress: Progress, same_content: bool) -> Checkpoint: ...
     def from_state_dict(self, state_dict: Mapping[str, Tensor], consume: bool) -> Checkpoint: ...

@@ -50,7 +50,7 @@ def open_source(source: Any, known: Manifest | None, prefix: str, progress: Prog
         raise _unreadable(error) from error
 
 
-def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoint:
+def join_source(source: Any, manifest: Manifest, progress: Progress, same_content: bool) -> Checkpoint:
     """See :meth:`Checkpoint.join`."""
     if manifest.locations is None or not isinstance(source, str | os.PathLike):
         return Checkpoint.open(source)
@@ -68,9 +68,14 @@ def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoi
                 "every rank"
             )
         with folder.open([name] if one else [facts.name for facts in expected]) as files:
-            for file, facts in zip(files, expected, strict=True):
-                _check_same(file, facts)
-            return FileCheckpoint(folder.store(files), manifest)
+            facts = list(map(_facts, files))
+            if same_content:
+                _check_same(files, facts, expected)
+                return FileCheckpoint(folder.store(files), manifest)
+            found = _if_same(manifest, manifest.locations.index, facts, manifest.source)
+            if found is None:
+                raise CheckpointError(f"{folder} has no checkpoint of the same layout as {manifest.source}")
+            return FileCheckpoint(folder.store(files), found)
     except OSError as error:
         raise _unreadable(error) from error
 
@@ -137,15 +142,15 @@ def _unreadable(error: OSError) -> CheckpointError:
     return CheckpointError(f"cannot read{file}: {error.strerror or error}")
 
 
-def _check_same(file: StoredFile, expected: FileFacts) -> None:
-    """Checks that a file is the one that the source rank has. Raises CheckpointError, OSError."""
-    facts = _facts(file)
-    if facts[1:] != expected[1:]:
-        part = "size" if facts.nbytes != expected.nbytes else "header" if facts.header != expected.header else "content"
-        raise CheckpointError(
-            f"{file} is not the file that the source rank has: its {part} differs; "
-            'copy it again, or let one rank read (readers="one")'
-        )
+def _check_same(files: Sequence[StoredFile], found: Sequence[FileFacts], expected: Sequence[FileFacts]) -> None:
+    """Checks that files are those that the source rank has. Raises CheckpointError."""
+    for file, facts, theirs in zip(files, found, expected, strict=True):
+        if facts[1:] != theirs[1:]:
+            part = "size" if facts.nbytes != theirs.nbytes else "header" if facts.header != theirs.header else "content"
+            raise CheckpointError(
+                f"{file} is not the file that the source rank has: its {part} differs; "
+                'copy it again, or let one rank read (readers="one")'
+            )
 
 
 def _check_no_prefix(prefix: str, source: str) -> None:

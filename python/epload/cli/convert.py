@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
+import torch.distributed as dist
 
 from epload.checkpoint.base import Checkpoint
 from epload.cli.output import json_option, print_json, show
+from epload.cluster.topology import Topology
 from epload.core import dtypes
 from epload.mapping.rules import Rename
 from epload.observe.progress import Progress
@@ -40,7 +45,8 @@ def convert(
 ) -> int:  # fmt: skip
     """Write the tensors of SOURCE to FOLDER, as safetensors files.
 
-    SOURCE is as for inspect. FOLDER appears when it is complete, and on disk.
+    SOURCE is as for inspect. FOLDER appears when it is complete, and on disk. Under torchrun the ranks divide the work:
+    torchrun --nproc-per-node 4 -m epload convert SOURCE FOLDER.
     """
     kind = dtypes.from_name(dtype) if dtype is not None else None
     if kind is not None and not dtypes.is_wide(kind):
@@ -52,13 +58,28 @@ def convert(
             raise click.BadParameter(f"expected PATTERN=TEXT, got {each}", param_hint="--rename")
         rules.append(Rename(pattern, text))
     opened = Checkpoint.open(source, prefix=prefix)
-    with Progress(opened.manifest.nbytes, not as_json) as bar:
-        report = rewrite(
-            opened, folder, dtype=kind, renames=rules, max_shard_bytes=int(max_shard_gb * 1e9), files=files,
-            overwrite=overwrite, progress=bar.update,
-        )  # fmt: skip
-    if as_json:
+    with _ranks() as topology:
+        first = topology is None or topology.rank == topology.ranks[0]
+        total = opened.manifest.nbytes // (1 if topology is None else len(topology.ranks))
+        with Progress(total, first and not as_json) as bar:
+            report = rewrite(
+                opened, folder, dtype=kind, renames=rules, max_shard_bytes=int(max_shard_gb * 1e9), files=files,
+                overwrite=overwrite, topology=topology, progress=bar.update,
+            )  # fmt: skip
+    if first and as_json:
         print_json(report.to_dict())
-    else:
+    elif first:
         show(str(report).splitlines()[0])
     return 0
+
+
+@contextmanager
+def _ranks() -> Iterator[Topology | None]:
+    """The ranks that torchrun has started, if it has."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not dist.is_torchelastic_launched():
+        yield None
+        return
+    dist.init_process_group("gloo")
+    yield Topology.discover()
+    dist.barrier()
+    dist.destroy_process_group()

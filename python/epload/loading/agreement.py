@@ -121,7 +121,7 @@ class Agreement:
         opened = inputs.checkpoint is not None
 
         def make() -> tuple[Draft, LoadPlan]:
-            draft = self._make_draft(request, inputs, known)
+            draft = self._make_draft(request, inputs, known, same_content=False)
             return draft, self._make_checked_plan(request, inputs, draft, frozenset())
 
         made, _ = attempt(make)  # what fails here fails again, and is reported, in the rounds of a first load
@@ -159,8 +159,8 @@ class Agreement:
                     announced = announced._replace(nbytes=0)
             uneven = len({view["lost"] for view in views.values()}) > 1
             planned = None
-            # Ranks have opened what the source had before; if it has other files now, they have to open these.
-            same_files = len({view.get("version") for view in views.values()}) == 1
+            # Ranks have opened what they found at the path; if the source has other files, they have to open these.
+            same_files = len({view["version"] for view in views.values() if "version" in view}) == 1
             if announced.nbytes == 0 and same_files and all("plan" in view for view in views.values()):
                 planned = self._compare_plans({rank: view["plan"] for rank, view in views.items()})
                 fingerprints, _, _, mismatches = planned
@@ -202,7 +202,8 @@ class Agreement:
         if proposal is not None:
             assert inputs is not None
             view["plan"] = self._describe_plan(inputs, proposal.plan)
-            view["version"] = proposal.draft.manifest.version
+            if inputs.checkpoint is not None or self._router.may_read(inputs.device):
+                view["version"] = proposal.draft.manifest.version
         if len(self._topology.ranks) > 1:
             if self.inputs.manifest is not None:
                 view["known"] = self.inputs.manifest.identity
@@ -264,7 +265,7 @@ class Agreement:
     # ---- the plan ----
 
     def _agree_on_plan(self, request: Request, inputs: LocalInputs, opening: Opening, known: Manifest) -> AgreedLoad:
-        draft, unprepared = attempt(lambda: self._make_draft(request, inputs, known))
+        draft, unprepared = attempt(lambda: self._make_draft(request, inputs, known, same_content=True))
         plan, failure = None, None
         if draft is not None:
             wanted = self._wanted_by_any(draft, inputs) if inputs.local_modules else frozenset()
@@ -315,8 +316,8 @@ class Agreement:
         fingerprint, owned = (plan.fingerprint.hex(), plan.owned) if plan is not None else ("", 0)
         return [fingerprint, inputs.checkpoint is not None, owned, self._meshes.of(inputs.targets)]
 
-    def _make_draft(self, request: Request, inputs: LocalInputs, known: Manifest) -> Draft:
-        manifest = self.inputs.join(inputs, request.checkpoint, known)
+    def _make_draft(self, request: Request, inputs: LocalInputs, known: Manifest, same_content: bool) -> Draft:
+        manifest = self.inputs.join(inputs, request.checkpoint, known, same_content)
         mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names)
         self.inputs.manifest = manifest
         wave = wave_limit(manifest.nbytes, self._router.wave_bytes(inputs.device, only_src=manifest.locations is None))

@@ -115,14 +115,14 @@ class InputReader:
             )
         return checkpoint
 
-    def join(self, inputs: LocalInputs, given: Any, manifest: Manifest) -> Manifest:
-        """Opens the checkpoint on the other ranks that read, by the source's manifest."""
+    def join(self, inputs: LocalInputs, given: Any, manifest: Manifest, same_content: bool) -> Manifest:
+        """Opens the checkpoint on the other ranks that read, by the source's manifest, or by one of the same layout."""
         auto = self._options.readers == "auto"
         if auto and manifest.locations is None:
             return manifest
         if self._router.may_read(inputs.device) and inputs.checkpoint is None:
             try:
-                inputs.checkpoint = self._keep(Checkpoint.join(given, manifest, self._progress), given)
+                inputs.checkpoint = self._keep(Checkpoint.join(given, manifest, self._progress, same_content), given)
             except (CheckpointError, TypeError):
                 if not auto:
                     raise

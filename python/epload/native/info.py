@@ -39,7 +39,10 @@ def has_npu() -> bool:
 
 def _cuda_obstacle() -> str:
     if not _C.cuda_architectures:
-        return "this build has no CUDA kernels"
+        return (
+            "this build has no CUDA kernels: torch had no CUDA, there was no nvcc, or EPLOAD_CUDA=0 was set; EPLOAD_CUDA=1 "
+            "builds them, or says what is missing"
+        )
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

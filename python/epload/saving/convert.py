@@ -1,27 +1,31 @@
-"""Rewrites a checkpoint of any format as safetensors files, in one process and a few megabytes of memory."""
+"""Rewrites a checkpoint of any format as safetensors files, in a few megabytes of memory a process."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
+from epload.cluster.single_flight import Call, Refused, exclusive
+from epload.cluster.topology import Topology, as_timedelta
 from epload.core import dtypes as dtype_names
+from epload.core.attempt import attempt
 from epload.core.pieces import Piece
-from epload.errors import CheckpointError
+from epload.errors import CheckpointError, LoadError
 from epload.mapping.rules import Rename, apply_renames
 from epload.saving.folder import NewFolder
 from epload.saving.layout import INDEX, FilesLayout, lay_out
 from epload.saving.report import SaveReport
-from epload.saving.writer import write_all
+from epload.saving.writer import NewFiles
 
 _CHUNK_ELEMENTS = 2 << 20
 """Read at once."""
@@ -37,48 +41,76 @@ def convert(
     files: Sequence[str | Path] = (),
     overwrite: bool = False,
     prefix: str = "",
+    topology: Topology | None = None,
+    timeout: timedelta | float | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> SaveReport:
     """Writes the tensors of a checkpoint to a folder of safetensors files, which appears when it is complete.
 
+    Not collective, unless a topology is passed.
+
     Args:
-        source, prefix: as for :meth:`epload.Checkpoint.open`.
-        path, max_shard_bytes, files, overwrite: as for :func:`epload.save`.
+        source: as for :meth:`epload.Checkpoint.open`.
+        path: as for :func:`epload.save`.
         dtype: of floating-point tensors of at least 16 bits; by default as they are.
         renames: applied to the names, in order.
-        progress: called with the number of bytes after each read.
+        max_shard_bytes: as for :func:`epload.save`.
+        files: as for :func:`epload.save`.
+        overwrite: as for :func:`epload.save`.
+        prefix: as for :meth:`epload.Checkpoint.open`.
+        topology: of ranks that divide the work; all of them call this, with equal arguments, and see the folder.
+        timeout: of these ranks, as for :func:`epload.save`.
+        progress: called with the number of bytes after each read of this process.
 
     Raises:
         CheckpointError: the source cannot be read, or has changed meanwhile.
         ValueError: names that become equal, a dtype that the format lacks, or a folder that must not be overwritten.
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written. With a topology a LoadError, the same on every rank.
     """
     began = perf_counter()
-    checkpoint = Checkpoint.open(source, prefix=prefix)
-    old = checkpoint.manifest
-    new = _converted(old, dtype, renames)
-    layout = lay_out(new.names, new.shapes, new.dtypes, max_shard_bytes)
-    folder = NewFolder.create(Path(path).expanduser().absolute(), overwrite)
-    try:
-        folder.add_files(layout.files)
-        _copy(checkpoint, old, new, layout, folder.temporary, progress)
-        if changed := checkpoint.changed():
-            raise CheckpointError(f"{changed} while it was converted: convert it again")
-        if layout.index is not None:
-            folder.add(INDEX, layout.index)
-        for file in map(Path, files):
-            folder.add(file.name, file.read_bytes())
-        folder.commit()
-    except BaseException:
-        with suppress(OSError):
-            folder.discard()
-        raise
-    finally:
-        checkpoint.close()
-    return SaveReport(
-        path=str(folder.path), files=len(layout.files), tensors=len(new.names), nbytes=new.nbytes, written=new.nbytes,
-        seconds=perf_counter() - began,
-    )  # fmt: skip
+    report = SaveReport(path=str(Path(path).expanduser().absolute()))
+    ranks = _Ranks(topology, timeout)
+
+    def open_source() -> tuple[Checkpoint, Manifest, FilesLayout]:
+        checkpoint = Checkpoint.open(source, prefix=prefix)
+        new = _converted(checkpoint.manifest, dtype, renames)
+        return checkpoint, new, lay_out(new.names, new.shapes, new.dtypes, max_shard_bytes)
+
+    with ranks.guard():
+        opened, failure = attempt(open_source)
+        view: list[Any] = []
+        if opened is not None:
+            old = opened[0].manifest
+            view = [old.identity, old.version, opened[1].digest.hex(), max_shard_bytes, report.path, overwrite]
+        ranks.settle("opening the checkpoint", failure, view, _check_equal)
+        assert opened is not None
+        checkpoint, new, layout = opened
+        try:
+            with ranks.new_folder(Path(report.path), layout, overwrite) as folder:
+                chunks = _chunks(checkpoint.manifest, new, layout)
+                mine = chunks[ranks.part(len(chunks))]
+
+                def copy() -> None:
+                    _copy(checkpoint, mine, layout, folder, progress)
+                    if changed := checkpoint.changed():
+                        raise CheckpointError(f"{changed} while it was converted: convert it again")
+
+                ranks.settle("writing the checkpoint", attempt(copy)[1])
+
+                def commit() -> None:
+                    if layout.index is not None:
+                        folder.add(INDEX, layout.index)
+                    for file in map(Path, files):
+                        folder.add(file.name, file.read_bytes())
+                    folder.commit()
+
+                ranks.settle("completing the checkpoint", attempt(commit)[1] if ranks.first else None, last=True)
+        finally:
+            checkpoint.close()
+    report.files, report.tensors, report.nbytes = len(layout.files), len(new.names), new.nbytes
+    report.written = sum(chunk.written for chunk in mine)
+    report.seconds = perf_counter() - began
+    return report
 
 
 def _converted(manifest: Manifest, dtype: torch.dtype | None, renames: Sequence[Rename]) -> Manifest:
@@ -92,31 +124,126 @@ def _converted(manifest: Manifest, dtype: torch.dtype | None, renames: Sequence[
     return replace(manifest, names=tuple(names), dtypes=dtypes, locations=None)
 
 
+class _Chunk(NamedTuple):
+    """What is read at once."""
+
+    tensor: int
+    begin: int
+    """In the tensor; bytes."""
+    nbytes: int
+    have: torch.dtype
+    wanted: torch.dtype
+    file: int
+    offset: int
+    """In the file."""
+
+    @property
+    def written(self) -> int:
+        return self.nbytes // self.have.itemsize * self.wanted.itemsize
+
+
+def _chunks(old: Manifest, new: Manifest, layout: FilesLayout) -> list[_Chunk]:
+    """In the order of the files."""
+    found = []
+    places = zip(layout.file.tolist(), layout.offset.tolist(), strict=True)
+    tensors = zip(old.dtypes, new.dtypes, old.nbytes_of(), places, strict=True)
+    for index, (have, wanted, nbytes, (file, offset)) in enumerate(tensors):
+        step = _CHUNK_ELEMENTS * have.itemsize
+        for begin in range(0, nbytes, step):
+            at = offset + begin // have.itemsize * wanted.itemsize
+            found.append(_Chunk(index, begin, min(step, nbytes - begin), have, wanted, file, at))
+    return sorted(found, key=lambda chunk: (chunk.file, chunk.offset))
+
+
 def _copy(
     checkpoint: Checkpoint,
-    old: Manifest,
-    new: Manifest,
+    chunks: Sequence[_Chunk],
     layout: FilesLayout,
-    folder: Path,
+    folder: NewFolder,
     progress: Callable[[int], object] | None,
 ) -> None:
-    buffer = torch.empty(_CHUNK_ELEMENTS * max((of.itemsize for of in old.dtypes), default=1), dtype=torch.uint8)
-    fds = [os.open(folder / file.name, os.O_WRONLY) for file in layout.files]
-    try:
-        places = zip(layout.file.tolist(), layout.offset.tolist(), strict=True)
-        tensors = zip(old.dtypes, new.dtypes, old.nbytes_of(), places, strict=True)
-        for index, (have, wanted, nbytes, (file, offset)) in enumerate(tensors):
-            step = _CHUNK_ELEMENTS * have.itemsize
-            for begin in range(0, nbytes, step):
-                chunk = buffer[: min(step, nbytes - begin)]
-                checkpoint.fill(chunk, [Piece(index, begin, 0, len(chunk))])
-                if progress is not None:
-                    progress(len(chunk))
-                converted = chunk if have == wanted else chunk.view(have).to(wanted).view(torch.uint8)
-                at = offset + begin // have.itemsize * wanted.itemsize
-                write_all(fds[file], memoryview(converted.numpy()).cast("B"), at)  # type: ignore[arg-type]
-        for fd in fds:
-            os.fsync(fd)
-    finally:
-        for fd in fds:
-            os.close(fd)
+    buffer = torch.empty(max((chunk.nbytes for chunk in chunks), default=0), dtype=torch.uint8)
+    with NewFiles(folder.temporary, [file.name for file in layout.files]) as files:
+        for chunk in chunks:
+            raw = buffer[: chunk.nbytes]
+            checkpoint.fill(raw, [Piece(chunk.tensor, chunk.begin, 0, chunk.nbytes)])
+            if progress is not None:
+                progress(chunk.nbytes)
+            same = chunk.have == chunk.wanted
+            converted = raw if same else raw.view(chunk.have).to(chunk.wanted).view(torch.uint8)
+            files.write(converted, torch.tensor([[chunk.file, chunk.offset, 0, converted.nbytes]]))
+        files.sync(lambda: None)
+
+
+class _Ranks:
+    """This process, alone or among others that divide the work."""
+
+    def __init__(self, topology: Topology | None, timeout: timedelta | float | None) -> None:
+        self._topology = topology
+        self._timeout = as_timedelta(timeout)
+        self.first = topology is None or topology.rank == topology.ranks[0]
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        if self._topology is None:
+            yield
+            return
+        call = Call("convert()", self._topology, self, threading.current_thread())
+        try:
+            with exclusive(call, self._timeout), self._topology.control.guard():
+                yield
+        except Refused as refused:
+            raise refused.failure.error() from None
+
+    def settle(
+        self, what: str, failure: Exception | None, view: Any = None,
+        decide: Callable[[dict[int, Any]], Any] = lambda views: None, last: bool = False,
+    ) -> Any:  # fmt: skip
+        """See :meth:`~epload.control.control.Control.settle`; alone, the failure itself is raised."""
+        if self._topology is not None:
+            return self._topology.control.settle(what, failure, view, decide, last=last)
+        if failure is not None:
+            raise failure
+        return decide({0: view})
+
+    def part(self, count: int) -> slice:
+        """What this process does of so many things."""
+        if self._topology is None:
+            return slice(count)
+        number, ranks = self._topology.ranks.index(self._topology.rank), len(self._topology.ranks)
+        return slice(count * number // ranks, count * (number + 1) // ranks)
+
+    @contextmanager
+    def new_folder(self, path: Path, layout: FilesLayout, overwrite: bool) -> Iterator[NewFolder]:
+        """The hidden folder with its empty files, which the first of the ranks makes. It is deleted on a failure."""
+        folder: NewFolder | None = None
+
+        def make() -> None:
+            nonlocal folder
+            folder = NewFolder.create(path, overwrite)
+            folder.add_files(layout.files)
+
+        try:
+            failure = attempt(make)[1] if self.first else None
+            name = folder.temporary.name if folder is not None else ""
+            name = self.settle("making the folder", failure, name, lambda views: views[min(views)])
+            folder = folder or NewFolder(path, path.with_name(name), overwrite)
+            if not folder.exists:
+                raise LoadError(
+                    f"expected all ranks to see {folder.temporary}, which the first has made: convert to a path on a file system "
+                    "that all share, or in one process"
+                )
+            yield folder
+        except BaseException:
+            if folder is not None:
+                folder.discard()
+            raise
+
+
+def _check_equal(views: dict[int, Any]) -> None:
+    for rank, view in views.items():
+        if view != views[min(views)]:
+            raise ValueError(
+                f"ranks {min(views)} and {rank} convert different checkpoints, or pass different options; pass the same on all "
+                "ranks"
+            )

@@ -7,10 +7,11 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from epload.errors import LoadError
 from epload.saving.layout import NewFile
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -43,6 +44,11 @@ class NewFolder:
         temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.saving"
         temporary.mkdir()
         return cls(path, temporary, overwrite)
+
+    @property
+    def exists(self) -> bool:
+        """Whether this process sees the hidden folder."""
+        return self.temporary.is_dir()
 
     def add_files(self, files: Sequence[NewFile]) -> None:
         """Makes files of full size, with their headers.
@@ -94,6 +100,28 @@ class NewFolder:
         with suppress(OSError):
             os.rename(self.temporary, discarded)
         shutil.rmtree(discarded, ignore_errors=True)
+
+
+def lowest_seen(nodes: Sequence[Sequence[int]], seen: Mapping[int, Sequence[bool]], path: Path) -> list[int]:
+    """For each node, the first node whose folder it sees: nodes of one file system have one in common.
+
+    Args:
+        seen: for each rank, whether it sees the folder of each node.
+
+    Raises:
+        LoadError: ranks of a node see different ones.
+    """
+    found: list[int] = []
+    for node in nodes:
+        numbers = [next((i for i, sees in enumerate(seen[rank]) if sees), -1) for rank in node]
+        for rank, number in zip(node, numbers, strict=True):
+            if number != numbers[0] or number < 0:
+                raise LoadError(
+                    f"ranks {node[0]} and {rank} are on one node, but do not see the same folder {path.parent}: mount it for all "
+                    "ranks of a node, or save to another path"
+                )
+        found.append(numbers[0])
+    return found
 
 
 def sync(path: Path) -> None:

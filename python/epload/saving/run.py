@@ -4,45 +4,67 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
-from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from epload.cluster.topology import Topology
 from epload.control.watch import Stop
 from epload.core import garbage_collection
 from epload.core.attempt import attempt
-from epload.errors import LoadError
+from epload.mapping.mapping import Mapping
 from epload.planning.shares import Outline
-from epload.saving.folder import NewFolder
+from epload.saving.flat_state import FlatState
+from epload.saving.folder import NewFolder, lowest_seen
 from epload.saving.layout import INDEX, FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
 from epload.saving.report import SaveReport
-from epload.saving.source import Source
-from epload.saving.writer import Writer
+from epload.saving.source import Source, read_source
+from epload.saving.transfer import FileSink, SentPlan, send_to_nodes, sent_sizes
+from epload.saving.writer import NewFiles, write_buckets
 from epload.staging.shards import Shards
 
 
+@dataclass(frozen=True)
+class SaveOptions:
+    """Arguments of :func:`epload.save`."""
+
+    path: Path
+    mapping: Mapping | str
+    names_from: Any
+    dtype: torch.dtype | None
+    max_shard_bytes: int
+    files: tuple[Path, ...]
+    overwrite: bool
+
+    def read(self, model: nn.Module | FlatState) -> Source:
+        """What is saved. Raises ValueError, TypeError or LoadError."""
+        limit = self.max_shard_bytes
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+            raise ValueError(f"expected max_shard_bytes to be a number of bytes, at least 1, got {limit!r}")
+        if missing := [file for file in self.files if not file.is_file()]:
+            raise ValueError(f"expected files= to name files to be copied, but {missing[0]} is none")
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise ValueError(f"expected dtype to be a floating-point dtype, got {self.dtype!r}")
+        if isinstance(model, FlatState) and model.others:
+            name, value = next(iter(model.others.items()))
+            raise ValueError(
+                f"expected only tensors in the state dict, got {name}, a {type(value).__name__}: safetensors files hold "
+                "nothing else; leave it out, or save with torch.distributed.checkpoint"
+            )
+        return read_source(model, self.mapping, self.names_from, self.dtype)
+
+
 class SaveRun:
-    def __init__(
-        self,
-        topology: Topology,
-        path: Path,
-        max_shard_bytes: int,
-        files: Sequence[Path],
-        overwrite: bool,
-        report: SaveReport,
-    ) -> None:
-        """Arguments are those of :func:`epload.save`."""
+    def __init__(self, topology: Topology, options: SaveOptions, report: SaveReport) -> None:
+        self._topology = topology
         self._control = topology.control
         self._first = topology.rank == topology.ranks[0]
-        self._path = path
-        self._max_shard_bytes = max_shard_bytes
-        self._files = files
-        self._overwrite = overwrite
+        """Whether this rank makes the folder, and has it appear."""
+        self._options = options
         self._report = report
         self._folder: NewFolder | None = None
 
@@ -69,7 +91,6 @@ class SaveRun:
             raise
         report, manifest = self._report, source.manifest
         report.files, report.tensors, report.nbytes = len(layout.files), len(manifest.names), manifest.nbytes
-        report.written = plan.nbytes
 
     def _prepare(self, source: Source | None, failure: Exception | None) -> tuple[FilesLayout, WritePlan]:
         """The ranks agree on what is saved, and have the empty files."""
@@ -77,7 +98,10 @@ class SaveRun:
         control.doing = "plans the save"
         view: list[Any] = []
         if source is not None:
-            agreed = repr((source.manifest.digest, str(self._path), self._max_shard_bytes, self._overwrite)).encode()
+            options = self._options
+            agreed = repr(
+                (source.manifest.digest, str(options.path), options.max_shard_bytes, options.overwrite)
+            ).encode()
             parts = [base64.b85encode(part).decode() for part in source.share.outline().encode()]
             view = [hashlib.blake2b(agreed, digest_size=16).hexdigest(), *parts]
         said = control.settle("planning the save", failure, view, _outlines)
@@ -86,7 +110,7 @@ class SaveRun:
         manifest = source.manifest
 
         def plan() -> tuple[FilesLayout, WritePlan]:
-            layout = lay_out(manifest.names, manifest.shapes, manifest.dtypes, self._max_shard_bytes)
+            layout = lay_out(manifest.names, manifest.shapes, manifest.dtypes, self._options.max_shard_bytes)
             mine = plan_writes(
                 manifest.names, manifest.shapes, manifest.dtypes, layout, outlines, control.rank, source.share
             )
@@ -99,37 +123,107 @@ class SaveRun:
             name = made or ""
         name = control.settle("making the folder", failure, name, lambda views: views[control.ranks[0]])
         assert planned is not None
-        self._folder = self._folder or NewFolder(self._path, self._path.parent / name, self._overwrite)
+        self._folder = self._folder or self._folder_called(name)
         return planned
 
+    def _folder_called(self, name: str) -> NewFolder:
+        options = self._options
+        return NewFolder(options.path, options.path.with_name(name), options.overwrite)
+
     def _make_folder(self, layout: FilesLayout) -> str:
-        self._folder = NewFolder.create(self._path, self._overwrite)
+        self._folder = NewFolder.create(self._options.path, self._options.overwrite)
         self._folder.add_files(layout.files)
         return self._folder.temporary.name
 
     def _write(self, plan: WritePlan, layout: FilesLayout, tensors: list[Tensor]) -> None:
-        control, report = self._control, self._report
-        assert self._folder is not None
-        folder, names = self._folder.temporary, [file.name for file in layout.files]
+        """Writes the tensors into the hidden folder, or folders."""
+        control, folder = self._control, self._folder
+        assert folder is not None
+        seen = control.settle(
+            "finding the folder", None, folder.exists, lambda views: [views[r] for r in control.ranks]
+        )
+        shards = Shards(plan, tensors, None, None, False, f"rank {control.rank}")
+        if all(seen):
+            self._write_own(plan, layout, shards)
+        else:
+            self._write_on_each_node(plan, layout, shards)
+
+    def _write_own(self, plan: WritePlan, layout: FilesLayout, shards: Shards) -> None:
+        """Writes this rank's part."""
+        control = self._control
         control.doing = "writes its part of the checkpoint"
         stop = Stop()
-        shards = Shards(plan, tensors, None, None, False, f"rank {control.rank}")
 
         def wrote(nbytes: int) -> None:
             control.progress += nbytes + 1
             stop.check()
 
         def write() -> None:
-            if not folder.is_dir():
-                raise LoadError(
-                    f"rank {control.rank} does not see {folder}, which rank {control.ranks[0]} has made: save to a path "
-                    "on a file system that all ranks share"
-                )
-            with control.watch.guards(stop), closing(Writer(plan, folder, names)) as writer:
-                writer.write(shards.pack, report, wrote)
+            with control.watch.guards(stop), self._new_files(layout) as files:
+                write_buckets(plan, files, shards.pack, self._report, wrote)
+                self._sync(files)
 
         _, failure = attempt(write)
         control.settle("writing the checkpoint", failure)
+        self._report.written = plan.nbytes
+
+    def _write_on_each_node(self, plan: WritePlan, layout: FilesLayout, shards: Shards) -> None:
+        """Writes the whole checkpoint to each file system, by the ranks of the first node that has it."""
+        control, topology = self._control, self._topology
+        assert self._folder is not None
+        token = self._folder.temporary.name
+        folders = self._find_folders(layout)
+        number = topology.nodes.index(topology.node)
+        self._first = folders[number] == number and control.rank == topology.node[0]
+        self._report.folders = len(set(folders))
+        sizes = control.settle("planning the transfer", None, sent_sizes(plan), lambda views: views)
+        by_rank = {int(rank): of_rank for rank, of_rank in sizes.items()}
+        sent = SentPlan.of(by_rank, topology.nodes, control.rank, folders[number] == number, token)
+        with self._new_files(layout) as files:
+            sink = FileSink(files, layout.files)
+            send_to_nodes(topology, sent, plan, shards, sink, self._report)
+            _, failure = attempt(lambda: self._sync(files))
+            control.settle("writing the checkpoint", failure, patience=2)
+        self._report.written = sink.written
+
+    def _find_folders(self, layout: FilesLayout) -> list[int]:
+        """Makes a folder on each file system; returns for each node the first node that sees the same as it does."""
+        control, topology, first = self._control, self._topology, self._folder
+        assert first is not None
+        mine, failure = None, None
+        if control.rank == topology.node[0] and not first.exists:
+            mine, failure = attempt(lambda: NewFolder.create(self._options.path, self._options.overwrite))
+            self._folder = mine
+        of_first = next(i for i, node in enumerate(topology.nodes) if control.ranks[0] in node)
+        names = control.settle(
+            "making a folder on each node", failure, mine.temporary.name if mine is not None else "",
+            lambda views: [views[node[0]] for node in topology.nodes],
+        )  # fmt: skip
+        names[of_first] = first.temporary.name
+        folders = [self._folder_called(name or first.temporary.name) for name in names]
+        found: list[int] = control.settle(
+            "finding the folders", None, [bool(name) and each.exists for name, each in zip(names, folders, strict=True)],
+            lambda views: lowest_seen(topology.nodes, views, self._options.path),
+        )  # fmt: skip
+        ours = found[topology.nodes.index(topology.node)]
+        if mine is not None and mine.temporary != folders[ours].temporary:
+            mine.discard()
+        self._folder, failure = folders[ours], None
+        if mine is not None and mine.temporary == folders[ours].temporary:
+            _, failure = attempt(lambda: mine.add_files(layout.files))
+        control.settle("making the files", failure)
+        return found
+
+    def _new_files(self, layout: FilesLayout) -> NewFiles:
+        assert self._folder is not None
+        return NewFiles(self._folder.temporary, [file.name for file in layout.files])
+
+    def _sync(self, files: NewFiles) -> None:
+        def synced() -> None:
+            self._control.progress += 1
+
+        with self._report.timed("sync"):
+            files.sync(synced)
 
     def _commit(self, source: Source, layout: FilesLayout) -> None:
         """Adds the small files, and has the folder appear."""
@@ -139,7 +233,7 @@ class SaveRun:
 
         def commit() -> None:
             small = {**source.config, **({} if layout.index is None else {INDEX: layout.index})}
-            small |= {file.name: file.read_bytes() for file in self._files}
+            small |= {file.name: file.read_bytes() for file in self._options.files}
             for name, content in small.items():
                 folder.add(name, content)
             folder.commit()

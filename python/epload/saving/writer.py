@@ -10,75 +10,90 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from epload.saving.plan import WriteBucket, WritePlan
+from epload.saving.plan import WritePlan
 from epload.saving.report import SaveReport
 
 BUFFERS = 2
 
 
-class Writer:
-    """Open files of a new checkpoint, of which one rank writes its part."""
+class NewFiles:
+    """The files of a new checkpoint, to some of which one rank writes. A context manager."""
 
-    def __init__(self, plan: WritePlan, folder: Path, names: Sequence[str]) -> None:
-        """Opens the files that this rank writes to.
-
-        Args:
-            names: of all files.
-
-        Raises:
-            OSError: one cannot be opened.
-        """
-        self._plan = plan
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        """``names``: of all files."""
+        self._folder = folder
+        self._names = names
         self._fds: dict[int, int] = {}
-        numbers = {number for bucket in plan.buckets for number in torch.unique(bucket.runs[:, 0]).tolist()}
-        try:
-            for number in sorted(numbers):
-                self._fds[number] = os.open(folder / names[number], os.O_WRONLY)
-        except OSError:
-            self.close()
-            raise
 
-    def write(self, pack: Callable[[int, Tensor], None], report: SaveReport, wrote: Callable[[int], None]) -> None:
-        """Writes all buckets, to disk.
+    def __enter__(self) -> NewFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+    def write(self, buffer: Tensor, runs: Tensor) -> int:
+        """Writes runs of bytes of a buffer to where they belong; returns their number.
 
         Args:
-            pack: packs a bucket, by its number, into a buffer.
-            wrote: called after each bucket with its bytes; may raise to stop.
+            buffer: uint8 on CPU.
+            runs: see :class:`~epload.saving.plan.WriteBucket`.
 
         Raises:
             OSError: a file cannot be written.
         """
-        largest = self._plan.largest
-        buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(min(BUFFERS, len(self._plan.buckets)))]
-        report.peak_staging = largest * len(buffers)
-        pending: list[Future[int]] = []
-        with ThreadPoolExecutor(1, "epload-save") as thread:
-            for number, bucket in enumerate(self._plan.buckets):
-                if len(pending) == BUFFERS:
-                    wrote(pending.pop(0).result())
-                buffer = buffers[number % BUFFERS][: bucket.nbytes]
-                with report.timed("pack"):
-                    pack(number, buffer)
-                pending.append(thread.submit(self._write_bucket, bucket, buffer, report))
-            for each in pending:
-                wrote(each.result())
-        with report.timed("sync"):
-            for fd in self._fds.values():
-                os.fsync(fd)
-                wrote(0)
-
-    def _write_bucket(self, bucket: WriteBucket, buffer: Tensor, report: SaveReport) -> int:
         data = memoryview(buffer.numpy()).cast("B")  # type: ignore[arg-type]
         written = 0
-        with report.timed("write"):
-            for file, offset, begin, nbytes in bucket.runs.tolist():
-                write_all(self._fds[file], data[begin : begin + nbytes], offset)
-                written += nbytes
+        for number, offset, begin, nbytes in runs.tolist():
+            fd = self._fds.get(number)
+            if fd is None:
+                fd = self._fds[number] = os.open(self._folder / self._names[number], os.O_WRONLY)
+            write_all(fd, data[begin : begin + nbytes], offset)
+            written += nbytes
         return written
 
-    def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+    def sync(self, synced: Callable[[], None]) -> None:
+        """Waits until what was written is on disk; ``synced`` is called after each file. Raises OSError."""
+        for fd in self._fds.values():
+            os.fsync(fd)
+            synced()
+
+
+def write_buckets(
+    plan: WritePlan,
+    files: NewFiles,
+    pack: Callable[[int, Tensor], None],
+    report: SaveReport,
+    wrote: Callable[[int], None],
+) -> None:
+    """Writes all buckets of a plan.
+
+    Args:
+        pack: packs a bucket, by its number, into a buffer.
+        wrote: called after each bucket with its bytes; may raise to stop.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    largest = plan.largest
+    buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(min(BUFFERS, len(plan.buckets)))]
+    report.peak_staging = largest * len(buffers)
+
+    def write(buffer: Tensor, runs: Tensor) -> int:
+        with report.timed("write"):
+            return files.write(buffer, runs)
+
+    pending: list[Future[int]] = []
+    with ThreadPoolExecutor(1, "epload-save") as thread:
+        for number, bucket in enumerate(plan.buckets):
+            if len(pending) == BUFFERS:
+                wrote(pending.pop(0).result())
+            buffer = buffers[number % BUFFERS][: bucket.nbytes]
+            with report.timed("pack"):
+                pack(number, buffer)
+            pending.append(thread.submit(write, buffer, bucket.runs))
+        for each in pending:
+            wrote(each.result())
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:

@@ -1,0 +1,210 @@
+"""A campaign of seeded faults in saves, each judged: a reader finds the old checkpoint or the whole new one, those that live hear
+the same reason in time, and nothing is left beside the folder.
+
+    python -m campaigns.chaos_save --faults 30 --seed 0
+
+Two nodes of two ranks, with one file system or with one each, replace a checkpoint of version 1; one rank has a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from safetensors.torch import load_file, save_file
+
+import epload
+from epload.control.control import Control
+from epload.saving import plan, transfer, writer
+from support import ranks
+from support.synced_models import LAYOUTS, SHAPES, build, values, write
+
+TIMEOUT = 6.0
+IN_TIME = 4 * TIMEOUT + 20
+"""Seconds that a save may take: waits of a timeout may follow one another, and this machine may be busy."""
+PATH = "/proc/self/cwd/checkpoint"
+"""Leads through the working directory, which is each node's own."""
+KINDS = ("kill", "stop", "raise", "full")
+PLACES: dict[str, tuple[Any, str, int]] = {
+    "round": (Control, "settle", 8),
+    "write": (writer, "write_all", 40),
+    "sync": (os, "fsync", 8),
+    "rename": (os, "rename", 2),
+    "make": (os, "open", 6),
+}
+"""What is patched, and the largest number of the call in which the fault happens."""
+
+
+class Fault(NamedTuple):
+    kind: str
+    place: str
+    call: int
+    victim: int
+    layout: str
+    apart: bool
+    in_background: bool
+
+    @classmethod
+    def of(cls, seed: int) -> Fault:
+        chance = random.Random(seed)
+        place = chance.choice(list(PLACES))
+        return cls(
+            chance.choice(KINDS), place, chance.randrange(PLACES[place][2]), chance.randrange(4),
+            chance.choice(LAYOUTS), chance.random() < 0.5, chance.random() < 0.3,
+        )  # fmt: skip
+
+    @property
+    def dies(self) -> bool:
+        return self.kind in ("kill", "stop")
+
+
+def act(kind: str) -> None:
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "stop":
+        victim = os.getpid()
+        if os.fork() == 0:  # ends the victim once the others must have given it up
+            time.sleep(2 * TIMEOUT)
+            with suppress(OSError):
+                os.kill(victim, signal.SIGKILL)
+            os._exit(0)
+        os.kill(victim, signal.SIGSTOP)
+    if kind == "raise":
+        raise RuntimeError("a fault of the campaign")
+    raise OSError(28, "No space left on device")
+
+
+@contextmanager
+def armed(fault: Fault, happened: list[bool]) -> Iterator[None]:
+    owner, name, _ = PLACES[fault.place]
+    original: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == fault.call + 1:
+            happened.append(True)
+            act(fault.kind)
+        return original(*args, **kwargs)
+
+    with mock.patch.object(owner, name, patched):
+        yield
+
+
+def save(rank: int, fault: Fault, disks: list[str]) -> dict[str, Any]:
+    os.chdir(disks[rank // 2])
+    topology = epload.Topology.from_nodes([[0, 1], [2, 3]])
+    model = build(fault.layout, 4)
+    write(model, 2)
+    happened: list[bool] = []
+
+    def once() -> str:
+        options = {"overwrite": True, "max_shard_bytes": 1 << 15, "topology": topology, "timeout": TIMEOUT}
+        try:
+            if fault.in_background:
+                epload.save_async(model, PATH, **options).wait()
+            else:
+                epload.save(model, PATH, **options)
+        except (epload.LoadError, ValueError, RuntimeError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    began = time.monotonic()
+    with mock.patch.object(plan, "BUCKET_BYTES", 1 << 12), mock.patch.object(transfer, "WAVE_BYTES", 1 << 14):
+        if rank == fault.victim:
+            with armed(fault, happened):
+                text = once()
+        else:
+            text = once()
+        seconds = time.monotonic() - began
+        if not fault.dies:
+            write(model, 3)
+            again = once()
+            return {"text": text, "seconds": seconds, "again": again, "happened": bool(happened)}
+    return {"text": text, "seconds": seconds, "again": "", "happened": True}
+
+
+def version_at(folder: Path) -> int | None:
+    """Of the checkpoint that a reader finds; None if it is not whole, or of several versions."""
+    found = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    if found.keys() != SHAPES.keys():
+        return None
+    for version in (1, 2, 3):
+        if all(found[name].equal(values(name, version)) for name in SHAPES):
+            return version
+    return None
+
+
+def judge(seed: int) -> tuple[str, str]:
+    """The verdict on one fault, and why."""
+    fault = Fault.of(seed)
+    with tempfile.TemporaryDirectory(prefix="epload-chaos-") as folder:
+        disks = [Path(folder) / name for name in ("ab" if fault.apart else "aa")]
+        for disk in {*disks}:
+            (disk / "checkpoint").mkdir(parents=True)
+            save_file({name: values(name, 1) for name in SHAPES}, disk / "checkpoint" / "model.safetensors")
+        dying = [fault.victim] if fault.dies else []
+        try:
+            answers = ranks.run(4, save, fault, list(map(str, disks)), dying=dying, tcp=True, limit=200)
+        except ranks.RankFailed as error:
+            if "was to die, but returned" in str(error):  # the call never came
+                fault_came = False
+                answers = []
+            else:
+                hung = "did not answer" in str(error) or "stack at the limit" in str(error)
+                return "hang" if hung else "failed", f"{fault}\n{error}"
+        else:
+            fault_came = any(answer is not None and answer["happened"] for answer in answers)
+        versions = [version_at(disk / "checkpoint") for disk in disks]
+        left = [name for disk in {*disks} for name in os.listdir(disk) if name != "checkpoint"]
+        living = [answer for answer in answers if answer is not None]
+        if None in versions:
+            return "wrong", f"{fault}: no whole checkpoint, {versions}"
+        texts = {answer["text"] for answer in living}
+        if len(texts) > 1:
+            return "differ", f"{fault}: {texts}"
+        if late := [answer["seconds"] for answer in living if answer["seconds"] > IN_TIME]:
+            return "late", f"{fault}: {late}"
+        expected = [3] if not fault.dies else [2] if texts in ({""}, set()) else [1, 2]
+        if any(version not in expected for version in versions):
+            return "wrong", f"{fault}: versions {versions}, {texts}"
+        if failed := [answer["again"] for answer in living if answer["again"]]:
+            return "failed", f"{fault}: the next save: {failed[0]}"
+        if left:
+            return "leak", f"{fault}: left {left}"
+        return ("right" if fault_came else "no fault"), str(fault)
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--faults", type=int, default=30)
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--seconds", type=float, default=float("inf"), help="start no fault after so many")
+    given = arguments.parse_args()
+    began, verdicts = time.monotonic(), Counter[str]()
+    for seed in range(given.seed, given.seed + given.faults):
+        if time.monotonic() - began > given.seconds:
+            break
+        verdict, why = judge(seed)
+        verdicts[verdict] += 1
+        print(f"seed {seed}: {verdict}: {why}", flush=True)
+    kinds = ("right", "no fault", "hang", "wrong", "leak", "late", "differ", "failed")
+    counts = ", ".join(f"{verdicts[kind]} {kind}" for kind in kinds)
+    print(f"{sum(verdicts.values())} faults in {time.monotonic() - began:.0f} s: {counts}")
+    return int(any(verdicts[kind] for kind in kinds[2:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""The documentation: what its pages say is checked against the program."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import epload
+import epload.mapping
+from support.mappings import assemble
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+HOLE = "\0"
+
+
+def strings_of(path: Path) -> list[str]:
+    """The string literals of a module; what an f-string inserts is ``HOLE``."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts = [str(part.value) if isinstance(part, ast.Constant) else HOLE for part in node.values]
+            found.append("".join(parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return [text.replace("`", "'") for text in found]
+
+
+MESSAGES = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+SOURCES = [text for path in [ROOT / "setup.py", *(ROOT / "python").rglob("*.py")] for text in strings_of(path)]
+
+
+def is_raised(message: str) -> bool:
+    """Whether a string of the source has the parts of a quoted message, with something in between, in this order."""
+    parts = [re.escape(part.strip()) for part in message.split("...") if part.strip(" :;,.()")]
+    pattern = re.compile(r"[\s\S]*?".join(parts))
+    return any(pattern.search(text) for text in SOURCES)
+
+
+def test_there_are_messages() -> None:
+    assert len(MESSAGES) > 30
+    assert not is_raised("rank ... has exited (process ...): it was bored")
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_quoted_message_is_in_the_source(message: str) -> None:
+    assert is_raised(message)
+
+
+EXAMPLES = list(re.findall(r"^```python\n(.*?)^```$", (DOCS / "mapping.md").read_text(), re.M | re.S))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_mappings_do_what_the_page_says(example: str) -> None:
+    """Every element of the model comes from the checkpoint, once (``assemble`` checks that)."""
+    names = {name: getattr(epload.mapping, name) for name in epload.mapping.__all__}
+    exec(compile(example, "mapping.md", "exec"), names)
+    numbers = iter(torch.arange(10_000.0))
+    sources = {
+        name: torch.tensor([float(next(numbers)) for _ in range(torch.Size(shape).numel())]).reshape(shape)
+        for name, shape in names["checkpoint"].items()
+    }
+    made = assemble(names["mapping"], sources, names["model"])
+    assert made.keys() == names["model"].keys()
+    expected = sorted(
+        x for name, value in sources.items() if not name.startswith("mtp") for x in value.flatten().tolist()
+    )
+    assert sorted(x for value in made.values() for x in value.flatten().tolist()) == expected
+
+
+def documented(page: str) -> list[str]:
+    return re.findall(r"^::: ([\w.]+)$", (DOCS / "api" / page).read_text(), re.MULTILINE)
+
+
+def test_every_public_name_is_documented() -> None:
+    names = [name.removeprefix("epload.") for name in documented("epload.md")]
+    assert sorted([*names, "__version__"]) == sorted(epload.__all__)
+
+
+def test_every_replacement_is_documented() -> None:
+    """Modules of ``epload.compat`` that a user imports; the others have what these share."""
+    text = (DOCS / "models.md").read_text() + (DOCS / "sync.md").read_text()
+    public = set(re.findall(r"epload\.compat\.(\w+)", text))
+    assert public == {name.rsplit(".", 1)[-1] for name in documented("compat.md")} - {"patch"}
+
+
+def test_the_navigation_has_every_page() -> None:
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    listed = re.findall(r"^ +- [^#\n]*?: ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(pages)
+
+
+def scripts_of_the_start() -> dict[str, str]:
+    text = (DOCS / "index.md").read_text()
+    return dict(re.findall(r'^```python title="(\w+\.py)"\n(.*?)^```$', text, re.M | re.S))
+
+
+def test_the_first_page_works_as_it_says(tmp_path: Path) -> None:
+    for name, script in scripts_of_the_start().items():
+        (tmp_path / name).write_text(
+            script.replace("32000", "320").replace("num_hidden_layers=8", "num_hidden_layers=2")
+        )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([sys.executable, "make_checkpoint.py"], cwd=tmp_path, check=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *launcher, "load.py", "tiny"],
+        cwd=tmp_path,
+        check=True,
+        timeout=300,
+        capture_output=True,
+        text=True,
+    )
+    for part in ("loaded ", "readers=every", "why ", "initialized  2 tensors"):
+        assert done.stdout.count(part) == 1, done.stdout
+    assert (tmp_path / "load.json").stat().st_size > 0
+    assert (tmp_path / "load.png").stat().st_size > 0
