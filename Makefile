@@ -96,7 +96,7 @@ $(VENV)-verl/ready: tests/verl/requirements.txt
 	$(VENV)-verl/bin/pip install --quiet --no-deps "$(VERL)"
 	touch $@
 
-test-verl: build $(VENV)-verl/ready ## test as a backend of verl's checkpoint engine, on a local Ray cluster, in its own environment
+test-verl: build $(VENV)-verl/ready ## test ranks that are Ray actors, and a backend of verl's checkpoint engine, in their own environment
 	cd tests/verl && $(call ALONE,$(VENV)-verl)
 
 lint: $(VENV)/ready ## run ruff, mypy (strict, on python/), the import-order check and clang-format

@@ -73,6 +73,7 @@ def run(arguments: list[str], folder: Path) -> tuple[str, str]:
     """What a recipe prints, and that together with its log. It and its ranks are ended after ``LIMIT``."""
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "EPLOAD_LOG": "info",
+        "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     launch = [sys.executable, "-m", "torch.distributed.run", *arguments]
     with (folder / "stderr").open("w+") as errors:
@@ -134,6 +135,9 @@ def test_recipes_run_as_they_say(recipe: Path, checkpoints: Path, losses: dict[s
     kind = next(kind for kind in losses if f"tiny/{kind}" in arguments)
     assert numbers["first"] == pytest.approx(losses[kind], abs=2e-4)
     assert numbers.get("later", 0) < numbers["first"], "training does not lower the loss"
+    assert len(re.findall(r"^(?:loaded|saved) \d+ tensors", output, re.MULTILINE)) <= 1, (
+        "more ranks than one print a report"
+    )
     assert [path for path in arguments if not (checkpoints / path).exists()] == []
     for pattern in ALSO.get(recipe.stem, ()):
         assert len(re.findall(pattern, log, re.MULTILINE)) == 1, f"expected one line with {pattern!r}:\n{log}"
