@@ -27,7 +27,7 @@ import torch.distributed as dist
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        "torch", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "epload", "pytest", "hypothesis",
+        "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "epload", "pytest", "hypothesis",
         "transformers.models.auto.modeling_auto", "transformers.modeling_utils", "transformers.conversion_mapping",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
     ]
