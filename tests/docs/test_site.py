@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,12 @@ def test_the_mappings_do_what_the_page_says(example: str) -> None:
         x for name, value in sources.items() if not name.startswith("mtp") for x in value.flatten().tolist()
     )
     assert sorted(x for value in made.values() for x in value.flatten().tolist()) == expected
+
+
+def test_the_pictures_are_those_that_are_drawn() -> None:
+    pictures = runpy.run_path(str(DOCS / "diagrams.py"))
+    drawn = {name: pictures["svg"](parts) for name, parts in pictures["pictures"]().items()}
+    assert drawn == {path.stem: path.read_text() for path in (DOCS / "images").glob("*.svg")}
 
 
 def documented(page: str) -> list[str]:
