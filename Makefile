@@ -193,7 +193,7 @@ $(DOCS_VENV)/ready: docs/requirements.txt
 	touch $@
 
 docs: $(DOCS_VENV)/ready ## build the site into site/, in its own environment; a broken link within it is an error
-	$(DOCS_VENV)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
 
 wheels: ## build and test a wheel for each torch minor in WHEEL_TORCH="2.11 2.12 2.13 2.14 2.15" into dist/; takes long
 	for minor in $(WHEEL_TORCH); do .ci/wheels build $$minor && .ci/wheels test $$minor || exit 1; done

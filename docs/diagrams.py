@@ -6,7 +6,7 @@ IMAGES = Path(__file__).parent / "images"
 SHARDS = ("#3f7fd0", "#2f9e68", "#d07a1f", "#b04fa8")
 """By the rank that keeps the bytes."""
 LINE, TEXT = "#8a93a3", "#7b8494"
-WIDTH, NODE_WIDTH, NODE_TOP = 420, 204, 98
+WIDTH, NODE_WIDTH, NODE_TOP = 420, 198, 98
 BUFFER, RANK, BAR = NODE_TOP + 14, NODE_TOP + 82, 26
 SEGMENT = 44
 
@@ -39,7 +39,7 @@ def node_x(node: int) -> float:
 
 
 def rank_x(rank: int) -> float:
-    return node_x(rank // 2) + 10 + (rank % 2) * 96
+    return node_x(rank // 2) + 8 + (rank % 2) * 94
 
 
 def buffer_x(node: int) -> float:
@@ -51,10 +51,10 @@ def nodes(buffers: bool) -> list[str]:
     parts = []
     for node in range(2):
         parts.append(box(node_x(node), NODE_TOP, NODE_WIDTH, 152, dashed=True))
-        parts.append(text(node_x(node) + NODE_WIDTH / 2, NODE_TOP + 144, f"node {node}"))
+        label = f"node {node}: shared buffer, ranks" if buffers else f"node {node}"
+        parts.append(text(node_x(node) + NODE_WIDTH / 2, NODE_TOP + 144, label))
         if buffers:
             parts.append(shards(buffer_x(node), BUFFER, SEGMENT, 20))
-            parts.append(text(node_x(node) + NODE_WIDTH / 2, BUFFER + 36, "shared memory", size=12))
     for rank, color in enumerate(SHARDS):
         parts.append(box(rank_x(rank), RANK, 88, 40, color))
         parts.append(text(rank_x(rank) + 44, RANK + 25, f"rank {rank}", "#ffffff", 14))

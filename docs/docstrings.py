@@ -1,9 +1,12 @@
 """Docstrings as Markdown: their roles (``:class:`Mapping```) become links, and what ``::`` introduces becomes code."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import griffe
+
+PACKAGE = Path(__file__).parents[1] / "python" / "epload"
 
 _ROLE = re.compile(r":(?:class|func|meth|attr|mod):`(~?)([\w.]+)`")
 _LITERAL_BLOCK = re.compile(r"::$", re.MULTILINE)
@@ -29,9 +32,15 @@ class Docstrings(griffe.Extension):
 
 def _identifier(name: str, obj: griffe.Object) -> str:
     """The full name of what a docstring of ``obj`` calls ``name``."""
-    if name.startswith("epload."):
-        return name
-    scope = obj if obj.is_class else obj.parent
-    if scope is not None and scope.is_class and name in scope.members:
-        return f"{scope.path}.{name}"
-    return f"epload.{name}"
+    scope = obj if obj.is_class or obj.is_module else obj.parent
+    if scope is not None and name in scope.members:
+        name = f"{scope.path}.{name}"
+    elif not name.startswith("epload."):
+        name = f"epload.{name}"
+    last = name.rsplit(".", 1)[-1]
+    # A function such as epload.save, whose module has the same name.
+    return f"{name}.{last}" if name == f"epload.{last}" and _is_module(last) else name
+
+
+def _is_module(name: str) -> bool:
+    return (PACKAGE / f"{name}.py").is_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -74,12 +75,18 @@ def test_the_mappings_do_what_the_page_says(example: str) -> None:
     assert sorted(x for value in made.values() for x in value.flatten().tolist()) == expected
 
 
+def test_the_pictures_are_those_that_are_drawn() -> None:
+    pictures = runpy.run_path(str(DOCS / "diagrams.py"))
+    drawn = {name: pictures["svg"](parts) for name, parts in pictures["pictures"]().items()}
+    assert drawn == {path.stem: path.read_text() for path in (DOCS / "images").glob("*.svg")}
+
+
 def documented(page: str) -> list[str]:
     return re.findall(r"^::: ([\w.]+)$", (DOCS / "api" / page).read_text(), re.MULTILINE)
 
 
 def test_every_public_name_is_documented() -> None:
-    names = [name.removeprefix("epload.") for name in documented("epload.md")]
+    names = [name.rsplit(".", 1)[-1] for name in documented("epload.md")]
     assert sorted([*names, "__version__"]) == sorted(epload.__all__)
 
 

@@ -95,15 +95,21 @@ def test_fresh_build_is_loaded() -> None:
         assert part in message, message
 
 
+def run_setup(executable: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Without CUDA kernels, unless ``environment`` asks for them."""
+    command = [executable, "setup.py", "-q", *arguments]
+    environment = {**os.environ, "EPLOAD_CUDA": "0", **environment}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
 @pytest.mark.parametrize(
     ("wanted", "parts"),
     [("1", ["EPLOAD_CUDA=1", "nvcc", "CUDA_HOME", "EPLOAD_CUDA=0"]), ("yes", ["auto, 0 or 1", "'yes'"])],
 )
 def test_a_build_with_cuda_that_cannot_be_is_refused(wanted: str, parts: list[str], tmp_path: Path) -> None:
     """In one sentence, before anything is compiled."""
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path)]
-    environment = {**os.environ, "EPLOAD_CUDA": wanted, "CUDA_HOME": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    wishes = {"EPLOAD_CUDA": wanted, "CUDA_HOME": str(tmp_path)}
+    done = run_setup(sys.executable, "build_ext", "--build-lib", str(tmp_path), **wishes)
     assert done.returncode != 0
     message = done.stderr.strip().splitlines()[-1]
     assert message.startswith("epload: "), done.stderr
@@ -117,9 +123,7 @@ def test_a_build_with_cuda_that_cannot_be_is_refused(wanted: str, parts: list[st
 )
 def test_a_build_for_ascend_that_cannot_be_is_refused(wanted: str, parts: list[str], tmp_path: Path) -> None:
     """The environment of these tests has no torch_npu: with it, importing torch alone would want CANN."""
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path)]
-    environment = {**os.environ, "EPLOAD_NPU": wanted, "EPLOAD_CUDA": "0"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = run_setup(sys.executable, "build_ext", "--build-lib", str(tmp_path), EPLOAD_NPU=wanted)
     assert done.returncode != 0
     message = done.stderr.strip().splitlines()[-1]
     assert message.startswith("epload: "), done.stderr
@@ -138,20 +142,13 @@ def test_a_torch_npu_that_does_not_give_its_communicators_is_refused(header: str
     (folder / "version.py").write_text(f"__version__ = '{version}'\n")
     if header is not None:
         (place / "ProcessGroupHCCL.hpp").write_text(header)
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path / "built")]
-    environment = {**os.environ, "EPLOAD_NPU": "1", "EPLOAD_CUDA": "0", "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    wishes = {"EPLOAD_NPU": "1", "PYTHONPATH": str(tmp_path)}
+    done = run_setup(sys.executable, "build_ext", "--build-lib", str(tmp_path / "built"), **wishes)
     assert done.returncode != 0
     message = done.stderr.strip().splitlines()[-1]
     for part in ("epload: ", "tryGetHcclComm", version, str(folder), "2.13.0", "EPLOAD_NPU=0"):
         assert part in message, message
     assert not (tmp_path / "built").exists()
-
-
-def run_setup(executable: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [executable, "setup.py", "-q", *arguments]
-    environment = {**os.environ, "EPLOAD_CUDA": "0", **environment}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.mark.parametrize("command", ["build_ext", "dist_info", "bdist_wheel"])
