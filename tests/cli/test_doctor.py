@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -39,13 +38,28 @@ def test_a_failed_check_gives_status_1_and_what_to_do(monkeypatch: pytest.Monkey
     assert CliRunner().invoke(main, ["doctor"]).exit_code == 0
 
 
-@pytest.mark.parametrize(("free", "status"), [(64 << 20, "warn"), (4 << 30, "ok")])
-def test_shared_memory(free: int, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    usage = namedtuple("usage", "total used free")(free, 0, free)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
-    assert doctor.check_shared_memory(tmp_path).status == status
-    monkeypatch.undo()
-    assert doctor.check_shared_memory(tmp_path / "absent").status == "warn"
+@pytest.mark.parametrize(
+    ("free", "limit", "status"),
+    [(64 << 20, "max", "warn"), (4 << 30, "max", "ok"), (4 << 30, str(1 << 30), "warn"), (4 << 30, str(3 << 30), "ok")],
+)
+def test_shared_memory(free: int, limit: str, status: str, tmp_path: Path) -> None:
+    """A container has a limit, of which it uses a GiB."""
+    memory = tmp_path / "meminfo"
+    memory.write_text(f"MemTotal: 99 kB\nMemAvailable:   {free // 1024} kB\n")
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{1 << 30}\n")
+    assert doctor.check_shared_memory(memory, tmp_path).status == status
+    assert doctor.check_shared_memory(memory, tmp_path / "absent").status == ("warn" if free < 1 << 30 else "ok")
+
+
+def test_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(doctor.os, "memfd_create", refuse)
+    finding = doctor.check_shared_memory()
+    assert finding.status == "warn"
+    assert "Operation not permitted" in finding.found
 
 
 def test_open_files() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -98,21 +97,30 @@ def check_backends() -> Finding:
     return Finding("backends", "ok", ", ".join(found))
 
 
-def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
-    """The staging buffers of a node: two waves."""
+def check_shared_memory(memory: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> Finding:
+    """The staging buffers of a node: two waves, in anonymous files, which need no space in /dev/shm."""
     try:
-        free = shutil.disk_usage(folder).free
+        os.close(os.memfd_create("epload"))
     except OSError as error:
-        return Finding("shared memory", "warn", f"{folder}: {error.strerror}", f"mount a tmpfs at {folder}")
-    found = f"{folder} has {size(free)} free"
+        advice = "ranks of a node will not share staging buffers; allow the system call memfd_create"
+        return Finding("shared memory", "warn", f"memfd_create: {error.strerror}", advice)
+    free = _available_memory(memory, group)
+    found = f"anonymous files, {size(free)} of memory available"
     if free < 2 * WAVE_BYTES:
-        advice = (
-            "ranks of a node will not share staging buffers; docker run --shm-size=2g, or an emptyDir of medium Memory"
-        )
-        return Finding("shared memory", "warn", found, advice)
+        return Finding("shared memory", "warn", found, f"staging buffers of a node want {size(2 * WAVE_BYTES)}")
     if free < 2 * MAX_WAVE_BYTES:
         return Finding("shared memory", "ok", found, f"jobs of 128 and more nodes want {size(2 * MAX_WAVE_BYTES)}")
     return Finding("shared memory", "ok", found)
+
+
+def _available_memory(memory: Path, group: Path) -> int:
+    """Bytes, of the machine or of the container; files are as in procfs and in version 2 of cgroups."""
+    fields = dict(line.split(":") for line in memory.read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    with suppress(OSError, ValueError):  # there is no limit, which is "max"
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return max(free, 0)
 
 
 def check_open_files() -> Finding:
