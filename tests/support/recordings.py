@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import epload
 from epload.core.placement import box_slices
 from epload.recording import Recording, record
+from support.engines import Loader, Weights
 
 
 def manifest_of(weights: Mapping[str, Tensor]) -> epload.Manifest:
@@ -66,3 +67,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return same and torch.equal(
         a.detach().contiguous().view(-1).view(torch.uint8), b.detach().contiguous().view(-1).view(torch.uint8)
     )
+
+
+def whole_names(recording: Recording) -> list[tuple[str, ...]]:
+    return [group.names for group in recording.whole]
+
+
+def by_name(model: Loader, weights: Weights) -> None:
+    for name, tensor in weights:
+        target = model.get_parameter(name[0])
+        target.data.copy_(tensor)
