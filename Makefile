@@ -96,7 +96,7 @@ $(VENV)-verl/ready: tests/verl/requirements.txt
 	$(VENV)-verl/bin/pip install --quiet --no-deps "$(VERL)"
 	touch $@
 
-test-verl: build $(VENV)-verl/ready ## test as a backend of verl's checkpoint engine, on a local Ray cluster, in its own environment
+test-verl: build $(VENV)-verl/ready ## test ranks that are Ray actors, and a backend of verl's checkpoint engine, in their own environment
 	cd tests/verl && $(call ALONE,$(VENV)-verl)
 
 lint: $(VENV)/ready ## run ruff, mypy (strict, on python/), the import-order check and clang-format
@@ -112,10 +112,10 @@ format: $(VENV)/ready ## format the sources and apply lint fixes
 	$(RUN)/clang-format -i $(NATIVE) $(FAKES)
 
 demo: build ## load a Mixture-of-Experts checkpoint over two emulated nodes
-	$(RUN)/python examples/demo.py
+	$(RUN)/python examples/demo/demo.py
 
 demo-sync: build ## sync a trainer's weights into a tensor-parallel engine of another job, after each of three steps
-	$(RUN)/python examples/demo_sync.py
+	$(RUN)/python examples/demo/demo_sync.py
 
 chaos: build ## inject FAULTS=300 seeded faults, starting at SEED=0, on 4 ranks and check each outcome; LINKS=1 shapes the links (root)
 	$(CAMPAIGN).chaos --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS) $(if $(LINKS),--links)

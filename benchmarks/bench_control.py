@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS, Bed, Cluster, Rank, Sample
+from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS, Bed, Cluster, Rank, Sample, preload
 from epload.control import tree as trees
 from epload.control.rounds import decide_on_reports, encode_report
 from epload.planning.costs import StoreRates, agreement
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--docs", action="store_true", help="measure 4 to 512 ranks; write tables and a plot to docs/")
     options = parser.parse_args()
+    preload()
     if not options.docs:
         found = measure(Bed(options.ranks, options.per_node, options.processes), options.late)
         print(json.dumps(found, indent=1) if options.json else measured([found]).markdown())

@@ -34,7 +34,11 @@ PATIENCE = timedelta(minutes=5)
 COMMANDS = {"get": 2, "multi_get": 2}
 """Commands of one call, where they are not one."""
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "epload"])
+
+
+def preload() -> None:
+    """For programs: there is one list for all of a process, and tests have theirs."""
+    _context.set_forkserver_preload(["torch", "torch.distributed", "epload"])
 
 
 @dataclass(frozen=True)

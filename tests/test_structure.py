@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from support import ranks
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "python" / "epload"
@@ -105,3 +108,13 @@ def test_native_files_and_functions_are_short() -> None:
                 found.add(f"{path.name}: {name}")
     assert sorted(found) == []
     assert counted > 300
+
+
+def what_tests_import(rank: int) -> list[str]:
+    return [name for name in ("epload", "torch._dynamo", "transformers.modeling_utils") if name in sys.modules]
+
+
+def test_ranks_start_with_what_tests_import() -> None:
+    """A module that sets another list for the server of all ranks would make each import it again, a second each time."""
+    [found] = ranks.run(1, what_tests_import)
+    assert found == ["epload", "torch._dynamo", "transformers.modeling_utils"]

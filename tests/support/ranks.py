@@ -7,9 +7,11 @@ cost seven imports.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -25,7 +27,7 @@ import torch.distributed as dist
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        "torch", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "epload", "pytest", "hypothesis",
+        "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "epload", "pytest", "hypothesis",
         "transformers.models.auto.modeling_auto", "transformers.modeling_utils", "transformers.conversion_mapping",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
     ]
@@ -101,7 +103,13 @@ def run_alone(function: Callable[..., Any], *args: Any, limit: float = LIMIT) ->
         return status, output.read()
 
 
+def _leave_what_was_imported() -> None:
+    """Keeps the garbage collector from what the server has imported: each full collection would copy all of its pages."""
+    gc.freeze()
+
+
 def _alone(output: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    _leave_what_was_imported()
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -149,6 +157,7 @@ def _main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    _leave_what_was_imported()
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     with open(os.path.join(folder, f"stack-{rank}"), "w") as stacks:
@@ -165,10 +174,10 @@ def _main(
             if not some_die:
                 dist.barrier()
             link.send((True, value))
-            if some_die:
-                os._exit(0)
+            status = 0
         except BaseException:
             link.send((False, traceback.format_exc()))
-            os._exit(1)  # without waiting for a group whose other ranks may be stuck
-        faulthandler.cancel_dump_traceback_later()
-    dist.destroy_process_group()
+            status = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # gloo can abort a rank that destroys its group while others, which may be stuck, still use it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,24 +76,6 @@ class Group:
         ]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    paths = os.pathsep.join(
-        [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "python"), str(Path(__file__).parent)]
-    )
-    environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100 << 20,
-        runtime_env={"env_vars": environment},
-        _node_ip_address="127.0.0.1",
-    )
-    yield
-    ray.shutdown()
-
-
 def step(manager: CheckpointEngineManager, actors: Group, rollout: Group, number: int) -> None:
     """What CheckpointEngineManager.update_weights does between pausing and resuming the rollout."""
     manager.build_process_group(rollout)
@@ -105,7 +86,7 @@ def step(manager: CheckpointEngineManager, actors: Group, rollout: Group, number
     ray.get([*actors.execute_checkpoint_engine(["finalize"] * actors.world_size)])
 
 
-def test_each_step_arrives_in_every_rank_of_the_rollout(cluster: None, tmp_path: Path) -> None:
+def test_each_step_arrives_in_every_rank_of_the_rollout(cluster: str, tmp_path: Path) -> None:
     options = {"timeout": 60.0, "verify": "full", "host": "127.0.0.1"}
     actors = Group([Worker.remote(True, rank, 2, str(tmp_path / "store"), options) for rank in range(2)])
     rollout = [Worker.remote(False, rank, 2, "", options) for rank in range(2)]

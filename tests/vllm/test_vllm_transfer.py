@@ -283,4 +283,4 @@ def test_vllm_finds_the_engines_through_its_plugins() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     for factory in (WeightTransferEngineFactory, WeightTransferTrainerFactory):
-        assert factory._registry["epload"]().__module__ == "epload.compat.vllm"
+        assert factory._registry["epload"]().__module__ == "epload.compat.vllm.transfer"

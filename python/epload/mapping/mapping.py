@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from epload.core.views import View
 from epload.mapping.rules import Convert, Rename, apply_renames
 
 
@@ -43,6 +44,14 @@ class Mapping:
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(f"expected regular expressions of keys to ignore, got {pattern!r}: {error}") from error
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Placed(Mapping):
+    """A mapping whose result is known for one checkpoint and one rank's model."""
+
+    places: tuple[tuple[tuple[str, View], ...], ...] = ()
+    """As :func:`epload.mapping.place.place` returns them."""
 
 
 def ignored_keys(

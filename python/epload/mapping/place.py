@@ -11,7 +11,7 @@ from typing import NamedTuple
 from epload.core.views import Assembly, Shape, View
 from epload.errors import ModelMismatch
 from epload.mapping.conversion import Converter, Group, match_conversions
-from epload.mapping.mapping import Mapping
+from epload.mapping.mapping import Mapping, Placed
 from epload.mapping.rules import apply_renames
 
 Place = tuple[str, View]
@@ -48,6 +48,8 @@ def place(
         ModelMismatch: mismatched shapes (without ``mismatches``), two tensors for one region, an incomplete set of tensors,
             rules that match nothing. Names the keys.
     """
+    if isinstance(mapping, Placed):
+        return list(mapping.places)
     target_of = _unwrapped_names(mapping, targets) if mapping.aliases else {}
     inner = {name: targets[target] for name, target in target_of.items()} if mapping.aliases else targets
     placer = _Placer(mapping, names, shapes, inner)

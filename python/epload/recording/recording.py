@@ -62,6 +62,23 @@ class Recording:
     unseen: tuple[str, ...]
     """Those in ``whole`` of which it is not known what they write."""
 
+    def unfilled(self, parameters: Mapping[str, int], loaded: Mapping[str, Sequence[Box]]) -> list[str]:
+        """The parameters that keep other values than those of the checkpoint, in part or as a whole.
+
+        Args:
+            parameters: a number for each, by name; equal for those that are tied.
+            loaded: boxes that ``load_weights`` has written by itself, by target.
+        """
+        known = self.written | loaded.keys()
+        written = {parameters[name] for name in known if name in parameters}
+        return [
+            name
+            for name, boxes in self.unwritten.items()
+            if name in parameters
+            and (name in known or parameters[name] not in written)
+            and uncovered(boxes, list(dict.fromkeys(loaded.get(name, ()))))
+        ]
+
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """Writes the constants."""
         for fill in self.fills:

@@ -14,7 +14,6 @@ from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.planning.shares import Part, Share, ShareBuilder, parts_of_view
 from epload.recording import LoadWeights, Recording, record
-from epload.recording.provenance import uncovered
 from epload.recording.targets import storage_of
 
 _MOST_SHOWN = 5
@@ -53,6 +52,11 @@ class EngineModel:
         found: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         return found | dict(self.model.named_buffers(remove_duplicate=False))
 
+    def parameter_ids(self) -> dict[str, int]:
+        """A number for each parameter, by name; tied ones have the same."""
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        return {name: id(parameter) for name, parameter in parameters}
+
     # What engines override that change parameters after loading, for example to quantize or repack them.
 
     def recordable(self) -> AbstractContextManager[None]:
@@ -76,9 +80,8 @@ class EngineTarget:
     def __init__(self, engine: EngineModel, strict: bool) -> None:
         self._engine = engine
         self._strict = strict
-        parameters = engine.model.named_parameters(remove_duplicate=False)
-        self._parameters = {name: id(parameter) for name, parameter in parameters}
-        """Tied ones have the same number, also while the engine has taken them apart to load them."""
+        self._parameters = engine.parameter_ids()
+        """As they are while the engine has not taken tied ones apart to load them."""
         self._recording: Recording | None = None
         self._names: list[str] = []
         """Of the targets that are filled directly; they come first among the local tensors."""
@@ -140,7 +143,7 @@ class EngineTarget:
             named = zip((name for name, _, _ in self._whole), self._full, strict=True)
             loaded = recording.load_whole(engine.load_weights, named, tensors)
             if self._strict and recording.unseen:
-                self._check(recording, loaded | _replaced(before, engine.tensors()))
+                self._check(recording, loaded | replaced_tensors(before, engine.tensors()))
         self._full = []
         engine.finish()
 
@@ -150,15 +153,7 @@ class EngineTarget:
         Args:
             loaded: boxes that ``load_weights`` has written by itself, by target.
         """
-        parameters, known = self._parameters, recording.written | loaded.keys()
-        written = {parameters[name] for name in known if name in parameters}
-        missing = [
-            name
-            for name, boxes in recording.unwritten.items()
-            if name in parameters
-            and (name in known or parameters[name] not in written)
-            and uncovered(boxes, list(dict.fromkeys(loaded.get(name, ()))))
-        ]
+        missing = recording.unfilled(self._parameters, loaded)
         if missing:
             listed = f"{', '.join(missing[:_MOST_SHOWN])}{', ...' * (len(missing) > _MOST_SHOWN)}"
             raise ModelMismatch(
@@ -169,7 +164,7 @@ class EngineTarget:
             )
 
 
-def _replaced(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, list[Box]]:
+def replaced_tensors(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, list[Box]]:
     """The whole of each tensor that has got another memory, by name."""
     return {
         name: [((0,) * before[name].ndim, tuple(before[name].shape))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from epload.errors import CheckpointError
 
 REQUEST_BYTES = 8 << 20
 """Most that one request asks for."""
+LEAST_REQUEST_BYTES = 2 << 20
+"""Requests are smaller than the most where there would be fewer of them than run at once, but not than this."""
 REQUESTS = 16
 """At once, by each process."""
 ATTEMPTS = 7
@@ -237,17 +240,20 @@ def _requests(rows: Sequence[Sequence[int]]) -> list[_Request]:
     Args:
         rows: file, offset, place in the buffer, bytes; sorted by file and offset.
     """
+    total = sum(nbytes for _, _, _, nbytes in rows)
+    size = min(REQUEST_BYTES, max(LEAST_REQUEST_BYTES, -(-total // REQUESTS)))
     found: list[_Request] = []
-    first = 0
-    end = -1
+    first, ends = 0, list[int]()
     for i, (file, offset, _, nbytes) in enumerate(rows):
-        last = i + 1 == len(rows)
-        end = max(end, offset + nbytes)
-        if not last and rows[i + 1][0] == file and rows[i + 1][1] - end <= _GAP_BYTES:
+        ends.append(max(offset + nbytes, ends[-1] if ends else 0))
+        if i + 1 < len(rows) and rows[i + 1][0] == file and rows[i + 1][1] - ends[-1] <= _GAP_BYTES:
             continue
-        for begin in range(rows[first][1], end, REQUEST_BYTES):
-            found.append(_Request(file, begin, min(begin + REQUEST_BYTES, end), range(first, i + 1)))
-        first, end = i + 1, -1
+        begins = [row[1] for row in rows[first : i + 1]]
+        for begin in range(begins[0], ends[-1], size):
+            end = min(begin + size, ends[-1])
+            touched = range(first + bisect_right(ends, begin), first + bisect_left(begins, end))
+            found.append(_Request(file, begin, end, touched))
+        first, ends = i + 1, []
     return found
 
 

@@ -1,6 +1,6 @@
 """Loads a Mixture-of-Experts checkpoint into an FSDP2 model on two emulated nodes, and checks the result.
 
-    make demo                       # or: python examples/demo.py, in an environment with epload and transformers
+    make demo                       # or: python examples/demo/demo.py, in an environment with epload and transformers
 
 Writes a small Qwen3-MoE checkpoint with transformers, starts 4 ranks as 2 nodes x 2 under torchrun, loads the checkpoint into a
 model that was built on meta and sharded, and compares its logits with those of the unsharded model in one process.

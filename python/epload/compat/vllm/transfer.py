@@ -1,10 +1,8 @@
-"""vLLM's weight transfer over epload: ``WeightTransferConfig(backend="epload")``. Tried with vLLM 0.33.
+"""vLLM's weight transfer over epload: ``WeightTransferConfig(backend="epload")``. In the trainer::
 
-vLLM finds it by itself, through the entry point of its plugins. In the trainer::
-
-    info = EploadTrainerInitInfo("trainer0:29600", receivers=8, rank=rank)
-    engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(model))
-    engine.send_weights()
+info = EploadTrainerInitInfo("trainer0:29600", receivers=8, rank=rank)
+engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(model))
+engine.send_weights()
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -48,16 +45,6 @@ from epload.sync.sender import WeightSender
 
 BACKEND = "epload"
 _TIMEOUT = 1800.0
-
-
-def register() -> None:
-    """Called by vLLM in each of its processes, perhaps several times."""
-    for factory, name in (
-        (WeightTransferEngineFactory, EploadWeightTransferEngine.__name__),
-        (WeightTransferTrainerFactory, EploadTrainerWeightTransferEngine.__name__),
-    ):
-        if BACKEND not in factory._registry:
-            factory.register_engine(BACKEND, __name__, name)
 
 
 @dataclass

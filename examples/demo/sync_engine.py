@@ -1,6 +1,6 @@
 """The inference engine of demo_sync.py: a tensor-parallel model that takes the trainer's weights, version after version.
 
-torchrun --standalone --nproc-per-node 2 examples/sync_engine.py FOLDER
+torchrun --standalone --nproc-per-node 2 examples/demo/sync_engine.py FOLDER
 """
 
 from __future__ import annotations

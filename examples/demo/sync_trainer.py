@@ -1,6 +1,6 @@
 """The trainer of demo_sync.py: trains under FSDP2, and sends its weights after each step.
 
-    torchrun --standalone --nproc-per-node 2 examples/sync_trainer.py FOLDER
+    torchrun --standalone --nproc-per-node 2 examples/demo/sync_trainer.py FOLDER
 
 FOLDER has the checkpoint to start from. The trainer's address is left there for the engine, and so is, for each version, what the
 engine has to end up with.

@@ -1,6 +1,6 @@
 """Syncs the weights of a trainer into an inference engine of another job after each of three optimizer steps, and checks them.
 
-    make demo-sync                  # or: python examples/demo_sync.py, in an environment with epload and transformers
+    make demo-sync                  # or: python examples/demo/demo_sync.py, in an environment with epload and transformers
 
 Writes a small Qwen3-MoE checkpoint with transformers and starts two jobs under torchrun: sync_trainer.py trains it under FSDP2,
 sync_engine.py serves it under the library's own tensor parallelism. Read those two as recipes.

@@ -1,0 +1,88 @@
+"""vLLM's models through ``--load-format epload``, against vLLM's own loader."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine import CONFIGS, make_checkpoint, make_engine
+
+from support import ranks
+from support.recordings import same_bits, tensors_of
+
+
+def bytes_read() -> int:
+    """By read calls, from files and the page cache."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def load(rank: int, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
+    from vllm.config import set_current_vllm_config
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    from epload.compat.vllm import EploadModelLoader, register
+
+    register()
+    register()
+    model, config = make_engine(folder, 2)
+    found: dict[str, Any] = {"errors": []}
+    loader = get_model_loader(LoadConfig(load_format="epload", model_loader_extra_config=extra))
+    assert isinstance(loader, EploadModelLoader)
+    with set_current_vllm_config(config):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+        before = bytes_read()
+        loader.load_weights(model, config.model_config)
+        found["read"] = bytes_read() - before
+        loaded = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+        get_model_loader(LoadConfig(load_format="safetensors")).load_weights(model, config.model_config)
+        found["wrong"] = [name for name, tensor in tensors_of(model).items() if not same_bits(tensor, loaded[name])]
+        model.secondary_weights = ["another"]
+        try:
+            loader.load_weights(model, config.model_config)
+        except ValueError as error:
+            found["errors"].append(str(error))
+    loader.download_model(config.model_config)
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("extra", [{}, {"verify": "full"}], ids=["plain", "proven"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_is_as_vllm_loads_it(name: str, extra: dict[str, Any], tmp_path: Path) -> None:
+    """2 tensor- and expert-parallel ranks."""
+    make_checkpoint(tmp_path, CONFIGS[name])
+    found = ranks.run(2, load, tmp_path, extra)
+    for rank in found:
+        assert rank["wrong"] == []
+        assert "weights in a second checkpoint" in rank["errors"][0]
+    if not extra:
+        size = os.path.getsize(tmp_path / "model.safetensors")
+        # Besides the shards: the header, what both ranks keep (norms, routers), and gaps in narrow rows that are read along.
+        assert sum(rank["read"] for rank in found) <= 1.5 * size, (size, found)
+
+
+def refused(rank: int, folder: Path) -> str:
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    from epload.compat.vllm import register
+
+    register()
+    with pytest.raises(ValueError, match="expected no other") as error:
+        get_model_loader(LoadConfig(load_format="epload", model_loader_extra_config={"verfy": "full"}))
+    return str(error.value)
+
+
+def test_options_that_it_does_not_have(tmp_path: Path) -> None:
+    assert "verfy" in ranks.run(1, refused, tmp_path)[0]
