@@ -78,6 +78,8 @@ def test_the_supported_versions_are_those_that_are_tested() -> None:
     assert minors(setup, r'SUPPORTED_TORCH = ">=2\.(\d+),<2\.(\d+)"') == [oldest, str(int(newest) + 1)]
     assert minors(makefile, r"OLDEST \?= torch==2\.(\d+)\.") == [oldest]
     assert minors(makefile, r"NEWEST \?= torch==2\.(\d+)\.") == [newest]
+    wheels = " ".join(f"2.{minor}" for minor in range(int(oldest), int(newest) + 1))
+    assert minors(makefile, r"WHEEL_TORCH \?= (.*)") == [wheels]
     assert minors(readme, r"\(2\.(\d+) to 2\.(\d+)\)") == [oldest, newest]
     first, last = minors(readme, r"Python 3\.(\d+) to 3\.(\d+)")
     assert minors(project, r'requires-python = ">=3\.(\d+),<3\.(\d+)"') == [first, str(int(last) + 1)]

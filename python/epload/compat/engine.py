@@ -35,7 +35,8 @@ def load_engine(
         engine: whose model has storage, as it is before the engine processes what was loaded.
         checkpoint: as for :meth:`epload.Checkpoint.open`.
         strict: whether a parameter that ``load_weights`` leaves unwritten is an error.
-        verify, progress: as for :func:`epload.load`; what goes through ``load_weights`` is not verified.
+        verify: as for :func:`epload.load`; what goes through ``load_weights`` is not verified.
+        progress: as for :func:`epload.load`.
 
     Returns:
         The report of this rank's load; ``ignored_keys`` are the tensors that the model does not use.
