@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import epload
+from epload.compat import engine as engines
 from epload.compat.engine import load_engine
 from support import ranks
 from support.engines import Engine, Weights, engine_checkpoint
@@ -83,6 +86,21 @@ def test_what_is_not_written_is_an_error(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
     with pytest.raises(epload.ModelMismatch, match="fills w, which is not in the model's state dict"):
         load_engine(epload.EngineModel(Hidden()), tmp_path / "w.safetensors")
+
+
+def test_a_file_that_changes_before_the_last_tensors_are_read(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path, torch.float32)
+    fill_rest = engines._fill_rest
+
+    def change_and_fill(*arguments: Any) -> None:
+        os.utime(path / "model.safetensors")
+        fill_rest(*arguments)
+
+    with (
+        mock.patch.object(engines, "_fill_rest", change_and_fill),
+        pytest.raises(epload.CheckpointError, match="while it was loaded"),
+    ):
+        load_engine(epload.EngineModel(Computing(0)), path)
 
 
 def by_itself(rank: int, path: Path, weights: dict[str, Tensor]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -157,3 +159,50 @@ def test_ranks_that_do_not_see_the_folder(tmp_path: Path) -> None:
     assert first == second
     assert "expected all ranks to see /proc/self/cwd/.new." in first
     assert os.listdir(disks[0]) == os.listdir(disks[1]) == []
+
+
+def convert_old_files(rank: int, folder: str) -> str:
+    """Files that have no locations of tensors, and differ."""
+    state = {"w": torch.full((8,), float(rank)).to(torch.float32)}
+    torch.save(state, f"{folder}/{rank}.bin", _use_new_zipfile_serialization=False)
+    epload.convert(f"{folder}/{rank}.bin", f"{folder}/new", topology=epload.Topology.from_nodes([[0], [1]]), timeout=30)
+    return ""
+
+
+def test_files_that_ranks_cannot_compare_are_converted_by_the_first(tmp_path: Path) -> None:
+    ranks.run(2, convert_old_files, str(tmp_path))
+    assert same(found(tmp_path / "new"), {"w": torch.zeros(8)})
+
+
+def convert_slowly(rank: int, source: str, target: str, culprit_dies: bool) -> tuple[str, float]:
+    def wait(_: int) -> None:
+        if culprit_dies and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 or culprit_dies:
+            time.sleep(0.4)
+
+    topology = epload.Topology.from_nodes([[0], [1]])
+    began = time.monotonic()
+    try:
+        with mock.patch.object(converting, "_CHUNK_ELEMENTS", 1000):
+            epload.convert(source, target, topology=topology, timeout=20 if culprit_dies else 2, progress=wait)
+    except epload.LoadError as error:
+        return str(error), time.monotonic() - began
+    return "", time.monotonic() - began
+
+
+def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(30_000)}, tmp_path / "m.safetensors")
+    arguments = (str(tmp_path / "m.safetensors"), str(tmp_path / "new"), False)
+    (error, _), (_, seconds) = ranks.run(2, convert_slowly, *arguments)
+    assert error == ""
+    assert seconds > 4, "it was slower than the timeout"
+
+
+def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(100_000)}, tmp_path / "m.safetensors")
+    arguments = (str(tmp_path / "m.safetensors"), str(tmp_path / "new"), True)
+    (error, seconds), _ = ranks.run(2, convert_slowly, *arguments, dying=[1], tcp=True)
+    assert "rank 1 has exited" in error
+    assert seconds < 15, "its own part takes 20 s"
+    assert os.listdir(tmp_path) == ["m.safetensors"]

@@ -81,6 +81,7 @@ def save_states(rank: int, folder: str) -> list[str]:
         ({"w": torch.ones(2 + rank)}, {"overwrite": True}),
         ({"w": torch.ones(2)}, {"overwrite": True, "max_shard_bytes": 0}),
         ([], {}),
+        ({}, {}),
     ):
         try:
             epload.save(state, folder, **options)
@@ -102,6 +103,7 @@ def test_state_dicts_and_mistakes(tmp_path: Path) -> None:
             "ValueError: ranks 0 and 1 save different tensors",
             "ValueError: expected max_shard_bytes to be a number of bytes",
             "TypeError: expected an nn.Module or a dict of tensors, got list",
+            "ValueError: expected tensors to save, got none",
         ),
         strict=True,
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import epload
+from epload.saving import folder as folders
 from epload.saving import writer
 from support import ranks
 from support.synced_models import LAYOUTS, SHAPES, build, values, write
@@ -126,6 +128,40 @@ def test_a_folder_that_must_not_be_overwritten_on_one_node(tmp_path: Path) -> No
     assert "exists and is not empty" in texts[0]
     assert os.listdir(tmp_path / "a" / "step") == []
     assert os.listdir(tmp_path / "b" / "step") == ["1"]
+
+
+def small_files_fail(rank: int, disks: list[str]) -> str:
+    with (
+        mock.patch.object(folders.NewFolder, "add", side_effect=OSError(28, "No space left on device"))
+        if rank == 2
+        else nullcontext()
+    ):
+        return failing(rank, [[0, 1], [2, 3]], disks, -1, None)
+
+
+def test_no_folder_appears_before_all_can(tmp_path: Path) -> None:
+    texts = ranks.run(4, small_files_fail, make_disks(tmp_path, "ab"))
+    assert len(set(texts)) == 1
+    assert "No space left on device" in texts[0]
+    assert [os.listdir(tmp_path / disk / "step") for disk in "ab"] == [[], []]
+
+
+def late(rank: int, disks: list[str]) -> epload.SaveReport:
+    """The folder of the first rank is not seen at once by the node of rank 1, which is on the same file system."""
+    asked = iter([False])
+    seen = folders.NewFolder.exists
+
+    def exists(folder: folders.NewFolder) -> bool:
+        return bool(seen.fget(folder)) and next(asked, True)  # type: ignore[attr-defined]
+
+    with mock.patch.object(folders.NewFolder, "exists", property(exists)) if rank == 1 else nullcontext():
+        return save(rank, [[1], [0]], disks * 2, "fsdp", False)
+
+
+def test_a_folder_that_is_seen_late(tmp_path: Path) -> None:
+    reports = ranks.run(2, late, make_disks(tmp_path, "a"))
+    assert [report.folders for report in reports] == [1, 1]
+    check_disk(tmp_path / "a")
 
 
 def apart(rank: int, disks: list[str]) -> str:

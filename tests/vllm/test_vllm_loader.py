@@ -79,7 +79,7 @@ def refused(rank: int, folder: Path) -> str:
     from epload.compat.vllm import register
 
     register()
-    with pytest.raises(ValueError, match="expected no other") as error:
+    with pytest.raises(ValueError, match="verify and strict only") as error:
         get_model_loader(LoadConfig(load_format="epload", model_loader_extra_config={"verfy": "full"}))
     return str(error.value)
 

@@ -171,10 +171,11 @@ class Checkpoint(ABC):
             source: as for :meth:`open`.
             manifest: that of the other rank.
             progress: as for :meth:`open`.
-            same_content: if False, it may be another checkpoint of the same layout.
+            same_content: if False, it may be another checkpoint of the same layout, with files of the same names.
 
         Raises:
             CheckpointError: there is nothing at the path, or it is not the same checkpoint.
+            OtherLayout: without ``same_content``, it has another layout, or only the other rank can tell which one is meant.
             TypeError: ``source`` has another type.
         """
         return Checkpoint._opener.join_source(source, manifest, progress or _ignore, same_content)
@@ -196,6 +197,10 @@ class Checkpoint(ABC):
 
 def _ignore(nbytes: int) -> None:
     """Progress that nobody asks for."""
+
+
+class OtherLayout(Exception):
+    """See :meth:`Checkpoint.join`."""
 
 
 class Opener(Protocol):

@@ -118,9 +118,9 @@ class Manifest:
 
     @property
     def version(self) -> str:
-        """Equal for two manifests only if their files have the same facts, whatever they are called."""
-        facts = [] if self.locations is None else [self.locations.index, *(each[1:] for each in self.locations.files)]
-        return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+        """Equal for two manifests only if their files have the same names and facts."""
+        _, files, _ = self.provenance
+        return hashlib.blake2b(json.dumps(files).encode(), digest_size=16).hexdigest()
 
     @cached_property
     def nbytes(self) -> int:

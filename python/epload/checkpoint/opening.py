@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from epload.checkpoint import dcp, safetensors, torch_file, unsupported
-from epload.checkpoint.base import Checkpoint, Progress
+from epload.checkpoint.base import Checkpoint, OtherLayout, Progress
 from epload.checkpoint.byte_store import Folder, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint, merge_layouts
 from epload.checkpoint.index import Index
@@ -57,6 +57,8 @@ def join_source(source: Any, manifest: Manifest, progress: Progress, same_conten
     expected = manifest.locations.files
     try:
         if (model := hub.parse(source)) is not None:
+            if not same_content:  # the manifest has the commit of the load before
+                raise OtherLayout(f"{source}: the source rank says which commit is loaded")
             folder: Folder = hub.join(model, manifest.source, [facts.name for facts in expected], progress)
             name = ""
         else:
@@ -74,7 +76,7 @@ def join_source(source: Any, manifest: Manifest, progress: Progress, same_conten
                 return FileCheckpoint(folder.store(files), manifest)
             found = _if_same(manifest, manifest.locations.index, facts, manifest.source)
             if found is None:
-                raise CheckpointError(f"{folder} has no checkpoint of the same layout as {manifest.source}")
+                raise OtherLayout(f"{folder} has no checkpoint of the same layout as {manifest.source}")
             return FileCheckpoint(folder.store(files), found)
     except OSError as error:
         raise _unreadable(error) from error

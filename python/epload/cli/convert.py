@@ -70,6 +70,7 @@ def convert(
         print_json(report.to_dict())
     elif first:
         show(str(report).splitlines()[0])
+    opened.close()
     return 0
 
 
@@ -80,6 +81,8 @@ def _ranks() -> Iterator[Topology | None]:
         yield None
         return
     dist.init_process_group("gloo")
-    yield Topology.discover()
-    dist.barrier()
-    dist.destroy_process_group()
+    try:
+        yield Topology.discover()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

@@ -13,7 +13,7 @@ from epload.cluster.membership import membership
 from epload.cluster.topology import Topology
 from epload.control.control import Control
 from epload.core.pieces import Piece
-from epload.errors import ModelMismatch
+from epload.errors import CheckpointError, ModelMismatch
 from epload.loader import HierarchicalLoader
 from epload.mapping.mapping import Placed
 from epload.recording import Recording, record
@@ -69,9 +69,13 @@ def load_engine(
         # Through the page cache, so that the disk reads once what several ranks of a machine read.
         with HierarchicalLoader(alone, direct_io=False, **options) as loader:
             report = loader.load(engine.model, opened, mapping=mapping)
-        _fill_rest(engine, opened, recording, parameters, strict)
+        with torch.no_grad():
+            _fill_rest(engine, opened, recording, parameters, strict)
+        if changed := opened.changed():
+            raise CheckpointError(f"{changed} while it was loaded; the model may be partly overwritten")
     finally:
-        opened.close()
+        if opened is not checkpoint:
+            opened.close()
     report.ignored_keys = list(recording.unused)
     return report
 

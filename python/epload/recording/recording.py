@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from epload.core.pieces import Metadata
@@ -98,7 +99,7 @@ class Recording:
             for target, view in places:
                 boxes.setdefault(target, []).append((view.start, view.size))
         guard = WriteGuard(EngineTargets(targets), boxes)
-        with guard:
+        with torch.no_grad(), guard:
             load_weights(tensors)
         return guard.written
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +17,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology, as_timedelta
+from epload.control.watch import Stop
 from epload.core import dtypes as dtype_names
 from epload.core.attempt import attempt
 from epload.core.pieces import Piece
@@ -76,37 +77,40 @@ def convert(
         new = _converted(checkpoint.manifest, dtype, renames)
         return checkpoint, new, lay_out(new.names, new.shapes, new.dtypes, max_shard_bytes)
 
-    with ranks.guard():
+    with ranks.guard(), ExitStack() as opened_files:
         opened, failure = attempt(open_source)
         view: list[Any] = []
         if opened is not None:
+            if opened[0] is not source:
+                opened_files.callback(opened[0].close)
             old = opened[0].manifest
             view = [old.identity, old.version, opened[1].digest.hex(), max_shard_bytes, report.path, overwrite]
         ranks.settle("opening the checkpoint", failure, view, _check_equal)
         assert opened is not None
         checkpoint, new, layout = opened
-        try:
-            with ranks.new_folder(Path(report.path), layout, overwrite) as folder:
-                chunks = _chunks(checkpoint.manifest, new, layout)
-                mine = chunks[ranks.part(len(chunks))]
+        with ranks.new_folder(Path(report.path), layout, overwrite) as folder:
+            chunks = _chunks(checkpoint.manifest, new, layout)
+            # Without locations there are no facts by which ranks recognize each other's files.
+            mine = chunks[ranks.part(len(chunks), whole=checkpoint.manifest.locations is None)]
 
-                def copy() -> None:
-                    _copy(checkpoint, mine, layout, folder, progress)
+            def copy() -> None:
+                ranks.check_seen(folder)
+                with ranks.working("rewrites its part of the checkpoint") as done:
+                    _copy(checkpoint, mine, layout, folder, progress, done)
                     if changed := checkpoint.changed():
                         raise CheckpointError(f"{changed} while it was converted: convert it again")
 
-                ranks.settle("writing the checkpoint", attempt(copy)[1])
+            ranks.settle("writing the checkpoint", attempt(copy)[1])
 
-                def commit() -> None:
-                    if layout.index is not None:
-                        folder.add(INDEX, layout.index)
-                    for file in map(Path, files):
-                        folder.add(file.name, file.read_bytes())
-                    folder.commit()
+            def commit() -> None:
+                if layout.index is not None:
+                    folder.add(INDEX, layout.index)
+                for file in map(Path, files):
+                    folder.add(file.name, file.read_bytes())
+                folder.sync()
+                folder.commit()
 
-                ranks.settle("completing the checkpoint", attempt(commit)[1] if ranks.first else None, last=True)
-        finally:
-            checkpoint.close()
+            ranks.settle("completing the checkpoint", attempt(commit)[1] if ranks.first else None, last=True)
     report.files, report.tensors, report.nbytes = len(layout.files), len(new.names), new.nbytes
     report.written = sum(chunk.written for chunk in mine)
     report.seconds = perf_counter() - began
@@ -161,7 +165,9 @@ def _copy(
     layout: FilesLayout,
     folder: NewFolder,
     progress: Callable[[int], object] | None,
+    done: Callable[[int], None],
 ) -> None:
+    """``done``: called with the bytes of each chunk; may raise to stop."""
     buffer = torch.empty(max((chunk.nbytes for chunk in chunks), default=0), dtype=torch.uint8)
     with NewFiles(folder.temporary, [file.name for file in layout.files]) as files:
         for chunk in chunks:
@@ -172,7 +178,8 @@ def _copy(
             same = chunk.have == chunk.wanted
             converted = raw if same else raw.view(chunk.have).to(chunk.wanted).view(torch.uint8)
             files.write(converted, torch.tensor([[chunk.file, chunk.offset, 0, converted.nbytes]]))
-        files.sync(lambda: None)
+            done(chunk.nbytes)
+        files.sync(lambda: done(0))
 
 
 class _Ranks:
@@ -206,10 +213,36 @@ class _Ranks:
             raise failure
         return decide({0: view})
 
-    def part(self, count: int) -> slice:
-        """What this process does of so many things."""
+    @contextmanager
+    def working(self, what: str) -> Iterator[Callable[[int], None]]:
+        """A context for work between two rounds, whose function is called as bytes are done: it raises if another rank failed."""
+        if self._topology is None:
+            yield lambda nbytes: None
+            return
+        control, stop = self._topology.control, Stop()
+        control.doing = what
+
+        def done(nbytes: int) -> None:
+            control.progress += nbytes + 1
+            stop.check()
+
+        with control.watch.guards(stop):
+            yield done
+
+    def check_seen(self, folder: NewFolder) -> None:
+        """Raises LoadError if this process does not see the folder that the first has made."""
+        if not folder.exists:
+            raise LoadError(
+                f"expected all ranks to see {folder.temporary}, which the first has made: convert to a path on a file system "
+                "that all share, or in one process"
+            )
+
+    def part(self, count: int, whole: bool) -> slice:
+        """What this process does of so many things; the first all of them if they are a ``whole``."""
         if self._topology is None:
             return slice(count)
+        if whole:
+            return slice(count if self.first else 0)
         number, ranks = self._topology.ranks.index(self._topology.rank), len(self._topology.ranks)
         return slice(count * number // ranks, count * (number + 1) // ranks)
 
@@ -228,11 +261,6 @@ class _Ranks:
             name = folder.temporary.name if folder is not None else ""
             name = self.settle("making the folder", failure, name, lambda views: views[min(views)])
             folder = folder or NewFolder(path, path.with_name(name), overwrite)
-            if not folder.exists:
-                raise LoadError(
-                    f"expected all ranks to see {folder.temporary}, which the first has made: convert to a path on a file system "
-                    "that all share, or in one process"
-                )
             yield folder
         except BaseException:
             if folder is not None:

@@ -71,15 +71,18 @@ class NewFolder:
             stream.flush()
             os.fsync(stream.fileno())
 
+    def sync(self) -> None:
+        """Writes all files and their names to disk. Raises OSError."""
+        for file in self.temporary.iterdir():
+            sync(file)
+        sync(self.temporary)
+
     def commit(self) -> None:
-        """Puts the folder under its path, on disk; the folder that was there is deleted.
+        """Puts the folder, which is on disk, under its path; the folder that was there is deleted.
 
         Raises:
             OSError: it cannot be done, and what was at the path still is.
         """
-        for file in self.temporary.iterdir():
-            sync(file)
-        sync(self.temporary)
         try:
             os.rename(self.temporary, self.path)  # also over an empty folder
         except OSError:
@@ -102,20 +105,22 @@ class NewFolder:
         shutil.rmtree(discarded, ignore_errors=True)
 
 
-def lowest_seen(nodes: Sequence[Sequence[int]], seen: Mapping[int, Sequence[bool]], path: Path) -> list[int]:
+def lowest_seen(nodes: Sequence[Sequence[int]], seen: Mapping[int, int], path: Path) -> list[int]:
     """For each node, the first node whose folder it sees: nodes of one file system have one in common.
 
     Args:
-        seen: for each rank, whether it sees the folder of each node.
+        seen: for each rank, the first node whose folder it sees; -1 for none.
 
     Raises:
         LoadError: ranks of a node see different ones.
     """
     found: list[int] = []
     for node in nodes:
-        numbers = [next((i for i, sees in enumerate(seen[rank]) if sees), -1) for rank in node]
+        numbers = [seen[rank] for rank in node]
         for rank, number in zip(node, numbers, strict=True):
-            if number != numbers[0] or number < 0:
+            # The node that made a folder is the one that writes into it.
+            made_it = number >= 0 and seen[nodes[number][0]] == number
+            if number != numbers[0] or not made_it:
                 raise LoadError(
                     f"ranks {node[0]} and {rank} are on one node, but do not see the same folder {path.parent}: mount it for all "
                     "ranks of a node, or save to another path"

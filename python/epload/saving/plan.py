@@ -25,7 +25,8 @@ from epload.planning.shares import NO_PART, Outline, Share, copies_of_box
 from epload.saving.layout import FilesLayout
 
 BUCKET_BYTES = 16 << 20
-"""After as many a bucket is full."""
+"""After as many, its runs included, a bucket is full."""
+RUN_BYTES = 4 * 8
 SLOT_BYTES = 4 << 20
 """Of what is packed as a whole, at most."""
 LEAST_BYTES = 16 << 10
@@ -183,7 +184,9 @@ class _Rows:
         nbytes = torch.tensor(self._nbytes, dtype=torch.int64)[template]
         aligned = -(-nbytes // ALIGNMENT) * ALIGNMENT
         begins = aligned.cumsum(0) - aligned
-        bucket = begins // BUCKET_BYTES
+        run_bytes = torch.tensor(list(map(len, self._runs)), dtype=torch.int64)[template] * RUN_BYTES
+        with_runs = aligned + run_bytes  # many short runs take more room than their data
+        bucket = (with_runs.cumsum(0) - with_runs) // BUCKET_BYTES
         _, sizes = torch.unique_consecutive(bucket, return_counts=True)
         ends = sizes.cumsum(0)
         first = ends - sizes

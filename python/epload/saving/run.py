@@ -15,6 +15,7 @@ from epload.cluster.topology import Topology
 from epload.control.watch import Stop
 from epload.core import garbage_collection
 from epload.core.attempt import attempt
+from epload.core.log import logger
 from epload.mapping.mapping import Mapping
 from epload.planning.shares import Outline
 from epload.saving.flat_state import FlatState
@@ -55,7 +56,10 @@ class SaveOptions:
                 f"expected only tensors in the state dict, got {name}, a {type(value).__name__}: safetensors files hold "
                 "nothing else; leave it out, or save with torch.distributed.checkpoint"
             )
-        return read_source(model, self.mapping, self.names_from, self.dtype)
+        source = read_source(model, self.mapping, self.names_from, self.dtype)
+        if not source.manifest.names:
+            raise ValueError("expected tensors to save, got none")
+        return source
 
 
 class SaveRun:
@@ -67,6 +71,8 @@ class SaveRun:
         self._options = options
         self._report = report
         self._folder: NewFolder | None = None
+        self._made: list[NewFolder] = []
+        """Those that this rank has made; one of them may be ``_folder``."""
 
     def run(self, source: Source | None, tensors: list[Tensor] | None, failure: Exception | None) -> None:
         """Collective.
@@ -77,7 +83,8 @@ class SaveRun:
             failure: why it cannot.
 
         Raises:
-            LoadError, ValueError, TypeError: the same on every rank; what was at the path is still there.
+            LoadError, ValueError, TypeError: the same on every rank; what was at the path is still there, but for nodes with
+                file systems of their own, on which the new folder had appeared when it failed on another.
         """
         try:
             with self._report.timed("plan"), garbage_collection.paused():
@@ -86,8 +93,9 @@ class SaveRun:
             self._write(plan, layout, tensors if tensors is not None else source.targets.local())
             self._commit(source, layout)
         except BaseException:
-            if self._folder is not None:
-                self._folder.discard()
+            for folder in (self._folder, *self._made):
+                if folder is not None:
+                    folder.discard()
             raise
         report, manifest = self._report, source.manifest
         report.files, report.tensors, report.nbytes = len(layout.files), len(manifest.names), manifest.nbytes
@@ -130,8 +138,12 @@ class SaveRun:
         options = self._options
         return NewFolder(options.path, options.path.with_name(name), options.overwrite)
 
+    def _create_folder(self) -> NewFolder:
+        self._made.append(NewFolder.create(self._options.path, self._options.overwrite))
+        return self._made[-1]
+
     def _make_folder(self, layout: FilesLayout) -> str:
-        self._folder = NewFolder.create(self._options.path, self._options.overwrite)
+        self._folder = self._create_folder()
         self._folder.add_files(layout.files)
         return self._folder.temporary.name
 
@@ -192,8 +204,7 @@ class SaveRun:
         assert first is not None
         mine, failure = None, None
         if control.rank == topology.node[0] and not first.exists:
-            mine, failure = attempt(lambda: NewFolder.create(self._options.path, self._options.overwrite))
-            self._folder = mine
+            mine, failure = attempt(self._create_folder)
         of_first = next(i for i, node in enumerate(topology.nodes) if control.ranks[0] in node)
         names = control.settle(
             "making a folder on each node", failure, mine.temporary.name if mine is not None else "",
@@ -201,17 +212,24 @@ class SaveRun:
         )  # fmt: skip
         names[of_first] = first.temporary.name
         folders = [self._folder_called(name or first.temporary.name) for name in names]
+        pairs = enumerate(zip(names, folders, strict=True))
+        lowest = next((number for number, (name, folder) in pairs if name and folder.exists), -1)
         found: list[int] = control.settle(
-            "finding the folders", None, [bool(name) and each.exists for name, each in zip(names, folders, strict=True)],
-            lambda views: lowest_seen(topology.nodes, views, self._options.path),
-        )  # fmt: skip
-        ours = found[topology.nodes.index(topology.node)]
-        if mine is not None and mine.temporary != folders[ours].temporary:
-            mine.discard()
-        self._folder, failure = folders[ours], None
-        if mine is not None and mine.temporary == folders[ours].temporary:
-            _, failure = attempt(lambda: mine.add_files(layout.files))
+            "finding the folders", None, lowest, lambda views: lowest_seen(topology.nodes, views, self._options.path)
+        )
+        self._folder, failure = folders[found[topology.nodes.index(topology.node)]], None
+        for made in self._made:
+            if made.temporary != self._folder.temporary:
+                made.discard()
+            elif made is mine:
+                _, failure = attempt(lambda: mine.add_files(layout.files))
         control.settle("making the files", failure)
+        if control.rank == control.ranks[0]:
+            others = [number for number, of_node in enumerate(found) if of_node != of_first]
+            logger.warning(
+                "nodes %s do not see %s as rank %d does: each of %d file systems gets the whole checkpoint",
+                ", ".join(map(str, others)), self._options.path.parent, control.rank, len(set(found)),
+            )  # fmt: skip
         return found
 
     def _new_files(self, layout: FilesLayout) -> NewFiles:
@@ -231,17 +249,22 @@ class SaveRun:
         assert folder is not None
         control.doing = "completes the checkpoint"
 
-        def commit() -> None:
+        def add_small_files() -> None:
             small = {**source.config, **({} if layout.index is None else {INDEX: layout.index})}
             small |= {file.name: file.read_bytes() for file in self._options.files}
             for name, content in small.items():
                 folder.add(name, content)
-            folder.commit()
+            folder.sync()
 
         failure = None
         if self._first:
             with self._report.timed("sync"):
-                _, failure = attempt(commit)
+                _, failure = attempt(add_small_files)
+        if self._report.folders > 1:  # no folder appears before all can
+            control.settle("adding small files", failure)
+        if self._first and failure is None:
+            with self._report.timed("sync"):
+                _, failure = attempt(folder.commit)
         control.settle("completing the checkpoint", failure, last=True)
 
 

@@ -25,7 +25,7 @@ from epload.planning.schedule import WAVE_BYTES, Flow
 from epload.planning.waves import Wave, group_buckets
 from epload.report import TransferReport
 from epload.saving.layout import NewFile
-from epload.saving.plan import WritePlan
+from epload.saving.plan import RUN_BYTES, WritePlan
 from epload.saving.report import SaveReport
 from epload.saving.writer import NewFiles
 from epload.staging.host_ring import HostRing
@@ -36,7 +36,6 @@ from epload.transport.engine import Engine
 from epload.transport.framing import Framing
 from epload.transport.movers import SLOWEST, Relay
 
-_RUN_BYTES = 4 * 8
 _COUNT_BYTES = 8
 """Of the number of runs, at the end of a bucket."""
 
@@ -103,7 +102,7 @@ class SentPlan:
 
 def sent_sizes(plan: WritePlan) -> list[int]:
     """Of a rank's buckets, with their runs; bytes."""
-    return [bucket.nbytes + len(bucket.runs) * _RUN_BYTES + _COUNT_BYTES for bucket in plan.buckets]
+    return [bucket.nbytes + len(bucket.runs) * RUN_BYTES + _COUNT_BYTES for bucket in plan.buckets]
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ class FileSink:
     def _runs(self, number: int, bucket: Tensor) -> Tensor:
         """Raises LoadError if they are not within the bucket and the files."""
         count = int(bucket[-_COUNT_BYTES:].view(torch.int64))
-        end = bucket.nbytes - _COUNT_BYTES - count * _RUN_BYTES
+        end = bucket.nbytes - _COUNT_BYTES - count * RUN_BYTES
         if count >= 0 and end >= HEADER_BYTES:
             runs = bucket[end:-_COUNT_BYTES].view(torch.int64).reshape(-1, 4)
             file, offset, begin, nbytes = runs.unbind(1)

@@ -21,15 +21,21 @@ LOAD_FORMAT = "epload"
 class EploadModelLoader(BaseModelLoader):  # type: ignore[misc]
     """Each worker reads from the checkpoint what its part of the model keeps, and nothing else.
 
-    ``--model-loader-extra-config '{"verify": "full"}'`` proves the result against the checkpoint.
+    ``--model-loader-extra-config '{"verify": "full"}'`` proves the result against the checkpoint. With ``"strict": false``,
+    parameters that the checkpoint lacks are no error; they are none by default for a quantized model.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
         options: dict[str, Any] = dict(load_config.model_loader_extra_config or {})
         self._verify = options.pop("verify", "off")
+        self._strict = options.pop("strict", None)
         if options:
-            raise ValueError(f"expected no other model_loader_extra_config than verify, got {', '.join(options)}")
+            raise ValueError(
+                f"expected model_loader_extra_config to have verify and strict only, got {', '.join(options)}"
+            )
+        if load_config.download_dir:
+            raise ValueError("--load-format epload has no --download-dir: set HF_HUB_CACHE instead")
 
     def download_model(self, model_config: ModelConfig) -> None:
         Checkpoint.open(_source(model_config)).close()
@@ -40,12 +46,19 @@ class EploadModelLoader(BaseModelLoader):  # type: ignore[misc]
                 f"{type(model).__name__} has weights in a second checkpoint, which --load-format epload does not read; "
                 "use --load-format auto"
             )
+        if getattr(model, "allow_patterns_overrides", None):
+            raise ValueError(
+                f"{type(model).__name__} selects files of the checkpoint, which --load-format epload does not; use "
+                "--load-format auto"
+            )
         if _has_online_quant(model):
             raise ValueError(
                 "--load-format epload does not quantize weights while it loads them; use --load-format auto, or a checkpoint "
                 "that is quantized"
             )
-        report = load_engine(EngineModel(model), _source(model_config), verify=self._verify)
+        # As in vLLM's own loader, a quantized model may have parameters that its checkpoint lacks.
+        strict = self._strict if self._strict is not None else model_config.quantization is None
+        report = load_engine(EngineModel(model), _source(model_config), strict=strict, verify=self._verify)
         logger.info("%s", report)
 
 
