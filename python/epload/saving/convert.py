@@ -72,13 +72,8 @@ def convert(
     report = SaveReport(path=str(Path(path).expanduser().absolute()))
     ranks = _Ranks(topology, timeout)
 
-    def open_source() -> tuple[Checkpoint, Manifest, FilesLayout]:
-        checkpoint = Checkpoint.open(source, prefix=prefix)
-        new = _converted(checkpoint.manifest, dtype, renames)
-        return checkpoint, new, lay_out(new.names, new.shapes, new.dtypes, max_shard_bytes)
-
     with ranks.guard(), ExitStack() as opened_files:
-        opened, failure = attempt(open_source)
+        opened, failure = attempt(lambda: _open(source, prefix, dtype, renames, max_shard_bytes))
         view: list[Any] = []
         if opened is not None:
             if opened[0] is not source:
@@ -102,19 +97,30 @@ def convert(
 
             ranks.settle("writing the checkpoint", attempt(copy)[1])
 
-            def commit() -> None:
-                if layout.index is not None:
-                    folder.add(INDEX, layout.index)
-                for file in map(Path, files):
-                    folder.add(file.name, file.read_bytes())
-                folder.sync()
-                folder.commit()
-
-            ranks.settle("completing the checkpoint", attempt(commit)[1] if ranks.first else None, last=True)
+            failure = attempt(lambda: _commit(folder, layout, files))[1] if ranks.first else None
+            ranks.settle("completing the checkpoint", failure, last=True)
     report.files, report.tensors, report.nbytes = len(layout.files), len(new.names), new.nbytes
     report.written = sum(chunk.written for chunk in mine)
     report.seconds = perf_counter() - began
     return report
+
+
+def _open(
+    source: Any, prefix: str, dtype: torch.dtype | None, renames: Sequence[Rename], max_shard_bytes: int
+) -> tuple[Checkpoint, Manifest, FilesLayout]:
+    """The checkpoint, and what is written."""
+    checkpoint = Checkpoint.open(source, prefix=prefix)
+    new = _converted(checkpoint.manifest, dtype, renames)
+    return checkpoint, new, lay_out(new.names, new.shapes, new.dtypes, max_shard_bytes)
+
+
+def _commit(folder: NewFolder, layout: FilesLayout, files: Sequence[str | Path]) -> None:
+    if layout.index is not None:
+        folder.add(INDEX, layout.index)
+    for file in map(Path, files):
+        folder.add(file.name, file.read_bytes())
+    folder.sync()
+    folder.commit()
 
 
 def _converted(manifest: Manifest, dtype: torch.dtype | None, renames: Sequence[Rename]) -> Manifest:

@@ -224,11 +224,11 @@ class SaveRun:
             elif made is mine:
                 _, failure = attempt(lambda: mine.add_files(layout.files))
         control.settle("making the files", failure)
-        if control.rank == control.ranks[0]:
-            others = [number for number, of_node in enumerate(found) if of_node != of_first]
+        if control.rank == control.ranks[0] and len(set(found)) > 1:
+            groups = [[i for i, of_node in enumerate(found) if of_node == each] for each in sorted(set(found))]
             logger.warning(
-                "nodes %s do not see %s as rank %d does: each of %d file systems gets the whole checkpoint",
-                ", ".join(map(str, others)), self._options.path.parent, control.rank, len(set(found)),
+                "%s is on several file systems, that of nodes %s: each gets the whole checkpoint", self._options.path.parent,
+                " and that of ".join(str(group)[1:-1] for group in groups),
             )  # fmt: skip
         return found
 
