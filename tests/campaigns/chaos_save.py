@@ -38,11 +38,11 @@ PATH = "/proc/self/cwd/checkpoint"
 """Leads through the working directory, which is each node's own."""
 KINDS = ("kill", "stop", "raise", "full")
 PLACES: dict[str, tuple[Any, str, int]] = {
-    "round": (Control, "settle", 8),
-    "write": (writer, "write_all", 40),
-    "sync": (os, "fsync", 8),
-    "rename": (os, "rename", 2),
-    "make": (os, "open", 6),
+    "round": (Control, "settle", 7),
+    "write": (writer, "write_all", 12),
+    "sync": (os, "fsync", 4),
+    "rename": (os, "rename", 1),
+    "make": (os, "open", 4),
 }
 """What is patched, and the largest number of the call in which the fault happens."""
 
@@ -60,8 +60,9 @@ class Fault(NamedTuple):
     def of(cls, seed: int) -> Fault:
         chance = random.Random(seed)
         place = chance.choice(list(PLACES))
+        victims = (0, 2) if place == "rename" else range(4)  # no other renames
         return cls(
-            chance.choice(KINDS), place, chance.randrange(PLACES[place][2]), chance.randrange(4),
+            chance.choice(KINDS), place, chance.randrange(PLACES[place][2]), chance.choice(victims),
             chance.choice(LAYOUTS), chance.random() < 0.5, chance.random() < 0.3,
         )  # fmt: skip
 
