@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -169,9 +169,9 @@ CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
     "renamed, wrong shape": (
         Mapping(renames=(Rename("^old", "new"),)), {"old.a": (2,)}, {"new.a": (3,)}, ["old.a", "new.a", "[2]", "[3]"]
     ),
-    "missing expert": (EXPERTS, experts([0, 2]), GATE_UP, ["l.experts.gate_up", "2 of 6 are missing", "experts.1.gate.weight"]),
+    "missing expert": (EXPERTS, experts([0, 2]), GATE_UP, ["l.experts.gate_up", "lacks 2 of 6", "experts.1.gate.weight"]),
     "missing half of an expert": (
-        EXPERTS, {**experts([0, 1]), **experts([2], ["gate"])}, GATE_UP, ["1 of 6 are missing", "experts.2.up.weight"]
+        EXPERTS, {**experts([0, 1]), **experts([2], ["gate"])}, GATE_UP, ["lacks 1 of 6", "experts.2.up.weight"]
     ),
     "missing part": (
         EXPERTS, {"a.q.weight": (2, 4), "a.v.weight": (1, 4)}, {"a.qkv.weight": (4, 4)}, ["a.qkv.weight", "k.weight"]
@@ -366,3 +366,25 @@ def test_a_plain_model_does_not_import_transformers(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
     assert resolve_mapping("auto", nn.Linear(1, 1), []) == Mapping()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: Mapping(ignore_missing="head"),
+            r"ignore_missing of a Mapping to be a tuple of str, got 'head'; write \('head',\)",
+        ),
+        (lambda: Mapping(ignore_unexpected=r"^mtp"), "ignore_unexpected of a Mapping"),
+        (lambda: Mapping(renames=Rename("a", "b")), r"renames of a Mapping to be a tuple of Rename, .* write \("),
+        (lambda: Mapping(renames=("a", "b")), r"renames of a Mapping to be a tuple of Rename, got \('a', 'b'\)$"),
+        (lambda: Mapping(converts=Convert(("a",), ("b",))), "converts of a Mapping"),
+        (lambda: Convert("a$", ("b",)), "sources of a Convert to be a tuple of str"),
+        (lambda: Convert(("a$",), "b"), "targets of a Convert to be a tuple of str"),
+        (lambda: Convert(("a$",), ("b",), Concatenate(0)), "operations of a Convert"),
+        (lambda: Rename("a", "b", scopes="model."), "scopes of a Rename"),
+    ],
+)
+def test_a_tuple_of_one_without_its_comma(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        make()

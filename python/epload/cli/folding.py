@@ -7,8 +7,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import prod
 from typing import TypeVar
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A number that is a whole part of a name between dots."""
+_NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
+"""A number that is a whole part of a name between dots or underscores."""
 Numbers = tuple[int, ...]
 Value = TypeVar("Value", bound=Hashable)
 
@@ -38,7 +38,7 @@ def numbered(names: Iterable[str]) -> dict[str, int]:
     found: dict[str, set[str]] = {}
     for name in names:
         for match in _NUMBER.finditer(name):
-            prefix = _NUMBER.sub("*", name[: match.start()].rstrip("."))
+            prefix = _NUMBER.sub("*", name[: match.start()].rstrip("._"))
             found.setdefault(prefix, set()).add(match.group())
     return {prefix: len(values) for prefix, values in found.items()}
 

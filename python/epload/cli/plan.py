@@ -68,7 +68,7 @@ def plan(
 
 def _print(found: Forecast, mesh: str, cluster: Cluster) -> None:
     owned, some = found.owned.values(), len(found.owned) < cluster.world
-    each = size(max(owned)) if min(owned) == max(owned) else f"{size(min(owned))} to {size(max(owned))}"
+    each = " to ".join(dict.fromkeys((size(min(owned)), size(max(owned)))))
     rows = [
         ("job", f"mesh {mesh}: {count(cluster.world, 'rank')} on {count(cluster.nodes, 'node')}"),
         ("loads", f"{count(found.tensors, 'tensor')}, {size(found.nbytes)}"),
@@ -99,6 +99,7 @@ def _fit_rows(fit: Fit) -> list[tuple[str, str]]:
         ("missing", fit.missing),
         ("unexpected", fit.unexpected),
         ("other shape", list(fit.mismatched)),
+        ("to be initialized", fit.initialized),
     ):
         if names:
             more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""

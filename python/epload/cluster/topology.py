@@ -133,7 +133,8 @@ class Topology:
         return cls(nodes, group, rank, control)
 
     def __repr__(self) -> str:
-        return f"Topology({'+'.join(str(len(node)) for node in self.nodes)} ranks, rank {self.rank})"
+        noun = "rank" if len(self.ranks) == 1 else "ranks"
+        return f"Topology({'+'.join(str(len(node)) for node in self.nodes)} {noun}, rank {self.rank})"
 
     @property
     def even(self) -> bool:

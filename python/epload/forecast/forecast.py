@@ -35,6 +35,9 @@ class Fit:
     """Missing and unexpected keys that the mapping says to ignore."""
     casts: int
     """Checkpoint tensors whose dtype is converted."""
+    initialized: list[str]
+    """Buffers on meta that no checkpoint has. Unless the model's class fills them, as those of transformers do, a load needs
+    ``init_missing=``; this does not try it."""
     error: str
     """What a load with ``strict=True`` would raise; empty if nothing."""
 
@@ -88,7 +91,7 @@ def forecast(
         as_rank = {rank: as_seen_by(targets, sizes, rank) for rank in ranks}
     owned = {rank: _plan(manifest, each, mapping, cluster, "auto").owned for rank, each in as_rank.items()}
     first = _plan(manifest, targets, mapping, cluster, "auto")
-    fit = _fit(manifest, first, mapping)
+    fit = _fit(manifest, first, mapping, sorted(targets.unsaved_meta))
     plans = {each: _plan(manifest, targets, mapping, cluster, each) for each in readers}
     everyones = [owned[max(rank for rank in ranks if rank <= each)] for each in range(cluster.world)]
     per_wave = {each: _per_wave(manifest, cluster, each)[1] for each in ("auto", *readers)}
@@ -111,7 +114,7 @@ def _plan(manifest: Manifest, targets: Targets, mapping: Mapping, cluster: Clust
     return make_plan(manifest, targets, mapping, size // per_wave)
 
 
-def _fit(manifest: Manifest, plan: LoadPlan, mapping: Mapping) -> Fit:
+def _fit(manifest: Manifest, plan: LoadPlan, mapping: Mapping, initialized: list[str]) -> Fit:
     ignored = set(ignored_keys(mapping, manifest.names, plan.missing, plan.unexpected))
     error = ""
     try:
@@ -126,6 +129,7 @@ def _fit(manifest: Manifest, plan: LoadPlan, mapping: Mapping) -> Fit:
         tied=len(plan.tied),
         ignored=len(ignored),
         casts=plan.casts,
+        initialized=initialized,
         error=error,
     )
 

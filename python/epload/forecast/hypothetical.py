@@ -78,10 +78,22 @@ def find_factory(model: str) -> Factory:
 
     Raises:
         ImportError: the module does not exist, or has no such name.
+        ValueError: it is a module alone, or a folder without a config.json.
     """
     if ":" in model and "//" not in model:
         return _own_factory(model)
+    if Path(model).is_file() or (Path(model).is_dir() and not (Path(model) / "config.json").is_file()):
+        raise ValueError(
+            f"expected --model to be a folder with a config.json, or package.module:function, but {model} has no config.json"
+        )
+    if not Path(model).exists() and _is_module(model):
+        raise ValueError(f"expected --model to name a function of the module {model}: {model}:FUNCTION")
     return lambda mesh: _parallelize(_from_config(model), mesh)
+
+
+def _is_module(name: str) -> bool:
+    """Whether a module of this name can be imported from the present folder."""
+    return all(map(str.isidentifier, name.split("."))) and Path(*name.split(".")).with_suffix(".py").is_file()
 
 
 def _own_factory(model: str) -> Factory:

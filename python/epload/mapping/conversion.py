@@ -174,13 +174,13 @@ class Converter:
             number, index = missing[0]
             first = re.sub(r"\(\?P<index>[^)]*\)", str(index), convert.sources[number])
             first = re.sub(r"\(\?[^)]*\)|[\\^$]", "", first)
-            text = f"{len(missing)} of {len(expected)} are missing from the checkpoint, the first is {first}"
+            text = f"the checkpoint lacks {len(missing)} of {len(expected)}, the first is {first}, as renamed"
             raise self.error(group, target, text)
 
     def error(self, group: Group, target: str, problem: str) -> ModelMismatch:
         """The error for a target that a group cannot fill."""
         names = [self._names[source] for source in group.sources]
-        listed = ", ".join(names[:2]) + (f", ..., {names[-1]}" if len(names) > 2 else "")
+        listed = ", ".join(names if len(names) <= 3 else [*names[:2], "...", names[-1]])
         shape = self._targets.get(target)
         of_shape = f" of shape {list(shape)}" if shape is not None else ""
         distinct = dict.fromkeys(self._shapes[source] for source in group.sources)

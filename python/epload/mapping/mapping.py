@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from epload.core.views import View
-from epload.mapping.rules import Convert, Rename, apply_renames
+from epload.mapping.rules import Convert, Rename, apply_renames, check_tuples
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,10 @@ class Mapping:
     checkpoint and keep their values. A pair with an empty key is a tensor that is missing from the checkpoint."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a pattern of keys to ignore is not a regular expression."""
+        """Raises ValueError if a pattern of keys to ignore is not a regular expression, and TypeError if a field is not a tuple
+        of what it should hold."""
+        check_tuples(self, renames=Rename, converts=Convert, ties=tuple, aliases=Rename, only=tuple)
+        check_tuples(self, ignore_unexpected=str, ignore_missing=str)
         for pattern in (*self.ignore_unexpected, *self.ignore_missing):
             try:
                 re.compile(pattern)

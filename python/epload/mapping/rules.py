@@ -24,7 +24,9 @@ class Rename:
     """Added to the integer that the first group of ``source`` matches."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a pattern is not a regular expression, or ``target`` refers to a group that it lacks."""
+        """Raises ValueError if a pattern is not a regular expression, or ``target`` refers to a group that it lacks, and
+        TypeError if ``scopes`` is not a tuple of strings."""
+        check_tuples(self, scopes=str)
         _check(self, (self.source,), (self.target,))
         _check(self, (self.when,), ())
 
@@ -74,7 +76,8 @@ class Convert:
 
     def __post_init__(self) -> None:
         """Raises ValueError if there are no sources or targets, a source is not a regular expression, or a target refers to
-        a group that a source lacks."""
+        a group that a source lacks, and TypeError if a field is not a tuple of what it should hold."""
+        check_tuples(self, sources=str, targets=str, operations=Operation, scopes=str)
         if not self.sources or not self.targets:
             raise ValueError(f"expected at least one source and one target, got {self}")
         _check(self, self.sources, self.targets)
@@ -123,6 +126,17 @@ def split_scope(name: str, scopes: Iterable[str]) -> tuple[str | None, str]:
         if name.startswith(scope):
             return scope, name[len(scope) :]
     return None, name
+
+
+def check_tuples(rule: object, **kinds: type) -> None:
+    """Raises TypeError if a field of a rule is not a tuple (or a list) of a type. A string would be taken for many."""
+    for field, kind in kinds.items():
+        value = getattr(rule, field)
+        if not isinstance(value, tuple | list) or not all(isinstance(each, kind) for each in value):
+            hint = f"; write ({value!r},)" if isinstance(value, kind) else ""
+            raise TypeError(
+                f"expected {field} of a {type(rule).__name__} to be a tuple of {kind.__name__}, got {value!r}{hint}"
+            )
 
 
 def _check(rule: Rename | Convert, sources: tuple[str, ...], targets: tuple[str, ...]) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
+from epload.native.extension import _C, REBUILD
+
 LIBRARY = Path(__file__).parents[1] / "libepload.so"
-_REBUILD = "pip install --force-reinstall --no-deps . (in epload's source folder)"
 
 
 def _minor(version: str) -> tuple[int, int]:
@@ -24,20 +25,14 @@ def check_torch(built_for: str, running: str) -> None:
     if _minor(built_for) != _minor(running):
         raise ImportError(
             f"epload's native library was built for torch {built_for}, but torch {running} is running. "
-            f"Rebuild it against this torch: {_REBUILD}"
+            f"Rebuild it against this torch: {REBUILD}"
         )
 
 
 def load_native_library() -> None:
     """Registers the native ops. Raises ImportError with the command that mends a missing or stale build."""
-    try:
-        from epload.native.extension import _C
-    except ImportError as error:
-        raise ImportError(
-            f"epload's native part is missing or does not load ({error}). Build it: {_REBUILD}"
-        ) from error
     check_torch(_C.torch_version, torch.__version__)
     try:
         torch.ops.load_library(str(LIBRARY))  # type: ignore[no-untyped-call]
     except OSError as error:
-        raise ImportError(f"{LIBRARY} does not load ({error}). Rebuild it: {_REBUILD}") from error
+        raise ImportError(f"{LIBRARY} does not load ({error}). Rebuild it: {REBUILD}") from error

@@ -58,6 +58,9 @@ class HubFolder(LocalFolder):
         return str(self._model)
 
 
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json")
+
+
 def parse(source: object) -> HubModel | None:
     """The model that ``hf://org/name@revision`` or ``org/name`` names, if no path has that name; else None.
 
@@ -72,7 +75,8 @@ def parse(source: object) -> HubModel | None:
         if not _ID.fullmatch(name) or given.endswith("@"):
             raise CheckpointError(f"expected hf://org/name or hf://org/name@revision, got {source!r}")
         return HubModel(name, revision or None)
-    return HubModel(given) if _ID.fullmatch(given) and not os.path.lexists(given) else None
+    is_file = given.endswith(_SUFFIXES)  # a path that is wrong
+    return HubModel(given) if _ID.fullmatch(given) and not is_file and not os.path.lexists(given) else None
 
 
 def download(model: HubModel, progress: Progress) -> HubFolder:
