@@ -177,12 +177,15 @@ def _load(rank: int, address: str, caches: list[Path], readers: str) -> list[str
     return list(wrong(model, state_for(1)))
 
 
-@pytest.mark.parametrize(("readers", "nodes"), [("auto", 2), ("per_node", 2), ("every", 1), ("partitioned", 1)])
-def test_one_rank_of_each_cache_downloads(readers: str, nodes: int, tmp_path: Path) -> None:
-    """2 nodes x 2 ranks with a cache each, or one that all share."""
+@pytest.mark.parametrize(
+    ("readers", "nodes", "times"),
+    [("auto", 2, 2), ("per_node", 2, 2), ("every", 1, 1), ("partitioned", 1, 1), ("one", 2, 1)],
+)
+def test_one_rank_of_each_cache_downloads(readers: str, nodes: int, times: int, tmp_path: Path) -> None:
+    """2 nodes x 2 ranks with a cache each, or one that all share. Where one rank reads, no other node downloads."""
     (tmp_path / "served").mkdir()
     save_file(state_for(1), tmp_path / "served" / "model.safetensors")
     caches = [tmp_path / f"cache-{node}" for node in range(nodes)]
     with serving(HubServer(tmp_path / "served", delay=0.3)) as server:
         all_fine(ranks.run(4, _load, server.address, caches, readers))
-    assert server.fetched == server.described == {"model.safetensors": nodes}
+    assert server.fetched == server.described == {"model.safetensors": times}

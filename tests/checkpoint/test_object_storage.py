@@ -280,6 +280,8 @@ def test_any_scheme_of_fsspec(tmp_path: Path) -> None:
 
 # ---- loads ----
 
+READERS = ("auto", "partitioned", "one", "per_node", "every")
+
 
 def _load(rank: int, address: str, url: str, readers: str, case: str) -> list[str]:
     os.environ.update(s3_server.environment(address))
@@ -297,7 +299,7 @@ def _load(rank: int, address: str, url: str, readers: str, case: str) -> list[st
     return problems
 
 
-@pytest.mark.parametrize("readers", ["auto", "partitioned", "one", "per_node", "every"])
+@pytest.mark.parametrize("readers", READERS)
 def test_loads_with_faults(readers: str, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
     """2 x 2 ranks, from meta and as a reload, while requests fail."""
     save_file(state_for(1), tmp_path / "model.safetensors")
@@ -351,11 +353,46 @@ def test_an_object_replaced_during_the_load(s3: tuple[Moto, Proxy], tmp_path: Pa
 def _load_dcp(rank: int, address: str, url: str) -> list[str]:
     os.environ.update(s3_server.environment(address))
     problems, topology = [], Topology.from_nodes(NODES)
-    for readers in ("auto", "every"):
+    for readers in READERS:
         model = sharded("moe", values=False, on="meta")
-        HierarchicalLoader(topology, readers=readers, bucket_bytes=700, progress=False).load(model, url)
-        problems += [f"{readers}: {text}" for text in differences(sharded("moe", values=True), model)]
+        with HierarchicalLoader(topology, readers=readers, bucket_bytes=700, progress=False) as loader:
+            for turn in ("from meta", "again"):
+                loader.load(model, url)
+                problems += [f"{readers}, {turn}: {text}" for text in differences(sharded("moe", values=True), model)]
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.zero_()
     return problems
+
+
+def _load_in_every_mode(rank: int, url: str) -> list[str]:
+    object_store.FIRST_PAUSE = 0.02
+    problems = []
+    for readers in READERS:
+        model = meta_net()
+        with HierarchicalLoader(
+            Topology.from_nodes(NODES), readers=readers, bucket_bytes=2000, progress=False
+        ) as loader:
+            for turn in ("from meta", "again"):
+                loader.load(model, url)
+                problems += [f"{readers}, {turn}: {text}" for text in wrong(model, state_for(1))]
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.zero_()
+    return problems
+
+
+def test_a_web_address_on_ranks(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+    save_file(state_for(1), tmp_path / "model.safetensors")
+    put(s3[0], tmp_path, "web/ranks")
+    random = Random(1)
+    s3[1].fault = lambda method, path, number: random.choice(["", "", "", "503", "reset"])
+    all_fine(ranks.run(4, _load_in_every_mode, f"{s3[1].address}/{BUCKET}/web/ranks"))
+
+
+def test_a_scheme_of_fsspec_on_ranks(tmp_path: Path) -> None:
+    save_file(state_for(1), tmp_path / "model.safetensors")
+    all_fine(ranks.run(4, _load_in_every_mode, f"file://{tmp_path}"))
 
 
 def test_a_dcp_folder_into_a_sharded_model(s3: tuple[Moto, Proxy], dcp_folders: Path) -> None:
