@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import epload
+from epload.cli.main import main
 from support import ranks
 from support.pretrained import by_the_library, fsdp, random
 
@@ -71,6 +73,7 @@ def test_files_are_those_of_save_pretrained(kind: str, saved: Path, tmp_path: Pa
         assert found.keys() == expected.keys()
         assert [name for name in found if not torch.equal(found[name], expected[name])] == []
         assert [name for name in found if found[name].dtype != expected[name].dtype] == []
+        assert CliRunner().invoke(main, ["verify", str(folder)]).exit_code == 0
         again = type(model).from_pretrained(folder).eval()
         state = model.state_dict()
         assert [name for name, tensor in again.state_dict().items() if not torch.equal(tensor, state[name])] == []
