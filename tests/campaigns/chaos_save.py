@@ -8,14 +8,12 @@ Two nodes of two ranks, with one file system or with one each, replace a checkpo
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +24,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import epload
+from campaigns import seeds
 from epload.control.control import Control
 from epload.saving import plan, transfer, writer
 from support import ranks
@@ -195,24 +194,5 @@ def judge(seed: int) -> tuple[str, str]:
         return ("right" if fault_came else "no fault"), str(fault)
 
 
-def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--faults", type=int, default=30)
-    arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--seconds", type=float, default=float("inf"), help="start no fault after so many")
-    given = arguments.parse_args()
-    began, verdicts = time.monotonic(), Counter[str]()
-    for seed in range(given.seed, given.seed + given.faults):
-        if time.monotonic() - began > given.seconds:
-            break
-        verdict, why = judge(seed)
-        verdicts[verdict] += 1
-        print(f"seed {seed}: {verdict}: {why}", flush=True)
-    kinds = ("right", "no fault", "hang", "wrong", "leak", "late", "differ", "failed")
-    counts = ", ".join(f"{verdicts[kind]} {kind}" for kind in kinds)
-    print(f"{sum(verdicts.values())} faults in {time.monotonic() - began:.0f} s: {counts}")
-    return int(any(verdicts[kind] for kind in kinds[2:]))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(seeds.run(__doc__, judge, ("right", "no fault"), ("hang", "wrong", "leak", "late", "differ", "failed")))

@@ -8,20 +8,19 @@ A trainer of two ranks, an engine of two and one of one sync four versions; one 
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 from unittest import mock
 
 import epload
+from campaigns import seeds
 from epload.control.control import Control
 from epload.sync.lobby import Attendance, Lobby
 from epload.transport.engine import Engine
@@ -242,26 +241,5 @@ def judge(seed: int) -> tuple[str, str]:
     return problems[0] if problems else ("right", str(fault))
 
 
-def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--faults", type=int, default=30)
-    arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--seconds", type=float, default=float("inf"), help="start no fault after so many")
-    given = arguments.parse_args()
-    began, verdicts = time.monotonic(), Counter[str]()
-    for seed in range(given.seed, given.seed + given.faults):
-        if time.monotonic() - began > given.seconds:
-            break
-        verdict, why = judge(seed)
-        verdicts[verdict] += 1
-        print(f"seed {seed}: {verdict}: {why if verdict != 'right' else why.splitlines()[0]}", flush=True)
-    bad = sum(verdicts.values()) - verdicts["right"]
-    counts = ", ".join(
-        f"{verdicts[kind]} {kind}" for kind in ("right", "hang", "wrong", "leak", "late", "differ", "failed")
-    )
-    print(f"{sum(verdicts.values())} faults in {time.monotonic() - began:.0f} s: {counts}")
-    return int(bad > 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(seeds.run(__doc__, judge, ("right",), ("hang", "wrong", "leak", "late", "differ", "failed")))

@@ -16,22 +16,8 @@ import epload
 from epload.compat import engine as engines
 from epload.compat.engine import load_engine
 from support import ranks
-from support.engines import Engine, Weights, engine_checkpoint
+from support.engines import Computing, Engine, Weights, engine_checkpoint
 from support.recordings import same_bits, tensors_of
-
-
-class Computing(Engine):
-    """Doubles one tensor, and reads the value of another."""
-
-    def load_weights(self, weights: Weights) -> set[str]:
-        def changed() -> Any:
-            for name, tensor in weights:
-                if name == "scale":
-                    self.scale.fill_(tensor.item())
-                else:
-                    yield name, tensor * 2 if name == "down" else tensor
-
-        return super().load_weights(changed())
 
 
 class Hidden(nn.Module):

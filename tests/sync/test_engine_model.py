@@ -12,25 +12,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import epload
 from epload.sync.engine_model import EngineTarget
-from support.engines import Engine, Loader, Weights, engine_checkpoint, unique
+from support.engines import Computing, Engine, Loader, Weights, engine_checkpoint, unique
 from support.jobs import Job, Meeting, run
 from support.ranks import RankFailed
 from support.recordings import manifest_of, same_bits, tensors_of
-
-
-class Computing(Engine):
-    """Doubles one tensor, and reads the value of another."""
-
-    def load_weights(self, weights: Weights) -> set[str]:
-        def changed() -> Any:
-            for name, tensor in weights:
-                if name == "scale":
-                    self.scale.fill_(tensor.item())
-                else:
-                    yield name, tensor * 2 if name == "down" else tensor
-
-        return super().load_weights(changed())
-
 
 ENGINES = {"views": Engine, "computing": Computing}
 

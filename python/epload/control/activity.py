@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from epload.control.control import Control
+from epload.control.watch import Stop
 from epload.report import TransferReport
+
+
+@contextmanager
+def working(control: Control, what: str) -> Iterator[Callable[[int], None]]:
+    """A context for work between two rounds, whose function is called as bytes are done: they count as progress, and it raises
+    RemoteFailure if another rank has failed."""
+    stop = Stop()
+    control.doing = what
+
+    def done(nbytes: int) -> None:
+        control.progress += nbytes + 1
+        stop.check()
+
+    with control.watch.guards(stop):
+        yield done
 
 
 class Activity:

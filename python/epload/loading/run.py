@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 
 from epload.cluster.topology import Topology
@@ -40,9 +39,10 @@ from epload.transport.device_plan import DevicePlan
 from epload.transport.engine import Engine
 from epload.transport.framing import Framing
 from epload.transport.local import Local
-from epload.transport.movers import SLOWEST, Collective, Mover, Relay
+from epload.transport.movers import Collective, Mover, Relay
 from epload.transport.sinks import DeviceSink, HostSink, UploadSink
 from epload.transport.sources import CheckpointSource
+from epload.transport.transfers import run_transfer, through_memory
 
 
 class LoadRun:
@@ -178,13 +178,7 @@ class LoadRun:
         report.readers, report.algorithm = flow.readers, flow.algorithm if route.sends else ""
         transfer = self._make_transfer(route, buckets)
         before = replace(report.phases["read"]), replace(report.phases["inter_node"])
-        try:
-            with self._control.watch.guards(transfer, self._topology.groups):
-                transfer.run(bar)
-        except BaseException:
-            if transfer.broken:
-                transfer.abandon()
-            raise
+        run_transfer(transfer, self._control, self._topology.groups, bar)
         failure = None
         if last:
             report.reason = "; ".join(filter(None, (report.reason, route.note)))
@@ -255,22 +249,17 @@ class LoadRun:
         """A transfer through the node's memory, and from there to the device if the model is on one."""
         assert self._memory is not None
         plan, flow, load = self._plan, route.flow, self._load
-        message_timeout = self._control.timeout + timedelta(seconds=load.per_wave * plan.largest / SLOWEST)
-        # The network's limit is over first, and its error says more.
-        wait_timeout = 1.25 * message_timeout + timedelta(seconds=2)
-        ring = HostRing(self._memory, flow, wait_timeout, context.activity, self._waves_moved)
-        self._waves_moved += len(waves)
-        mover: Mover | None = None
-        if flow.rank in flow.relays:
+        words = self._memory.board.words
+
+        def connect(ring: HostRing, seconds: float) -> Mover:
             if flow.algorithm == "flat":
-                mover = Collective(context, flow, ring, route.routes)
-            else:
-                chunk = flow.chunk_bytes(plan.nbytes, plan.largest, load.per_wave)
-                groups = next(iter(route.routes.values()))
-                words, seconds = self._memory.board.words, message_timeout.total_seconds()
-                mover = Relay(context, ring, groups, chunk, words, seconds)
+                return Collective(context, flow, ring, route.routes)
+            chunk = flow.chunk_bytes(plan.nbytes, plan.largest, load.per_wave)
+            return Relay(context, ring, next(iter(route.routes.values())), chunk, words, seconds)
+
         sink = HostSink(self._local, self._report) if load.device == CPU else self._upload_sink()
-        return Engine(context, waves, ring, mover, sink)
+        before, self._waves_moved = self._waves_moved, self._waves_moved + len(waves)
+        return through_memory(context, self._memory, waves, sink, connect, before)
 
     def _device_plan(self) -> DevicePlan:
         resources = self._resources

@@ -17,7 +17,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology, as_timedelta
-from epload.control.watch import Stop
+from epload.control.activity import working
 from epload.core import dtypes as dtype_names
 from epload.core.attempt import attempt
 from epload.core.pieces import Piece
@@ -221,18 +221,11 @@ class _Ranks:
 
     @contextmanager
     def working(self, what: str) -> Iterator[Callable[[int], None]]:
-        """A context for work between two rounds, whose function is called as bytes are done: it raises if another rank failed."""
+        """See :func:`~epload.control.activity.working`."""
         if self._topology is None:
             yield lambda nbytes: None
             return
-        control, stop = self._topology.control, Stop()
-        control.doing = what
-
-        def done(nbytes: int) -> None:
-            control.progress += nbytes + 1
-            stop.check()
-
-        with control.watch.guards(stop):
+        with working(self._topology.control, what) as done:
             yield done
 
     def check_seen(self, folder: NewFolder) -> None:

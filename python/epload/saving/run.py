@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from epload.cluster.topology import Topology
-from epload.control.watch import Stop
+from epload.control.activity import working
 from epload.core import garbage_collection
 from epload.core.attempt import attempt
 from epload.core.log import logger
@@ -163,17 +164,11 @@ class SaveRun:
     def _write_own(self, plan: WritePlan, layout: FilesLayout, shards: Shards) -> None:
         """Writes this rank's part."""
         control = self._control
-        control.doing = "writes its part of the checkpoint"
-        stop = Stop()
-
-        def wrote(nbytes: int) -> None:
-            control.progress += nbytes + 1
-            stop.check()
 
         def write() -> None:
-            with control.watch.guards(stop), self._new_files(layout) as files:
-                write_buckets(plan, files, shards.pack, self._report, wrote)
-                self._sync(files)
+            with working(control, "writes its part of the checkpoint") as done, self._new_files(layout) as files:
+                write_buckets(plan, files, shards.pack, self._report, done)
+                self._sync(files, lambda: done(0))
 
         _, failure = attempt(write)
         control.settle("writing the checkpoint", failure)
@@ -194,7 +189,7 @@ class SaveRun:
         with self._new_files(layout) as files:
             sink = FileSink(files, layout.files)
             send_to_nodes(topology, sent, plan, shards, sink, self._report)
-            _, failure = attempt(lambda: self._sync(files))
+            _, failure = attempt(lambda: self._sync(files, self._progressed))
             control.settle("writing the checkpoint", failure, patience=2)
         self._report.written = sink.written
 
@@ -236,10 +231,10 @@ class SaveRun:
         assert self._folder is not None
         return NewFiles(self._folder.temporary, [file.name for file in layout.files])
 
-    def _sync(self, files: NewFiles) -> None:
-        def synced() -> None:
-            self._control.progress += 1
+    def _progressed(self) -> None:
+        self._control.progress += 1
 
+    def _sync(self, files: NewFiles, synced: Callable[[], None]) -> None:
         with self._report.timed("sync"):
             files.sync(synced)
 

@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -32,9 +31,9 @@ from epload.staging.host_ring import HostRing
 from epload.staging.shards import Shards
 from epload.staging.shared_memory import NodeMemory
 from epload.transport.context import TransferContext
-from epload.transport.engine import Engine
 from epload.transport.framing import Framing
-from epload.transport.movers import SLOWEST, Relay
+from epload.transport.movers import Relay
+from epload.transport.transfers import run_transfer, through_memory
 
 _COUNT_BYTES = 8
 """Of the number of runs, at the end of a bucket."""
@@ -201,21 +200,15 @@ def send_to_nodes(
         framing = Framing(plan.identity, plan.describe, topology.rank, control, checked=True)
         source = PackSource(plan, mine, shards) if plan.number else None
         context = TransferContext(plan, flow, source, framing, control, transfer)
-        message_timeout = control.timeout + timedelta(seconds=largest / SLOWEST)
-        # The network's limit is over first, and its error says more.
-        ring = HostRing(memory, flow, 1.25 * message_timeout + timedelta(seconds=2), context.activity)
-        mover = None
-        if topology.rank in flow.relays:
-            chunk, words = flow.chunk_bytes(plan.nbytes, max(sizes, default=0)), memory.board.words
-            mover = Relay(context, ring, route, chunk, words, message_timeout.total_seconds())
-        engine = Engine(context, waves, ring, mover, sink)
+
+        def connect(ring: HostRing, seconds: float) -> Relay:
+            chunk = flow.chunk_bytes(plan.nbytes, max(sizes, default=0))
+            return Relay(context, ring, route, chunk, memory.board.words, seconds)
+
+        engine = through_memory(context, memory, waves, sink, connect)
         try:
-            with Progress(plan.nbytes, False) as bar, control.watch.guards(engine, groups):
-                engine.run(bar)
-        except BaseException:
-            if engine.broken:
-                engine.abandon()
-            raise
+            with Progress(plan.nbytes, False) as bar:
+                run_transfer(engine, control, groups, bar)
         finally:
             report.add(transfer)
     finally:

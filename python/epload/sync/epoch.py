@@ -33,9 +33,9 @@ from epload.sync.report import SyncReport
 from epload.sync.store import fetch, publish
 from epload.sync.transfer import ExchangeRoles, ShardSink, ShardSource, exchange_waves
 from epload.transport.context import TransferContext
-from epload.transport.engine import Engine
 from epload.transport.framing import Framing
-from epload.transport.movers import SLOWEST, Mover, Relay
+from epload.transport.movers import Relay
+from epload.transport.transfers import run_transfer, through_memory
 
 VERIFY = ("off", "buckets", "full")
 _MOST_SHOWN = 8
@@ -151,25 +151,16 @@ class Epoch:
         )
         source = ShardSource(self.shards(tensors, verify)) if tensors is not None else None
         context = TransferContext(plan, roles, source, framing, control, report)
-        largest = max((wave.nbytes for wave in self.waves), default=0)
-        message_timeout = control.timeout + timedelta(seconds=largest / SLOWEST)
-        # The network's limit is over first, and its error says more.
-        wait_timeout = 1.25 * message_timeout + timedelta(seconds=2)
-        ring = HostRing(self.memory, roles, wait_timeout, context.activity, self._waves_before)
-        self._waves_before += len(self.waves)
-        mover: Mover | None = None
-        if self.rank in roles.relays:
+
+        def connect(ring: HostRing, seconds: float) -> Relay:
             group = self.groups.name(self.members.rail(self.members.rail_of[self.rank]))
-            words, seconds = self.memory.board.words, message_timeout.total_seconds()
-            mover = Relay(context, ring, Route(self.rank, self.rank, group, ""), roles.chunk_bytes, words, seconds)
-        engine = Engine(context, self.waves, ring, mover, sink)
-        try:
-            with Progress(plan.nbytes, show_progress) as bar, control.watch.guards(engine, self.groups):
-                engine.run(bar)
-        except BaseException:
-            if engine.broken:
-                engine.abandon()
-            raise
+            route, words = Route(self.rank, self.rank, group, ""), self.memory.board.words
+            return Relay(context, ring, route, roles.chunk_bytes, words, seconds)
+
+        engine = through_memory(context, self.memory, self.waves, sink, connect, self._waves_before)
+        self._waves_before += len(self.waves)
+        with Progress(plan.nbytes, show_progress) as bar:
+            run_transfer(engine, control, self.groups, bar)
 
     def shards(self, tensors: list[Tensor], verify: str) -> Shards:
         """The tensors of one version. What is prepared for them is kept."""

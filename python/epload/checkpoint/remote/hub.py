@@ -62,7 +62,8 @@ _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json")
 
 
 def parse(source: object) -> HubModel | None:
-    """The model that ``hf://org/name@revision`` or ``org/name`` names, if no path has that name; else None.
+    """The model that ``hf://org/name@revision`` or ``org/name`` names, if no path has that name; else None. Without ``hf://``, a
+    name that ends like a file is a path, perhaps a wrong one.
 
     Raises:
         CheckpointError: a malformed hf:// address.
@@ -75,7 +76,7 @@ def parse(source: object) -> HubModel | None:
         if not _ID.fullmatch(name) or given.endswith("@"):
             raise CheckpointError(f"expected hf://org/name or hf://org/name@revision, got {source!r}")
         return HubModel(name, revision or None)
-    is_file = given.endswith(_SUFFIXES)  # a path that is wrong
+    is_file = given.endswith(_SUFFIXES)
     return HubModel(given) if _ID.fullmatch(given) and not is_file and not os.path.lexists(given) else None
 
 

@@ -1,0 +1,72 @@
+"""Making a transfer through a node's memory, and running any transfer so that a failure of another rank ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+from epload.cluster.group_cache import GroupCache
+from epload.control.control import Control
+from epload.observe.progress import Progress
+from epload.planning.waves import Wave
+from epload.staging.host_ring import HostRing
+from epload.staging.shared_memory import NodeMemory
+from epload.transport.context import TransferContext
+from epload.transport.engine import Engine
+from epload.transport.movers import SLOWEST, Mover
+from epload.transport.sinks import Sink
+
+Connect = Callable[[HostRing, float], Mover]
+"""Makes the mover of a rank that passes buckets on. The number is the seconds that a message may take."""
+
+
+class Transfer(Protocol):
+    """An :class:`Engine`, or a direct read."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether its buffers may still be in use."""
+        ...
+
+    def run(self, bar: Progress) -> None: ...
+    def fail(self) -> None: ...
+    def abandon(self) -> None: ...
+
+
+def through_memory(
+    context: TransferContext,
+    memory: NodeMemory,
+    waves: Sequence[Wave],
+    sink: Sink,
+    connect: Connect,
+    waves_before: int = 0,
+) -> Engine:
+    """An engine whose buckets are staged in host memory.
+
+    Args:
+        memory: of the node, with buffers for the largest wave.
+        waves_before: number of waves of this operation that went through the memory before.
+    """
+    largest = max((wave.nbytes for wave in waves), default=0)
+    message_timeout = context.control.timeout + timedelta(seconds=largest / SLOWEST)
+    # The network's limit is over first, and its error says more.
+    wait_timeout = 1.25 * message_timeout + timedelta(seconds=2)
+    ring = HostRing(memory, context.flow, wait_timeout, context.activity, waves_before)
+    relays = context.flow.rank in context.flow.relays
+    return Engine(context, waves, ring, connect(ring, message_timeout.total_seconds()) if relays else None, sink)
+
+
+def run_transfer(transfer: Transfer, control: Control, groups: GroupCache, bar: Progress) -> None:
+    """Runs it, until it is done or a rank fails. ``groups``: those that it uses.
+
+    Raises:
+        LoadError: as the transfer's own ``run``.
+    """
+    try:
+        with control.watch.guards(transfer, groups):
+            transfer.run(bar)
+    except BaseException:
+        if transfer.broken:
+            transfer.abandon()
+        raise
