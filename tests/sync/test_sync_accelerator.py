@@ -1,4 +1,4 @@
-"""Models on a device, on either side or on both: they go through host memory."""
+"""Models on devices: from one to the other if all ranks of both jobs have theirs there, else through host memory."""
 
 from __future__ import annotations
 
@@ -14,49 +14,91 @@ import epload
 from support import fakedev
 from support.accelerator import DEVICE, SEMANTICS
 from support.jobs import Job, Meeting, run
+from support.small_syncs import many_waves
 from support.synced_models import build, check, values, write
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
 
-def send(rank: int, meeting: Meeting, layout: str, world: int, where: str, receivers: int, verify: str) -> None:
+CCL = "fakeccl"
+FSDP, TP = ("fsdp", 2, None, DEVICE), ("tp1", 2, None, DEVICE)
+
+
+def send(
+    rank: int, meeting: Meeting, layout: str, world: int, nodes: Any, where: str, receivers: int, options: Any
+) -> list[str]:
+    """Returns the transport of each version."""
     model = build(layout, world, where=where)
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=60, verify=verify) as sender:
+    topology = epload.Topology.from_nodes(nodes) if nodes else None
+    transports = []
+    with (
+        many_waves(lease_seconds=10),
+        epload.WeightSender(
+            model, ("127.0.0.1", 0), receivers=receivers, topology=topology, timeout=60, **options
+        ) as sender,
+    ):
         if rank == 0:
             meeting.say("address", sender.address)
-        for version in (1, 2):
+        for version in (1, 2, 3):
             write(model, version)
-            sender.send_weights(version)
+            report = sender.send_weights(version)
+            assert report is not None
+            transports.append(report.transport)
+    return transports
 
 
-def receive(rank: int, meeting: Meeting, layout: str, world: int, where: str, stage: str, verify: str) -> None:
+def receive(
+    rank: int, meeting: Meeting, layout: str, world: int, nodes: Any, where: str, stage: str, options: Any
+) -> list[str]:
     model = build(layout, world, torch.bfloat16, where)
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage, verify=verify) as receiver:
-        for version in (1, 2):
-            receiver.receive_weights(version)
+    topology = epload.Topology.from_nodes(nodes) if nodes else None
+    transports = []
+    with (
+        many_waves(lease_seconds=10),
+        epload.WeightReceiver(
+            model, meeting.hear("address"), topology=topology, timeout=60, stage=stage, **options
+        ) as receiver,
+    ):
+        for version in (1, 2, 3):
+            report = receiver.receive_weights(version)
             receiver.commit()
             check(model, version)
+            transports.append(report.transport)
+    return transports
 
 
 @SEMANTICS
 @pytest.mark.parametrize(
-    ("trainer", "engine", "stage", "verify"),
+    ("trainer", "engines", "verify", "options", "transport"),
     [
-        (("fsdp", 2, DEVICE), ("tp1", 2, DEVICE), "host", "full"),
-        (("plain", 1, DEVICE), ("tp0", 2, "cpu"), "none", "buckets"),
-        (("tp0", 2, "cpu"), ("plain", 1, DEVICE), "none", "full"),
+        (FSDP, [(*TP, "host")], "full", {}, CCL),
+        (FSDP, [(*TP, "none")], "full", {}, CCL),
+        (("fsdp", 3, [[0, 1], [2]], DEVICE), [("tp0", 4, [[0, 1], [2, 3]], DEVICE, "none")], "buckets", {}, CCL),
+        (("tp1", 2, [[0], [1]], DEVICE), [("fsdp", 3, [[0, 1], [2]], DEVICE, "host")], "off", {}, CCL),
+        (FSDP, [(*TP, "host"), ("plain", 1, None, DEVICE, "none")], "buckets", {}, CCL),
+        (FSDP, [(*TP, "none")], "full", {"transport": "host"}, "host"),
+        (FSDP, [(*TP, "host")], "full", {"snapshot": "host"}, "host"),
+        (("plain", 1, None, DEVICE), [("tp0", 2, None, "cpu", "none")], "buckets", {}, "host"),
+        (("tp0", 2, None, "cpu"), [("plain", 1, None, DEVICE, "none")], "full", {}, "host"),
+        (FSDP, [("plain", 1, None, DEVICE, "none"), ("plain", 1, None, "cpu", "host")], "off", {}, "host"),
     ],
-    ids=["both", "trainer", "engine"],
-)
-def test_models_on_a_device(trainer: Any, engine: Any, stage: str, verify: str, semantics: str) -> None:
+    ids=[
+        "host", "none", "nodes in place", "nodes", "engines that differ", "host transport", "snapshot", "trainer", "engine",
+        "one engine on CPU",
+    ],
+)  # fmt: skip
+def test_models_on_a_device(
+    trainer: Any, engines: list[Any], verify: str, options: Any, transport: str, semantics: str
+) -> None:
     setup = partial(fakedev.setup, semantics)
-    (layout, world, where), (theirs, count, there) = trainer, engine
-    run(
-        [
-            Job(world, send, (layout, world, where, count, verify), setup=setup),
-            Job(count, receive, (theirs, count, there, stage, verify), setup=setup),
-        ]
-    )
+    layout, world, nodes, where = trainer
+    receivers = sum(count for _, count, *_ in engines)
+    jobs = [Job(world, send, (layout, world, nodes, where, receivers, {"verify": verify, **options}), setup=setup)]
+    for theirs, count, their_nodes, there, stage in engines:
+        args = theirs, count, their_nodes, there, stage, {"verify": verify}
+        jobs.append(Job(count, receive, args, setup=setup))
+    transports = [found for job in run(jobs) for found in job]
+    assert transports == [[transport] * 3] * (world + receivers)
 
 
 def send_late(rank: int, meeting: Meeting) -> None:

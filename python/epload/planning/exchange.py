@@ -81,6 +81,7 @@ def plan_exchange(
         manifest.source,
         manifest.names,
         kinds.total,
+        tuple(rows.node_sets),
     )
 
 
@@ -195,7 +196,7 @@ class _Rows:
         kind_of_slot = column([kind for kind, some in enumerate(slots) for _ in some])
         self.kind_of_slot = kind_of_slot
         node_sets = {nodes: i for i, nodes in enumerate(dict.fromkeys(slot.nodes for slot in flat))}
-        self._node_sets = list(node_sets)
+        self.node_sets = list(node_sets)
         node_set = column([node_sets[slot.nodes] for slot in flat])
         owners = _table([slot.owners for slot in flat])
         sharers = column([len(slot.owners) for slot in flat])
@@ -226,7 +227,7 @@ class _Rows:
         elements = column([torch.Size(slot.size).numel() for slot in self.slots])
         nbytes = (-(-elements * itemsize[self.kind_of_slot] // ALIGNMENT) * ALIGNMENT)[self.slot]
         ends = nbytes.cumsum(0)
-        sets = len(self._node_sets)
+        sets = len(self.node_sets)
         streams, of_stream, per_stream = torch.unique_consecutive(self.stream, return_inverse=True, return_counts=True)
         last = per_stream.cumsum(0) - 1
         total = ends[last] - torch.cat([ends.new_zeros(1), ends[last][:-1]])[: len(last)]
@@ -243,7 +244,7 @@ class _Rows:
         """In the bucket, bytes."""
         self.bucket_nbytes = (self.offset + nbytes)[self.ends - 1]
         self.bucket_wave, self.bucket_stream = bucket % waves, bucket // waves
-        self.streams = [Stream(number // sets, self._node_sets[number % sets]) for number in streams.tolist()]
+        self.streams = [Stream(number // sets, self.node_sets[number % sets]) for number in streams.tolist()]
 
 
 def _table(rows: Sequence[tuple[int, ...]]) -> Tensor:

@@ -151,6 +151,8 @@ class ExchangePlan:
     names: tuple[str, ...]
     total: int
     """Bytes of all tensors, as they move."""
+    node_sets: tuple[tuple[int, ...], ...]
+    """Numbers of the nodes that need the same of some tensors, for all tensors. Equal on all ranks."""
 
     @property
     def tensors(self) -> int:

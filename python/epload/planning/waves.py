@@ -1,4 +1,4 @@
-"""Waves: consecutive buckets that share a staging buffer. Pure."""
+"""Waves: buckets that share a staging buffer. Pure."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Wave:
 
     index: int
     """Position among the waves of its transfer."""
-    numbers: range
+    numbers: Sequence[int]
     """Numbers of its buckets in the plan."""
     begins: tuple[int, ...]
     """Offset of each bucket in the staging buffer, bytes."""
     ends: tuple[int, ...]
 
     @classmethod
-    def of(cls, index: int, numbers: range, nbytes: Sequence[int]) -> Wave:
+    def of(cls, index: int, numbers: Sequence[int], nbytes: Sequence[int]) -> Wave:
         """``nbytes``: of each bucket."""
         begins, ends = [], [0]
         for each in nbytes:

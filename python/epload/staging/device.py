@@ -7,7 +7,7 @@ stream, or on two where broadcasts between nodes and inside the node may overlap
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -25,6 +25,8 @@ GUARDED_BUCKETS = 3
 """Device buffers, where the host looks two buckets later, so that nothing waits for it."""
 _POLL_SECONDS = 50e-6
 """Between two looks at an event; a bucket takes some milliseconds."""
+DRAIN_SECONDS = 0.5
+"""What a communicator that was aborted may take to leave the device."""
 _ABANDONED: list[DeviceStaging] = []
 
 
@@ -177,18 +179,7 @@ class DeviceStaging:
 
     def drained(self, seconds: float) -> bool:
         """Whether all that is queued on the streams is done, after so long at most."""
-        events = [(stream, torch.Event(self.device)) for stream in (*self._streams, self.copies)]
-        until = time.monotonic() + seconds
-        try:
-            for stream, event in events:
-                event.record(stream)
-            while not all(event.query() for _, event in events):
-                if time.monotonic() > until:
-                    return False
-                time.sleep(_POLL_SECONDS)
-        except Exception:  # of what was queued; the device is of no more use
-            return False
-        return True
+        return all_done(self.device, (*self._streams, self.copies), seconds)
 
     def abandon(self) -> None:
         """Keeps the memory until the process ends: a transfer that failed may still use it."""
@@ -206,6 +197,22 @@ def wait_for(event: torch.Event, check: Callable[[], None]) -> None:
         time.sleep(_POLL_SECONDS)
     check()  # it may be that the collective was aborted
     event.synchronize()  # raises the error of what was queued before it, if there was one
+
+
+def all_done(device: torch.device, streams: Sequence[torch.Stream], seconds: float) -> bool:
+    """Whether all that is queued on the streams is done, after so long at most."""
+    events = [(stream, torch.Event(device)) for stream in streams]
+    until = time.monotonic() + seconds
+    try:
+        for stream, event in events:
+            event.record(stream)
+        while not all(event.query() for _, event in events):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_POLL_SECONDS)
+    except Exception:  # of what was queued; the device is of no more use
+        return False
+    return True
 
 
 def _pinned(nbytes: int) -> Tensor:

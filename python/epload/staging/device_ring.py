@@ -13,10 +13,7 @@ from epload.planning.schedule import Flow
 from epload.planning.waves import Wave
 from epload.report import TransferReport
 from epload.staging.affinity import move_thread
-from epload.staging.device import PINNED, DeviceStaging
-
-_DRAIN_SECONDS = 0.5
-"""What a communicator that was aborted may take to leave the device."""
+from epload.staging.device import DRAIN_SECONDS, PINNED, DeviceStaging
 
 
 class DeviceRing:
@@ -27,6 +24,7 @@ class DeviceRing:
 
     lanes = (("read",), ("move", "unpack"))
     in_flight = 2
+    checks_moved = True
 
     def __init__(self, staging: DeviceStaging, flow: Flow, report: TransferReport, phase: str) -> None:
         """``phase``: of the report, that waiting for a bucket from another rank counts as."""
@@ -147,7 +145,7 @@ class DeviceRing:
             self._turn.notify_all()
 
     def drained(self) -> bool:
-        return self._staging.drained(_DRAIN_SECONDS)
+        return self._staging.drained(DRAIN_SECONDS)
 
     def abandon(self) -> None:
         self._staging.abandon()

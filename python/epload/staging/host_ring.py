@@ -22,6 +22,7 @@ class HostRing:
 
     lanes = (("read",), ("move",), ("unpack",))
     in_flight = 1
+    checks_moved = True
 
     def __init__(
         self, memory: NodeMemory, flow: Roles, timeout: timedelta, activity: Activity, waves_before: int = 0

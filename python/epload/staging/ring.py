@@ -29,6 +29,12 @@ class Ring(Protocol):
         reader has aborted, so many are moved by all ranks before the transfer ends."""
         ...
 
+    @property
+    def checks_moved(self) -> bool:
+        """Whether headers are checked once a wave has been moved, rather than when it is unpacked. Then a transfer can end in
+        order; otherwise whoever fails interrupts the others."""
+        ...
+
     def enter_thread(self) -> None:
         """Called first in each thread that uses the ring, but for the one that made it."""
         ...

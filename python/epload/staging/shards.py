@@ -1,7 +1,7 @@
-"""The local tensors that a sync packs or fills, or a save packs, on CPU and on a device. Buckets are in host memory.
+"""The local tensors that a sync packs or fills, or a save packs, on CPU and on a device.
 
-On CPU, what depends on the tensors' layouts is prepared natively once, and kept. On a device, a bucket passes through a buffer
-there, on a stream of its own, and the host waits for it: so nothing is left to wait for when a sync ends.
+On CPU, what depends on the tensors' layouts is prepared natively once, and kept. Between host memory and a device, a bucket
+passes through a buffer there, on a stream of its own, and the host waits for it: so nothing is left to wait for when a sync ends.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Shards:
         device_buffer: DeviceBuffer | None,
         prove: bool,
         who: str,
+        direct: bool = False,
     ) -> None:
         """
         Args:
@@ -80,6 +81,7 @@ class Shards:
             known, device_buffer: of the sync before.
             prove: whether each copy is followed by a comparison of digests.
             who: whose they are, for messages.
+            direct: whether buckets are on the device, too. What is queued on them is on the current stream.
         """
         self._plan = plan
         self._tensors = tensors
@@ -90,6 +92,8 @@ class Shards:
         device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
         self.device_buffer = device_buffer
         if device is not None:
+            if direct:
+                return
             if device_buffer is None or device_buffer.device != device:
                 self.device_buffer = DeviceBuffer(device, plan)
             assert self.device_buffer is not None
@@ -113,16 +117,18 @@ class Shards:
         planned = self._plan.buckets[number]
         if not planned.targets:
             return
-        if self.prepared is not None:
+        if not bucket.is_cpu:
+            direction.plain(bucket, [self._tensors[target] for target in planned.targets], planned.copies.rows)
+        elif self.prepared is not None:
             direction.prepared(bucket, self._list, self._copies(self.prepared, number, planned))
         else:
             on_cpu, on_device = self._divide(planned)
             if self.device_buffer is not None and on_device is not None:
                 direction.on_device(self.device_buffer, bucket, *on_device)
             if on_cpu is not None:
-                direction.on_cpu(bucket, on_cpu[0], on_cpu[1].rows)
+                direction.plain(bucket, on_cpu[0], on_cpu[1].rows)
         if self._prove:
-            self._compare(number, bucket, direction.done)
+            self._compare(number, bucket.cpu(), direction.done)
 
     def _copies(self, prepared: PreparedExchange, number: int, planned: PackBucket) -> ops.PreparedCopies:
         copies = prepared.copies.get(number)
@@ -191,7 +197,8 @@ class DeviceBuffer:
 class _Direction(NamedTuple):
     prepared: Callable[[Tensor, ops.TensorList, ops.PreparedCopies], None]
     on_device: Callable[[DeviceBuffer, Tensor, list[Tensor], CopyTable], None]
-    on_cpu: Callable[[Tensor, list[Tensor], Tensor], None]
+    plain: Callable[[Tensor, list[Tensor], Tensor], None]
+    """Where the bucket is where the tensors are."""
     done: str
     """In messages."""
 

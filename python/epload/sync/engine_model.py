@@ -88,6 +88,7 @@ class EngineTarget:
         self._layouts: list[tuple[object, ...]] = []
         self._whole: list[tuple[str, torch.Size, torch.dtype]] = []
         self._full: list[Tensor] = []
+        self.devices: set[torch.device] = set()
 
     def share(self, manifest: Manifest) -> Share:
         engine = self._engine
@@ -102,6 +103,7 @@ class EngineTarget:
                 numbers.setdefault(name, len(numbers))
         self._recording, self._names = recording, list(numbers)
         self._layouts = [_layout(tensors[name]) for name in self._names]
+        self.devices = {tensors[name].device for name in self._names}
         whole = {name for group in recording.whole for name in group.names}
         self._whole = []
         builder = ShareBuilder(len(manifest.names))
@@ -121,6 +123,8 @@ class EngineTarget:
                 key = (shape, kept, *((id(view), target) for view, target in views))
                 if not builder.add_alike(number, of, key):
                     builder.add(number, of, kept, key, _parts(views, shape))
+        if self._whole:
+            self.devices.add(torch.device("cpu"))
         return builder.build()
 
     def tensors(self) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -28,11 +29,13 @@ from epload.planning.waves import Wave
 from epload.staging.host_ring import HostRing
 from epload.staging.shards import DeviceBuffer, PreparedExchange, Shards
 from epload.staging.shared_memory import BUFFERS, NodeMemory
+from epload.sync.device_route import MOST_NODE_SETS, DeviceRoute, Link, MemorySink, connects
 from epload.sync.lobby import Member
 from epload.sync.report import SyncReport
 from epload.sync.store import fetch, publish
 from epload.sync.transfer import ExchangeRoles, ShardSink, ShardSource, exchange_waves
 from epload.transport.context import TransferContext
+from epload.transport.engine import Engine
 from epload.transport.framing import Framing
 from epload.transport.movers import Relay
 from epload.transport.transfers import run_transfer, through_memory
@@ -67,6 +70,8 @@ class Attendee:
     sends: bool
     whole: bool = False
     """Whether its node keeps a whole version in memory."""
+    link: Link | None = None
+    """If versions may come from or go to its device without passing through host memory."""
 
 
 @dataclass(eq=False)
@@ -78,8 +83,11 @@ class Epoch:
     members: Members
     plan: ExchangePlan
     waves: list[Wave]
-    memory: NodeMemory
+    memory: NodeMemory | None
+    """None if a version passes through devices only."""
     groups: GroupCache
+    route: DeviceRoute | None
+    """None if a version passes through host memory."""
     legend: str
     """Says which ranks are whose; for error messages."""
     prepared: PreparedExchange | None = None
@@ -133,7 +141,15 @@ class Epoch:
         report.epoch, report.moved, report.buckets = self.number, self.plan.nbytes, len(self.plan.buckets)
         report.senders, report.receivers = len(self.members.senders), len(self.members.receivers)
         report.tensors, report.nbytes = self.plan.tensors, self.plan.total
-        report.peak_staging = sum(buffer.nbytes for buffer in self.memory.buffers)
+        report.transport = self.transport
+        report.peak_staging = sum(buffer.nbytes for buffer in self.memory.buffers) if self.memory is not None else 0
+        if self.route is not None:
+            report.peak_staging += self.route.staging.footprint
+
+    @property
+    def transport(self) -> str:
+        """``"host"``, or the backend that moves versions from device to device."""
+        return self.route.backend if self.route is not None else "host"
 
     def _move(
         self,
@@ -151,20 +167,34 @@ class Epoch:
         )
         source = ShardSource(self.shards(tensors, verify)) if tensors is not None else None
         context = TransferContext(plan, roles, source, framing, control, report)
+        if self.route is not None:
+            whole = not self.sends and self.memory is not None
+            engine = self.route.engine(context, MemorySink(dict(self.staged_buckets())) if whole else sink)
+            on_stream: AbstractContextManager[object] = self.route.staging.local
+        else:
+            engine, on_stream = self._through_memory(context, roles, sink), nullcontext()
+        with on_stream, Progress(plan.nbytes, show_progress) as bar:
+            run_transfer(engine, control, self.groups, bar)
+
+    def _through_memory(self, context: TransferContext, roles: ExchangeRoles, sink: ShardSink) -> Engine:
+        memory = self.memory
+        assert memory is not None
 
         def connect(ring: HostRing, seconds: float) -> Relay:
             group = self.groups.name(self.members.rail(self.members.rail_of[self.rank]))
-            route, words = Route(self.rank, self.rank, group, ""), self.memory.board.words
-            return Relay(context, ring, route, roles.chunk_bytes, words, seconds)
+            route = Route(self.rank, self.rank, group, "")
+            return Relay(context, ring, route, roles.chunk_bytes, memory.board.words, seconds)
 
-        engine = through_memory(context, self.memory, self.waves, sink, connect, self._waves_before)
+        engine = through_memory(context, memory, self.waves, sink, connect, self._waves_before)
         self._waves_before += len(self.waves)
-        with Progress(plan.nbytes, show_progress) as bar:
-            run_transfer(engine, control, self.groups, bar)
+        return engine
 
     def shards(self, tensors: list[Tensor], verify: str) -> Shards:
         """The tensors of one version. What is prepared for them is kept."""
-        shards = Shards(self.plan, tensors, self.prepared, self.device_buffer, verify == "full", f"rank {self.rank}")
+        direct = self.route is not None and (self.sends or self.memory is None)
+        shards = Shards(
+            self.plan, tensors, self.prepared, self.device_buffer, verify == "full", f"rank {self.rank}", direct
+        )
         self.prepared, self.device_buffer = shards.prepared, shards.device_buffer
         return shards
 
@@ -176,6 +206,7 @@ class Epoch:
 
     def staged_buckets(self) -> Iterator[tuple[int, Tensor]]:
         """Each bucket of a version in the node's memory, by its number in the plan."""
+        assert self.memory is not None
         for wave in self.waves:
             buffer = self.memory.buffers[wave.index]
             for number, begin, end in zip(wave.numbers, wave.begins, wave.ends, strict=True):
@@ -211,7 +242,8 @@ def form_epoch(
         LoadError: a rank cannot take part, or has not come in time; the same on every rank.
     """
     names = [publish(store, part) for part in share.outline().encode()]
-    view = [me.node, me.sends, me.whole, *names, options.verify]
+    link = [me.link.kind, me.link.place] if me.link is not None else ["", ""]
+    view = [me.node, me.sends, me.whole, *names, *link, options.verify]
     try:
         control, views = rendezvous(
             PrefixStore(f"epoch/{number}", store), tuple(range(ranks)), me.rank, options.timeout, failure, view,
@@ -229,13 +261,13 @@ def form_epoch(
 
 def _by_rank(views: dict[int, Any]) -> list[Any]:
     """The views of all ranks. Raises ValueError if they do not verify alike."""
-    verify = {rank: view[5] for rank, view in views.items()}
+    verify = {rank: view[-1] for rank, view in views.items()}
     for rank, of_rank in verify.items():
         if of_rank != verify[0]:
             raise ValueError(
                 f"expected the same verify= from sender and receivers, got {verify[0]!r} on rank 0 and {of_rank!r} on rank {rank}"
             )
-    return [views[rank][:5] for rank in sorted(views)]
+    return [views[rank][:-1] for rank in sorted(views)]
 
 
 def _form(
@@ -260,9 +292,23 @@ def _form(
     control.settle("planning the exchange", failure, fingerprint, _check_equal)
     assert plan is not None
     waves = exchange_waves(plan)
+    kinds, places = ([view[i] for view in views] for i in (5, 6))
+    if connects(kinds, places) and len(plan.node_sets) <= MOST_NODE_SETS:
+        assert me.link is not None
+        route = DeviceRoute(plan, members, me.rank, control, me.whole, me.link)
+        route.connect()
+        # Only nodes that keep whole versions have them in host memory.
+        made = _make_memory(control, members, waves, me, legend) if any(view[2] for view in views) else None
+        memory = made if me.whole else None
+        return Epoch(number, control, members, plan, waves, memory, route.groups, route, legend)
     groups = GroupCache({"cpu": "gloo"}, me.rank, control)
-    rails = tuple(members.rail(rail) for rail in range(members.rails))
-    groups.make("exchange", rails)
+    groups.make("exchange", tuple(members.rail(rail) for rail in range(members.rails)))
+    memory = _make_memory(control, members, waves, me, legend)
+    return Epoch(number, control, members, plan, waves, memory, groups, None, legend)
+
+
+def _make_memory(control: Control, members: Members, waves: Sequence[Wave], me: Attendee, legend: str) -> NodeMemory:
+    """The memory of this rank's node. Raises LoadError if a receiving node's ranks cannot share it."""
     count = max(len(waves), 1) if me.whole else BUFFERS
     nbytes = max((wave.nbytes for wave in waves), default=0)
     nodes = [(rank,) for rank in members.senders] + list(members.nodes)
@@ -272,7 +318,7 @@ def _form(
             f"the ranks of a receiving node cannot share memory ({legend}): run them in containers that share process ids, or "
             "pass each its own node= so that each receives by itself"
         )
-    return Epoch(number, control, members, plan, waves, memory, groups, legend)
+    return memory
 
 
 def _members_of(views: Sequence[Sequence[Any]]) -> Members:

@@ -25,6 +25,7 @@ from epload.core.attempt import attempt
 from epload.errors import LoadError, WaitTimeout
 from epload.mapping.mapping import Mapping
 from epload.planning.shares import Share
+from epload.sync.device_route import link_of
 from epload.sync.engine_model import EngineModel, EngineTarget
 from epload.sync.epoch import Attendee, Epoch, SyncOptions, describe_ranks, form_epoch
 from epload.sync.lobby import Attendance, Member, Offer, Participants, this_process
@@ -292,12 +293,15 @@ class WeightReceiver:
             return
         self._drop_epoch()
         _, failure = attempt(lambda: self._read(participants.manifest))
-        senders = participants.senders
+        senders, in_place = participants.senders, self._stage == "none"
+        devices = self._target.devices if in_place else self._target.devices - {torch.device("cpu")}
         self._epoch = form_epoch(
             self._store,
             participants.epoch,
             senders + len(participants.members),
-            Attendee(senders + participants.members.index(self._member), self._node, False, self._stage == "host"),
+            Attendee(
+                senders + participants.members.index(self._member), self._node, False, not in_place, link_of(devices)
+            ),
             self._manifest or Manifest((), (), (), ""),
             self._share or _NOTHING,
             failure,

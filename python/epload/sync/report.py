@@ -26,6 +26,8 @@ class SyncReport(TransferReport):
     """Seconds that a receiver waited until the sender had the version and its receivers; not in ``seconds``."""
     stage: str = ""
     """``"host"`` or ``"none"`` on a receiver, else empty."""
+    transport: str = "host"
+    """``"host"`` through host memory, over gloo; else the backend that moved it from device to device, such as ``"nccl"``."""
 
     _phase_titles: ClassVar[Mapping[str, str]] = {
         "plan": "plan", "read": "pack", "inter_node": "transfer", "unpack": "unpack", "verify": "verify", "wait": "wait",

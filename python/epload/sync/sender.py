@@ -24,6 +24,7 @@ from epload.model.targets import Targets
 from epload.planning.shares import Share, share_of_targets
 from epload.saving.catalog import catalog
 from epload.saving.model_reader import ModelReader
+from epload.sync.device_route import link_of
 from epload.sync.epoch import Attendee, Epoch, SyncOptions, describe_ranks, form_epoch
 from epload.sync.lobby import LEASE_SECONDS, Lobby, Member, Offer, Participants, fetch_members, publish_members
 from epload.sync.report import SyncReport
@@ -31,6 +32,7 @@ from epload.sync.store import Address, connect, format_address, parse_address, p
 from epload.sync.transfer import ShardSink
 
 SNAPSHOTS = ("none", "host")
+TRANSPORTS = ("auto", "host")
 _FAILED_SECONDS = 3.0
 """That the store outlives a failed version, as ranks that have ended do not say that they know of it."""
 
@@ -60,6 +62,7 @@ class WeightSender:
         topology: Topology | None = None,
         timeout: timedelta | float | None = None,
         snapshot: str = "none",
+        transport: str = "auto",
         verify: str = "off",
         progress: bool = False,
     ) -> None:
@@ -78,6 +81,8 @@ class WeightSender:
             timeout: seconds (or timedelta) without progress after which a sync has failed; 30 minutes if None.
             snapshot: ``"host"`` copies this rank's shards to memory first, so that :meth:`send_weights` with ``wait=False``
                 returns as soon as the model may change again.
+            transport: ``"auto"``: from device to device over their backend, such as NCCL, where all ranks of both jobs have their
+                tensors on one; else through host memory, over gloo. ``"host"``: always that.
             verify: ``"buckets"``: every bucket carries a checksum, which each receiving node checks. ``"full"``: besides, digests
                 prove that buckets hold what the sender's shards do, and the receiver's tensors what the buckets do. Equal in both
                 jobs.
@@ -91,6 +96,8 @@ class WeightSender:
         host, port = parse_address(address)
         if snapshot not in SNAPSHOTS:
             raise ValueError(f"expected snapshot to be one of {', '.join(SNAPSHOTS)}, got {snapshot!r}")
+        if transport not in TRANSPORTS:
+            raise ValueError(f"expected transport to be one of {', '.join(TRANSPORTS)}, got {transport!r}")
         if not isinstance(receivers, int) or isinstance(receivers, bool) or receivers < 1:
             raise ValueError(f"expected receivers to be the number of receiving ranks, at least 1, got {receivers!r}")
         self._options = SyncOptions(as_timedelta(timeout), verify)
@@ -99,6 +106,7 @@ class WeightSender:
         self._mapping = mapping
         self._names_from = names_from
         self._snapshot = snapshot
+        self._transport = transport
         self._progress = progress
         self._made_by = threading.current_thread()
         self._first = self.topology.rank == self.topology.ranks[0]
@@ -314,21 +322,22 @@ class WeightSender:
         _, manifest, share = read
         if self._epoch is None or self._epoch.number != participants.epoch:
             with report.timed("plan"):
-                self._join(participants, manifest, share)
+                self._join(participants, manifest, share, tensors)
         epoch = self._epoch
         assert epoch is not None
         epoch.sync(version, tensors, ShardSink(None), report, self._options, self._progress and self._first)
 
-    def _join(self, participants: Participants, manifest: Manifest, share: Share) -> None:
+    def _join(self, participants: Participants, manifest: Manifest, share: Share, tensors: list[Tensor]) -> None:
         self._drop_epoch()
         ranks = self.topology.ranks
         rank = ranks.index(self.topology.rank)
         node = next(i for i, node in enumerate(self.topology.nodes) if self.topology.rank in node)
+        link = link_of({tensor.device for tensor in tensors}) if self._transport == "auto" else None
         self._epoch = form_epoch(
             self._store,
             participants.epoch,
             len(ranks) + len(participants.members),
-            Attendee(rank, f"sender {local_network()} {node}", sends=True),
+            Attendee(rank, f"sender {local_network()} {node}", sends=True, link=link),
             manifest,
             share,
             None,

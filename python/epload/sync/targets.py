@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,11 @@ class Target(Protocol):
         """What this rank wants of the sender's tensors. Raises ModelMismatch if they do not fit."""
         ...
 
+    @property
+    def devices(self) -> set[torch.device]:
+        """Of the local tensors that the share counts, once :meth:`share` was called."""
+        ...
+
     def tensors(self) -> list[Tensor]:
         """The local tensors that the share counts. Raises LoadError if they are not what they were."""
         ...
@@ -54,6 +59,10 @@ class ModelTarget:
         self._mapping = mapping
         self._strict = strict
         self._known: Targets | None = None
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return {tensor.device for tensor in self._known.local()} if self._known is not None else set()
 
     def share(self, manifest: Manifest) -> Share:
         targets = self._reader.read()
@@ -115,6 +124,7 @@ class FullTensors:
     """All tensors of the sender in full, once in each node's memory."""
 
     tears_on_prepare = False
+    devices: ClassVar[set[torch.device]] = {torch.device("cpu")}
 
     def __init__(self) -> None:
         self._manifest: Manifest | None = None

@@ -35,7 +35,6 @@ class Engine:
     ) -> None:
         """``mover``: None on a rank that passes nothing on and receives nothing but from its own node's buffers."""
         self._context = context
-        self._plan = context.plan
         self._report = context.report
         self._waves = waves
         self._ring = ring
@@ -154,6 +153,8 @@ class Engine:
         self._ring.begin_move(wave)
         self._mover.move(wave)
         self._ring.moved(wave)
+        if not self._ring.checks_moved:
+            return True
         if not self._guards(wave):
             self._check_earlier(wave.index)
         else:
@@ -240,7 +241,7 @@ class Engine:
     def _take(self, wave: Wave, i: int, number: int) -> int:
         """Returns the bytes of the bucket."""
         bucket, guarded = self._ring.bucket(wave, i), wave.index in self._guarded
-        if self._failure is None and (guarded or self._plan.buckets[number].targets):
+        if self._failure is None:
             try:
                 self._sink.unpack(number, bucket, guarded)
             except Exception as error:  # keep receiving until a reader, who hears of it, ends the transfer for all

@@ -85,7 +85,7 @@ class Framing:
         self._ends_in_order = ends_in_order
 
     def fill(self, number: int, buffer: Tensor, source: BucketSource) -> LoadError | None:
-        """Fills a bucket in ``buffer`` (uint8 on CPU), or makes it one that tells everybody why there will be no more.
+        """Fills a bucket in ``buffer`` (uint8, on any device), or makes it one that tells everybody why there will be no more.
 
         Returns what went wrong.
         """
@@ -103,7 +103,7 @@ class Framing:
             text = str(failure).encode(errors="backslashreplace")[:nbytes]
             buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = _bytes(text)
             status, nbytes = STATUS_ABORT, len(text)
-        checksum = ops.checksum(buffer[HEADER_BYTES:]) if self.checked else 0
+        checksum = ops.checksum(buffer[HEADER_BYTES:].cpu()) if self.checked else 0
         buffer[:HEADER_BYTES] = _bytes(self._header(number, status, nbytes, checksum).pack())
         return failure
 

@@ -42,7 +42,8 @@ class Local:
 
     def unpack(self, number: int, bucket: Tensor) -> None:
         """Takes it out of the bucket, which is on the tensors' device."""
-        self.regions(number).unpack(bucket)
+        if self._plan.buckets[number].targets:
+            self.regions(number).unpack(bucket)
 
     def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
         """Reads it for some buckets, on CPU; returns the bytes read, None if the checkpoint cannot.
@@ -93,9 +94,11 @@ class _PreparedLocal(Local):
         self.prepared = prepared
 
     def unpack(self, number: int, bucket: Tensor) -> None:
+        planned = self._plan.buckets[number]
+        if not planned.targets:
+            return
         copies = self.prepared.copies.get(number)
         if copies is None:
-            planned = self._plan.buckets[number]
             copies = ops.prepare_copies(self._tensor_list, planned.targets, planned.copies.rows, planned.nbytes)
             self.prepared.copies[number] = copies
         ops.unpack_prepared(bucket, self._tensor_list, copies)

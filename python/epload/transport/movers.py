@@ -61,7 +61,7 @@ class Relay:
                     self._route.intra_group, self._chunk_bytes, self._board, self._seconds,
                 )  # fmt: skip
             except RuntimeError as error:
-                raise _explain(self._context, error, numbers[0]) from error
+                raise explain(self._context, error, numbers[0]) from error
             span.nbytes = sum(end - begin for begin, end, *_ in steps)
         report.transport_steps += messages
 
@@ -102,7 +102,7 @@ class Collective:
                         self._broadcast(bucket, reader)
                         span.nbytes = wave.ends[i] - wave.begins[i]
                 except RuntimeError as error:
-                    raise _explain(self._context, error, number) from error
+                    raise explain(self._context, error, number) from error
             report.transport_steps += broadcast_steps(route, flow, bucket.nbytes)
 
     def _broadcast(self, bucket: Tensor, reader: int) -> None:
@@ -141,7 +141,7 @@ def broadcast_steps(route: Route, flow: Flow, nbytes: int) -> int:
     return _C.broadcast_count(nbytes, striped, bool(route.inter_group), node, flow.rank, route.src, route.leader)
 
 
-def _explain(context: TransferContext, error: RuntimeError, number: int) -> LoadError:
+def explain(context: TransferContext, error: RuntimeError, number: int) -> LoadError:
     """What it means that a message did not arrive."""
     text = message_of(error)
     if "given up" in text:

@@ -48,13 +48,18 @@ def through_memory(
         memory: of the node, with buffers for the largest wave.
         waves_before: number of waves of this operation that went through the memory before.
     """
-    largest = max((wave.nbytes for wave in waves), default=0)
-    message_timeout = context.control.timeout + timedelta(seconds=largest / SLOWEST)
+    timeout = message_timeout(context.control, waves)
     # The network's limit is over first, and its error says more.
-    wait_timeout = 1.25 * message_timeout + timedelta(seconds=2)
+    wait_timeout = 1.25 * timeout + timedelta(seconds=2)
     ring = HostRing(memory, context.flow, wait_timeout, context.activity, waves_before)
     relays = context.flow.rank in context.flow.relays
-    return Engine(context, waves, ring, connect(ring, message_timeout.total_seconds()) if relays else None, sink)
+    return Engine(context, waves, ring, connect(ring, timeout.total_seconds()) if relays else None, sink)
+
+
+def message_timeout(control: Control, waves: Sequence[Wave]) -> timedelta:
+    """What a message may take, of a transfer of these waves."""
+    largest = max((wave.nbytes for wave in waves), default=0)
+    return control.timeout + timedelta(seconds=largest / SLOWEST)
 
 
 def run_transfer(transfer: Transfer, control: Control, groups: GroupCache, bar: Progress) -> None:

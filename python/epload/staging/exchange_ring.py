@@ -1,0 +1,208 @@
+"""The staging buffers of a sync on one rank's device: each takes a wave, which is packed, passed on and unpacked on streams of
+their own, in an order that events keep."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from epload.errors import RemoteFailure, WaitTimeout
+from epload.planning.buckets import HEADER_BYTES
+from epload.planning.schedule import Roles
+from epload.planning.waves import Wave
+from epload.report import TransferReport
+from epload.staging.affinity import move_thread
+from epload.staging.device import DRAIN_SECONDS, all_done, wait_for
+
+BUFFERS = 2
+_ABANDONED: list[ExchangeStaging] = []
+
+
+class ExchangeStaging:
+    """Device memory for two waves, and streams. Kept from version to version."""
+
+    def __init__(self, device: torch.device, nbytes: int, most: int) -> None:
+        """
+        Args:
+            nbytes: of the largest wave.
+            most: buckets in a wave.
+        """
+        self.device = device
+        self.entry, self.spread, self.local = (torch.Stream(device) for _ in range(3))
+        """What comes straight from a sender; what is passed on, between nodes and inside the node; packing and unpacking."""
+        with self.local:
+            self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self.headers = torch.empty(BUFFERS, most, HEADER_BYTES, dtype=torch.uint8, pin_memory=True)
+        """Of the buckets in each buffer, once they have arrived."""
+        self.filled, self.moved, self.unpacked = ([torch.Event(device) for _ in range(BUFFERS)] for _ in range(3))
+        """By buffer: packed; passed on and received; unpacked."""
+
+    @property
+    def streams(self) -> tuple[torch.Stream, ...]:
+        return self.entry, self.spread, self.local
+
+    @property
+    def footprint(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def enter(self) -> None:
+        """What the caller has queued on its current stream comes before what follows."""
+        caller = torch.accelerator.current_stream(self.device)
+        for stream in self.streams:
+            stream.wait_stream(caller)
+        for event in self.unpacked:
+            event.record(self.local)
+
+
+class ExchangeRing:
+    """See :class:`~epload.staging.ring.Ring`. A rank either reads all of its waves or receives them."""
+
+    lanes = (("read",), ("move",), ("unpack",))
+    in_flight = 1
+    checks_moved = False
+
+    def __init__(self, staging: ExchangeStaging, flow: Roles, report: TransferReport, seconds: float) -> None:
+        """``seconds``: within which a wave has to arrive once it is its turn."""
+        self._staging = staging
+        self._flow = flow
+        self._report = report
+        self._seconds = seconds
+        self._turn = threading.Condition()
+        self._ready = self._moved = self._released = 0
+        """Waves whose packing is queued, whose moving is queued, and whose buffers may be used again."""
+        self._failed = False
+        staging.enter()
+
+    def enter_thread(self) -> None:
+        torch.accelerator.set_device_index(self._staging.device)
+        move_thread(self._staging.device)
+
+    # Reading
+    def acquire(self, wave: Wave) -> None:
+        torch.accelerator.set_stream(self._staging.local)  # of the thread that packs, until it ends
+        self._wait_until(lambda: self._released > wave.index - BUFFERS)
+
+    def read_buffer(self, wave: Wave, i: int) -> Tensor:
+        return self.bucket(wave, i)
+
+    def ready(self, wave: Wave) -> None:
+        self._staging.filled[self._place(wave)].record(self._staging.local)
+        self._advance("_ready")
+
+    # Moving
+    def begin_move(self, wave: Wave) -> None:
+        staging, place = self._staging, self._place(wave)
+        if self._reads(wave):
+            self._wait_until(lambda: self._ready > wave.index)
+            staging.entry.wait_event(staging.filled[place])
+            return
+        self._wait_until(lambda: self._released > wave.index - BUFFERS)
+        for stream in (staging.entry, staging.spread):
+            stream.wait_event(staging.unpacked[place])
+
+    def bucket(self, wave: Wave, i: int) -> Tensor:
+        return self._staging.buffers[self._place(wave)][wave.begins[i] : wave.ends[i]]
+
+    sent = bucket
+
+    def moved(self, wave: Wave) -> None:
+        staging, place = self._staging, self._place(wave)
+        staging.spread.wait_stream(staging.entry)
+        if not self._reads(wave):
+            with staging.spread:
+                for i in range(len(wave.numbers)):
+                    header = self.bucket(wave, i)[:HEADER_BYTES]
+                    staging.headers[place, i].copy_(header, non_blocking=True)
+        staging.moved[place].record(staging.spread)
+        self._advance("_moved")
+
+    def header(self, wave: Wave, i: int) -> Tensor:
+        return self._staging.headers[self._place(wave), i]
+
+    def checked(self, wave: Wave, last: bool) -> None:
+        pass
+
+    # Unpacking
+    def begin_unpack(self, wave: Wave) -> None:
+        with self._report.timed("inter_node"):
+            self._wait_until(lambda: self._moved > wave.index)
+            self._wait_for(self._staging.moved[self._place(wave)], wave)
+
+    def to_verify(self, wave: Wave) -> list[int]:
+        return [] if self._reads(wave) else list(range(len(wave.numbers)))
+
+    def verified(self, wave: Wave) -> None:
+        pass
+
+    def unpacked(self, wave: Wave) -> None:
+        self._staging.unpacked[self._place(wave)].record(self._staging.local)
+
+    def passed(self, wave: Wave) -> bool:
+        return False  # no sink refuses what is on the device
+
+    def check_none_refused(self) -> None:
+        pass
+
+    def release(self, wave: Wave) -> None:
+        self._advance("_released")
+
+    # Ending
+    def finish(self) -> None:
+        for stream in self._staging.streams:
+            event = torch.Event(self._staging.device)
+            event.record(stream)
+            self._wait_for(event, None)
+
+    def end(self) -> None:
+        self.fail()
+
+    def fail(self) -> None:
+        with self._turn:
+            self._failed = True
+            self._turn.notify_all()
+
+    def drained(self) -> bool:
+        return all_done(self._staging.device, self._staging.streams, DRAIN_SECONDS)
+
+    def abandon(self) -> None:
+        _ABANDONED.append(self._staging)
+
+    def _place(self, wave: Wave) -> int:
+        """The number of its buffer."""
+        return wave.index % BUFFERS
+
+    def _reads(self, wave: Wave) -> bool:
+        return self._flow.reader(wave.numbers[0]) == self._flow.rank
+
+    def _advance(self, what: str) -> None:
+        with self._turn:
+            setattr(self, what, getattr(self, what) + 1)
+            self._turn.notify_all()
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """For another thread of this rank, which in turn waits for others no longer than it may."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._failed or condition())
+        self._check()
+
+    def _wait_for(self, event: torch.Event, wave: Wave | None) -> None:
+        until = time.monotonic() + self._seconds
+
+        def check() -> None:
+            self._check()
+            if time.monotonic() > until:
+                what = f"wave {wave.index}" if wave is not None else "the last waves"
+                raise WaitTimeout(
+                    f"rank {self._flow.rank}: {what} did not pass {self._staging.device} within {self._seconds:.0f} s"
+                )
+
+        wait_for(event, check)
+
+    def _check(self) -> None:
+        if self._failed:
+            raise RemoteFailure("another rank failed")

@@ -1,0 +1,237 @@
+"""How a version moves from device to device: a bucket goes from its sender to a node, from there to the other nodes that need it,
+and to the ranks of each node, over the broadcasts of the devices' own backend, such as NCCL or HCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epload.cluster.group_cache import GroupCache
+from epload.cluster.groups import backends_of
+from epload.cluster.topology import Route
+from epload.control.control import Control
+from epload.planning.streams import ExchangePlan, Members, Stream
+from epload.planning.waves import Wave
+from epload.staging.exchange_ring import ExchangeRing, ExchangeStaging
+from epload.transport.context import TransferContext
+from epload.transport.engine import Engine
+from epload.transport.movers import broadcast, explain
+from epload.transport.sinks import Sink
+from epload.transport.transfers import message_timeout
+
+MOST_NODE_SETS = 8
+"""Sets of nodes that need different tensors. More would need too many communicators."""
+_ON_HOST = ("gloo", "mpi", "fake", "undefined")
+"""Backends that do not move bytes from device to device."""
+Family = tuple[tuple[int, ...], ...]
+"""Groups of which none shares a rank with another."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How one rank may reach those of the other job from its device."""
+
+    device: torch.device
+    backend: str
+
+    @property
+    def kind(self) -> str:
+        """Equal on ranks that can reach each other."""
+        return f"{self.device.type} {self.backend}"
+
+    @property
+    def place(self) -> str:
+        """What identifies the device; empty if that is not known."""
+        properties = getattr(getattr(torch, self.device.type), "get_device_properties", None)
+        return str(getattr(properties(self.device), "uuid", "")) if properties is not None else ""
+
+
+def link_of(devices: Collection[torch.device]) -> Link | None:
+    """That of a rank whose tensors are on these devices; None unless it is one device, which some backend connects to others."""
+    if len(devices) != 1 or not dist.is_available():
+        return None
+    (device,) = devices
+    group = dist.group.WORLD if dist.is_initialized() else None
+    backends: Mapping[str, str] = backends_of(group) if group is not None else dist.Backend.default_device_backend_map
+    backend = str(backends.get(device.type, "undefined"))
+    return Link(device, backend) if device.type != "cpu" and backend not in _ON_HOST else None
+
+
+def connects(kinds: Sequence[str], places: Sequence[str]) -> bool:
+    """Whether ranks with these links, empty for none, can reach each other. Not if two use one device, as NCCL refuses that."""
+    known = [place for place in places if place]
+    return len(set(kinds)) == 1 and kinds[0] != "" and len(set(known)) == len(known)
+
+
+class Hop(NamedTuple):
+    """A broadcast that this rank takes part in."""
+
+    kind: int
+    """Hops of one kind come before those of the next: so that no rail waits for what another one passes on inside the node."""
+    root: int
+    ranks: tuple[int, ...]
+
+
+_ENTRY, _RAIL, _NODE = range(3)
+"""Kinds of hops: from a sender to a node, from there to other nodes, and inside a node."""
+
+
+class DeviceRoute:
+    """Of one epoch, on one rank. Collective over the epoch's ranks: make it with :meth:`connect`."""
+
+    def __init__(
+        self, plan: ExchangePlan, members: Members, rank: int, control: Control, whole: bool, link: Link
+    ) -> None:
+        """``whole``: whether this rank's node keeps whole versions in host memory, so that one rank for each rail receives."""
+        self.backend = link.backend
+        self.groups = GroupCache({link.device.type: link.backend}, rank, control)
+        self._plan = plan
+        self._members = members
+        self._rank = rank
+        self._whole = whole
+        self._hops: dict[int, list[Hop]] = {}
+        """Of each of the plan's streams."""
+        self.waves = self._make_waves()
+        most = max((len(wave.numbers) for wave in self.waves), default=1)
+        self.staging = ExchangeStaging(link.device, max((wave.nbytes for wave in self.waves), default=1), most)
+        self._turn_of = {rank: i for i, node in enumerate(members.sender_nodes) for rank in node}
+
+    def connect(self) -> None:
+        """Makes the groups of all ranks."""
+        self.groups.make("connecting devices", *self._families())
+
+    def engine(self, context: TransferContext, sink: Sink) -> Engine:
+        """Of one version."""
+        seconds = message_timeout(context.control, self.waves).total_seconds()
+        ring = ExchangeRing(self.staging, context.flow, context.report, seconds)
+        mover = _Broadcasts(context, ring, self) if self.waves else None
+        return Engine(context, self.waves, ring, mover, sink)
+
+    # ---- who sends what to whom ----
+
+    def _families(self) -> Iterator[Family]:
+        members = self._members
+        for nodes in self._plan.node_sets:
+            pairs: list[dict[int, int]] = []  # of a family: the sender by the rank that it sends to
+            for owner in members.senders:
+                entry = members.nodes[self._entry(owner, nodes)][members.rail_of[owner]]
+                free = next((family for family in pairs if entry not in family), None)
+                if free is None:
+                    pairs.append(free := {})
+                free[entry] = owner
+            for family in pairs:
+                yield tuple((owner, entry) for entry, owner in family.items())
+            if len(nodes) > 1:
+                yield tuple(self._rail(nodes, rail) for rail in range(members.rails))
+        yield members.nodes
+
+    def _entry(self, owner: int, nodes: Sequence[int]) -> int:
+        """The number of the node at which what a sender sends to some nodes enters: another for each of the sender's nodes."""
+        return nodes[self._turn_of[owner] % len(nodes)]
+
+    def _rail(self, nodes: Sequence[int], rail: int) -> tuple[int, ...]:
+        return tuple(sorted(self._members.nodes[node][rail] for node in nodes))
+
+    def hops(self, number: int) -> list[Hop]:
+        """What this rank does with a bucket."""
+        stream = self._plan.buckets.stream[number]
+        if stream not in self._hops:
+            self._hops[stream] = list(self._find_hops(self._plan.buckets.streams[stream]))
+        return self._hops[stream]
+
+    def _find_hops(self, stream: Stream) -> Iterator[Hop]:
+        members, rail = self._members, self._members.rail_of[stream.owner]
+        entry = members.nodes[self._entry(stream.owner, stream.nodes)][rail]
+        if self._rank in (stream.owner, entry):
+            yield Hop(_ENTRY, stream.owner, (stream.owner, entry))
+        if self._rank == stream.owner:
+            return
+        node = next(node for node in members.nodes if self._rank in node)
+        if self._rank == node[rail] and len(stream.nodes) > 1:
+            yield Hop(_RAIL, entry, self._rail(stream.nodes, rail))
+        if not self._whole and len(node) > 1:
+            yield Hop(_NODE, node[rail], node)
+
+    def _make_waves(self) -> list[Wave]:
+        """All ranks take the buckets of a wave in the same order: each waits for those before only."""
+        plan = self._plan
+        waves: list[Wave] = []
+        for numbers in plan.waves:
+            mine = sorted(
+                filter(self._takes, numbers), key=lambda number: plan.buckets.streams[plan.buckets.stream[number]]
+            )
+            if mine:
+                waves.append(Wave.of(len(waves), mine, [plan.buckets.nbytes[number] for number in mine]))
+        return waves
+
+    def _takes(self, number: int) -> bool:
+        """Whether a bucket passes this rank."""
+        if self._rank in self._members.senders or not self._whole:
+            return True
+        owner = self._plan.buckets.streams[self._plan.buckets.stream[number]].owner
+        return self._members.rail_of.get(self._rank) == self._members.rail_of[owner]
+
+    def group(self, hop: Hop) -> str:
+        """The name of its group."""
+        return self.groups.name(hop.ranks)
+
+
+class _Broadcasts:
+    """See :class:`~epload.transport.movers.Mover`. What enters from senders has a stream of its own, so that it may come while
+    the wave before is passed on."""
+
+    def __init__(self, context: TransferContext, ring: ExchangeRing, route: DeviceRoute) -> None:
+        self._context = context
+        self._ring = ring
+        self._route = route
+
+    def move(self, wave: Wave) -> None:
+        staging = self._route.staging
+        hops = [(hop, i) for i, number in enumerate(wave.numbers) for hop in self._route.hops(number)]
+        entries = [(hop, i) for hop, i in hops if hop.kind == _ENTRY]
+        self._broadcast(wave, entries, staging.entry)
+        staging.spread.wait_stream(staging.entry)
+        rest = [(hop, i) for hop, i in hops if hop.kind != _ENTRY]
+        self._broadcast(wave, sorted(rest, key=lambda each: each[0].kind), staging.spread)
+        self._context.report.transport_steps += len(hops)
+
+    def _broadcast(self, wave: Wave, hops: Sequence[tuple[Hop, int]], stream: torch.Stream) -> None:
+        context = self._context
+        for hop, i in hops:
+            number, bucket = wave.numbers[i], self._ring.bucket(wave, i)
+            doing = (
+                f"broadcasts bucket {number} from rank {hop.root} to {[rank for rank in hop.ranks if rank != hop.root]}"
+            )
+            phase = "intra_node" if hop.kind == _NODE else "inter_node"
+            with context.activity.doing(doing), context.report.timed(phase, doing) as span:
+                try:
+                    broadcast(bucket, Route(hop.root, hop.root, self._route.group(hop), ""), "flat", stream)
+                except RuntimeError as error:
+                    raise explain(context, error, number) from error
+                span.nbytes = bucket.nbytes
+
+
+class MemorySink:
+    """Out of buckets on a device, into a node's memory for a whole version. See :class:`~epload.transport.sinks.Sink`."""
+
+    def __init__(self, places: Mapping[int, Tensor]) -> None:
+        """``places``: that of each bucket."""
+        self._places = places
+
+    def entered(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def guards(self, number: int, bucket: Tensor) -> bool:
+        return False
+
+    def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
+        self._places[number].copy_(bucket)
+
+    def abandon(self) -> None:
+        pass
