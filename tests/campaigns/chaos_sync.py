@@ -4,6 +4,8 @@ time, and leaves nothing behind.
     python -m campaigns.chaos_sync --faults 30 --seed 0
 
 A trainer of two ranks, an engine of two and one of one sync four versions; one rank has a fault at some point of the second.
+Models
+are on CPU, or all on a fake accelerator with NCCL's or HCCL's semantics.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -24,6 +27,9 @@ from campaigns import seeds
 from epload.control.control import Control
 from epload.sync.lobby import Attendance, Lobby
 from epload.transport.engine import Engine
+from support import fakedev
+from support.accelerator import DEVICE
+from support.fakedev import build as build_fake
 from support.jobs import Job, Meeting, run
 from support.ranks import RankFailed
 from support.small_syncs import many_waves
@@ -36,6 +42,7 @@ IN_TIME = 4 * TIMEOUT + 20
 VERSIONS = 4
 KINDS = ("kill", "stop", "raise", "memory", "slow", "wrong version", "late", "leave")
 PHASES = ("offer", "ready", "data", "commit", "apply")
+PLACES = ("cpu", *fakedev.SEMANTICS)
 VICTIMS = ("trainer 0", "trainer 1", "pair 0", "pair 1", "single 0")
 
 
@@ -46,6 +53,8 @@ class Fault(NamedTuple):
     wave: int
     stage: str
     verify: str
+    place: str
+    """One of ``PLACES``."""
 
     @classmethod
     def of(cls, seed: int) -> Fault:
@@ -56,7 +65,11 @@ class Fault(NamedTuple):
         if victim.startswith("trainer") and phase == "apply":
             phase = "data"
         stage, verify = chance.choice(("host", "none")), chance.choice(("off", "buckets", "full"))
-        return cls(kind, phase, victim, chance.randrange(4), stage, verify)
+        return cls(kind, phase, victim, chance.randrange(4), stage, verify, chance.choice(PLACES))
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.place == "cpu" else DEVICE
 
     @property
     def dies(self) -> bool:
@@ -134,7 +147,7 @@ def trainer(rank: int, meeting: Meeting, fault: Fault) -> dict[str, Any]:
     mine = fault.victim == f"trainer {rank}"
     found: list[Any] = []
     with many_waves(60_000, 3.0):
-        model = build("fsdp", 2)
+        model = build("fsdp", 2, where=fault.device)
         receivers = 2 if fault.kind == "late" else 3
         sender = epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=TIMEOUT, verify=fault.verify)
         meeting.say(f"address-{rank}", sender.address)
@@ -161,7 +174,7 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
     if mine and fault.kind == "late":
         time.sleep(0.5 * fault.wave)
     with many_waves(60_000, 3.0):
-        model = build("tp0" if name == "pair" else "plain", 2 if name == "pair" else 1)
+        model = build("tp0" if name == "pair" else "plain", 2 if name == "pair" else 1, where=fault.device)
         receiver = epload.WeightReceiver(
             model, meeting.hear("address-0"), timeout=TIMEOUT, stage=fault.stage, verify=fault.verify
         )
@@ -205,12 +218,15 @@ def judge(seed: int) -> tuple[str, str]:
     def of(name: str) -> tuple[int, ...]:
         return tuple(rank for victim, ranks in dying.items() if victim.startswith(name) for rank in ranks)
 
+    setup = partial(fakedev.setup, fault.place) if fault.place != "cpu" else None
+    if setup is not None:
+        build_fake.library()
     try:
         jobs = run(
             [
-                Job(2, trainer, (fault,), of("trainer")),
-                Job(2, engine, (fault, "pair"), of("pair")),
-                Job(1, engine, (fault, "single"), of("single")),
+                Job(2, trainer, (fault,), of("trainer"), setup),
+                Job(2, engine, (fault, "pair"), of("pair"), setup),
+                Job(1, engine, (fault, "single"), of("single"), setup),
             ],
             limit=300,
         )

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import epload
+from epload.planning.waves import Wave
+from epload.sync.device_route import Broadcasts
 from support import fakedev
 from support.accelerator import DEVICE, SEMANTICS
 from support.jobs import Job, Meeting, run
@@ -101,6 +106,50 @@ def test_models_on_a_device(
     assert transports == [[transport] * 3] * (world + receivers)
 
 
+@contextmanager
+def slow(stream: str) -> Iterator[None]:
+    """Whatever a wave has to do on a stream waits for a while, however soon the other streams are done."""
+    move, timers = Broadcasts.move, []
+
+    def moved(self: Broadcasts, wave: Wave) -> None:
+        held = getattr(self._route.staging, stream)
+        fakedev.hold(held)
+        timers.append(threading.Timer(0.05, fakedev.release, [held]))
+        timers[-1].start()
+        move(self, wave)
+
+    with mock.patch.object(Broadcasts, "move", moved):
+        yield
+    for timer in timers:
+        timer.join()
+
+
+def send_slowly(rank: int, meeting: Meeting, stream: str, *args: Any) -> list[str]:
+    with slow(stream):
+        return send(rank, meeting, *args)
+
+
+def receive_slowly(rank: int, meeting: Meeting, stream: str, *args: Any) -> list[str]:
+    with slow(stream):
+        return receive(rank, meeting, *args)
+
+
+@pytest.mark.parametrize("stage", ["host", "none"])
+@pytest.mark.parametrize("stream", ["entry", "spread", "local"])
+@pytest.mark.parametrize("slow_job", ["trainer", "engine"])
+def test_no_stream_overtakes_another(slow_job: str, stream: str, stage: str) -> None:
+    setup = partial(fakedev.setup, "nccl")
+    nodes = [[0, 1], [2]]
+    sends: list[Any] = [send, ("fsdp", 2, None, DEVICE, 3, {"verify": "buckets"})]
+    receives: list[Any] = [receive, ("tp0", 3, nodes, DEVICE, stage, {"verify": "buckets"})]
+    if slow_job == "trainer":
+        sends = [send_slowly, (stream, *sends[1])]
+    else:
+        receives = [receive_slowly, (stream, *receives[1])]
+    sent, received = run([Job(2, *sends, setup=setup), Job(3, *receives, setup=setup)])
+    assert sent + received == [[CCL] * 3] * 5
+
+
 def send_late(rank: int, meeting: Meeting) -> None:
     """The weights are still being written on the caller's stream when they are sent."""
     model = build("plain", 1, where=DEVICE)
@@ -118,15 +167,30 @@ def send_late(rank: int, meeting: Meeting) -> None:
         opener.join()
 
 
-def receive_late(rank: int, meeting: Meeting) -> bool:
-    model = build("plain", 1)
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
-        receiver.receive_weights()
-        receiver.commit()
-    return torch.equal(model.big.detach(), values("big", 1))
+def receive_late(rank: int, meeting: Meeting, where: str, stage: str) -> bool:
+    """What the caller has queued reads the weights before they are replaced."""
+    model = build("plain", 1, where=where)
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver:
+        if where == "cpu":
+            receiver.receive_weights()
+            receiver.commit()
+            return torch.equal(model.big.detach(), values("big", 1))
+        caller = torch.Stream(where)
+        with caller:
+            fakedev.hold(caller)
+            seen = model.big.detach().clone()
+            opener = threading.Thread(target=lambda: (time.sleep(1), fakedev.release(caller)))
+            opener.start()
+            receiver.receive_weights()
+            receiver.commit()
+            found = model.big.detach().clone()
+        opener.join()
+        caller.synchronize()
+        return not seen.cpu().any() and torch.equal(found.cpu(), values("big", 1))
 
 
-def test_what_the_caller_has_queued_comes_before() -> None:
+@pytest.mark.parametrize(("where", "stage"), [("cpu", "host"), (DEVICE, "host"), (DEVICE, "none")])
+def test_what_the_caller_has_queued_comes_before(where: str, stage: str) -> None:
     setup = partial(fakedev.setup, "nccl")
-    _, received = run([Job(1, send_late, setup=setup), Job(1, receive_late, setup=setup)])
+    _, received = run([Job(1, send_late, setup=setup), Job(1, receive_late, (where, stage), setup=setup)])
     assert received == [True]

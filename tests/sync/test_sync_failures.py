@@ -8,6 +8,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +18,10 @@ import torch
 
 import epload
 from epload.sync import store
+from epload.sync.device_route import Broadcasts
 from epload.transport.movers import Relay
+from support import fakedev
+from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
 from support.small_syncs import many_waves
 from support.synced_models import build, check, write
@@ -24,14 +29,16 @@ from support.synced_models import build, check, write
 
 def at_wave(wave_index: int, act: Callable[[], None]) -> Any:
     """Acts before a wave is moved."""
-    move = Relay.move
+    stack = ExitStack()
+    for mover in (Relay, Broadcasts):
 
-    def moved(self: Relay, wave: Any) -> None:
-        if wave.index == wave_index:
-            act()
-        move(self, wave)
+        def moved(self: Any, wave: Any, move: Callable[[Any, Any], None] = mover.move) -> None:
+            if wave.index == wave_index:
+                act()
+            move(self, wave)
 
-    return mock.patch.object(Relay, "move", moved)
+        stack.enter_context(mock.patch.object(mover, "move", moved))
+    return stack
 
 
 def kill_self() -> None:
@@ -52,10 +59,12 @@ def outcome(step: Callable[[], Any]) -> str:
     return ""
 
 
-def trainer(rank: int, meeting: Meeting, world: int, receivers: int, versions: int, pauses: dict[int, str]) -> Any:
+def trainer(
+    rank: int, meeting: Meeting, world: int, receivers: int, versions: int, pauses: dict[int, str], where: str = "cpu"
+) -> Any:
     """Sends versions, with before each what it waits to hear. Returns what each raised, and seconds."""
     with many_waves():
-        model = build("fsdp" if world > 1 else "plain", world)
+        model = build("fsdp" if world > 1 else "plain", world, where=where)
         found = []
         with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=20) as sender:
             meeting.say(f"address-{rank}", sender.address)
@@ -72,11 +81,11 @@ def trainer(rank: int, meeting: Meeting, world: int, receivers: int, versions: i
 
 
 def engine(
-    rank: int, meeting: Meeting, name: str, world: int, plan: list[Any], stage: str = "host", act: Any = None
+    rank: int, meeting: Meeting, name: str, world: int, plan: list[Any], stage: str = "host", where: str = "cpu"
 ) -> Any:
     """``plan``: for each call what it does, "" for an ordinary one. Returns what each raised and the version then."""
     with many_waves():
-        model = build("tp0" if world > 1 else "plain", world)
+        model = build("tp0" if world > 1 else "plain", world, where=where)
         found = []
         with epload.WeightReceiver(model, meeting.hear("address-0"), timeout=20, stage=stage) as receiver:
             meeting.say(f"{name}-{rank}-joined")
@@ -103,19 +112,31 @@ def fail() -> None:
     raise RuntimeError("a broken receiver")
 
 
-def test_a_receiver_that_is_killed_is_named_and_the_others_go_on() -> None:
+PLACES = pytest.mark.parametrize("semantics", [None, *fakedev.SEMANTICS], ids=["cpu", *fakedev.SEMANTICS])
+
+
+def place(semantics: str | None) -> tuple[str, Callable[[], str] | None]:
+    """Where models are, and the setup of jobs that have them there."""
+    return (DEVICE, partial(fakedev.setup, semantics)) if semantics is not None else ("cpu", None)
+
+
+@PLACES
+@pytest.mark.parametrize("stage", ["host", "none"])
+@pytest.mark.usefixtures("fake_device")
+def test_a_receiver_that_is_killed_is_named_and_the_others_go_on(stage: str, semantics: str | None) -> None:
+    where, setup = place(semantics)
     sent, left, _ = run(
         [
-            Job(2, trainer, (2, 2, 3, {})),
-            Job(1, engine, ("a", 1, ["", "", ""])),
-            Job(1, engine, ("b", 1, ["", "die"]), dying=(0,)),
+            Job(2, trainer, (2, 2, 3, {}, where), setup=setup),
+            Job(1, engine, ("a", 1, ["", "", ""], stage, where), setup=setup),
+            Job(1, engine, ("b", 1, ["", "die"], stage, where), dying=(0,), setup=setup),
         ]
     )
     assert [bool(text) for text, _ in sent[0]] == [False, True, False]
     assert names_culprit(sent[0][1][0], "[23]")  # engines join in any order
     assert "engine" in sent[0][1][0]
     assert sent[0][1][0] == sent[1][1][0] == left[0][1][0]
-    assert [version for _, version, _ in left[0]] == [1, 1, 3]
+    assert [version for _, version, _ in left[0]] == [1, 1 if stage == "host" else None, 3]
     assert sent[0][1][1] < 10
 
 
@@ -159,9 +180,9 @@ def test_a_receiver_that_joins_late_takes_part_from_a_next_version_on() -> None:
     assert second[0] in (2, 3, 4, 5)
 
 
-def dying_trainer(rank: int, meeting: Meeting) -> Any:
+def dying_trainer(rank: int, meeting: Meeting, where: str) -> Any:
     with many_waves():
-        model = build("fsdp", 2)
+        model = build("fsdp", 2, where=where)
         sender = epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20)
         meeting.say(f"address-{rank}", sender.address)
         write(model, 1)
@@ -174,17 +195,33 @@ def dying_trainer(rank: int, meeting: Meeting) -> Any:
         return text
 
 
+@PLACES
 @pytest.mark.parametrize("stage", ["host", "none"])
-def test_a_trainer_that_is_killed_leaves_the_version_before(stage: str) -> None:
-    sent, left = run([Job(2, dying_trainer, dying=(1,)), Job(1, engine, ("a", 1, ["", ""], stage))])
+@pytest.mark.usefixtures("fake_device")
+def test_a_trainer_that_is_killed_leaves_the_version_before(stage: str, semantics: str | None) -> None:
+    where, setup = place(semantics)
+    sent, left = run(
+        [
+            Job(2, dying_trainer, (where,), dying=(1,), setup=setup),
+            Job(1, engine, ("a", 1, ["", ""], stage, where), setup=setup),
+        ]
+    )
     (_, version, torn) = left[0][1]
     assert names_culprit(sent[0], "1")
     assert left[0][1][0] == sent[0]
     assert (version, torn) == ((1, False) if stage == "host" else (None, True))
 
 
-def test_a_torn_receiver_is_mended_by_the_next_version() -> None:
-    sent, left = run([Job(1, trainer, (1, 1, 3, {})), Job(1, engine, ("a", 1, ["", "fail", ""], "none"))])
+@PLACES
+@pytest.mark.usefixtures("fake_device")
+def test_a_torn_receiver_is_mended_by_the_next_version(semantics: str | None) -> None:
+    where, setup = place(semantics)
+    sent, left = run(
+        [
+            Job(1, trainer, (1, 1, 3, {}, where), setup=setup),
+            Job(1, engine, ("a", 1, ["", "fail", ""], "none", where), setup=setup),
+        ]
+    )
     assert "a broken receiver" in sent[0][1][0]
     assert [(version, torn) for _, version, torn in left[0]] == [(1, False), (None, True), (3, False)]
 

@@ -110,7 +110,7 @@ class DeviceRoute:
         """Of one version."""
         seconds = message_timeout(context.control, self.waves).total_seconds()
         ring = ExchangeRing(self.staging, context.flow, context.report, seconds)
-        mover = _Broadcasts(context, ring, self) if self.waves else None
+        mover = Broadcasts(context, ring, self) if self.waves else None
         return Engine(context, self.waves, ring, mover, sink)
 
     # ---- who sends what to whom ----
@@ -182,7 +182,7 @@ class DeviceRoute:
         return self.groups.name(hop.ranks)
 
 
-class _Broadcasts:
+class Broadcasts:
     """See :class:`~epload.transport.movers.Mover`. What enters from senders has a stream of its own, so that it may come while
     the wave before is passed on."""
 
