@@ -4,8 +4,7 @@ time, and leaves nothing behind.
     python -m campaigns.chaos_sync --faults 30 --seed 0
 
 A trainer of two ranks, an engine of two and one of one sync four versions; one rank has a fault at some point of the second.
-Models
-are on CPU, or all on a fake accelerator with NCCL's or HCCL's semantics.
+Models are on CPU, or all on a fake accelerator with NCCL's or HCCL's semantics.
 """
 
 from __future__ import annotations

@@ -140,8 +140,9 @@ def receive_slowly(rank: int, meeting: Meeting, stream: str, *args: Any) -> list
 def test_no_stream_overtakes_another(slow_job: str, stream: str, stage: str) -> None:
     setup = partial(fakedev.setup, "nccl")
     nodes = [[0, 1], [2]]
-    sends: list[Any] = [send, ("fsdp", 2, None, DEVICE, 3, {"verify": "buckets"})]
-    receives: list[Any] = [receive, ("tp0", 3, nodes, DEVICE, stage, {"verify": "buckets"})]
+    # A checksum would make the host wait for the stream.
+    sends: list[Any] = [send, ("fsdp", 2, None, DEVICE, 3, {})]
+    receives: list[Any] = [receive, ("tp0", 3, nodes, DEVICE, stage, {})]
     if slow_job == "trainer":
         sends = [send_slowly, (stream, *sends[1])]
     else:

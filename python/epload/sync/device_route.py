@@ -209,7 +209,8 @@ class Broadcasts:
                 f"broadcasts bucket {number} from rank {hop.root} to {[rank for rank in hop.ranks if rank != hop.root]}"
             )
             phase = "intra_node" if hop.kind == _NODE else "inter_node"
-            with context.activity.doing(doing), context.report.timed(phase, doing) as span:
+            # On the current stream, as the op would make another one and the current one wait for each other.
+            with context.activity.doing(doing), context.report.timed(phase, doing) as span, stream:
                 try:
                     broadcast(bucket, Route(hop.root, hop.root, self._route.group(hop), ""), "flat", stream)
                 except RuntimeError as error:
