@@ -114,7 +114,7 @@ def slow(stream: str) -> Iterator[None]:
     def moved(self: Broadcasts, wave: Wave) -> None:
         held = getattr(self._route.staging, stream)
         fakedev.hold(held)
-        timers.append(threading.Timer(0.05, fakedev.release, [held]))
+        timers.append(threading.Timer(0.15, fakedev.release, [held]))
         timers[-1].start()
         move(self, wave)
 

@@ -112,7 +112,6 @@ class ExchangeRing:
 
     def moved(self, wave: Wave) -> None:
         staging, place = self._staging, self._place(wave)
-        staging.spread.wait_stream(staging.entry)
         if not self._reads(wave):
             with staging.spread:
                 for i in range(len(wave.numbers)):
