@@ -1,5 +1,5 @@
-"""One rank of a sync: ``sync.py RANK RANKS FOLDER STAGE``. The first two train, the others are an engine of another job. Prints
-which of its tensors were wrong after each version."""
+"""One rank of a sync: ``sync.py RANK RANKS FOLDER STAGE TRANSPORT``. The first two train, the others are an engine of another job.
+Prints which of its tensors were wrong after each version."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shard(number: int, version: int, rank: int, sharded: bool) -> torch.Tensor:
     return tensor.chunk(EACH)[rank] if sharded else tensor
 
 
-def main(rank: int, ranks: int, folder: str, stage: str) -> None:
+def main(rank: int, ranks: int, folder: str, stage: str, transport: str) -> None:
     torch.npu.set_device(0)
     sends, rank = rank < EACH, rank % EACH
     dist.init_process_group("hccl", store=dist.FileStore(f"{folder}/store-{sends}", EACH), rank=rank, world_size=EACH)
@@ -50,11 +50,17 @@ def main(rank: int, ranks: int, folder: str, stage: str) -> None:
         tensor = model[f"w{number}"].detach()
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    wrong = []
+    wrong, transports = [], []
     address = Path(folder, "address")
     if sends:
         sender = epload.WeightSender(
-            model, ("127.0.0.1", 0), receivers=ranks - EACH, topology=topology, timeout=60, verify="full"
+            model,
+            ("127.0.0.1", 0),
+            receivers=ranks - EACH,
+            topology=topology,
+            timeout=60,
+            verify="full",
+            transport=transport,
         )
         with sender:
             if rank == 0:
@@ -64,7 +70,7 @@ def main(rank: int, ranks: int, folder: str, stage: str) -> None:
                 for number in range(TENSORS):
                     sharded = isinstance(model[f"w{number}"], DTensor)
                     local(number).copy_(shard(number, version, rank, sharded))
-                sender.send_weights(version)
+                transports.append(sender.send_weights(version).transport)
     else:
         until = time.monotonic() + 60
         while not address.exists() and time.monotonic() < until:
@@ -74,13 +80,13 @@ def main(rank: int, ranks: int, folder: str, stage: str) -> None:
         )
         with receiver:
             for version in (1, 2):
-                receiver.receive_weights(version)
+                transports.append(receiver.receive_weights(version).transport)
                 receiver.commit()
                 for number in range(TENSORS):
                     expected = shard(number, version, rank, isinstance(model[f"w{number}"], DTensor))
                     if not torch.equal(local(number).cpu(), expected):
                         wrong.append(f"w{number} of version {version}")
-    print(json.dumps({"wrong": wrong, "sends": sends}), flush=True)
+    print(json.dumps({"wrong": wrong, "sends": sends, "transports": transports}), flush=True)
     os._exit(0)  # torch_npu's end asks for more of CANN than there is here
 
 

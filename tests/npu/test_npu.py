@@ -136,12 +136,27 @@ def test_a_stream_that_torch_npu_did_not_make_is_refused(cann: Path, tmp_path: P
 
 @pytest.mark.parametrize("stage", ["host", "none"])
 def test_sync_between_two_jobs(stage: str, cann: Path, tmp_path: Path) -> None:
-    """Every shard has the trainer's bits after each version. They were copied on the device, into and out of the buffer there,
-    and went through host memory: HCCL has moved nothing."""
-    answers = run_ranks("sync.py", cann, tmp_path, stage)
+    """Every shard has the trainer's bits after each version. HCCL moved them: from each sender to a receiver and, where they go
+    to the devices of both receivers, from there to the other."""
+    answers = run_ranks("sync.py", cann, tmp_path, stage, "auto")
     assert [answer["sends"] for answer, _ in answers] == [True, True, False, False]
     for answer, lines in answers:
         assert answer["wrong"] == []
+        assert answer["transports"] == ["hccl", "hccl"]
+        assert "device-to-device" in {line[0] for line in lines}
+        groups = 2 if stage == "none" and not answer["sends"] else 1
+        assert sum(line[0] == "communicator" for line in lines) == groups
+        broadcasts = [line[2] for line in lines if line[0] == "broadcast"]
+        # The first of each group is on a stream that torch_npu makes for it.
+        assert len(set(broadcasts)) == 2 * groups
+
+
+@pytest.mark.parametrize("stage", ["host", "none"])
+def test_sync_through_host_memory(stage: str, cann: Path, tmp_path: Path) -> None:
+    """They were copied on the device, into and out of the buffer there: HCCL has moved nothing."""
+    for answer, lines in run_ranks("sync.py", cann, tmp_path, stage, "host"):
+        assert answer["wrong"] == []
+        assert answer["transports"] == ["host", "host"]
         kinds = {line[0] for line in lines}
         assert "device-to-device" in kinds
         assert kinds.isdisjoint({"communicator", "broadcast"})

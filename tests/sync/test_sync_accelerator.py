@@ -15,7 +15,7 @@ import torch
 
 import epload
 from epload.planning.waves import Wave
-from epload.sync.device_route import Broadcasts
+from epload.sync.device_route import Broadcasts, connects
 from support import fakedev
 from support.accelerator import DEVICE, SEMANTICS
 from support.jobs import Job, Meeting, run
@@ -104,6 +104,22 @@ def test_models_on_a_device(
         jobs.append(Job(count, receive, args, setup=setup))
     transports = [found for job in run(jobs) for found in job]
     assert transports == [[transport] * 3] * (world + receivers)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "places", "expected"),
+    [
+        (["cuda nccl", "cuda nccl"], ["GPU-1", "GPU-2"], True),
+        (["cuda nccl", "cuda nccl"], ["GPU-1", "GPU-1"], False),
+        (["cuda nccl", "cuda nccl"], ["", ""], True),
+        (["cuda nccl", "npu hccl"], ["", ""], False),
+        (["cuda nccl", ""], ["GPU-1", ""], False),
+        (["", ""], ["", ""], False),
+    ],
+    ids=["two GPUs", "one GPU", "not known", "GPU and NPU", "GPU and CPU", "CPU"],
+)
+def test_which_ranks_reach_each_other_from_their_devices(kinds: list[str], places: list[str], expected: bool) -> None:
+    assert connects(kinds, places) == expected
 
 
 @contextmanager

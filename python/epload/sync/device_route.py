@@ -49,7 +49,8 @@ class Link:
     def place(self) -> str:
         """What identifies the device; empty if that is not known."""
         properties = getattr(getattr(torch, self.device.type), "get_device_properties", None)
-        return str(getattr(properties(self.device), "uuid", "")) if properties is not None else ""
+        uuid = str(getattr(properties(self.device), "uuid", "")) if properties is not None else ""
+        return uuid if uuid.strip("0-") else ""  # a driver that has none gives zeros
 
 
 def link_of(devices: Collection[torch.device]) -> Link | None:
