@@ -1,5 +1,5 @@
-"""One rank of a sync: ``sync.py RANK RANKS FOLDER STAGE TRANSPORT``. The first two train, the others are an engine of another job.
-Prints which of its tensors were wrong after each version."""
+"""One rank of a sync: ``sync.py RANK RANKS FOLDER STAGE TRANSPORT``. The first two train, the others are an engine of another
+job. Prints which of its tensors were wrong after each version."""
 
 from __future__ import annotations
 
