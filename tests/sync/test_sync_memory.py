@@ -1,0 +1,88 @@
+"""The memory that a sync takes besides the weights, and a version in host memory: two waves on each sending rank and each receiving
+node, or on each rank's device."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import epload
+from epload.planning.schedule import WAVE_BYTES
+from measure import PeakMemory
+from support import fakedev
+from support.accelerator import DEVICE
+from support.jobs import Job, Meeting, run
+
+MB = 1 << 20
+PYTHON = 24 * MB
+"""Planning, threads, and what allocators keep."""
+LAYERS, FEATURES = 16, 2048
+WEIGHTS = LAYERS * FEATURES * FEATURES * 4
+VERSIONS = 2
+
+
+def layers(where: str) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(FEATURES, FEATURES, bias=False, device=where) for _ in range(LAYERS)))
+
+
+def value(layer: int, version: int) -> float:
+    return 100.0 * version + layer
+
+
+def send(rank: int, meeting: Meeting, where: str) -> int:
+    """Bytes above the start, where the shards are half of the weights."""
+    model = layers("meta")
+    mesh = init_device_mesh(torch.device(where).type, (2,))
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device=where)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().zero_()
+    dist.barrier()
+    with PeakMemory() as memory, epload.WeightSender(model, ("127.0.0.1", 0), receivers=2, timeout=60) as sender:
+        if rank == 0:
+            meeting.say("address", sender.address)
+        for version in range(1, VERSIONS + 1):
+            with torch.no_grad():
+                for layer, parameter in enumerate(model.parameters()):
+                    parameter.to_local().fill_(value(layer, version))
+            sender.send_weights(version)
+    return memory.above
+
+
+def receive(rank: int, meeting: Meeting, where: str, stage: str) -> int:
+    model = layers(where)
+    mesh = init_device_mesh(torch.device(where).type, (2,))
+    for layer in model:
+        local = torch.zeros(FEATURES // 2, FEATURES, device=where)
+        layer.weight = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+    address = meeting.hear("address")
+    with PeakMemory() as memory, epload.WeightReceiver(model, address, timeout=60, stage=stage) as receiver:
+        for _ in range(VERSIONS):
+            receiver.receive_weights()
+            receiver.commit()
+    for number, parameter in enumerate(model.parameters()):
+        local = parameter.detach().to_local().cpu()
+        assert torch.equal(local, torch.full_like(local, value(number, VERSIONS)))
+    return memory.above
+
+
+@pytest.mark.parametrize("stage", ["none", "host"])
+@pytest.mark.parametrize("where", ["cpu", DEVICE])
+@pytest.mark.usefixtures("fake_device")
+def test_memory_is_bounded(where: str, stage: str) -> None:
+    """Memory of the fake accelerator is the host's, and counts."""
+    setup: Any = partial(fakedev.setup, "nccl") if where == DEVICE else None
+    sent, received = run([Job(2, send, (where,), setup=setup), Job(2, receive, (where, stage), setup=setup)])
+    waves = 2 * WAVE_BYTES + PYTHON
+    version = WEIGHTS if stage == "host" else 0  # pages that the ranks of a node share count for each of them
+    assert all(above <= waves for above in sent), [above // MB for above in sent]
+    assert all(above <= waves + version for above in received), [above // MB for above in received]
