@@ -1,5 +1,5 @@
-"""The memory that a sync takes besides the weights, and a version in host memory: two waves on each sending rank and each receiving
-node, or on each rank's device."""
+"""The memory that a sync takes besides the weights, and a version in host memory: two waves on each sending rank and each
+receiving node, or on each rank's device."""
 
 from __future__ import annotations
 
