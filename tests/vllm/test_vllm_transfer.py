@@ -87,11 +87,12 @@ def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, proce
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     from epload.compat import vllm as adapter
+    from epload.compat.vllm import transfer
 
     adapter.register()
     adapter.register()
     if processing == "none":
-        adapter._is_processed = lambda layer: False
+        transfer._is_processed = lambda layer: False
     elif processing == "reversing":
         UnquantizedLinearMethod.process_weights_after_loading = reverse_columns
     model, config = make_engine(folder, tensor_parallel, weight_transfer_config=WeightTransferConfig(backend="epload"))
@@ -171,12 +172,12 @@ def fail_and_retry(rank: int, folder: Path) -> dict[str, Any]:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    from epload.compat import vllm as adapter
+    from epload.compat.vllm import transfer
     from epload.recording import record
 
     failing = Failing()
     UnquantizedLinearMethod.process_weights_after_loading = failing.at_call(3, reverse_columns)
-    adapter.materialize_layer = failing.at_call(3, adapter.materialize_layer)
+    transfer.materialize_layer = failing.at_call(3, transfer.materialize_layer)
     model, config = make_engine(folder, 1)
     record_metadata_for_reloading(model)
     weights = read_checkpoint(folder)
@@ -184,7 +185,7 @@ def fail_and_retry(rank: int, folder: Path) -> dict[str, Any]:
         model.load_weights(iter(weights.items()))
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.named_parameters()}
-    target = adapter.VllmModel(model, config, torch.device("cpu"))
+    target = transfer.VllmModel(model, config, torch.device("cpu"))
 
     def recorded() -> Any:
         with target.recordable():
