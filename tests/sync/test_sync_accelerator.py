@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -14,8 +16,9 @@ import pytest
 import torch
 
 import epload
+from epload.cluster.groups import Group
 from epload.planning.waves import Wave
-from epload.sync.device_route import Broadcasts, connects
+from epload.sync.device_route import Broadcasts, MemorySink, obstacle
 from support import fakedev
 from support.accelerator import DEVICE, SEMANTICS
 from support.jobs import Job, Meeting, run
@@ -109,17 +112,190 @@ def test_models_on_a_device(
 @pytest.mark.parametrize(
     ("kinds", "places", "expected"),
     [
-        (["cuda nccl", "cuda nccl"], ["GPU-1", "GPU-2"], True),
-        (["cuda nccl", "cuda nccl"], ["GPU-1", "GPU-1"], False),
-        (["cuda nccl", "cuda nccl"], ["", ""], True),
-        (["cuda nccl", "npu hccl"], ["", ""], False),
-        (["cuda nccl", ""], ["GPU-1", ""], False),
-        (["", ""], ["", ""], False),
+        (["cuda nccl 2.27.5", "cuda nccl 2.27.5"], ["GPU-1", "GPU-2"], ""),
+        (["cuda nccl 2.27.5", "cuda nccl 2.27.5"], ["GPU-1", "GPU-1"], "ranks 0 and 1 use one device"),
+        (["cuda nccl 2.27.5", "cuda nccl 2.27.5"], ["", ""], ""),
+        (["cuda nccl 2.27.5", "cuda nccl 2.26.2"], ["", ""], "rank 0 has cuda nccl 2.27.5, rank 1 cuda nccl 2.26.2"),
+        (["cuda nccl 2.27.5", ""], ["GPU-1", ""], "rank 1 has tensors elsewhere"),
+        (["", ""], ["", ""], "rank 0 has tensors elsewhere"),
     ],
-    ids=["two GPUs", "one GPU", "not known", "GPU and NPU", "GPU and CPU", "CPU"],
+    ids=["two GPUs", "one GPU", "not known", "two versions", "GPU and CPU", "CPU"],
 )
-def test_which_ranks_reach_each_other_from_their_devices(kinds: list[str], places: list[str], expected: bool) -> None:
-    assert connects(kinds, places) == expected
+def test_which_ranks_reach_each_other_from_their_devices(kinds: list[str], places: list[str], expected: str) -> None:
+    found = obstacle(kinds, places)
+    assert found.startswith(expected)
+    assert bool(found) == bool(expected)
+
+
+def send_one(rank: int, meeting: Meeting, timeout: float, verify: str = "off") -> tuple[str, float]:
+    """The transport or the error, and the seconds."""
+    model = build("plain", 1, where=DEVICE)
+    with (
+        many_waves(),
+        epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=timeout, verify=verify) as sender,
+    ):
+        meeting.say("address", sender.address)
+        write(model, 1)
+        began = time.monotonic()
+        try:
+            report = sender.send_weights(1)
+        except epload.LoadError as error:
+            return str(error), time.monotonic() - began
+        assert report is not None
+        return report.transport, time.monotonic() - began
+
+
+def never_connects(rank: int, meeting: Meeting, dies: bool) -> tuple[bool, bool]:
+    """Fails while the other member of its first group waits for it. Returns whether it raised, and whether it is torn."""
+    model = build("plain", 1, where=DEVICE)
+    make = Group.make
+
+    def fails(self: Group, *args: Any, **options: Any) -> None:
+        if args[-1] is None:
+            return make(self, *args, **options)
+        time.sleep(1)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("no communicator")
+
+    with many_waves(), epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage="none") as receiver:
+        with mock.patch.object(Group, "make", fails), pytest.raises(epload.LoadError):
+            receiver.receive_weights()
+        return receiver.torn, receiver.version is None
+
+
+@SEMANTICS
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "raises"])
+def test_a_rank_that_does_not_come_to_a_communicator_is_an_error(dies: bool, semantics: str) -> None:
+    """And nothing is torn."""
+    setup = partial(fakedev.setup, semantics, lazy=True)
+    sent, received = run(
+        [
+            Job(1, send_one, (20,), setup=setup),
+            Job(1, never_connects, (dies,), dying=(0,) if dies else (), setup=setup),
+        ]
+    )
+    text, seconds = sent[0]
+    assert "rank 1 has exited" in text if dies else "no communicator" in text
+    assert seconds < 10
+    if not dies:
+        assert received == [(False, True)]
+
+
+def receive_flipped(rank: int, meeting: Meeting) -> str:
+    copy = MemorySink._copy
+
+    def flips(place: torch.Tensor, bucket: torch.Tensor) -> None:
+        copy(place, bucket)
+        place[200] ^= 0x40
+
+    model = build("plain", 1, where=DEVICE)
+    with (
+        many_waves(),
+        mock.patch.object(MemorySink, "_copy", staticmethod(flips)),
+        epload.WeightReceiver(model, meeting.hear("address"), timeout=30, verify="buckets") as receiver,
+    ):
+        try:
+            receiver.receive_weights()
+        except epload.LoadError as error:
+            return str(error)
+        return ""
+
+
+def test_a_bit_that_changes_on_its_way_into_host_memory_is_found() -> None:
+    setup = partial(fakedev.setup, "nccl")
+    sent, received = run(
+        [Job(1, send_one, (30, "buckets"), setup=setup), Job(1, receive_flipped, setup=setup)],
+    )
+    assert "its checksum is not" in received[0]
+    assert sent[0][0] == received[0]
+
+
+def send_moved(rank: int, meeting: Meeting, moves: bool) -> list[str]:
+    """The transport or the error of each of three versions. ``moves``: whether the model is on CPU from the second on."""
+    model = build("plain", 1, where=DEVICE)
+    found = []
+    with many_waves(), epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20) as sender:
+        meeting.say("address", sender.address)
+        for version in (1, 2, 3):
+            if moves and version == 2:
+                move_to_cpu(model)
+            write(model, version)
+            try:
+                report = sender.send_weights(version)
+                assert report is not None
+                found.append(report.transport)
+            except epload.LoadError as error:
+                found.append(str(error))
+    return found
+
+
+def receive_moved(rank: int, meeting: Meeting, moves: bool, stage: str) -> list[Any]:
+    model = build("plain", 1, where=DEVICE)
+    found = []
+    with many_waves(), epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage=stage) as receiver:
+        for version in (1, 2, 3):
+            if moves and version == 2:
+                move_to_cpu(model)
+            try:
+                report = receiver.receive_weights()
+                receiver.commit()
+                check(model, version)
+                found.append(report.transport)
+            except epload.LoadError:
+                assert not receiver.torn
+                found.append("failed")
+    return found
+
+
+def move_to_cpu(model: torch.nn.Module) -> None:
+    for name, parameter in list(model.named_parameters()):
+        setattr(model, name, torch.nn.Parameter(parameter.detach().cpu()))
+
+
+@pytest.mark.parametrize("stage", ["host", "none"])
+def test_a_trainer_that_moves_to_another_device(stage: str) -> None:
+    setup = partial(fakedev.setup, "nccl")
+    jobs = [Job(1, send_moved, (True,), setup=setup), Job(1, receive_moved, (False, stage), setup=setup)]
+    assert run(jobs) == [[[CCL, "host", "host"]], [[CCL, "host", "host"]]]
+
+
+@pytest.mark.parametrize("stage", ["host", "none"])
+def test_an_engine_that_moves_to_another_device(stage: str) -> None:
+    setup = partial(fakedev.setup, "nccl")
+    jobs = [Job(1, send_moved, (False,), setup=setup), Job(1, receive_moved, (True, stage), setup=setup)]
+    (sent,), (received,) = run(jobs)
+    if stage == "host":  # which leaves the device out
+        assert sent == received == [CCL] * 3
+    else:
+        assert "no longer all on" in sent[1]
+        assert received == [CCL, "failed", "host"]
+        assert sent[2] == "host"
+
+
+@contextmanager
+def few_groups() -> Iterator[None]:
+    with mock.patch("epload.sync.device_route.MOST_GROUPS", 1):
+        yield
+
+
+def send_in_few_groups(rank: int, *args: Any) -> list[str]:
+    with few_groups():
+        return send(rank, *args)
+
+
+def receive_in_few_groups(rank: int, *args: Any) -> list[str]:
+    with few_groups():
+        return receive(rank, *args)
+
+
+def test_too_many_communicators_are_not_made() -> None:
+    setup = partial(fakedev.setup, "nccl")
+    jobs = [
+        Job(2, send_in_few_groups, ("fsdp", 2, None, DEVICE, 2, {}), setup=setup),
+        Job(2, receive_in_few_groups, ("tp0", 2, None, DEVICE, "none", {}), setup=setup),
+    ]
+    assert run(jobs) == [[["host"] * 3] * 2] * 2
 
 
 @contextmanager

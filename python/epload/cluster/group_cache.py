@@ -23,16 +23,20 @@ _GRACE_SECONDS = 0.5
 class GroupCache:
     """The groups of a topology that this rank is in."""
 
-    def __init__(self, backends: Backends | None, rank: int, control: Control) -> None:
+    def __init__(
+        self, backends: Backends | None, rank: int, control: Control, device: torch.device | None = None
+    ) -> None:
         """
         Args:
             backends: of the groups; None if there are none, as without ``torch.distributed``.
             rank: this process's.
             control: of all ranks of the topology.
+            device: on which groups have their communicators as soon as they are made, for ranks that outlive each other.
         """
         self._backends = backends
         self._rank = rank
         self._control = control
+        self._device = device
         self._groups: dict[tuple[timedelta, tuple[int, ...]], Group] = {}
         """By timeout, which a group is given when it is made, and ranks."""
         self._made: set[tuple[timedelta, tuple[tuple[int, ...], ...]]] = set()
@@ -113,7 +117,7 @@ class GroupCache:
         prefix = f"group/{name}/{ranks[0]}"
         stop = Stop()
         with control.watch.guards(stop):
-            creation = _Creation(group, PrefixStore(prefix, control.store), self._rank, timeout, backends)
+            creation = _Creation(group, PrefixStore(prefix, control.store), self._rank, timeout, backends, self._device)
             ended = creation.wait(stop.requested, 1.25 * timeout.total_seconds() + 2)
         control.delete_later(f"{prefix}/{key}" for key in group.keys)
         if not ended or creation.error is not None:
@@ -131,13 +135,21 @@ class GroupCache:
 class _Creation:
     """Makes a group in a thread, as a wait for connections between its members cannot be canceled."""
 
-    def __init__(self, group: Group, store: Store, rank: int, timeout: timedelta, backends: Backends) -> None:
-        """Arguments are those of :meth:`Group.make`."""
+    def __init__(
+        self,
+        group: Group,
+        store: Store,
+        rank: int,
+        timeout: timedelta,
+        backends: Backends,
+        device: torch.device | None,
+    ) -> None:
+        """Arguments are those of :meth:`Group.make`, and ``device`` that of :meth:`Group.connect` if not None."""
         self.error: BaseException | None = None
         self._group = group
         self._ended = threading.Event()
-        self._make: Callable[[], None] = lambda: group.make(store, rank, timeout, backends)
-        group.device = _current_device(backends)
+        self._make: Callable[[], None] = lambda: group.make(store, rank, timeout, backends, device)
+        group.device = device.index if device is not None else _current_device(backends)
         threads.start("epload-group", self._run)
 
     def _run(self) -> None:

@@ -9,11 +9,12 @@ name and no count of the caller's groups. The native ops find them by name.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -106,25 +107,33 @@ class Group:
         self._store: GroupStore | None = None
         self._device_backends: list[Any] = []
 
-    def make(self, store: Store, rank: int, timeout: timedelta, backends: Backends) -> None:
-        """Blocks until all members have called this. Thread-safe; :meth:`cancel` in another thread ends it early.
+    def make(
+        self, store: Store, rank: int, timeout: timedelta, backends: Backends, device: torch.device | None = None
+    ) -> None:
+        """Blocks until all members have called this. Thread-safe; :meth:`cancel` in another thread ends it early, unless it makes
+        a communicator.
 
         Args:
             store: the job's, prefixed for this group alone.
             rank: this process's, one of ``ranks``.
             timeout: of making the group, and of each of its operations.
             backends: of the group.
+            device: on which to make its communicator now. Otherwise the first operation makes it, which nothing can end if a
+                member does not come. The process then also survives members that end: nobody but epload ends operations.
         """
         self._store = GroupStore(store, timeout)
         group = dist.ProcessGroup(PrefixStore("group/", store), self.ranks.index(rank), len(self.ranks))
         made: dict[str, tuple[Any, Any]] = {}
-        for device, backend in backends.items():
+        for kind_of_device, backend in backends.items():
             if backend not in made:
-                made[backend] = self._make_backend(device, backend, store, rank, timeout)
+                with _no_error_handling() if device is not None else nullcontext():
+                    made[backend] = self._make_backend(kind_of_device, backend, store, rank, timeout)
             kind, built = made[backend]
-            group._register_backend(torch.device(device), kind, built)
+            group._register_backend(torch.device(kind_of_device), kind, built)
         group._set_default_backend(_default_kind({str(name): kind for name, (kind, _) in made.items()}))
         group._set_group_name(self.name)
+        if device is not None:
+            _connect(group, device)
         self._group = group
         if self._device_backends:
             _with_devices.add(self)
@@ -206,6 +215,42 @@ class Group:
         """Closes connections; may wait for an operation on CPU."""
         self._group = None
         self._store = None
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Makes the group's communicator: returns when all members have called this."""
+    stream = torch.Stream(device)
+    with stream:
+        options = dist.BroadcastOptions()
+        options.asyncOp = False
+        work = group.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)], options)
+        if work is not None:
+            work.wait()
+    stream.synchronize()
+
+
+@contextmanager
+def _no_error_handling() -> Iterator[None]:
+    """ProcessGroupNCCL, if it is made inside, does not end the process when a member of another job has ended."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    with _environment:
+        before = os.environ.get(name)
+        os.environ[name] = "0"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+
+
+_environment = threading.Lock()
+
+
+def can_connect(backend: str) -> bool:
+    """Whether groups can be made of a backend, and it moves bytes from device to device."""
+    return backend in ("nccl", "xccl") or (backend != "fake" and backend.upper() in dist.Backend._plugins)
 
 
 def _default_kind(made: dict[str, Any]) -> Any:

@@ -66,12 +66,19 @@ class ExchangeRing:
     in_flight = 1
     checks_moved = False
 
-    def __init__(self, staging: ExchangeStaging, flow: Roles, report: TransferReport, seconds: float) -> None:
-        """``seconds``: within which a wave has to arrive once it is its turn."""
+    def __init__(
+        self, staging: ExchangeStaging, flow: Roles, report: TransferReport, seconds: float, verifies: bool
+    ) -> None:
+        """
+        Args:
+            seconds: within which a wave has to arrive once it is its turn.
+            verifies: whether checksums are of what is in these buffers, and not of what the sink has made of it.
+        """
         self._staging = staging
         self._flow = flow
         self._report = report
         self._seconds = seconds
+        self._verifies = verifies
         self._turn = threading.Condition()
         self._ready = self._moved = self._released = 0
         """Waves whose packing is queued, whose moving is queued, and whose buffers may be used again."""
@@ -133,7 +140,7 @@ class ExchangeRing:
             self._wait_for(self._staging.moved[self._place(wave)], wave)
 
     def to_verify(self, wave: Wave) -> list[int]:
-        return [] if self._reads(wave) else list(range(len(wave.numbers)))
+        return list(range(len(wave.numbers))) if self._verifies and not self._reads(wave) else []
 
     def verified(self, wave: Wave) -> None:
         pass

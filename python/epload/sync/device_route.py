@@ -3,8 +3,9 @@ and to the ranks of each node, over the broadcasts of the devices' own backend, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,9 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epload.cluster.group_cache import GroupCache
-from epload.cluster.groups import backends_of
+from epload.cluster.groups import backends_of, can_connect
+from epload.cluster.membership import local_network
 from epload.cluster.topology import Route
 from epload.control.control import Control
+from epload.core.attempt import attempt
+from epload.errors import LoadError, message_of
 from epload.planning.streams import ExchangePlan, Members, Stream
 from epload.planning.waves import Wave
 from epload.staging.exchange_ring import ExchangeRing, ExchangeStaging
@@ -25,10 +29,8 @@ from epload.transport.movers import broadcast, explain
 from epload.transport.sinks import Sink
 from epload.transport.transfers import message_timeout
 
-MOST_NODE_SETS = 8
-"""Sets of nodes that need different tensors. More would need too many communicators."""
-_ON_HOST = ("gloo", "mpi", "fake", "undefined")
-"""Backends that do not move bytes from device to device."""
+MOST_GROUPS = 12
+"""Communicators of a rank. Each takes memory of the device, with HCCL 400 MB by default."""
 Family = tuple[tuple[int, ...], ...]
 """Groups of which none shares a rank with another."""
 
@@ -39,18 +41,10 @@ class Link:
 
     device: torch.device
     backend: str
-
-    @property
-    def kind(self) -> str:
-        """Equal on ranks that can reach each other."""
-        return f"{self.device.type} {self.backend}"
-
-    @property
-    def place(self) -> str:
-        """What identifies the device; empty if that is not known."""
-        properties = getattr(getattr(torch, self.device.type), "get_device_properties", None)
-        uuid = str(getattr(properties(self.device), "uuid", "")) if properties is not None else ""
-        return uuid if uuid.strip("0-") else ""  # a driver that has none gives zeros
+    kind: str
+    """Device, backend and its version: equal on ranks that can reach each other."""
+    place: str
+    """What identifies the device; empty if that is not known."""
 
 
 def link_of(devices: Collection[torch.device]) -> Link | None:
@@ -60,14 +54,37 @@ def link_of(devices: Collection[torch.device]) -> Link | None:
     (device,) = devices
     group = dist.group.WORLD if dist.is_initialized() else None
     backends: Mapping[str, str] = backends_of(group) if group is not None else dist.Backend.default_device_backend_map
-    backend = str(backends.get(device.type, "undefined"))
-    return Link(device, backend) if device.type != "cpu" and backend not in _ON_HOST else None
+    backend = str(backends.get(device.type, ""))
+    if device.type == "cpu" or not can_connect(backend):
+        return None
+    version = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""  # type: ignore[no-untyped-call]
+    return Link(device, backend, f"{device.type} {backend} {version}".strip(), _place_of(device))
 
 
-def connects(kinds: Sequence[str], places: Sequence[str]) -> bool:
-    """Whether ranks with these links, empty for none, can reach each other. Not if two use one device, as NCCL refuses that."""
-    known = [place for place in places if place]
-    return len(set(kinds)) == 1 and kinds[0] != "" and len(set(known)) == len(known)
+def _place_of(device: torch.device) -> str:
+    with suppress(Exception):  # an old driver
+        uuid = str(getattr(torch, device.type).get_device_properties(device).uuid)
+        if uuid.strip("0-"):  # one that has none gives zeros
+            return uuid
+    if device.type != "npu":
+        return ""
+    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "").split(",")
+    index = device.index or 0
+    return f"{local_network()} {visible[index] if len(visible) > index and visible[index] else index}"
+
+
+def obstacle(kinds: Sequence[str], places: Sequence[str]) -> str:
+    """Why ranks with these links, empty for none, cannot all reach each other from their devices; empty if they can."""
+    for rank, kind in enumerate(kinds):
+        if not kind:
+            return f"rank {rank} has tensors elsewhere than on one device that NCCL or the like connects, or is not to use it"
+        if kind != kinds[0]:
+            return f"rank 0 has {kinds[0]}, rank {rank} {kind}"
+    used: dict[str, int] = {}
+    for rank, place in enumerate(places):
+        if place and used.setdefault(place, rank) != rank:
+            return f"ranks {used[place]} and {rank} use one device"
+    return ""
 
 
 class Hop(NamedTuple):
@@ -84,39 +101,60 @@ _ENTRY, _RAIL, _NODE = range(3)
 
 
 class DeviceRoute:
-    """Of one epoch, on one rank. Collective over the epoch's ranks: make it with :meth:`connect`."""
+    """Of one epoch, on one rank."""
 
     def __init__(
         self, plan: ExchangePlan, members: Members, rank: int, control: Control, whole: bool, link: Link
     ) -> None:
         """``whole``: whether this rank's node keeps whole versions in host memory, so that one rank for each rail receives."""
         self.backend = link.backend
-        self.groups = GroupCache({link.device.type: link.backend}, rank, control)
+        self.device = link.device
+        self.groups = GroupCache({link.device.type: link.backend}, rank, control, link.device)
         self._plan = plan
         self._members = members
         self._rank = rank
         self._whole = whole
+        self._control = control
         self._hops: dict[int, list[Hop]] = {}
         """Of each of the plan's streams."""
         self.waves = self._make_waves()
-        most = max((len(wave.numbers) for wave in self.waves), default=1)
-        self.staging = ExchangeStaging(link.device, max((wave.nbytes for wave in self.waves), default=1), most)
-        self._turn_of = {rank: i for i, node in enumerate(members.sender_nodes) for rank in node}
+        self._turn_of = {rank: i + j for i, node in enumerate(members.sender_nodes) for j, rank in enumerate(node)}
+        self._families = list(self._make_families())
+
+    @property
+    def obstacle(self) -> str:
+        """Why it cannot be used; equal on all ranks."""
+        if (count := len(self._families)) <= MOST_GROUPS:
+            return ""
+        senders, sets = len(self._members.senders), len(self._plan.node_sets)
+        return f"for {senders} senders and {sets} sets of nodes that need the same, a rank would have up to {count} communicators"
 
     def connect(self) -> None:
-        """Makes the groups of all ranks."""
-        self.groups.make("connecting devices", *self._families())
+        """Makes buffers, groups and their communicators. Collective over the epoch's ranks.
+
+        Raises:
+            LoadError: a rank cannot; the same on every rank.
+        """
+        most = max((len(wave.numbers) for wave in self.waves), default=1)
+        nbytes = max((wave.nbytes for wave in self.waves), default=1)
+        staging, failure = attempt(lambda: ExchangeStaging(self.device, nbytes, most))
+        if failure is not None:
+            failure = LoadError(f"{message_of(failure)}; transport='host' needs less memory of {self.device}")
+        self._control.settle("making buffers on devices", failure)
+        assert staging is not None
+        self.staging = staging
+        self.groups.make("connecting devices", *self._families)
 
     def engine(self, context: TransferContext, sink: Sink) -> Engine:
         """Of one version."""
         seconds = message_timeout(context.control, self.waves).total_seconds()
-        ring = ExchangeRing(self.staging, context.flow, context.report, seconds)
+        ring = ExchangeRing(self.staging, context.flow, context.report, seconds, verifies=not self._whole)
         mover = Broadcasts(context, ring, self) if self.waves else None
         return Engine(context, self.waves, ring, mover, sink)
 
     # ---- who sends what to whom ----
 
-    def _families(self) -> Iterator[Family]:
+    def _make_families(self) -> Iterator[Family]:
         members = self._members
         for nodes in self._plan.node_sets:
             pairs: list[dict[int, int]] = []  # of a family: the sender by the rank that it sends to
@@ -133,7 +171,8 @@ class DeviceRoute:
         yield members.nodes
 
     def _entry(self, owner: int, nodes: Sequence[int]) -> int:
-        """The number of the node at which what a sender sends to some nodes enters: another for each of the sender's nodes."""
+        """The number of the node at which what a sender sends to some nodes enters: another for the next sender of its node, and
+        for the one of its rail in the next node."""
         return nodes[self._turn_of[owner] % len(nodes)]
 
     def _rail(self, nodes: Sequence[int], rail: int) -> tuple[int, ...]:
@@ -183,6 +222,28 @@ class DeviceRoute:
         return self.groups.name(hop.ranks)
 
 
+def find_route(
+    plan: ExchangePlan,
+    members: Members,
+    rank: int,
+    control: Control,
+    whole: bool,
+    link: Link | None,
+    why: str,
+) -> tuple[DeviceRoute | None, str]:
+    """The route from device to device, or why there is none; the same on all ranks.
+
+    Args:
+        whole: as for :class:`DeviceRoute`.
+        why: the :func:`obstacle` between the ranks' links.
+    """
+    if why:
+        return None, why
+    assert link is not None
+    route = DeviceRoute(plan, members, rank, control, whole, link)
+    return (None, route.obstacle) if route.obstacle else (route, "")
+
+
 class Broadcasts:
     """See :class:`~epload.transport.movers.Mover`. What enters from senders has a stream of its own, so that it may come while
     the wave before is passed on."""
@@ -222,9 +283,14 @@ class Broadcasts:
 class MemorySink:
     """Out of buckets on a device, into a node's memory for a whole version. See :class:`~epload.transport.sinks.Sink`."""
 
-    def __init__(self, places: Mapping[int, Tensor]) -> None:
-        """``places``: that of each bucket."""
+    def __init__(self, places: Mapping[int, Tensor], verify: Callable[[int, Tensor], None] | None) -> None:
+        """
+        Args:
+            places: that of each bucket.
+            verify: raises LoadError if a bucket's checksum is not that of its bytes.
+        """
         self._places = places
+        self._verify = verify
 
     def entered(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -233,7 +299,14 @@ class MemorySink:
         return False
 
     def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
-        self._places[number].copy_(bucket)
+        place = self._places[number]
+        self._copy(place, bucket)
+        if self._verify is not None:  # what is kept, and not what was on the device
+            self._verify(number, place)
+
+    @staticmethod
+    def _copy(place: Tensor, bucket: Tensor) -> None:
+        place.copy_(bucket)
 
     def abandon(self) -> None:
         pass

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from epload.cluster.topology import Route
 from epload.control.control import Control
 from epload.core import garbage_collection
 from epload.core.attempt import attempt
+from epload.core.log import logger
 from epload.errors import LoadError, kind_of, make_error
 from epload.observe.progress import Progress
 from epload.planning.exchange import plan_exchange
@@ -29,7 +31,7 @@ from epload.planning.waves import Wave
 from epload.staging.host_ring import HostRing
 from epload.staging.shards import DeviceBuffer, PreparedExchange, Shards
 from epload.staging.shared_memory import BUFFERS, NodeMemory
-from epload.sync.device_route import MOST_NODE_SETS, DeviceRoute, Link, MemorySink, connects
+from epload.sync.device_route import DeviceRoute, Link, MemorySink, find_route, obstacle
 from epload.sync.lobby import Member
 from epload.sync.report import SyncReport
 from epload.sync.store import fetch, publish
@@ -168,13 +170,22 @@ class Epoch:
         source = ShardSource(self.shards(tensors, verify)) if tensors is not None else None
         context = TransferContext(plan, roles, source, framing, control, report)
         if self.route is not None:
-            whole = not self.sends and self.memory is not None
-            engine = self.route.engine(context, MemorySink(dict(self.staged_buckets())) if whole else sink)
+            engine = self.route.engine(context, sink if self.memory is None else self._memory_sink(roles, framing))
             on_stream: AbstractContextManager[object] = self.route.staging.local
         else:
             engine, on_stream = self._through_memory(context, roles, sink), nullcontext()
         with on_stream, Progress(plan.nbytes, show_progress) as bar:
             run_transfer(engine, control, self.groups, bar)
+
+    def _memory_sink(self, roles: ExchangeRoles, framing: Framing) -> MemorySink:
+        def verify(number: int, bucket: Tensor) -> None:
+            framing.verify(number, roles.reader(number), bucket)
+
+        return MemorySink(self._places, verify if framing.checked else None)
+
+    @cached_property
+    def _places(self) -> dict[int, Tensor]:
+        return dict(self.staged_buckets())
 
     def _through_memory(self, context: TransferContext, roles: ExchangeRoles, sink: ShardSink) -> Engine:
         memory = self.memory
@@ -292,26 +303,41 @@ def _form(
     control.settle("planning the exchange", failure, fingerprint, _check_equal)
     assert plan is not None
     waves = exchange_waves(plan)
-    kinds, places = ([view[i] for view in views] for i in (5, 6))
-    if connects(kinds, places) and len(plan.node_sets) <= MOST_NODE_SETS:
-        assert me.link is not None
-        route = DeviceRoute(plan, members, me.rank, control, me.whole, me.link)
+    whole, kinds, places = ([view[i] for view in views] for i in (2, 5, 6))
+    route, why = find_route(plan, members, me.rank, control, me.whole, me.link, obstacle(kinds, places))
+    memory = None
+    if route is None or any(whole):
+        needs = whole if route is not None else [True] * len(views)
+        memory = _make_memory(control, members, waves, me, legend, needs)
+    if route is None:
+        if me.rank == 0:
+            logger.info("versions pass through host memory: %s", why)
+        groups = GroupCache({"cpu": "gloo"}, me.rank, control)
+        groups.make("exchange", tuple(members.rail(rail) for rail in range(members.rails)))
+        return Epoch(number, control, members, plan, waves, memory, groups, None, legend)
+    try:
         route.connect()
-        # Only nodes that keep whole versions have them in host memory.
-        made = _make_memory(control, members, waves, me, legend) if any(view[2] for view in views) else None
-        memory = made if me.whole else None
-        return Epoch(number, control, members, plan, waves, memory, route.groups, route, legend)
-    groups = GroupCache({"cpu": "gloo"}, me.rank, control)
-    groups.make("exchange", tuple(members.rail(rail) for rail in range(members.rails)))
-    memory = _make_memory(control, members, waves, me, legend)
-    return Epoch(number, control, members, plan, waves, memory, groups, None, legend)
+    except BaseException:
+        route.groups.clear()
+        raise
+    return Epoch(number, control, members, plan, waves, memory if me.whole else None, route.groups, route, legend)
 
 
-def _make_memory(control: Control, members: Members, waves: Sequence[Wave], me: Attendee, legend: str) -> NodeMemory:
-    """The memory of this rank's node. Raises LoadError if a receiving node's ranks cannot share it."""
+def _make_memory(
+    control: Control, members: Members, waves: Sequence[Wave], me: Attendee, legend: str, needs: Sequence[bool]
+) -> NodeMemory:
+    """The memory of this rank's node, or a token of its own. ``needs``: for each rank, whether its node needs memory.
+
+    Raises:
+        LoadError: the ranks of a receiving node that needs it cannot share memory.
+    """
     count = max(len(waves), 1) if me.whole else BUFFERS
     nbytes = max((wave.nbytes for wave in waves), default=0)
-    nodes = [(rank,) for rank in members.senders] + list(members.nodes)
+    if not needs[me.rank]:
+        nbytes, count = 0, 1
+    nodes: list[tuple[int, ...]] = [(rank,) for rank in members.senders]
+    for node in members.nodes:
+        nodes += [node] if needs[node[0]] else [(rank,) for rank in node]
     memory = NodeMemory.for_node(control, nodes, nbytes, count)
     if not memory.shared:
         raise LoadError(

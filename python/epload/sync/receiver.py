@@ -208,7 +208,13 @@ class WeightReceiver:
                 return ShardSink(None)
             if self._target.tears_on_prepare:
                 self._tear()
-            return ShardSink(epoch.shards(self._target.tensors(), self._options.verify))
+            tensors = self._target.tensors()
+            if epoch.route is not None and {tensor.device for tensor in tensors} != {epoch.route.device}:
+                raise LoadError(
+                    f"the receiver's tensors are no longer all on {epoch.route.device}, to which versions came; the next version "
+                    "finds them where they are"
+                )
+            return ShardSink(epoch.shards(tensors, self._options.verify))
 
         sink, failure = attempt(prepare)
         show = self._progress and self.engine.rank == 0

@@ -24,7 +24,7 @@ from epload.model.targets import Targets
 from epload.planning.shares import Share, share_of_targets
 from epload.saving.catalog import catalog
 from epload.saving.model_reader import ModelReader
-from epload.sync.device_route import link_of
+from epload.sync.device_route import Link, link_of
 from epload.sync.epoch import Attendee, Epoch, SyncOptions, describe_ranks, form_epoch
 from epload.sync.lobby import LEASE_SECONDS, Lobby, Member, Offer, Participants, fetch_members, publish_members
 from epload.sync.report import SyncReport
@@ -113,6 +113,10 @@ class WeightSender:
         self._known: tuple[Targets, Manifest, Share] | None = None
         """What was read of the model for the version before."""
         self._epoch: Epoch | None = None
+        self._link: Link | None = None
+        """Of this version's tensors."""
+        self._epoch_link: Link | None = None
+        """Of those that the epoch was formed with."""
         self._epochs = 0
         self._members: tuple[Member, ...] = ()
         self._version: int | None = None
@@ -180,6 +184,8 @@ class WeightSender:
         tensors = None
         if read is not None and self._snapshot == "host":
             tensors, failure = attempt(lambda: self._snapshot_of(read[0].local()))
+        if read is not None and self._transport == "auto":
+            self._link = link_of({tensor.device for tensor in tensors or read[0].local()})
         if wait:
             return self._send(version, report, began, read, failure, tensors)
         self._sending = threads.start(
@@ -259,7 +265,7 @@ class WeightSender:
     ) -> Participants:
         """The sender's ranks agree on the model, and hear which receivers take part."""
         control = self.topology.control
-        changed = read is None or self._known is None or self._known[2] is not read[2]
+        changed = read is None or self._known is None or self._known[2] is not read[2] or self._link != self._epoch_link
         digest = read[1].digest.hex() if read is not None else ""
 
         def check(views: dict[int, Any]) -> bool:
@@ -322,22 +328,22 @@ class WeightSender:
         _, manifest, share = read
         if self._epoch is None or self._epoch.number != participants.epoch:
             with report.timed("plan"):
-                self._join(participants, manifest, share, tensors)
+                self._join(participants, manifest, share)
         epoch = self._epoch
         assert epoch is not None
         epoch.sync(version, tensors, ShardSink(None), report, self._options, self._progress and self._first)
 
-    def _join(self, participants: Participants, manifest: Manifest, share: Share, tensors: list[Tensor]) -> None:
+    def _join(self, participants: Participants, manifest: Manifest, share: Share) -> None:
         self._drop_epoch()
+        self._epoch_link = self._link
         ranks = self.topology.ranks
         rank = ranks.index(self.topology.rank)
         node = next(i for i, node in enumerate(self.topology.nodes) if self.topology.rank in node)
-        link = link_of({tensor.device for tensor in tensors}) if self._transport == "auto" else None
         self._epoch = form_epoch(
             self._store,
             participants.epoch,
             len(ranks) + len(participants.members),
-            Attendee(rank, f"sender {local_network()} {node}", sends=True, link=link),
+            Attendee(rank, f"sender {local_network()} {node}", sends=True, link=self._link),
             manifest,
             share,
             None,

@@ -31,10 +31,13 @@ AS_ASCEND = f"cpu:gloo,{NAME}:hccl"
 SEMANTICS = ("nccl", "hccl")
 
 _semantics = "nccl"
+_lazy = False
 
 
-def setup(semantics: str = "nccl") -> str:
+def setup(semantics: str = "nccl", lazy: bool = False) -> str:
     """Loads the device into this process and returns the backends to make the process group with.
+
+    ``lazy``: whether a group connects its members in its first operation, as NCCL and HCCL do, and not when it is made.
 
     ``semantics``: ``"nccl"``: synchronous collectives run on the current stream and return no work, and epload's ops run the CUDA
     kernels' own code, as on a GPU; ``"hccl"``: all collectives run on a stream of the group's own, between event hops, and return
@@ -42,8 +45,8 @@ def setup(semantics: str = "nccl") -> str:
     """
     if semantics not in SEMANTICS:
         raise ValueError(f"expected one of {SEMANTICS}, got {semantics!r}")
-    global _semantics
-    _semantics = semantics
+    global _semantics, _lazy
+    _semantics, _lazy = semantics, lazy
     _native()
     if semantics == "nccl":
         use_kernels()
@@ -151,7 +154,12 @@ def _native() -> Any:
 
 
 def _make_backend(name: str, options: Any, _: Any = None) -> Any:
-    gloo = dist.ProcessGroupGloo(
-        dist.PrefixStore("fakeccl/", options.store), options.group_rank, options.group_size, timeout=options.timeout
-    )
-    return _native().make_backend(gloo, name, list(options.global_ranks_in_group), _semantics == "hccl")
+    store, rank, size = dist.PrefixStore("fakeccl/", options.store), options.group_rank, options.group_size
+    timeout = options.timeout
+
+    def connect() -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+    backend = None if _lazy else connect()
+    ranks = list(options.global_ranks_in_group)
+    return _native().make_backend(lambda: backend or connect(), rank, size, name, ranks, _semantics == "hccl")

@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <string_view>
 #include <thread>
@@ -106,9 +107,15 @@ class StreamWork final : public c10d::Work {
 // the group. HCCL: all run on a stream of the group, between two event hops, and return a work.
 class StreamBackend final : public c10d::Backend {
  public:
-  StreamBackend(c10::intrusive_ptr<c10d::Backend> gloo, std::string name, std::vector<uint64_t> ranks, bool own_stream)
-      : Backend(gloo->getRank(), gloo->getSize()),
-        gloo_(std::move(gloo)),
+  StreamBackend(
+      std::function<c10::intrusive_ptr<c10d::Backend>()> connect,
+      int rank,
+      int size,
+      std::string name,
+      std::vector<uint64_t> ranks,
+      bool own_stream)
+      : Backend(rank, size),
+        connect_(std::move(connect)),
         name_(std::move(name)),
         options_(c10::make_intrusive<Options>(name_)),
         own_stream_(own_stream) {
@@ -167,7 +174,7 @@ class StreamBackend final : public c10d::Backend {
     return run("recv", {&tensors}, true, [=](auto& gloo, auto& on_host) { return gloo->recv(on_host[0], from, tag); });
   }
   Work barrier(const c10d::BarrierOptions& options) override {
-    return gloo_->barrier(options);
+    return gloo()->barrier(options);
   }
   void abort() override {
     communicator_->abort();
@@ -203,6 +210,7 @@ class StreamBackend final : public c10d::Backend {
         flat.push_back({t.data_ptr(), t.sizes().vec(), t.scalar_type()});
       }
     }
+    gloo();
     const bool ends_with_peers = std::string_view(what) == "broadcast" || std::string_view(what) == "allgather";
     ours.push(what, [gloo = gloo_, communicator = communicator_, ends_with_peers, flats, call] {
       const at::AutoDispatchBelowAutograd below;
@@ -227,6 +235,16 @@ class StreamBackend final : public c10d::Backend {
     return c10::make_intrusive<StreamWork>(std::move(after), *lists[0]);
   }
 
+  // Connected by the first operation, which waits for all members, and which nothing ends if one does not come: as with
+  // NCCL and HCCL.
+  const c10::intrusive_ptr<c10d::Backend>& gloo() {
+    const std::lock_guard<std::mutex> lock(connecting_);
+    if (!gloo_) {
+      gloo_ = connect_();
+    }
+    return gloo_;
+  }
+
   Queue& internal(int index) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& found = internal_[index];
@@ -239,7 +257,9 @@ class StreamBackend final : public c10d::Backend {
     return *found;
   }
 
-  const c10::intrusive_ptr<c10d::Backend> gloo_;
+  const std::function<c10::intrusive_ptr<c10d::Backend>()> connect_;
+  std::mutex connecting_;
+  c10::intrusive_ptr<c10d::Backend> gloo_;
   const std::string name_;
   const c10::intrusive_ptr<Options> options_;
   const bool own_stream_;
@@ -253,9 +273,15 @@ class StreamBackend final : public c10d::Backend {
 PYBIND11_MODULE(_fakedev, m) {
   m.def(
       "make_backend",
-      [](c10::intrusive_ptr<c10d::Backend> gloo, std::string name, std::vector<uint64_t> ranks, bool own_stream)
+      [](const py::object& connect, int rank, int size, std::string name, std::vector<uint64_t> ranks, bool own_stream)
           -> c10::intrusive_ptr<c10d::Backend> {
-        return c10::make_intrusive<StreamBackend>(std::move(gloo), std::move(name), std::move(ranks), own_stream);
+        // Kept until the process ends, as it may be destroyed where Python cannot run.
+        auto* const kept = new py::object(connect);
+        const auto call = [kept] {
+          const py::gil_scoped_acquire gil;
+          return (*kept)().cast<c10::intrusive_ptr<c10d::Backend>>();
+        };
+        return c10::make_intrusive<StreamBackend>(call, rank, size, std::move(name), std::move(ranks), own_stream);
       });
   m.def("wedge_aborts", [](bool wedge) { aborts_wedge = wedge; });
   m.def("contexts", &contexts);
