@@ -34,6 +34,7 @@ def shard(number: int, version: int, rank: int, sharded: bool) -> torch.Tensor:
 
 def main(rank: int, ranks: int, folder: str, stage: str, transport: str) -> None:
     torch.npu.set_device(0)
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = str(rank)  # so that ranks have devices of their own
     sends, rank = rank < EACH, rank % EACH
     dist.init_process_group("hccl", store=dist.FileStore(f"{folder}/store-{sends}", EACH), rank=rank, world_size=EACH)
     topology = epload.Topology.from_nodes([list(range(EACH))])
