@@ -104,9 +104,15 @@ class DeviceRoute:
     """Of one epoch, on one rank."""
 
     def __init__(
-        self, plan: ExchangePlan, members: Members, rank: int, control: Control, whole: bool, link: Link
+        self,
+        plan: ExchangePlan,
+        members: Members,
+        rank: int,
+        control: Control,
+        whole: Collection[tuple[int, ...]],
+        link: Link,
     ) -> None:
-        """``whole``: whether this rank's node keeps whole versions in host memory, so that one rank for each rail receives."""
+        """``whole``: the nodes that keep whole versions in host memory, so that one rank for each rail receives."""
         self.backend = link.backend
         self.device = link.device
         self.groups = GroupCache({link.device.type: link.backend}, rank, control, link.device)
@@ -114,6 +120,7 @@ class DeviceRoute:
         self._members = members
         self._rank = rank
         self._whole = whole
+        self._keeps_whole = any(rank in node for node in whole)
         self._control = control
         self._hops: dict[int, list[Hop]] = {}
         """Of each of the plan's streams."""
@@ -148,7 +155,7 @@ class DeviceRoute:
     def engine(self, context: TransferContext, sink: Sink) -> Engine:
         """Of one version."""
         seconds = message_timeout(context.control, self.waves).total_seconds()
-        ring = ExchangeRing(self.staging, context.flow, context.report, seconds, verifies=not self._whole)
+        ring = ExchangeRing(self.staging, context.flow, context.report, seconds, verifies=not self._keeps_whole)
         mover = Broadcasts(context, ring, self) if self.waves else None
         return Engine(context, self.waves, ring, mover, sink)
 
@@ -168,7 +175,8 @@ class DeviceRoute:
                 yield tuple((owner, entry) for entry, owner in family.items())
             if len(nodes) > 1:
                 yield tuple(self._rail(nodes, rail) for rail in range(members.rails))
-        yield members.nodes
+        if reached := tuple(node for node in members.nodes if node not in self._whole):
+            yield reached
 
     def _entry(self, owner: int, nodes: Sequence[int]) -> int:
         """The number of the node at which what a sender sends to some nodes enters: another for the next sender of its node, and
@@ -195,7 +203,7 @@ class DeviceRoute:
         node = next(node for node in members.nodes if self._rank in node)
         if self._rank == node[rail] and len(stream.nodes) > 1:
             yield Hop(_RAIL, entry, self._rail(stream.nodes, rail))
-        if not self._whole and len(node) > 1:
+        if not self._keeps_whole and len(node) > 1:
             yield Hop(_NODE, node[rail], node)
 
     def _make_waves(self) -> list[Wave]:
@@ -212,7 +220,7 @@ class DeviceRoute:
 
     def _takes(self, number: int) -> bool:
         """Whether a bucket passes this rank."""
-        if self._rank in self._members.senders or not self._whole:
+        if self._rank in self._members.senders or not self._keeps_whole:
             return True
         owner = self._plan.buckets.streams[self._plan.buckets.stream[number]].owner
         return self._members.rail_of.get(self._rank) == self._members.rail_of[owner]
@@ -227,7 +235,7 @@ def find_route(
     members: Members,
     rank: int,
     control: Control,
-    whole: bool,
+    whole: Collection[tuple[int, ...]],
     link: Link | None,
     why: str,
 ) -> tuple[DeviceRoute | None, str]:

@@ -304,7 +304,8 @@ def _form(
     assert plan is not None
     waves = exchange_waves(plan)
     whole, kinds, places = ([view[i] for view in views] for i in (2, 5, 6))
-    route, why = find_route(plan, members, me.rank, control, me.whole, me.link, obstacle(kinds, places))
+    whole_nodes = [node for node in members.nodes if whole[node[0]]]
+    route, why = find_route(plan, members, me.rank, control, whole_nodes, me.link, obstacle(kinds, places))
     memory = None
     if route is None or any(whole):
         needs = whole if route is not None else [True] * len(views)
