@@ -126,7 +126,7 @@ class Group:
         made: dict[str, tuple[Any, Any]] = {}
         for kind_of_device, backend in backends.items():
             if backend not in made:
-                with _no_error_handling() if device is not None else nullcontext():
+                with _no_error_handling() if device is not None and backend == "nccl" else nullcontext():
                     made[backend] = self._make_backend(kind_of_device, backend, store, rank, timeout)
             kind, built = made[backend]
             group._register_backend(torch.device(kind_of_device), kind, built)
