@@ -217,7 +217,7 @@ def judge(seed: int) -> tuple[str, str]:
     def of(name: str) -> tuple[int, ...]:
         return tuple(rank for victim, ranks in dying.items() if victim.startswith(name) for rank in ranks)
 
-    setup = partial(fakedev.setup, fault.place) if fault.place != "cpu" else None
+    setup = partial(fakedev.setup, fault.place, lazy=True) if fault.place != "cpu" else None
     if setup is not None:
         build_fake.library()
     try:
