@@ -187,7 +187,7 @@ class SaveRun:
         by_rank = {int(rank): of_rank for rank, of_rank in sizes.items()}
         sent = SentPlan.of(by_rank, topology.nodes, control.rank, folders[number] == number, token)
         with self._new_files(layout) as files:
-            sink = FileSink(files, layout.files)
+            sink = FileSink(sent, files, layout.files)
             send_to_nodes(topology, sent, plan, shards, sink, self._report)
             _, failure = attempt(lambda: self._sync(files, self._progressed))
             control.settle("writing the checkpoint", failure, patience=2)

@@ -134,7 +134,8 @@ class PackSource:
 class FileSink:
     """Into the files of a new checkpoint. See :class:`~epload.transport.sinks.Sink`."""
 
-    def __init__(self, files: NewFiles, layout: Sequence[NewFile]) -> None:
+    def __init__(self, plan: SentPlan, files: NewFiles, layout: Sequence[NewFile]) -> None:
+        self._plan = plan
         self._files = files
         self._sizes = torch.tensor([file.nbytes for file in layout], dtype=torch.int64)
         self.written = 0
@@ -147,7 +148,8 @@ class FileSink:
         return False
 
     def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
-        self.written += self._files.write(bucket, self._runs(number, bucket))
+        if self._plan.buckets[number].targets:
+            self.written += self._files.write(bucket, self._runs(number, bucket))
 
     def _runs(self, number: int, bucket: Tensor) -> Tensor:
         """Raises LoadError if they are not within the bucket and the files."""

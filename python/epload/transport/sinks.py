@@ -31,8 +31,8 @@ class Sink(Protocol):
         ...
 
     def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
-        """Takes what this rank keeps out of a bucket (uint8). The sink no longer needs it when this returns, or when the
-        work that it has queued on its stream is done. ``guarded``: as :meth:`guards` has said."""
+        """Takes what this rank keeps, if anything, out of a bucket (uint8). The sink no longer needs it when this returns, or
+        when the work that it has queued on its stream is done. ``guarded``: as :meth:`guards` has said."""
         ...
 
     def abandon(self) -> None:
