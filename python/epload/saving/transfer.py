@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
@@ -33,6 +32,7 @@ from epload.staging.shared_memory import NodeMemory
 from epload.transport.context import TransferContext
 from epload.transport.framing import Framing
 from epload.transport.movers import Relay
+from epload.transport.sinks import PlainSink
 from epload.transport.transfers import run_transfer, through_memory
 
 _COUNT_BYTES = 8
@@ -131,7 +131,7 @@ class PackSource:
         runs[-1] = len(bucket.runs)
 
 
-class FileSink:
+class FileSink(PlainSink):
     """Into the files of a new checkpoint. See :class:`~epload.transport.sinks.Sink`."""
 
     def __init__(self, plan: SentPlan, files: NewFiles, layout: Sequence[NewFile]) -> None:
@@ -140,12 +140,6 @@ class FileSink:
         self._sizes = torch.tensor([file.nbytes for file in layout], dtype=torch.int64)
         self.written = 0
         """Bytes."""
-
-    def entered(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def guards(self, number: int, bucket: Tensor) -> bool:
-        return False
 
     def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
         if self._plan.buckets[number].targets:
@@ -163,9 +157,6 @@ class FileSink:
             if bool(inside.all()) and bool((offset <= self._sizes[file] - nbytes).all()):
                 return runs
         raise LoadError(f"bucket {number} of the save does not say where its bytes belong; this is a bug in epload")
-
-    def abandon(self) -> None:
-        pass
 
 
 def send_to_nodes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from epload.staging.exchange_ring import ExchangeRing, ExchangeStaging
 from epload.transport.context import TransferContext
 from epload.transport.engine import Engine
 from epload.transport.movers import broadcast, explain
-from epload.transport.sinks import Sink
+from epload.transport.sinks import PlainSink, Sink
 from epload.transport.transfers import message_timeout
 
 MOST_GROUPS = 12
@@ -288,7 +288,7 @@ class Broadcasts:
                 span.nbytes = bucket.nbytes
 
 
-class MemorySink:
+class MemorySink(PlainSink):
     """Out of buckets on a device, into a node's memory for a whole version. See :class:`~epload.transport.sinks.Sink`."""
 
     def __init__(self, places: Mapping[int, Tensor], verify: Callable[[int, Tensor], None] | None) -> None:
@@ -300,12 +300,6 @@ class MemorySink:
         self._places = places
         self._verify = verify
 
-    def entered(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def guards(self, number: int, bucket: Tensor) -> bool:
-        return False
-
     def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
         place = self._places[number]
         self._copy(place, bucket)
@@ -315,6 +309,3 @@ class MemorySink:
     @staticmethod
     def _copy(place: Tensor, bucket: Tensor) -> None:
         place.copy_(bucket)
-
-    def abandon(self) -> None:
-        pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +12,7 @@ from epload.planning.schedule import Step
 from epload.planning.streams import ExchangePlan, Members
 from epload.planning.waves import Wave
 from epload.staging.shards import Shards
+from epload.transport.sinks import PlainSink
 
 _CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 4 << 20
 """Of a message: small where nodes pass it on, so that filling a chain of them takes little time."""
@@ -92,22 +92,13 @@ class ShardSource:
         self._shards.pack(number, buffer)
 
 
-class ShardSink:
+class ShardSink(PlainSink):
     """Into the receiver's tensors as buckets arrive, or not yet. See :class:`~epload.transport.sinks.Sink`."""
 
     def __init__(self, shards: Shards | None) -> None:
         """``shards``: None to leave buckets where they are, as in the memory for a whole version, or on a rank that sends."""
         self._shards = shards
 
-    def entered(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def guards(self, number: int, bucket: Tensor) -> bool:
-        return False
-
     def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
         if self._shards is not None:
             self._shards.unpack(number, bucket)
-
-    def abandon(self) -> None:
-        pass

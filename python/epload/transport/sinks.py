@@ -48,18 +48,25 @@ class DirectSink(Sink, Protocol):
         ...
 
 
-class HostSink:
-    """Tensors on CPU, out of buckets in host memory."""
-
-    def __init__(self, local: Local, report: TransferReport) -> None:
-        self._local = local
-        self._report = report
+class PlainSink:
+    """What a :class:`Sink` is that is done with a bucket when :meth:`Sink.unpack` returns, once the host has seen its header."""
 
     def entered(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def guards(self, number: int, bucket: Tensor) -> bool:
         return False
+
+    def abandon(self) -> None:
+        pass
+
+
+class HostSink(PlainSink):
+    """Tensors on CPU, out of buckets in host memory."""
+
+    def __init__(self, local: Local, report: TransferReport) -> None:
+        self._local = local
+        self._report = report
 
     def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
         self._local.unpack(number, bucket)
@@ -69,9 +76,6 @@ class HostSink:
             nbytes = self._local.read(numbers, checkpoint)
             span.nbytes = nbytes or 0
             return nbytes
-
-    def abandon(self) -> None:
-        pass
 
 
 class DeviceSink:
