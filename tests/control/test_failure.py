@@ -94,6 +94,17 @@ def run_out_of_memory() -> None:
     raise MemoryError("no room for 7 bytes")
 
 
+def complain_at_length() -> None:
+    raise MemoryError("no room, " * 50_000 + "at all")
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[3]], ids="-".join)
+def test_a_failure_too_long_for_a_message_between_ranks(way: tuple[str, str]) -> None:
+    results = ranks.run(4, failing_load, 1, complain_at_length, way, 60.0)
+    check_raised([first for first, _ in results], "no room, at all", seconds=15)
+    assert [bad for _, bad in results] == [[]] * 4
+
+
 @pytest.mark.parametrize("way", [way for way in WAYS if way[1] != "flat"], ids="-".join)
 def test_a_killed_rank_is_noticed_by_all(way: tuple[str, str]) -> None:
     """Within seconds, though the timeout is a minute: its neighbors see the process end or the connection close."""

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from bench_control import check, loads
+from bench_control import check, idle, loads, sum_operations
 from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS, Bed, Cluster, Rank
 from epload.control.heartbeat import Heartbeats
 from epload.control.place import FreeStore
@@ -83,6 +83,23 @@ def test_one_connection_per_node_besides_one_per_rank() -> None:
     # How often ranks post and look depends on the time.
     asked = {kind: count for kind, count in counts.items() if kind not in ("bytes", "set", "check")}
     assert asked == {"compare_set": 6, "multi_get": 6 * (2 + 2), "delete": 6 * 2}
+
+
+def test_ranks_hear_of_a_failure_from_their_leader() -> None:
+    """When a rank of the last node is killed, ranks of other nodes that lead none neither connect to the store nor ask it."""
+    bed = Bed(ranks=9, per_node=3, processes=4)
+    with Cluster(bed) as cluster:
+        for step in (Rank.register, Rank.join_nodes):
+            check(cluster.run(step)[0])
+        check(cluster.run(loads, 1, RELOAD_ROUNDS)[0])
+        before = cluster.server.connections()
+        samples, _, _ = cluster.run(idle, SECONDS, kill_after=1.0)
+        witnesses = len(bed.nodes[-1]) - 1
+        assert cluster.server.connections() - (before - 1) <= witnesses
+    texts = {sample.error for sample in samples}
+    assert len(texts) == 1 and f"rank {bed.victim} has exited" in texts.pop()
+    asked = {rank: sum_operations(samples[rank].operations) for node in bed.nodes[:-1] for rank in node[1:]}
+    assert asked == dict.fromkeys(asked, 0)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 35])

@@ -18,7 +18,7 @@ from typing import Any
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
-from epload.control.failure import Alerts, Failure, Outcomes, describe
+from epload.control.failure import Alert, Alerts, Failure, Outcomes, describe
 from epload.control.heartbeat import Position
 from epload.control.place import Place
 from epload.control.processes import LocalProcesses
@@ -58,7 +58,7 @@ class Control:
         self.ranks = ranks
         self.rank = rank
         self.coordinator = ranks[0]
-        self.timeout = DEFAULT_TIMEOUT
+        self.timeout = self._default_timeout = DEFAULT_TIMEOUT
         self.agreed: set[bytes] = set()
         """Digests of what all ranks have already found to be equal."""
         self.doing = ""
@@ -66,7 +66,6 @@ class Control:
         self.progress = 0
         """Grows with the data that this rank has moved. Ranks that wait for it do not time out as long as it grows."""
         self.processes = LocalProcesses()
-        self._default_timeout = self.timeout
         self._load = self._attempt = 0
         """Number of the load, and of failures in it so far."""
         self._step = 1
@@ -192,7 +191,7 @@ class Control:
             first = outcomes.publish(1, failure) or failure
         except RuntimeError:  # the store is lost, which the others notice themselves
             return failure
-        self.spread(prefix, True)
+        self.spread(Alert(prefix, True, first))
         return first
 
     def abort(self, error: Exception) -> None:
@@ -219,37 +218,40 @@ class Control:
 
     def known(self) -> Failure | None:
         """The first failure that any rank has published in this load. Asks the store every tenth of a second at most."""
-        now, store = time.monotonic(), self.store
-        if store is None or (self._prefix not in self._alerts and now - self._looked < _LOOK_SECONDS):
-            return None
+        now, store, told = time.monotonic(), self.store, self._alerts.failure(self._prefix)
+        if told is not None or store is None or (self._prefix not in self._alerts and now - self._looked < _LOOK_SECONDS):
+            return told
         self._looked = now
         return found[0] if (found := self._look(lambda: store)) is not None else None
 
     def _look(self, connection: Callable[[], Store]) -> tuple[Failure, bool] | None:
         """See :meth:`Outcomes.first`. Thread-safe: this rank does not come to another round meanwhile."""
         with self._looking:
-            return Outcomes(connection, self._prefix).first(self._step)
+            prefix = self._prefix
+            found = Outcomes(connection, prefix).first(self._step)
+        if found is not None:
+            self.spread(Alert(prefix, found[1], found[0]))
+        return found
 
     def find_failure(self) -> None:
         """For the watch of a leader: looks for a failure in the store, unless the round hears of one anyway."""
         prefix = self._prefix
-        if self.rounds is not None and self.rounds.waits_for_outcome:
+        if self.place is None or (self.rounds is not None and self.rounds.waits_for_outcome):
             return
         if prefix not in self._alerts:
-            if self.place is not None and (found := self._look(self.place.free_connection)) is not None:
-                self.spread(prefix, found[1])
+            self._look(self.place.free_connection)
         elif not self._alerts.hard(prefix) and self._outcomes.stopped():
-            self.spread(prefix, True)
+            self.spread(Alert(prefix, True))
 
-    def spread(self, prefix: str, hard: bool, sender: int = -1) -> None:
+    def spread(self, alert: Alert, sender: int = -1) -> None:
         """An attempt has failed, as ``sender`` of this node says if given: wakes this rank, tells its node. Thread-safe."""
-        if self.place is None or not self._alerts.add(prefix, hard):
+        if self.place is None or not self._alerts.add(alert):
             return
         for rank, link in self.place.links.watch.items():
             if rank != sender:
-                link.notify(FAILED, json.dumps([prefix, hard]).encode())
+                link.notify(FAILED, alert.encode())
         self.place.alarm.set()
-        if hard and prefix == self._prefix:
+        if alert.hard and alert.prefix == self._prefix:
             self.watch.stop()
 
     def _publish(self, failure: Failure, hard: bool) -> Failure | None:
@@ -260,7 +262,7 @@ class Control:
             prefix = self._prefix
             first = self._outcomes.publish(self._step, failure, hard)
         if first is not None:
-            self.spread(prefix, hard)
+            self.spread(Alert(prefix, hard, first))
         return first
 
     def fail(self, error: BaseException, hard: bool = True) -> Failure | None:
@@ -271,7 +273,7 @@ class Control:
         remote = isinstance(error, RemoteFailure)
         try:
             first = self._first(_PUBLISH_SECONDS if remote else 0.0)
-            if first is not None and not hard:
+            if first is not None and (not hard or self.must_stop()):
                 return first
             others = ""
             if first is None and not remote and self.place is not None:
@@ -286,6 +288,8 @@ class Control:
     def _first(self, seconds: float) -> Failure | None:
         until = time.monotonic() + seconds
         while self.place is not None and not self._succeeded:
+            if (told := self._alerts.failure(self._prefix)) is not None:
+                return told
             if (found := self._look(self.place.free_connection)) is not None:
                 return found[0]
             if time.monotonic() >= until:
@@ -337,29 +341,26 @@ class Control:
                 self._begun = self._step
             self.doing = what
             round_ = Round(what, self.position, patience * self.timeout, self._outcomes, last)
-            error: LoadError | None = None
             try:
                 try:
                     decision = self.rounds.run(round_, view, decide)
                     self._succeeded = last
                     self._step += 1
                     return decision
-                except (WaitTimeout, RankExited) as own:
-                    error = own
-                except RemoteFailure:
-                    pass
+                except (WaitTimeout, RankExited, RemoteFailure) as raised:
+                    error = raised
                 raise self._shared_error(error)
             except DistNetworkError as lost:
                 raise LoadError(f"{what}: the store is lost: {message_of(lost)} (seen by rank {self.rank})") from lost
 
-    def _shared_error(self, error: LoadError | None) -> Exception:
-        """What all ranks raise, after publishing ``error`` if it is not None; later rounds start anew."""
-        failure = self.fail(error) if error is not None else None
+    def _shared_error(self, error: LoadError) -> Exception:
+        """What all ranks raise, after publishing ``error`` if it is of this rank; later rounds start anew."""
+        failure = self.fail(error) if not isinstance(error, RemoteFailure) else None
         if failure is None:
             failure = self._first(_PUBLISH_SECONDS)
         if failure is None:
             failure = Failure(LoadError.__name__, "another rank failed and ended before it could say why", self.rank)
-        self.spread(self._prefix, not failure.clean)
+        self.spread(Alert(self._prefix, not failure.clean))
         shared = failure.error()
         self._start_attempt(self._load, self._attempt + 1)
         self._failure = failure
@@ -383,7 +384,6 @@ class Control:
         """A round in which every rank may send bytes to any other; returns what was sent to this rank, by sender.
 
         Args:
-            what: name of the round.
             messages: by receiver; every rank sends to the same receivers. They stay in the store until
                 :meth:`delete_messages`, which a rank calls once all have read theirs.
         """

@@ -15,7 +15,7 @@ import json
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 
 from torch.distributed.distributed_c10d import Store
@@ -26,6 +26,8 @@ DECISION, LAST, FAILURE = b"o", b"e", b"f"
 """The first byte of an outcome. ``LAST``: a decision with which the load has succeeded."""
 _MAX_TEXT = 1 << 20
 """Characters of a failure's text; the store accepts values of up to 8 MiB."""
+_MAX_TOLD = 1 << 12
+"""Characters of a failure's text in a message between ranks of a node, which is sent as a whole or not at all."""
 
 
 @dataclass(frozen=True)
@@ -160,31 +162,58 @@ def parse(outcome: bytes) -> tuple[Failure, bool]:
     return Failure(**fields), hard
 
 
+@dataclass(frozen=True)
+class Alert:
+    """That an attempt of a load has failed, as the ranks of a node tell one another."""
+
+    prefix: str
+    """Of the attempt."""
+    hard: bool
+    """Whether all have to stop at once."""
+    failure: Failure | None = None
+    """If it is known, and short enough for a message: else the store has it."""
+
+    def encode(self) -> bytes:
+        told = self.failure is not None and len(self.failure.text) <= _MAX_TOLD
+        return json.dumps([self.prefix, self.hard, asdict(self.failure) if self.failure and told else None]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Alert:
+        prefix, hard, failure = json.loads(data)
+        return cls(prefix, hard, Failure(**failure) if failure is not None else None)
+
+
 class Alerts:
     """The attempts of loads that this rank knows to have failed. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._hard: dict[str, bool] = {}
-        """By prefix of the attempt, whether all have to stop at once."""
+        self._known: dict[str, Alert] = {}
+        """By prefix of the attempt."""
 
     def __contains__(self, prefix: str) -> bool:
-        return prefix in self._hard
+        return prefix in self._known
 
     def hard(self, prefix: str) -> bool:
         """Whether all have to stop at once."""
-        return self._hard.get(prefix, False)
+        return (known := self._known.get(prefix)) is not None and known.hard
 
-    def add(self, prefix: str, hard: bool) -> bool:
+    def failure(self, prefix: str) -> Failure | None:
+        """With which the attempt has failed, if another rank of the node has said so."""
+        return known.failure if (known := self._known.get(prefix)) is not None else None
+
+    def add(self, alert: Alert) -> bool:
         """Whether this is news."""
         with self._lock:
-            known = self._hard.get(prefix)
-            if known or (known is not None and not hard):
+            known = self._known.get(alert.prefix)
+            if known is not None and (known.hard or not alert.hard):
                 return False
-            self._hard[prefix] = hard
+            if known is not None and known.failure is not None:  # the first failure published is everybody's
+                alert = replace(alert, failure=known.failure)
+            self._known[alert.prefix] = alert
             return True
 
     def forget(self, load: int) -> None:
         """Loads before this one."""
         with self._lock:
-            self._hard = {prefix: hard for prefix, hard in self._hard.items() if int(prefix.split(".")[0]) >= load}
+            self._known = {prefix: known for prefix, known in self._known.items() if int(prefix.split(".")[0]) >= load}

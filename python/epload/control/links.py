@@ -75,7 +75,7 @@ class Link:
 
     def receive(self) -> list[tuple[str, bytes]]:
         """What has arrived since the last call; does not wait."""
-        while not self.closed and self._read(_CHUNK):
+        while not self.closed and self._read(_CHUNK) == _CHUNK:
             pass
         return self._take_messages()
 
@@ -99,17 +99,17 @@ class Link:
                 break
         return None
 
-    def _read(self, most: int) -> bool:
-        """Whether any bytes were there to read; at most so many are read."""
+    def _read(self, most: int) -> int:
+        """How many bytes were there to read, of at most so many."""
         try:
             data = self._connection.recv(most, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return False
+            return 0
         except OSError:
             data = b""
         self.closed = not data
         self._received += data
-        return not self.closed
+        return len(data)
 
     def _take_messages(self) -> list[tuple[str, bytes]]:
         messages, at = [], 0

@@ -79,7 +79,7 @@ class Place:
 
     def free_connection(self) -> Store:
         """A connection to the store that no call of a round or of a group blocks. A leader needs one besides the job's for this
-        and for its waits; another rank makes one when it first fails."""
+        and for its waits; another rank makes one when it fails itself."""
         return cast(Store, self._free)
 
 

@@ -343,7 +343,8 @@ class Rounds:
                 poll.register(link, select.POLLIN)
                 links[link.fileno()] = rank, link
         ready = {fd for fd, _ in poll.poll(1e3 * min(max(seconds, 0.0), _MAX_WAIT))}
-        self._alarm.clear()
+        if ready - links.keys():
+            self._alarm.clear()
         for fd in ready & links.keys():
             rank, link = links[fd]
             for tag, data in link.receive():

@@ -6,7 +6,6 @@ for failures in the store every 1 to 1.5 s, unless its round waits for one there
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from epload.control import heartbeat
-from epload.control.failure import Failure
+from epload.control.failure import Alert, Failure
 from epload.control.heartbeat import Position
 from epload.control.place import Place
 from epload.control.processes import LocalProcesses, ProcessWatch
@@ -50,7 +49,7 @@ class Watched(Protocol):
 
     def must_stop(self) -> bool: ...
 
-    def spread(self, prefix: str, hard: bool, sender: int) -> None: ...
+    def spread(self, alert: Alert, sender: int) -> None: ...
 
 
 class Concluding(Protocol):
@@ -205,8 +204,7 @@ class Watch:
                 if tag == BEAT:
                     place.heartbeats.hear(rank, data)
                 elif tag == FAILED:
-                    prefix, hard = json.loads(data)
-                    self._control.spread(prefix, hard, rank)
+                    self._control.spread(Alert.decode(data), rank)
 
     def _beat(self, place: Place) -> None:
         control = self._control
