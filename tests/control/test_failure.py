@@ -337,4 +337,4 @@ def test_heartbeats_show_which_ranks_are_silent() -> None:
     assert "rank 1: reads bucket 4, process ended" in text
     assert "rank 2: reads bucket 4, silent" in text
     assert "rank 3: reads bucket 4, silent" in text
-    assert "rank 4: no heartbeat received" in text
+    assert "rank 4: no heartbeat received, silent" in text

@@ -219,7 +219,11 @@ class Control:
     def known(self) -> Failure | None:
         """The first failure that any rank has published in this load. Asks the store every tenth of a second at most."""
         now, store, told = time.monotonic(), self.store, self._alerts.failure(self._prefix)
-        if told is not None or store is None or (self._prefix not in self._alerts and now - self._looked < _LOOK_SECONDS):
+        if (
+            told is not None
+            or store is None
+            or (self._prefix not in self._alerts and now - self._looked < _LOOK_SECONDS)
+        ):
             return told
         self._looked = now
         return found[0] if (found := self._look(lambda: store)) is not None else None

@@ -148,7 +148,8 @@ class Heartbeats:
                     for leader, count in posts.items()
                     if leader not in self._tree.node and before[leader] == count
                 }
-                silent |= {each for each in now if self._tree.leader_of[each] in far}
+                silent |= {each for each in shown if self._tree.leader_of[each] in far}
+                silent |= {each for each in self._tree.node if each in shown and each not in now}
             last |= now
         silent = silent - {*ended, rank} if find_silent else set()
         last[rank] = Heartbeat(0, (0, 0, 0), 0, doing)

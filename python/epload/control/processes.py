@@ -27,6 +27,9 @@ class LocalProcesses:
         """While more ranks may register."""
         self._list = self._own_key = ""
         self._seen = 0
+        self._watch: ProcessWatch | None = None
+        self._watched = 0
+        """How many processes it watches."""
 
     def register(self, store: Store, rank: int) -> None:
         """Adds this process to the machine's list. ``store``: prefixed for this rendezvous alone."""
@@ -51,6 +54,19 @@ class LocalProcesses:
             if (store := self._store) is not None:
                 self._read_new(store)
             return list(self._found)
+
+    def watch(self) -> ProcessWatch:
+        """A watch over every rank found so far, which is kept until more are found. For one thread at a time.
+
+        Raises OSError if this process has too many open files.
+        """
+        found = self.find()
+        if self._watch is None or len(found) > self._watched:
+            if self._watch is not None:
+                self._watch.close()
+            self._watch, self._watched = None, len(found)
+            self._watch = ProcessWatch(found)
+        return self._watch
 
     def _read_new(self, store: Store) -> None:
         count = store.add(self._list, 0)

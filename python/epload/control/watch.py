@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Protocol
 
 from epload.control import heartbeat
@@ -23,6 +24,8 @@ from epload.core.log import logger
 from epload.errors import LoadError, RankExited, RemoteFailure, message_of
 
 _ULIMIT_HINT = "raise the limit on open files (ulimit -n)"
+_FIRST_BEAT = 0.5
+"""Seconds from the begin of a load to a rank's first heartbeat."""
 _QUIET_HEARTBEATS = 5
 """A rank logs its activity after so many heartbeats without progress, then after twice as many, and so on."""
 BEAT, FAILED = "beat", "failed"
@@ -35,6 +38,7 @@ class Watched(Protocol):
     rank: int
     doing: str
     progress: int
+    timeout: timedelta
     processes: LocalProcesses
     place: Place | None
 
@@ -160,9 +164,8 @@ class Watch:
 
     def _run(self, place: Place) -> None:
         control = self._control
-        watched, count = ProcessWatch(()), 0
-        self._next_beat = 0.0
-        # At once it would find nothing that the first round does not tell.
+        # Ranks that come together hear of one another in the first round: most loads are over before this says anything.
+        self._next_beat = time.monotonic() + min(_FIRST_BEAT, control.timeout.total_seconds() / 4)
         self._next_look = time.monotonic() + place.heartbeats.look_interval
         try:
             while not self._over:
@@ -173,10 +176,7 @@ class Watch:
                     self._next_look = time.monotonic() + place.heartbeats.look_interval
                     if place.tree.leads:
                         control.find_failure()
-                found = control.processes.find()
-                if len(found) > count:
-                    watched.close()
-                    watched, count = ProcessWatch(found), len(found)
+                watched = control.processes.watch()
                 self._listen(watched, place)
                 if watched.ended.keys() - control.processes.ended.keys():
                     control.processes.ended = dict(watched.ended)
@@ -191,8 +191,6 @@ class Watch:
                 logger.warning("rank %d can no longer watch over the load: %s", control.rank, message_of(error))
                 self.stop()
                 place.alarm.set()
-        finally:
-            watched.close()
 
     def _listen(self, watched: ProcessWatch, place: Place) -> None:
         """Waits until the next heartbeat, or until a process ends; takes in what the node's other ranks say meanwhile."""
