@@ -27,6 +27,8 @@ from summary import facts
 from tables import Table, provenance, seconds, write
 
 LOADS = 5
+ROUNDS = 8
+"""Of the loads in which seconds of a round are measured."""
 IDLE_SECONDS = 8.0
 """Whole intervals between the heartbeats of a node, of 8 s at 512 ranks."""
 SWEEP = (8, 16, 64, 256, 512)
@@ -109,6 +111,9 @@ def measure(bed: Bed, late: float) -> dict[str, Any]:
         samples, cpu, _ = cluster.run(loads, LOADS, RELOAD_ROUNDS)
         check(samples)
         found["nobody_late"] = describe(samples, cpu, LOADS)
+        samples, _, _ = cluster.run(loads, LOADS, ROUNDS)
+        check(samples)
+        found["round"] = round_seconds(samples)
         found["connections"] = cluster.server.connections()
         samples, cpu, _ = cluster.run(load, RELOAD_ROUNDS, late, bed.ranks // 2)
         check(samples)
@@ -149,19 +154,25 @@ def describe(samples: list[Sample], cpu: float, count: int) -> dict[str, Any]:
     for sample in samples:
         kinds.update(sample.operations)
     nbytes = kinds.pop("bytes", 0)
-    per_round = [
-        max(end for _, end in times) - max(begin for begin, _ in times)
-        for times in zip(*(sample.rounds for sample in samples), strict=True)
-    ]
     return {
         "operations_per_rank": sum(kinds.values()) / count / len(samples),
         "operations_most": max(map(operations, samples)) / count,
         "operations": {kind: total / count / len(samples) for kind, total in sorted(kinds.items())},
         "bytes_per_rank": nbytes / count / len(samples),
-        "round_s": statistics.median(per_round),
-        "round_least_s": min(per_round),
         "server_cpu_s": cpu / count,
     }
+
+
+def round_seconds(samples: list[Sample]) -> dict[str, float]:
+    """From the arrival of the last rank to the departure of the last one. During the last round of a load, ranks that have
+    left end their load and begin the next one, on the cores that those need that have not."""
+    taken = [
+        max(end for _, end in times) - max(begin for begin, _ in times)
+        for times in zip(*(sample.rounds for sample in samples), strict=True)
+    ]
+    inner = [each for number, each in enumerate(taken) if (number + 1) % ROUNDS]
+    last = taken[ROUNDS - 1 : -1 : ROUNDS]  # after the last load none begins
+    return {"median_s": statistics.median(inner), "least_s": min(inner), "last_s": statistics.median(last)}
 
 
 # ---- what follows ----
@@ -178,7 +189,7 @@ def coefficients(runs: list[dict[str, Any]], replays: list[dict[str, Any]]) -> d
     return {
         "operation": fitted["server_cpu_s"] / fitted["operations"],
         "rank": coordinator_seconds(MANY) / MANY,
-        "level": next(run for run in runs if run["ranks"] == 16)["nobody_late"]["round_least_s"],
+        "level": next(run for run in runs if run["ranks"] == 16)["round"]["least_s"],
     }
 
 
@@ -198,7 +209,8 @@ def coordinator_seconds(ranks: int) -> float:
 def measured(runs: list[dict[str, Any]]) -> Table:
     columns = (
         "ranks, per node", "operations of a rank and load", "most of one rank", "one rank late", "most", "idle, per rank and s",
-        "connections per node besides one per rank", "round, ms: median", "least", "server CPU of a load, ms", "killed: named, s",
+        "connections per node besides one per rank", "round, ms: median", "least", "last of a load", "server CPU of a load, ms",
+        "killed: named, s",
     )  # fmt: skip
     rows = []
     for run in runs:
@@ -206,7 +218,8 @@ def measured(runs: list[dict[str, Any]]) -> Table:
         more = (run["connections"] - run["ranks"]) / run["nodes"]
         cells = [
             together["operations_per_rank"], together["operations_most"], late["operations_per_rank"], late["operations_most"],
-            run["idle"]["operations_per_rank_second"], more, 1e3 * together["round_s"], 1e3 * together["round_least_s"],
+            run["idle"]["operations_per_rank_second"], more,
+            *(1e3 * run["round"][which] for which in ("median_s", "least_s", "last_s")),
             1e3 * together["server_cpu_s"], run["killed"]["named_s"],
         ]  # fmt: skip
         rows.append([f"{run['ranks']}, {run['per_node']}", *(seconds(cell) for cell in cells)])
@@ -215,17 +228,17 @@ def measured(runs: list[dict[str, Any]]) -> Table:
 
 def compared(runs: list[dict[str, Any]], replays: list[dict[str, Any]], found: dict[str, float]) -> Table:
     """Simulated and measured."""
-    ran = {(run["ranks"], RELOAD_ROUNDS): run["nobody_late"] for run in runs}
+    ran = {(run["ranks"], RELOAD_ROUNDS): run for run in runs}
     names = {RELOAD_ROUNDS: "reload", FIRST_ROUNDS: "first load"}
     rows = []
     for row in replays:
         ranks, rounds, cpu = row["ranks"], row["rounds"], row["server_cpu_s"]
         there, here = agreement(ranks // 8, ranks, rounds, StoreRates(**found)), ran.get((ranks, rounds))
-        operations = here["operations_per_rank"] * ranks if here else row["operations"]
+        operations = here["nobody_late"]["operations_per_rank"] * ranks if here else row["operations"]
         cells = [
             f"{operations:.0f}", f"{there.operations}", difference(there.operations, operations), seconds(1e3 * cpu),
-            seconds(1e3 * there.server), difference(there.server, cpu), seconds(rounds * here["round_s"]) if here else "",
-            seconds(there.seconds),
+            seconds(1e3 * there.server), difference(there.server, cpu),
+            seconds(rounds * here["round"]["median_s"]) if here else "", seconds(there.seconds),
         ]  # fmt: skip
         rows.append([f"{ranks:,}, {names[rounds]}", *cells])
     columns = (

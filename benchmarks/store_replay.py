@@ -22,23 +22,25 @@ from epload.planning.costs import FAN_OUT
 THREADS = 8
 VIEW = b"=" + 300 * b"v"
 """As large as a short view, which messages.py does not compress."""
-REPEATS = 5
+MIN_REPEATS, REPEATED_NODES = 5, 512
+"""Loads that are replayed: at least so many, and so many that they have so many nodes together."""
 TIMEOUT = timedelta(minutes=5)
 
 
 def replay(nodes: int, rounds: int) -> tuple[int, float]:
     """The store operations of one load, and the median of the server's CPU seconds."""
     taken: list[float] = []
+    repeats = max(MIN_REPEATS, REPEATED_NODES // nodes)
     with Server() as server, ThreadPoolExecutor(THREADS) as pool:
         leaders = [_Leader(node, nodes, server.port) for node in range(nodes)]
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             before = server.cpu_seconds()
             for number in range(rounds):
                 _round(pool, leaders, number)
             list(pool.map(_Leader.delete, leaders))
             leaders[0].store.delete_key(leaders[0].outcome)
             taken.append(server.cpu_seconds() - before)
-        operations = sum(leader.operations for leader in leaders) // REPEATS
+        operations = sum(leader.operations for leader in leaders) // repeats
     return operations, statistics.median(taken)
 
 
