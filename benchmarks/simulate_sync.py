@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from clusters import NODES, cluster
 from epload.planning.costs import StoreRates
-from epload.planning.schedule import WAVE_BYTES, wave_limit
+from epload.planning.schedule import SYNC_WAVE_BYTES, wave_limit
 from epload.planning.simulator import Cluster, SyncLoad, predict_sync
 from summary import Row
 from tables import Table, seconds, times
@@ -41,7 +41,7 @@ def check(runs: dict[str, Row]) -> list[Row]:
     for case in ("2", "4"):
         run = runs[case]
         nbytes = run["nbytes"]
-        waves = -(-nbytes // wave_limit(nbytes, WAVE_BYTES))
+        waves = -(-nbytes // wave_limit(nbytes, SYNC_WAVE_BYTES))
         load = SyncLoad(
             nbytes, nbytes, nbytes // run["trainers"], run["trainers"], run["rollouts"], run["rollouts"], waves, CHUNK
         )

@@ -22,7 +22,7 @@ from clusters import MODELS, Model
 from epload.core.placement import Layout, Replicated, Sharded, owned_regions, row_major_strides
 from epload.core.views import Shape, View
 from epload.planning.exchange import plan_exchange
-from epload.planning.schedule import WAVE_BYTES
+from epload.planning.schedule import SYNC_WAVE_BYTES
 from epload.planning.shares import Outline, Share, ShareBuilder, parts_of_view
 from epload.planning.streams import Members
 from summary import Row
@@ -132,7 +132,7 @@ def _plan(
     outlines = {i: from_trainer[i % len(theirs)] for i in range(trainers)}
     outlines |= {trainers + i: from_engine[i % len(ours)] for i in range(rollouts)}
     began = perf_counter()
-    plan = plan_exchange(tensors, members, outlines, rank, own, WAVE_BYTES)
+    plan = plan_exchange(tensors, members, outlines, rank, own, SYNC_WAVE_BYTES)
     return perf_counter() - began, len(plan.buckets), len(plan.waves), plan.nbytes
 
 

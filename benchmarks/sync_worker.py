@@ -28,7 +28,7 @@ from epload.mapping.mapping import Mapping
 from epload.model.targets import collect
 from epload.planning.exchange import plan_exchange
 from epload.planning.plan import make_plan
-from epload.planning.schedule import WAVE_BYTES
+from epload.planning.schedule import SYNC_WAVE_BYTES
 from epload.planning.shares import Outline, share_of_targets
 from epload.planning.simulator import waves
 from epload.planning.streams import Members
@@ -245,7 +245,7 @@ class Planning:
         return {"plan_exchange": self._exchange, "make_plan": self._load}[entry]
 
     def _exchange(self) -> None:
-        plan_exchange(self._manifest, self._members, self._outlines, self._rank, self._share, WAVE_BYTES)
+        plan_exchange(self._manifest, self._members, self._outlines, self._rank, self._share, SYNC_WAVE_BYTES)
 
     def _load(self) -> None:
         make_plan(self._manifest, self._targets, Mapping(), self._bucket_bytes)

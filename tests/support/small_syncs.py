@@ -16,7 +16,7 @@ def many_waves(wave_bytes: int = 20_000, lease_seconds: float = 2.0) -> Iterator
         lease_seconds: after which a silent rank is dropped.
     """
     with (
-        mock.patch("epload.sync.epoch.WAVE_BYTES", wave_bytes),
+        mock.patch("epload.sync.epoch.SYNC_WAVE_BYTES", wave_bytes),
         mock.patch("epload.planning.schedule.MIN_WAVE_BYTES", 10_000),
         mock.patch("epload.planning.exchange.LEAST_BUCKET_BYTES", 5_000),
         mock.patch("epload.planning.exchange.LEAST_SLOT_BYTES", 4_000),

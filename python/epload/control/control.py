@@ -196,10 +196,9 @@ class Control:
 
     def abort(self, error: Exception) -> None:
         """Fails the load that another thread is in, with only the error's text. Thread-safe."""
-        if self.store is None:
-            return
-        with suppress(RuntimeError):  # the store is lost, which all notice themselves
-            self._publish(Failure.of(error, self.rank), True)
+        if self.store is not None:
+            with suppress(RuntimeError):  # the store is lost, which all notice themselves
+                self._publish(Failure.of(error, self.rank), True)
 
     def guard(self) -> Guard:
         """A context in which the watch runs, and out of which every rank raises the same error."""
@@ -218,14 +217,11 @@ class Control:
 
     def known(self) -> Failure | None:
         """The first failure that any rank has published in this load. Asks the store every tenth of a second at most."""
-        now, store, told = time.monotonic(), self.store, self._alerts.failure(self._prefix)
-        if (
-            told is not None
-            or store is None
-            or (self._prefix not in self._alerts and now - self._looked < _LOOK_SECONDS)
-        ):
+        store, told = self.store, self._alerts.failure(self._prefix)
+        soon = time.monotonic() - self._looked < _LOOK_SECONDS and self._prefix not in self._alerts
+        if told is not None or store is None or soon:
             return told
-        self._looked = now
+        self._looked = time.monotonic()
         return found[0] if (found := self._look(lambda: store)) is not None else None
 
     def _look(self, connection: Callable[[], Store]) -> tuple[Failure, bool] | None:

@@ -25,6 +25,9 @@ MIN_PART_BYTES = 4 << 20
 """A reader's share of a wave is no smaller, so that its reads stay long, and sending a node's share takes longer than a hop."""
 WAVE_BYTES = 64 << 20
 """Of a wave, or a device's bucket, unless many nodes read or a device's buckets cross nodes."""
+SYNC_WAVE_BYTES = 128 << 20
+"""Of a wave of a sync. Between two waves the ranks of a node wait for one another, which takes 1 to 2 ms where cores are few: as
+long as 8 MB over loopback."""
 DEVICE_WAVE_BYTES = 256 << 20
 """Of a device's bucket that crosses nodes, so that it takes milliseconds. What each costs besides, a collective's start and where
 the host looks at headers that too, is then a few per cent."""

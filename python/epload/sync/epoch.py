@@ -24,7 +24,7 @@ from epload.core.log import logger
 from epload.errors import LoadError, kind_of, make_error
 from epload.observe.progress import Progress
 from epload.planning.exchange import plan_exchange
-from epload.planning.schedule import WAVE_BYTES
+from epload.planning.schedule import SYNC_WAVE_BYTES
 from epload.planning.shares import Outline, Share
 from epload.planning.streams import ExchangePlan, Members
 from epload.planning.waves import Wave
@@ -297,7 +297,7 @@ def _form(
     plan: ExchangePlan | None = None
     if outlines is not None:
         plan, failure = attempt(
-            lambda: plan_exchange(manifest, members, outlines, me.rank, share, WAVE_BYTES, f"epoch {number}")
+            lambda: plan_exchange(manifest, members, outlines, me.rank, share, SYNC_WAVE_BYTES, f"epoch {number}")
         )
     fingerprint = plan.fingerprint.hex() if plan is not None else ""
     control.settle("planning the exchange", failure, fingerprint, _check_equal)

@@ -184,8 +184,10 @@ class WeightSender:
         tensors = None
         if read is not None and self._snapshot == "host":
             tensors, failure = attempt(lambda: self._snapshot_of(read[0].local()))
-        if read is not None and self._transport == "auto":
-            self._link = link_of({tensor.device for tensor in tensors or read[0].local()})
+        if read is not None:
+            tensors = tensors or read[0].local()
+            if self._transport == "auto":
+                self._link = link_of({tensor.device for tensor in tensors})
         if wait:
             return self._send(version, report, began, read, failure, tensors)
         self._sending = threads.start(
@@ -230,7 +232,8 @@ class WeightSender:
                 with self.topology.control.guard(), report.timed("plan"):
                     participants = self._agree(version, read, failure)
                 assert read is not None
-                self._move(version, participants, read, tensors or read[0].local(), report)
+                assert tensors is not None
+                self._move(version, participants, read, tensors, report)
         except Refused as refused:
             raise refused.failure.error() from None
         except BaseException:  # receivers may have left the epoch

@@ -14,8 +14,9 @@ from epload.planning.waves import Wave
 from epload.staging.shards import Shards
 from epload.transport.sinks import PlainSink
 
-_CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 4 << 20
-"""Of a message: small where nodes pass it on, so that filling a chain of them takes little time."""
+_CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 16 << 20
+"""Of a message: small where nodes pass it on, so that filling a chain of them takes little time; else large, since each wakes
+threads at both ends."""
 _NO_RANK = -1
 
 
