@@ -238,7 +238,7 @@ def compared(runs: list[dict[str, Any]], replays: list[dict[str, Any]], found: d
         cells = [
             f"{operations:.0f}", f"{there.operations}", difference(there.operations, operations), seconds(1e3 * cpu),
             seconds(1e3 * there.server), difference(there.server, cpu),
-            seconds(rounds * here["round"]["median_s"]) if here else "", seconds(there.seconds),
+            seconds((rounds - 1) * here["round"]["median_s"] + here["round"]["last_s"]) if here else "", seconds(there.seconds),
         ]  # fmt: skip
         rows.append([f"{ranks:,}, {names[rounds]}", *cells])
     columns = (

@@ -63,6 +63,8 @@ class Fault(NamedTuple):
             victim = "single 0"
         if victim.startswith("trainer") and phase == "apply":
             phase = "data"
+        if victim == "trainer 1" and phase == "offer":  # the first rank offers
+            phase = "ready"
         stage, verify = chance.choice(("host", "none")), chance.choice(("off", "buckets", "full"))
         return cls(kind, phase, victim, chance.randrange(4), stage, verify, chance.choice(PLACES))
 
@@ -105,7 +107,8 @@ def armed(fault: Fault, mine: bool, phase: str) -> Iterator[None]:
         "offer": (Lobby if fault.victim.startswith("trainer") else Attendance, "offer", lambda args: True),
         "ready": (Control, "settle", lambda args: args[1] == "getting ready"),
         "commit": (Control, "settle", lambda args: args[1] == "committing the version"),
-        "data": (Engine, "_move", lambda args: args[1].index == fault.wave),
+        # From device to device, a rank has only the waves that it takes part in.
+        "data": (Engine, "_move", lambda args: args[1].index == min(fault.wave, len(args[0]._waves) - 1)),
     }
     kind, name, applies = patches[phase]
     if phase == "offer" and kind is Attendance:

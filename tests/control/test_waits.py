@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from epload import HierarchicalLoader, Topology, coalesced_bcast
 from epload.control.control import Control
+from epload.control.processes import LocalProcesses
 from epload.staging.shared_memory import NodeSharing
 from support import ranks
 from support.failures import Raised, check_raised, raised_by
@@ -279,7 +280,7 @@ def no_more(what: str) -> Iterator[None]:
     patches = {
         "threads": mock.patch.object(threading.Thread, "start", no_thread),
         "files": mock.patch.object(os, "eventfd", no_file),
-        "processes' files": mock.patch.object(os, "pidfd_open", no_file),
+        "processes' files": mock.patch.object(LocalProcesses, "watch", no_file),
     }
     with patches[what]:
         yield

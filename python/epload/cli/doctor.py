@@ -21,7 +21,7 @@ import torch.distributed as dist
 from epload.cli.output import count, json_option, print_json, show, size, table
 from epload.cluster.cards import count_rdma
 from epload.native.info import build_info
-from epload.planning.schedule import MAX_WAVE_BYTES, WAVE_BYTES
+from epload.planning.schedule import MAX_WAVE_BYTES, SYNC_WAVE_BYTES
 
 _SLOW_LOOKUP = 0.5
 """Seconds; a TCPStore looks up the name of the peer's address for each connection."""
@@ -106,8 +106,8 @@ def check_shared_memory(memory: Path = Path("/proc/meminfo"), group: Path = Path
         return Finding("shared memory", "warn", f"memfd_create: {error.strerror}", advice)
     free = _available_memory(memory, group)
     found = f"anonymous files, {size(free)} of memory available"
-    if free < 2 * WAVE_BYTES:
-        return Finding("shared memory", "warn", found, f"staging buffers of a node want {size(2 * WAVE_BYTES)}")
+    if free < 2 * SYNC_WAVE_BYTES:
+        return Finding("shared memory", "warn", found, f"staging buffers of a node want {size(2 * SYNC_WAVE_BYTES)}")
     if free < 2 * MAX_WAVE_BYTES:
         return Finding("shared memory", "ok", found, f"jobs of 128 and more nodes want {size(2 * MAX_WAVE_BYTES)}")
     return Finding("shared memory", "ok", found)

@@ -99,7 +99,7 @@ class GroupCache:
         self._made.update((timeout, family) for family in families)
 
     def fail(self) -> None:
-        """Ends what the groups do on devices, as another rank has failed. Called by the watch."""
+        """Ends what the groups do on devices, as another rank has failed. Thread-safe."""
         abort(list(self._groups.values()))
 
     def clear(self) -> None:

@@ -148,7 +148,7 @@ class Control:
         self.processes.ended = {}
         self.doing, self.progress = "", 0
         if self.place is not None:
-            self.place.begin_load()
+            self.place.begin_load(number)
         self._start_attempt(number, 0)
         if self.rounds is not None:
             self.rounds.forget(number)
@@ -245,11 +245,11 @@ class Control:
 
     def spread(self, alert: Alert, sender: int = -1) -> None:
         """An attempt has failed, as ``sender`` of this node says if given: wakes this rank, tells its node. Thread-safe."""
-        if self.place is None or not self._alerts.add(alert):
+        if self.place is None or (news := self._alerts.add(alert)) is None:
             return
         for rank, link in self.place.links.watch.items():
             if rank != sender:
-                link.notify(FAILED, alert.encode())
+                link.notify(FAILED, news.encode())
         self.place.alarm.set()
         if alert.hard and alert.prefix == self._prefix:
             self.watch.stop()
@@ -344,8 +344,8 @@ class Control:
             try:
                 try:
                     decision = self.rounds.run(round_, view, decide)
-                    self._succeeded = last
-                    self._step += 1
+                    with self._looking:
+                        self._succeeded, self._step = last, self._step + 1
                     return decision
                 except (WaitTimeout, RankExited, RemoteFailure) as raised:
                     error = raised

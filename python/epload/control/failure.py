@@ -15,7 +15,7 @@ import json
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import count
 
 from torch.distributed.distributed_c10d import Store
@@ -26,8 +26,8 @@ DECISION, LAST, FAILURE = b"o", b"e", b"f"
 """The first byte of an outcome. ``LAST``: a decision with which the load has succeeded."""
 _MAX_TEXT = 1 << 20
 """Characters of a failure's text; the store accepts values of up to 8 MiB."""
-_MAX_TOLD = 1 << 12
-"""Characters of a failure's text in a message between ranks of a node, which is sent as a whole or not at all."""
+_MAX_TOLD = 1 << 14
+"""Bytes of a message between ranks of a node, which is sent as a whole or not at all."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,9 @@ class Alert:
     """If it is known, and short enough for a message: else the store has it."""
 
     def encode(self) -> bytes:
-        told = self.failure is not None and len(self.failure.text) <= _MAX_TOLD
-        return json.dumps([self.prefix, self.hard, asdict(self.failure) if self.failure and told else None]).encode()
+        failure = asdict(self.failure) if self.failure is not None else None
+        data = json.dumps([self.prefix, self.hard, failure]).encode()
+        return data if len(data) <= _MAX_TOLD else json.dumps([self.prefix, self.hard, None]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Alert:
@@ -202,16 +203,15 @@ class Alerts:
         """With which the attempt has failed, if another rank of the node has said so."""
         return known.failure if (known := self._known.get(prefix)) is not None else None
 
-    def add(self, alert: Alert) -> bool:
-        """Whether this is news."""
+    def add(self, alert: Alert) -> Alert | None:
+        """What is known now, if this is news."""
         with self._lock:
-            known = self._known.get(alert.prefix)
-            if known is not None and (known.hard or not alert.hard):
-                return False
-            if known is not None and known.failure is not None:  # the first failure published is everybody's
-                alert = replace(alert, failure=known.failure)
-            self._known[alert.prefix] = alert
-            return True
+            known = self._known.get(alert.prefix, alert)
+            merged = Alert(alert.prefix, known.hard or alert.hard, known.failure or alert.failure)
+            if merged == self._known.get(alert.prefix):
+                return None
+            self._known[alert.prefix] = merged
+            return merged
 
     def forget(self, load: int) -> None:
         """Loads before this one."""

@@ -82,6 +82,10 @@ class Heartbeats:
         """A heartbeat of another rank of the node."""
         self._near[rank] = Heartbeat.parse(json.loads(sent)), time.monotonic()
 
+    def forget(self, load: int) -> None:
+        """Heartbeats of the node's ranks in loads before this one."""
+        self._near = {rank: near for rank, near in self._near.items() if near[0].position[0] >= load}
+
     def due(self, position: Position | None) -> bool:
         """Whether to post: an interval is over, or this rank has begun to wait in the round at ``position``."""
         began_to_wait = position is not None and position != self._posted
@@ -148,12 +152,17 @@ class Heartbeats:
                     for leader, count in posts.items()
                     if leader not in self._tree.node and before[leader] == count
                 }
-                silent |= {each for each in shown if self._tree.leader_of[each] in far}
-                silent |= {each for each in self._tree.node if each in shown and each not in now}
+                silent |= {each for each in now if self._tree.leader_of[each] in far} | (far & {*shown})
+                silent |= {each for each in self._hears if each in shown and each not in now}
             last |= now
         silent = silent - {*ended, rank} if find_silent else set()
         last[rank] = Heartbeat(0, (0, 0, 0), 0, doing)
         return _describe(ranks, shown, last, set(ended), silent)
+
+    @property
+    def _hears(self) -> Sequence[int]:
+        """The ranks that send this one their heartbeats."""
+        return self._tree.members if self._tree.leads else (self._tree.leader,)
 
     def _look(self, ranks: Sequence[int]) -> tuple[dict[int, int], dict[int, Heartbeat], set[int]]:
         """How often each leader of ``ranks`` has posted, the last heartbeats of ``ranks``, and which of those are old."""
@@ -184,7 +193,8 @@ def _describe(
     for rank in sorted(shown):
         beat = last.get(rank)
         state = (beat.doing or "not started") if beat else "no heartbeat received"
-        note = ", process ended" if rank in ended else ", silent: stopped or unreachable" if rank in silent else ""
+        stopped = "stopped or unreachable" if beat else "not in this call, stopped, or unreachable"
+        note = ", process ended" if rank in ended else f", silent: {stopped}" if rank in silent else ""
         lines.append(f"  rank {rank}: {state}{note}")
     if len(shown) < len(ranks):
         lines.append(f"  and {len(ranks) - len(shown)} more")

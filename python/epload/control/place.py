@@ -71,9 +71,10 @@ class Place:
         self.links = NodeLinks.make(tree, token, limit, check)
         self._settle(tree)
 
-    def begin_load(self) -> None:
-        """Keeps nothing of a load that failed."""
+    def begin_load(self, number: int) -> None:
+        """Keeps nothing of loads before it, which may have failed."""
         self.messages.keep_sent()
+        self.heartbeats.forget(number)
         if not self.tree.leads:
             self._free = FreeStore(self.store, None)
 

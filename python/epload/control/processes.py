@@ -8,6 +8,7 @@ import os
 import select
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
@@ -68,6 +69,12 @@ class LocalProcesses:
             self._watch = ProcessWatch(found)
         return self._watch
 
+    def close(self) -> None:
+        """Ends the watch over them, until :meth:`watch` is called again. Not while a thread uses it."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
     def _read_new(self, store: Store) -> None:
         count = store.add(self._list, 0)
         while self._seen < count:
@@ -124,11 +131,14 @@ class ProcessWatch:
             Those of ``others`` that are readable.
         """
         watched = set(others)
-        for fd in watched:
-            self._poll.register(fd, select.POLLIN)
-        ready = {fd for fd, _ in self._poll.poll(max(seconds, 0.0) * 1e3)}
-        for fd in watched:
-            self._poll.unregister(fd)
+        try:
+            for fd in watched:
+                self._poll.register(fd, select.POLLIN)
+            ready = {fd for fd, _ in self._poll.poll(max(seconds, 0.0) * 1e3)}
+        finally:
+            for fd in watched:
+                with suppress(KeyError):
+                    self._poll.unregister(fd)
         for fd in ready - watched:
             rank = self._rank_of.pop(fd)
             self._poll.unregister(fd)

@@ -177,11 +177,11 @@ class Watch:
                     if place.tree.leads:
                         control.find_failure()
                 watched = control.processes.watch()
-                self._listen(watched, place)
                 if watched.ended.keys() - control.processes.ended.keys():
                     control.processes.ended = dict(watched.ended)
                     place.alarm.set()
                     self._report_ended()
+                self._listen(watched, place)
         except OSError as error:
             control.fail(self._error(f"{message_of(error)}; {_ULIMIT_HINT}"))
             self.stop()

@@ -226,6 +226,7 @@ class Epoch:
     def close(self) -> None:
         """Ends the epoch on this rank."""
         self.groups.clear()
+        self.control.processes.close()
 
 
 def form_epoch(

@@ -119,8 +119,8 @@ class Attendance:
         self._thread = threads.start("epload-lease", self._beat)
 
     def rejoin(self, member: Member) -> None:
-        """Leaves, and joins as another member, over the same connections: the store may take seconds to accept new ones."""
-        answered(lambda: post(self._store, f"left/{self.number}", True), self._timeout)
+        """Joins as another member, which takes the place of this one, over the same connections: the store may take seconds to
+        accept new ones."""
         self._member, self._accepted = member, None
         self.number, self._next = answered(self._join, self._timeout)
 
@@ -224,11 +224,12 @@ class Lobby:
         self._store = store
         self._expected = expected
         self._members: dict[int, Member] = {}
+        """By number; of a rank that joined again the last, for the one before no longer has a rank that would come."""
         self._seen = 0
         self._gone: set[int] = set()
         """Numbers of members that have left."""
         self._silent: set[int] = set()
-        """Those of engines of which a rank was silent when it was looked at last."""
+        """Those that were silent when they were looked at last."""
         self._beats: dict[int, tuple[bytes | None, float]] = {}
         """The last beat of a member, and when it was first seen."""
         self._required: tuple[str, ...] | None = None
@@ -292,15 +293,20 @@ class Lobby:
             if value is None:
                 break
             self._seen += 1
-            self._members[self._seen] = Member(**json.loads(value))
+            member = Member(**json.loads(value))
+            for number, other in list(self._members.items()):
+                if (other.engine, other.rank) == (member.engine, member.rank):
+                    del self._members[number]
+                    self._beats.pop(number, None)
+            self._members[self._seen] = member
 
     def _engines(self) -> dict[str, dict[int, int]]:
-        """For each engine the numbers of its members by rank; of a rank that joined again the last."""
+        """The numbers of members by rank, of each engine of which no rank has left or is silent."""
         found: dict[str, dict[int, int]] = {}
         for number, member in self._members.items():
-            if number not in self._gone and number not in self._silent:
-                found.setdefault(member.engine, {})[member.rank] = number
-        return found
+            found.setdefault(member.engine, {})[member.rank] = number
+        lost = self._gone | self._silent
+        return {engine: numbers for engine, numbers in found.items() if lost.isdisjoint(numbers.values())}
 
     def _accepted(self, offer: Offer) -> dict[str, list[Member]]:
         if not self._store.add(f"accepted/{offer.number}", 0):
@@ -321,7 +327,7 @@ class Lobby:
         return bool(accepted) and all(engine in accepted for engine in self._required if engine in engines)
 
     def _drop_silent(self) -> None:
-        """Drops engines of which a rank has left, and for as long as one is silent."""
+        """Drops engines of which a rank has left, until it joins again, and for as long as one is silent."""
         now = time.monotonic()
         before, self._silent = self._silent, set()
         for engine, numbers in self._engines().items():
@@ -335,10 +341,10 @@ class Lobby:
                     lost.append(number)
                 if read_if_set(self._store, f"left/{number}") is not None:
                     lost.append(number)
-                    self._gone.update(numbers.values())
+                    self._gone.add(number)
             if lost:
-                self._silent.update(numbers.values())
-                if not before.issuperset(numbers.values()):
+                self._silent.update(lost)
+                if not before.issuperset(lost):
                     names = ", ".join(str(self._members[number]) for number in sorted(set(lost)))
                     logger.warning(
                         "engine %s takes part no more: %s left, or was silent for %.0f s", engine, names, LEASE_SECONDS

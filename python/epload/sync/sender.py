@@ -182,12 +182,10 @@ class WeightSender:
         with report.timed("plan"), garbage_collection.paused():
             read, failure = attempt(self._read_model)
         tensors = None
-        if read is not None and self._snapshot == "host":
-            tensors, failure = attempt(lambda: self._snapshot_of(read[0].local()))
         if read is not None:
-            tensors = tensors or read[0].local()
-            if self._transport == "auto":
-                self._link = link_of({tensor.device for tensor in tensors})
+            tensors, failure = attempt(lambda: self._tensors_of(read[0]))
+        if tensors is not None and self._transport == "auto":
+            self._link = link_of({tensor.device for tensor in tensors})
         if wait:
             return self._send(version, report, began, read, failure, tensors)
         self._sending = threads.start(
@@ -251,6 +249,10 @@ class WeightSender:
         manifest, placed = catalog(self._reader.model, targets, self._mapping, self._names_from)
         share = share_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
         return targets, manifest, share
+
+    def _tensors_of(self, targets: Targets) -> list[Tensor]:
+        """What is sent: the model's own local tensors, or a copy of them in host memory."""
+        return self._snapshot_of(targets.local()) if self._snapshot == "host" else targets.local()
 
     def _snapshot_of(self, tensors: list[Tensor]) -> list[Tensor]:
         """Copies in host memory, which is used again for the next version."""

@@ -81,7 +81,7 @@ class Engine:
             raise self._failure
 
     def fail(self) -> None:
-        """Wakes all waits: another rank cannot go on. Called by the watch."""
+        """Wakes all waits: another rank cannot go on. Thread-safe."""
         self._ring.fail()
 
     def abandon(self) -> None:
