@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 
-from epload.control.links import HELLO, KINDS, NodeLinks, _frame
+from epload.control.links import HELLO, KINDS, Link, NodeLinks, _frame
 from epload.control.tree import Tree
 from epload.errors import LoadError
 
@@ -103,3 +103,18 @@ def test_what_another_program_sends_is_ignored(what: str) -> None:
 def test_a_rank_that_does_not_connect_is_named() -> None:
     with pytest.raises(LoadError, match=r"ranks \[1\] did not connect to rank 0 of their node in time"):
         make(uuid4().hex, seconds=0.3)
+
+
+def test_a_failure_finds_room_behind_heartbeats_that_nobody_reads() -> None:
+    """A rank that comes minutes late has not read its link before."""
+    sender, late = map(Link, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+    beats = 0
+    while not sender.is_half_full():
+        sender.notify("beat", 60 * b"x")
+        beats += 1
+    assert beats > 10
+    sender.notify("failed", 16_000 * b"y")
+    assert late.receive() == [("beat", 60 * b"x")] * beats + [("failed", 16_000 * b"y")]
+    assert not sender.is_half_full()
+    sender.close()
+    late.close()

@@ -6,11 +6,13 @@ thread to pass it on, and none goes through the store.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
 import socket
 import struct
+import termios
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -72,6 +74,11 @@ class Link:
         """Sends a small message that may be lost if the other end does not read or has closed the connection."""
         with self._lock, suppress(OSError):
             self._connection.send(_frame(tag, data), socket.MSG_DONTWAIT)
+
+    def is_half_full(self) -> bool:
+        """Whether the other end has left so much unread that there should be no more news of little worth."""
+        (unread,) = struct.unpack("i", fcntl.ioctl(self._connection, termios.TIOCOUTQ, bytes(4)))
+        return bool(2 * unread > self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
 
     def receive(self) -> list[tuple[str, bytes]]:
         """What has arrived since the last call; does not wait."""

@@ -330,8 +330,11 @@ class Rounds:
         if ended := dict(self._processes.ended):
             rank, pid = min(ended.items())
             # A rank that has read the decision of the last round may end before this one has read it.
-            if not round_.outcomes.read(round_.step):
+            outcome = round_.outcomes.read(round_.step)
+            if not outcome:
                 raise RankExited(rank, pid)
+            if outcome.startswith(FAILURE):
+                raise RemoteFailure("another rank failed")
 
     def _sleep(self, seconds: float) -> None:
         """Until something arrives or the alarm is set; then takes in what has arrived."""

@@ -209,7 +209,8 @@ class Watch:
         position = control.position
         sent = place.heartbeats.beat(position, control.progress, control.doing)
         for link in place.links.watch.values():
-            link.notify(BEAT, sent)
+            if not link.closed and not link.is_half_full():  # a rank that is minutes late must still hear of a failure
+                link.notify(BEAT, sent)
         self._log_activity(control.progress, control.doing)
         if place.tree.leads:
             since = control.waits_since()
