@@ -164,6 +164,8 @@ def trainer(rank: int, meeting: Meeting, fault: Fault) -> dict[str, Any]:
                 armed(fault, mine and version == 2, "commit"),
             ):
                 found.append((version, *call(lambda v=version: sender.send_weights(v))))  # type: ignore[misc]
+            if mine and version == 2 and fault.dies:
+                act(fault)  # it did not come to its phase
         sender.close()
         meeting.say(f"over-{rank}")
     return {"calls": found, "left": left_over()}
@@ -196,7 +198,7 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
             ):
                 text, seconds = call(lambda a=asked: receiver.receive_weights(a))  # type: ignore[misc]
             if not text:
-                if now and fault.phase == "apply" and fault.dies:
+                if now and fault.dies:  # before it applies the version; also if it passes no data on, and had no such phase
                     act(fault)
                 text, more = call(receiver.commit)
                 seconds += more
