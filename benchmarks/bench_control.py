@@ -34,12 +34,10 @@ IDLE_SECONDS = 8.0
 SWEEP = (8, 16, 64, 256, 512)
 MANY = 16384
 """Ranks of a large job, in nodes of 8."""
-FITTED = 512
-"""Ranks with which the coefficient of a store operation is measured."""
 REPLAYS = (
     (64, RELOAD_ROUNDS),
     (256, RELOAD_ROUNDS),
-    (FITTED, RELOAD_ROUNDS),
+    (512, RELOAD_ROUNDS),
     (MANY, RELOAD_ROUNDS),
     (MANY, FIRST_ROUNDS),
 )
@@ -185,9 +183,8 @@ def replayed(ranks: int, rounds: int) -> dict[str, Any]:
 
 def coefficients(runs: list[dict[str, Any]], replays: list[dict[str, Any]]) -> dict[str, float]:
     """Of the simulator. What the coordinator computes is measured alone."""
-    fitted = next(found for found in replays if found["ranks"] == FITTED)
     return {
-        "operation": fitted["server_cpu_s"] / fitted["operations"],
+        "operation": statistics.median(found["server_cpu_s"] / found["operations"] for found in replays),
         "rank": coordinator_seconds(MANY) / MANY,
         "level": next(run for run in runs if run["ranks"] == 16)["round"]["least_s"],
     }
