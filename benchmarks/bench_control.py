@@ -103,9 +103,7 @@ def main() -> None:
 def measure(bed: Bed, late: float) -> dict[str, Any]:
     found: dict[str, Any] = {"ranks": bed.ranks, "per_node": bed.per_node, "nodes": len(bed.nodes), "late_s": late}
     with Cluster(bed) as cluster:
-        for step in (Rank.register, Rank.join_nodes):
-            check(cluster.run(step)[0])
-        check(cluster.run(loads, 2, RELOAD_ROUNDS)[0])
+        start(cluster)
         samples, cpu, _ = cluster.run(loads, LOADS, RELOAD_ROUNDS)
         check(samples)
         found["nobody_late"] = describe(samples, cpu, LOADS)
@@ -121,6 +119,13 @@ def measure(bed: Bed, late: float) -> dict[str, Any]:
         found["idle"] = {"operations_per_rank_second": sum(sample.idle_rate for sample in samples) / bed.ranks}
         found["killed"] = killed(cluster)
     return found
+
+
+def start(cluster: Cluster) -> None:
+    """The ranks find one another, and reload twice."""
+    for step in (Rank.register, Rank.join_nodes):
+        check(cluster.run(step)[0])
+    check(cluster.run(loads, 2, RELOAD_ROUNDS)[0])
 
 
 def killed(cluster: Cluster) -> dict[str, Any]:

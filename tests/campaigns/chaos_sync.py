@@ -198,9 +198,8 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
             ):
                 text, seconds = call(lambda a=asked: receiver.receive_weights(a))  # type: ignore[misc]
             if not text:
-                if (
-                    now and fault.dies
-                ):  # before it applies the version; also if it passes no data on, and had no such phase
+                # Before it applies the version; also where it passes no data on, and so has no such phase.
+                if now and fault.dies:
                     act(fault)
                 text, more = call(receiver.commit)
                 seconds += more

@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from bench_control import check, idle, loads, sum_operations
-from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS, Bed, Cluster, Rank
+from bench_control import check, idle, loads, start, sum_operations
+from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS, Bed, Cluster
 from epload.control.heartbeat import Heartbeats
 from epload.control.place import FreeStore
 from epload.control.tree import Tree
@@ -73,9 +73,7 @@ def test_one_connection_per_node_besides_one_per_rank() -> None:
     """And operations as the cost function counts them: of a leader, of its parent, and of the coordinator."""
     bed = Bed(ranks=6, per_node=3, processes=2)
     with Cluster(bed) as cluster:
-        for step in (Rank.register, Rank.join_nodes):
-            check(cluster.run(step)[0])
-        check(cluster.run(loads, 2, RELOAD_ROUNDS)[0])
+        start(cluster)
         assert cluster.server.connections() == bed.ranks + len(bed.nodes)
         samples, _, _ = cluster.run(loads, 3, RELOAD_ROUNDS)
     check(samples)
@@ -89,9 +87,7 @@ def test_ranks_hear_of_a_failure_from_their_leader() -> None:
     """When a rank of the last node is killed, ranks of other nodes that lead none neither connect to the store nor ask it."""
     bed = Bed(ranks=9, per_node=3, processes=4)
     with Cluster(bed) as cluster:
-        for step in (Rank.register, Rank.join_nodes):
-            check(cluster.run(step)[0])
-        check(cluster.run(loads, 1, RELOAD_ROUNDS)[0])
+        start(cluster)
         before = cluster.server.connections()
         samples, _, _ = cluster.run(idle, SECONDS, kill_after=1.0)
         witnesses = len(bed.nodes[-1]) - 1

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from epload import HierarchicalLoader, Topology, coalesced_bcast
 from epload.control.control import Control
-from epload.control.processes import LocalProcesses
 from epload.staging.shared_memory import NodeSharing
 from support import ranks
 from support.failures import Raised, check_raised, raised_by
@@ -280,7 +279,7 @@ def no_more(what: str) -> Iterator[None]:
     patches = {
         "threads": mock.patch.object(threading.Thread, "start", no_thread),
         "files": mock.patch.object(os, "eventfd", no_file),
-        "processes' files": mock.patch.object(LocalProcesses, "watch", no_file),
+        "processes' files": mock.patch.object(os, "pidfd_open", no_file),
     }
     with patches[what]:
         yield
@@ -289,6 +288,7 @@ def no_more(what: str) -> Iterator[None]:
 def cannot_watch(rank: int, culprit: int, what: str) -> tuple[Raised, list[str]]:
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
     model = meta_net()
+    loader.topology.control.processes.close()  # else they have been opened since the ranks found one another
     with no_more(what) if rank == culprit else nullcontext():
         first = raised_by(lambda: loader.load(model, only_readers(state_for(1), "one")))
     loader.load(model, only_readers(state_for(2), "one"))

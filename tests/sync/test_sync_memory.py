@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import epload
-from epload.planning.schedule import SYNC_WAVE_BYTES
+from epload.planning.schedule import SYNC_WAVE_BYTES, wave_limit
 from measure import PeakMemory
 from support import fakedev
 from support.accelerator import DEVICE
@@ -82,7 +82,7 @@ def test_memory_is_bounded(where: str, stage: str) -> None:
     """Memory of the fake accelerator is the host's, and counts."""
     setup: Any = partial(fakedev.setup, "nccl") if where == DEVICE else None
     sent, received = run([Job(2, send, (where,), setup=setup), Job(2, receive, (where, stage), setup=setup)])
-    waves = 2 * SYNC_WAVE_BYTES + PYTHON
+    waves = 2 * wave_limit(WEIGHTS, SYNC_WAVE_BYTES) + PYTHON
     version = WEIGHTS if stage == "host" else 0  # pages that the ranks of a node share count for each of them
     assert all(above <= waves for above in sent), [above // MB for above in sent]
     assert all(above <= waves + version for above in received), [above // MB for above in received]

@@ -225,6 +225,8 @@ class Lobby:
         self._expected = expected
         self._members: dict[int, Member] = {}
         """By number; of a rank that joined again the last, for the one before no longer has a rank that would come."""
+        self._numbers: dict[tuple[str, int], int] = {}
+        """By engine and rank."""
         self._seen = 0
         self._gone: set[int] = set()
         """Numbers of members that have left."""
@@ -294,11 +296,12 @@ class Lobby:
                 break
             self._seen += 1
             member = Member(**json.loads(value))
-            for number, other in list(self._members.items()):
-                if (other.engine, other.rank) == (member.engine, member.rank):
-                    del self._members[number]
-                    self._beats.pop(number, None)
+            replaced = self._numbers.get((member.engine, member.rank))
+            if replaced is not None:
+                del self._members[replaced]
+                self._beats.pop(replaced, None)
             self._members[self._seen] = member
+            self._numbers[member.engine, member.rank] = self._seen
 
     def _engines(self) -> dict[str, dict[int, int]]:
         """The numbers of members by rank, of each engine of which no rank has left or is silent."""
