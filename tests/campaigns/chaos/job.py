@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -41,21 +42,38 @@ class Outcome:
     fired: bool = False
 
 
-def leaks(folder: Path, memories_of: int = 1) -> list[str]:
-    """What a load must not leave behind. Sockets of groups that a failure retired are not looked at (docs/reliability.md)."""
+def leaks(folder: Path, memories_of: int = 1, watches: int = 1) -> list[str]:
+    """What a load must not leave behind. Sockets of groups that a failure retired are not looked at (docs/reliability.md).
+
+    ``memories_of``: how many loaders keep a buffer for their next load. ``watches``: how many topologies keep a watch over the
+    processes of the other ranks.
+    """
     gc.collect()
     problems = [f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("epload-")]
+    watched = Counter[str]()
     for entry in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{entry}")
+            if "[pidfd]" in target:
+                watched[_process_of(entry)] += 1
         except OSError:
             continue
-        if "[pidfd]" in target or target.startswith(str(folder)):
+        if target.startswith(str(folder)):
             problems.append(f"descriptor {target}")
+    problems += [f"{count} watches over process {pid}" for pid, count in watched.items() if count > watches]
     if memories() > memories_of:  # those of each loader, which it keeps for its next load
         problems.append(f"{memories()} shared buffers")
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return problems + [f"process {child}" for child in children]
+
+
+def _process_of(pidfd: str) -> str:
+    """Id of a process that a descriptor refers to; -1 if it has ended."""
+    return next(
+        line.split()[1]
+        for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
+        if line.startswith("Pid:")
+    )
 
 
 def memories() -> int:
@@ -118,7 +136,7 @@ class Rank:
             time.sleep(0.02 * fault.moment)
         for thread in threads:
             thread.join()
-        found = leaks(self._folder, memories_of=1 if other is loader else 2)
+        found = leaks(self._folder, memories_of=1 if other is loader else 2, watches=2)
         for outcome in outcomes:
             outcome.leaks, outcome.fired = found, True
         return outcomes
