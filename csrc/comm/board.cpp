@@ -48,11 +48,27 @@ Word& counter(const at::Tensor& board, Word* words, int64_t slot) {
   return words[kBoardFixedWords + slot];
 }
 
-// Not std::atomic::wait, which sleeps on a futex that is private to the process.
-void sleep_while(Word& word, int32_t value, std::chrono::nanoseconds limit) {
-  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(limit);
-  const timespec timeout{seconds.count(), (limit - seconds).count()};
-  syscall(SYS_futex, &word, FUTEX_WAIT, value, &timeout, nullptr, 0);
+// A post wakes only those who wait for its counter (or one that shares its bit): of the many threads of a node, most
+// wait for something else, and on busy cores each that wakes for nothing delays one that has work.
+constexpr uint32_t kEveryone = FUTEX_BITSET_MATCH_ANY;
+constexpr uint32_t kFailure = 1U << 31;
+
+uint32_t bit_of(int64_t slot) {
+  return 1U << (slot % 31);
+}
+
+void wake(Word* words, uint32_t bits) {
+  words[0].fetch_add(1, std::memory_order_acq_rel);
+  syscall(SYS_futex, &words[0], FUTEX_WAKE_BITSET, INT_MAX, nullptr, nullptr, bits);
+}
+
+// Not std::atomic::wait, which sleeps on a futex that is private to the process. Sleeps until `until`, or `bits` are
+// woken.
+void sleep_while(Word& word, int32_t value, std::chrono::steady_clock::time_point until, uint32_t bits) {
+  const auto since = until.time_since_epoch(); // of CLOCK_MONOTONIC, which is steady_clock
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(since);
+  const timespec deadline{seconds.count(), std::chrono::nanoseconds(since - seconds).count()};
+  syscall(SYS_futex, &word, FUTEX_WAIT_BITSET, value, &deadline, nullptr, bits);
 }
 
 } // namespace
@@ -62,13 +78,11 @@ void board_post(const at::Tensor& board, int64_t slot, int64_t value) {
       value >= INT32_MIN && value <= INT32_MAX, "board: expected a value that fits in an int32, got ", value);
   auto* const words = words_of(board);
   (slot == -1 ? words[1] : counter(board, words, slot)).store(static_cast<int32_t>(value), std::memory_order_release);
-  board_nudge(board);
+  wake(words, slot == -1 ? kEveryone : bit_of(slot));
 }
 
 void board_nudge(const at::Tensor& board) {
-  auto* const words = words_of(board);
-  words[0].fetch_add(1, std::memory_order_acq_rel);
-  syscall(SYS_futex, &words[0], FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  wake(words_of(board), kFailure);
 }
 
 bool board_wait_failure(const at::Tensor& board, const std::atomic<bool>& quit) {
@@ -81,7 +95,7 @@ bool board_wait_failure(const at::Tensor& board, const std::atomic<bool>& quit) 
     if (words[1].load(std::memory_order_acquire) != 0) {
       return true;
     }
-    sleep_while(words[0], seen, std::chrono::seconds(60));
+    sleep_while(words[0], seen, std::chrono::steady_clock::now() + std::chrono::seconds(60), kFailure);
   }
 }
 
@@ -93,9 +107,11 @@ int64_t board_wait(const at::Tensor& board, c10::IntArrayRef slots, int64_t valu
   for (;;) {
     const auto seen = words[0].load(std::memory_order_acquire); // before the counters, so that no post is missed
     int64_t behind = kBoardReached;
+    uint32_t bits = kFailure;
     for (const auto slot : slots) {
       if (counter(board, words, slot).load(std::memory_order_acquire) < value) {
         behind = slot;
+        bits |= bit_of(slot);
         break;
       }
     }
@@ -105,11 +121,10 @@ int64_t board_wait(const at::Tensor& board, c10::IntArrayRef slots, int64_t valu
     if (words[1].load(std::memory_order_acquire) != 0) {
       return kBoardFailed;
     }
-    const auto now = Clock::now();
-    if (now >= until) {
+    if (Clock::now() >= until) {
       return behind;
     }
-    sleep_while(words[0], seen, until - now);
+    sleep_while(words[0], seen, until, bits);
   }
 }
 

@@ -16,13 +16,14 @@ constexpr int64_t kBoardFixedWords = 2;
 constexpr int64_t kBoardFailed = -2;
 constexpr int64_t kBoardReached = -1;
 
-// Sets counter `slot` and wakes every waiter, in any process that maps the memory. Slot -1 posts a failure.
+// Sets counter `slot` and wakes those who wait for it, in any process that maps the memory. Slot -1 posts a failure,
+// and wakes every waiter.
 void board_post(const at::Tensor& board, int64_t slot, int64_t value);
 
 // Waits until a failure is posted (true) or `quit` is set (false). Call board_nudge after setting `quit`.
 bool board_wait_failure(const at::Tensor& board, const std::atomic<bool>& quit);
 
-// Wakes every waiter, to check again what it waits for.
+// Wakes those who wait for a failure, to check `quit`.
 void board_nudge(const at::Tensor& board);
 
 // Waits until every counter in `slots` is at least `value`. Returns kBoardReached, kBoardFailed as soon as a failure

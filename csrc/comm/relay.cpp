@@ -81,6 +81,28 @@ void check(
   }
 }
 
+void check_post(const std::optional<at::Tensor>& board, const std::optional<BoardPost>& post) {
+  if (!post.has_value()) {
+    return;
+  }
+  TORCH_CHECK_VALUE(board.has_value(), "relay: expected a board to post on, got none");
+  TORCH_CHECK_VALUE(
+      post->value >= INT32_MIN && post->value <= INT32_MAX,
+      "relay: expected to post a value that fits in an int32, got ",
+      post->value);
+  board_wait(*board, {post->slot}, INT32_MIN, 0); // throws if it is no slot of a board
+}
+
+std::vector<Chunk> cut(const std::vector<RelayStep>& steps, int64_t chunk_bytes) {
+  std::vector<Chunk> chunks;
+  for (const auto& step : steps) {
+    for (int64_t begin = step.begin; begin < step.end; begin += chunk_bytes) {
+      chunks.push_back({&step, begin, std::min(chunk_bytes, step.end - begin)});
+    }
+  }
+  return chunks;
+}
+
 // Waits for the messages of one relay. A thread of its own waits for a failure on the board and then aborts that wait,
 // as no call of c10d waits for a message and for anything else.
 class Waiter {
@@ -199,16 +221,19 @@ int64_t relay(
     const Group& intra,
     int64_t chunk_bytes,
     const std::optional<at::Tensor>& board,
-    double seconds) {
+    double seconds,
+    std::optional<BoardPost> post) {
   check(bucket, steps, inter, intra, chunk_bytes);
+  check_post(board, post); // now: later, messages would be under way
   TORCH_CHECK_VALUE(seconds >= 0 && seconds < 1e9, "relay: expected a limit of 0 to 1e9 seconds, got ", seconds);
   chunk_bytes = std::min(chunk_bytes, std::max<int64_t>(bucket.numel(), 1)); // so that no sum below overflows
-  std::vector<Chunk> chunks;
-  for (const auto& step : steps) {
-    for (int64_t begin = step.begin; begin < step.end; begin += chunk_bytes) {
-      chunks.push_back({&step, begin, std::min(chunk_bytes, step.end - begin)});
+  const auto chunks = cut(steps, chunk_bytes);
+  const auto under_way = [&] {
+    if (post.has_value()) {
+      board_post(*board, post->slot, post->value);
+      post.reset();
     }
-  }
+  };
   int64_t messages = 0;
   Waiter waiter(board, seconds);
   std::vector<Sending> sends;
@@ -219,6 +244,7 @@ int64_t relay(
     }
     auto& inbox = chunk.step->from_inter >= 0 ? from_inter : from_intra;
     if (inbox.sender(chunk) >= 0) {
+      under_way();
       waiter.wait(inbox.next(), "from", inbox.sender(chunk));
       messages += inbox.post_ahead(bucket, chunks); // before sending on, so that the link behind us is never idle
     }
@@ -231,6 +257,7 @@ int64_t relay(
       ++messages;
     }
   }
+  under_way();
   for (const auto& [work, peer] : sends) {
     waiter.wait(work, "to", peer);
   }
@@ -246,7 +273,8 @@ int64_t relay_op(
     const std::string& intra_group,
     int64_t chunk_bytes,
     const std::optional<at::Tensor>& board,
-    double seconds) {
+    double seconds,
+    at::OptionalIntArrayRef post) {
   const auto* row = numbers_of("relay", "the steps", steps, 2);
   TORCH_CHECK_VALUE(steps.size(1) == 6, "relay: expected steps of 6 numbers, got ", steps.size(1));
   const at::NoGradGuard no_grad;
@@ -254,8 +282,14 @@ int64_t relay_op(
   for (int64_t i = 0; i < steps.size(0); ++i, row += 6) {
     rows.push_back({row[0], row[1], row[2], row[3], row[4], row[5]});
   }
+  std::optional<BoardPost> posted;
+  if (post.has_value()) {
+    TORCH_CHECK_VALUE(post->size() == 2, "relay: expected a slot and a value to post, got ", post->size(), " numbers");
+    posted = BoardPost{(*post)[0], (*post)[1]};
+  }
   const auto device = bucket.device().type();
-  const auto messages = relay(bucket, rows, {inter_group, device}, {intra_group, device}, chunk_bytes, board, seconds);
+  const auto messages =
+      relay(bucket, rows, {inter_group, device}, {intra_group, device}, chunk_bytes, board, seconds, posted);
   mark_written(bucket);
   return messages;
 }

@@ -6,6 +6,7 @@ import mmap
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -88,6 +89,40 @@ def test_wrong_arguments() -> None:
 
 
 # ---- threads ----
+
+
+@pytest.mark.parametrize("slot", [0, 30, 31, 62, 99])
+def test_a_post_wakes_those_who_wait_for_it(slot: int) -> None:
+    """Whichever slots others wait for, and though they all sleep on one word."""
+    board, got = words(100), {}
+
+    def wait(mine: int) -> None:
+        got[mine] = ops.board_wait(board, [mine], 1, LONG)
+
+    others = [other for other in range(100) if other != slot][::9]
+    waiters = {mine: threading.Thread(target=wait, args=(mine,)) for mine in (slot, *others)}
+    for waiter in waiters.values():
+        waiter.start()
+    time.sleep(0.1)
+    ops.board_post(board, slot, 1)
+    waiters[slot].join(LONG / 4)
+    assert got == {slot: ops.BOARD_REACHED}
+    ops.board_post(board, -1, 1)
+    for waiter in waiters.values():
+        waiter.join(LONG / 4)
+    assert got == {slot: ops.BOARD_REACHED, **dict.fromkeys(others, ops.BOARD_FAILED)}
+
+
+def test_one_who_waits_for_several_is_woken_by_the_last() -> None:
+    board, got = words(40), []
+    waiter = threading.Thread(target=lambda: got.append(ops.board_wait(board, [0, 31, 7], 1, LONG)))
+    waiter.start()
+    for slot in (7, 31, 0):
+        time.sleep(0.05)
+        assert got == []
+        ops.board_post(board, slot, 1)
+    waiter.join(LONG / 4)
+    assert got == [ops.BOARD_REACHED]
 
 
 def test_threads_wait_for_one_another() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from epload.core.columns import column
 
 _CACHED = ("compact", "digest", "identity", "nbytes")
 _SAMPLES, _SAMPLE_BYTES = 16, 512
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,14 @@ class Manifest:
     @cached_property
     def compact(self) -> bytes:
         """Compressed JSON, in which each distinct shape and dtype is listed once, of everything but :attr:`provenance`."""
-        shapes = {shape: i for i, shape in enumerate(dict.fromkeys(self.shapes))}
-        kinds = {dtype: i for i, dtype in enumerate(dict.fromkeys(self.dtypes))}
+        shapes, shape_of = _numbered(self.shapes)
+        kinds, kind_of = _numbered(self.dtypes)
         columns = {
             "names": self.names,
-            "shapes": list(shapes),
-            "shape": [shapes[shape] for shape in self.shapes],
+            "shapes": shapes,
+            "shape": shape_of,
             "dtypes": [dtypes.name(dtype) for dtype in kinds],
-            "dtype": [kinds[dtype] for dtype in self.dtypes],
+            "dtype": kind_of,
             "locations": self.locations and self.locations.to_json(self.nbytes_of()),
         }
         return zlib.compress(json.dumps(columns, separators=(",", ":")).encode(), level=1)
@@ -62,17 +64,16 @@ class Manifest:
         columns = json.loads(zlib.decompress(raw))
         shapes = [tuple(shape) for shape in columns["shapes"]]
         kinds = [dtypes.from_name(text) for text in columns["dtypes"]]
-        manifest = cls(
-            tuple(columns["names"]),
-            tuple([shapes[i] for i in columns["shape"]]),
-            tuple([kinds[i] for i in columns["dtype"]]),
-            "",
-        )
-        sizes = manifest.nbytes_of()
+        names, shape_of, kind_of = tuple(columns["names"]), columns["shape"], columns["dtype"]
+        manifest = cls(names, tuple([shapes[i] for i in shape_of]), tuple([kinds[i] for i in kind_of]), "")
+        counts = [prod(shape) for shape in shapes]
+        itemsizes = [dtype.itemsize for dtype in kinds]
+        sizes = [counts[i] * itemsizes[j] for i, j in zip(shape_of, kind_of, strict=True)]
         if columns["locations"] is not None:
             locations = TensorLocations.from_json(columns["locations"], manifest, sizes)
             manifest = replace(manifest, locations=locations)
-        manifest.__dict__.update(compact=raw, nbytes=sum(sizes))
+        digest = _digest(names, shapes, shape_of, kinds, kind_of)
+        manifest.__dict__.update(compact=raw, nbytes=sum(sizes), digest=digest)
         return manifest.with_provenance(provenance)
 
     @property
@@ -102,14 +103,9 @@ class Manifest:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes, equal for two manifests only if they have the same tensors in the same order."""
-        shapes = {shape: i for i, shape in enumerate(dict.fromkeys(self.shapes))}
-        kinds = {dtype: i for i, dtype in enumerate(dict.fromkeys(self.dtypes))}
-        digest = hashlib.blake2b(repr((*shapes, *kinds)).encode(), digest_size=16)
-        columns = (map(len, self.names), [shapes[s] for s in self.shapes], [kinds[d] for d in self.dtypes])
-        for values in columns:
-            digest.update(array("q", values).tobytes())
-        digest.update("".join(self.names).encode(errors="surrogatepass"))
-        return digest.digest()
+        shapes, shape_of = _numbered(self.shapes)
+        kinds, kind_of = _numbered(self.dtypes)
+        return _digest(self.names, shapes, shape_of, kinds, kind_of)
 
     @cached_property
     def identity(self) -> str:
@@ -126,6 +122,25 @@ class Manifest:
     def nbytes(self) -> int:
         """Size of all tensors in bytes."""
         return sum(self.nbytes_of())
+
+
+def _numbered(values: Sequence[T]) -> tuple[list[T], list[int]]:
+    """The distinct values in the order in which they appear, and for each value which of them it is."""
+    distinct = list(dict.fromkeys(values))
+    numbers = {value: i for i, value in enumerate(distinct)}
+    return distinct, [numbers[value] for value in values]
+
+
+def _digest(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], shape_of: Sequence[int], kinds: Sequence[torch.dtype],
+    kind_of: Sequence[int],
+) -> bytes:  # fmt: skip
+    """See :attr:`Manifest.digest`. ``shapes``, ``kinds``: distinct, in the order in which they appear."""
+    digest = hashlib.blake2b(repr((*shapes, *kinds)).encode(), digest_size=16)
+    for values in (map(len, names), shape_of, kind_of):
+        digest.update(array("q", values).tobytes())
+    digest.update("".join(names).encode(errors="surrogatepass"))
+    return digest.digest()
 
 
 class FileFacts(NamedTuple):

@@ -25,6 +25,9 @@ MIN_PART_BYTES = 4 << 20
 """A reader's share of a wave is no smaller, so that its reads stay long, and sending a node's share takes longer than a hop."""
 WAVE_BYTES = 64 << 20
 """Of a wave, or a device's bucket, unless many nodes read or a device's buckets cross nodes."""
+HOST_WAVE_BYTES = 48 << 20
+"""Of a wave in host memory with one reader a node. In a first load this memory is new, and the kernel takes as long to provide it
+as the link to fill it. Smaller waves would make later loads slower, as ranks wait for one another between them."""
 SYNC_WAVE_BYTES = 128 << 20
 """Of a wave of a sync. Between two waves the ranks of a node wait for one another, which takes 1 to 2 ms where cores are few: as
 long as 8 MB over loopback."""
@@ -200,6 +203,8 @@ def default_wave_bytes(nodes: int, readers: str, on_host: bool) -> int:
     """
     if not on_host and nodes > 1 and readers in ("one", "partitioned"):
         return DEVICE_WAVE_BYTES
-    if not on_host or readers not in ("partitioned", "auto"):
+    if not on_host:
         return WAVE_BYTES
+    if readers not in ("partitioned", "auto"):
+        return HOST_WAVE_BYTES
     return min(max(WAVE_BYTES, nodes * MIN_PART_BYTES), MAX_WAVE_BYTES)

@@ -112,6 +112,8 @@ class Engine:
                     self._over.set()
                     self._ring.end()
                 break
+        if self._move in steps:
+            self._ring.end_move()
         if steps[-1] == self._unpack:
             self._check_earlier(math.inf)
 
