@@ -107,11 +107,9 @@ int64_t board_wait(const at::Tensor& board, c10::IntArrayRef slots, int64_t valu
   for (;;) {
     const auto seen = words[0].load(std::memory_order_acquire); // before the counters, so that no post is missed
     int64_t behind = kBoardReached;
-    uint32_t bits = kFailure;
     for (const auto slot : slots) {
       if (counter(board, words, slot).load(std::memory_order_acquire) < value) {
         behind = slot;
-        bits |= bit_of(slot);
         break;
       }
     }
@@ -124,7 +122,7 @@ int64_t board_wait(const at::Tensor& board, c10::IntArrayRef slots, int64_t valu
     if (Clock::now() >= until) {
       return behind;
     }
-    sleep_while(words[0], seen, until, bits);
+    sleep_while(words[0], seen, until, bit_of(behind));
   }
 }
 

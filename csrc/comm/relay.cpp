@@ -256,8 +256,9 @@ int64_t relay(
       sends.push_back({intra.send(chunk.of(bucket), chunk.step->to_intra), chunk.step->to_intra});
       ++messages;
     }
+    under_way();
   }
-  under_way();
+  under_way(); // there may have been nothing to do
   for (const auto& [work, peer] : sends) {
     waiter.wait(work, "to", peer);
   }

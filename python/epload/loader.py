@@ -129,9 +129,9 @@ class HierarchicalLoader:
             bucket_bytes: size of a bucket; each rank has two, or three on a GPU if it receives buckets, and for a model on a
                 device two more in pinned host memory if it reads. With ``"every"``, those for a device have up to 32 MiB, if
                 that is more. Where a node's ranks share staging buffers, it is the size of the buckets that move together, and
-                the node has twice that (each rank, if they cannot share memory). None is 64 MiB; for a model on CPU 48 MiB with
-                ``"one"`` or ``"per_node"``, and with ``"partitioned"`` or ``"auto"`` on more than 16 nodes 4 MiB per node, at
-                most 512 MiB; for one on a device 256 MiB with ``"one"`` or ``"partitioned"`` on several nodes.
+                the node has twice that (each rank, if they cannot share memory). None is 64 MiB; in host memory 48 MiB with
+                ``"one"``, ``"per_node"`` or ``"flat"``, and with ``"partitioned"`` or ``"auto"`` on more than 16 nodes 4 MiB
+                per node, at most 512 MiB; for buckets on a device that cross nodes 256 MiB.
             verify: ``"buckets"``: every bucket carries a checksum, which each node checks before it unpacks. ``"full"``: after
                 the load, ranks prove their shards against the checkpoint, which is read once more, by all ranks that have it
                 together; nothing is left for checksums to find. ``"sample"``: checksums, and a sixteenth is proven.
