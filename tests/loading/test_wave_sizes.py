@@ -19,11 +19,11 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
     [
         ("partitioned", "auto", None, CPU, False, 256),
         ("auto", "auto", None, CPU, False, 256),
-        ("auto", "auto", None, CPU, True, 64),  # "one", of which a wave is one bucket
+        ("auto", "auto", None, CPU, True, 48),  # "one", of which a wave is one bucket
         ("partitioned", "auto", None, CPU, True, 256),
-        ("one", "auto", None, CPU, False, 64),
+        ("one", "auto", None, CPU, False, 48),
         ("every", "auto", None, CPU, False, 64),
-        ("partitioned", "flat", None, CPU, False, 64),  # no ring of nodes
+        ("partitioned", "flat", None, CPU, False, 48),  # no ring of nodes
         ("partitioned", "striped", None, CPU, False, 256),
         ("partitioned", "auto", None, CUDA, False, 256),
         ("one", "auto", None, CUDA, False, 256),

@@ -26,7 +26,7 @@ MIN_PART_BYTES = 4 << 20
 WAVE_BYTES = 64 << 20
 """Of a wave, or a device's bucket, unless many nodes read or a device's buckets cross nodes."""
 HOST_WAVE_BYTES = 48 << 20
-"""Of a wave in host memory, unless several ranks read parts of it. In a first load this memory is new, and the kernel takes as
+"""Of a wave in host memory that one rank of a node reads. In a first load this memory is new, and the kernel takes as
 long to provide it as the link to fill it. Smaller waves would make later loads slower, as ranks wait for one another between
 them."""
 SYNC_WAVE_BYTES = 128 << 20
@@ -204,8 +204,8 @@ def default_wave_bytes(nodes: int, readers: str, on_host: bool) -> int:
     """
     if not on_host and nodes > 1 and readers in ("one", "partitioned"):
         return DEVICE_WAVE_BYTES
-    if not on_host:
+    if not on_host or readers == "every":
         return WAVE_BYTES
-    if readers not in ("partitioned", "auto"):
+    if readers in ("one", "per_node"):
         return HOST_WAVE_BYTES
     return min(max(WAVE_BYTES, nodes * MIN_PART_BYTES), MAX_WAVE_BYTES)
