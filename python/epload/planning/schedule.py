@@ -26,9 +26,9 @@ MIN_PART_BYTES = 4 << 20
 WAVE_BYTES = 64 << 20
 """Of a wave, or a device's bucket, unless many nodes read or a device's buckets cross nodes."""
 HOST_WAVE_BYTES = 48 << 20
-"""Of a wave in host memory that one rank of a node reads. In a first load this memory is new, and the kernel takes as
-long to provide it as the link to fill it. Smaller waves would make later loads slower, as ranks wait for one another between
-them."""
+"""Of a wave in host memory that one rank of a node reads. In a first load this memory is new, and the kernel provides it while
+the link waits: on a VM that gets it from its host page by page, that takes half of the transfer. Smaller waves would make later
+loads slower, as ranks wait for one another between them."""
 SYNC_WAVE_BYTES = 128 << 20
 """Of a wave of a sync. Between two waves the ranks of a node wait for one another, which takes 1 to 2 ms where cores are few: as
 long as 8 MB over loopback."""

@@ -47,7 +47,7 @@ class Board:
 
     def post(self, stage: str, waves: int) -> None:
         """Says that this rank has finished ``stage`` of so many waves."""
-        ops.board_post(self.words, self._me * len(STAGES) + STAGES.index(stage), waves)
+        ops.board_post(self.words, self.slot(stage, self._ranks[self._me]), waves)
 
     def fail(self) -> None:
         """Wakes all that wait, now and later: this rank cannot go on."""

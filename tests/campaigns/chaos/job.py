@@ -136,7 +136,8 @@ class Rank:
             time.sleep(0.02 * fault.moment)
         for thread in threads:
             thread.join()
-        found = leaks(self._folder, memories_of=1 if other is loader else 2, watches=2)
+        topologies = {id(each.topology) for each in (loader, other)}
+        found = leaks(self._folder, memories_of=1 if other is loader else 2, watches=len(topologies))
         for outcome in outcomes:
             outcome.leaks, outcome.fired = found, True
         return outcomes
