@@ -8,7 +8,7 @@ import pytest
 
 from epload.mapping import Convert, Rename
 from epload.mapping.conversion import match_conversions
-from epload.mapping.rules import apply_renames, ignores_digits, without_digits
+from epload.mapping.rules import apply_renames, ignores_digits
 
 
 @pytest.mark.parametrize(
@@ -46,12 +46,6 @@ def test_a_conversion_has_sources_and_targets() -> None:
 )  # fmt: skip
 def test_patterns_that_treat_all_digits_alike(pattern: str, expected: bool) -> None:
     assert ignores_digits(pattern) == expected
-
-
-def test_names_without_their_digits() -> None:
-    assert without_digits(["a.19.b", "x", ""]) == ["a.00.b", "x", ""]
-    assert without_digits(["a1\nb2", "3"]) == ["a0\nb0", "0"]
-    assert without_digits([]) == []
 
 
 NAMES = [f"{scope}layers.{layer}.{leaf}" for scope in ("", "m1.") for layer in (1, 2, 12) for leaf in ("w_g", "norm.b")]

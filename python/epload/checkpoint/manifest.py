@@ -20,10 +20,25 @@ from epload.core import dtypes
 from epload.core.chunks import Chunks
 from epload.core.columns import column
 
-_CACHED = ("compact", "digest", "identity", "nbytes")
+_CACHED = ("kinds", "compact", "digest", "identity", "nbytes")
 _SAMPLES, _SAMPLE_BYTES = 16, 512
 
 T = TypeVar("T")
+
+
+class Kinds(NamedTuple):
+    """The distinct shapes and dtypes of a checkpoint's tensors, in the order in which they appear, and which of them each tensor
+    has."""
+
+    shapes: list[tuple[int, ...]]
+    shape_of: list[int]
+    dtypes: list[torch.dtype]
+    dtype_of: list[int]
+
+    def nbytes(self) -> list[int]:
+        """Size of each tensor in bytes."""
+        counts, itemsizes = [prod(shape) for shape in self.shapes], [dtype.itemsize for dtype in self.dtypes]
+        return [counts[i] * itemsizes[j] for i, j in zip(self.shape_of, self.dtype_of, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -44,16 +59,20 @@ class Manifest:
     """Names of entries that hold no tensor, such as ``_extra_state``: listed in reports, otherwise ignored."""
 
     @cached_property
+    def kinds(self) -> Kinds:
+        """The distinct shapes and dtypes."""
+        return Kinds(*_numbered(self.shapes), *_numbered(self.dtypes))
+
+    @cached_property
     def compact(self) -> bytes:
         """Compressed JSON, in which each distinct shape and dtype is listed once, of everything but :attr:`provenance`."""
-        shapes, shape_of = _numbered(self.shapes)
-        kinds, kind_of = _numbered(self.dtypes)
+        shapes, shape_of, kinds, dtype_of = self.kinds
         columns = {
             "names": self.names,
             "shapes": shapes,
-            "shape": shape_of,
+            "shape": _runs(column(shape_of)),
             "dtypes": [dtypes.name(dtype) for dtype in kinds],
-            "dtype": kind_of,
+            "dtype": _runs(column(dtype_of)),
             "locations": self.locations and self.locations.to_json(self.nbytes_of()),
         }
         return zlib.compress(json.dumps(columns, separators=(",", ":")).encode(), level=1)
@@ -62,18 +81,18 @@ class Manifest:
     def from_compact(cls, raw: bytes, provenance: list[Any]) -> Manifest:
         """The inverse of :attr:`compact` and :attr:`provenance`."""
         columns = json.loads(zlib.decompress(raw))
-        shapes = [tuple(shape) for shape in columns["shapes"]]
-        kinds = [dtypes.from_name(text) for text in columns["dtypes"]]
-        names, shape_of, kind_of = tuple(columns["names"]), columns["shape"], columns["dtype"]
-        manifest = cls(names, tuple([shapes[i] for i in shape_of]), tuple([kinds[i] for i in kind_of]), "")
-        counts = [prod(shape) for shape in shapes]
-        itemsizes = [dtype.itemsize for dtype in kinds]
-        sizes = [counts[i] * itemsizes[j] for i, j in zip(shape_of, kind_of, strict=True)]
-        if columns["locations"] is not None:
-            locations = TensorLocations.from_json(columns["locations"], manifest, sizes)
-            manifest = replace(manifest, locations=locations)
-        digest = _digest(names, shapes, shape_of, kinds, kind_of)
-        manifest.__dict__.update(compact=raw, nbytes=sum(sizes), digest=digest)
+        kinds = Kinds(
+            [tuple(shape) for shape in columns["shapes"]],
+            _from_runs(columns["shape"]).tolist(),
+            [dtypes.from_name(text) for text in columns["dtypes"]],
+            _from_runs(columns["dtype"]).tolist(),
+        )
+        shapes = tuple([kinds.shapes[i] for i in kinds.shape_of])
+        types = tuple([kinds.dtypes[i] for i in kinds.dtype_of])
+        sizes, stored = kinds.nbytes(), columns["locations"]
+        locations = TensorLocations.from_json(stored, shapes, types, sizes) if stored is not None else None
+        manifest = cls(tuple(columns["names"]), shapes, types, "", locations)
+        manifest.__dict__.update(kinds=kinds, compact=raw, nbytes=sum(sizes))
         return manifest.with_provenance(provenance)
 
     @property
@@ -96,16 +115,17 @@ class Manifest:
 
     def nbytes_of(self) -> list[int]:
         """Size of each tensor in bytes."""
-        pairs = list(zip(self.shapes, self.dtypes, strict=True))
-        sizes = {pair: prod(pair[0]) * pair[1].itemsize for pair in set(pairs)}
-        return [sizes[pair] for pair in pairs]
+        return self.kinds.nbytes()
 
     @cached_property
     def digest(self) -> bytes:
         """16 bytes, equal for two manifests only if they have the same tensors in the same order."""
-        shapes, shape_of = _numbered(self.shapes)
-        kinds, kind_of = _numbered(self.dtypes)
-        return _digest(self.names, shapes, shape_of, kinds, kind_of)
+        shapes, shape_of, kinds, dtype_of = self.kinds
+        digest = hashlib.blake2b(repr((*shapes, *kinds)).encode(), digest_size=16)
+        for values in (map(len, self.names), shape_of, dtype_of):
+            digest.update(array("q", values).tobytes())
+        digest.update("".join(self.names).encode(errors="surrogatepass"))
+        return digest.digest()
 
     @cached_property
     def identity(self) -> str:
@@ -131,16 +151,21 @@ def _numbered(values: Sequence[T]) -> tuple[list[T], list[int]]:
     return distinct, [numbers[value] for value in values]
 
 
-def _digest(
-    names: Sequence[str], shapes: Sequence[tuple[int, ...]], shape_of: Sequence[int], kinds: Sequence[torch.dtype],
-    kind_of: Sequence[int],
-) -> bytes:  # fmt: skip
-    """See :attr:`Manifest.digest`. ``shapes``, ``kinds``: distinct, in the order in which they appear."""
-    digest = hashlib.blake2b(repr((*shapes, *kinds)).encode(), digest_size=16)
-    for values in (map(len, names), shape_of, kind_of):
-        digest.update(array("q", values).tobytes())
-    digest.update("".join(names).encode(errors="surrogatepass"))
-    return digest.digest()
+def _runs(values: Tensor) -> list[Any]:
+    """The values, of which each is followed by as many equal ones, and how many; None if that takes more room than it saves.
+
+    ``values``: int64 [n].
+    """
+    distinct, counts = torch.unique_consecutive(values, return_counts=True)
+    if 2 * len(distinct) > len(values):
+        return [values.tolist(), None]
+    return [distinct.tolist(), counts.tolist()]
+
+
+def _from_runs(runs: list[Any]) -> Tensor:
+    """The inverse."""
+    values, counts = runs
+    return column(values) if counts is None else torch.repeat_interleave(column(values), column(counts))
 
 
 class FileFacts(NamedTuple):
@@ -221,11 +246,13 @@ class TensorLocations:
             distinct, which = torch.unique(torch.cat([chunks.start, chunks.size], 1), dim=0, return_inverse=True)
             boxes = [chunks.first.diff().tolist(), distinct.tolist(), which.tolist()]
         gaps = self.offset - self._without_gaps(self.offset, nbytes)
-        return [self.file.tolist(), gaps.tolist(), boxes]
+        return [_runs(self.file), _runs(gaps), boxes]
 
     @classmethod
-    def from_json(cls, columns: list[Any], manifest: Manifest, nbytes: list[int]) -> TensorLocations:
-        """``nbytes``: of each tensor of the manifest."""
+    def from_json(
+        cls, columns: list[Any], shapes: Sequence[tuple[int, ...]], kinds: Sequence[torch.dtype], nbytes: list[int]
+    ) -> TensorLocations:
+        """``shapes``, ``kinds``, ``nbytes``: shape, dtype and bytes of each tensor of the manifest."""
         file, gaps, boxes = columns
         chunks = None
         if boxes is not None:
@@ -233,11 +260,11 @@ class TensorLocations:
             dims = len(distinct[0]) // 2 if distinct else 1
             of_chunk = iter([(tuple(distinct[i][:dims]), tuple(distinct[i][dims:])) for i in which])
             of_tensor = [[next(of_chunk) for _ in range(count)] for count in counts]
-            chunks = Chunks.of(manifest.shapes, [dtype.itemsize for dtype in manifest.dtypes], of_tensor)
+            chunks = Chunks.of(shapes, [dtype.itemsize for dtype in kinds], of_tensor)
         sizes = column(nbytes) if chunks is None else chunks.nbytes
-        steps = column(gaps)
+        steps = _from_runs(gaps)
         steps[1:] += sizes[:-1]
-        return cls((), column(file), steps.cumsum(0), chunks=chunks)
+        return cls((), _from_runs(file), steps.cumsum(0), chunks=chunks)
 
     @staticmethod
     def _without_gaps(offset: Tensor, nbytes: list[int]) -> Tensor:

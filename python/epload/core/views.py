@@ -103,10 +103,21 @@ def concatenate(assemblies: Sequence[Assembly], dim: int) -> Assembly:
 
 
 def stack(assemblies: Sequence[Assembly], dim: int) -> Assembly:
-    """Like torch.stack."""
-    dim = normalize_dim(dim, len(assemblies[0].shape) + 1)
-    shapes = [(*assembly.shape[:dim], 1, *assembly.shape[dim:]) for assembly in assemblies]
-    return concatenate([reshape(*each) for each in zip(assemblies, shapes, strict=True)], dim)
+    """Like torch.stack. Raises ValueError if the shapes differ."""
+    shape = assemblies[0].shape
+    dim = normalize_dim(dim, len(shape) + 1)
+    before, after, parts = slice(dim), slice(dim, None), []
+    for at, assembly in enumerate(assemblies):
+        if assembly.shape != shape:
+            raise ValueError(f"cannot stack tensors of shape {list(shape)} and {list(assembly.shape)}")
+        for source, (start, size, offset, strides) in assembly.parts:
+            step = strides[dim] * shape[dim] if dim < len(shape) else 1
+            view = View(
+                (*start[before], at, *start[after]), (*size[before], 1, *size[after]), offset,
+                (*strides[before], step, *strides[after]),
+            )  # fmt: skip
+            parts.append((source, view))
+    return Assembly((*shape[before], len(assemblies), *shape[after]), tuple(parts))
 
 
 def split(assembly: Assembly, dim: int, sizes: Sequence[int]) -> list[Assembly]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping as MappingType
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from epload.core.views import Assembly, Shape
 from epload.errors import ModelMismatch
 from epload.mapping.operations import Concatenate, ConversionTargets, Stack, TensorLists
-from epload.mapping.rules import Convert, expand, ignores_digits, split_scope, without_digits
+from epload.mapping.rules import Convert, expand, ignores_digits, split_scope
+from epload.native.extension import _C
 
 _INDEX = "(?P<index>"
 
@@ -32,20 +33,6 @@ class Group:
     """Index of each tensor in its input; -1 if the input is not a list."""
 
 
-class _Match(NamedTuple):
-    """What a conversion finds in a name."""
-
-    convert: Convert
-    number: int
-    """Of the source that matches."""
-    begin: int
-    end: int
-    place: slice | None
-    """Where the index is in the name, if there is one."""
-    targets: tuple[str, ...]
-    """What replaces the match."""
-
-
 def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tuple[list[Group], list[int]]:
     """The groups of all conversions, and the numbers of the tensors that no conversion takes."""
     rules = [
@@ -55,29 +42,42 @@ def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tupl
     ]
     if not rules:
         return [], list(range(len(names)))
+    names = list(names)
     sources = [text for convert in converts for text in (*convert.sources, *convert.scopes)]
     constant = not any("\\" in target for convert in converts for target in convert.targets)
     # What is found in one name holds for all that differ from it only in digits.
-    shapes = without_digits(names) if constant and ignores_digits(*sources) else names
-    found: dict[str, _Match | None] = {}
-    groups: dict[tuple[int, str], Group] = {}
-    others = []
-    for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-        if shape not in found:
-            found[shape] = _find(rules, name)
-        if (match := found[shape]) is None:
-            others.append(i)
-            continue
-        convert, number, begin, end, place, targets = match
-        before, after = name[:begin], name[end:]
-        key = (id(convert), f"{before}{targets[0]}{after}")
-        if (group := groups.get(key)) is None:
-            group = Group(convert, tuple(f"{before}{target}{after}" for target in targets), [], [], [])
-            groups[key] = group
-        group.sources.append(i)
-        group.inputs.append(number)
-        group.indices.append(-1 if place is None else int(name[place]))
-    return list(groups.values()), others
+    if constant and ignores_digits(*sources):
+        kinds, firsts = _C.names_without_digits(names)
+    else:
+        kinds = firsts = list(range(len(names)))
+    found = [_find(rules, names[first]) for first in firsts]
+    numbers = {id(convert): number for number, convert in enumerate(converts)}
+    matches = [
+        match and (numbers[id(match.convert)], match.input, *match.span, *match.place, match.targets[0])
+        for match in found
+    ]
+    grouped, others = _C.group_names(names, kinds, matches)
+    groups = []
+    for columns in grouped:
+        first = columns[0][0]
+        name, match = names[first], found[kinds[first]]
+        assert match is not None
+        before, after = name[: match.span[0]], name[match.span[1] :]
+        groups.append(Group(match.convert, tuple(f"{before}{target}{after}" for target in match.targets), *columns))
+    return groups, others
+
+
+class _Match(NamedTuple):
+    """What a conversion finds in a name. Spans count characters."""
+
+    convert: Convert
+    input: int
+    """Which of the conversion's inputs it is."""
+    span: tuple[int, int]
+    place: tuple[int, int] | tuple[None, None]
+    """Where the index is, if there is one."""
+    targets: tuple[str, ...]
+    """What replaces the match."""
 
 
 def _find(rules: Sequence[tuple[Convert, int, re.Pattern[str]]], name: str) -> _Match | None:
@@ -86,9 +86,14 @@ def _find(rules: Sequence[tuple[Convert, int, re.Pattern[str]]], name: str) -> _
         prefix, rest = split_scope(name, convert.scopes) if convert.scopes else ("", name)
         if prefix is None or not (match := pattern.search(rest)):
             continue
-        begin, end = (len(prefix) + at for at in match.span())
-        index = slice(*(len(prefix) + at for at in match.span("index"))) if "index" in pattern.groupindex else None
-        return _Match(convert, number, begin, end, index, tuple(expand(match, target) for target in convert.targets))
+
+        def span(group: int | str, match: re.Match[str] = match, skip: int = len(prefix)) -> tuple[int, int]:
+            begin, end = match.span(group)
+            return (begin + skip, end + skip) if begin >= 0 else (0, 0)  # of a group that took no part in the match
+
+        place = span("index") if "index" in pattern.groupindex else (None, None)
+        targets = tuple(expand(match, target) for target in convert.targets)
+        return _Match(convert, number, span(0), place, targets)
     return None
 
 
@@ -126,7 +131,7 @@ class Converter:
         """
         shapes = [self._shapes[source] for source in group.sources]
         target_shapes = [None if name is None else self._targets.get(name) for name in targets]
-        key = (id(group.convert), *group.inputs, *group.indices, *shapes, *target_shapes)
+        key = (id(group.convert), tuple(group.inputs), tuple(group.indices), tuple(shapes), tuple(target_shapes))
         if (known := self._outputs.get(key)) is not None:
             return known
         present = next(filter(None, targets))
@@ -134,7 +139,7 @@ class Converter:
         tensors: TensorLists = [[] for _ in group.convert.sources]
         for i in sorted(range(len(shapes)), key=lambda i: (group.inputs[i], group.indices[i])):
             assembly = self._whole[shapes[i]]
-            tensors[group.inputs[i]].append(replace(assembly, parts=tuple((i, view) for _, view in assembly.parts)))
+            tensors[group.inputs[i]].append(Assembly(assembly.shape, tuple([(i, view) for _, view in assembly.parts])))
         try:
             for operation in group.convert.operations:
                 tensors = operation(tensors, ConversionTargets(target_shapes, group.convert.targets))
@@ -165,16 +170,14 @@ class Converter:
                 name = self._names[group.sources[group.indices.index(count - 1)]]
                 raise self.error(group, target, f"{name} has index {count - 1}, but the last index is {stacked - 1}")
             count = stacked
-        expected = [
-            (number, index)
-            for number, pattern in enumerate(convert.sources)
-            for index in (range(count) if _INDEX in pattern else [-1])
-        ]
-        if missing := [key for key in expected if key not in found]:
-            number, index = missing[0]
+        expected = [range(count) if _INDEX in pattern else range(-1, 0) for pattern in convert.sources]
+        total = sum(map(len, expected))
+        if missing := total - len(found):
+            every = ((number, index) for number, indices in enumerate(expected) for index in indices)
+            number, index = next(key for key in every if key not in found)
             first = re.sub(r"\(\?P<index>[^)]*\)", str(index), convert.sources[number])
             first = re.sub(r"\(\?[^)]*\)|[\\^$]", "", first)
-            text = f"the checkpoint lacks {len(missing)} of {len(expected)}, the first is {first}, as renamed"
+            text = f"the checkpoint lacks {missing} of {total}, the first is {first}, as renamed"
             raise self.error(group, target, text)
 
     def error(self, group: Group, target: str, problem: str) -> ModelMismatch:
