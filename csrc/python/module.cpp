@@ -11,6 +11,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <optional>
 #include <string_view>
 #include <tuple>
 #include <utility>
@@ -22,12 +23,19 @@ namespace {
 
 using Columns = std::array<std::vector<int64_t>, 5>;
 
-// Slots as columns: tensor, tensor_offset, bucket, bucket_offset, nbytes.
+// Slots as columns: tensor, tensor_offset, bucket, bucket_offset, nbytes. `extents` are those of the tensors, or of kinds
+// of tensors of which `kind_of` says which each has.
 std::pair<Columns, std::vector<int64_t>> plan_buckets(
-    const std::vector<std::array<int64_t, 3>>& extents, int64_t capacity, int64_t alignment, int64_t header) {
+    const std::vector<std::array<int64_t, 3>>& extents,
+    int64_t capacity,
+    int64_t alignment,
+    int64_t header,
+    const std::optional<std::vector<std::size_t>>& kind_of) {
+  const auto count = kind_of ? kind_of->size() : extents.size();
   std::vector<epload::TensorExtent> tensors;
-  tensors.reserve(extents.size());
-  for (const auto& [nbytes, granule, slab] : extents) {
+  tensors.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto& [nbytes, granule, slab] = extents.at(kind_of ? (*kind_of)[i] : i);
     tensors.push_back({nbytes, granule, slab});
   }
   auto plan = epload::plan_buckets(tensors, capacity, alignment, header);
@@ -140,7 +148,13 @@ PYBIND11_MODULE(_C, m) {
   m.attr("cuda_architectures") = EPLOAD_CUDA_ARCHITECTURES; // comma-separated; empty in a build without CUDA
   m.attr("torch_npu_version") = EPLOAD_TORCH_NPU_VERSION;   // empty in a build without the Ascend part
   m.def(
-      "plan_buckets", &plan_buckets, py::arg("extents"), py::arg("capacity"), py::arg("alignment"), py::arg("header"));
+      "plan_buckets",
+      &plan_buckets,
+      py::arg("extents"),
+      py::arg("capacity"),
+      py::arg("alignment"),
+      py::arg("header"),
+      py::arg("kind_of") = py::none());
   m.def("extent_of", &extent_of, py::arg("shape"), py::arg("itemsize"), py::arg("room"));
   define_schedule(m);
   m.def("safetensors_entries", &safetensors_entries, py::arg("header"));

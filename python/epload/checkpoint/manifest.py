@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,26 +18,12 @@ from epload.checkpoint.byte_store import StoredFile
 from epload.core import dtypes
 from epload.core.chunks import Chunks
 from epload.core.columns import column
+from epload.core.pieces import Kinds
 
 _CACHED = ("kinds", "compact", "digest", "identity", "nbytes")
 _SAMPLES, _SAMPLE_BYTES = 16, 512
 
 T = TypeVar("T")
-
-
-class Kinds(NamedTuple):
-    """The distinct shapes and dtypes of a checkpoint's tensors, in the order in which they appear, and which of them each tensor
-    has."""
-
-    shapes: list[tuple[int, ...]]
-    shape_of: list[int]
-    dtypes: list[torch.dtype]
-    dtype_of: list[int]
-
-    def nbytes(self) -> list[int]:
-        """Size of each tensor in bytes."""
-        counts, itemsizes = [prod(shape) for shape in self.shapes], [dtype.itemsize for dtype in self.dtypes]
-        return [counts[i] * itemsizes[j] for i, j in zip(self.shape_of, self.dtype_of, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -12,3 +12,27 @@ from torch import Tensor
 def column(values: Sequence[int]) -> Tensor:
     """Integers as int64 [n]. ``torch.tensor`` takes ten times as long."""
     return torch.frombuffer(array("q", values), dtype=torch.int64) if len(values) else torch.empty(0, dtype=torch.int64)
+
+
+def numbered(values: Tensor) -> Tensor:
+    """Numbers non-negative values from 0 on, in their order. int64 [n]."""
+    if (most := int(values.max()) + 1 if len(values) else 0) > 8 * len(values):
+        return torch.searchsorted(torch.unique(values), values)
+    there = torch.zeros(most, dtype=torch.int64)
+    there[values] = 1
+    number = there.cumsum(0) - 1
+    return number[values]
+
+
+def numbered_rows(columns: Sequence[Tensor]) -> Tensor:
+    """Numbers rows of non-negative values from 0 on, in their order. int64 [n], as are the columns."""
+    first, *others = map(numbered, columns)
+    for values in others:
+        first = numbered(first * (int(values.max()) + 1 if len(values) else 1) + values)
+    return first
+
+
+def first_of_each(numbers: Tensor) -> Tensor:
+    """For each number from 0 on where it is first, if every number up to the largest is there. int64 [n]."""
+    count = int(numbers.max()) + 1 if len(numbers) else 0
+    return torch.full((count,), len(numbers)).scatter_reduce(0, numbers, torch.arange(len(numbers)), "amin")

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
+
+
+class Kinds(NamedTuple):
+    """The distinct shapes and dtypes of a checkpoint's tensors, in the order in which they appear, and which of them each tensor
+    has."""
+
+    shapes: list[tuple[int, ...]]
+    shape_of: list[int]
+    dtypes: list[torch.dtype]
+    dtype_of: list[int]
+
+    def nbytes(self) -> list[int]:
+        """Size of each tensor in bytes."""
+        counts, itemsizes = [prod(shape) for shape in self.shapes], [dtype.itemsize for dtype in self.dtypes]
+        return [counts[i] * itemsizes[j] for i, j in zip(self.shape_of, self.dtype_of, strict=True)]
 
 
 class Metadata(Protocol):
@@ -26,6 +42,8 @@ class Metadata(Protocol):
         """The path, or "state dict"; for error messages."""
         ...
 
+    @property
+    def kinds(self) -> Kinds: ...
     @property
     def digest(self) -> bytes:
         """Equal for two checkpoints only if they have the same tensors in the same order."""

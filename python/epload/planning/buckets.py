@@ -1,7 +1,7 @@
 """Buckets: the messages of a load, and what each rank copies out of them.
 
-Thousands of tensors share a shape and a layout, so geometry is computed once for each class of them; per tensor there is a
-dictionary look-up, and the copy table is put together by vector arithmetic.
+Thousands of tensors share a shape and a layout, so geometry is computed once for each class of them, and the copy table is put
+together by vector arithmetic.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
-from epload.core.columns import column
-from epload.core.copy_table import CopyTable
+from epload.core.columns import column, first_of_each, numbered_rows
+from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata, Pieces
 from epload.core.placement import OwnedRegion, owned_parts, owned_regions
 from epload.core.views import View
@@ -73,12 +73,23 @@ class Slots:
         return sum(self.nbytes)
 
 
-def extents(manifest: Metadata, chosen: Selection, room: int) -> list[tuple[int, int, int]]:
-    """For each tensor that is loaded how it may be cut to fit ``room`` bytes; see ``_C.extent_of``."""
-    itemsize = {dtype: dtype.itemsize for dtype in set(manifest.dtypes)}
-    keys = [(manifest.shapes[i], itemsize[manifest.dtypes[i]]) for i in chosen.tensor]
-    known = {(shape, size): _C.extent_of(shape, size, room) for shape, size in set(keys)}
-    return [known[key] for key in keys]
+def fill_buckets(manifest: Metadata, chosen: Selection, bucket_bytes: int) -> tuple[Slots, list[int], list[int]]:
+    """Cuts the tensors that are loaded into pieces that fill buckets.
+
+    Returns:
+        The slots, whose tensors count among those that are loaded; the bucket of each slot, ascending; and the bytes of each
+        bucket.
+    """
+    shapes, shape_of, kinds, dtype_of = manifest.kinds
+    codes = [shape_of[i] * len(kinds) + dtype_of[i] for i in chosen.tensor]
+    numbers = {code: number for number, code in enumerate(dict.fromkeys(codes))}
+    room = bucket_bytes - HEADER_BYTES
+    extents = [_C.extent_of(shapes[code // len(kinds)], kinds[code % len(kinds)].itemsize, room) for code in numbers]
+    columns, bucket_nbytes = _C.plan_buckets(
+        extents, bucket_bytes, ALIGNMENT, HEADER_BYTES, [numbers[code] for code in codes]
+    )
+    tensor, tensor_offset, bucket, bucket_offset, nbytes = columns
+    return Slots(tensor, tensor_offset, bucket_offset, nbytes), bucket, bucket_nbytes
 
 
 def make_buckets(
@@ -89,76 +100,65 @@ def make_buckets(
     bucket: Sequence[int],
     bucket_nbytes: Sequence[int],
 ) -> list[Bucket]:
-    """Adds this rank's copies to the planned slots.
-
-    Args:
-        slots: of the tensors that are loaded, counted among them, not in the manifest.
-        bucket: of each slot, ascending.
-    """
-    slot_of, places = _places_of_slots(slots, chosen)
-    target_of = [chosen.target[place] for place in places]
-    dtype_of = [manifest.dtypes[chosen.tensor[i]] for i in slots.tensor]
-    slot_numbers = slot_of.tolist()
+    """Adds this rank's copies to the planned slots; see :func:`fill_buckets`."""
+    slot_of, place = _places_of_slots(slots, chosen)
+    tensor, number = column(slots.tensor), column(chosen.tensor)
+    offset, target = column(slots.tensor_offset), column(chosen.target)[place]
     # The class of a slot and place: everything that their copies depend on but for where the slot lies in the bucket.
-    of_slots = ([values[i] for i in slot_numbers] for values in (dtype_of, slots.tensor_offset, slots.nbytes))
-    layouts, views = [targets.layout[target] for target in target_of], [chosen.view[place] for place in places]
-    classes = list(zip(layouts, views, *of_slots, strict=True))
-    copies, pair = _copies_of_classes(classes, targets, chosen)
+    of_slots = column(manifest.kinds.dtype_of)[number[tensor]], offset, column(slots.nbytes)
+    classes = [column(targets.layout)[target], column(chosen.view)[place], *(values[slot_of] for values in of_slots)]
+    copies, pair = _copies_of_classes(classes, manifest.kinds.dtypes, targets, chosen)
     slot = slot_of[pair]
-    origins = torch.stack([column([chosen.tensor[i] for i in slots.tensor]), column(slots.tensor_offset)], 1)[slot]
+    origins = torch.stack([number[tensor], offset], 1)[slot]
     origins[:, 1] += copies.offset
     copies.offset.add_(column(slots.bucket_offset)[slot])
-    copies.target[:] = column(target_of)[pair]
+    copies.target[:] = target[pair]
 
     bucket_of = column(bucket)
     numbers = torch.arange(len(bucket_nbytes))
     slot_ends = [0, *torch.searchsorted(bucket_of, numbers, right=True).tolist()]
     row_ends = [0, *torch.searchsorted(bucket_of[slot], numbers, right=True).tolist()]
     made = []
-    for number, nbytes in enumerate(bucket_nbytes):
-        rows = slice(row_ends[number], row_ends[number + 1])
+    for at, nbytes in enumerate(bucket_nbytes):
+        rows = slice(row_ends[at], row_ends[at + 1])
         part = copies.select(rows)
         wanted = tuple(part.renumber_targets())
-        made.append(Bucket(nbytes, range(*slot_ends[number : number + 2]), part, wanted, origins[rows]))
+        made.append(Bucket(nbytes, range(*slot_ends[at : at + 2]), part, wanted, origins[rows]))
     return made
 
 
-def _places_of_slots(slots: Slots, chosen: Selection) -> tuple[Tensor, Sequence[int]]:
+def _places_of_slots(slots: Slots, chosen: Selection) -> tuple[Tensor, Tensor]:
     """A slot has copies for each place of its tensor: pair p is of the p-th slot and place returned. Mostly it has one."""
-    if chosen.first == list(range(len(chosen.tensor) + 1)):
-        return torch.arange(len(slots.tensor)), slots.tensor
-    of_slot = column(slots.tensor)
-    ends = column(chosen.first)
+    of_slot, ends = column(slots.tensor), column(chosen.first)
     each = ends.diff()[of_slot]
     slot_of = torch.repeat_interleave(torch.arange(len(of_slot)), each)
-    places = torch.arange(len(slot_of)) + (ends[of_slot] - each.cumsum(0) + each)[slot_of]
-    return slot_of, places.tolist()
+    return slot_of, torch.arange(len(slot_of)) + (ends[of_slot] - each.cumsum(0) + each)[slot_of]
 
 
 def _copies_of_classes(
-    classes: Sequence[tuple[int, int, torch.dtype, int, int]], targets: Targets, chosen: Selection
+    classes: Sequence[Tensor], kinds: Sequence[torch.dtype], targets: Targets, chosen: Selection
 ) -> tuple[CopyTable, Tensor]:
     """The rows of each pair of a slot and a place, as if its slot began the bucket; and for each row the number of its pair.
 
     Args:
-        classes: of each pair: layout, view, dtype, offset and bytes of the slot in its tensor.
+        classes: layout, view and dtype (one of ``kinds``) of each pair, offset and bytes of its slot in the tensor.
     """
     dims = max((len(layout.shape) for layout in targets.layouts), default=1) or 1
     owned = [owned_regions(layout, at) for layout, at in zip(targets.layouts, targets.coordinates, strict=True)]
-    numbers: dict[tuple[int, int, torch.dtype, int, int], int] = {}
-    class_of = column([numbers.setdefault(key, len(numbers)) for key in classes])
+    class_of = numbered_rows(classes)
+    first = first_of_each(class_of)
     rows_of = [
-        _rows(chosen.views[view], owned[layout], dtype, offset, size, dims)
-        for layout, view, dtype, offset, size in numbers
+        _rows(chosen.views[view], owned[layout], kinds[kind], offset, size, dims)
+        for layout, view, kind, offset, size in torch.stack([*classes], 1)[first].tolist()
     ]
     table = torch.tensor([row for rows in rows_of for row in rows], dtype=torch.int64)
     count = column([len(rows) for rows in rows_of])
-    first = count.cumsum(0) - count
+    begin = count.cumsum(0) - count
 
     # Row r of the result is row `within` of the class of pair `pair`.
-    pair = torch.repeat_interleave(torch.arange(len(classes)), count[class_of])
+    pair = torch.repeat_interleave(torch.arange(len(class_of)), count[class_of])
     within = torch.arange(len(pair)) - (count[class_of].cumsum(0) - count[class_of])[pair]
-    rows = table.reshape(-1, CopyTable.columns(dims))[first[class_of[pair]] + within]
+    rows = table.reshape(-1, CopyTable.columns(dims))[begin[class_of[pair]] + within]
     return CopyTable(rows), pair
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
-from epload.core.columns import column
+from epload.core.columns import column, first_of_each, numbered
 from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata
 from epload.core.placement import Box
@@ -94,17 +94,16 @@ class _Kinds:
         pairs = zip(manifest.shapes, manifest.dtypes, strict=True)
         key = column([forms.setdefault(pair, len(forms)) for pair in pairs])
         for outline in {id(each.class_of): each for each in outlines.values()}.values():
-            key = _numbered(key * (len(outline.boxes) + 1) + outline.class_of - NO_PART)
+            key = numbered(key * (len(outline.boxes) + 1) + outline.class_of - NO_PART)
         self.of = key
         """int64 [t], of each tensor."""
-        count = int(key.max()) + 1 if len(key) else 0
-        first = torch.full((count,), len(key)).scatter_reduce(0, key, torch.arange(len(key)), "amin")
+        first = first_of_each(key)
         self.first: list[int] = first.tolist()
         """The first tensor of each kind."""
         classes = {id(each): each.class_of[first].tolist() for each in outlines.values()}
         self.class_of = {rank: classes[id(outline)] for rank, outline in outlines.items()}
         """For each rank the class of each kind."""
-        self.dtypes = [self._dtype_on_the_way(kind) for kind in range(count)]
+        self.dtypes = [self._dtype_on_the_way(kind) for kind in range(len(first))]
         """In which the tensors of each kind move."""
 
     @cached_property
@@ -173,16 +172,6 @@ class _Kinds:
                 )
         only = wanted.pop() if len(wanted) == 1 else source
         return only if only.itemsize < source.itemsize else source
-
-
-def _numbered(values: Tensor) -> Tensor:
-    """Numbers non-negative values from 0 on, in their order."""
-    if (most := int(values.max()) + 1 if len(values) else 0) > 8 * len(values):
-        return torch.searchsorted(torch.unique(values), values)
-    there = torch.zeros(most, dtype=torch.int64)
-    there[values] = 1
-    number = there.cumsum(0) - 1
-    return number[values]
 
 
 class _Rows:

@@ -19,8 +19,7 @@ from epload.mapping.mapping import Mapping
 from epload.mapping.place import ShapeMismatch, place
 from epload.mapping.scales import Scaling, with_scales
 from epload.model.targets import Targets
-from epload.native.extension import _C
-from epload.planning.buckets import HEADER_BYTES, Bucket, Slots, extents, make_buckets
+from epload.planning.buckets import HEADER_BYTES, Bucket, Slots, fill_buckets, make_buckets
 from epload.planning.selection import Selection, Twin, check_dtypes, select
 
 
@@ -138,18 +137,15 @@ def make_plan(
     targets, scalings = with_scales(manifest, targets, placed)
     chosen, tied, twins = select(manifest, targets, placed, wanted)
     casts = check_dtypes(manifest, targets, chosen, {scaling.target for scaling in scalings})
-    columns, bucket_nbytes = _C.plan_buckets(
-        extents(manifest, chosen, bucket_bytes - HEADER_BYTES), bucket_bytes, ALIGNMENT, HEADER_BYTES
-    )
-    tensor, tensor_offset, bucket, bucket_offset, nbytes = columns
-    slots = Slots(tensor, tensor_offset, bucket_offset, nbytes)
+    slots, bucket, bucket_nbytes = fill_buckets(manifest, chosen, bucket_bytes)
     buckets = make_buckets(manifest, targets, chosen, slots, bucket, bucket_nbytes)
+    columns = [slots.tensor, slots.tensor_offset, bucket, slots.bucket_offset, slots.nbytes, chosen.tensor]
     known = wanted | {source for mismatch in mismatches for source in mismatch.sources}
     left = [i for i, places in enumerate(placed) if not places]
     return LoadPlan(
         buckets=tuple(buckets),
-        slots=replace(slots, tensor=[chosen.tensor[i] for i in tensor]),
-        fingerprint=_fingerprint(manifest, targets, [*columns, chosen.tensor], repr((bucket_bytes, options))),
+        slots=replace(slots, tensor=[chosen.tensor[i] for i in slots.tensor]),
+        fingerprint=_fingerprint(manifest, targets, columns, repr((bucket_bytes, options))),
         missing=_missing(targets, mapping, chosen, mismatched),
         unexpected=tuple(manifest.names[i] for i in left if i not in known),
         mismatched=mismatched,
