@@ -23,8 +23,8 @@ namespace {
 
 using Columns = std::array<std::vector<int64_t>, 5>;
 
-// Slots as columns: tensor, tensor_offset, bucket, bucket_offset, nbytes. `extents` are those of the tensors, or of kinds
-// of tensors of which `kind_of` says which each has.
+// Slots as columns: tensor, tensor_offset, bucket, bucket_offset, nbytes. `extents` are those of the tensors, or of
+// kinds of tensors of which `kind_of` says which each has.
 std::pair<Columns, std::vector<int64_t>> plan_buckets(
     const std::vector<std::array<int64_t, 3>>& extents,
     int64_t capacity,
