@@ -18,6 +18,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS, Bed, Cluster, Rank, Sample, preload
 from epload.control import tree as trees
 from epload.control.rounds import decide_on_reports, encode_report
@@ -188,11 +190,21 @@ def replayed(ranks: int, rounds: int) -> dict[str, Any]:
 
 def coefficients(runs: list[dict[str, Any]], replays: list[dict[str, Any]]) -> dict[str, float]:
     """Of the simulator. What the coordinator computes is measured alone."""
+    operation, of_round = server_rates(replays)
     return {
-        "operation": statistics.median(found["server_cpu_s"] / found["operations"] for found in replays),
+        "operation": operation,
+        "round": of_round,
         "rank": coordinator_seconds(MANY) / MANY,
         "level": next(run for run in runs if run["ranks"] == 16)["round"]["least_s"],
     }
+
+
+def server_rates(replays: list[dict[str, Any]]) -> tuple[float, float]:
+    """Seconds of the server for each operation and for each round besides, with the least squares of relative errors."""
+    counts = torch.tensor([[row["operations"], row["rounds"]] for row in replays], dtype=torch.float64)
+    cpu = torch.tensor([[row["server_cpu_s"]] for row in replays], dtype=torch.float64)
+    operation, of_round = torch.linalg.lstsq(counts / cpu, torch.ones_like(cpu)).solution.flatten().tolist()
+    return operation, of_round
 
 
 def coordinator_seconds(ranks: int) -> float:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from clusters import MODELS, Model
+from epload.core.pieces import Kinds
 from epload.core.placement import Layout, Replicated, Sharded, owned_regions, row_major_strides
 from epload.core.views import Shape, View
 from epload.planning.exchange import plan_exchange
@@ -46,6 +47,10 @@ class Tensors(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     source: str = "the trainer"
     digest: bytes = bytes(16)
+
+    @property
+    def kinds(self) -> Kinds:
+        return Kinds.of(self.shapes, self.dtypes)
 
 
 class Weight(NamedTuple):

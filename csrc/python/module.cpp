@@ -167,7 +167,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("find_modules", &epload::find_modules, py::arg("root"));
   m.def("named_values", &epload::named_values, py::arg("prefixes"), py::arg("dicts"));
   m.def("attributes", &epload::attributes, py::arg("objects"), py::arg("names"));
-  m.def("names_without_digits", &epload::names_without_digits, py::arg("names"));
+  m.def("number_by_digits", &epload::number_by_digits, py::arg("names"));
   m.def("group_names", &epload::group_names, py::arg("names"), py::arg("kind_of"), py::arg("matches"));
   m.def("register_tensors", &epload::register_tensors, py::arg("tensors"));
   m.def("tensor_kinds", &epload::tensor_kinds, py::arg("tensors"), py::arg("slot"));

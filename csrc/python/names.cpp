@@ -40,9 +40,14 @@ class Utf8 {
 // The names, which live at least as long, whatever happens to the list.
 py::tuple held(const py::list& names) {
   auto all = py::reinterpret_steal<py::tuple>(PyList_AsTuple(names.ptr()));
+  if (!all) {
+    throw py::error_already_set();
+  }
   for (std::size_t i = 0; i < all.size(); ++i) {
-    if (!PyUnicode_Check(PyTuple_GET_ITEM(all.ptr(), static_cast<Py_ssize_t>(i)))) {
-      throw py::type_error("expected names to be str");
+    PyObject* const name = PyTuple_GET_ITEM(all.ptr(), static_cast<Py_ssize_t>(i));
+    if (!PyUnicode_Check(name)) {
+      throw py::type_error(
+          "expected names to be str, got " + std::string(Py_TYPE(name)->tp_name) + " at " + std::to_string(i));
     }
   }
   return all;
@@ -69,8 +74,12 @@ py::object parse_index(PyObject* name, Py_ssize_t begin, Py_ssize_t end) {
       return py::int_(value);
     }
   }
-  auto number = py::reinterpret_steal<py::object>(PyLong_FromUnicodeObject(substring(name, begin, end).ptr(), 10));
+  const auto text = substring(name, begin, end);
+  auto number = py::reinterpret_steal<py::object>(PyLong_FromUnicodeObject(text.ptr(), 10));
   if (!number) {
+    if (PyErr_ExceptionMatches(PyExc_ValueError) != 0) {
+      PyErr_Format(PyExc_ValueError, "expected an integer as the index in %R, got %R", name, text.ptr());
+    }
     throw py::error_already_set();
   }
   return number;
@@ -144,7 +153,7 @@ struct Group {
 
 } // namespace
 
-std::pair<std::vector<std::size_t>, std::vector<std::size_t>> names_without_digits(const py::list& names) {
+std::pair<std::vector<std::size_t>, std::vector<std::size_t>> number_by_digits(const py::list& names) {
   const auto all = held(names);
   std::vector<std::size_t> kind_of, first;
   kind_of.reserve(all.size());

@@ -9,9 +9,9 @@
 
 namespace epload {
 
-// For each name a number, the same for all names that differ only in ASCII digits, and in how many of them not at all;
-// and for each number the index of the first such name.
-std::pair<std::vector<std::size_t>, std::vector<std::size_t>> names_without_digits(const pybind11::list& names);
+// For each name a number, the same for all names that are equal once each ASCII digit is replaced by 0; and for each
+// number the index of its first name.
+std::pair<std::vector<std::size_t>, std::vector<std::size_t>> number_by_digits(const pybind11::list& names);
 
 // Groups names that one rule gives the same name: (names by number, the input and the index of each). An index is the
 // integer in the name, -1 if there is none. And the numbers of the names that no rule takes. In the order of the names.

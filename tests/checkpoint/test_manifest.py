@@ -27,12 +27,21 @@ from support.checkpoint_kinds import (
 from support.checkpoints import State, assert_same, index, read_all, tensor
 
 
-def test_compact_round_trip() -> None:
+def test_compact_round_trip(tmp_path: Path) -> None:
     state = {f"t.{name}.é\u4e16": tensor(i, (i, 2), dtype) for i, (name, dtype) in enumerate(SAFETENSORS.items())}
     manifest = Checkpoint.open(state).manifest
     again = Manifest.from_compact(manifest.compact, manifest.provenance)
     assert again == manifest
     assert again.digest == manifest.digest
+    alike = {f"{i}": tensor(i, (3 if i < 40 else i,), torch.bfloat16 if i < 50 else torch.float32) for i in range(60)}
+    for name, value in (("alike", alike), ("different", {**alike, **state})):
+        save_file(value, tmp_path / f"{name}.safetensors")
+        manifest = Checkpoint.open(tmp_path / f"{name}.safetensors").manifest
+        again = Manifest.from_compact(manifest.compact, manifest.provenance)
+        assert (again.names, again.shapes, again.dtypes) == (manifest.names, manifest.shapes, manifest.dtypes)
+        assert again.nbytes_of() == [value[key].nbytes for key in again.names]
+        assert [*map(again.locations.of_tensor, range(60))] == [*map(manifest.locations.of_tensor, range(60))]
+        assert again.digest == manifest.digest
     nothing = Manifest((), (), (), "nothing")
     assert Manifest.from_compact(nothing.compact, nothing.provenance) == nothing
 

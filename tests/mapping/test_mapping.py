@@ -160,6 +160,7 @@ def experts(count: Sequence[int], kinds: Sequence[str] = ("gate", "up"), shape: 
     return {f"l.experts.{i}.{kind}.weight": shape for i in count for kind in kinds}
 
 
+ANY_INDEX = Mapping(converts=(Convert((r"e\.(?P<index>[^.]+)\.w$",), ("e.w",), (Stack(-1),)),))
 GATE_UP: Shapes = {"l.experts.gate_up": (3, 4, 4)}
 CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
     "whole, wrong shape": (Mapping(), {"a": (2, 3)}, {"a": (3, 2)}, ["a ", "[2, 3]", "[3, 2]"]),
@@ -177,6 +178,22 @@ CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
         EXPERTS, {"a.q.weight": (2, 4), "a.v.weight": (1, 4)}, {"a.qkv.weight": (4, 4)}, ["a.qkv.weight", "k.weight"]
     ),
     "index out of range": (EXPERTS, experts([0, 1, 2, 3]), GATE_UP, ["l.experts.gate_up", "l.experts.3.", "index 3"]),
+    "negative index": (ANY_INDEX, {"e.-1.w": (2,), "e.1.w": (2,)}, {"e.w": (2, 2)}, ["e.-1.w has index -1", "0 or more"]),
+    "negative index besides all others": (
+        ANY_INDEX, {f"e.{i}.w": (2,) for i in (-1, 0, 1)}, {"e.w": (2, 3)}, ["e.-1.w has index -1", "0 or more"]
+    ),
+    "an index of 20 digits": (
+        ANY_INDEX, {"e.0.w": (2,), f"e.{10**20}.w": (2,)}, {"e.w": (2, 2)}, ["lacks 99999999999999999999 of", "e.1.w"]
+    ),
+    "an index that is no integer": (ANY_INDEX, {"e.a.w": (2,)}, {"e.w": (1, 2)}, ["'e.a.w'", "an integer as the index", "'a'"]),
+    "an index that is not there": (
+        Mapping(converts=(Convert((r"e(\.(?P<index>\d+))?\.w$",), ("e.w",), (Stack(0),)),)), {"e.w": (2,)}, {"e.w": (1, 2)},
+        ["'e.w'", "an integer as the index"],
+    ),
+    "a list without tensors": (
+        Mapping(converts=(Convert((r"e\.(?P<index>\d+)$", "s$"), ("t",), (Stack(0), Concatenate(0))),)), {"s": (2,)},
+        {"t": (2, 2)}, ["cannot make t", "at least one tensor to stack"],
+    ),
     "same index twice": (
         EXPERTS, {**experts([0, 1, 2]), "l.experts.01.up.weight": (2, 4)}, GATE_UP,
         ["l.experts.1.up.weight", "l.experts.01.up.weight"],

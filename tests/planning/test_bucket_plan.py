@@ -119,6 +119,15 @@ def test_every_piece_is_a_box(shape: list[int], itemsize: int, room: int, before
         assert list(product(*sides)) == piece
 
 
+@given(problems(), st.data())
+def test_tensors_of_a_kind_have_its_extent(problem: tuple[list[Extent], int, int, int], data: st.DataObject) -> None:
+    extents, *sizes = problem
+    kinds = data.draw(st.lists(st.integers(0, len(extents) - 1), max_size=20)) if extents else []
+    assert _C.plan_buckets(extents, *sizes, kinds) == _C.plan_buckets([extents[kind] for kind in kinds], *sizes)
+    with pytest.raises(IndexError):
+        _C.plan_buckets(extents, *sizes, [*kinds, len(extents)])
+
+
 def test_nothing_to_plan() -> None:
     assert _C.plan_buckets([], 100, 1, 0) == ([[], [], [], [], []], [])
     assert _C.plan_buckets([(0, 4, 0), (0, 0, 0)], 100, 1, 0) == ([[], [], [], [], []], [])

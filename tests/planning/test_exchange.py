@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from epload.core.pieces import Kinds
 from epload.core.placement import (
     Layout,
     Replicated,
@@ -38,6 +39,10 @@ class Tensors(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     source: str = "the trainer"
     digest: bytes = b"tensors"
+
+    @property
+    def kinds(self) -> Kinds:
+        return Kinds.of(self.shapes, self.dtypes)
 
 
 def share_of(layouts: list[Layout], coordinate: Shape, tensors: Tensors, dtype: torch.dtype) -> Share:

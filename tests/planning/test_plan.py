@@ -151,6 +151,33 @@ def test_fingerprint_does_not_depend_on_how_layouts_are_numbered() -> None:
     assert plans[0].fingerprint == plans[1].fingerprint
 
 
+@pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
+def test_copies_do_not_depend_on_how_many_tensors_share_a_layout(bucket_bytes: int) -> None:
+    """Tensors of one layout and of dtypes of one size, in pieces of one offset and of other lengths, in other orders."""
+    forms = [
+        ((8,), BF16),
+        ((8,), torch.float16),
+        ((7, 5), BF16),
+        ((8,), BF16),
+        ((257,), U8),
+        ((257,), torch.int8),
+        ((7, 5), F32),
+    ]
+    tensors: Described = {f"{i}.{copy}": form for copy in range(4) for i, form in enumerate(forms[copy:])}
+    own = targets_of(tensors, (2,), {name: (Sharded(0),) for name in tensors}, (1,))
+    layouts = list(dict.fromkeys(own.layouts))
+    assert len(layouts) == 3
+    shared = replace(
+        own, layout=[layouts.index(layout) for layout in own.layouts], layouts=layouts, coordinates=[(1,)] * 3
+    )  # fmt: skip
+    plans = [make_plan(manifest_of(tensors), targets, Mapping(), bucket_bytes) for targets in (own, shared)]
+    assert plans[0].owned > 0
+    for one, other in zip(plans[0].buckets, plans[1].buckets, strict=True):
+        assert one.targets == other.targets
+        assert torch.equal(one.copies.rows, other.copies.rows)
+        assert torch.equal(one.origins, other.origins)
+
+
 def test_fingerprint_tells_any_difference() -> None:
     tensors: Described = {"a": ((4, 2), F32), "b": ((2, 4), F32), "c": ((8,), BF16)}
     manifest, targets = manifest_of(tensors), targets_of(tensors, (2,), {"a": (Sharded(0),)}, (0,))

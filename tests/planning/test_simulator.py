@@ -145,6 +145,13 @@ def test_agreement_grows_with_the_nodes() -> None:
     assert predict("every/two_level", 8, 1, large) == pytest.approx(1.0 + 2e-3 * (4 * 2047 + 2 * 64 + 2))
 
 
+def test_agreement_of_rounds() -> None:
+    """What the server takes for a round comes on top of its operations."""
+    one, two = (agreement(64, 512, rounds, StoreRates(operation=1e-3, round=0.5)) for rounds in (1, 2))
+    assert one.server == pytest.approx(1e-3 * one.operations + 0.5)
+    assert two.server == pytest.approx(2 * one.server)
+
+
 def test_agreement_of_levels_and_ranks() -> None:
     """Node 33 is the first whose views pass another leader."""
     store = StoreRates(level=1.0, rank=1e-3)

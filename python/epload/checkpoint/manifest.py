@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,6 @@ from epload.core.pieces import Kinds
 
 _CACHED = ("kinds", "compact", "digest", "identity", "nbytes")
 _SAMPLES, _SAMPLE_BYTES = 16, 512
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,17 +44,17 @@ class Manifest:
     @cached_property
     def kinds(self) -> Kinds:
         """The distinct shapes and dtypes."""
-        return Kinds(*_numbered(self.shapes), *_numbered(self.dtypes))
+        return Kinds.of(self.shapes, self.dtypes)
 
     @cached_property
     def compact(self) -> bytes:
         """Compressed JSON, in which each distinct shape and dtype is listed once, of everything but :attr:`provenance`."""
-        shapes, shape_of, kinds, dtype_of = self.kinds
+        shapes, shape_of, types, dtype_of = self.kinds
         columns = {
             "names": self.names,
             "shapes": shapes,
             "shape": _runs(column(shape_of)),
-            "dtypes": [dtypes.name(dtype) for dtype in kinds],
+            "dtypes": [dtypes.name(dtype) for dtype in types],
             "dtype": _runs(column(dtype_of)),
             "locations": self.locations and self.locations.to_json(self.nbytes_of()),
         }
@@ -105,8 +103,8 @@ class Manifest:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes, equal for two manifests only if they have the same tensors in the same order."""
-        shapes, shape_of, kinds, dtype_of = self.kinds
-        digest = hashlib.blake2b(repr((*shapes, *kinds)).encode(), digest_size=16)
+        shapes, shape_of, types, dtype_of = self.kinds
+        digest = hashlib.blake2b(repr((*shapes, *types)).encode(), digest_size=16)
         for values in (map(len, self.names), shape_of, dtype_of):
             digest.update(array("q", values).tobytes())
         digest.update("".join(self.names).encode(errors="surrogatepass"))
@@ -127,13 +125,6 @@ class Manifest:
     def nbytes(self) -> int:
         """Size of all tensors in bytes."""
         return sum(self.nbytes_of())
-
-
-def _numbered(values: Sequence[T]) -> tuple[list[T], list[int]]:
-    """The distinct values in the order in which they appear, and for each value which of them it is."""
-    distinct = list(dict.fromkeys(values))
-    numbers = {value: i for i, value in enumerate(distinct)}
-    return distinct, [numbers[value] for value in values]
 
 
 def _runs(values: Tensor) -> list[Any]:
@@ -235,9 +226,9 @@ class TensorLocations:
 
     @classmethod
     def from_json(
-        cls, columns: list[Any], shapes: Sequence[tuple[int, ...]], kinds: Sequence[torch.dtype], nbytes: list[int]
+        cls, columns: list[Any], shapes: Sequence[tuple[int, ...]], types: Sequence[torch.dtype], nbytes: list[int]
     ) -> TensorLocations:
-        """``shapes``, ``kinds``, ``nbytes``: shape, dtype and bytes of each tensor of the manifest."""
+        """``shapes``, ``types``, ``nbytes``: shape, dtype and bytes of each tensor of the manifest."""
         file, gaps, boxes = columns
         chunks = None
         if boxes is not None:
@@ -245,7 +236,7 @@ class TensorLocations:
             dims = len(distinct[0]) // 2 if distinct else 1
             of_chunk = iter([(tuple(distinct[i][:dims]), tuple(distinct[i][dims:])) for i in which])
             of_tensor = [[next(of_chunk) for _ in range(count)] for count in counts]
-            chunks = Chunks.of(shapes, [dtype.itemsize for dtype in kinds], of_tensor)
+            chunks = Chunks.of(shapes, [dtype.itemsize for dtype in types], of_tensor)
         sizes = column(nbytes) if chunks is None else chunks.nbytes
         steps = _from_runs(gaps)
         steps[1:] += sizes[:-1]

@@ -11,7 +11,9 @@ from torch import Tensor
 
 def column(values: Sequence[int]) -> Tensor:
     """Integers as int64 [n]. ``torch.tensor`` takes ten times as long."""
-    return torch.frombuffer(array("q", values), dtype=torch.int64) if len(values) else torch.empty(0, dtype=torch.int64)
+    if not len(values):
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
 def numbered(values: Tensor) -> Tensor:

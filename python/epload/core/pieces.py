@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple, Protocol, overload
+from typing import NamedTuple, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Kinds(NamedTuple):
@@ -19,10 +21,22 @@ class Kinds(NamedTuple):
     dtypes: list[torch.dtype]
     dtype_of: list[int]
 
+    @classmethod
+    def of(cls, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> Kinds:
+        """``shapes``, ``dtypes``: one entry per tensor in each."""
+        return cls(*_distinct(shapes), *_distinct(dtypes))
+
     def nbytes(self) -> list[int]:
         """Size of each tensor in bytes."""
         counts, itemsizes = [prod(shape) for shape in self.shapes], [dtype.itemsize for dtype in self.dtypes]
         return [counts[i] * itemsizes[j] for i, j in zip(self.shape_of, self.dtype_of, strict=True)]
+
+
+def _distinct(values: Sequence[T]) -> tuple[list[T], list[int]]:
+    """The distinct values in the order in which they appear, and for each value which of them it is."""
+    distinct = list(dict.fromkeys(values))
+    numbers = {value: i for i, value in enumerate(distinct)}
+    return distinct, [numbers[value] for value in values]
 
 
 class Metadata(Protocol):

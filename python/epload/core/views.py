@@ -86,7 +86,9 @@ class Assembly:
 
 
 def concatenate(assemblies: Sequence[Assembly], dim: int) -> Assembly:
-    """Like torch.cat. Raises ValueError if the shapes differ in another dim."""
+    """Like torch.cat. Raises ValueError if the shapes differ in another dim, or there is nothing to concatenate."""
+    if not assemblies:
+        raise ValueError("expected at least one tensor to concatenate, got none")
     first = assemblies[0].shape
     dim = normalize_dim(dim, len(first))
     at, parts = 0, []
@@ -103,7 +105,9 @@ def concatenate(assemblies: Sequence[Assembly], dim: int) -> Assembly:
 
 
 def stack(assemblies: Sequence[Assembly], dim: int) -> Assembly:
-    """Like torch.stack. Raises ValueError if the shapes differ."""
+    """Like torch.stack. Raises ValueError if the shapes differ, or there is nothing to stack."""
+    if not assemblies:
+        raise ValueError("expected at least one tensor to stack, got none")
     shape = assemblies[0].shape
     dim = normalize_dim(dim, len(shape) + 1)
     before, after, parts = slice(dim), slice(dim, None), []
@@ -111,7 +115,7 @@ def stack(assemblies: Sequence[Assembly], dim: int) -> Assembly:
         if assembly.shape != shape:
             raise ValueError(f"cannot stack tensors of shape {list(shape)} and {list(assembly.shape)}")
         for source, (start, size, offset, strides) in assembly.parts:
-            step = strides[dim] * shape[dim] if dim < len(shape) else 1
+            step = strides[dim] * shape[dim] if dim < len(shape) else 1  # as a reshape has it
             view = View(
                 (*start[before], at, *start[after]), (*size[before], 1, *size[after]), offset,
                 (*strides[before], step, *strides[after]),

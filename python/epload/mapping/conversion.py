@@ -33,40 +33,6 @@ class Group:
     """Index of each tensor in its input; -1 if the input is not a list."""
 
 
-def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tuple[list[Group], list[int]]:
-    """The groups of all conversions, and the numbers of the tensors that no conversion takes."""
-    rules = [
-        (convert, number, re.compile(convert.sources[number]))
-        for convert in converts
-        for number in sorted(range(len(convert.sources)), key=lambda number: -len(convert.sources[number]))
-    ]
-    if not rules:
-        return [], list(range(len(names)))
-    names = list(names)
-    sources = [text for convert in converts for text in (*convert.sources, *convert.scopes)]
-    constant = not any("\\" in target for convert in converts for target in convert.targets)
-    # What is found in one name holds for all that differ from it only in digits.
-    if constant and ignores_digits(*sources):
-        kinds, firsts = _C.names_without_digits(names)
-    else:
-        kinds = firsts = list(range(len(names)))
-    found = [_find(rules, names[first]) for first in firsts]
-    numbers = {id(convert): number for number, convert in enumerate(converts)}
-    matches = [
-        match and (numbers[id(match.convert)], match.input, *match.span, *match.place, match.targets[0])
-        for match in found
-    ]
-    grouped, others = _C.group_names(names, kinds, matches)
-    groups = []
-    for columns in grouped:
-        first = columns[0][0]
-        name, match = names[first], found[kinds[first]]
-        assert match is not None
-        before, after = name[: match.span[0]], name[match.span[1] :]
-        groups.append(Group(match.convert, tuple(f"{before}{target}{after}" for target in match.targets), *columns))
-    return groups, others
-
-
 class _Match(NamedTuple):
     """What a conversion finds in a name. Spans count characters."""
 
@@ -80,20 +46,61 @@ class _Match(NamedTuple):
     """What replaces the match."""
 
 
+def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tuple[list[Group], list[int]]:
+    """The groups of all conversions, and the numbers of the tensors that no conversion takes.
+
+    Raises:
+        ModelMismatch: what a conversion takes for an index is no integer.
+    """
+    rules = [
+        (convert, number, re.compile(convert.sources[number]))
+        for convert in converts
+        for number in sorted(range(len(convert.sources)), key=lambda number: -len(convert.sources[number]))
+    ]
+    if not rules:
+        return [], list(range(len(names)))
+    names = list(names)
+    sources = [text for convert in converts for text in (*convert.sources, *convert.scopes)]
+    constant = not any("\\" in target for convert in converts for target in convert.targets)
+    # What is found in one name holds for all that differ from it only in digits.
+    if constant and ignores_digits(*sources):
+        kinds, firsts = _C.number_by_digits(names)
+    else:
+        kinds = firsts = list(range(len(names)))
+    found = [_find(rules, names[first]) for first in firsts]
+    numbers = {id(convert): number for number, convert in enumerate(converts)}
+    matches = [
+        match and (numbers[id(match.convert)], match.input, *match.span, *match.place, match.targets[0])
+        for match in found
+    ]
+    try:
+        grouped, others = _C.group_names(names, kinds, matches)
+    except ValueError as error:
+        raise ModelMismatch(str(error)) from error
+    groups = []
+    for columns in grouped:
+        first = columns[0][0]
+        name, match = names[first], found[kinds[first]]
+        assert match is not None
+        before, after = name[: match.span[0]], name[match.span[1] :]
+        groups.append(Group(match.convert, tuple(f"{before}{target}{after}" for target in match.targets), *columns))
+    return groups, others
+
+
 def _find(rules: Sequence[tuple[Convert, int, re.Pattern[str]]], name: str) -> _Match | None:
     """The first rule that matches: a conversion, the number of one of its sources, and the pattern of that."""
     for convert, number, pattern in rules:
         prefix, rest = split_scope(name, convert.scopes) if convert.scopes else ("", name)
         if prefix is None or not (match := pattern.search(rest)):
             continue
-
-        def span(group: int | str, match: re.Match[str] = match, skip: int = len(prefix)) -> tuple[int, int]:
-            begin, end = match.span(group)
-            return (begin + skip, end + skip) if begin >= 0 else (0, 0)  # of a group that took no part in the match
-
-        place = span("index") if "index" in pattern.groupindex else (None, None)
+        begin, end = match.span()
+        place: tuple[int, int] | tuple[None, None] = (None, None)
+        if "index" in pattern.groupindex:
+            first, last = match.span("index")
+            # Of a group that took no part in the match, the empty text, which is no index.
+            place = (first + len(prefix), last + len(prefix)) if first >= 0 else (0, 0)
         targets = tuple(expand(match, target) for target in convert.targets)
-        return _Match(convert, number, span(0), place, targets)
+        return _Match(convert, number, (begin + len(prefix), end + len(prefix)), place, targets)
     return None
 
 
@@ -160,6 +167,9 @@ class Converter:
         convert = group.convert
         found: dict[tuple[int, int], int] = {}
         for source, key in zip(group.sources, zip(group.inputs, group.indices, strict=True), strict=True):
+            number, index = key
+            if index < 0 and _INDEX in convert.sources[number]:
+                raise self.error(group, target, f"{self._names[source]} has index {index}, expected 0 or more")
             if key in found:
                 both = f"{self._names[found[key]]} and {self._names[source]}"
                 raise self.error(group, target, f"{both} are for the same part of it")
@@ -170,14 +180,17 @@ class Converter:
                 name = self._names[group.sources[group.indices.index(count - 1)]]
                 raise self.error(group, target, f"{name} has index {count - 1}, but the last index is {stacked - 1}")
             count = stacked
-        expected = [range(count) if _INDEX in pattern else range(-1, 0) for pattern in convert.sources]
-        total = sum(map(len, expected))
-        if missing := total - len(found):
-            every = ((number, index) for number, indices in enumerate(expected) for index in indices)
+        counts = [count if _INDEX in pattern else 1 for pattern in convert.sources]
+        if missing := sum(counts) - len(found):
+            every = (
+                (number, index)
+                for number, pattern in enumerate(convert.sources)
+                for index in (range(count) if _INDEX in pattern else [-1])
+            )
             number, index = next(key for key in every if key not in found)
             first = re.sub(r"\(\?P<index>[^)]*\)", str(index), convert.sources[number])
             first = re.sub(r"\(\?[^)]*\)|[\\^$]", "", first)
-            text = f"the checkpoint lacks {missing} of {total}, the first is {first}, as renamed"
+            text = f"the checkpoint lacks {missing} of {sum(counts)}, the first is {first}, as renamed"
             raise self.error(group, target, text)
 
     def error(self, group: Group, target: str, problem: str) -> ModelMismatch:

@@ -186,7 +186,7 @@ class _Placer:
         if not any(found):
             self._place_whole(group.sources, self.names)
             return
-        places: dict[int, tuple[Place, ...]] = {}
+        places: dict[int, list[Place]] = defaultdict(list)
         for target, outputs in zip(found, self.converter.convert(group, found), strict=True):
             if target is None:
                 continue
@@ -201,9 +201,9 @@ class _Placer:
                 if self.filled.setdefault(name, group.sources[0]) != group.sources[0]:
                     raise self._duplicate(name, group.sources[0])
                 for source, view in assembly.parts:
-                    places[source] = (*places[source], (name, view)) if source in places else ((name, view),)
+                    places[source].append((name, view))
         for position, views in places.items():
-            self.placed[group.sources[position]] = views
+            self.placed[group.sources[position]] = tuple(views)
 
     def _tie(self) -> None:
         """Fills tied targets that no checkpoint tensor fills from those that one does."""

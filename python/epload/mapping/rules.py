@@ -87,14 +87,14 @@ class Convert:
 def apply_renames(renames: Iterable[Rename], names: Sequence[str]) -> list[str]:
     """The names after all renames, in order."""
     renamed = list(names)
-    kinds: list[str] = []
+    examples: list[str] = []
     """One of ``renamed`` for all that differ only in digits; empty if not known."""
     for rename in renames:
         if ignores_digits(rename.source, *rename.scopes):
-            kinds = kinds or [renamed[first] for first in _C.names_without_digits(renamed)[1]]
-            if not rename.matches_any(kinds):
+            examples = examples or [renamed[first] for first in _C.number_by_digits(renamed)[1]]
+            if not rename.matches_any(examples):
                 continue
-        renamed, kinds = rename.apply(renamed), []
+        renamed, examples = rename.apply(renamed), []
     return renamed
 
 

@@ -80,11 +80,11 @@ def fill_buckets(manifest: Metadata, chosen: Selection, bucket_bytes: int) -> tu
         The slots, whose tensors count among those that are loaded; the bucket of each slot, ascending; and the bytes of each
         bucket.
     """
-    shapes, shape_of, kinds, dtype_of = manifest.kinds
-    codes = [shape_of[i] * len(kinds) + dtype_of[i] for i in chosen.tensor]
+    shapes, shape_of, types, dtype_of = manifest.kinds
+    codes = [shape_of[i] * len(types) + dtype_of[i] for i in chosen.tensor]
     numbers = {code: number for number, code in enumerate(dict.fromkeys(codes))}
     room = bucket_bytes - HEADER_BYTES
-    extents = [_C.extent_of(shapes[code // len(kinds)], kinds[code % len(kinds)].itemsize, room) for code in numbers]
+    extents = [_C.extent_of(shapes[code // len(types)], types[code % len(types)].itemsize, room) for code in numbers]
     columns, bucket_nbytes = _C.plan_buckets(
         extents, bucket_bytes, ALIGNMENT, HEADER_BYTES, [numbers[code] for code in codes]
     )
@@ -136,20 +136,20 @@ def _places_of_slots(slots: Slots, chosen: Selection) -> tuple[Tensor, Tensor]:
 
 
 def _copies_of_classes(
-    classes: Sequence[Tensor], kinds: Sequence[torch.dtype], targets: Targets, chosen: Selection
+    classes: Sequence[Tensor], types: Sequence[torch.dtype], targets: Targets, chosen: Selection
 ) -> tuple[CopyTable, Tensor]:
     """The rows of each pair of a slot and a place, as if its slot began the bucket; and for each row the number of its pair.
 
     Args:
-        classes: layout, view and dtype (one of ``kinds``) of each pair, offset and bytes of its slot in the tensor.
+        classes: layout, view and dtype (one of ``types``) of each pair, offset and bytes of its slot in the tensor.
     """
     dims = max((len(layout.shape) for layout in targets.layouts), default=1) or 1
     owned = [owned_regions(layout, at) for layout, at in zip(targets.layouts, targets.coordinates, strict=True)]
     class_of = numbered_rows(classes)
     first = first_of_each(class_of)
     rows_of = [
-        _rows(chosen.views[view], owned[layout], kinds[kind], offset, size, dims)
-        for layout, view, kind, offset, size in torch.stack([*classes], 1)[first].tolist()
+        _rows(chosen.views[view], owned[layout], types[kind], offset, size, dims)
+        for layout, view, kind, offset, size in zip(*(values[first].tolist() for values in classes), strict=True)
     ]
     table = torch.tensor([row for rows in rows_of for row in rows], dtype=torch.int64)
     count = column([len(rows) for rows in rows_of])

@@ -177,7 +177,9 @@ class StoreRates:
     """What agreement costs, in seconds, measured by bench_control.py."""
 
     operation: float = 0.0
-    """Of the store's server, for one operation."""
+    """Of the store's server, for one operation of many."""
+    round: float = 0.0
+    """Of the store's server, for one round besides: each operation that comes alone wakes it."""
     rank: float = 0.0
     """Of the coordinator, for the view of one rank in one round."""
     level: float = 0.0
@@ -211,7 +213,7 @@ def agreement(nodes: int, ranks: int, rounds: int, store: StoreRates) -> Agreeme
         last *= FAN_OUT
         reach += last
         levels += 1
-    server = operations * store.operation
+    server = operations * store.operation + rounds * store.round
     return Agreement(operations, most, server, server + rounds * (levels * store.level + ranks * store.rank))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
-from epload.core.columns import column, first_of_each, numbered
+from epload.core.columns import column, first_of_each, numbered, numbered_rows
 from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata
 from epload.core.placement import Box
@@ -90,9 +90,7 @@ class _Kinds:
 
     def __init__(self, manifest: Metadata, members: Members, outlines: Mapping[int, Outline]) -> None:
         self.manifest, self._members, self._outlines = manifest, members, outlines
-        forms: dict[object, int] = {}
-        pairs = zip(manifest.shapes, manifest.dtypes, strict=True)
-        key = column([forms.setdefault(pair, len(forms)) for pair in pairs])
+        key = numbered_rows([column(manifest.kinds.shape_of), column(manifest.kinds.dtype_of)])
         for outline in {id(each.class_of): each for each in outlines.values()}.values():
             key = numbered(key * (len(outline.boxes) + 1) + outline.class_of - NO_PART)
         self.of = key
