@@ -19,7 +19,7 @@ def tables(draw: st.DrawFn) -> list[list[int]]:
     return draw(st.lists(st.lists(VALUES, min_size=length, max_size=length), min_size=1, max_size=4))
 
 
-@given(st.lists(VALUES.filter(lambda value: value < 2**63 - 1)))
+@given(st.lists(VALUES))
 def test_values_are_numbered_in_their_order(values: list[int]) -> None:
     assert column(values).tolist() == values
     distinct = sorted(set(values))
@@ -28,7 +28,7 @@ def test_values_are_numbered_in_their_order(values: list[int]) -> None:
 
 @given(tables())
 def test_rows_are_numbered_in_their_order(columns: list[list[int]]) -> None:
-    rows = [*zip(*([min(value, 2**63 - 2) for value in each] for each in columns), strict=True)]
+    rows = [*zip(*columns, strict=True)]
     distinct = sorted(set(rows))
     numbers = numbered_rows([*map(column, zip(*rows, strict=True))] or [column([])])
     assert numbers.tolist() == [distinct.index(row) for row in rows]
