@@ -3,14 +3,18 @@
 #include "../bucket_plan.h"
 #include "../safetensors_header.h"
 #include "../schedule.h"
+#include "columns.h"
 #include "containers.h"
 #include "names.h"
+#include "places.h"
 #include "tensors.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
+#include <iterator>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -21,25 +25,30 @@ namespace py = pybind11;
 
 namespace {
 
-using Columns = std::array<std::vector<int64_t>, 5>;
-
-// Slots as columns: tensor, tensor_offset, bucket, bucket_offset, nbytes. `extents` are those of the tensors, or of
-// kinds of tensors of which `kind_of` says which each has.
-std::pair<Columns, std::vector<int64_t>> plan_buckets(
+// Slots as columns: tensor, tensor_offset, bucket, bucket_offset, nbytes; and the bytes of each bucket. `extents` are
+// those of the tensors, or of kinds of tensors of which the column `kind_of` says which each has.
+std::pair<std::vector<py::bytearray>, std::vector<int64_t>> plan_buckets(
     const std::vector<std::array<int64_t, 3>>& extents,
     int64_t capacity,
     int64_t alignment,
     int64_t header,
-    const std::optional<std::vector<std::size_t>>& kind_of) {
-  const auto count = kind_of ? kind_of->size() : extents.size();
+    const std::optional<py::bytes>& kind_of) {
   std::vector<epload::TensorExtent> tensors;
-  tensors.reserve(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    const auto& [nbytes, granule, slab] = extents.at(kind_of ? (*kind_of)[i] : i);
-    tensors.push_back({nbytes, granule, slab});
+  const auto add = [&tensors](const std::array<int64_t, 3>& extent) {
+    tensors.push_back({extent[0], extent[1], extent[2]});
+  };
+  if (kind_of) {
+    for (const auto kind : epload::values_of(*kind_of)) {
+      add(extents.at(static_cast<std::size_t>(kind)));
+    }
+  } else {
+    std::for_each(extents.begin(), extents.end(), add);
   }
   auto plan = epload::plan_buckets(tensors, capacity, alignment, header);
-  Columns columns;
+  std::array<std::vector<int64_t>, 5> columns;
+  for (auto& column : columns) {
+    column.reserve(plan.slots.size());
+  }
   for (const auto& slot : plan.slots) {
     columns[0].push_back(slot.tensor);
     columns[1].push_back(slot.tensor_offset);
@@ -47,7 +56,9 @@ std::pair<Columns, std::vector<int64_t>> plan_buckets(
     columns[3].push_back(slot.bucket_offset);
     columns[4].push_back(slot.nbytes);
   }
-  return {std::move(columns), std::move(plan.bucket_nbytes)};
+  std::vector<py::bytearray> encoded;
+  std::transform(columns.begin(), columns.end(), std::back_inserter(encoded), epload::as_column);
+  return {std::move(encoded), std::move(plan.bucket_nbytes)};
 }
 
 std::tuple<int64_t, int64_t, int64_t> extent_of(const std::vector<int64_t>& shape, int64_t itemsize, int64_t room) {
@@ -169,6 +180,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("attributes", &epload::attributes, py::arg("objects"), py::arg("names"));
   m.def("number_by_digits", &epload::number_by_digits, py::arg("names"));
   m.def("group_names", &epload::group_names, py::arg("names"), py::arg("kind_of"), py::arg("matches"));
+  m.def("select_places", &epload::select_places, py::arg("placed"), py::arg("target_of"), py::arg("wanted"));
   m.def("register_tensors", &epload::register_tensors, py::arg("tensors"));
   m.def("tensor_kinds", &epload::tensor_kinds, py::arg("tensors"), py::arg("slot"));
 }

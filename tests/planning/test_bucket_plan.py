@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from array import array
 from itertools import groupby, pairwise, product
 
 import pytest
@@ -14,6 +15,17 @@ from hypothesis import strategies as st
 from epload import _C
 
 Extent = tuple[int, int, int]
+
+
+def plan_buckets(
+    extents: list[Extent], capacity: int, alignment: int, header: int, kinds: list[int] | None = None
+) -> tuple[list[list[int]], list[int]]:
+    columns, bucket_nbytes = _C.plan_buckets(
+        extents, capacity, alignment, header, None if kinds is None else array("q", kinds).tobytes()
+    )
+    return [memoryview(column).cast("q").tolist() for column in columns], bucket_nbytes
+
+
 ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
 
 
@@ -46,7 +58,7 @@ def problems(draw: st.DrawFn) -> tuple[list[Extent], int, int, int]:
 def test_plan_holds_every_byte_once_in_order(problem: tuple[list[Extent], int, int, int]) -> None:
     extents, capacity, alignment, header = problem
     room = capacity - header
-    columns, bucket_nbytes = _C.plan_buckets(extents, capacity, alignment, header)
+    columns, bucket_nbytes = plan_buckets(extents, capacity, alignment, header)
     slots = list(zip(*columns, strict=True))
 
     assert slots == sorted(slots, key=lambda slot: (slot[0], slot[1])), "slots are in the order of the tensors"
@@ -108,7 +120,7 @@ def test_extent_takes_the_outermost_dim_that_can_be_cut(shape: list[int], itemsi
 def test_every_piece_is_a_box(shape: list[int], itemsize: int, room: int, before: int) -> None:
     """``before`` fills a part of the first bucket, so that cuts fall in odd places."""
     extents = [(min(before, room), 1, max(1, min(before, room))), _C.extent_of(shape, itemsize, room)]
-    columns, _ = _C.plan_buckets(extents, room, 1, 0)
+    columns, _ = plan_buckets(extents, room, 1, 0)
     indices = list(product(*map(range, shape)))
     for tensor, offset, _, _, size in zip(*columns, strict=True):
         if tensor == 0:
@@ -123,18 +135,25 @@ def test_every_piece_is_a_box(shape: list[int], itemsize: int, room: int, before
 def test_tensors_of_a_kind_have_its_extent(problem: tuple[list[Extent], int, int, int], data: st.DataObject) -> None:
     extents, *sizes = problem
     kinds = data.draw(st.lists(st.integers(0, len(extents) - 1), max_size=20)) if extents else []
-    assert _C.plan_buckets(extents, *sizes, kinds) == _C.plan_buckets([extents[kind] for kind in kinds], *sizes)
+    assert plan_buckets(extents, *sizes, kinds) == plan_buckets([extents[kind] for kind in kinds], *sizes)
     with pytest.raises(IndexError):
-        _C.plan_buckets(extents, *sizes, [*kinds, len(extents)])
+        plan_buckets(extents, *sizes, [*kinds, len(extents)])
+
+
+def test_kinds_are_bytes_of_integers() -> None:
+    with pytest.raises(ValueError, match="bytes of int64 values, got 9 bytes"):
+        _C.plan_buckets([(10, 1, 10)], 100, 1, 0, bytes(9))
+    with pytest.raises(IndexError):
+        plan_buckets([(10, 1, 10)], 100, 1, 0, [-1])
 
 
 def test_nothing_to_plan() -> None:
-    assert _C.plan_buckets([], 100, 1, 0) == ([[], [], [], [], []], [])
-    assert _C.plan_buckets([(0, 4, 0), (0, 0, 0)], 100, 1, 0) == ([[], [], [], [], []], [])
+    assert plan_buckets([], 100, 1, 0) == ([[], [], [], [], []], [])
+    assert plan_buckets([(0, 4, 0), (0, 0, 0)], 100, 1, 0) == ([[], [], [], [], []], [])
 
 
 def test_a_piece_fills_what_is_left_of_a_bucket() -> None:
-    columns, sizes = _C.plan_buckets([(20, 1, 20), (200, 8, 200)], 64, 16, 16)
+    columns, sizes = plan_buckets([(20, 1, 20), (200, 8, 200)], 64, 16, 16)
     assert columns == [
         [0, 1, 1, 1, 1, 1],
         [0, 0, 16, 64, 112, 160],
@@ -176,12 +195,12 @@ BIG = 2**63 - 1
 )
 def test_nonsense_is_refused(extents: list[Extent], capacity: int, alignment: int, header: int) -> None:
     with pytest.raises(ValueError, match="plan_buckets: "):
-        _C.plan_buckets(extents, capacity, alignment, header)
+        plan_buckets(extents, capacity, alignment, header)
 
 
 def test_refusal_names_the_tensor() -> None:
     with pytest.raises(ValueError, match="tensor 1: a granule of 65 bytes does not fit in the 64 bytes of a bucket"):
-        _C.plan_buckets([(4, 4, 4), (130, 65, 130)], 64, 16, 0)
+        plan_buckets([(4, 4, 4), (130, 65, 130)], 64, 16, 0)
 
 
 @pytest.mark.parametrize("alignment", [BIG, BIG - 100])

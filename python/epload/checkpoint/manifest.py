@@ -17,7 +17,7 @@ from torch import Tensor
 from epload.checkpoint.byte_store import StoredFile
 from epload.core import dtypes
 from epload.core.chunks import Chunks
-from epload.core.columns import column
+from epload.core.columns import column, to_raw
 from epload.core.pieces import Kinds
 
 _CACHED = ("kinds", "compact", "digest", "identity", "nbytes")
@@ -53,10 +53,10 @@ class Manifest:
         columns = {
             "names": self.names,
             "shapes": shapes,
-            "shape": _runs(column(shape_of)),
+            "shape": _runs(shape_of),
             "dtypes": [dtypes.name(dtype) for dtype in types],
-            "dtype": _runs(column(dtype_of)),
-            "locations": self.locations and self.locations.to_json(self.nbytes_of()),
+            "dtype": _runs(dtype_of),
+            "locations": self.locations and self.locations.to_json(self.kinds.nbytes()),
         }
         return zlib.compress(json.dumps(columns, separators=(",", ":")).encode(), level=1)
 
@@ -66,16 +66,16 @@ class Manifest:
         columns = json.loads(zlib.decompress(raw))
         kinds = Kinds(
             [tuple(shape) for shape in columns["shapes"]],
-            _from_runs(columns["shape"]).tolist(),
+            _from_runs(columns["shape"]),
             [dtypes.from_name(text) for text in columns["dtypes"]],
-            _from_runs(columns["dtype"]).tolist(),
+            _from_runs(columns["dtype"]),
         )
-        shapes = tuple([kinds.shapes[i] for i in kinds.shape_of])
-        types = tuple([kinds.dtypes[i] for i in kinds.dtype_of])
+        shapes = tuple(map(kinds.shapes.__getitem__, kinds.shape_of.tolist()))
+        types = tuple(map(kinds.dtypes.__getitem__, kinds.dtype_of.tolist()))
         sizes, stored = kinds.nbytes(), columns["locations"]
         locations = TensorLocations.from_json(stored, shapes, types, sizes) if stored is not None else None
         manifest = cls(tuple(columns["names"]), shapes, types, "", locations)
-        manifest.__dict__.update(kinds=kinds, compact=raw, nbytes=sum(sizes))
+        manifest.__dict__.update(kinds=kinds, compact=raw, nbytes=int(sizes.sum()))
         return manifest.with_provenance(provenance)
 
     @property
@@ -98,15 +98,17 @@ class Manifest:
 
     def nbytes_of(self) -> list[int]:
         """Size of each tensor in bytes."""
-        return self.kinds.nbytes()
+        sizes: list[int] = self.kinds.nbytes().tolist()
+        return sizes
 
     @cached_property
     def digest(self) -> bytes:
         """16 bytes, equal for two manifests only if they have the same tensors in the same order."""
         shapes, shape_of, types, dtype_of = self.kinds
         digest = hashlib.blake2b(repr((*shapes, *types)).encode(), digest_size=16)
-        for values in (map(len, self.names), shape_of, dtype_of):
-            digest.update(array("q", values).tobytes())
+        digest.update(array("q", map(len, self.names)))
+        for values in (shape_of, dtype_of):
+            digest.update(to_raw(values))
         digest.update("".join(self.names).encode(errors="surrogatepass"))
         return digest.digest()
 
@@ -124,7 +126,7 @@ class Manifest:
     @cached_property
     def nbytes(self) -> int:
         """Size of all tensors in bytes."""
-        return sum(self.nbytes_of())
+        return int(self.kinds.nbytes().sum())
 
 
 def _runs(values: Tensor) -> list[Any]:
@@ -214,11 +216,11 @@ class TensorLocations:
             boxes = [*self.chunks.start[chunks].tolist(), *self.chunks.size[chunks].tolist()]
         return tuple(self.file[chunks].tolist()), tuple(self.offset[chunks].tolist()), repr(boxes)
 
-    def to_json(self, nbytes: list[int]) -> list[Any]:
-        """``nbytes`` of each tensor: most follow the one before without a gap, and equal gaps compress well."""
+    def to_json(self, nbytes: Tensor) -> list[Any]:
+        """``nbytes`` of each tensor (int64 [t]): most follow the one before without a gap, and equal gaps compress well."""
         boxes = None
         if (chunks := self.chunks) is not None:
-            nbytes = chunks.nbytes.tolist()
+            nbytes = chunks.nbytes
             distinct, which = torch.unique(torch.cat([chunks.start, chunks.size], 1), dim=0, return_inverse=True)
             boxes = [chunks.first.diff().tolist(), distinct.tolist(), which.tolist()]
         gaps = self.offset - self._without_gaps(self.offset, nbytes)
@@ -226,9 +228,9 @@ class TensorLocations:
 
     @classmethod
     def from_json(
-        cls, columns: list[Any], shapes: Sequence[tuple[int, ...]], types: Sequence[torch.dtype], nbytes: list[int]
+        cls, columns: list[Any], shapes: Sequence[tuple[int, ...]], types: Sequence[torch.dtype], nbytes: Tensor
     ) -> TensorLocations:
-        """``shapes``, ``types``, ``nbytes``: shape, dtype and bytes of each tensor of the manifest."""
+        """``shapes``, ``types``, ``nbytes`` (int64 [t]): shape, dtype and bytes of each tensor of the manifest."""
         file, gaps, boxes = columns
         chunks = None
         if boxes is not None:
@@ -237,14 +239,14 @@ class TensorLocations:
             of_chunk = iter([(tuple(distinct[i][:dims]), tuple(distinct[i][dims:])) for i in which])
             of_tensor = [[next(of_chunk) for _ in range(count)] for count in counts]
             chunks = Chunks.of(shapes, [dtype.itemsize for dtype in types], of_tensor)
-        sizes = column(nbytes) if chunks is None else chunks.nbytes
+        sizes = nbytes if chunks is None else chunks.nbytes
         steps = _from_runs(gaps)
         steps[1:] += sizes[:-1]
         return cls((), _from_runs(file), steps.cumsum(0), chunks=chunks)
 
     @staticmethod
-    def _without_gaps(offset: Tensor, nbytes: list[int]) -> Tensor:
+    def _without_gaps(offset: Tensor, nbytes: Tensor) -> Tensor:
         """Where each tensor would be if it followed the one before."""
         expected = torch.zeros_like(offset)
-        expected[1:] = offset[:-1] + column(nbytes[:-1])
+        expected[1:] = offset[:-1] + nbytes[:-1]
         return expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from ctypes import string_at
 
 import torch
 from torch import Tensor
@@ -14,6 +15,17 @@ def column(values: Sequence[int]) -> Tensor:
     if not len(values):
         return torch.empty(0, dtype=torch.int64, device="cpu")
     return torch.frombuffer(array("q", values), dtype=torch.int64)
+
+
+def from_raw(raw: bytearray) -> Tensor:
+    """A column that shares memory with the bytes of its values, as native code passes it. int64 [n]."""
+    return torch.frombuffer(raw, dtype=torch.int64) if raw else torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+def to_raw(values: Tensor) -> bytes:
+    """The bytes of its values, to hash them or for native code. ``values``: int64 [n] on CPU."""
+    values = values.contiguous()
+    return string_at(values.data_ptr(), values.nbytes)
 
 
 def numbered(values: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol, TypeVar, overload
 import torch
 from torch import Tensor
 
+from epload.core.columns import column, first_of_each, numbered
+
 T = TypeVar("T")
 
 
@@ -17,26 +19,38 @@ class Kinds(NamedTuple):
     has."""
 
     shapes: list[tuple[int, ...]]
-    shape_of: list[int]
+    shape_of: Tensor
+    """int64 [t]"""
     dtypes: list[torch.dtype]
-    dtype_of: list[int]
+    dtype_of: Tensor
+    """int64 [t]"""
 
     @classmethod
     def of(cls, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> Kinds:
         """``shapes``, ``dtypes``: one entry per tensor in each."""
-        return cls(*_distinct(shapes), *_distinct(dtypes))
+        return cls(*distinct_values(shapes), *distinct_values(dtypes))
 
-    def nbytes(self) -> list[int]:
-        """Size of each tensor in bytes."""
-        counts, itemsizes = [prod(shape) for shape in self.shapes], [dtype.itemsize for dtype in self.dtypes]
-        return [counts[i] * itemsizes[j] for i, j in zip(self.shape_of, self.dtype_of, strict=True)]
+    def nbytes(self) -> Tensor:
+        """Size of each tensor in bytes. int64 [t]."""
+        distinct, kind_of = self.combine(slice(None))
+        return column([prod(shape) * dtype.itemsize for shape, dtype in distinct])[kind_of]
+
+    def combine(self, tensors: Tensor | slice) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], Tensor]:
+        """The distinct pairs of a shape and a dtype that some tensors have, and for each of them which it has (int64 [n]).
+
+        ``tensors``: int64 [n].
+        """
+        codes = (self.shape_of * len(self.dtypes) + self.dtype_of)[tensors]
+        kind_of = numbered(codes)
+        pairs = (divmod(code, len(self.dtypes)) for code in codes[first_of_each(kind_of)].tolist())
+        return [(self.shapes[shape], self.dtypes[dtype]) for shape, dtype in pairs], kind_of
 
 
-def _distinct(values: Sequence[T]) -> tuple[list[T], list[int]]:
-    """The distinct values in the order in which they appear, and for each value which of them it is."""
+def distinct_values(values: Sequence[T]) -> tuple[list[T], Tensor]:
+    """The distinct values in the order in which they appear, and for each value which of them it is (int64 [n])."""
     distinct = list(dict.fromkeys(values))
     numbers = {value: i for i, value in enumerate(distinct)}
-    return distinct, [numbers[value] for value in values]
+    return distinct, column(list(map(numbers.__getitem__, values)))
 
 
 class Metadata(Protocol):

@@ -29,6 +29,9 @@ class View(NamedTuple):
 
     def within(self, begin: int, end: int) -> list[View]:
         """The parts of the view that elements [begin, end) of the source fill; one view if these elements are a box of it."""
+        last = self.offset + sum((n - 1) * stride for n, stride in zip(self.size, self.strides, strict=True))
+        if begin <= self.offset and last < end and 0 not in self.size:
+            return [self]
         inner_first = sorted((dim for dim, n in enumerate(self.size) if n > 1), key=self.strides.__getitem__)
         return [
             View(

@@ -118,7 +118,7 @@ def initialize(
     dtypes = {name: tensor.dtype for name, tensor in garbage.items()}
     dtypes |= {name: targets.dtypes[targets.index[shared[name]]] for name in left}
     hooked = request.init_missing is not None
-    made = compute(request.model, garbage, dtypes, seed, request.parts, adapters=not hooked)
+    made = compute(request.model, garbage, dtypes, seed, request.parts, not hooked, inputs.modules)
     copies = {name for module in targets.staged_modules for name in module.names}
     nobody = sorted(name for name in garbage if name not in made.values and (not hooked or name in copies))
     if nobody:

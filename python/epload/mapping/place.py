@@ -186,7 +186,7 @@ class _Placer:
         if not any(found):
             self._place_whole(group.sources, self.names)
             return
-        places: dict[int, list[Place]] = defaultdict(list)
+        made: list[tuple[str, Assembly]] = []
         for target, outputs in zip(found, self.converter.convert(group, found), strict=True):
             if target is None:
                 continue
@@ -200,10 +200,23 @@ class _Placer:
                     continue
                 if self.filled.setdefault(name, group.sources[0]) != group.sources[0]:
                     raise self._duplicate(name, group.sources[0])
-                for source, view in assembly.parts:
-                    places[source].append((name, view))
+                made.append((name, assembly))
+        self._add_places(group, made)
+
+    def _add_places(self, group: Group, made: Sequence[tuple[str, Assembly]]) -> None:
+        """Places the tensors of a group in the targets that are made of them, which they number from 0 on."""
+        placed, sources = self.placed, group.sources
+        if len(made) == 1 and len({position for position, _ in made[0][1].parts}) == len(made[0][1].parts):
+            ((name, assembly),) = made
+            for position, view in assembly.parts:
+                placed[sources[position]] = ((name, view),)
+            return
+        places: dict[int, list[Place]] = defaultdict(list)
+        for name, assembly in made:
+            for position, view in assembly.parts:
+                places[position].append((name, view))
         for position, views in places.items():
-            self.placed[group.sources[position]] = tuple(views)
+            placed[sources[position]] = tuple(views)
 
     def _tie(self) -> None:
         """Fills tied targets that no checkpoint tensor fills from those that one does."""

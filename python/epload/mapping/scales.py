@@ -59,7 +59,7 @@ def with_scales(
         ModelMismatch: a weight without its scale, a scale without its weight or of the wrong shape; names them.
     """
     scaled = f"{SUFFIXES[0]}\n" in "\n".join((*manifest.names, ""))  # at once takes a fifth of the time
-    if not scaled and set(manifest.dtypes).isdisjoint(_FP8):
+    if not scaled and set(_FP8).isdisjoint(manifest.kinds.dtypes):
         return targets, ()
     number = {name: i for i, name in enumerate(manifest.names)}
     _check_orphans(manifest, targets, number)

@@ -7,7 +7,7 @@ The library renames keys with regular expressions and converts collected lists o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Mapping as MappingType
 from typing import Any
 
@@ -29,13 +29,14 @@ def from_transformers(model: Any) -> Mapping:
         return Mapping()
     renames: list[Rename] = []
     converts: list[Convert] = []
-    for transform in get_model_conversion_mapping(_without_fsdp(model)):
+    modules = list(model.named_modules())
+    for transform in get_model_conversion_mapping(_without_fsdp(modules)):
         if isinstance(transform, WeightConverter):
             converts.append(_convert(transform, model.config))
         else:
             renames += _renames(transform)
     ties = tuple((getattr(model, "all_tied_weights_keys", None) or {}).items())
-    unexpected, missing = _ignored_patterns(model)
+    unexpected, missing = _ignored_patterns(model, modules)
     return Mapping(
         tuple(renames),
         tuple(converts),
@@ -59,18 +60,18 @@ def checkpoint_form(
     from transformers.core_model_loading import revert_weight_conversion
 
     state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in tensors.items()}
-    stand_in = _without_fsdp(model)
+    stand_in = _without_fsdp(model.named_modules())
     vars(stand_in)["get_parameter"] = state.__getitem__  # some conversions depend on the shape of the model's tensor
     saved = revert_weight_conversion(stand_in, state)
     return list(saved), [tuple(tensor.shape) for tensor in saved.values()]
 
 
-def _ignored_patterns(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _ignored_patterns(model: Any, modules: Iterable[tuple[str, Any]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Patterns of unexpected and of missing keys that the library does not report, as in its
     ``_adjust_missing_and_unexpected_keys``. Sorted, because ranks compare mappings by their text."""
     unexpected = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     missing = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
-    for name, module in model.named_modules():
+    for name, module in modules:
         buffers = module._buffers
         if "inv_freq" in buffers and name.endswith("rotary_emb"):
             unexpected.add(r"rotary_emb\.inv_freq")  # one per layer in old checkpoints, one per model now
@@ -79,13 +80,13 @@ def _ignored_patterns(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(sorted(unexpected)), tuple(sorted(missing))
 
 
-def _without_fsdp(model: Any) -> Any:
-    """A stand-in with the model's original classes: the library looks up declarations by class, and ``fully_shard`` replaces
-    the classes."""
+def _without_fsdp(modules: Iterable[tuple[str, Any]]) -> Any:
+    """A stand-in for a model, given by its ``named_modules()``, with the original classes: the library looks up declarations by
+    class, and ``fully_shard`` replaces the classes."""
     from transformers import PreTrainedModel
 
     stand_ins = []
-    for name, module in model.named_modules():
+    for name, module in modules:
         if not isinstance(module, PreTrainedModel):
             continue
         original: Any = class_before_fsdp(type(module))

@@ -59,6 +59,7 @@ def compute_missing(
     seed: int,
     expert_parallel: ExpertParallelSpec | None = None,
     adapters: bool = True,
+    modules: Modules | None = None,
 ) -> Initialization:
     """Runs the model's own initializers for some of its tensors.
 
@@ -70,6 +71,7 @@ def compute_missing(
         seed: equal on all ranks.
         expert_parallel: sharding that the model does not describe; different shards get different random numbers.
         adapters: whether to initialize what adapters add, too.
+        modules: of the model, if they were found already.
 
     Returns:
         The tensors that the model could compute, which may be none; the others are left out.
@@ -80,14 +82,15 @@ def compute_missing(
     result = Initialization()
     if not missing:
         return result
+    modules = modules or Modules(model)
     full: dict[int, Tensor] = {}
     for name, tensor in missing.items():
         if id(tensor) not in full:
             full[id(tensor)] = torch.empty(tensor.shape, dtype=dtypes[name], device="cpu")
             poison(full[id(tensor)])
-    skeleton = Skeleton(full, _tied_targets(model))
+    skeleton = Skeleton(full, _tied_targets(modules))
     with torch.no_grad(), torch.device("cpu"), _transformers_guard(), _preserve_generators():
-        for step in _steps(model, set(full), adapters):
+        for step in _steps(model, modules, set(full), adapters):
             _seed_generators(seed, step, expert_parallel)
             try:
                 step.run(skeleton)
@@ -98,7 +101,7 @@ def compute_missing(
                     f"{', '.join(list(missing)[:5])}. Pass init_missing=hook(module, path, names) to fill it"
                 ) from error
     computed = skeleton.computed()
-    fsdp_axes = dtensor.fsdp_shard_axes(Modules(model).fsdp)
+    fsdp_axes = dtensor.fsdp_shard_axes(modules.fsdp)
     for name, tensor in missing.items():
         value = computed.get(id(tensor))
         if value is not None and value.shape == tensor.shape:
@@ -118,7 +121,7 @@ def params_ignoring_meta(model: nn.Module, names: Collection[str]) -> set[str]:
     for path, module in model.named_modules() if names else ():
         prefix = f"{path}." if path else ""
         inside = {name for name in names if name.startswith(prefix)}
-        if not inside or not _is_pretrained_model(module):
+        if not inside or not _is_pretrained(type(module)):
             continue
         try:
             with torch.device("meta"), _preserve_generators():
@@ -180,16 +183,17 @@ def _reset_adapters(module: nn.Module, configs: Mapping[str, Any], skeleton: Ske
             layer.reset_lora_parameters(name, method)  # other methods need the base weights
 
 
-def _steps(model: nn.Module, wanted: set[int], adapters: bool) -> list[_Step]:
+def _steps(model: nn.Module, modules: Modules, wanted: set[int], adapters: bool) -> list[_Step]:
     """The modules that own tensors with one of these ids, and the modules above them; children before parents.
 
     What an adapter adds to a layer does not belong to the adapted model: initializing it like the model's own layers would change
     what the model computes. With ``adapters``, the adapted layer initializes it; otherwise nothing does.
     """
     steps: list[_Step] = []
+    pretrained = set(filter(_is_pretrained, modules.classes))
 
     def visit(path: str, module: nn.Module, owner: nn.Module | None, configs: Mapping[str, Any]) -> bool:
-        if _is_pretrained_model(module) or (owner is None and module is model and _has_init_weights(module)):
+        if type(module) in pretrained or (owner is None and module is model and _has_init_weights(module)):
             owner = module
         configs = module.__dict__.get("peft_config", configs)
         is_adapter = _is_adapter(module)
@@ -215,13 +219,12 @@ def _steps(model: nn.Module, wanted: set[int], adapters: bool) -> list[_Step]:
     return steps
 
 
-def _tied_targets(model: nn.Module) -> set[tuple[int, str]]:
+def _tied_targets(modules: Modules) -> set[tuple[int, str]]:
     """Tied parameters that are not initialized where they are, by the id of the owning module and the name there: transformers
     initializes the embedding, and the head that is tied to it gets its value."""
     found = set()
-    for module in model.modules():
-        if not _is_pretrained_model(module):
-            continue
+    pretrained = set(filter(_is_pretrained, modules.classes))
+    for module in [module for module in modules.unique if type(module) in pretrained]:
         for target, source in (getattr(module, "all_tied_weights_keys", None) or {}).items():
             (target_owner, name), (source_owner, source_name) = _owner_of(module, target), _owner_of(module, source)
             if target_owner is None or source_owner is None or target_owner is source_owner:
@@ -240,9 +243,10 @@ def _owner_of(module: nn.Module, name: str) -> tuple[nn.Module | None, str]:
         return None, leaf
 
 
-def _is_pretrained_model(module: nn.Module) -> bool:
+def _is_pretrained(kind: type[nn.Module]) -> bool:
+    """Whether the class is a model of transformers."""
     transformers = sys.modules.get("transformers.modeling_utils")
-    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+    return transformers is not None and issubclass(kind, transformers.PreTrainedModel)
 
 
 def _has_init_weights(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
-from epload.core.columns import column, first_of_each, numbered_rows
+from epload.core.columns import column, first_of_each, from_raw, numbered_rows, to_raw
 from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata, Pieces
 from epload.core.placement import OwnedRegion, owned_parts, owned_regions
@@ -48,47 +48,43 @@ class Bucket:
 class Slots:
     """Pieces of checkpoint tensors in buckets, one entry a piece in each column, in bucket order. Equal on all ranks."""
 
-    tensor: Sequence[int]
-    """Index into the manifest."""
-    tensor_offset: Sequence[int]
-    """Bytes."""
-    bucket_offset: Sequence[int]
-    """Bytes."""
-    nbytes: Sequence[int]
+    tensor: Tensor
+    """int64 [s]: index into the manifest."""
+    tensor_offset: Tensor
+    """int64 [s], in bytes."""
+    bucket_offset: Tensor
+    """int64 [s], in bytes."""
+    nbytes: Tensor
+    """int64 [s]"""
 
     @cached_property
     def pieces(self) -> Pieces:
         """All of them, as a checkpoint is asked for them."""
-        columns = (self.tensor, self.tensor_offset, self.bucket_offset, self.nbytes)
-        return Pieces(torch.stack(list(map(column, columns)), 1))
+        return Pieces(torch.stack([self.tensor, self.tensor_offset, self.bucket_offset, self.nbytes], 1))
 
     @cached_property
     def tensor_count(self) -> int:
         """How many tensors they are pieces of."""
-        return len(set(self.tensor))
+        return len(torch.unique(self.tensor))
 
     @cached_property
     def payload(self) -> int:
         """Bytes of all of them."""
-        return sum(self.nbytes)
+        return int(self.nbytes.sum())
 
 
-def fill_buckets(manifest: Metadata, chosen: Selection, bucket_bytes: int) -> tuple[Slots, list[int], list[int]]:
+def fill_buckets(manifest: Metadata, chosen: Selection, bucket_bytes: int) -> tuple[Slots, Tensor, list[int]]:
     """Cuts the tensors that are loaded into pieces that fill buckets.
 
     Returns:
-        The slots, whose tensors count among those that are loaded; the bucket of each slot, ascending; and the bytes of each
-        bucket.
+        The slots, whose tensors count among those that are loaded; the bucket of each slot, ascending (int64 [s]); and the
+        bytes of each bucket.
     """
-    shapes, shape_of, types, dtype_of = manifest.kinds
-    codes = [shape_of[i] * len(types) + dtype_of[i] for i in chosen.tensor]
-    numbers = {code: number for number, code in enumerate(dict.fromkeys(codes))}
+    kinds, kind_of = manifest.kinds.combine(chosen.tensor)
     room = bucket_bytes - HEADER_BYTES
-    extents = [_C.extent_of(shapes[code // len(types)], types[code % len(types)].itemsize, room) for code in numbers]
-    columns, bucket_nbytes = _C.plan_buckets(
-        extents, bucket_bytes, ALIGNMENT, HEADER_BYTES, [numbers[code] for code in codes]
-    )
-    tensor, tensor_offset, bucket, bucket_offset, nbytes = columns
+    extents = [_C.extent_of(shape, dtype.itemsize, room) for shape, dtype in kinds]
+    columns, bucket_nbytes = _C.plan_buckets(extents, bucket_bytes, ALIGNMENT, HEADER_BYTES, to_raw(kind_of))
+    tensor, tensor_offset, bucket, bucket_offset, nbytes = map(from_raw, columns)
     return Slots(tensor, tensor_offset, bucket_offset, nbytes), bucket, bucket_nbytes
 
 
@@ -97,27 +93,25 @@ def make_buckets(
     targets: Targets,
     chosen: Selection,
     slots: Slots,
-    bucket: Sequence[int],
+    bucket: Tensor,
     bucket_nbytes: Sequence[int],
 ) -> list[Bucket]:
     """Adds this rank's copies to the planned slots; see :func:`fill_buckets`."""
     slot_of, place = _places_of_slots(slots, chosen)
-    tensor, number = column(slots.tensor), column(chosen.tensor)
-    offset, target = column(slots.tensor_offset), column(chosen.target)[place]
+    number, offset, target = chosen.tensor[slots.tensor], slots.tensor_offset, chosen.target[place]
     # The class of a slot and place: everything that their copies depend on but for where the slot lies in the bucket.
-    of_slots = column(manifest.kinds.dtype_of)[number[tensor]], offset, column(slots.nbytes)
-    classes = [column(targets.layout)[target], column(chosen.view)[place], *(values[slot_of] for values in of_slots)]
+    of_slots = manifest.kinds.dtype_of[number], offset, slots.nbytes
+    classes = [column(targets.layout)[target], chosen.view[place], *(values[slot_of] for values in of_slots)]
     copies, pair = _copies_of_classes(classes, manifest.kinds.dtypes, targets, chosen)
     slot = slot_of[pair]
-    origins = torch.stack([number[tensor], offset], 1)[slot]
+    origins = torch.stack([number, offset], 1)[slot]
     origins[:, 1] += copies.offset
-    copies.offset.add_(column(slots.bucket_offset)[slot])
+    copies.offset.add_(slots.bucket_offset[slot])
     copies.target[:] = target[pair]
 
-    bucket_of = column(bucket)
     numbers = torch.arange(len(bucket_nbytes))
-    slot_ends = [0, *torch.searchsorted(bucket_of, numbers, right=True).tolist()]
-    row_ends = [0, *torch.searchsorted(bucket_of[slot], numbers, right=True).tolist()]
+    slot_ends = [0, *torch.searchsorted(bucket, numbers, right=True).tolist()]
+    row_ends = [0, *torch.searchsorted(bucket[slot], numbers, right=True).tolist()]
     made = []
     for at, nbytes in enumerate(bucket_nbytes):
         rows = slice(row_ends[at], row_ends[at + 1])
@@ -129,10 +123,9 @@ def make_buckets(
 
 def _places_of_slots(slots: Slots, chosen: Selection) -> tuple[Tensor, Tensor]:
     """A slot has copies for each place of its tensor: pair p is of the p-th slot and place returned. Mostly it has one."""
-    of_slot, ends = column(slots.tensor), column(chosen.first)
-    each = ends.diff()[of_slot]
-    slot_of = torch.repeat_interleave(torch.arange(len(of_slot)), each)
-    return slot_of, torch.arange(len(slot_of)) + (ends[of_slot] - each.cumsum(0) + each)[slot_of]
+    each = chosen.first.diff()[slots.tensor]
+    slot_of = torch.repeat_interleave(torch.arange(len(each)), each)
+    return slot_of, torch.arange(len(slot_of)) + (chosen.first[slots.tensor] - each.cumsum(0) + each)[slot_of]
 
 
 def _copies_of_classes(

@@ -90,7 +90,7 @@ class _Kinds:
 
     def __init__(self, manifest: Metadata, members: Members, outlines: Mapping[int, Outline]) -> None:
         self.manifest, self._members, self._outlines = manifest, members, outlines
-        key = numbered_rows([column(manifest.kinds.shape_of), column(manifest.kinds.dtype_of)])
+        key = numbered_rows([manifest.kinds.shape_of, manifest.kinds.dtype_of])
         for outline in {id(each.class_of): each for each in outlines.values()}.values():
             key = numbered(key * (len(outline.boxes) + 1) + outline.class_of - NO_PART)
         self.of = key

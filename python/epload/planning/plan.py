@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from epload.core.columns import to_raw
 from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata, Pieces
 from epload.mapping.mapping import Mapping
@@ -87,7 +87,7 @@ class LoadPlan:
         """The tensors in some consecutive buckets, and where they are from; for messages."""
         of = self.slots.tensor
         first, last = (self.buckets[number].slots for number in (numbers[0], numbers[-1]))
-        ends = dict.fromkeys(manifest.names[of[slot]] for slot in (first[0], last[-1]))
+        ends = dict.fromkeys(manifest.names[int(of[slot])] for slot in (first[0], last[-1]))
         return f"{' to '.join(ends)} of {manifest.source}"
 
     @property
@@ -135,19 +135,18 @@ def make_plan(
     placed = place(mapping, manifest.names, manifest.shapes, targets.shapes, mismatches)
     mismatched = {targets.names[targets.index[mismatch.target]]: mismatch.message for mismatch in mismatches}
     targets, scalings = with_scales(manifest, targets, placed)
-    chosen, tied, twins = select(manifest, targets, placed, wanted)
+    chosen, tied, twins, unplaced = select(manifest, targets, placed, wanted)
     casts = check_dtypes(manifest, targets, chosen, {scaling.target for scaling in scalings})
     slots, bucket, bucket_nbytes = fill_buckets(manifest, chosen, bucket_bytes)
     buckets = make_buckets(manifest, targets, chosen, slots, bucket, bucket_nbytes)
     columns = [slots.tensor, slots.tensor_offset, bucket, slots.bucket_offset, slots.nbytes, chosen.tensor]
     known = wanted | {source for mismatch in mismatches for source in mismatch.sources}
-    left = [i for i, places in enumerate(placed) if not places]
     return LoadPlan(
         buckets=tuple(buckets),
-        slots=replace(slots, tensor=[chosen.tensor[i] for i in slots.tensor]),
+        slots=replace(slots, tensor=chosen.tensor[slots.tensor]),
         fingerprint=_fingerprint(manifest, targets, columns, repr((bucket_bytes, options))),
         missing=_missing(targets, mapping, chosen, mismatched),
-        unexpected=tuple(manifest.names[i] for i in left if i not in known),
+        unexpected=tuple(manifest.names[i] for i in unplaced if i not in known),
         mismatched=mismatched,
         tied=tied,
         twins=twins,
@@ -167,7 +166,7 @@ def _owned(buckets: Sequence[Bucket]) -> tuple[int, ...]:
 
 def _missing(targets: Targets, mapping: Mapping, chosen: Selection, mismatched: Container[str]) -> tuple[str, ...]:
     """Names that nothing fills, except those of empty tensors, which need nothing."""
-    filled = set(chosen.target)
+    filled = set(chosen.target.tolist())
     expected = {targets.index[name] for _, name in mapping.only} or range(len(targets.names))
     return tuple(
         name
@@ -179,12 +178,12 @@ def _missing(targets: Targets, mapping: Mapping, chosen: Selection, mismatched: 
     )
 
 
-def _fingerprint(manifest: Metadata, targets: Targets, columns: Sequence[Sequence[int]], options: str) -> bytes:
+def _fingerprint(manifest: Metadata, targets: Targets, columns: Sequence[Tensor], options: str) -> bytes:
     """Where tensors go on each rank follows from these and the mapping, which ``options`` names."""
     digest = hashlib.blake2b(digest_size=32)
     digest.update(manifest.digest)
     digest.update("\n".join(targets.describe()).encode(errors="backslashreplace"))
     for column in columns:
-        digest.update(array("q", column).tobytes())
+        digest.update(to_raw(column))
     digest.update(options.encode())
     return digest.digest()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from epload.core import dtypes
-from epload.core.pieces import Metadata
+from epload.core.columns import from_raw
+from epload.core.pieces import Metadata, distinct_values
 from epload.core.views import View
 from epload.errors import ModelMismatch
 from epload.mapping.place import Place
 from epload.model.targets import Targets
+from epload.native.extension import _C
 
 
 class Twin(NamedTuple):
@@ -28,49 +32,44 @@ class Twin(NamedTuple):
     """The parameter's names that they are for."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Selection:
     """Checkpoint tensors that are loaded, in manifest order, and the places of each."""
 
-    tensor: list[int] = field(default_factory=list)
-    """Index into the manifest."""
-    first: list[int] = field(default_factory=lambda: [0])
-    """Places [first[i], first[i + 1]) are those of tensor i."""
-    target: list[int] = field(default_factory=list)
-    """Of each place."""
-    view: list[int] = field(default_factory=list)
-    """Of each place, an index into ``views``."""
-    views: list[View] = field(default_factory=list)
+    tensor: Tensor
+    """int64 [t]: index into the manifest."""
+    first: Tensor
+    """int64 [t + 1]: places [first[i], first[i + 1]) are those of tensor i."""
+    target: Tensor
+    """int64 [p]: of each place."""
+    view: Tensor
+    """int64 [p]: of each place, an index into ``views``."""
+    views: list[View]
 
 
-def select(
-    manifest: Metadata, targets: Targets, placed: Sequence[tuple[Place, ...]], wanted: Set[int]
-) -> tuple[Selection, tuple[str, ...], tuple[Twin, ...]]:
-    """Leaves out what has no place, and a tied name whose parameter another name already fills."""
-    chosen = Selection()
-    tied = []
-    left_out: list[tuple[int, int, str, View]] = []
-    filled: dict[int, str] = {}
-    numbers: dict[int, int] = {}
-    target_of, view_of, first = chosen.target, chosen.view, chosen.first
-    for i, places in enumerate(placed):
-        for name, view in places:
-            target = targets.index[name]
-            if filled.setdefault(target, name) != name:
-                left_out.append((target, i, name, view))
-                continue
-            number = numbers.get(id(view))
-            if number is None:
-                number = numbers[id(view)] = len(chosen.views)
-                chosen.views.append(view)
-            target_of.append(target)
-            view_of.append(number)
-        if (end := len(target_of)) > first[-1] or i in wanted:
-            chosen.tensor.append(i)
-            first.append(end)
-        elif places:
-            tied.append(manifest.names[i])
-    return chosen, tuple(tied), _twins(manifest, targets, placed, filled, left_out)
+class Choice(NamedTuple):
+    """What is loaded, and what is not and why."""
+
+    chosen: Selection
+    tied: tuple[str, ...]
+    """Names of the checkpoint left out because another name of the same parameter is in it."""
+    twins: tuple[Twin, ...]
+    """For what these would fill, the checkpoint tensors that fill it."""
+    unplaced: list[int]
+    """Checkpoint tensors that have no place, by number."""
+
+
+def select(manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]], wanted: Set[int]) -> Choice:
+    """Leaves out what has no place and is not ``wanted``, and a tied name whose parameter another name already fills.
+
+    Raises:
+        ModelMismatch: a tied name would fill other elements than those that the checkpoint has under another name.
+    """
+    found = _C.select_places(placed, targets.index, list(wanted))
+    tensor, first, target, view, views, left_out, filled, tied, unplaced = found
+    chosen = Selection(from_raw(tensor), from_raw(first), from_raw(target), from_raw(view), views)
+    twins = _twins(manifest, targets, placed, filled, left_out)
+    return Choice(chosen, tuple(manifest.names[i] for i in tied), twins, unplaced)
 
 
 def _twins(
@@ -80,7 +79,12 @@ def _twins(
     filled: dict[int, str],
     left_out: list[tuple[int, int, str, View]],
 ) -> tuple[Twin, ...]:
-    """For what a tied name leaves out the checkpoint tensor that fills the same elements."""
+    """For what is left out the checkpoint tensor that fills the same elements.
+
+    Args:
+        filled: the name under which a target is filled.
+        left_out: places, each as target, checkpoint tensor, name and view.
+    """
     if not left_out:
         return ()
     names = {filled[target] for target, *_ in left_out}
@@ -104,20 +108,18 @@ def check_dtypes(manifest: Metadata, targets: Targets, chosen: Selection, scaled
     Args:
         scaled: targets that are multiplied with scales after the load.
     """
-    wanted = [targets.dtypes[target] for target in chosen.target]
-    casts = set()
-    for i, begin, end in zip(chosen.tensor, chosen.first, chosen.first[1:], strict=False):
-        source = manifest.dtypes[i]
-        if end == begin + 1 and wanted[begin] is source:
-            continue
-        for place in range(begin, end):
-            dtype = wanted[place]
-            if dtype is source:
-                continue
-            if not dtypes.converts(source, dtype) and chosen.target[place] not in scaled:
-                raise ModelMismatch(
-                    f"{manifest.names[i]} is {dtypes.name(source)} in the checkpoint, which the model's "
-                    f"{targets.names[chosen.target[place]]} of {dtypes.name(dtype)} cannot take"
-                )
-            casts.add(i)
-    return len(casts)
+    sources, source_of = manifest.kinds.dtypes, manifest.kinds.dtype_of
+    wanted, wanted_of = distinct_values(targets.dtypes)
+    tensor_of = torch.repeat_interleave(torch.arange(len(chosen.tensor)), chosen.first.diff())
+    pair = source_of[chosen.tensor[tensor_of]] * len(wanted) + wanted_of[chosen.target]
+    pairs = list(product(sources, wanted))
+    differs = torch.tensor([a is not b for a, b in pairs], dtype=torch.bool)[pair]
+    refused = torch.tensor([a is not b and not dtypes.converts(a, b) for a, b in pairs], dtype=torch.bool)[pair]
+    for place in torch.nonzero(refused).flatten().tolist():
+        target, tensor = int(chosen.target[place]), int(chosen.tensor[tensor_of[place]])
+        if target not in scaled:
+            raise ModelMismatch(
+                f"{manifest.names[tensor]} is {dtypes.name(manifest.dtypes[tensor])} in the checkpoint, which the model's "
+                f"{targets.names[target]} of {dtypes.name(targets.dtypes[target])} cannot take"
+            )
+    return len(torch.unique(tensor_of[differs]))
