@@ -79,9 +79,9 @@ int64_t broadcast_count(
   return static_cast<int64_t>(epload::broadcast_steps(position, nbytes, epload::kOpAlignment).size());
 }
 
-// A header in the form that writers give it, else None: names; distinct kinds, each a dtype's name and a shape; of each
-// name the index of its kind, and where its bytes begin and end; where the value of __metadata__ begins and ends, or
-// None.
+// A header in the form that writers give it, else None: names; distinct kinds, each a dtype's name and a shape; columns
+// of each name's index of its kind, and where its bytes begin and end; where the value of __metadata__ begins and ends,
+// or None.
 py::object safetensors_entries(const py::bytes& header) {
   const auto found = epload::parse_safetensors(static_cast<std::string_view>(header));
   if (!found) {
@@ -96,7 +96,13 @@ py::object safetensors_entries(const py::bytes& header) {
   for (const auto& kind : found->kinds) {
     kinds.append(py::make_tuple(text(kind.dtype), py::tuple(py::cast(kind.shape))));
   }
-  return py::make_tuple(names, kinds, found->kind, found->begin, found->end, found->metadata);
+  return py::make_tuple(
+      names,
+      kinds,
+      epload::as_column(found->kind),
+      epload::as_column(found->begin),
+      epload::as_column(found->end),
+      found->metadata);
 }
 
 using Step = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;

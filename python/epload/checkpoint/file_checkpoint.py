@@ -94,14 +94,17 @@ def merge_layouts(
         order = layout.order
         if index is not None:
             order = [i for i in order if index.places(layout.names[i], file.name)]
-        names = [layout.names[i] for i in order]
+        names, ordered_shapes, types, begins = layout.names, layout.shapes, layout.dtypes, layout.offsets
+        if order != range(len(names)):
+            names, ordered_shapes = [names[i] for i in order], [ordered_shapes[i] for i in order]
+            types, begins = [types[i] for i in order], [begins[i] for i in order]
         if (twice := next(filter(file_of.__contains__, names), None)) is not None:
             raise CheckpointError(f"{twice} is both in {files[file_of[twice]]} and in {file}")
         file_of.update(dict.fromkeys(names, number))
-        shapes += [layout.shapes[i] for i in order]
-        kinds += [layout.dtypes[i] for i in order]
-        numbers += [number] * len(order)
-        offsets += [layout.offsets[i] for i in order]
+        shapes += ordered_shapes
+        kinds += types
+        numbers += [number] * len(names)
+        offsets += begins
     if index is not None:
         index.check_complete({*file_of, *ignored})
     locations = TensorLocations(

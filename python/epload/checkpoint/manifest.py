@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,10 +16,10 @@ from torch import Tensor
 from epload.checkpoint.byte_store import StoredFile
 from epload.core import dtypes
 from epload.core.chunks import Chunks
-from epload.core.columns import column, to_raw
+from epload.core.columns import column
 from epload.core.pieces import Kinds
 
-_CACHED = ("kinds", "compact", "digest", "identity", "nbytes")
+_CACHED = ("kinds", "_tensors", "compact", "digest", "identity", "nbytes")
 _SAMPLES, _SAMPLE_BYTES = 16, 512
 
 
@@ -47,35 +46,34 @@ class Manifest:
         return Kinds.of(self.shapes, self.dtypes)
 
     @cached_property
-    def compact(self) -> bytes:
-        """Compressed JSON, in which each distinct shape and dtype is listed once, of everything but :attr:`provenance`."""
+    def _tensors(self) -> bytes:
+        """A line of JSON, in which each distinct shape and dtype is listed once."""
         shapes, shape_of, types, dtype_of = self.kinds
-        columns = {
-            "names": self.names,
-            "shapes": shapes,
-            "shape": _runs(shape_of),
-            "dtypes": [dtypes.name(dtype) for dtype in types],
-            "dtype": _runs(dtype_of),
-            "locations": self.locations and self.locations.to_json(self.kinds.nbytes()),
-        }
-        return zlib.compress(json.dumps(columns, separators=(",", ":")).encode(), level=1)
+        return _to_json([self.names, shapes, _runs(shape_of), list(map(dtypes.name, types)), _runs(dtype_of)])
+
+    @cached_property
+    def compact(self) -> bytes:
+        """Compressed JSON of everything but :attr:`provenance`."""
+        locations = self.locations and self.locations.to_json(self.kinds.nbytes())
+        return zlib.compress(b"\n".join([self._tensors, _to_json(locations)]), level=1)
 
     @classmethod
     def from_compact(cls, raw: bytes, provenance: list[Any]) -> Manifest:
         """The inverse of :attr:`compact` and :attr:`provenance`."""
-        columns = json.loads(zlib.decompress(raw))
+        tensors, stored = zlib.decompress(raw).split(b"\n")
+        names, distinct_shapes, shape_of, names_of_types, dtype_of = json.loads(tensors)
         kinds = Kinds(
-            [tuple(shape) for shape in columns["shapes"]],
-            _from_runs(columns["shape"]),
-            [dtypes.from_name(text) for text in columns["dtypes"]],
-            _from_runs(columns["dtype"]),
+            list(map(tuple, distinct_shapes)),
+            _from_runs(shape_of),
+            list(map(dtypes.from_name, names_of_types)),
+            _from_runs(dtype_of),
         )
         shapes = tuple(map(kinds.shapes.__getitem__, kinds.shape_of.tolist()))
         types = tuple(map(kinds.dtypes.__getitem__, kinds.dtype_of.tolist()))
-        sizes, stored = kinds.nbytes(), columns["locations"]
-        locations = TensorLocations.from_json(stored, shapes, types, sizes) if stored is not None else None
-        manifest = cls(tuple(columns["names"]), shapes, types, "", locations)
-        manifest.__dict__.update(kinds=kinds, compact=raw, nbytes=int(sizes.sum()))
+        sizes, columns = kinds.nbytes(), json.loads(stored)
+        locations = TensorLocations.from_json(columns, shapes, types, sizes) if columns is not None else None
+        manifest = cls(tuple(names), shapes, types, "", locations)
+        manifest.__dict__.update(kinds=kinds, compact=raw, digest=_digest(tensors), nbytes=int(sizes.sum()))
         return manifest.with_provenance(provenance)
 
     @property
@@ -104,13 +102,7 @@ class Manifest:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes, equal for two manifests only if they have the same tensors in the same order."""
-        shapes, shape_of, types, dtype_of = self.kinds
-        digest = hashlib.blake2b(repr((*shapes, *types)).encode(), digest_size=16)
-        digest.update(array("q", map(len, self.names)))
-        for values in (shape_of, dtype_of):
-            digest.update(to_raw(values))
-        digest.update("".join(self.names).encode(errors="surrogatepass"))
-        return digest.digest()
+        return _digest(self._tensors)
 
     @cached_property
     def identity(self) -> str:
@@ -127,6 +119,15 @@ class Manifest:
     def nbytes(self) -> int:
         """Size of all tensors in bytes."""
         return int(self.kinds.nbytes().sum())
+
+
+def _to_json(values: Any) -> bytes:
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def _digest(tensors: bytes) -> bytes:
+    # Processors have instructions for SHA-256.
+    return hashlib.sha256(tensors).digest()[:16]
 
 
 def _runs(values: Tensor) -> list[Any]:
@@ -175,7 +176,7 @@ class FileLayout:
     shapes: list[tuple[int, ...]]
     offsets: list[int]
     """In bytes, from the start of the file."""
-    order: list[int]
+    order: Sequence[int]
     """Indices of the tensors, ordered as their bytes are stored."""
     ignored: Sequence[str] = ()
     """Names of entries that hold no tensor."""

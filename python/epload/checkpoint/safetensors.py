@@ -19,7 +19,7 @@ import torch
 from epload.checkpoint import unsupported
 from epload.checkpoint.byte_store import StoredFile
 from epload.checkpoint.manifest import FileFacts, FileLayout
-from epload.core.columns import column
+from epload.core.columns import column, from_raw
 from epload.core.dtypes import SAFETENSORS
 from epload.errors import CheckpointError
 from epload.native.extension import _C
@@ -85,7 +85,7 @@ def _plain_layout(file: StoredFile, header: bytes) -> FileLayout | None:
     found = _C.safetensors_entries(header)
     if found is None:
         return None
-    names, kinds, kind_of, begins, ends, metadata = found
+    names, kinds, *columns, metadata = found
     if not names or len(set(names)) != len(names):
         return None
     about = None
@@ -100,17 +100,23 @@ def _plain_layout(file: StoredFile, header: bytes) -> FileLayout | None:
         if dtype is None or len(shape) > _MAX_DIMS or prod(max(n, 1) for n in shape) * dtype.itemsize >= 1 << 63:
             return None
         sizes.append(prod(shape) * dtype.itemsize)
-    order = sorted(range(len(names)), key=list(zip(begins, ends, strict=True)).__getitem__)
-    place = column(order)
-    kind, begin, end = (column(values).index_select(0, place) for values in (kind_of, begins, ends))
-    data = 8 + len(header)
+    kind, begin, end = (from_raw(raw) for raw in columns)
+    dtypes, shapes = [SAFETENSORS[name] for name, _ in kinds], [shape for _, shape in kinds]
+    data, kind_of = 8 + len(header), kind.tolist()
+    layout = FileLayout(
+        names,
+        [dtypes[i] for i in kind_of],
+        [shapes[i] for i in kind_of],
+        (begin + data).tolist(),
+        range(len(names)),
+    )
+    if not torch.equal(begin[1:], end[:-1]):
+        order = sorted(layout.order, key=list(zip(begin.tolist(), end.tolist(), strict=True)).__getitem__)
+        layout, place = replace(layout, order=order), column(order)
+        kind, begin, end = (values.index_select(0, place) for values in (kind, begin, end))
     no_holes = int(begin[0]) == 0 and torch.equal(begin[1:], end[:-1]) and data + int(end[-1]) == file.nbytes
     if not no_holes or not torch.equal(end - begin, column(sizes)[kind]):
         return None
-    dtypes, shapes = [SAFETENSORS[name] for name, _ in kinds], [shape for _, shape in kinds]
-    layout = FileLayout(
-        names, [dtypes[i] for i in kind_of], [shapes[i] for i in kind_of], [data + at for at in begins], order
-    )
     return _with_parts(file, layout, about)
 
 
@@ -144,8 +150,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parse_entries(file: StoredFile, entries: dict[str, Any], data: int) -> tuple[FileLayout, list[int]]:
     """The layout, and where each tensor ends. ``data``: where the tensors' bytes begin."""
-    layout = FileLayout(list(entries), [], [], [], [])
-    ends = []
+    dtypes, shapes, offsets, ends = [], [], [], []
     nbytes_of: dict[tuple[str, tuple[int, ...]], int] = {}
     for name, entry in entries.items():
         try:
@@ -171,12 +176,12 @@ def _parse_entries(file: StoredFile, entries: dict[str, Any], data: int) -> tupl
             raise _invalid(file, name, what)
         if too_large:
             raise _invalid(file, name, f"has shape {_show(list(shape))}, more than a tensor can have")
-        layout.dtypes.append(dtype)
-        layout.shapes.append(shape)
-        layout.offsets.append(data + begin)
+        dtypes.append(dtype)
+        shapes.append(shape)
+        offsets.append(data + begin)
         ends.append(data + end)
-    layout.order.extend(sorted(range(len(ends)), key=lambda i: (layout.offsets[i], ends[i])))
-    return layout, ends
+    order = sorted(range(len(ends)), key=lambda i: (offsets[i], ends[i]))
+    return FileLayout(list(entries), dtypes, shapes, offsets, order), ends
 
 
 def _check_no_holes(file: StoredFile, layout: FileLayout, ends: list[int], data: int) -> None:

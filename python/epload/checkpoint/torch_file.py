@@ -49,15 +49,14 @@ def read_layout(file: StoredFile) -> FileLayout | None:
     except Exception:
         return None  # load_tensors() reports what is wrong
     tensors, ignored = _unwrapped(state, file)
-    layout = FileLayout(list(tensors), [], [], [], [], ignored)
+    offsets = []
     for tensor in tensors.values():
         if (begin := _byte_range(tensor, members)) is None:
             return None
-        layout.dtypes.append(tensor.dtype)
-        layout.shapes.append(tuple(tensor.shape))
-        layout.offsets.append(begin)
-    layout.order.extend(sorted(range(len(tensors)), key=layout.offsets.__getitem__))
-    return layout
+        offsets.append(begin)
+    dtypes, shapes = [t.dtype for t in tensors.values()], [tuple(t.shape) for t in tensors.values()]
+    order = sorted(range(len(tensors)), key=offsets.__getitem__)
+    return FileLayout(list(tensors), dtypes, shapes, offsets, order, ignored)
 
 
 def locate_tensor(file: StoredFile) -> tuple[torch.dtype, tuple[int, ...], int]:
