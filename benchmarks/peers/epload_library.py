@@ -1,7 +1,9 @@
-"""epload builds, shards and fills a transformers model."""
+"""epload builds, shards and fills a transformers model. One mesh for all layers, as transformers has it in from_pretrained."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,8 +19,9 @@ def load(job: Job, readers: str) -> nn.Module:
     with job.phase("model"):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.folder), dtype=torch.bfloat16)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     job.keep["report"] = epload.load(model, job.folder, topology=job.topology, readers=readers, progress=False)
     return model
