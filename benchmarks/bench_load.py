@@ -205,18 +205,21 @@ def _targets(found: list[Row], floor: float | None) -> Table:
         under = floor if below is None else median(found, case, below)
         return over / under if over and under else None
 
-    one, every = "epload_modes:one/two_level", "epload_modes:every/auto"
+    one, every, auto = (f"epload_modes:{mode}" for mode in ("one/two_level", "every/auto", "auto/auto"))
+    library = "epload_library:auto"
     checked = "epload_verified:one/two_level, verify="
     rows = (
-        ("reload, one reader, over the floor", "<= 2.2, then 1.5", ratio("reload", one, None)),
+        ("reload, one reader, over the floor", "<= 1.5", ratio("reload", one, None)),
         ("reload, every rank reads, over the floor", "<= 0.9", ratio("reload", every, None)),
         ("reload, safe_open over every rank reads", ">= 10", ratio("reload", "safe_open_slices", every)),
-        ("from meta, per-parameter broadcast over one reader", ">= 10, then 14", ratio("meta", "per_parameter", one)),
-        ("from meta, torch over one reader", ">= 6, then 9", ratio("meta", "set_model_state_dict", one)),
+        ("from meta, per-parameter broadcast over one reader", ">= 14", ratio("meta", "per_parameter", one)),
+        ("from meta, torch over one reader", ">= 19", ratio("meta", "set_model_state_dict", one)),
+        ("from meta, torch over auto", ">= 25", ratio("meta", "set_model_state_dict", auto)),
+        ("from nothing, transformers over auto", ">= 10", ratio("library", "transformers_from_pretrained", library)),
         ("reload, one reader, verify=buckets over off", "<= 1.15", ratio("reload", f"{checked}buckets", one)),
         ("reload, one reader, verify=full over off", "<= 1.4", ratio("reload", f"{checked}full", one)),
         ("from meta, one reader, verify=full over off", "<= 1.4", ratio("meta", f"{checked}full", one)),
-        ("materialize over to_empty", "<= 0.5, then 0.33", ratio("materialize", "epload", "to_empty")),
+        ("materialize over to_empty", "<= 0.33", ratio("materialize", "epload", "to_empty")),
     )
     return Table("Targets", ("ratio of medians", "target", "measured"), [[*row[:2], times(row[2])] for row in rows])
 
