@@ -11,7 +11,7 @@ namespace py = pybind11;
 namespace epload {
 namespace {
 
-// The items of a tuple. Nothing here runs Python code, so that they stay alive.
+// The items of a tuple, which keeps them alive.
 PyObject* const* items_of(PyObject* object, Py_ssize_t* count) {
   if (!PyTuple_Check(object)) {
     throw py::type_error(std::string("select_places: expected tuples, got ") + Py_TYPE(object)->tp_name);
@@ -25,22 +25,22 @@ class Targets {
   explicit Targets(const py::dict& target_of) : target_of_(target_of) {
   }
 
-  // Mostly that of the call before.
+  // `name` lives as long as this. Experts that are stacked have one name, one after the other.
   int64_t find(PyObject* name) {
     if (name == last_name_) {
       return last_;
     }
-    if (!PyUnicode_CheckExact(name)) {
+    if (!PyUnicode_Check(name)) {
       throw py::type_error(std::string("select_places: expected names to be str, got ") + Py_TYPE(name)->tp_name);
     }
-    PyObject* const number = PyDict_GetItemWithError(target_of_.ptr(), name);
-    if (number == nullptr) {
+    const auto number = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(target_of_.ptr(), name));
+    if (!number) {
       if (PyErr_Occurred() == nullptr) {
         PyErr_SetObject(PyExc_KeyError, name);
       }
       throw py::error_already_set();
     }
-    const auto target = PyLong_AsLongLong(number);
+    const auto target = PyLong_AsLongLong(number.ptr());
     if (target == -1 && PyErr_Occurred() != nullptr) {
       throw py::error_already_set();
     }
@@ -55,12 +55,17 @@ class Targets {
 };
 
 bool equal(PyObject* a, PyObject* b) {
-  return a == b || PyUnicode_Compare(a, b) == 0; // of exact strings, which does not fail
+  return a == b || PyUnicode_Compare(a, b) == 0; // of strings, for which it does not fail
 }
 
 } // namespace
 
 py::tuple select_places(const py::list& placed, const py::dict& target_of, const std::vector<int64_t>& wanted) {
+  // Whatever happens to the list, when the collector or a name's __hash__ runs Python code.
+  const auto held = py::reinterpret_steal<py::tuple>(PyList_AsTuple(placed.ptr()));
+  if (!held) {
+    throw py::error_already_set();
+  }
   const std::unordered_set<int64_t> kept(wanted.begin(), wanted.end());
   std::vector<int64_t> tensor, first{0}, target_column, view_column;
   py::list views, left_out, tied, empty;
@@ -68,9 +73,9 @@ py::tuple select_places(const py::list& placed, const py::dict& target_of, const
   std::unordered_map<int64_t, PyObject*> name_of;
   std::unordered_map<PyObject*, int64_t> number_of;
   Targets targets(target_of);
-  for (std::size_t i = 0; i < placed.size(); ++i) {
+  for (std::size_t i = 0; i < held.size(); ++i) {
     Py_ssize_t count = 0;
-    PyObject* const* const places = items_of(PyList_GET_ITEM(placed.ptr(), static_cast<Py_ssize_t>(i)), &count);
+    PyObject* const* const places = items_of(PyTuple_GET_ITEM(held.ptr(), static_cast<Py_ssize_t>(i)), &count);
     for (Py_ssize_t j = 0; j < count; ++j) {
       Py_ssize_t fields = 0;
       PyObject* const* const place = items_of(places[j], &fields);

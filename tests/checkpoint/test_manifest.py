@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import epload
 from epload import Checkpoint, CheckpointError, Manifest
 from epload.checkpoint import safetensors as safetensors_format
 from epload.checkpoint.safetensors import read_layout
@@ -40,10 +41,63 @@ def test_compact_round_trip(tmp_path: Path) -> None:
         again = Manifest.from_compact(manifest.compact, manifest.provenance)
         assert (again.names, again.shapes, again.dtypes) == (manifest.names, manifest.shapes, manifest.dtypes)
         assert again.nbytes_of() == [value[key].nbytes for key in again.names]
+        assert again.nbytes == manifest.nbytes == sum(each.nbytes for each in value.values())
         assert [*map(again.locations.of_tensor, range(60))] == [*map(manifest.locations.of_tensor, range(60))]
         assert again.digest == manifest.digest
     nothing = Manifest((), (), (), "nothing")
     assert Manifest.from_compact(nothing.compact, nothing.provenance) == nothing
+
+
+def _manifest(names: tuple[str, ...], shape: tuple[int, ...] = (2,), dtype: torch.dtype = torch.uint8) -> Manifest:
+    return Manifest(names, (shape,) * len(names), (dtype,) * len(names), "a test")
+
+
+ODD_NAMES = ["\ud83d\ude00", "\U0001f600", "\ud83d", "\\ud83d\\ude00", "a\nb", 'a","b', "\x00", "\u2028", ""]
+
+
+def test_odd_names_arrive_as_they_are_and_differ() -> None:
+    """Two surrogates are not the character that they encode in UTF-16."""
+    manifests = [_manifest((name,)) for name in ODD_NAMES] + [_manifest(tuple(ODD_NAMES))]
+    for manifest in manifests:
+        again = Manifest.from_compact(manifest.compact, manifest.provenance)
+        assert (again.names, again.digest, again.identity) == (manifest.names, manifest.digest, manifest.identity)
+    assert len({manifest.digest for manifest in manifests}) == len(manifests)
+    assert len({manifest.identity for manifest in manifests}) == len(manifests)
+
+
+def test_sizes_beyond_int64() -> None:
+    """An expanded tensor may have more bytes than any file."""
+    manifest = _manifest(("a", "b", "c", "d"), (2**31, 2**31), torch.float64)
+    assert manifest.nbytes_of() == [2**65] * 4
+    assert manifest.nbytes == 2**67
+
+
+def test_an_expanded_tensor_does_not_get_in_the_way(tmp_path: Path) -> None:
+    huge = torch.zeros(1, dtype=torch.float64).expand(2**31, 2**31)
+    state = {"weight": torch.ones(1, 2), "bias": torch.ones(1), "huge": huge}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    for source in (state, tmp_path / "pytorch_model.bin"):
+        model = torch.nn.Linear(2, 1)
+        report = epload.load(model, source, strict=False, progress=False)
+        assert report.unexpected_keys == ["huge"]
+        assert_same(dict(model.state_dict()), {name: state[name] for name in ("weight", "bias")})
+
+
+class Text(str):
+    """What a caller may have as a key, like ``numpy.str_``."""
+
+
+def test_names_of_a_class_derived_from_str() -> None:
+    model = torch.nn.Linear(2, 1)
+    epload.load(model, {Text("weight"): torch.ones(1, 2), Text("bias"): torch.ones(1)}, progress=False)
+    assert_same(dict(model.state_dict()), {"weight": torch.ones(1, 2), "bias": torch.ones(1)})
+
+
+def test_metadata_does_not_depend_on_the_default_device() -> None:
+    manifest = _manifest(("a", "b"))
+    with torch.device("meta"):
+        assert (manifest.nbytes, manifest.nbytes_of()) == (4, [2, 2])
+        assert Manifest.from_compact(manifest.compact, manifest.provenance) == manifest
 
 
 def _twice(

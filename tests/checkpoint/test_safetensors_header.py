@@ -135,3 +135,14 @@ def test_large_headers_are_parsed_natively() -> None:
         assert isinstance(found, FileLayout)
         assert found.names == (sorted(entries) if style.get("sort_keys") else list(entries))
         assert [found.names[i] for i in found.order] == list(entries)
+
+
+def test_tensors_in_the_order_of_their_bytes_are_not_sorted() -> None:
+    entry = {"dtype": "U8", "shape": [2]}
+    for order in ([0, 1, 2], [2, 0, 1]):
+        entries = {f"{i}": {**entry, "data_offsets": [2 * i, 2 * i + 2]} for i in order}
+        header = json.dumps(entries).encode()
+        content = struct.pack("<Q", len(header)) + header
+        layout = safetensors.read_layout(InMemory(content, len(content) + 6))  # type: ignore[arg-type]
+        assert (layout.order == range(3)) == (order == [0, 1, 2])
+        assert [layout.names[i] for i in layout.order] == ["0", "1", "2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from epload import _C, Manifest, ModelMismatch
 from epload.core import dtypes
+from epload.core.columns import from_raw
 from epload.core.views import View
 from epload.mapping.place import Place
 from epload.model.targets import Targets
@@ -64,12 +66,16 @@ def test_the_first_name_of_a_parameter_fills_it(placed: Placed, wanted: set[int]
     assert len({*map(id, chosen.views)}) == len(chosen.views)
     assert tied == tuple(f"tensor.{i}" for i, some in enumerate(placed) if some and i not in tensors)
     assert unplaced == [i for i, some in enumerate(placed) if not some]
-    for twin in twins:
-        target = targets.index[twin.names[0]]
-        assert targets.index[twin.names[1]] == target
-        kept_views = {view for name, view in kept[twin.kept] if targets.index[name] == target}
-        assert kept_views & {view for name, view in placed[twin.left_out] if name == twin.names[1]}
-    assert bool(twins) <= bool(left_out)
+    source = {(name, view): i for i, some in enumerate(kept) for name, view in some}
+    expected = {
+        (source[first_name[targets.index[n]], view], i, (first_name[targets.index[n]], n))
+        for i, some in enumerate(placed)
+        for n, view in some
+        if first_name[targets.index[n]] != n
+    }
+    expected = {each for each in expected if each[0] != each[1]}
+    assert {(twin.kept, twin.left_out, twin.names) for twin in twins} == expected
+    assert {twin.dtype for twin in twins} <= {torch.bfloat16}
 
 
 def test_views_that_are_one_object_are_listed_once() -> None:
@@ -85,6 +91,25 @@ def test_names_that_are_equal_need_not_be_one_object() -> None:
     assert again is not NAMES[0]
     placed: Placed = [((NAMES[0], VIEWS[0]), (again, VIEWS[1]))]
     assert select(*of_bfloat16(placed), placed, set()).chosen.target.tolist() == [0, 0]
+
+
+def test_code_that_runs_in_between_may_change_the_list() -> None:
+    """The hash of a name, or a finalizer, may run any code."""
+    placed: Placed = []
+
+    class Name(str):
+        def __hash__(self) -> int:
+            placed.clear()
+            gc.collect()
+            return hash(str(self))
+
+    for i in range(100):
+        placed.append(((Name(f"name {i}"), View((i,), (1,), 0, (1,))),))  # which nothing else keeps alive
+    target_of = {f"name {i}": i for i in range(100)}
+    *_, target, view, views, _, _, _, _ = _C.select_places(placed, target_of, [])
+    assert from_raw(target).tolist() == from_raw(view).tolist() == list(range(100))
+    assert [each.start for each in views] == [(i,) for i in range(100)]
+    assert not placed
 
 
 @pytest.mark.parametrize(

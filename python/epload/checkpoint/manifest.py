@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -47,14 +48,15 @@ class Manifest:
 
     @cached_property
     def _tensors(self) -> bytes:
-        """A line of JSON, in which each distinct shape and dtype is listed once."""
+        """Names, shapes and dtypes as a line of JSON, in which each distinct shape and dtype is listed once."""
         shapes, shape_of, types, dtype_of = self.kinds
-        return _to_json([self.names, shapes, _runs(shape_of), list(map(dtypes.name, types)), _runs(dtype_of)])
+        dims = [list(map(int, shape)) for shape in shapes]
+        return _to_json([self.names, dims, _runs(shape_of), list(map(dtypes.name, types)), _runs(dtype_of)])
 
     @cached_property
     def compact(self) -> bytes:
         """Compressed JSON of everything but :attr:`provenance`."""
-        locations = self.locations and self.locations.to_json(self.kinds.nbytes())
+        locations = self.locations and self.locations.to_json(self.kinds)
         return zlib.compress(b"\n".join([self._tensors, _to_json(locations)]), level=1)
 
     @classmethod
@@ -70,10 +72,10 @@ class Manifest:
         )
         shapes = tuple(map(kinds.shapes.__getitem__, kinds.shape_of.tolist()))
         types = tuple(map(kinds.dtypes.__getitem__, kinds.dtype_of.tolist()))
-        sizes, columns = kinds.nbytes(), json.loads(stored)
-        locations = TensorLocations.from_json(columns, shapes, types, sizes) if columns is not None else None
+        columns = json.loads(stored)
+        locations = TensorLocations.from_json(columns, shapes, types, kinds) if columns is not None else None
         manifest = cls(tuple(names), shapes, types, "", locations)
-        manifest.__dict__.update(kinds=kinds, compact=raw, digest=_digest(tensors), nbytes=int(sizes.sum()))
+        manifest.__dict__.update(kinds=kinds, compact=raw, digest=_digest(tensors))
         return manifest.with_provenance(provenance)
 
     @property
@@ -96,8 +98,8 @@ class Manifest:
 
     def nbytes_of(self) -> list[int]:
         """Size of each tensor in bytes."""
-        sizes: list[int] = self.kinds.nbytes().tolist()
-        return sizes
+        sizes, kind_of = self.kinds.sizes()
+        return list(map(sizes.__getitem__, kind_of.tolist()))
 
     @cached_property
     def digest(self) -> bytes:
@@ -118,11 +120,13 @@ class Manifest:
     @cached_property
     def nbytes(self) -> int:
         """Size of all tensors in bytes."""
-        return int(self.kinds.nbytes().sum())
+        sizes, kind_of = self.kinds.sizes()
+        return sum(map(mul, sizes, torch.bincount(kind_of, minlength=len(sizes)).tolist()))
 
 
 def _to_json(values: Any) -> bytes:
-    return json.dumps(values, separators=(",", ":")).encode()
+    """A line. Distinct strings stay distinct: escaped, two surrogates are not told from the character that they encode."""
+    return json.dumps(values, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
 
 
 def _digest(tensors: bytes) -> bytes:
@@ -217,21 +221,20 @@ class TensorLocations:
             boxes = [*self.chunks.start[chunks].tolist(), *self.chunks.size[chunks].tolist()]
         return tuple(self.file[chunks].tolist()), tuple(self.offset[chunks].tolist()), repr(boxes)
 
-    def to_json(self, nbytes: Tensor) -> list[Any]:
-        """``nbytes`` of each tensor (int64 [t]): most follow the one before without a gap, and equal gaps compress well."""
+    def to_json(self, kinds: Kinds) -> list[Any]:
+        """Most tensors follow the one before without a gap, and equal gaps compress well. ``kinds``: of the manifest."""
         boxes = None
         if (chunks := self.chunks) is not None:
-            nbytes = chunks.nbytes
             distinct, which = torch.unique(torch.cat([chunks.start, chunks.size], 1), dim=0, return_inverse=True)
             boxes = [chunks.first.diff().tolist(), distinct.tolist(), which.tolist()]
-        gaps = self.offset - self._without_gaps(self.offset, nbytes)
+        gaps = self.offset - self._without_gaps(self.offset, _sizes(kinds, chunks))
         return [_runs(self.file), _runs(gaps), boxes]
 
     @classmethod
     def from_json(
-        cls, columns: list[Any], shapes: Sequence[tuple[int, ...]], types: Sequence[torch.dtype], nbytes: Tensor
+        cls, columns: list[Any], shapes: Sequence[tuple[int, ...]], types: Sequence[torch.dtype], kinds: Kinds
     ) -> TensorLocations:
-        """``shapes``, ``types``, ``nbytes`` (int64 [t]): shape, dtype and bytes of each tensor of the manifest."""
+        """``shapes``, ``types``, ``kinds``: of the manifest."""
         file, gaps, boxes = columns
         chunks = None
         if boxes is not None:
@@ -240,9 +243,8 @@ class TensorLocations:
             of_chunk = iter([(tuple(distinct[i][:dims]), tuple(distinct[i][dims:])) for i in which])
             of_tensor = [[next(of_chunk) for _ in range(count)] for count in counts]
             chunks = Chunks.of(shapes, [dtype.itemsize for dtype in types], of_tensor)
-        sizes = nbytes if chunks is None else chunks.nbytes
         steps = _from_runs(gaps)
-        steps[1:] += sizes[:-1]
+        steps[1:] += _sizes(kinds, chunks)[:-1]
         return cls((), _from_runs(file), steps.cumsum(0), chunks=chunks)
 
     @staticmethod
@@ -251,3 +253,11 @@ class TensorLocations:
         expected = torch.zeros_like(offset)
         expected[1:] = offset[:-1] + nbytes[:-1]
         return expected
+
+
+def _sizes(kinds: Kinds, chunks: Chunks | None) -> Tensor:
+    """Bytes of each tensor, or of each chunk."""
+    if chunks is not None:
+        return chunks.nbytes
+    sizes, kind_of = kinds.sizes()
+    return column(sizes)[kind_of]

@@ -17,6 +17,11 @@ def column(values: Sequence[int]) -> Tensor:
     return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
+def arange(count: int) -> Tensor:
+    """The numbers below ``count`` on CPU, whatever the default device. int64 [count]."""
+    return torch.arange(count, device="cpu")
+
+
 def from_raw(raw: bytearray) -> Tensor:
     """A column that shares memory with the bytes of its values, as native code passes it. int64 [n]."""
     return torch.frombuffer(raw, dtype=torch.int64) if raw else torch.empty(0, dtype=torch.int64, device="cpu")
@@ -32,7 +37,7 @@ def numbered(values: Tensor) -> Tensor:
     """Numbers non-negative values from 0 on, in their order. int64 [n]."""
     if (most := int(values.max()) + 1 if len(values) else 0) > 8 * len(values):
         return torch.searchsorted(torch.unique(values), values)
-    there = torch.zeros(most, dtype=torch.int64)
+    there = torch.zeros(most, dtype=torch.int64, device="cpu")
     there[values] = 1
     number = there.cumsum(0) - 1
     return number[values]
@@ -49,4 +54,5 @@ def numbered_rows(columns: Sequence[Tensor]) -> Tensor:
 def first_of_each(numbers: Tensor) -> Tensor:
     """For each number from 0 on where it is first, if every number up to the largest is there. int64 [n]."""
     count = int(numbers.max()) + 1 if len(numbers) else 0
-    return torch.full((count,), len(numbers)).scatter_reduce(0, numbers, torch.arange(len(numbers)), "amin")
+    first = torch.full((count,), len(numbers), device="cpu")
+    return first.scatter_reduce(0, numbers, arange(len(numbers)), "amin")

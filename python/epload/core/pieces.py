@@ -30,20 +30,25 @@ class Kinds(NamedTuple):
         """``shapes``, ``dtypes``: one entry per tensor in each."""
         return cls(*distinct_values(shapes), *distinct_values(dtypes))
 
-    def nbytes(self) -> Tensor:
-        """Size of each tensor in bytes. int64 [t]."""
-        distinct, kind_of = self.combine(slice(None))
-        return column([prod(shape) * dtype.itemsize for shape, dtype in distinct])[kind_of]
+    def combine(
+        self, tensors: Tensor | slice = slice(None)
+    ) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], Tensor]:
+        """The distinct pairs of a shape and a dtype, in any order, and for each tensor which of them it has (int64 [n]).
 
-    def combine(self, tensors: Tensor | slice) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], Tensor]:
-        """The distinct pairs of a shape and a dtype that some tensors have, and for each of them which it has (int64 [n]).
-
-        ``tensors``: int64 [n].
+        ``tensors``: int64 [n], those that are asked about; all by default.
         """
         codes = (self.shape_of * len(self.dtypes) + self.dtype_of)[tensors]
         kind_of = numbered(codes)
         pairs = (divmod(code, len(self.dtypes)) for code in codes[first_of_each(kind_of)].tolist())
         return [(self.shapes[shape], self.dtypes[dtype]) for shape, dtype in pairs], kind_of
+
+    def sizes(self) -> tuple[list[int], Tensor]:
+        """The size in bytes of each distinct pair, and for each tensor which of them it has (int64 [t]).
+
+        What a tensor has that is not in a file, such as an expanded one, may be more than int64 holds.
+        """
+        distinct, kind_of = self.combine()
+        return [prod(shape) * dtype.itemsize for shape, dtype in distinct], kind_of
 
 
 def distinct_values(values: Sequence[T]) -> tuple[list[T], Tensor]:

@@ -204,7 +204,7 @@ class _Placer:
         self._add_places(group, made)
 
     def _add_places(self, group: Group, made: Sequence[tuple[str, Assembly]]) -> None:
-        """Places the tensors of a group in the targets that are made of them, which they number from 0 on."""
+        """Places the tensors of a group in what is made of them. The parts of an assembly number these tensors from 0 on."""
         placed, sources = self.placed, group.sources
         if len(made) == 1 and len({position for position, _ in made[0][1].parts}) == len(made[0][1].parts):
             ((name, assembly),) = made

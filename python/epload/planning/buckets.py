@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
-from epload.core.columns import column, first_of_each, from_raw, numbered_rows, to_raw
+from epload.core.columns import arange, column, first_of_each, from_raw, numbered_rows, to_raw
 from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata, Pieces
 from epload.core.placement import OwnedRegion, owned_parts, owned_regions
@@ -44,7 +44,7 @@ class Bucket:
     in bytes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Slots:
     """Pieces of checkpoint tensors in buckets, one entry a piece in each column, in bucket order. Equal on all ranks."""
 
@@ -109,7 +109,7 @@ def make_buckets(
     copies.offset.add_(slots.bucket_offset[slot])
     copies.target[:] = target[pair]
 
-    numbers = torch.arange(len(bucket_nbytes))
+    numbers = arange(len(bucket_nbytes))
     slot_ends = [0, *torch.searchsorted(bucket, numbers, right=True).tolist()]
     row_ends = [0, *torch.searchsorted(bucket[slot], numbers, right=True).tolist()]
     made = []
@@ -124,8 +124,8 @@ def make_buckets(
 def _places_of_slots(slots: Slots, chosen: Selection) -> tuple[Tensor, Tensor]:
     """A slot has copies for each place of its tensor: pair p is of the p-th slot and place returned. Mostly it has one."""
     each = chosen.first.diff()[slots.tensor]
-    slot_of = torch.repeat_interleave(torch.arange(len(each)), each)
-    return slot_of, torch.arange(len(slot_of)) + (chosen.first[slots.tensor] - each.cumsum(0) + each)[slot_of]
+    slot_of = torch.repeat_interleave(arange(len(each)), each)
+    return slot_of, arange(len(slot_of)) + (chosen.first[slots.tensor] - each.cumsum(0) + each)[slot_of]
 
 
 def _copies_of_classes(
@@ -144,13 +144,13 @@ def _copies_of_classes(
         _rows(chosen.views[view], owned[layout], types[kind], offset, size, dims)
         for layout, view, kind, offset, size in zip(*(values[first].tolist() for values in classes), strict=True)
     ]
-    table = torch.tensor([row for rows in rows_of for row in rows], dtype=torch.int64)
+    table = torch.tensor([row for rows in rows_of for row in rows], dtype=torch.int64, device="cpu")
     count = column([len(rows) for rows in rows_of])
     begin = count.cumsum(0) - count
 
     # Row r of the result is row `within` of the class of pair `pair`.
-    pair = torch.repeat_interleave(torch.arange(len(class_of)), count[class_of])
-    within = torch.arange(len(pair)) - (count[class_of].cumsum(0) - count[class_of])[pair]
+    pair = torch.repeat_interleave(arange(len(class_of)), count[class_of])
+    within = arange(len(pair)) - (count[class_of].cumsum(0) - count[class_of])[pair]
     rows = table.reshape(-1, CopyTable.columns(dims))[begin[class_of[pair]] + within]
     return CopyTable(rows), pair
 

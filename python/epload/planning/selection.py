@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
-from epload.core.columns import from_raw
+from epload.core.columns import arange, from_raw
 from epload.core.pieces import Metadata, distinct_values
 from epload.core.views import View
 from epload.errors import ModelMismatch
@@ -32,7 +32,7 @@ class Twin(NamedTuple):
     """The parameter's names that they are for."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Selection:
     """Checkpoint tensors that are loaded, in manifest order, and the places of each."""
 
@@ -110,16 +110,21 @@ def check_dtypes(manifest: Metadata, targets: Targets, chosen: Selection, scaled
     """
     sources, source_of = manifest.kinds.dtypes, manifest.kinds.dtype_of
     wanted, wanted_of = distinct_values(targets.dtypes)
-    tensor_of = torch.repeat_interleave(torch.arange(len(chosen.tensor)), chosen.first.diff())
+    tensor_of = torch.repeat_interleave(arange(len(chosen.tensor)), chosen.first.diff())
     pair = source_of[chosen.tensor[tensor_of]] * len(wanted) + wanted_of[chosen.target]
     pairs = list(product(sources, wanted))
-    differs = torch.tensor([a is not b for a, b in pairs], dtype=torch.bool)[pair]
-    refused = torch.tensor([a is not b and not dtypes.converts(a, b) for a, b in pairs], dtype=torch.bool)[pair]
-    for place in torch.nonzero(refused).flatten().tolist():
+    differs = _flags([a is not b for a, b in pairs])[pair]
+    is_scaled = _flags([number in scaled for number in range(len(targets.dtypes))])[chosen.target]
+    refused = _flags([a is not b and not dtypes.converts(a, b) for a, b in pairs])[pair] & ~is_scaled
+    if refused.any():
+        place = int(refused.nonzero()[0])
         target, tensor = int(chosen.target[place]), int(chosen.tensor[tensor_of[place]])
-        if target not in scaled:
-            raise ModelMismatch(
-                f"{manifest.names[tensor]} is {dtypes.name(manifest.dtypes[tensor])} in the checkpoint, which the model's "
-                f"{targets.names[target]} of {dtypes.name(targets.dtypes[target])} cannot take"
-            )
+        raise ModelMismatch(
+            f"{manifest.names[tensor]} is {dtypes.name(manifest.dtypes[tensor])} in the checkpoint, which the model's "
+            f"{targets.names[target]} of {dtypes.name(targets.dtypes[target])} cannot take"
+        )
     return len(torch.unique(tensor_of[differs]))
+
+
+def _flags(values: list[bool]) -> Tensor:
+    return torch.tensor(values, dtype=torch.bool, device="cpu")
