@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
-from epload.core.columns import arange, from_raw
+from epload.core.columns import arange, column, from_raw
 from epload.core.pieces import Metadata, distinct_values
 from epload.core.views import View
 from epload.errors import ModelMismatch
@@ -114,7 +114,7 @@ def check_dtypes(manifest: Metadata, targets: Targets, chosen: Selection, scaled
     pair = source_of[chosen.tensor[tensor_of]] * len(wanted) + wanted_of[chosen.target]
     pairs = list(product(sources, wanted))
     differs = _flags([a is not b for a, b in pairs])[pair]
-    is_scaled = _flags([number in scaled for number in range(len(targets.dtypes))])[chosen.target]
+    is_scaled = torch.isin(chosen.target, column(list(scaled)))
     refused = _flags([a is not b and not dtypes.converts(a, b) for a, b in pairs])[pair] & ~is_scaled
     if refused.any():
         place = int(refused.nonzero()[0])
