@@ -19,8 +19,8 @@ from epload.core.attempt import attempt
 from epload.errors import CheckpointError, ModelMismatch, message_of
 from epload.loader import load
 from epload.mapping.mapping import Mapping as Rules
+from epload.model.flat_state import FlatState, assign
 from epload.report import LoadReport
-from epload.saving.flat_state import FlatState, assign
 
 _MOST_SHOWN = 5
 

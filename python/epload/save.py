@@ -17,7 +17,7 @@ from epload.cluster.topology import Topology, as_timedelta
 from epload.core import garbage_collection, log, threads
 from epload.core.attempt import attempt
 from epload.mapping.mapping import Mapping as Rules
-from epload.saving.flat_state import FlatState
+from epload.model.flat_state import FlatState
 from epload.saving.report import SaveReport
 from epload.saving.run import SaveOptions, SaveRun
 

@@ -147,6 +147,14 @@ def owned_regions(layout: Layout, coordinate: Sequence[int]) -> list[OwnedRegion
     ]
 
 
+def owned_shape(layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape of the local shard of the rank at ``coordinate`` of the mesh."""
+    return tuple(
+        sum(size for _, size in owned_intervals(length, dim, layout.mesh_shape, layout.placements, coordinate))
+        for dim, length in enumerate(layout.shape)
+    )
+
+
 def owned_parts(box: Box, owned: Iterable[OwnedRegion]) -> Iterator[OwnedRegion]:
     """The parts of a box that lie in owned regions."""
     for region in owned:

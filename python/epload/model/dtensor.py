@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as TorchPlacement
 
-from epload.core.placement import Layout, Placement, Replicated, Sharded
+from epload.core.placement import Layout, Placement, Replicated, Sharded, owned_shape
 from epload.errors import ModelMismatch
 from epload.native.extension import _C
 
@@ -47,22 +48,36 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
 
 
 def fsdp_shard_axes(modules: Iterable[FSDPModule]) -> dict[int, int]:
-    """The mesh axis along which FSDP shards each parameter, by the parameter's id. Empty where placements are correct
-    as they are.
+    """Returns the mesh axis along which FSDP shards each parameter, by the parameter's id; only for parameters whose placements
+    or coordinates do not describe their shards.
+
+    FSDP assigns shards by rank in its process group, which has its ranks in ascending order whatever their order in the mesh.
 
     FSDP shards what tensor parallelism left to a rank, which makes a _StridedShard whose split factor is the number of shards of
     that dim on other axes. torch 2.11 does not count axes that are themselves a _StridedShard (a fused projection), and reports a
     Shard; :func:`layout_of` corrects that.
     """
+    groups = [group for module in modules for group in parameter_groups(module)]
+    sharding = [group for group in groups if getattr(group.mesh_info, "shard_mesh_dim", None) is not None]
     if _TORCH >= _FSDP_COUNTS_STRIDED_SHARDS:
-        return {}
+        sharding = [group for group in sharding if not _in_mesh_order(group.mesh_info)]
     return {
-        id(fsdp_param.sharded_param): group.mesh_info.shard_mesh_dim
-        for module in modules
-        for group in parameter_groups(module)
+        id(fsdp_param.sharded_param): _axis_of_group(fsdp_param.sharded_param, group.mesh_info)
+        for group in sharding
         for fsdp_param in group.fsdp_params
-        if getattr(group.mesh_info, "shard_mesh_dim", None) is not None
     }
+
+
+def _in_mesh_order(mesh_info: Any) -> bool:
+    """Returns True if FSDP's rank in its group is the coordinate in the mesh."""
+    return bool(mesh_info.shard_mesh_rank == mesh_info.mesh.get_coordinate()[mesh_info.shard_mesh_dim])
+
+
+def _axis_of_group(parameter: DTensor, mesh_info: Any) -> int:
+    """Returns the axis of the parameter's own mesh, which may have axes for tensor parallelism too, that FSDP's group spans."""
+    # By ranks: torch may replace the mesh of a parameter by an equal one, which has groups of its own.
+    mesh, ranks = parameter.device_mesh, get_process_group_ranks(mesh_info.shard_process_group)
+    return next(axis for axis in range(mesh.ndim) if get_process_group_ranks(mesh.get_group(axis)) == ranks)
 
 
 # ---- layouts ----
@@ -85,14 +100,19 @@ class Mesh:
         return f"[{shown}{', ...' if len(self.ranks) > _MAX_RANKS_SHOWN else ''}] of shape {list(self.shape)}"
 
 
-def layout_of(name: str, tensor: Tensor, fsdp_axis: int | None = None) -> tuple[Layout, tuple[int, ...]]:
-    """The layout of a DTensor or a plain tensor, and this rank's coordinate in its mesh.
+def layout_of(
+    name: str, tensor: Tensor, fsdp_axis: int | None = None, in_module: bool = True
+) -> tuple[Layout, tuple[int, ...]]:
+    """Returns the layout of a DTensor or a plain tensor, and this rank's coordinate in its mesh, by the order of the mesh's
+    process groups along each axis that shards the tensor.
 
     Args:
         fsdp_axis: see :func:`fsdp_shard_axes`.
+        in_module: False for an entry of a state dict, which is what its ``full_tensor()`` returns, by the order of the groups.
 
     Raises:
-        ModelMismatch: a placement that cannot be loaded into (Partial), or a mesh without this rank.
+        ModelMismatch: a placement that cannot be loaded into (Partial), a mesh without this rank, or a mesh whose groups have
+            another order than its coordinates, along an axis that shards the tensor other than by FSDP.
     """
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
@@ -104,7 +124,39 @@ def layout_of(name: str, tensor: Tensor, fsdp_axis: int | None = None) -> tuple[
     placements = [_placement(name, p, tensor) for p in tensor.placements]
     if fsdp_axis is not None:
         placements[fsdp_axis] = _with_split_factor(placements, fsdp_axis, mesh)
-    return Layout(shape, tuple(mesh.shape), tuple(placements)), tuple(coordinate)
+    layout = Layout(shape, tuple(mesh.shape), tuple(placements))
+    by_group = list(coordinate)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Sharded):
+            by_group[axis] = group_rank(mesh, axis)
+            if by_group[axis] != coordinate[axis] and in_module and axis != fsdp_axis:
+                raise ModelMismatch(_order_problem(name, mesh, axis))
+    if by_group != list(coordinate) and tuple(tensor.to_local().shape) != owned_shape(layout, by_group):
+        raise ModelMismatch(_order_problem(name, mesh, next(a for a, n in enumerate(by_group) if n != coordinate[a])))
+    return layout, tuple(by_group)
+
+
+def group_rank(mesh: DeviceMesh, axis: int) -> int:
+    """Returns this rank's index along an axis of a mesh in the order of the axis's process group, which torch's collectives use.
+
+    torch sorts the ranks of a group, so that this differs from the coordinate if the mesh does not list them in ascending order.
+    A mesh without groups has coordinates only.
+    """
+    try:
+        return mesh.get_local_rank(axis)
+    except RuntimeError:  # made without process groups
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        return coordinate[axis]
+
+
+def _order_problem(name: str, mesh: DeviceMesh, axis: int) -> str:
+    title = f" ({mesh.mesh_dim_names[axis]})" if mesh.mesh_dim_names else ""
+    return (
+        f"{name} is sharded over axis {axis}{title} of the mesh {Mesh.of(mesh)}, where the process group orders the ranks "
+        "differently from the mesh. torch scatters and gathers shards in the group's order but computes offsets by the mesh's "
+        "coordinates, so that it is undefined which shard a rank has. List the ranks of a mesh in ascending order along each axis"
+    )
 
 
 def _with_split_factor(placements: list[Placement], axis: int, mesh: DeviceMesh) -> Placement:

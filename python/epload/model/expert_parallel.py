@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from epload.core.placement import Layout, Sharded
+from epload.model import dtensor
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,18 @@ class OuterShard:
         """The layout of the larger tensor, which this mesh shards first, and this rank's coordinate in it.
 
         Raises:
-            ValueError: the mesh is not 1-d or does not include this rank, or the tensor has no dim ``dim``.
+            ValueError: the mesh is not 1-d, lacks this rank, or is not in ascending order; or the tensor has no dim ``dim``.
         """
         mesh_coordinate = self.mesh.get_coordinate()
         if self.mesh.ndim != 1 or mesh_coordinate is None:
             raise ValueError(
                 f"expected the mesh of {self} to be 1-d and to include this rank, got shape {tuple(self.mesh.shape)}; "
                 "slice one axis of a larger mesh, e.g. mesh['ep']"
+            )
+        if dtensor.group_rank(self.mesh, 0) != mesh_coordinate[0]:
+            raise ValueError(
+                f"expected the mesh of {self} to list its ranks in ascending order, as its process group does, got "
+                f"{self.mesh.mesh.tolist()}; it is undefined which shard a rank has on such a mesh"
             )
         ndim = len(layout.shape)
         if not -ndim <= self.dim < ndim:

@@ -20,6 +20,7 @@ from epload.errors import ModelMismatch
 from epload.model import dtensor, overlap
 from epload.model.dtensor import Mesh
 from epload.model.expert_parallel import ExpertParallelSpec, OuterShard
+from epload.model.flat_state import FlatState
 from epload.model.modules import Modules
 from epload.model.poison import poison
 from epload.model.state_dict import IndirectState, read_state, tensor_at
@@ -143,7 +144,8 @@ def collect(
     fsdp_axes = dtensor.fsdp_shard_axes(modules.fsdp)
     names, tensors, indirect = read_state(model, modules)
     targets = Targets(**vars(indirect))
-    _Collector(targets, dtype, expert_parallel, fsdp_axes).add_all(names, tensors)
+    in_module = not isinstance(model, FlatState)
+    _Collector(targets, dtype, expert_parallel, fsdp_axes, in_module).add_all(names, tensors)
     if expert_parallel is not None:
         expert_parallel.check(targets.names)
     if isinstance(dtype, Mapping):
@@ -176,11 +178,17 @@ class _Collector:
         dtype: DTypes,
         expert_parallel: ExpertParallelSpec | None,
         fsdp_axes: Mapping[int, int],
+        in_module: bool,
     ) -> None:
+        """
+        Args:
+            fsdp_axes, in_module: see :func:`dtensor.layout_of`.
+        """
         self.targets = targets
         self._dtype = dtype
         self._expert_parallel = expert_parallel
         self._fsdp_axes = fsdp_axes
+        self._in_module = in_module
         self._by_storage: dict[overlap.StorageKey, int] = {}
         self._layouts: dict[tuple[object, ...], int] = {}
         """Layout numbers, by values that are equal for equal layouts, and by ids, which are faster to look up."""
@@ -242,7 +250,7 @@ class _Collector:
     def _add_layout(self, name: str, tensor: Tensor, outer: OuterShard | None, fsdp_axis: int | None) -> int:
         """The number of a tensor's layout. Equal placements are often different objects."""
         targets = self.targets
-        layout, coordinate = dtensor.layout_of(name, tensor, fsdp_axis)
+        layout, coordinate = dtensor.layout_of(name, tensor, fsdp_axis, self._in_module)
         meshes = [Mesh.of(tensor.device_mesh)] if isinstance(tensor, DTensor) else []
         if outer is not None:
             layout, coordinate = outer.enclosing_layout(name, layout, coordinate)

@@ -18,8 +18,8 @@ from epload.core import garbage_collection
 from epload.core.attempt import attempt
 from epload.core.log import logger
 from epload.mapping.mapping import Mapping
+from epload.model.flat_state import FlatState
 from epload.planning.shares import Outline
-from epload.saving.flat_state import FlatState
 from epload.saving.folder import NewFolder, lowest_seen
 from epload.saving.layout import INDEX, FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
