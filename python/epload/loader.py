@@ -28,10 +28,10 @@ from epload.loading.resources import Resources
 from epload.loading.routes import Router
 from epload.loading.run import LoadRun
 from epload.mapping.mapping import Mapping
+from epload.mapping.precision import DTypes, below_fp32_warning
 from epload.model.devices import check_stream
 from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
 from epload.model.initialization import InitMissing
-from epload.model.targets import DTypes
 from epload.report import LoadReport, count, list_keys
 
 
@@ -215,8 +215,9 @@ class HierarchicalLoader:
             ignore_mismatched_shapes: whether to skip parameters that have another shape in the checkpoint. If True, the report
                 lists them as ``mismatched_keys``, and they are treated as missing parameters are; if False, they are an error,
                 whatever ``strict`` is.
-            dtype: for floating-point parameters that are on meta, or a dict from regular expressions to dtypes; by default
-                the model's.
+            dtype: the dtype of floating-point parameters that are on meta, or a dict from regular expressions to dtypes; by
+                default the model's. For a transformers model it means what ``from_pretrained(dtype=)`` makes of it, which keeps
+                some tensors in float32, also by default; the report lists them. What a dict names gets that dtype exactly.
             init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that neither
                 the checkpoint fills nor the model itself initializes. A transformers model initializes what was on meta
                 as ``from_pretrained`` does: non-persistent buffers, and parameters that ``strict=False`` leaves
@@ -307,6 +308,9 @@ class HierarchicalLoader:
         report.nbytes = plan.slots.payload
         report.buckets = len(plan.buckets)
         report.source = load.manifest.source
+        report.kept_in_fp32 = list(load.inputs.targets.kept_in_fp32)
+        if warning := below_fp32_warning(load.inputs.targets):
+            report.warnings.append(warning)
         report.seconds = perf_counter() - began
         if self.topology.rank == self.topology.ranks[0]:
             _log_result(report)
@@ -326,6 +330,8 @@ def _log_start(model: nn.Module, checkpoint: Any, topology: Topology) -> None:
 def _log_result(report: LoadReport) -> None:
     """The summary, and what the checkpoint did not fill."""
     logger.info("%s", report.summary)
+    for warning in report.warnings:
+        logger.warning("%s", warning)
     unfilled = sorted({*report.missing_keys, *report.mismatched_keys} - {*report.initialized})
     if unfilled:
         logger.warning("not filled, keep their values: %s", list_keys(unfilled))

@@ -246,6 +246,8 @@ class LoadReport(TransferReport):
     file or a state dict that are not tensors, such as ``_extra_state``. Missing tensors among them are initialized."""
     initialized: list[str] = field(default_factory=list)
     """Names of the model's tensors that were initialized instead of loaded, e.g. rotary ``inv_freq`` buffers."""
+    kept_in_fp32: list[str] = field(default_factory=list)
+    """Names of the model's tensors that are float32, in a model of a narrower dtype, as ``from_pretrained`` keeps them."""
     casts: int = 0
     """Number of the checkpoint's tensors whose dtype was converted."""
     source: str = ""
@@ -280,7 +282,7 @@ class LoadReport(TransferReport):
         facts.append(("casts", f"the dtype of {count(self.casts, 'tensor')} was converted" if self.casts else ""))
         for title in ("missing", "unexpected", "mismatched", "tied", "ignored"):
             facts.append((title, list_keys(getattr(self, f"{title}_keys"))))
-        facts.append(("initialized", list_keys(self.initialized)))
+        facts += [("initialized", list_keys(self.initialized)), ("kept in fp32", list_keys(self.kept_in_fp32))]
         return [(title, text) for title, text in facts if text]
 
 

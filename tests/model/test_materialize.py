@@ -17,16 +17,23 @@ from torch.distributed.tensor import DTensor, Shard
 
 import epload
 from epload import HierarchicalLoader, Topology
+from epload.mapping.precision import set_dtypes
 from epload.model.dtensor import private_path_available
 from epload.model.materialize import materialize
 from epload.model.modules import Modules
-from epload.model.targets import collect
+from epload.model.targets import Targets, collect
 from support import ranks
 from support.checks import all_fine
 from support.models import on_meta
 from support.small_model import BUCKET, NODES, Net, local_of, only_readers, sharded, state_for, wrong
 
 CPU = torch.device("cpu")
+
+
+def collect_as(model: nn.Module, dtype: torch.dtype | None) -> Targets:
+    targets = collect(model)
+    set_dtypes(model, Modules(model), targets, dtype)
+    return targets
 
 
 class Tied(nn.Module):
@@ -130,7 +137,7 @@ def _both_paths(rank: int) -> list[str]:
                 model = make()
                 objects = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor) or not p.is_meta}
                 before = description(model)
-                targets = collect(model, dtype)
+                targets = collect_as(model, dtype)
                 materialize(model, targets, CPU, private=private)
                 described.append(description(model))
                 after = dict(model.named_parameters())
@@ -318,7 +325,7 @@ def test_one_process() -> None:
     models = []
     for private in (True, False):
         model = on_meta(Plain)
-        targets = collect(model, torch.bfloat16)
+        targets = collect_as(model, torch.bfloat16)
         materialize(model, targets, CPU, private=private)
         models.append(description(model))
         assert model.head.weight is model.embed.weight

@@ -15,6 +15,7 @@ from epload.cluster.topology import Topology
 from epload.errors import CheckpointError
 from epload.loading.request import Options, Request
 from epload.loading.routes import Router
+from epload.mapping.precision import set_dtypes
 from epload.model.devices import Devices, check_backend, devices_of
 from epload.model.materialize import cpu_offloaded_ids
 from epload.model.modules import Modules
@@ -78,7 +79,7 @@ class InputReader:
             targets, devices = known
         else:
             modules = Modules(request.model)
-            targets = collect(request.model, request.dtype, request.parts, modules)
+            targets = _collect(request, modules)
             devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), streams)
         check_backend(self._topology.group, devices.load)
         checkpoint = self._open(request.checkpoint, request.prefix, devices.load)
@@ -93,7 +94,7 @@ class InputReader:
             return
         if request.init_missing is not None:  # it may have changed anything
             modules = Modules(request.model)
-            targets = collect(request.model, request.dtype, request.parts, modules)
+            targets = _collect(request, modules)
             if not targets.matches(inputs.targets):
                 return
         self.snapshot = Snapshot(request.model, modules, targets, inputs.devices, _asked(request))
@@ -141,6 +142,12 @@ class InputReader:
         checkpoint.configure_reads(direct=False)  # a transfer that reads decides for itself
         self._opened = checkpoint if checkpoint is not given else None
         return checkpoint
+
+
+def _collect(request: Request, modules: Modules) -> Targets:
+    targets = collect(request.model, request.parts, modules)
+    set_dtypes(request.model, modules, targets, request.dtype)
+    return targets
 
 
 def _asked(request: Request) -> tuple[object, ...]:

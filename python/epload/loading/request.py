@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from epload.mapping.mapping import Mapping
+from epload.mapping.precision import DTypes
 from epload.model.expert_parallel import ExpertParallelSpec
 from epload.model.initialization import InitMissing
-from epload.model.targets import DTypes
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.schedule import ALGORITHMS, READERS
 from epload.verify.proof import VERIFY

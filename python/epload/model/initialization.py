@@ -89,7 +89,7 @@ def compute_missing(
             full[id(tensor)] = torch.empty(tensor.shape, dtype=dtypes[name], device="cpu")
             poison(full[id(tensor)])
     skeleton = Skeleton(full, _tied_targets(modules))
-    with torch.no_grad(), torch.device("cpu"), _transformers_guard(), _preserve_generators():
+    with torch.no_grad(), torch.device("cpu"), _transformers_guard(), preserve_generators():
         for step in _steps(model, modules, set(full), adapters):
             _seed_generators(seed, step, expert_parallel)
             try:
@@ -121,10 +121,10 @@ def params_ignoring_meta(model: nn.Module, names: Collection[str]) -> set[str]:
     for path, module in model.named_modules() if names else ():
         prefix = f"{path}." if path else ""
         inside = {name for name in names if name.startswith(prefix)}
-        if not inside or not _is_pretrained(type(module)):
+        if not inside or not is_pretrained(type(module)):
             continue
         try:
-            with torch.device("meta"), _preserve_generators():
+            with torch.device("meta"), preserve_generators():
                 new = class_before_fsdp(type(module))(copy.deepcopy(module.config))
         except Exception:  # a class that needs more than its config
             continue
@@ -190,7 +190,7 @@ def _steps(model: nn.Module, modules: Modules, wanted: set[int], adapters: bool)
     what the model computes. With ``adapters``, the adapted layer initializes it; otherwise nothing does.
     """
     steps: list[_Step] = []
-    pretrained = set(filter(_is_pretrained, modules.classes))
+    pretrained = set(filter(is_pretrained, modules.classes))
 
     def visit(path: str, module: nn.Module, owner: nn.Module | None, configs: Mapping[str, Any]) -> bool:
         if type(module) in pretrained or (owner is None and module is model and _has_init_weights(module)):
@@ -223,7 +223,7 @@ def _tied_targets(modules: Modules) -> set[tuple[int, str]]:
     """Tied parameters that are not initialized where they are, by the id of the owning module and the name there: transformers
     initializes the embedding, and the head that is tied to it gets its value."""
     found = set()
-    pretrained = set(filter(_is_pretrained, modules.classes))
+    pretrained = set(filter(is_pretrained, modules.classes))
     for module in [module for module in modules.unique if type(module) in pretrained]:
         for target, source in (getattr(module, "all_tied_weights_keys", None) or {}).items():
             (target_owner, name), (source_owner, source_name) = _owner_of(module, target), _owner_of(module, source)
@@ -243,7 +243,7 @@ def _owner_of(module: nn.Module, name: str) -> tuple[nn.Module | None, str]:
         return None, leaf
 
 
-def _is_pretrained(kind: type[nn.Module]) -> bool:
+def is_pretrained(kind: type[nn.Module]) -> bool:
     """Whether the class is a model of transformers."""
     transformers = sys.modules.get("transformers.modeling_utils")
     return transformers is not None and issubclass(kind, transformers.PreTrainedModel)
@@ -305,7 +305,7 @@ def _seed_generators(seed: int, step: _Step, expert_parallel: ExpertParallelSpec
 
 
 @contextmanager
-def _preserve_generators() -> Iterator[None]:
+def preserve_generators() -> Iterator[None]:
     """Restores the CPU's random-number generators on exit. Those of devices are not used."""
     numpy = sys.modules.get("numpy")
     state = torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()

@@ -6,7 +6,6 @@ Collecting them changes nothing in the model, except that FSDP2 modules are put 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -38,7 +37,7 @@ class Targets(IndirectState):
     layout: list[int] = field(default_factory=list)
     """Index into ``layouts``, ``coordinates`` and ``layout_meshes``."""
     dtypes: list[torch.dtype] = field(default_factory=list)
-    """The model's, after any ``dtype`` argument of the load."""
+    """The model's; for tensors on meta those that the load gives them."""
     layouts: list[Layout] = field(default_factory=list)
     coordinates: list[tuple[int, ...]] = field(default_factory=list)
     """This rank's coordinate in the mesh of each layout."""
@@ -50,6 +49,10 @@ class Targets(IndirectState):
     ``LocalModules``)."""
     local_only: set[int] = field(default_factory=set)
     """Targets that other ranks may lack: those in ``LocalModules``."""
+    kept_in_fp32: list[str] = field(default_factory=list)
+    """Names of the tensors that are float32 because ``from_pretrained`` keeps them so."""
+    below_fp32: list[str] = field(default_factory=list)
+    """Names of the tensors that it keeps in float32 too, but that have storage in another dtype."""
     has_aliases: bool = False
     """Whether different objects of the model are the same memory, and therefore one target."""
 
@@ -112,31 +115,21 @@ def _format(placements: tuple[Placement, ...]) -> str:
     ) or "whole"  # fmt: skip
 
 
-DTypes = torch.dtype | Mapping[str, torch.dtype] | None
-"""A dtype for all floating-point parameters, or dtypes by regular expression, searched for in the names; the first
-match counts."""
-
-
 def collect(
-    model: nn.Module,
-    dtype: DTypes = None,
-    expert_parallel: ExpertParallelSpec | None = None,
-    modules: Modules | None = None,
+    model: nn.Module, expert_parallel: ExpertParallelSpec | None = None, modules: Modules | None = None
 ) -> Targets:
     """Collects the parameters and persistent buffers of a model, under their names in its state dict.
 
     First reshards every FSDP2 module: a forward pass leaves the root unsharded, and writes to it would be lost.
 
     Args:
-        dtype: overrides the dtype of floating-point parameters on meta.
         expert_parallel: the sharding that the model does not describe itself.
         modules: of the model, if they were just found.
 
     Raises:
         ModelMismatch: a placement that cannot be loaded into (Partial); a tensor that is sparse, expanded or without a shape; two
             that overlap in memory; a model that is flattened (FSDP1); a state-dict entry that is a copy of a DTensor.
-        ValueError: ``dtype`` differs from the dtype of a parameter with storage, or a pattern of ``expert_parallel`` or ``dtype``
-            matches no name.
+        ValueError: a pattern of ``expert_parallel`` matches no name.
     """
     modules = modules or Modules(model)
     for module in modules.fsdp:
@@ -145,13 +138,9 @@ def collect(
     names, tensors, indirect = read_state(model, modules)
     targets = Targets(**vars(indirect))
     in_module = not isinstance(model, FlatState)
-    _Collector(targets, dtype, expert_parallel, fsdp_axes, in_module).add_all(names, tensors)
+    _Collector(targets, expert_parallel, fsdp_axes, in_module).add_all(names, tensors)
     if expert_parallel is not None:
         expert_parallel.check(targets.names)
-    if isinstance(dtype, Mapping):
-        for pattern in dtype:
-            if not any(re.search(pattern, name) for name in targets.index):
-                raise ValueError(f"dtype: the pattern {pattern!r} matches no tensor of the model")
     return targets
 
 
@@ -175,7 +164,6 @@ class _Collector:
     def __init__(
         self,
         targets: Targets,
-        dtype: DTypes,
         expert_parallel: ExpertParallelSpec | None,
         fsdp_axes: Mapping[int, int],
         in_module: bool,
@@ -185,7 +173,6 @@ class _Collector:
             fsdp_axes, in_module: see :func:`dtensor.layout_of`.
         """
         self.targets = targets
-        self._dtype = dtype
         self._expert_parallel = expert_parallel
         self._fsdp_axes = fsdp_axes
         self._in_module = in_module
@@ -194,7 +181,7 @@ class _Collector:
         """Layout numbers, by values that are equal for equal layouts, and by ids, which are faster to look up."""
 
     def add_all(self, all_names: list[str], tensors: list[Tensor]) -> None:
-        targets, dtype, expert_parallel = self.targets, self._dtype, self._expert_parallel
+        targets, expert_parallel = self.targets, self._expert_parallel
         names, index = targets.names, targets.index
         by_id: dict[int, int] = {}
         kinds, firsts = dtensor.kinds(tensors)
@@ -224,7 +211,7 @@ class _Collector:
             names.append(name)
             targets.tensors.append(tensor)
             targets.layout.append(layout)
-            targets.dtypes.append(tensor_dtype if dtype is None else _override(name, tensor, dtype))
+            targets.dtypes.append(tensor_dtype)
         self._check_overlap()
 
     def _key_of(self, tensor: Tensor) -> tuple[int | None, tuple[object, ...]]:
@@ -290,18 +277,3 @@ def _check_loadable(name: str, tensor: Tensor) -> None:
         raise ModelMismatch(
             f"{name} is expanded: its elements share memory and cannot be loaded into; clone() it first"
         )
-
-
-def _override(name: str, tensor: Tensor, requested: torch.dtype | Mapping[str, torch.dtype]) -> torch.dtype:
-    if isinstance(requested, torch.dtype):
-        dtype = requested
-    else:
-        dtype = next((dtype for pattern, dtype in requested.items() if re.search(pattern, name)), tensor.dtype)
-    if not tensor.is_floating_point() or tensor.dtype == dtype or not isinstance(tensor, nn.Parameter):
-        return tensor.dtype
-    if not tensor.is_meta:
-        raise ValueError(
-            f"dtype={dtype} applies to parameters on meta, but {name} already has storage of {tensor.dtype}; "
-            "convert the model first"
-        )
-    return dtype

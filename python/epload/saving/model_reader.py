@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from epload.mapping.precision import set_dtypes
 from epload.model.devices import Devices, devices_of
 from epload.model.materialize import cpu_offloaded_ids
 from epload.model.modules import Modules
@@ -39,6 +40,7 @@ def read_once(model: nn.Module) -> Targets:
 
 def _collect(model: nn.Module, modules: Modules) -> tuple[Targets, Devices]:
     targets = collect(model, modules=modules)
+    set_dtypes(model, modules, targets, None)
     for name, tensor in zip(targets.names, targets.tensors, strict=True):
         if tensor.is_meta:
             raise ValueError(f"{name} is on meta; give the model storage first, for example by loading a checkpoint")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes as dtype_names
 from epload.mapping.mapping import Mapping
+from epload.mapping.precision import kept_in_fp32
 from epload.mapping.wrappers import is_from_package, unwrap
 from epload.model.skeleton import class_before_fsdp
 from epload.model.targets import Targets
@@ -37,7 +40,8 @@ def read_source(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype
     """Reads a model. Reshards FSDP2 modules.
 
     Args:
-        dtype: of floating-point tensors in the files; None for the model's.
+        dtype: of floating-point tensors in the files, except those that ``from_pretrained`` keeps in float32 in a model of this
+            dtype; None for the model's.
 
     Raises:
         ModelMismatch, ValueError: see :func:`epload.saving.catalog.catalog` and :func:`epload.saving.model_reader.read_once`.
@@ -46,7 +50,11 @@ def read_source(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype
     manifest, placed = catalog(model, targets, mapping, names_from)
     share = share_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
     if dtype is not None:
-        saved = tuple(dtype if dtype_names.is_wide(of) else of for of in manifest.dtypes)
+        kept = kept_in_fp32(model, targets.index, dtype)
+        saved = tuple(
+            of if not dtype_names.is_wide(of) or any(name in kept for name, _ in places) else dtype
+            for of, places in zip(manifest.dtypes, placed, strict=True)
+        )
         manifest = replace(manifest, dtypes=saved)
     return Source(targets, manifest, share, _config_files(model, targets, manifest))
 
@@ -58,9 +66,12 @@ def _config_files(model: nn.Module, targets: Targets, manifest: Manifest) -> dic
         return {}
     config = copy.deepcopy(inner.config)
     config.architectures = [class_before_fsdp(type(inner)).__name__]
-    floats = {dtype for dtype in manifest.dtypes if dtype_names.is_wide(dtype)}
-    if len(floats) == 1:
-        config.dtype = dtype_names.name(floats.pop())
+    floats = Counter[torch.dtype]()
+    for dtype, shape in zip(manifest.dtypes, manifest.shapes, strict=True):
+        if dtype_names.is_wide(dtype):
+            floats[dtype] += prod(shape)
+    if floats:  # as save_pretrained, which takes it from the model: not the dtype of what is kept in float32
+        config.dtype = dtype_names.name(floats.most_common(1)[0][0])
     files = {"config.json": config.to_json_string(use_diff=True).encode()}
     generation = getattr(inner, "generation_config", None)
     if generation is not None and inner.can_generate():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,7 @@ class EngineTarget:
 
     tears_on_prepare = True
     """An engine's ``begin`` may take apart what it computes with."""
+    warnings: ClassVar[Sequence[str]] = ()
 
     def __init__(self, engine: EngineModel, strict: bool) -> None:
         self._engine = engine

@@ -22,6 +22,7 @@ from epload.cluster.membership import local_network
 from epload.cluster.topology import Topology, as_timedelta
 from epload.core import garbage_collection, log
 from epload.core.attempt import attempt
+from epload.core.log import logger
 from epload.errors import LoadError, WaitTimeout
 from epload.mapping.mapping import Mapping
 from epload.planning.shares import Share
@@ -183,6 +184,7 @@ class WeightReceiver:
         try:
             with report.timed("plan"):
                 self._join(participants)
+            report.warnings += self._target.warnings
             self._receive(version, offer, report)
         except BaseException:
             self._drop_epoch()
@@ -321,6 +323,8 @@ class WeightReceiver:
             compact = fetch(self._store, manifest, self._options.timeout)
             self._manifest = Manifest.from_compact(compact, ["the sender's model", None, []])
             self._share = self._target.share(self._manifest)
+            for warning in self._target.warnings:
+                logger.warning("%s", warning)
 
     def _drop_epoch(self) -> None:
         self.staged = None

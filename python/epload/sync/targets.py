@@ -15,6 +15,7 @@ from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.mapping.mapping import Mapping, ignored_keys
 from epload.mapping.place import Place, place
+from epload.mapping.precision import below_fp32_warning
 from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import Targets
 from epload.native import ops
@@ -30,6 +31,11 @@ _MOST_SHOWN = 5
 class Target(Protocol):
     tears_on_prepare: bool
     """Whether :meth:`tensors` already changes what an engine computes with."""
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What the user should know of every version that is received into it, once :meth:`share` was called."""
+        ...
 
     def share(self, manifest: Manifest) -> Share:
         """What this rank wants of the sender's tensors. Raises ModelMismatch if they do not fit."""
@@ -59,6 +65,11 @@ class ModelTarget:
         self._mapping = mapping
         self._strict = strict
         self._known: Targets | None = None
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        warning = below_fp32_warning(self._known) if self._known is not None else ""
+        return [warning] if warning else []
 
     @property
     def devices(self) -> set[torch.device]:
@@ -124,6 +135,7 @@ class FullTensors:
     """All tensors of the sender in full, once in each node's memory."""
 
     tears_on_prepare = False
+    warnings: ClassVar[Sequence[str]] = ()
     devices: ClassVar[set[torch.device]] = {torch.device("cpu")}
 
     def __init__(self) -> None:

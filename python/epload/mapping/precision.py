@@ -1,0 +1,205 @@
+"""The dtypes that transformers gives the tensors of its models.
+
+``from_pretrained`` keeps in float32 what a class lists in ``_keep_in_fp32_modules`` (for float16) and
+``_keep_in_fp32_modules_strict`` (for bfloat16 too), such as the routers and correction biases of Mixture-of-Experts models, and
+leaves alone the tensors to which a class gives a dtype of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from epload.core import dtypes
+from epload.errors import ModelMismatch
+from epload.mapping.rules import apply_renames
+from epload.mapping.wrappers import unwrap
+from epload.model.initialization import is_pretrained, preserve_generators
+from epload.model.modules import Modules
+from epload.model.skeleton import class_before_fsdp
+from epload.model.targets import Targets
+from epload.report import list_keys
+
+DTypes = torch.dtype | Mapping[str, torch.dtype] | None
+"""A dtype for all floating-point parameters, or dtypes by regular expression, searched for in the names; the first match counts.
+A dtype for a transformers model means what ``from_pretrained(dtype=)`` makes of it; what a dict names gets that dtype exactly."""
+
+
+def set_dtypes(model: nn.Module, modules: Modules, targets: Targets, requested: DTypes) -> None:
+    """Sets the dtypes that tensors on meta get. Notes which tensors ``from_pretrained`` keeps in float32, and which of them have
+    storage in a narrower dtype.
+
+    Args:
+        modules: those of the model.
+        targets: of the model, with the dtypes that its tensors have. Changed in place.
+
+    Raises:
+        ValueError: a parameter has storage in another dtype than the requested one, or a pattern matches no name.
+        ModelMismatch: FSDP2 would refuse the resulting mix of dtypes in the first forward.
+    """
+    if isinstance(requested, Mapping):
+        for pattern in requested:
+            if not any(re.search(pattern, name) for name in targets.index):
+                raise ValueError(f"dtype: the pattern {pattern!r} matches no tensor of the model")
+    wanted, kept = _dtypes_in_transformers(model, modules, targets, requested)
+    if requested is not None:
+        for number, name in enumerate(targets.names):
+            tensor = targets.tensors[number]
+            if number not in kept and isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+                wanted.setdefault(number, _requested_dtype(name, requested) or targets.dtypes[number])
+    changed = [number for number, dtype in wanted.items() if targets.dtypes[number] != dtype]
+    for number in changed:
+        name, tensor, dtype = targets.names[number], targets.tensors[number], wanted[number]
+        if tensor.is_meta:
+            targets.dtypes[number] = dtype
+        elif number not in kept and requested is not None and isinstance(tensor, nn.Parameter):
+            raise ValueError(
+                f"dtype={dtype} applies to parameters on meta, but {name} already has storage of {tensor.dtype}; "
+                "convert the model first"
+            )
+    for number in kept:
+        is_kept = targets.dtypes[number] == wanted[number]
+        (targets.kept_in_fp32 if is_kept else targets.below_fp32).append(targets.names[number])
+    if on_meta := {number for number in kept if targets.tensors[number].is_meta}:
+        _check_fsdp_groups(modules, targets, on_meta)
+
+
+def kept_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> set[str]:
+    """Returns which of a model's tensors ``from_pretrained`` keeps in float32 if the model has this dtype."""
+    parts = _pretrained_models(model, Modules(model), names)
+    return {name for part in parts for inner, name in part.names.items() if part.keeps(dtype)(inner)}
+
+
+def below_fp32_warning(targets: Targets) -> str:
+    """Returns a warning that names what has storage narrower than the float32 that ``from_pretrained`` keeps it in; may be
+    empty."""
+    if not (names := targets.below_fp32):
+        return ""
+    narrow = dtypes.name(targets.dtypes[targets.index[names[0]]])
+    return (
+        f"from_pretrained keeps {list_keys(names)} in torch.float32, but this model has storage in {narrow} for them, so that "
+        "their values are rounded; load into a model on meta, or convert them first"
+    )
+
+
+def _requested_dtype(name: str, requested: torch.dtype | Mapping[str, torch.dtype]) -> torch.dtype | None:
+    if isinstance(requested, torch.dtype):
+        return requested
+    return next((dtype for pattern, dtype in requested.items() if re.search(pattern, name)), None)
+
+
+# ---- transformers ----
+
+
+class _Pretrained(NamedTuple):
+    """A transformers model that is not inside another one."""
+
+    module: Any
+    names: dict[str, str]
+    """The names of its tensors in the whole model, by the name inside it. Of tied ones that which the library loads."""
+
+    def keeps(self, dtype: torch.dtype) -> Callable[[str], object]:
+        """Returns a search in names for what the class keeps in float32 in a model of this dtype."""
+        patterns = [pattern.replace("*", ".*") for pattern in sorted(self.module._get_dtype_plan(dtype))]
+        return re.compile("|".join(patterns)).search if patterns else lambda name: None
+
+    def new_dtypes(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+        """Returns the dtypes of the state of a new model of this class; empty if it needs more than its config."""
+        kind: Any = class_before_fsdp(type(self.module))
+        try:
+            with torch.device("meta"), preserve_generators():
+                new = kind._from_config(copy.deepcopy(self.module.config), dtype=dtype)
+        except Exception:
+            return {}
+        return {name: tensor.dtype for name, tensor in new.state_dict().items()}
+
+
+def _dtypes_in_transformers(
+    model: nn.Module, modules: Modules, targets: Targets, requested: DTypes
+) -> tuple[dict[int, torch.dtype], dict[int, None]]:
+    """Returns the dtypes that ``from_pretrained`` gives targets of transformers models, and the targets that it keeps in float32;
+    not those that a dict of dtypes names."""
+    wanted: dict[int, torch.dtype] = {}
+    kept: dict[int, None] = {}
+    for part in _pretrained_models(model, modules, targets.index):
+        if requested is None and not part.module._get_dtype_plan(
+            torch.float16
+        ):  # which keeps what bfloat16 keeps, and more
+            continue
+        sizes: Counter[torch.dtype] = Counter()
+        for name in part.names.values():
+            tensor = targets.tensors[targets.index[name]]
+            if isinstance(tensor, nn.Parameter) and dtypes.is_wide(tensor.dtype):
+                sizes[tensor.dtype] += tensor.numel()
+        if not sizes:
+            continue
+        own = sizes.most_common(1)[0][0]
+        dtype = requested if isinstance(requested, torch.dtype) else own
+        new = part.new_dtypes(dtype) if dtype != own else {}
+        keeps = part.keeps(dtype)
+        for inner, name in part.names.items():
+            number = targets.index[name]
+            tensor = targets.tensors[number]
+            if not dtypes.is_wide(tensor.dtype) or (
+                isinstance(requested, Mapping) and _requested_dtype(name, requested)
+            ):
+                continue
+            if keeps(inner):
+                wanted[number] = torch.float32
+                kept[number] = None
+            elif inner in new:
+                wanted[number] = new[inner]
+            elif tensor.dtype != own:
+                wanted[number] = tensor.dtype
+    return wanted, kept
+
+
+def _pretrained_models(model: nn.Module, modules: Modules, names: Collection[str]) -> list[_Pretrained]:
+    if not any(map(is_pretrained, modules.classes)):
+        return []
+    inner, aliases, copies = unwrap(model, names)
+    names_inside = dict(zip(apply_renames(aliases, list(names)), names, strict=True))
+    for original, copied in copies:  # trained by PEFT in place of the original, and as precise
+        if original in names_inside and copied in names_inside:
+            names_inside[original] = names_inside.pop(copied)
+    outermost: dict[str, Any] = {}
+    for path, module in [("", inner)] if is_pretrained(type(inner)) else inner.named_modules():
+        if is_pretrained(type(module)) and not any(path.startswith(f"{above}.") for above in outermost):
+            outermost[path] = module
+    parts = []
+    for path, module in outermost.items():
+        prefix = apply_renames(aliases, [f"{path}."])[0] if path else ""
+        tied = getattr(module, "all_tied_weights_keys", None) or {}
+        inside = {n.removeprefix(prefix): name for n, name in names_inside.items() if n.startswith(prefix)}
+        parts.append(_Pretrained(module, {n: name for n, name in inside.items() if n not in tied}))
+    return parts
+
+
+# ---- FSDP ----
+
+
+def _check_fsdp_groups(modules: Modules, targets: Targets, kept: Collection[int]) -> None:
+    """Raises ModelMismatch for a group of FSDP parameters that has one of these targets and trainable ones of another dtype."""
+    number_of = {id(tensor): number for number, tensor in enumerate(targets.tensors)}
+    for group in modules.fsdp_groups:
+        trainable = [
+            parameter.sharded_param for parameter in group.fsdp_params if parameter.sharded_param.requires_grad
+        ]
+        members = [number_of[id(tensor)] for tensor in trainable if id(tensor) in number_of]
+        odd = next((n for n in members if n in kept), None)
+        other = next((n for n in members if odd is not None and targets.dtypes[n] != torch.float32), None)
+        if odd is not None and other is not None:
+            name, layer = targets.names[odd], targets.names[odd].rpartition(".")[0]
+            pattern = re.escape(".".join(name.split(".")[-2:])) + "$"
+            raise ModelMismatch(
+                f"from_pretrained keeps {name} in torch.float32, but fully_shard has grouped it with {targets.names[other]}, "
+                f"which is {targets.dtypes[other]}, and FSDP2 needs one dtype for all trainable parameters of a group. Call "
+                f"fully_shard on {layer or 'its module'} before the module around it, so that it is a group of its own, or round "
+                f"it: dtype={{{pattern!r}: {targets.dtypes[other]}}}"
+            )

@@ -1,0 +1,255 @@
+"""Dtypes of transformers models: what ``from_pretrained`` keeps in float32 in a model of a narrower dtype."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import epload
+from support import ranks
+from support.jobs import Job, Meeting, run
+
+
+def deepseek() -> PreTrainedModel:
+    """Keeps a persistent buffer."""
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=4, vocab_size=64, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
+            q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
+        )
+    )  # fmt: skip
+
+
+def ernie() -> PreTrainedModel:
+    """Keeps trainable routers, and frozen biases."""
+    return Ernie4_5_MoeForCausalLM(
+        Ernie4_5_MoeConfig(
+            hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=64, moe_num_experts=4, moe_k=2, moe_layer_start_index=0,
+        )
+    )  # fmt: skip
+
+
+def t5() -> PreTrainedModel:
+    """Keeps trainable projections, under float16 only."""
+    return T5ForConditionalGeneration(
+        T5Config(
+            d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=64, decoder_start_token_id=0, dropout_rate=0.0
+        )
+    )  # fmt: skip
+
+
+Make = Callable[[], PreTrainedModel]
+KEPT = {deepseek: r"e_score_correction_bias", ernie: r"mlp\.gate\.weight|moe_statics", t5: r"\.wo\."}
+LAYERS = ("DeepseekV3DecoderLayer", "Ernie4_5_MoeDecoderLayer", "T5Block")
+
+
+def saved(folder: Path, make: Make, dtype: str) -> str:
+    """A float32 checkpoint whose values float16 and bfloat16 cannot hold, of a model of the given dtype."""
+    torch.manual_seed(0)
+    model = make().float()
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape) * 0.1)
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+    return str(folder)
+
+
+def on_meta(folder: str, dtype: torch.dtype | None = None) -> Any:
+    kind = {make().config.model_type: type(make()) for make in KEPT}[
+        json.loads(Path(folder, "config.json").read_text())["model_type"]
+    ]
+    config = kind.config_class.from_pretrained(folder)
+    with torch.device("meta"):
+        return kind._from_config(config, **({} if dtype is None else {"dtype": dtype}))
+
+
+def differences(model: nn.Module, expected: nn.Module) -> list[str]:
+    problems = []
+    state = model.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+    for name, value in expected.state_dict().items():
+        tensor = state[name]
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if full.dtype != value.dtype or not torch.equal(full, value):
+            problems.append(f"{name}: {full.dtype}, expected {value.dtype}")
+    return problems
+
+
+@pytest.mark.parametrize("make", KEPT)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("built_as", [None, torch.float32])
+def test_one_process(make: Make, dtype: str, built_as: torch.dtype | None, tmp_path: Path) -> None:
+    """Both a model of that dtype, and one of float32 that is loaded with ``dtype=``."""
+    folder = saved(tmp_path, make, dtype)
+    model = on_meta(folder, built_as)
+    requested = None if built_as is None else getattr(torch, dtype)
+    expected = type(model).from_pretrained(folder, dtype=getattr(torch, dtype))
+    report = epload.load(model, folder, dtype=requested, progress=False)
+    assert differences(model, expected) == []
+    narrow = {t.dtype for t in expected.state_dict().values() if t.is_floating_point()} != {torch.float32}
+    kept = {n for n, t in expected.state_dict().items() if narrow and t.dtype == torch.float32}
+    assert kept <= {*report.kept_in_fp32}
+    assert bool(kept) == (dtype == "float16" or (dtype == "bfloat16" and make is not t5))
+    # Again, into what has storage now.
+    again = epload.load(model, folder, dtype=requested, progress=False)
+    assert differences(model, expected) == []
+    assert again.kept_in_fp32 == report.kept_in_fp32
+    assert not again.warnings
+
+
+def test_an_explicit_pattern_rounds(tmp_path: Path) -> None:
+    folder = saved(tmp_path, ernie, "bfloat16")
+    model = on_meta(folder)
+    report = epload.load(model, folder, dtype={r"gate\.weight$": torch.bfloat16}, progress=False)
+    dtypes = {name: t.dtype for name, t in model.state_dict().items()}
+    assert dtypes["model.layers.1.mlp.gate.weight"] == torch.bfloat16
+    assert dtypes["model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"] == torch.float32
+    assert "model.layers.1.mlp.gate.weight" not in report.kept_in_fp32
+
+
+def test_storage_of_another_dtype_is_filled_with_a_warning(tmp_path: Path) -> None:
+    folder = saved(tmp_path, deepseek, "bfloat16")
+    model = deepseek().to(torch.bfloat16)
+    report = epload.load(model, folder, progress=False)
+    assert "e_score_correction_bias" in " ".join(report.warnings)
+    assert "bfloat16" in " ".join(report.warnings)
+    assert not report.kept_in_fp32
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(model.state_dict()[bias], load_file(f"{folder}/model.safetensors")[bias].bfloat16())
+
+
+def test_a_model_inside_another(tmp_path: Path) -> None:
+    folder = saved(tmp_path, deepseek, "bfloat16")
+    outer = nn.Module()
+    outer.policy = on_meta(folder)
+    state = {f"policy.{name}": value for name, value in load_file(f"{folder}/model.safetensors").items()}
+    outer.policy.model.layers[1].mlp.experts = None  # whose names in the file are other ones
+    state = {name: value for name, value in state.items() if ".mlp.experts." not in name}
+    epload.load(outer, state, progress=False)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(outer.policy.state_dict()[bias], load_file(f"{folder}/model.safetensors")[bias])
+    assert outer.policy.dtype == torch.bfloat16
+
+
+# ---- FSDP2 ----
+
+
+def shard(model: Any, own_groups: bool) -> None:
+    for layer in [module for module in model.modules() if type(module).__name__.endswith(LAYERS)]:
+        for name, module in layer.named_modules():
+            if (
+                own_groups
+                and name.endswith(("mlp.gate", ".wo"))
+                and isinstance(getattr(module, "weight", None), nn.Parameter)
+            ):
+                fully_shard(module)
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def trained(rank: int, folder: str, own_groups: bool, outcome: str) -> list[str]:
+    model = on_meta(folder)
+    shard(model, own_groups)
+    try:
+        epload.load(model, folder, progress=False, timeout=60)
+    except epload.ModelMismatch as error:
+        assert all(p.is_meta for p in model.parameters())
+        return [str(error)] if outcome == "refused" else ["refused", str(error)]
+    if outcome == "refused":
+        return ["loaded"]
+    expected = type(model).from_pretrained(folder)
+    problems = differences(model, expected)
+    ids = torch.arange(6)[None]
+    inputs = {"input_ids": ids} | ({"labels": ids} if "T5" in type(model).__name__ else {})
+    logits = model(**inputs).logits
+    if not torch.equal(logits, expected(**inputs).logits):
+        problems.append("logits")
+    logits.float().sum().backward()
+    problems += [f"no gradient of {n}" for n, p in model.named_parameters() if p.grad is None and p.requires_grad]
+    return [problem for problem in problems if ".experts." not in problem or "gradient" not in problem]
+
+
+@pytest.mark.parametrize(("make", "dtype"), [(ernie, "bfloat16"), (t5, "float16")])
+def test_a_group_of_several_dtypes_is_refused(make: Make, dtype: str, tmp_path: Path) -> None:
+    texts = ranks.run(2, trained, saved(tmp_path, make, dtype), False, "refused")
+    assert texts[0] == texts[1]
+    assert "Call fully_shard on " in texts[0][0]
+    assert "before the module around it" in texts[0][0]
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "own_groups"), [(deepseek, "bfloat16", False), (ernie, "bfloat16", True), (t5, "float16", True)]
+)
+def test_a_forward_and_a_backward(make: Make, dtype: str, own_groups: bool, tmp_path: Path) -> None:
+    assert ranks.run(2, trained, saved(tmp_path, make, dtype), own_groups, "trained") == [[], []]
+
+
+# ---- saves and syncs ----
+
+
+@pytest.mark.parametrize("make", [deepseek, ernie])
+def test_saves(make: Make, tmp_path: Path) -> None:
+    """What is saved loads as the model that it was saved of would."""
+    folder = saved(tmp_path / "float32", make, "float32")
+    model = type(make()).from_pretrained(folder)
+    epload.save(model, tmp_path / "saved", dtype=torch.bfloat16)
+    expected = type(model).from_pretrained(folder, dtype=torch.bfloat16)
+    assert differences(type(model).from_pretrained(tmp_path / "saved"), expected) == []
+    dtypes = {t.dtype for n, t in load_file(tmp_path / "saved/model.safetensors").items() if "correction_bias" in n}
+    assert dtypes == {torch.float32}
+
+
+def send(rank: int, meeting: Meeting, folder: str) -> list[str]:
+    model = on_meta(folder)
+    epload.load(model, folder, progress=False)
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=60) as sender:
+        meeting.say("address", sender.address)
+        sender.send_weights(1)
+        meeting.hear("done")
+    return []
+
+
+def receive(rank: int, meeting: Meeting, folder: str, narrow: bool) -> list[str]:
+    model = deepseek().to(torch.bfloat16)
+    if not narrow:
+        gate: Any = model.get_submodule("model.layers.1.mlp.gate")
+        gate.e_score_correction_bias = gate.e_score_correction_bias.float()
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
+        report = receiver.receive_weights()
+        receiver.commit()
+        meeting.say("done")
+    expected = DeepseekV3ForCausalLM.from_pretrained(folder)
+    problems = differences(model, copy.deepcopy(expected).to(torch.bfloat16) if narrow else expected)
+    return [*problems, *report.warnings]
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_syncs(narrow: bool, tmp_path: Path) -> None:
+    folder = saved(tmp_path, deepseek, "bfloat16")
+    _, [received] = run([Job(1, send, (folder,)), Job(1, receive, (folder, narrow))])
+    assert len(received) == narrow
+    assert "e_score_correction_bias" in received[0] if narrow else True
