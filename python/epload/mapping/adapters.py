@@ -1,4 +1,5 @@
-"""Adapter files of PEFT: their keys lack the adapter's name, and they hold no base weights."""
+"""PEFT's adapters: their own files, whose keys lack the adapter's name and which hold no base weights; and what a checkpoint of
+the adapted model has in their place."""
 
 from __future__ import annotations
 
@@ -9,10 +10,14 @@ import torch
 from torch import nn
 
 from epload.errors import ModelMismatch
+from epload.mapping.rules import Rename
 from epload.mapping.wrappers import compile_aliases, is_from_package, strip_wrappers
+from epload.model.initialization import is_adapter
 from epload.model.state_dict import tensor_entries
 
 _PREFIX = "base_model.model."
+TRAINED_COPY = Rename(r"\.modules_to_save\.[^.]+\.", ".")
+"""PEFT trains a copy of each module in ``modules_to_save``, one for each adapter."""
 NamePairs = tuple[tuple[str, str], ...]
 """Pairs of checkpoint key and model name."""
 
@@ -69,6 +74,87 @@ def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence
             f"({', '.join(on_meta[:3])}, ...); load the base checkpoint first, then the adapter"
         )
     return tuple(pairs)
+
+
+def names_added_by_adapters(model: nn.Module, names: Collection[str]) -> frozenset[str]:
+    """Returns which of a model's tensors a checkpoint of it lacks: those of adapters, and of modules in ``modules_to_save`` all
+    but what the model computes with, which is the copy of the active adapter.
+
+    Args:
+        names: names of the model's tensors.
+
+    Raises:
+        ModelMismatch: an active adapter is not merged, so that the base weights are not what the model computes with.
+    """
+    text = "\n".join(names)
+    if not any(part in text for part in (".base_layer.", ".modules_to_save.", "lora_", "prompt_encoder.")):
+        return frozenset()
+    added: set[str] = set()
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        inside = [name for name in names if name.startswith(prefix)] if _may_add(module) else []
+        if _is_prompt_tuned(module):
+            raise ModelMismatch(
+                f"{path or 'the model'} has a prompt that is trained, which its base weights lack; save it with "
+                "save_pretrained(), and pass get_base_model() for the base weights"
+            )
+        if is_adapter(module):
+            _check_merged(path, module)
+            added |= {name for name in inside if not name.startswith(f"{prefix}base_layer.")}
+        elif _is_trained_in_copies(module):
+            kept = f"{prefix}{_active_copy(path, module)}."
+            added |= {name for name in inside if not name.startswith(kept)}
+    return frozenset(added)
+
+
+def _may_add(module: nn.Module) -> bool:
+    return is_adapter(module) or _is_trained_in_copies(module)
+
+
+def _is_prompt_tuned(module: Any) -> bool:
+    if not is_from_package(module, "peft") or not hasattr(module, "peft_config"):
+        return False
+    return any(module.peft_config[adapter].is_prompt_learning for adapter in _active(module))
+
+
+def _is_trained_in_copies(module: nn.Module) -> bool:
+    return is_from_package(module, "peft") and isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
+
+
+def _active(module: Any) -> list[str]:
+    active = getattr(module, "active_adapters", None) or getattr(module, "active_adapter", [])
+    return [active] if isinstance(active, str) else list(active)
+
+
+def _check_merged(path: str, layer: Any) -> None:
+    """Raises ModelMismatch unless a layer computes with its base weights as they are."""
+    merged, disabled = set(getattr(layer, "merged_adapters", ())), getattr(layer, "disable_adapters", False)
+    parts = [getattr(layer, name, None) for name in getattr(layer, "adapter_layer_names", ("lora_A",))]
+    own = {name for part in parts if isinstance(part, nn.ModuleDict | nn.ParameterDict) for name in part}
+    unmerged = [name for name in _active(layer) if name in own - merged]
+    if disabled and merged:
+        raise ModelMismatch(
+            f"the adapters of {path} are merged into its base weights and disabled at once ({', '.join(sorted(merged))}); call "
+            "unmerge_adapter() or enable them"
+        )
+    if unmerged and not disabled:
+        raise ModelMismatch(
+            f"{path} has an active adapter that is not merged ({', '.join(unmerged)}), so that its base weights are not what the "
+            "model computes with; call merge_adapter() before and unmerge_adapter() after, or disable the adapters to get the "
+            "base model; save_pretrained() saves the adapter itself"
+        )
+
+
+def _active_copy(path: str, wrapper: Any) -> str:
+    """Returns where in a wrapper the module is that it computes with."""
+    copies = [name for name in _active(wrapper) if name in wrapper.modules_to_save]
+    if wrapper.disable_adapters or not copies:
+        return "original_module"
+    if len(copies) > 1:
+        raise ModelMismatch(
+            f"{path} has several active copies ({', '.join(copies)}); select one with set_adapter(name)"
+        )
+    return f"modules_to_save.{copies[0]}"
 
 
 def _saved_keys(adapted: Any, names: Sequence[str], adapter: str) -> dict[str, str]:

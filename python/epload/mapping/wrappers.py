@@ -11,10 +11,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from epload.mapping.rules import Rename, apply_renames
+from epload.model.initialization import is_adapter
 
 BASE_LAYER = Rename(r"\.base_layer\.", ".")
 """An adapter moves the layer that it wraps one module deeper."""
-PEFT_ALIASES = (Rename(r"^base_model\.model\.", ""), BASE_LAYER)
+TOKEN_LAYER = Rename(r"\.token_adapter\.base_layer\.", ".")
+"""An adapter of single tokens moves the embedding two modules deeper."""
+PEFT_ALIASES = (Rename(r"^base_model\.model\.", ""), TOKEN_LAYER, BASE_LAYER)
 """PEFT moves the whole model two modules deeper."""
 _SAVED_COPY = re.compile(r"^(.*)\.modules_to_save\.[^.]+\.(.*)$")
 
@@ -45,14 +48,21 @@ def unwrap(model: nn.Module, names: Collection[str]) -> Unwrapped:
             inner, adapted = base, True
         else:
             break
-    if getattr(inner, "_hf_peft_config_loaded", False):  # an adapter that transformers has added
-        aliases.append(BASE_LAYER)
+    if not adapted and _has_adapters(inner, names):  # added by transformers, or a PEFT model without its outer modules
+        aliases += [TOKEN_LAYER, BASE_LAYER]
         adapted = True
     ties: tuple[tuple[str, str], ...] = ()
     if adapted:
         ties = _saved_copies(names, aliases)
         aliases.append(Rename(r"\.original_module\.", "."))
     return Unwrapped(inner, tuple(aliases), ties)
+
+
+def _has_adapters(model: nn.Module, names: Collection[str]) -> bool:
+    text = "\n".join(names)
+    if ".base_layer." not in text and ".modules_to_save." not in text:
+        return False
+    return any(is_adapter(module) or is_from_package(module, "peft") for module in model.modules())
 
 
 def wrapper_aliases(model: nn.Module, names: Collection[str]) -> tuple[Rename, ...]:

@@ -196,12 +196,12 @@ def _steps(model: nn.Module, modules: Modules, wanted: set[int], adapters: bool)
         if type(module) in pretrained or (owner is None and module is model and _has_init_weights(module)):
             owner = module
         configs = module.__dict__.get("peft_config", configs)
-        is_adapter = _is_adapter(module)
+        adds = is_adapter(module)
         below = added = False
         for name, child in module._modules.items():
             if child is None:
                 continue
-            is_added = is_adapter and name != "base_layer"
+            is_added = adds and name != "base_layer"
             found = visit(f"{path}.{name}" if path else name, child, None if is_added else owner, configs)
             below |= found and not is_added
             added |= found and is_added
@@ -255,7 +255,7 @@ def _has_init_weights(module: nn.Module) -> bool:
     return callable(initializer) and len(inspect.signature(initializer).parameters) == 2
 
 
-def _is_adapter(module: nn.Module) -> bool:
+def is_adapter(module: nn.Module) -> bool:
     """Whether a module is a layer of PEFT, or of another library (VeOmni) that follows PEFT's LoRA."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     is_peft = tuners is not None and isinstance(module, tuners.BaseTunerLayer)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -12,6 +13,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.core.views import View
 from epload.errors import ModelMismatch
+from epload.mapping.adapters import TRAINED_COPY, names_added_by_adapters
 from epload.mapping.mapping import Mapping, ignored_keys
 from epload.mapping.place import Place, place
 from epload.mapping.resolve import resolve_mapping
@@ -39,14 +41,15 @@ def catalog(
         ValueError: the names cannot be derived from the mapping.
     """
     dtypes = {name: targets.dtypes[number] for name, number in targets.index.items()}
-    shapes = targets.shapes
+    added = names_added_by_adapters(model, targets.index)
+    shapes = {name: shape for name, shape in targets.shapes.items() if name not in added}
     if names_from is not None:
         found = Checkpoint.open(names_from).manifest
         names, sizes = list(found.names), list(found.shapes)
-        rules = resolve_mapping(mapping, model, targets.index, names)
+        rules = _without_copies(resolve_mapping(mapping, model, targets.index, names))
     else:
-        rules = resolve_mapping(mapping, model, targets.index)
-        names, own = _bare_names(rules, targets), targets.names
+        rules = _without_copies(resolve_mapping(mapping, model, targets.index))
+        own, names = _bare_names(rules, targets, shapes)
         sizes = [shapes[name] for name in own]
         if rules.renames or rules.converts:
             if isinstance(mapping, Mapping):
@@ -60,7 +63,7 @@ def catalog(
     placed = _each_once(place(rules, names, sizes, shapes), targets)
     _check_covered(placed, targets)
     if names_from is not None:
-        _check_complete(rules, names, placed, targets)
+        _check_complete(rules, names, placed, targets, added)
     kept = [i for i, places in enumerate(placed) if places]
     for i in kept:
         _check_whole(names[i], sizes[i], placed[i], targets)
@@ -73,15 +76,25 @@ def catalog(
     return manifest, [placed[i] for i in kept]
 
 
-def _bare_names(rules: Mapping, targets: Targets) -> list[str]:
-    """The name of each target without wrappers; of tied ones that which others are tied to, under which libraries save it."""
-    bare = apply_renames(rules.aliases, list(targets.index))
+def _without_copies(rules: Mapping) -> Mapping:
+    """Returns rules by which the copy that an adapter has trained of a module is under the name of the module."""
+    ties = tuple(pair for pair in rules.ties if ".modules_to_save." not in pair[1])
+    return replace(rules, ties=ties, aliases=(*rules.aliases, TRAINED_COPY)) if ties != rules.ties else rules
+
+
+def _bare_names(rules: Mapping, targets: Targets, kept: Collection[str]) -> tuple[list[str], list[str]]:
+    """Returns a name of each target that has one among ``kept``, and the name without wrappers; of tied ones that which others
+    are tied to, under which libraries save it."""
+    names = [name for name in targets.index if name in kept]
+    bare = apply_renames(rules.aliases, names)
     tied = {name for name, _ in rules.ties}
-    found: dict[int, str] = {}
-    for name, number in zip(bare, targets.index.values(), strict=True):
-        if number not in found or (found[number] in tied and name not in tied):
-            found[number] = name
-    return [found[number] for number in range(len(targets.names))]
+    chosen: dict[int, tuple[str, str]] = {}
+    for own, name in zip(names, bare, strict=True):
+        number = targets.index[own]
+        if number not in chosen or (chosen[number][1] in tied and name not in tied):
+            chosen[number] = own, name
+    ordered = [chosen[number] for number in sorted(chosen)]
+    return [own for own, _ in ordered], [name for _, name in ordered]
 
 
 def _each_once(placed: Sequence[tuple[Place, ...]], targets: Targets) -> list[tuple[Place, ...]]:
@@ -112,12 +125,13 @@ def _check_covered(placed: Sequence[tuple[Place, ...]], targets: Targets) -> Non
 
 
 def _check_complete(
-    rules: Mapping, names: Sequence[str], placed: Sequence[tuple[Place, ...]], targets: Targets
+    rules: Mapping, names: Sequence[str], placed: Sequence[tuple[Place, ...]], targets: Targets, added: Collection[str]
 ) -> None:
-    """Raises ModelMismatch if a tensor of the model would not be sent, and the mapping does not ignore it."""
+    """Raises ModelMismatch if a tensor of the model would not be sent, and neither is ``added`` by an adapter nor ignored by the
+    mapping."""
     sent = {targets.index[name] for places in placed for name, _ in places}
     expected = {targets.index[name] for _, name in rules.only} or set(range(len(targets.names)))
-    missing = [targets.names[number] for number in sorted(expected - sent)]
+    missing = [targets.names[number] for number in sorted(expected - sent) if targets.names[number] not in added]
     ignored = set(ignored_keys(rules, names, missing, ()))
     missing = [name for name in missing if name not in ignored]
     if missing:

@@ -19,6 +19,7 @@ from epload.cluster.topology import Topology, as_timedelta
 from epload.core import garbage_collection, log, threads
 from epload.core.attempt import attempt
 from epload.errors import LoadError, message_of
+from epload.mapping.adapters import names_added_by_adapters
 from epload.mapping.mapping import Mapping
 from epload.model.targets import Targets
 from epload.planning.shares import Share, share_of_targets
@@ -111,6 +112,8 @@ class WeightSender:
         self._made_by = threading.current_thread()
         self._first = self.topology.rank == self.topology.ranks[0]
         self._known: tuple[Targets, Manifest, Share] | None = None
+        self._added: frozenset[str] = frozenset()
+        """Names of the tensors that adapters had added."""
         """What was read of the model for the version before."""
         self._epoch: Epoch | None = None
         self._link: Link | None = None
@@ -244,8 +247,10 @@ class WeightSender:
     def _read_model(self) -> tuple[Targets, Manifest, Share]:
         """The model's targets, the manifest of what is sent of them, and this rank's share."""
         targets = self._reader.read()
-        if self._known is not None and targets.matches(self._known[0]):
+        added = names_added_by_adapters(self._reader.model, targets.index)
+        if self._known is not None and targets.matches(self._known[0]) and added == self._added:
             return targets, *self._known[1:]
+        self._added = added
         manifest, placed = catalog(self._reader.model, targets, self._mapping, self._names_from)
         share = share_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
         return targets, manifest, share
