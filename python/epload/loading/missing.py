@@ -18,9 +18,9 @@ from epload.model.dtensor import local_tensors
 from epload.model.initialization import Initialization, init_missing_calls, params_ignoring_meta
 from epload.model.initialization import compute_missing as compute
 from epload.model.poison import is_poisoned, poison
-from epload.model.state_dict import tensor_at
+from epload.model.state_dict import storage_filter, tensor_at
 from epload.planning.plan import LoadPlan
-from epload.report import LoadReport
+from epload.report import LoadReport, list_keys
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Missing:
     """Those of them that had no storage before the load, so that a hook must fill them."""
     holders: dict[str, int]
     """Buffers that no checkpoint holds and some rank lacks, each with a rank that has it. Equal on all ranks."""
+    unsaved: frozenset[str] = frozenset()
+    """Non-persistent buffers with storage that the model cannot compute, so that they keep their values."""
 
 
 def unfilled_anywhere(control: Control, inputs: LocalInputs, plan: LoadPlan) -> list[list[str]]:
@@ -63,7 +65,8 @@ def compute_missing(
     seed: int,
 ) -> Missing:
     """Tensors that hold values keep them, unless another rank has them on meta: then all ranks initialize them alike. So do
-    those that a model on meta holds only because its class cannot make them on meta.
+    those that a model on meta holds only because its class cannot make them on meta, and non-persistent buffers, which after
+    ``to_empty()`` hold nothing.
 
     Collective where a model is on meta: in rounds, out of which all ranks raise what :meth:`initialize` raises on any.
 
@@ -73,7 +76,8 @@ def compute_missing(
         seed: for tensors that are initialized; equal on all ranks.
     """
     if not meta:
-        return Missing(Initialization(), frozenset(_unfilled(plan)), frozenset(), holders)
+        initialization, unsaved = _compute_unsaved(request, inputs, seed)
+        return Missing(initialization, frozenset(_unfilled(plan)), frozenset(), holders, unsaved)
     on_meta = _on_meta(request, inputs, plan)
     if anywhere:
         on_meta = set(control.settle("comparing what is missing", None, sorted(on_meta), _union))
@@ -117,14 +121,43 @@ def initialize(
     garbage |= {n: targets.tensors[targets.index[shared[n]]] for n in left if shared[n] in on_meta}
     dtypes = {name: tensor.dtype for name, tensor in garbage.items()}
     dtypes |= {name: targets.dtypes[targets.index[shared[name]]] for name in left}
+    unsaved = _unsaved_buffers(request, inputs)
+    dtypes |= {name: tensor.dtype for name, tensor in unsaved.items()}
     hooked = request.init_missing is not None
-    made = compute(request.model, garbage, dtypes, seed, request.parts, not hooked, inputs.modules)
+    made = compute(request.model, garbage | unsaved, dtypes, seed, request.parts, not hooked, inputs.modules)
     copies = {name for module in targets.staged_modules for name in module.names}
     nobody = sorted(name for name in garbage if name not in made.values and (not hooked or name in copies))
     if nobody:
         raise unfilled_error(nobody)
     filled = {*made.values}
-    return Missing(made, frozenset({*garbage, *left} - filled), frozenset({*garbage} - filled), holders)
+    return Missing(
+        made,
+        frozenset({*garbage, *left} - filled),
+        frozenset({*garbage} - filled),
+        holders,
+        frozenset(unsaved.keys() - filled - holders.keys()),
+    )
+
+
+def _unsaved_buffers(request: Request, inputs: LocalInputs) -> dict[str, Tensor]:
+    """Returns the non-persistent buffers by name, except those that share storage with what is loaded; none of a model that has
+    not changed since the load before."""
+    targets, model = inputs.targets, request.model
+    if inputs.modules is None or not (targets.unsaved_buffers or targets.unsaved_meta):
+        return {}
+    with_storage = {name: tensor_at(model, name) for name in sorted(targets.unsaved_buffers)}
+    loaded = storage_filter([tensor for tensor in targets.tensors if not tensor.is_meta] if with_storage else [])
+    return targets.unsaved_meta | {name: tensor for name, tensor in with_storage.items() if not loaded(tensor)}
+
+
+def _compute_unsaved(request: Request, inputs: LocalInputs, seed: int) -> tuple[Initialization, frozenset[str]]:
+    """Returns the non-persistent buffers that a model with storage can compute, and the names of the others. Not collective."""
+    unsaved = _unsaved_buffers(request, inputs)
+    dtypes = {name: tensor.dtype for name, tensor in unsaved.items()}
+    # An initializer that fails leaves them as they are.
+    made, _ = attempt(lambda: compute(request.model, unsaved, dtypes, seed, request.parts, False, inputs.modules))
+    made = made or Initialization()
+    return made, frozenset(unsaved.keys() - made.values.keys())
 
 
 def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: int, report: LoadReport) -> None:
@@ -134,10 +167,15 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
         LoadError: the hook leaves a tensor unfilled that held no values.
     """
     targets, model = inputs.targets, request.model
+    if missing.unsaved:
+        report.warnings.append(
+            f"no checkpoint has non-persistent buffers, and the model cannot compute {list_keys(sorted(missing.unsaved))}; they "
+            "keep their values, which after to_empty() are those of uninitialized memory"
+        )
     if not missing.initialization.values and not missing.unfilled:
         return
     tensors = dict(zip(targets.names, targets.tensors, strict=True))
-    tensors |= {name: tensor_at(model, name) for name in targets.unsaved_meta}
+    tensors |= {name: tensor_at(model, name) for name in {*targets.unsaved_meta, *targets.unsaved_buffers}}
 
     def local(names: Collection[str]) -> dict[str, Tensor]:
         return dict(zip(names, local_tensors([tensors[name] for name in names]), strict=True))

@@ -106,8 +106,21 @@ def compute_missing(
         value = computed.get(id(tensor))
         if value is not None and value.shape == tensor.shape:
             result.values[name] = _local_shard(name, tensor, value.to(dtypes[name]), fsdp_axes.get(id(tensor)))
-    result.attributes = skeleton.changed_attributes()
+    result.attributes = skeleton.changed_attributes() + _rope_lengths(model, result.values)
     return result
+
+
+def _rope_lengths(model: nn.Module, computed: Collection[str]) -> list[tuple[nn.Module, str, Any]]:
+    """Returns the attributes to set on modules whose computed rotary frequencies had been scaled for a longer sequence."""
+    owners = {
+        path: model.get_submodule(path) for path in {name.rpartition(".")[0] for name in computed if "inv_freq" in name}
+    }
+    return [
+        (module, name, module.original_max_seq_len)
+        for module in owners.values()
+        for name in vars(module)
+        if name.endswith("max_seq_len_cached") and hasattr(module, "original_max_seq_len")
+    ]
 
 
 def params_ignoring_meta(model: nn.Module, names: Collection[str]) -> set[str]:

@@ -89,7 +89,7 @@ def read_state(model: nn.Module, modules: Modules) -> tuple[list[str], list[Tens
         return names, tensors, indirect
     returned = tensor_entries(model)
     indirect.staged_modules = _find_staged_modules(model, customized, custom_loading, returned)
-    saved_storage = _storage_filter([tensor for _, tensor in returned])
+    saved_storage = storage_filter([tensor for _, tensor in returned])
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.is_meta and not saved_storage(tensor):
             is_staged = any(name.startswith(module.prefix) for module in indirect.staged_modules)
@@ -282,7 +282,7 @@ def _find_staged_modules(
     Raises:
         ModelMismatch: a DTensor would have to be staged, or no module returns a copy.
     """
-    is_owned = _storage_filter([*model.parameters(), *model.buffers()])
+    is_owned = storage_filter([*model.parameters(), *model.buffers()])
     found: list[StagedModule] = []
     rest = dict(entries)
     for prefix, module in custom_loading:
@@ -326,7 +326,7 @@ def check_staged_filled(tensors: Sequence[Tensor], modules: Sequence[StagedModul
         )
 
 
-def _storage_filter(tensors: Sequence[Tensor]) -> Callable[[Tensor], bool]:
+def storage_filter(tensors: Sequence[Tensor]) -> Callable[[Tensor], bool]:
     """A predicate: whether a tensor, which may be on meta, shares storage with one of these."""
     known = {_storage_id(tensor) for tensor in tensors}
     return lambda tensor: _storage_id(tensor) in known
