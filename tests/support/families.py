@@ -1,0 +1,176 @@
+"""Small models of transformers' families, and checkpoints of them whose values no narrower dtype can hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+IDS = torch.arange(1, 8)[None]
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: how a small model of it is configured, and how it is called."""
+
+    config: Callable[[], Any]
+    auto: str = "AutoModelForCausalLM"
+    dtype: str = "bfloat16"
+    inputs: dict[str, Tensor] = field(default_factory=lambda: {"input_ids": IDS})
+    own_groups: tuple[str, ...] = ()
+    """Ends of the paths of modules that need a group of their own, as their parameters stay in float32."""
+    block: int = 0
+    """Size of the blocks in which linear weights are quantized to fp8; 0 for a checkpoint that is not."""
+
+    @property
+    def auto_class(self) -> Any:
+        return getattr(transformers, self.auto)
+
+
+def _config(name: str, **options: Any) -> Callable[[], Any]:
+    return lambda: getattr(transformers, name)(**SMALL | options)
+
+
+def _llava() -> Any:
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4,
+        projection_dim=16,
+    )  # fmt: skip
+    return transformers.LlavaConfig(
+        vision_config=vision, text_config=transformers.LlamaConfig(**SMALL), image_token_index=63, image_seq_length=4
+    )
+
+
+def _gemma3() -> Any:
+    text = {**SMALL, "sliding_window": 4, "query_pre_attn_scalar": 8}
+    vision = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+        "patch_size": 4,
+    }  # fmt: skip
+    return transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=63
+    )
+
+
+_PIXELS = torch.linspace(-1, 1, 3 * 8 * 8).view(1, 3, 8, 8)
+_IMAGE_IDS = torch.tensor([[1, 63, 63, 63, 63, 5, 6]])
+
+FAMILIES = {
+    "llama": Family(_config("LlamaConfig")),
+    "qwen3_moe": Family(_config("Qwen3MoeConfig", **MOE)),
+    "deepseek_v3": Family(
+        _config(
+            "DeepseekV3Config", num_key_value_heads=4, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
+            n_group=2, topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+            first_k_dense_replace=1,
+        )
+    ),
+    "t5": Family(
+        lambda: transformers.T5Config(
+            vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, dropout_rate=0.0
+        ),
+        "AutoModelForSeq2SeqLM",
+        "float16",
+        {"input_ids": IDS, "labels": IDS},
+        (".wo",),
+    ),
+    "qwen3_fp8": Family(_config("Qwen3Config"), block=16),
+    "qwen2_tied": Family(_config("Qwen2Config", tie_word_embeddings=True)),
+    "gpt2": Family(
+        lambda: transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64), dtype="float32"
+    ),
+    "mixtral": Family(_config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2)),
+    "ernie4_5_moe": Family(
+        _config("Ernie4_5_MoeConfig", moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=0),
+        own_groups=("mlp.gate",),
+    ),
+    "gpt_oss": Family(
+        _config("GptOssConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=4), dtype="float16",
+        own_groups=("input_layernorm", "post_attention_layernorm", "model.norm"),
+    ),
+    "bart": Family(
+        lambda: transformers.BartConfig(
+            vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+            encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, dropout=0.0,
+        ),
+        "AutoModelForSeq2SeqLM",
+        inputs={"input_ids": IDS, "labels": IDS},
+    ),
+    "llava": Family(_llava, "AutoModelForImageTextToText", inputs={"input_ids": _IMAGE_IDS, "pixel_values": _PIXELS}),
+    "gemma3": Family(
+        _gemma3, "AutoModelForImageTextToText",
+        inputs={"input_ids": _IMAGE_IDS, "pixel_values": _PIXELS, "token_type_ids": (_IMAGE_IDS == 63).long()},
+    ),
+}  # fmt: skip
+EVERY_TIME = ("qwen3_moe", "deepseek_v3", "t5", "qwen3_fp8")
+"""Those that ``make test`` runs."""
+
+
+def save(name: str, folder: Path) -> None:
+    """Saves a checkpoint of float32 values, quantized to fp8 if the family is, of a model of the family's dtype."""
+    family = FAMILIES[name]
+    torch.manual_seed(len(name))
+    model = family.auto_class.from_config(family.config(), dtype=torch.float32)
+    with torch.no_grad():
+        for number, tensor in enumerate([*model.parameters(), *_persistent_buffers(model)]):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)) * 0.1)
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"dtype": family.dtype}
+    if family.block:
+        _quantize(folder / "model.safetensors", family.block)
+        config["quantization_config"] = {
+            "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [family.block] * 2,
+        }  # fmt: skip
+    path.write_text(json.dumps(config))
+
+
+def _persistent_buffers(model: nn.Module) -> list[Tensor]:
+    state = model.state_dict()
+    return [buffer for name, buffer in model.named_buffers() if name in state]
+
+
+def _quantize(path: Path, block: int) -> None:
+    """Replaces the weights of linear layers by fp8 values, each block with a scale, and others by bfloat16."""
+    from safetensors.torch import load_file, save_file
+
+    state = {}
+    for name, value in load_file(path).items():
+        if not name.endswith("_proj.weight"):
+            state[name] = value.bfloat16()
+            continue
+        rows, columns = (-(-n // block) for n in value.shape)
+        scale = torch.rand(rows, columns) * 0.01 + 0.001
+        spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[: value.shape[0], : value.shape[1]]
+        state[name] = (value / spread).clamp(-400, 400).to(torch.float8_e4m3fn)
+        state[f"{name}_scale_inv"] = scale
+    save_file(state, path, {"format": "pt"})
+
+
+def shard(model: Any, own_groups: tuple[str, ...]) -> None:
+    """Applies the README's recipe: a group for each layer, and one for the rest."""
+    layers = [module for module in model.modules() if type(module).__name__ in _layer_classes(model)]
+    own = [module for path, module in model.named_modules() if path.endswith(own_groups)] if own_groups else []
+    for module in [*own, *layers, model]:
+        fully_shard(module)
+
+
+def _layer_classes(model: Any) -> set[str]:
+    names: set[str] = set()
+    for module in model.modules():
+        names |= set(getattr(module, "_no_split_modules", None) or ())
+    return {name for name in names if name.endswith(("Layer", "Block"))}
