@@ -30,6 +30,7 @@ def load_state(
     checkpoint: Any,
     *,
     strict: bool = True,
+    variant: str = "",
     topology: Topology | None = None,
     src: int = 0,
     readers: str = "auto",
@@ -51,6 +52,7 @@ def load_state(
             a nested dict like ``state`` with full tensors, on the ranks that read.
         strict: whether names that only one of the two has are an error, except values of the checkpoint that are no tensors. If
             False, the report lists them, and entries of ``state`` that the checkpoint lacks keep their values.
+        variant: as for :func:`epload.load`.
 
     The other arguments are those of :class:`epload.HierarchicalLoader`.
 
@@ -79,9 +81,9 @@ def load_state(
     values, missing = _agree_on_values(topology, flat, source, others, src, strict, failure, as_timedelta(timeout))
     assert flat is not None
     report = load(
-        flat, source, mapping=Rules(), strict=strict, prefix="" if isinstance(source, dict) else ROOT, topology=topology,
-        src=src, readers=readers, algorithm=algorithm, bucket_bytes=bucket_bytes, verify=verify, timeout=timeout,
-        progress=progress,
+        flat, source, mapping=Rules(), strict=strict, prefix="" if isinstance(source, dict) else ROOT,
+        variant=variant, topology=topology, src=src, readers=readers, algorithm=algorithm, bucket_bytes=bucket_bytes,
+        verify=verify, timeout=timeout, progress=progress,
     )  # fmt: skip
     for name, value in values.items():
         assign(state, flat.paths[name], value)

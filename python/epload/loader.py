@@ -47,6 +47,7 @@ def load(
     outer_shards: Sequence[OuterShard] = (),
     local_modules: Sequence[LocalModules] = (),
     prefix: str = "",
+    variant: str = "",
     trace: bool = False,
     topology: Topology | None = None,
     src: int = 0,
@@ -80,7 +81,8 @@ def load(
         return loader.load(
             model, checkpoint, mapping=mapping, strict=strict,
             ignore_mismatched_shapes=ignore_mismatched_shapes, dtype=dtype, init_missing=init_missing,
-            outer_shards=outer_shards, local_modules=local_modules, prefix=prefix, trace=trace,
+            outer_shards=outer_shards, local_modules=local_modules, prefix=prefix, variant=variant,
+            trace=trace,
         )  # fmt: skip
 
 
@@ -198,6 +200,7 @@ class HierarchicalLoader:
         outer_shards: Sequence[OuterShard] = (),
         local_modules: Sequence[LocalModules] = (),
         prefix: str = "",
+        variant: str = "",
         trace: bool = False,
     ) -> LoadReport:
         """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
@@ -226,6 +229,8 @@ class HierarchicalLoader:
             local_modules: modules that hold what other ranks need not have.
             prefix: for a folder of torch.distributed.checkpoint (DCP): where in the saved state dict the model is, e.g.
                 ``"app.model"``; by default under a top-level key "model" or "state_dict", or under the only key.
+            variant: for a folder or a model on the Hub: which set of weights to load, e.g. ``"fp16"`` for
+                ``model.fp16.safetensors``; by default the one without a variant.
             trace: whether to record what each rank does when, for :meth:`~epload.LoadReport.trace` and
                 :meth:`~epload.LoadReport.plot` of the report. All ranks record if any asks. Their events go to the first rank at
                 the end of the load, in two more rounds. With the environment variable ``EPLOAD_TRACE`` every load is traced,
@@ -258,6 +263,7 @@ class HierarchicalLoader:
                             parts,
                             init_missing,
                             prefix,
+                            variant,
                             trace or bool(os.environ.get("EPLOAD_TRACE")),
                         )
                         return self._load(request)

@@ -185,19 +185,19 @@ def test_an_index_whose_file_lacks_a_key(tmp_path: Path) -> None:
 
 def test_a_key_in_two_files(tmp_path: Path) -> None:
     first, second = {"v": tensor(1, (2,)), "w": tensor(2, (2,))}, {"w": tensor(3, (2,))}
-    save_file(first, tmp_path / "x.safetensors")
-    save_file(second, tmp_path / "y.safetensors")
-    with pytest.raises(CheckpointError, match=r"w is both in .*x\.safetensors and in .*y\.safetensors"):
+    save_file(first, tmp_path / "x-0.safetensors")
+    save_file(second, tmp_path / "x-1.safetensors")
+    with pytest.raises(CheckpointError, match=r"w is both in .*x-0\.safetensors and in .*x-1\.safetensors"):
         Checkpoint.open(tmp_path)
     # An index settles which of the two counts.
-    checkpoint = Checkpoint.open(index(tmp_path, {"weight_map": {"v": "x.safetensors", "w": "y.safetensors"}}))
+    checkpoint = Checkpoint.open(index(tmp_path, {"weight_map": {"v": "x-0.safetensors", "w": "x-1.safetensors"}}))
     assert_same(read_all(checkpoint), {"v": first["v"], "w": second["w"]})
     checkpoint.close()
     folder = tmp_path / "torch"
     folder.mkdir()
-    torch.save(first, folder / "x.bin")
-    torch.save(second, folder / "y.bin")
-    with pytest.raises(CheckpointError, match=r"w is both in .*x\.bin and in .*y\.bin"):
+    torch.save(first, folder / "x-0.bin")
+    torch.save(second, folder / "x-1.bin")
+    with pytest.raises(CheckpointError, match=r"w is both in .*x-0\.bin and in .*x-1\.bin"):
         Checkpoint.open(folder)
 
 

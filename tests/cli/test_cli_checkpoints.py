@@ -33,13 +33,14 @@ def checkpoint(tmp_path: Path) -> Path:
     """The same tensors in a folder of two files, and in one torch file."""
     state = {f"layers.{i}.experts.{j}.up": torch.zeros(3, 5) for i in range(2) for j in range(3)}
     other = {"steps": torch.zeros((), dtype=torch.int64), "layers.1.norm": torch.zeros(4, dtype=torch.bfloat16)}
-    save_file(state, tmp_path / "a.safetensors")
-    save_file(other, tmp_path / "b.safetensors")
-    torch.save(state | other, tmp_path / "model.pt")
+    save_file(state, tmp_path / "part-0.safetensors")
+    save_file(other, tmp_path / "part-1.safetensors")
+    (tmp_path / "torch").mkdir()
+    torch.save(state | other, tmp_path / "torch" / "model.pt")
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["", "model.pt"])
+@pytest.mark.parametrize("name", ["", "torch/model.pt"])
 def test_inspect_summarizes_and_folds(name: str, checkpoint: Path) -> None:
     found = lines(run("inspect", checkpoint / name))
     assert ["tensors", "8", "(95", "elements,", "376", "B)"] in found
@@ -53,7 +54,9 @@ def test_inspect_summarizes_and_folds(name: str, checkpoint: Path) -> None:
 
 def test_inspect_as_json_lists_every_tensor(checkpoint: Path) -> None:
     found = run_json("inspect", checkpoint)
-    assert found["files"] == {name: (checkpoint / name).stat().st_size for name in ("a.safetensors", "b.safetensors")}
+    assert found["files"] == {
+        name: (checkpoint / name).stat().st_size for name in ("part-0.safetensors", "part-1.safetensors")
+    }
     assert (found["count"], found["elements"], found["nbytes"]) == (8, 95, 376)
     assert found["dtypes"]["float32"] == {"tensors": 6, "nbytes": 360}
     assert found["numbered"] == {"layers": 2, "layers.*.experts": 3}
@@ -75,7 +78,7 @@ def test_inspect_shows_a_tree(checkpoint: Path) -> None:
     assert "steps  int64 []" in tree
 
 
-@pytest.mark.parametrize("name", ["", "model.pt"])
+@pytest.mark.parametrize("name", ["", "torch/model.pt"])
 def test_verify_reads_everything_and_finds_nothing(name: str, checkpoint: Path) -> None:
     assert run("verify", checkpoint / name).endswith("every byte read, no tensor with NaN or Inf\n")
     assert run_json("verify", checkpoint / name)["non_finite"] == []
@@ -100,7 +103,7 @@ def test_verify_counts_nan_and_inf(dtype: torch.dtype, tmp_path: Path, monkeypat
 
 
 def test_verify_names_a_truncated_file(checkpoint: Path) -> None:
-    path = checkpoint / "a.safetensors"
+    path = checkpoint / "part-0.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     result = CliRunner().invoke(main, ["verify", str(path)])
     assert (result.exit_code, result.stdout) == (1, "")
@@ -108,31 +111,31 @@ def test_verify_names_a_truncated_file(checkpoint: Path) -> None:
 
 
 def test_diff_of_equal_checkpoints_in_two_formats(checkpoint: Path) -> None:
-    assert run("diff", checkpoint, checkpoint / "model.pt") == "8 tensors with equal values\n"
-    assert run_json("diff", checkpoint, checkpoint / "model.pt")["values"] == []
+    assert run("diff", checkpoint, checkpoint / "torch/model.pt") == "8 tensors with equal values\n"
+    assert run_json("diff", checkpoint, checkpoint / "torch/model.pt")["values"] == []
 
 
 def test_diff_reports_every_kind_of_difference(checkpoint: Path, tmp_path: Path) -> None:
-    state = torch.load(checkpoint / "model.pt")
+    state = torch.load(checkpoint / "torch/model.pt")
     del state["layers.0.experts.1.up"], state["layers.1.experts.1.up"]
     state["extra"] = torch.zeros(1)
     state["layers.1.norm"] = state["layers.1.norm"].reshape(2, 2)
     state["steps"] = state["steps"].int()
     state["layers.0.experts.0.up"][2, 4] = -0.75
     torch.save(state, tmp_path / "other.pt")
-    found = run_json("diff", checkpoint / "model.pt", tmp_path / "other.pt", status=1)
+    found = run_json("diff", checkpoint / "torch/model.pt", tmp_path / "other.pt", status=1)
     assert found["only_first"] == ["layers.0.experts.1.up", "layers.1.experts.1.up"]
     assert found["only_second"] == ["extra"]
     assert found["shapes"] == {"layers.1.norm": [["bfloat16", [4]], ["bfloat16", [2, 2]]]}
     assert found["dtypes"] == {"steps": [["int64", []], ["int32", []]]}
     value = {"name": "layers.0.experts.0.up", "differing": 1, "count": 15, "largest": 0.75, "mean": 0.05}
     assert found["values"] == [value]
-    text = run("diff", checkpoint / "model.pt", tmp_path / "other.pt", status=1)
+    text = run("diff", checkpoint / "torch/model.pt", tmp_path / "other.pt", status=1)
     assert ["only", "in", "FIRST", "2", "layers.{0..1}.experts.1.up"] in lines(text)
     assert ["0.75", "0.05", "1", "of", "15", "layers.0.experts.0.up"] in lines(text)
-    headers = run("diff", checkpoint / "model.pt", tmp_path / "other.pt", "--headers", status=1)
+    headers = run("diff", checkpoint / "torch/model.pt", tmp_path / "other.pt", "--headers", status=1)
     assert "0.75" not in headers
-    narrowed = [checkpoint / "model.pt", tmp_path / "other.pt", "--filter", r"layers\.0\.experts\.0"]
+    narrowed = [checkpoint / "torch/model.pt", tmp_path / "other.pt", "--filter", r"layers\.0\.experts\.0"]
     run("diff", *narrowed, status=1)
     run("diff", *narrowed, "--atol", "0.75")
     run("diff", *narrowed, "--atol", "0.74", status=1)

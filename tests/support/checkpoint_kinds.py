@@ -48,8 +48,8 @@ def the_index_itself(folder: Path, state: State) -> Any:
 
 
 def folder_without_index(folder: Path, state: State) -> Any:
-    for name, part in zip("yx", split(state), strict=True):
-        save_file(part, folder / f"{name}.safetensors")
+    for number, part in enumerate(reversed(split(state))):
+        save_file(part, folder / f"part-{number}.safetensors")
     return str(folder)
 
 

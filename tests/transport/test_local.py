@@ -423,6 +423,6 @@ def test_files_that_lie_otherwise_are_read_as_they_lie(tmp_path: Path) -> None:
     save_file(state_for(1), tmp_path / "longer.safetensors", metadata={"note": "x" * 1000})
     (tmp_path / "parts").mkdir()
     items = list(state_for(2).items())
-    save_file(dict(items[: len(items) // 2]), tmp_path / "parts" / "a.safetensors")
-    save_file(dict(items[len(items) // 2 :]), tmp_path / "parts" / "b.safetensors")
+    save_file(dict(items[: len(items) // 2]), tmp_path / "parts" / "part-0.safetensors")
+    save_file(dict(items[len(items) // 2 :]), tmp_path / "parts" / "part-1.safetensors")
     all_fine(ranks.run(4, two_models, tmp_path))

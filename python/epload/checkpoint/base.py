@@ -129,7 +129,11 @@ class Checkpoint(ABC):
 
     @staticmethod
     def open(
-        source: Any, known: Manifest | None = None, prefix: str = "", progress: Progress | None = None
+        source: Any,
+        known: Manifest | None = None,
+        prefix: str = "",
+        variant: str = "",
+        progress: Progress | None = None,
     ) -> Checkpoint:
         """Opens a checkpoint.
 
@@ -141,17 +145,23 @@ class Checkpoint(ABC):
             known: manifest of a checkpoint that was opened before. Headers equal to its own are not parsed again.
             prefix: of a DCP folder: where in the saved state dict the model is, e.g. ``"app.model"``. By default under a
                 top-level key "model" or "state_dict", or under the only key, if there is one.
+            variant: of a folder, or of a model on the Hub: which set of weights to open, e.g. ``"fp16"`` for
+                ``model.fp16.safetensors``. By default the one without a variant.
             progress: called now and then with a number of bytes while a download goes on.
 
         Raises:
             CheckpointError: there is nothing readable, a header is malformed, or a file of the given Checkpoint has changed.
             TypeError: ``source`` has another type.
-            ValueError: ``prefix`` for another source than a DCP folder.
+            ValueError: ``prefix`` for another source than a DCP folder, or ``variant`` for one that is no folder.
         """
         if isinstance(source, Checkpoint):
             if prefix:
                 raise ValueError(
                     f"prefix={prefix!r} is for the path of a DCP folder, not for a Checkpoint: open it with the prefix"
+                )
+            if variant:
+                raise ValueError(
+                    f"variant={variant!r} is for the path of a folder, not for a Checkpoint: open it with the variant"
                 )
             if changed := source.changed():
                 raise CheckpointError(
@@ -159,7 +169,7 @@ class Checkpoint(ABC):
                 )
             source.prepare()
             return source
-        return Checkpoint._opener.open_source(source, known, prefix, progress or _ignore)
+        return Checkpoint._opener.open_source(source, known, prefix, variant, progress or _ignore)
 
     @staticmethod
     def join(
@@ -206,6 +216,8 @@ class OtherLayout(Exception):
 class Opener(Protocol):
     """Implements the static methods of :class:`Checkpoint`; see there."""
 
-    def open_source(self, source: Any, known: Manifest | None, prefix: str, progress: Progress) -> Checkpoint: ...
+    def open_source(
+        self, source: Any, known: Manifest | None, prefix: str, variant: str, progress: Progress
+    ) -> Checkpoint: ...
     def join_source(self, source: Any, manifest: Manifest, progress: Progress, same_content: bool) -> Checkpoint: ...
     def from_state_dict(self, state_dict: Mapping[str, Tensor], consume: bool) -> Checkpoint: ...

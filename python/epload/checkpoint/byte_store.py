@@ -182,8 +182,15 @@ class Folder(ABC):
     """Where the files of a checkpoint are. ``str(folder)`` is its path or URL, for error messages."""
 
     @abstractmethod
-    def names(self) -> list[str]:
-        """Of what is in it, sorted; those of folders end with "/". Raises CheckpointError, OSError."""
+    def names(self, standard: Sequence[str] = ()) -> list[str]:
+        """Returns the names of what is in it, sorted; those of folders end with "/".
+
+        Args:
+            standard: names to look for if the store cannot list.
+
+        Raises:
+            CheckpointError, OSError: it cannot be read.
+        """
 
     def present(self, names: Sequence[str]) -> set[str]:
         """Which of these files are in it. Raises as :meth:`names`."""

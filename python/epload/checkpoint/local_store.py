@@ -191,7 +191,7 @@ class LocalFolder(Folder):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def names(self) -> list[str]:
+    def names(self, standard: Sequence[str] = ()) -> list[str]:
         with os.scandir(self.path) as entries:
             return sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries)
 

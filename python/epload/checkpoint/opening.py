@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from epload.checkpoint import dcp, safetensors, torch_file, unsupported
+from epload.checkpoint import dcp, file_sets, safetensors, torch_file, unsupported
 from epload.checkpoint.base import Checkpoint, OtherLayout, Progress
 from epload.checkpoint.byte_store import Folder, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint, merge_layouts
@@ -22,10 +22,11 @@ from epload.checkpoint.state_dict import StateDictCheckpoint, split_entries
 from epload.errors import CheckpointError
 
 
-def open_source(source: Any, known: Manifest | None, prefix: str, progress: Progress) -> Checkpoint:
+def open_source(source: Any, known: Manifest | None, prefix: str, variant: str, progress: Progress) -> Checkpoint:
     """See :meth:`Checkpoint.open`."""
     if isinstance(source, Mapping):
         _check_no_prefix(prefix, "a dict of tensors")
+        _check_no_variant(variant, "a dict of tensors")
         return from_state_dict(source)
     if isinstance(source, list | tuple):
         raise TypeError(
@@ -38,13 +39,14 @@ def open_source(source: Any, known: Manifest | None, prefix: str, progress: Prog
         )
     try:
         if (model := hub.parse(source)) is not None:
-            return _open_folder(hub.download(model, progress), known, prefix)
+            return _open_folder(hub.download(model, variant, progress), known, prefix, variant)
         folder, name = _locate(source)
         if not name:
-            return _open_folder(folder, known, prefix)
+            return _open_folder(folder, known, prefix, variant)
         if isinstance(folder, LocalFolder) and not (folder.path / name).is_file():
             raise CheckpointError(f"no checkpoint at {folder.path_of(name)}: expected a file or a folder")
         _check_no_prefix(prefix, folder.path_of(name))
+        _check_no_variant(variant, folder.path_of(name))
         return _open_file(folder, name, known)
     except OSError as error:
         raise _unreadable(error) from error
@@ -103,7 +105,7 @@ def read_objects(source: Any, names: Sequence[str]) -> dict[str, bytes]:
         return {}
     try:
         folder, name = _locate(source)
-        if name or dcp.FILE not in folder.names():
+        if name or dcp.FILE not in folder.names([dcp.FILE]):
             return {}
         with folder.open([dcp.FILE]) as metadata:
             objects = dcp.read_metadata(metadata[0]).objects
@@ -163,30 +165,37 @@ def _check_no_prefix(prefix: str, source: str) -> None:
         )
 
 
+def _check_no_variant(variant: str, source: str) -> None:
+    if variant:
+        raise ValueError(
+            f"variant={variant!r} chooses between the sets of weights in a folder, which {source} is not; pass the folder, or "
+            "leave it out"
+        )
+
+
 # ---- folders ----
 
 
-def _open_folder(folder: Folder, known: Manifest | None, prefix: str) -> Checkpoint:
-    names = folder.names()
-    whole = next((name for name in ("model.safetensors", "model.safetensors.index.json") if name in names), None)
-    if whole is None and dcp.FILE in names:
+def _open_folder(folder: Folder, known: Manifest | None, prefix: str, variant: str) -> Checkpoint:
+    names = folder.names([file_sets.CONFIG, dcp.FILE, *file_sets.standard_names(variant)])
+    if prefix and dcp.FILE in names:  # also where the folder has other weights, which have no prefix
+        if variant:
+            raise ValueError(f"{folder}: expected prefix= or variant=, got prefix={prefix!r} and variant={variant!r}")
         return _open_dcp(folder, known, prefix)
     _check_no_prefix(prefix, str(folder))
-    if whole is not None:
-        return _open_file(folder, whole, known)
-    if found := [name for name in names if name.endswith(".safetensors")]:
-        return _open_files(folder, found, known)
-    if reason := unsupported.of_folder(folder, names):
-        raise CheckpointError(reason)
-    for name in (
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-    ):  # other files may be an optimizer's state and the like
-        if name in names:
-            return _open_file(folder, name, known)
-    if found := [name for name in names if name.endswith((".bin", ".pt", ".pth"))]:
-        return _open_files(folder, found, known)
-    raise CheckpointError(f"no checkpoint in {folder}: expected *.safetensors, *.bin, *.pt or *.pth files in it")
+    chosen = file_sets.choose(names, str(folder), variant, _weights_in_config(folder, names))
+    if chosen == [dcp.FILE]:
+        return _open_dcp(folder, known, prefix)
+    return _open_file(folder, chosen[0], known) if len(chosen) == 1 else _open_files(folder, chosen, known)
+
+
+def _weights_in_config(folder: Folder, names: Sequence[str]) -> str:
+    if file_sets.CONFIG not in names:
+        return ""
+    with folder.open([file_sets.CONFIG]) as files:
+        name = file_sets.weights_in_config(files[0].read(0, files[0].nbytes))
+        files[0].close()
+    return name
 
 
 def _open_file(folder: Folder, name: str, known: Manifest | None) -> Checkpoint:

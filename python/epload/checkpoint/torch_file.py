@@ -149,9 +149,15 @@ def _unwrapped(state: Any, file: StoredFile) -> tuple[dict[str, Tensor], list[st
     """The tensors of a state dict that may be wrapped, and the names of all other entries."""
     others: list[str] = []
     for wrapper in WRAPPERS:
+        nested = [key for key in WRAPPERS if isinstance(state, Mapping) and _has_tensors(state.get(key))]
+        if len(nested) > 1:
+            raise CheckpointError(
+                f"{file} has a state dict under each of {' and '.join(map(repr, nested))}; pass the one that is meant, e.g. "
+                f"torch.load(FILE)[{nested[-1]!r}]"
+            )
         inner = state.get(wrapper) if isinstance(state, Mapping) else None
         # A model may have a submodule of this name, but no file has its tensors both under it and in a nested dict.
-        if isinstance(inner, Mapping) and (not inner or any(isinstance(value, Tensor) for value in _leaves(inner))):
+        if isinstance(inner, Mapping) and (not inner or _has_tensors(inner)):
             others += [str(name) for name in state if name != wrapper]
             state = inner
     if not isinstance(state, Mapping):
@@ -160,13 +166,12 @@ def _unwrapped(state: Any, file: StoredFile) -> tuple[dict[str, Tensor], list[st
     return tensors, ignored + others
 
 
-def _leaves(state: Mapping[Any, Any]) -> list[Any]:
-    """The values of a dict, and of the dicts that it wraps."""
-    values = list(state.values())
-    for wrapper in WRAPPERS:
-        if isinstance(state.get(wrapper), Mapping):
-            values += state[wrapper].values()
-    return values
+def _has_tensors(state: Any) -> bool:
+    """True for a dict of tensors, and for one that wraps such a dict."""
+    if not isinstance(state, Mapping):
+        return False
+    wrapped = [state[wrapper] for wrapper in WRAPPERS if isinstance(state.get(wrapper), Mapping)]
+    return any(isinstance(value, Tensor) for each in [state, *wrapped] for value in each.values())
 
 
 # ---- the archive ----

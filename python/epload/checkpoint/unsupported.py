@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 
-from epload.checkpoint.byte_store import Folder, StoredFile
+from epload.checkpoint.byte_store import StoredFile
 
 _DCP = "a checkpoint of torch.distributed.checkpoint (DCP), which is a folder with .metadata and .distcp files: pass the folder"
 _ZERO = (
@@ -41,7 +41,7 @@ def lfs_pointer(file: StoredFile, begin: bytes) -> str:
     return f"{file} is {_LFS}" if begin.startswith(b"version https://git-lfs") else ""
 
 
-def of_folder(folder: Folder, names: Sequence[str]) -> str:
+def of_folder(folder: str, names: Collection[str]) -> str:
     """For a folder without safetensors files, with files of these names; empty if its torch files may be a checkpoint."""
     if any(name.endswith(".distcp") for name in names):
         return (
@@ -52,5 +52,5 @@ def of_folder(folder: Folder, names: Sequence[str]) -> str:
     if steps or any(map(_ZERO_FILE.match, names)):
         return f"{folder} is {_ZERO}"
     if found := [name for name in names if name.endswith(".gguf")]:
-        return f"{folder.path_of(found[0])} is {_GGUF}"
+        return f"{folder}/{found[0]} is {_GGUF}"
     return ""

@@ -11,7 +11,7 @@ import click
 import torch.distributed as dist
 
 from epload.checkpoint.base import Checkpoint
-from epload.cli.output import json_option, print_json, show
+from epload.cli.output import json_option, print_json, show, variant_option
 from epload.cluster.topology import Topology
 from epload.core import dtypes
 from epload.mapping.rules import Rename
@@ -38,10 +38,11 @@ from epload.saving.convert import convert as rewrite
     "--file", "files", multiple=True, type=click.Path(exists=True, dir_okay=False), help="Also copy it into FOLDER."
 )
 @click.option("--overwrite", is_flag=True, help="Replace FOLDER, with all that is in it.")
+@variant_option
 @json_option
 def convert(
     source: str, folder: Path, dtype: str | None, renames: tuple[str, ...], prefix: str, max_shard_gb: float,
-    files: tuple[str, ...], overwrite: bool, as_json: bool,
+    files: tuple[str, ...], overwrite: bool, variant: str, as_json: bool,
 ) -> int:  # fmt: skip
     """Write the tensors of SOURCE to FOLDER, as safetensors files.
 
@@ -57,7 +58,7 @@ def convert(
         if not separator:
             raise click.BadParameter(f"expected PATTERN=TEXT, got {each}", param_hint="--rename")
         rules.append(Rename(pattern, text))
-    opened = Checkpoint.open(source, prefix=prefix)
+    opened = Checkpoint.open(source, prefix=prefix, variant=variant)
     with _ranks() as topology:
         first = topology is None or topology.rank == topology.ranks[0]
         total = opened.manifest.nbytes // (1 if topology is None else len(topology.ranks))

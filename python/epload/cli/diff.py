@@ -10,7 +10,7 @@ import click
 from epload.checkpoint.base import Checkpoint
 from epload.cli.folding import fold
 from epload.cli.inspect import filter_option
-from epload.cli.output import count, json_option, print_json, show, table
+from epload.cli.output import count, json_option, print_json, show, table, variant_option
 from epload.observe.progress import Progress
 from epload.verify.compare import HeaderDifferences, Kind, ValueDifference, compare_headers, compare_values
 
@@ -24,16 +24,24 @@ _tolerance = click.FloatRange(min=0)
 @click.option("--atol", type=_tolerance, default=0.0, show_default=True, help="Absolute tolerance.")
 @click.option("--headers", is_flag=True, help="Compare names, shapes and dtypes only.")
 @filter_option
+@variant_option
 @json_option
 def diff(
-    first: str, second: str, rtol: float, atol: float, headers: bool, pattern: re.Pattern[str] | None, as_json: bool
+    first: str,
+    second: str,
+    rtol: float,
+    atol: float,
+    headers: bool,
+    pattern: re.Pattern[str] | None,
+    variant: str,
+    as_json: bool,
 ) -> int:
     """Compare two checkpoints: names, shapes, dtypes and values.
 
     FIRST and SECOND are as for inspect, and may have different formats. Exits with 1 if they differ, in values by more than the
     tolerances. Values are compared across dtypes; a different dtype is a difference.
     """
-    one, two = Checkpoint.open(first), Checkpoint.open(second)
+    one, two = (Checkpoint.open(each, variant=variant) for each in (first, second))
     found = compare_headers(one, two, pattern)
     values: list[ValueDifference] = []
     if not headers:

@@ -13,7 +13,7 @@ from rich.tree import Tree
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.cli.folding import fold, numbered
-from epload.cli.output import count, facts, json_option, print_json, show, size, table
+from epload.cli.output import count, facts, json_option, print_json, show, size, table, variant_option
 from epload.core.dtypes import name as dtype_name
 
 
@@ -37,15 +37,16 @@ filter_option = click.option(
 @click.argument("checkpoint")
 @click.option("--tree", is_flag=True, help="Show the names as a tree.")
 @filter_option
+@variant_option
 @json_option
-def inspect(checkpoint: str, tree: bool, pattern: re.Pattern[str] | None, as_json: bool) -> None:
+def inspect(checkpoint: str, tree: bool, pattern: re.Pattern[str] | None, variant: str, as_json: bool) -> None:
     """Check a checkpoint's headers, and show what it contains.
 
     CHECKPOINT is a file (safetensors, .pt, .bin), a folder, also one of torch.distributed.checkpoint, a model on the Hugging Face
     Hub (org/name) or a URL (s3://, gs://, az://, https://). Only headers are read. Tensors whose names differ in numbers only
     are one line.
     """
-    opened = Checkpoint.open(checkpoint)
+    opened = Checkpoint.open(checkpoint, variant=variant)
     manifest = opened.manifest
     opened.close()
     chosen = [i for i, name in enumerate(manifest.names) if pattern is None or pattern.search(name)]

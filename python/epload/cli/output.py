@@ -17,6 +17,9 @@ from epload.errors import LoadError
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 """Every command has it."""
+variant_option = click.option(
+    "--variant", default="", help="Of the weights in a folder, e.g. fp16; by default those without a variant."
+)
 
 
 class Commands(click.Group):

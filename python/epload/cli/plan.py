@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from epload.checkpoint.base import Checkpoint
-from epload.cli.output import count, facts, json_option, print_json, show, size, table
+from epload.cli.output import count, facts, json_option, print_json, show, size, table, variant_option
 from epload.forecast.cluster_file import ClusterFile
 from epload.forecast.forecast import Fit, Forecast, forecast
 from epload.forecast.hypothetical import find_factory, parse_mesh
@@ -34,10 +34,11 @@ _LISTED = 5
 @click.option("--storage", type=float, default=2.0, show_default=True, help="GB/s that a node reads; an assumption.")
 @click.option("--cluster", type=click.Path(path_type=Path, dir_okay=False), help="Rates from this TOML file instead.")
 @click.option("--ranks", type=click.IntRange(1), default=8, show_default=True, help="Plan at most so many ranks.")
+@variant_option
 @json_option
 def plan(
     checkpoint: str, model: str | None, mesh: str, nodes: int, readers: tuple[str, ...], link: float, storage: float,
-    cluster: Path | None, ranks: int, as_json: bool,
+    cluster: Path | None, ranks: int, variant: str, as_json: bool,
 ) -> int:  # fmt: skip
     """Show what a load would do: no ranks or accelerators needed.
 
@@ -55,7 +56,7 @@ def plan(
     assumed = Cluster(nodes, world // nodes, link=link * 1e9, storage=storage * 1e9)
     if cluster is not None:
         assumed = replace(ClusterFile.read(cluster).cluster, nodes=nodes, ranks=world // nodes)
-    opened = Checkpoint.open(checkpoint)
+    opened = Checkpoint.open(checkpoint, variant=variant)
     opened.close()
     chosen = sorted({i * (world - 1) // max(min(ranks, world) - 1, 1) for i in range(min(ranks, world))})
     found = forecast(opened.manifest, find_factory(model or checkpoint), sizes, assumed, readers or READERS, chosen)

@@ -7,20 +7,21 @@ from dataclasses import asdict
 import click
 
 from epload.checkpoint.base import Checkpoint
-from epload.cli.output import count, json_option, print_json, show, size
+from epload.cli.output import count, json_option, print_json, show, size, variant_option
 from epload.observe.progress import Progress
 from epload.verify.audit import find_non_finite
 
 
 @click.command()
 @click.argument("checkpoint")
+@variant_option
 @json_option
-def verify(checkpoint: str, as_json: bool) -> int:
+def verify(checkpoint: str, variant: str, as_json: bool) -> int:
     """Read all of a checkpoint, and list the tensors with NaN or Inf.
 
     Exits with 1 if there are any. CHECKPOINT is as for inspect. Headers are checked for overlaps and holes.
     """
-    opened = Checkpoint.open(checkpoint)
+    opened = Checkpoint.open(checkpoint, variant=variant)
     manifest = opened.manifest
     found = []
     with Progress(manifest.nbytes, not as_json) as bar:

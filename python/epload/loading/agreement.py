@@ -325,7 +325,8 @@ class Agreement:
         bucket_bytes = wave // per_wave if self._router.stages_on_host(inputs.device) else wave
         options = (
             f"{self._describe_options(inputs.device)} strict={request.strict} "
-            f"ignore_mismatched_shapes={request.ignore_mismatched_shapes} prefix={request.prefix!r} mapping={mapping}"
+            f"ignore_mismatched_shapes={request.ignore_mismatched_shapes} prefix={request.prefix!r} "
+            f"variant={request.variant!r} mapping={mapping}"
         )
         return Draft(manifest, mapping, per_wave, bucket_bytes, options)
 

@@ -82,7 +82,7 @@ class InputReader:
             targets = _collect(request, modules)
             devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), streams)
         check_backend(self._topology.group, devices.load)
-        checkpoint = self._open(request.checkpoint, request.prefix, devices.load)
+        checkpoint = self._open(request, devices.load)
         return LocalInputs(
             targets, devices, checkpoint, request.parts is not None and bool(request.parts.local_modules), modules
         )
@@ -103,12 +103,14 @@ class InputReader:
         """Drops what was kept for the next load."""
         self.snapshot = self.manifest = None
 
-    def _open(self, given: Any, prefix: str, device: torch.device) -> Checkpoint | None:
-        options, path = self._options, isinstance(given, str | os.PathLike)
+    def _open(self, request: Request, device: torch.device) -> Checkpoint | None:
+        options, given = self._options, request.checkpoint
+        path = isinstance(given, str | os.PathLike)
         has_own = self._router.may_read(device) and not path and options.readers != "auto"
         if self._topology.rank != options.src and not has_own:
             return None
-        checkpoint = self._keep(Checkpoint.open(given, self.manifest, prefix, self._progress), given)
+        opened = Checkpoint.open(given, self.manifest, request.prefix, request.variant, self._progress)
+        checkpoint = self._keep(opened, given)
         if checkpoint.read_once and options.proves:
             raise ValueError(
                 f"verify={options.verify!r} reads the checkpoint again after the load, but this one can be read only once: "

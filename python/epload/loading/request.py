@@ -78,6 +78,7 @@ class Request:
     parts: ExpertParallelSpec | None
     init_missing: InitMissing | None
     prefix: str = ""
+    variant: str = ""
     trace: bool = False
 
     def check(self) -> None:
@@ -90,8 +91,9 @@ class Request:
         for option in ("strict", "ignore_mismatched_shapes", "trace"):
             if not isinstance(value := getattr(self, option), bool):
                 raise TypeError(f"expected {option} to be a bool, got {value!r}")
-        if not isinstance(self.prefix, str):
-            raise TypeError(f"expected prefix to be a string, got {self.prefix!r}")
+        for option in ("prefix", "variant"):
+            if not isinstance(value := getattr(self, option), str):
+                raise TypeError(f"expected {option} to be a string, got {value!r}")
         of_names = isinstance(self.dtype, dict) and all(isinstance(name, str) for name in self.dtype)
         given = list(self.dtype.values()) if isinstance(self.dtype, dict) and of_names else [self.dtype]
         if self.dtype is not None and not all(isinstance(dtype, torch.dtype) for dtype in given):

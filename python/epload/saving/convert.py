@@ -42,6 +42,7 @@ def convert(
     files: Sequence[str | Path] = (),
     overwrite: bool = False,
     prefix: str = "",
+    variant: str = "",
     topology: Topology | None = None,
     timeout: timedelta | float | None = None,
     progress: Callable[[int], object] | None = None,
@@ -59,6 +60,7 @@ def convert(
         files: as for :func:`epload.save`.
         overwrite: as for :func:`epload.save`.
         prefix: as for :meth:`epload.Checkpoint.open`.
+        variant: as for :meth:`epload.Checkpoint.open`.
         topology: of ranks that divide the work; all of them call this, with equal arguments, and see the folder.
         timeout: of these ranks, as for :func:`epload.save`.
         progress: called with the number of bytes after each read of this process.
@@ -73,7 +75,7 @@ def convert(
     ranks = _Ranks(topology, timeout)
 
     with ranks.guard(), ExitStack() as opened_files:
-        opened, failure = attempt(lambda: _open(source, prefix, dtype, renames, max_shard_bytes))
+        opened, failure = attempt(lambda: _open(source, prefix, variant, dtype, renames, max_shard_bytes))
         view: list[Any] = []
         if opened is not None:
             if opened[0] is not source:
@@ -106,10 +108,15 @@ def convert(
 
 
 def _open(
-    source: Any, prefix: str, dtype: torch.dtype | None, renames: Sequence[Rename], max_shard_bytes: int
+    source: Any,
+    prefix: str,
+    variant: str,
+    dtype: torch.dtype | None,
+    renames: Sequence[Rename],
+    max_shard_bytes: int,
 ) -> tuple[Checkpoint, Manifest, FilesLayout]:
     """The checkpoint, and what is written."""
-    checkpoint = Checkpoint.open(source, prefix=prefix)
+    checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
     new = _converted(checkpoint.manifest, dtype, renames)
     return checkpoint, new, lay_out(new.names, new.shapes, new.dtypes, max_shard_bytes)
 

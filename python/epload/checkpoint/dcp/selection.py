@@ -31,7 +31,7 @@ def select(names: Sequence[str], paths: Mapping[str, tuple[str, ...]], prefix: s
             ``{"model.w": ...}``, which has no such key.
 
     Raises:
-        CheckpointError: there is nothing under ``prefix``.
+        CheckpointError: there is nothing under ``prefix``, or without one, there are both "model" and "state_dict".
     """
     if prefix == ROOT:
         return Selected({name: name for name in names}, [])
@@ -47,7 +47,11 @@ def select(names: Sequence[str], paths: Mapping[str, tuple[str, ...]], prefix: s
         depth = len(at)
         keys = dict.fromkeys(path[depth] for path in path_of.values())
         nested = dict.fromkeys(path[depth] for path in path_of.values() if len(path) > depth + 1)
-        inner = next((key for key in WRAPPERS if key in nested), None)
+        wrappers = [key for key in WRAPPERS if key in nested]
+        if len(wrappers) > 1:
+            choices = " or ".join(f"prefix={'.'.join((*at, key))!r}" for key in wrappers)
+            raise CheckpointError(f"{source} has a state dict under each of {' and '.join(wrappers)}: pass {choices}")
+        inner = wrappers[0] if wrappers else None
         if inner is None and len(keys) == len(nested) == 1:
             inner = next(iter(nested))
         if inner is None:

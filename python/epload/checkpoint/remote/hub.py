@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from epload.checkpoint import dcp, file_sets
 from epload.checkpoint.local_store import LocalFolder
 from epload.errors import CheckpointError
 
@@ -27,8 +28,6 @@ Progress = Callable[[int], None]
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"@([0-9a-f]{40})(?:/|$)")
 _POLL_SECONDS = 0.2
-_WHOLE = ("model.safetensors", "model.safetensors.index.json")
-_TORCH_WHOLE = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,13 @@ def parse(source: object) -> HubModel | None:
     return HubModel(given) if _ID.fullmatch(given) and not is_file and not os.path.lexists(given) else None
 
 
-def download(model: HubModel, progress: Progress) -> HubFolder:
+def download(model: HubModel, variant: str, progress: Progress) -> HubFolder:
     """Brings the weights, their index and the config into the cache, if they are not there yet.
+
+    Args:
+        model: the repository.
+        variant: of the weights; see :func:`file_sets.choose`.
+        progress: called with the number of bytes that have arrived.
 
     Raises:
         CheckpointError: the model is not on the Hub, or not accessible, or neither reachable nor cached.
@@ -90,18 +94,17 @@ def download(model: HubModel, progress: Progress) -> HubFolder:
     try:
         info = hub.HfApi().model_info(model.name, revision=model.revision)
     except Exception as error:
-        if (cached := _cached(hub, model)) is not None and _may_use_cache(hub, error):
+        if (cached := _cached(hub, model, variant)) is not None and _may_use_cache(hub, error):
             return cached
         raise _describe(hub, model, error) from None
     pinned = HubModel(model.name, info.sha)
     names = [sibling.rfilename for sibling in info.siblings or ()]
 
     def wanted() -> list[str]:
-        def index(name: str) -> list[str]:
-            path = hub.hf_hub_download(model.name, name, revision=info.sha)
-            return _named_in(Path(path))
+        def content(name: str) -> bytes:
+            return Path(hub.hf_hub_download(model.name, name, revision=info.sha)).read_bytes()
 
-        return _wanted(names, index)
+        return _wanted(names, str(pinned), variant, content)
 
     folder = _fetch(hub, pinned, wanted, progress)
     if model.revision != info.sha:
@@ -153,38 +156,40 @@ def _fetch(hub: Any, model: HubModel, wanted: Callable[[], Sequence[str]], progr
         raise _describe(hub, model, error) from None
 
 
-def _wanted(names: Sequence[str], index: Callable[[str], list[str]]) -> list[str]:
-    """The files of a repository that are loaded: one set of weights, with its index and the config.
+def _wanted(names: Sequence[str], where: str, variant: str, content: Callable[[str], bytes]) -> list[str]:
+    """Returns the files of a repository that are loaded: one set of weights, with its index and the config.
 
     Args:
-        index: the files that an index names.
+        names: of all files.
+        where: the repository, for messages.
+        variant: of the weights.
+        content: downloads a file.
 
     Raises:
-        CheckpointError: there are no weights.
+        CheckpointError: as :func:`file_sets.choose`.
     """
     top = [name for name in names if "/" not in name]
-    config = [name for name in top if name == "config.json"]
-    formats = ((_WHOLE, (".safetensors",)), (_TORCH_WHOLE, (".bin", ".pt", ".pth")), ((), (".gguf",)))
-    for whole, suffixes in formats:
-        for name in whole:
-            if name in top:
-                return [*config, name, *(index(name) if name.endswith(".json") else ())]
-        if found := [name for name in top if name.endswith(suffixes)]:
-            return [*config, *found]
-    raise CheckpointError(f"the repository has no weights: expected *.safetensors or *.bin files in it, got {top[:10]}")
+    config = [name for name in top if name == file_sets.CONFIG]
+    by_config = file_sets.weights_in_config(content(file_sets.CONFIG)) if config else ""
+    chosen = file_sets.choose(top, where, variant, by_config)
+    if chosen[0].endswith(".json"):
+        chosen = [*chosen, *_named_in(content(chosen[0]))]
+    elif chosen == [dcp.FILE]:
+        chosen = [*chosen, *(name for name in top if name.endswith((dcp.SUFFIX, ".safetensors")))]
+    return [*config, *chosen]
 
 
-def _named_in(index: Path) -> list[str]:
+def _named_in(index: bytes) -> list[str]:
     """The files that an index names; opening it reports what is wrong with it."""
     try:
-        return sorted({name for name in json.loads(index.read_bytes())["weight_map"].values() if isinstance(name, str)})
+        return sorted({name for name in json.loads(index)["weight_map"].values() if isinstance(name, str)})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
 
 
-def _cached(hub: Any, model: HubModel) -> HubFolder | None:
+def _cached(hub: Any, model: HubModel, variant: str) -> HubFolder | None:
     """What an earlier download has left."""
-    for name in (*_WHOLE, *_TORCH_WHOLE, "config.json"):
+    for name in (*file_sets.standard_names(variant), file_sets.CONFIG):
         path = hub.try_to_load_from_cache(model.name, name, revision=model.revision)
         if isinstance(path, str):
             folder = Path(path).parent

@@ -33,10 +33,6 @@ _HEAD_BYTES = 128 << 20
 """Of an object, that are kept; more than any header has."""
 _GAP_BYTES = 64 << 10
 """A gap that is cheaper to fetch than another request."""
-_PROBED = (
-    "model.safetensors", "model.safetensors.index.json", ".metadata", "pytorch_model.bin", "pytorch_model.bin.index.json",
-)  # fmt: skip
-"""What a folder may have on a server that cannot list."""
 T = TypeVar("T")
 
 
@@ -139,12 +135,12 @@ class ObjectFolder(Folder):
         self._address = address
         self._client = connect(address)
 
-    def names(self) -> list[str]:
+    def names(self, standard: Sequence[str] = ()) -> list[str]:
         try:
             found = retried(self._client.list, str(self))
         except Absent:
             return []
-        return sorted(self.present(_PROBED)) if found is None else found
+        return sorted(self.present(standard)) if found is None else found
 
     def present(self, names: Sequence[str]) -> set[str]:
         def exists(name: str) -> bool:

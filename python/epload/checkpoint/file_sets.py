@@ -1,0 +1,202 @@
+"""Chooses the files of a folder that are its checkpoint, by their names alone: one set of weights, never parts of two.
+
+The names and their order are those of transformers, diffusers and PEFT. Local folders, the Hub and object storage all choose
+with :func:`choose`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from epload.checkpoint import dcp, unsupported
+from epload.errors import CheckpointError
+
+CONFIG = "config.json"
+_TRANSFORMERS = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
+_DIFFUSERS = (
+    "diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.bin", "diffusion_pytorch_model.bin.index.json",
+)  # fmt: skip
+_PEFT = ("adapter_model.safetensors", "adapter_model.bin")
+_STEMS = ("model.", "pytorch_model.", "diffusion_pytorch_model.")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_TRAINING_STATE = re.compile(r"(optimizer|scheduler|scaler|sampler|dl_state_dict|training_args|rng_state)(_\d+)*\.\w+")
+"""Files that the Trainer of transformers and accelerate save next to the weights."""
+_RANK_FILE = re.compile(r"shard-\d+-(?=model-\d+-of-\d+)")
+"""How the names of files start that torch's HuggingFaceStorageWriter writes for each rank."""
+_SHARD = re.compile(r"(.*?)([0-9]{1,9})-of-([0-9]{1,9})(.*)")
+_NUMBERED = re.compile(r"(.*?)([0-9]{1,9})")
+_MAX_SHOWN = 6
+
+
+class FileSet(NamedTuple):
+    """Weight files that belong together by their names."""
+
+    pattern: str
+    """The name of the file, or what the names of all have in common, with "*" in place of the number."""
+    base: str
+    """The name without number and suffix: ``model.fp16`` of ``model.fp16-00001-of-00002.safetensors``."""
+    files: list[str]
+    fault: str = ""
+    """Says what is wrong with the numbers of the files."""
+
+    @property
+    def variant(self) -> str:
+        """The variant of a model of transformers or diffusers; empty if the files have none, or other names."""
+        return next((self.base.removeprefix(stem) for stem in _STEMS if self.base.startswith(stem)), "")
+
+    def __str__(self) -> str:
+        if self.fault:
+            return f"{self.pattern} ({self.fault})"
+        return self.pattern if len(self.files) == 1 else f"{self.pattern} ({len(self.files)} files)"
+
+
+def standard_names(variant: str = "") -> list[str]:
+    """Returns the names that weights have in a folder, in the order in which they are chosen."""
+    names = [*_of_variant(_TRANSFORMERS, variant), *_of_variant(_DIFFUSERS, variant)]
+    return names if variant else [*names, dcp.FILE, *_PEFT]
+
+
+def choose(names: Collection[str], where: str, variant: str = "", named_by_config: str = "") -> list[str]:
+    """Chooses the files of a folder that are its checkpoint: an index, the metadata of a DCP folder, or weight files.
+
+    Args:
+        names: what is in the folder; names of folders end with "/".
+        where: the folder, for messages.
+        variant: of the weights, e.g. "fp16"; empty for those that have none.
+        named_by_config: see :func:`weights_in_config`.
+
+    Raises:
+        CheckpointError: the folder has no weights, a part of a set only, or several sets of which none comes first.
+    """
+    sets = _group(names)
+    if named_by_config:
+        standard = [_check_named(named_by_config, names, where, variant)]
+    else:
+        families = [_of_variant(family, variant) for family in (_TRANSFORMERS, _DIFFUSERS)]
+        standard = [name for family in families for name in [*filter(names.__contains__, family)][:1]]
+    of_ranks = [file_set for file_set in sets if _RANK_FILE.match(file_set.files[0])]
+    if len(standard) + len(of_ranks) > 1:
+        raise _ambiguous(where, [*standard, *of_ranks])
+    if standard:
+        return standard
+    if not variant and (name := next(filter(names.__contains__, (dcp.FILE, *_PEFT)), "")):
+        return [name]
+    candidates = [each for each in sets if (each.base.endswith(f".{variant}") if variant else not each.variant)]
+    return _only(candidates, sets, names, where, variant)
+
+
+def weights_in_config(content: bytes) -> str:
+    """Returns the name of the weights that a ``config.json`` states as ``transformers_weights``; empty if it states none."""
+    try:
+        config = json.loads(content)
+    except (ValueError, RecursionError):
+        return ""
+    name = config.get("transformers_weights") if isinstance(config, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def _of_variant(family: Sequence[str], variant: str) -> list[str]:
+    """Returns the names as transformers and diffusers save a variant. Also the former name of an index of diffusers."""
+    if not variant:
+        return list(family)
+    names = []
+    for name in family:
+        stem, _, suffix = name.rpartition(".")
+        names.append(f"{stem}.{variant}.{suffix}")
+        if family is _DIFFUSERS and name.endswith(".index.json"):
+            names.append(name.replace(".index.", f".{variant}.index."))
+    return names
+
+
+def _check_named(name: str, names: Collection[str], where: str, variant: str) -> str:
+    stated = f"{where}/{CONFIG} states transformers_weights={name!r}"
+    if variant:
+        raise CheckpointError(f"{stated}, which leaves no choice to variant={variant!r}: leave it out, or pass a file")
+    if name not in names:
+        raise CheckpointError(f"{stated}, which is not in that folder; pass the file that is meant")
+    return name
+
+
+def _only(
+    candidates: Sequence[FileSet], sets: Sequence[FileSet], names: Collection[str], where: str, variant: str
+) -> list[str]:
+    """Returns the files of the only candidate. Raises CheckpointError."""
+    reason = unsupported.of_folder(where, names) if dcp.FILE not in names else ""
+    if reason and not any(name.endswith(".safetensors") for each in candidates for name in each.files):
+        raise CheckpointError(reason)
+    if len(candidates) > 1:
+        raise _ambiguous(where, candidates)
+    if candidates and candidates[0].fault:
+        raise CheckpointError(f"{where} has no complete set of weights: {candidates[0]}; copy the files again")
+    if candidates:
+        return candidates[0].files
+    if variant:
+        there = [*sets, *["a DCP checkpoint"] * (dcp.FILE in names)] or ["none"]
+        raise CheckpointError(f"{where} has no weights of variant={variant!r}; it has {_listed(there)}")
+    if variants := sorted({each.variant for each in sets}):
+        choices = " or ".join(f"variant={name!r}" for name in variants[:_MAX_SHOWN])
+        raise CheckpointError(f"{where} has weights of a variant only: {_listed(sets)}; pass {choices}")
+    raise CheckpointError(f"no checkpoint in {where}: expected *.safetensors, *.bin, *.pt or *.pth files in it")
+
+
+def _ambiguous(where: str, choices: Sequence[object]) -> CheckpointError:
+    return CheckpointError(
+        f"{where} has several sets of weights: {_listed(choices)}; pass the file that is meant, or an index that names its files"
+    )
+
+
+def _listed(choices: Sequence[object]) -> str:
+    shown = ", ".join(map(str, choices[:_MAX_SHOWN]))
+    return shown + (f", ... ({len(choices)} in total)" if len(choices) > _MAX_SHOWN else "")
+
+
+def _group(names: Collection[str]) -> list[FileSet]:
+    """Returns the weight files of a folder as sets, sorted by name. Files without a total, such as ``part-0`` and ``part-1``,
+    are one set if their numbers have no gap."""
+    numbered: dict[tuple[str, str, str, str], dict[int, list[str]]] = {}
+    sets = []
+    for name in sorted(names):
+        if not name.endswith(_WEIGHTS) or _TRAINING_STATE.fullmatch(name):
+            continue
+        stem, _, suffix = name.rpartition(".")
+        stem = _RANK_FILE.sub("shard-*-", stem)
+        if match := _SHARD.fullmatch(stem):
+            begin, number, total, end = match.groups()
+        elif (match := _NUMBERED.fullmatch(stem)) and not stem.startswith(_STEMS):
+            begin, number, total, end = *match.groups(), "", ""
+        else:
+            sets.append(FileSet(name, stem, [name]))
+            continue
+        numbered.setdefault((begin, total, end, suffix), {}).setdefault(int(number), []).append(name)
+    for (begin, total, end, suffix), files in numbered.items():
+        listed = [name for number in sorted(files) for name in files[number]]
+        fault = _fault(files, int(total) if total else len(files))
+        if total or (len(files) > 1 and not fault):
+            pattern = (
+                listed[0]
+                if len(listed) == 1 and not fault
+                else f"{begin}*{f'-of-{total}' if total else ''}{end}.{suffix}"
+            )
+            sets.append(FileSet(pattern, begin.rstrip("-_.") + end, listed, fault))
+        else:
+            sets += [FileSet(name, name.rpartition(".")[0], [name]) for name in listed]
+    return sorted(sets, key=lambda each: each.files)
+
+
+def _fault(files: dict[int, list[str]], total: int) -> str:
+    """Returns what is wrong with files that should have the numbers from 1 or 0 on; empty if nothing is."""
+    first = 0 if 0 in files else 1
+    numbers = range(first, first + total)
+    if extra := next((names[0] for number, names in files.items() if number not in numbers), ""):
+        return f"{extra} has a number that is out of range"
+    if twice := next((names for names in files.values() if len(names) > 1 and not _RANK_FILE.match(names[0])), None):
+        return f"{twice[0]} and {twice[1]} have the same number"
+    missing = [str(number) for number in islice((n for n in numbers if n not in files), _MAX_SHOWN)]
+    return f"{total - len(files)} of {total} missing: numbers {', '.join(missing)}" if missing else ""
