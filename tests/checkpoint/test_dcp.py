@@ -150,6 +150,17 @@ def test_a_submodule_named_model_is_no_key(tmp_path: Path) -> None:
     assert_same(read_all(Checkpoint.open(_save(tmp_path, state))), state)
 
 
+def test_two_state_dicts_in_one_folder(tmp_path: Path) -> None:
+    other = {key: value + 1 for key, value in SMALL.items()}
+    _save(tmp_path, {"app": {"model": SMALL, "state_dict": other}})
+    with pytest.raises(
+        CheckpointError, match="under each of state_dict and model: pass prefix='app.state_dict' or prefix='app.m"
+    ):
+        Checkpoint.open(tmp_path)
+    assert_same(read_all(Checkpoint.open(tmp_path, prefix="app.model")), SMALL)
+    assert_same(read_all(Checkpoint.open(tmp_path, prefix="app.state_dict")), other)
+
+
 def test_prefixes_that_select_nothing(tmp_path: Path) -> None:
     _save(tmp_path / "saved", SMALL)
     with pytest.raises(CheckpointError, match=r"no tensor is under prefix='ema'; there are a\.weight, b"):

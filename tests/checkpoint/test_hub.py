@@ -22,6 +22,7 @@ from support.hub_server import COMMIT, TOKEN, HubServer, pointing, serving
 from support.small_model import NODES, meta_net, state_for, wrong
 
 STATE = {"weight": tensor(1, (4, 3)), "bias": tensor(2, (4,))}
+VARIANT = {"weight": tensor(3, (4, 3)), "bias": tensor(4, (4,))}
 OTHERS = (
     "README.md",
     "tokenizer.json",
@@ -61,6 +62,25 @@ def _torch(folder: Path) -> set[str]:
     return {"pytorch_model.bin", "config.json"}
 
 
+def _torch_and_others(folder: Path) -> set[str]:
+    """What transformers would not load is not downloaded either."""
+    save_file({"x": torch.ones(1)}, folder / "adapter_model.safetensors")
+    save_file(VARIANT, folder / "model.fp16.safetensors")
+    return _torch(folder)
+
+
+def _named_by_config(folder: Path) -> set[str]:
+    _one_file(folder)
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    (folder / "config.json").write_text('{"transformers_weights": "other.safetensors"}')
+    return {"other.safetensors", "config.json"}
+
+
+def _dcp(folder: Path) -> set[str]:
+    torch.distributed.checkpoint.save(STATE, checkpoint_id=str(folder), no_dist=True)
+    return {".metadata", "__0_0.distcp", "config.json"}
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "served"
@@ -70,7 +90,9 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("made", [_one_file, _indexed, _torch], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "made", [_one_file, _indexed, _torch, _torch_and_others, _named_by_config, _dcp], ids=lambda f: f.__name__
+)
 def test_only_weights_index_and_config_come(made: Callable[[Path], set[str]], tmp_path: Path) -> None:
     (tmp_path / "served").mkdir()
     _others(tmp_path / "served")
@@ -85,6 +107,40 @@ def test_only_weights_index_and_config_come(made: Callable[[Path], set[str]], tm
         for source in ("org/name", "hf://org/name", "hf://org/name@v1", f"hf://org/name@{COMMIT}"):
             assert_same(read_all(Checkpoint.open(source)), STATE)
         assert server.fetched == dict.fromkeys(expected, 1), "the cache has them"
+
+
+def test_variants(model: Path, tmp_path: Path) -> None:
+    """Each is downloaded when it is asked for, into one folder of the cache."""
+    save_file(VARIANT, model / "model.fp16.safetensors")
+    variants = {"fp16": (VARIANT, {"model.fp16.safetensors": 1}), "": (STATE, {"model.safetensors": 1})}
+    with serving(HubServer(model)) as server, pointing(server.address, tmp_path / "cache"):
+        fetched = {"config.json": 1}
+        for variant, (state, new) in variants.items():
+            assert_same(read_all(Checkpoint.open("org/name", variant=variant)), state)
+            fetched |= new
+            assert server.fetched == fetched
+        with pytest.raises(
+            CheckpointError, match=r"org/name@.* has no weights of variant='ema'; it has consolidated\.safe"
+        ):
+            Checkpoint.open("org/name", variant="ema")
+        assert server.fetched == fetched
+    with pointing(server.address, tmp_path / "cache", offline=True):
+        for variant, (state, _) in variants.items():
+            assert_same(read_all(Checkpoint.open("org/name", variant=variant)), state)
+
+
+def test_a_variant_in_the_cache_is_not_loaded_for_another(model: Path, tmp_path: Path) -> None:
+    save_file(VARIANT, model / "model.fp16.safetensors")
+    with serving(HubServer(model)) as server:
+        with pointing(server.address, tmp_path / "cache"):
+            Checkpoint.open("org/name", variant="fp16").close()
+        with (
+            pointing(server.address, tmp_path / "cache", offline=True),
+            pytest.raises(
+                CheckpointError, match=r"weights of a variant only: model\.fp16\.safetensors; pass variant='fp16'"
+            ),
+        ):
+            Checkpoint.open("org/name")
 
 
 def test_offline_from_the_cache(model: Path, tmp_path: Path) -> None:
@@ -144,7 +200,7 @@ def test_a_repository_without_weights(model: Path, tmp_path: Path) -> None:
     for file in [*model.glob("*.safetensors"), *model.glob("*.bin")]:
         file.unlink()
     with serving(HubServer(model)) as server:
-        _refused(server, tmp_path / "cache", "org/name", "the repository has no weights")
+        _refused(server, tmp_path / "cache", "org/name", "no checkpoint in hf://org/name")
         (model / "model-q4.gguf").write_bytes(b"GGUF" + bytes(100))
         _refused(server, tmp_path / "cache", "org/name", r"model-q4\.gguf is a GGUF file")
 

@@ -81,6 +81,30 @@ def test_folders_files_and_indices(library: str, kind: Any, s3: tuple[Moto, Prox
             assert_same(read_all(checkpoint), small_state())
 
 
+@pytest.mark.parametrize("library", [*LIBRARIES, "web"])
+def test_sets_of_weights(library: str, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+    """The choice is that of local folders, also where names are asked for one by one."""
+    states = [{"weight": tensor(number, (4, 3))} for number in range(4)]
+    torch.save(states[0], tmp_path / "pytorch_model.bin")
+    save_file(states[1], tmp_path / "model.fp16.safetensors")
+    save_file(states[2], tmp_path / "adapter_model.safetensors")
+    save_file(states[3], tmp_path / "diffusion_pytorch_model.ema.safetensors")
+    url = put(s3[0], tmp_path, f"sets/{library}")
+    if library == "web":
+        url, library = f"{s3[1].address}/{BUCKET}/sets/web", LIBRARIES[0]
+    with only(library):
+        for number, variant in ((0, ""), (1, "fp16"), (3, "ema")):
+            assert_same(read_all(Checkpoint.open(url, variant=variant)), states[number])
+        with pytest.raises(CheckpointError, match="no weights of variant='x'"):
+            Checkpoint.open(url, variant="x")
+        save_file(states[3], tmp_path / "diffusion_pytorch_model.safetensors")
+        put(s3[0], tmp_path, url.partition(f"{BUCKET}/")[2])
+        with pytest.raises(
+            CheckpointError, match=r"pytorch_model\.bin, diffusion_pytorch_model\.safetensors; pass the file"
+        ):
+            Checkpoint.open(url)
+
+
 def test_web_addresses(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
     """No listing: a folder is found by the names that it may have."""
     folder_with_index(tmp_path, small_state())

@@ -148,18 +148,19 @@ def _load(file: StoredFile) -> tuple[dict[str, Tensor], list[str]]:
 def _unwrapped(state: Any, file: StoredFile) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors of a state dict that may be wrapped, and the names of all other entries."""
     others: list[str] = []
+    path = ""
     for wrapper in WRAPPERS:
         nested = [key for key in WRAPPERS if isinstance(state, Mapping) and _has_tensors(state.get(key))]
         if len(nested) > 1:
             raise CheckpointError(
                 f"{file} has a state dict under each of {' and '.join(map(repr, nested))}; pass the one that is meant, e.g. "
-                f"torch.load(FILE)[{nested[-1]!r}]"
+                f"torch.load(FILE){path}[{nested[-1]!r}]"
             )
         inner = state.get(wrapper) if isinstance(state, Mapping) else None
         # A model may have a submodule of this name, but no file has its tensors both under it and in a nested dict.
         if isinstance(inner, Mapping) and (not inner or _has_tensors(inner)):
             others += [str(name) for name in state if name != wrapper]
-            state = inner
+            state, path = inner, f"[{wrapper!r}]"
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{file}: expected a dict of tensors, got a {type(state).__name__}")
     tensors, ignored = split_entries(state, str(file))
