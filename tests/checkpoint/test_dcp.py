@@ -154,7 +154,7 @@ def test_two_state_dicts_in_one_folder(tmp_path: Path) -> None:
     other = {key: value + 1 for key, value in SMALL.items()}
     _save(tmp_path, {"app": {"model": SMALL, "state_dict": other}})
     with pytest.raises(
-        CheckpointError, match="under each of state_dict and model: pass prefix='app.state_dict' or prefix='app.m"
+        CheckpointError, match=r"each of state_dict and model: pass prefix='app\.state_dict' or prefix='app\.m"
     ):
         Checkpoint.open(tmp_path)
     assert_same(read_all(Checkpoint.open(tmp_path, prefix="app.model")), SMALL)
