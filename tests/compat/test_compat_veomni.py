@@ -36,14 +36,14 @@ def _fused(rank: int, folder: Path, options: dict[str, Any]) -> list[str]:
     model = sharded(on_meta(Model))
     path = folder if rank == 0 or options.get("readers", "one") != "one" else folder / "only rank 0 has it"
     veomni.rank0_load_and_broadcast_weights(model, str(path), "cpu", **options)
-    return differ(full_state(model), expected(torch.load(folder / "stored.pt")))
+    return differ(full_state(model), expected(torch.load(folder / "stored.tensors")))
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"verify": "full"}, {"readers": "partitioned"}, {"bucket_bytes": 4096}], ids=str
 )
 def test_a_models_converter_makes_what_is_loaded(tmp_path: Path, options: dict[str, Any]) -> None:
-    torch.save(store(tmp_path), tmp_path / "stored.pt")
+    torch.save(store(tmp_path), tmp_path / "stored.tensors")
     all_fine(ranks.run(3, _fused, tmp_path, options))
 
 
@@ -92,13 +92,13 @@ def _renamed(rank: int, folder: Path) -> list[str]:
     model = sharded(on_meta(Model))
     model._checkpoint_conversion_mapping = {r"^wrapped\.": "^(?!layers)", "embed": "never"}
     veomni.rank0_load_and_broadcast_weights(model, str(folder), "cpu")
-    return differ(full_state(model), expected(torch.load(folder / "stored.pt")))
+    return differ(full_state(model), expected(torch.load(folder / "stored.tensors")))
 
 
 def test_names_are_renamed_before_they_are_converted(tmp_path: Path) -> None:
     stored = store(tmp_path)
     write(tmp_path, {f"wrapped.{name}": tensor for name, tensor in stored.items()})
-    torch.save(stored, tmp_path / "stored.pt")
+    torch.save(stored, tmp_path / "stored.tensors")
     all_fine(ranks.run(2, _renamed, tmp_path))
 
 
@@ -107,7 +107,7 @@ def test_names_are_renamed_before_they_are_converted(tmp_path: Path) -> None:
 
 def _tied(rank: int, folder: Path, both: bool) -> list[str]:
     problems = []
-    values = expected(torch.load(folder / "stored.pt"))
+    values = expected(torch.load(folder / "stored.tensors"))
     tied = values | {"head.weight": values["embed.weight"]}
     for tie in (True, False, None):
         if tie is not True and not both:
@@ -127,7 +127,7 @@ def _tied(rank: int, folder: Path, both: bool) -> list[str]:
 def test_the_embeddings_are_tied_if_the_config_says_so(tmp_path: Path, both: bool) -> None:
     """``both``: the checkpoint has an output embedding too, of other values."""
     stored = store(tmp_path, head_weight=not both)
-    torch.save(stored, tmp_path / "stored.pt")
+    torch.save(stored, tmp_path / "stored.tensors")
     all_fine(ranks.run(3, _tied, tmp_path, both))
 
 
@@ -192,7 +192,7 @@ def _own_lora(rank: int, folder: Path) -> list[str]:
 
     model: Any = fully_shard(on_meta(make))
     veomni.rank0_load_and_broadcast_weights(model, str(folder), "cpu", is_peft_model=True)
-    values = expected(torch.load(folder / "stored.pt"))
+    values = expected(torch.load(folder / "stored.tensors"))
     wanted = {}
     for name, value in values.items():
         if name.endswith("norm.weight"):
@@ -206,5 +206,5 @@ def _own_lora(rank: int, folder: Path) -> list[str]:
 
 def test_a_base_checkpoint_into_veomnis_own_lora(tmp_path: Path) -> None:
     stored = store(tmp_path)
-    torch.save(stored, tmp_path / "stored.pt")
+    torch.save(stored, tmp_path / "stored.tensors")
     all_fine(ranks.run(2, _own_lora, tmp_path))
