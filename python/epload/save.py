@@ -58,7 +58,7 @@ def save(
             declares, whose checkpoints ``from_pretrained`` reads, else names as they are.
         names_from: a checkpoint whose names and shapes are taken, for a mapping of your own.
         dtype: of floating-point tensors in the files; by default the model's. What ``from_pretrained`` keeps in float32 in a
-            model of this dtype keeps the model's dtype.
+            model of this dtype keeps the model's dtype. Refused if weights are quantized.
         max_shard_bytes: of the tensors in a file, unless it has only one.
         files: to be copied into the folder, such as those of a tokenizer. The ``config.json`` and ``generation_config.json`` of a
             transformers model are written anyway.

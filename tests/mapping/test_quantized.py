@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import epload
 from epload import Manifest, Mapping, ModelMismatch
+from epload.core.pieces import Quantization
 from epload.core.placement import Layout, Sharded
 from epload.mapping import Convert, Reshape
 from epload.model.targets import collect
 from epload.planning.plan import make_plan
 from support import ranks
 from support.checks import all_fine, as_bytes, local_of
-from support.fp8 import BF16, COLUMNS, FP8, MAPPING, ROWS, Tree, checkpoint, expected, store, weight
+from support.fp8 import BF16, COLUMNS, CONFIG, FP8, MAPPING, ROWS, Tree, checkpoint, expected, store, weight
 from support.models import mesh
 
 
@@ -65,10 +68,21 @@ def test_pytorch_175884_fp8_weights_are_kept_or_dequantized(tmp_path: Path) -> N
     all_fine(ranks.run(4, _load, tmp_path))
 
 
-def one_rank(source: dict[str, Tensor], target: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+def one_rank(source: dict[str, Tensor] | Path, target: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     model = Tree(target)
     epload.load(model, source, progress=False, **options)
     return dict(model.state_dict())
+
+
+def from_folder(
+    folder: Path, source: dict[str, Tensor], target: dict[str, Tensor], config: Any, **options: Any
+) -> dict[str, Tensor]:
+    """Loads a folder with this ``config.json``, or these bytes as one; None for no such file."""
+    folder.mkdir(exist_ok=True)
+    save_file(source, folder / "model.safetensors")
+    if config is not None:
+        (folder / "config.json").write_bytes(config if isinstance(config, bytes) else json.dumps(config).encode())
+    return one_rank(folder, target, **options)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (6,), (6, 1), (3, 2), (1, 4), (6, 4)])
@@ -81,9 +95,9 @@ def test_scales_of_other_shapes(shape: tuple[int, ...]) -> None:
     assert torch.equal(got["w"], (value.float() * full).to(BF16))
 
 
-def test_scales_of_fused_experts() -> None:
+def test_scales_of_fused_experts(tmp_path: Path) -> None:
     value, scale = torch.randn(3, 256, 130).to(FP8), torch.rand(3, 2, 2) + 0.1
-    got = one_rank({"w": value, "w_scale_inv": scale}, {"w": torch.empty(3, 256, 130)})
+    got = from_folder(tmp_path, {"w": value, "w_scale_inv": scale}, {"w": torch.empty(3, 256, 130)}, CONFIG)
     full = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :, :130]
     assert torch.equal(got["w"], value.float() * full)
 
@@ -115,10 +129,11 @@ def test_mistakes_are_named(case: str, strict: bool) -> None:
 
 
 def test_a_view_across_rows_is_refused() -> None:
-    mapping = Mapping(converts=(Convert(("w$",), ("w",), (Reshape((200, 300)),)),))
-    model = Tree({"w": torch.empty(200, 300, dtype=BF16)})
+    value, scale = weight(0, 256, 384)
+    mapping = Mapping(converts=(Convert(("w$",), ("w",), (Reshape((384, 256)),)),))
+    model = Tree({"w": torch.empty(384, 256, dtype=BF16)})
     with pytest.raises(ModelMismatch, match="across its rows"):
-        epload.load(model, {"w": VALUE, "w_scale_inv": SCALE}, mapping=mapping, progress=False)
+        epload.load(model, {"w": value, "w_scale_inv": scale}, mapping=mapping, progress=False)
     assert model.w.is_meta
 
 
@@ -138,7 +153,9 @@ def test_dtypes_by_pattern() -> None:
 
 def test_each_rank_keeps_the_scales_of_what_it_owns() -> None:
     """Of 5 x 2 scales, those of rows 0-159, 160-319, 320-479, and 480-599."""
-    manifest = Manifest(("w", "w_scale_inv"), ((600, 200), (5, 2)), (FP8, torch.float32), "x")
+    declared = Quantization("fp8", blocks=((128, 128),))
+    columns = (("w", "w_scale_inv"), ((600, 200), (5, 2)), (FP8, torch.float32))
+    manifest = Manifest(*columns, "x", quantization=declared)
     targets = collect(Tree({"w": torch.empty(600, 200, dtype=BF16)}))
     shapes = []
     for rank in range(4):

@@ -19,6 +19,8 @@ import epload
 from epload.cli.main import main
 from epload.saving import convert as converting
 from support import ranks
+from support.checks import as_bytes
+from support.fp8 import Tree
 
 STATE = {
     "model.a": torch.arange(35.0).reshape(5, 7),
@@ -85,6 +87,59 @@ def test_the_command(tmp_path: Path) -> None:
         assert (result.exit_code, text in result.stderr) == (status, True), result.stderr
     assert same(found(tmp_path / "new"), expected), "it is still there"
     assert sorted(os.listdir(tmp_path)) == ["config.json", "m.safetensors", "new"]
+
+
+U8, F16, F32 = torch.uint8, torch.float16, torch.float32
+QUANTIZED = {
+    "fp8": {"w.weight": torch.ones(6, 4).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.rand(6, 1)},
+    "fp8 of DeepSeek": {"w.weight": torch.ones(6, 4).to(torch.float8_e4m3fn), "w.scale": torch.rand(6, 1)},
+    "e5m2": {"w": torch.ones(6, 4).to(torch.float8_e5m2), "w_scale": torch.rand(6, 1)},
+    "MXFP8": {"w.weight": torch.ones(6, 4).to(torch.float8_e4m3fn), "w.weight_scale": torch.ones(6, 1, dtype=U8)},
+    "int8": {"w.weight": torch.ones(6, 4, dtype=torch.int8), "w.weight_scale": torch.rand(6, 1)},
+    "GPTQ": {"w.qweight": torch.ones(2, 4, dtype=torch.int32), "w.scales": torch.rand(1, 4, dtype=F16)},
+    "HQQ": {"w.W_q": torch.ones(2, 4, dtype=U8), "w.scale": torch.rand(2, 1), "w.zero": torch.rand(2, 1)},
+    "bitsandbytes": {"w.weight": torch.ones(8, 1, dtype=U8), "w.weight.absmax": torch.rand(3)},
+    "quanto": {"w.weight._data": torch.ones(2, 4, dtype=torch.int8), "w.weight._scale": torch.rand(2, 1)},
+    "AQLM": {"w.codes": torch.ones(2, 4, 1, dtype=torch.int8), "w.codebooks": torch.rand(1, 9, 1, 4)},
+    "EETQ": {"w.weight": torch.ones(4, 6, dtype=torch.int8), "w.weight_scales": torch.rand(6)},
+    "NVFP4": {"w.weight": torch.ones(4, 6, dtype=U8), "w.weight_scale_2": torch.rand(())},
+}
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_quantized_weights_are_copied_and_not_cast(case: str, tmp_path: Path) -> None:
+    """Their scales, rounded, would be those of other weights."""
+    state = {"norm": torch.arange(3.0), **QUANTIZED[case]}
+    for dtype in (torch.bfloat16, F32):
+        with pytest.raises(ValueError, match=r"w\S* is quantized \(.* leave out the dtype"):
+            epload.convert(state, tmp_path / "new", dtype=dtype)
+    assert os.listdir(tmp_path) == []
+    epload.convert(state, tmp_path / "new")
+    new = found(tmp_path / "new")
+    assert {name: tensor.dtype for name, tensor in new.items()} == {
+        name: tensor.dtype for name, tensor in state.items()
+    }
+    assert all(torch.equal(as_bytes(new[name]), as_bytes(tensor)) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("case", ["fp8", "int8", "EETQ"])
+def test_a_quantized_model_is_saved_as_it_is(case: str, tmp_path: Path) -> None:
+    state = {"norm": torch.arange(3.0), **QUANTIZED[case]}
+    model = Tree(state)
+    epload.load(model, state, progress=False)
+    with pytest.raises(ValueError, match=r"w\.weight is quantized"):
+        epload.save(model, tmp_path / "new", dtype=torch.bfloat16)
+    epload.save(model, tmp_path / "new")
+    new = found(tmp_path / "new")
+    assert all(torch.equal(as_bytes(new[name]), as_bytes(tensor)) for name, tensor in state.items())
+
+
+def test_the_command_does_not_cast_scales(tmp_path: Path) -> None:
+    save_file(QUANTIZED["fp8"], tmp_path / "m.safetensors")
+    arguments = ["convert", str(tmp_path / "m.safetensors"), str(tmp_path / "new"), "--dtype", "bfloat16"]
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code, "w.weight is quantized" in result.stderr) == (1, True), result.stderr
+    assert os.listdir(tmp_path) == ["m.safetensors"]
 
 
 def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:

@@ -80,8 +80,12 @@ class Tree(nn.Module):
             module.register_parameter(leaf, nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False))
 
 
+CONFIG = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+
+
 def store(folder: Path) -> None:
-    """Scales in another file than their weights."""
+    """Scales in another file than their weights, and a configuration."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     file = checkpoint()
     shards = {"a.safetensors": {}, "b.safetensors": {}}  # type: dict[str, dict[str, Tensor]]
     for name, tensor in file.items():

@@ -18,7 +18,7 @@ from epload.checkpoint.byte_store import StoredFile
 from epload.core import dtypes
 from epload.core.chunks import Chunks
 from epload.core.columns import column
-from epload.core.pieces import Kinds
+from epload.core.pieces import Kinds, Quantization
 
 _CACHED = ("kinds", "_tensors", "compact", "digest", "identity", "nbytes")
 _SAMPLES, _SAMPLE_BYTES = 16, 512
@@ -40,6 +40,8 @@ class Manifest:
     """Where the tensors are in files that other ranks can read without parsing them; None if there are no such files."""
     ignored: tuple[str, ...] = ()
     """Names of entries that hold no tensor, such as ``_extra_state``: listed in reports, otherwise ignored."""
+    quantization: Quantization | None = None
+    """What the checkpoint's ``config.json`` declares of quantized weights, if it has any; None if it declares nothing."""
 
     @cached_property
     def kinds(self) -> Kinds:
@@ -57,12 +59,17 @@ class Manifest:
     def compact(self) -> bytes:
         """Compressed JSON of everything but :attr:`provenance`."""
         locations = self.locations and self.locations.to_json(self.kinds)
-        return zlib.compress(b"\n".join([self._tensors, _to_json(locations)]), level=1)
+        return zlib.compress(b"\n".join([self._tensors, self._declared, _to_json(locations)]), level=1)
+
+    @property
+    def _declared(self) -> bytes:
+        """The quantization as a line of JSON; empty if there is none."""
+        return b"" if self.quantization is None else _to_json(self.quantization.to_json())
 
     @classmethod
     def from_compact(cls, raw: bytes, provenance: list[Any]) -> Manifest:
         """The inverse of :attr:`compact` and :attr:`provenance`."""
-        tensors, stored = zlib.decompress(raw).split(b"\n")
+        tensors, declared, stored = zlib.decompress(raw).split(b"\n")
         names, distinct_shapes, shape_of, names_of_types, dtype_of = json.loads(tensors)
         kinds = Kinds(
             list(map(tuple, distinct_shapes)),
@@ -74,8 +81,9 @@ class Manifest:
         types = tuple(map(kinds.dtypes.__getitem__, kinds.dtype_of.tolist()))
         columns = json.loads(stored)
         locations = TensorLocations.from_json(columns, shapes, types, kinds) if columns is not None else None
-        manifest = cls(tuple(names), shapes, types, "", locations)
-        manifest.__dict__.update(kinds=kinds, compact=raw, digest=_digest(tensors))
+        quantization = Quantization.from_json(json.loads(declared)) if declared else None
+        manifest = cls(tuple(names), shapes, types, "", locations, quantization=quantization)
+        manifest.__dict__.update(kinds=kinds, compact=raw, digest=_digest(tensors + declared))
         return manifest.with_provenance(provenance)
 
     @property
@@ -96,6 +104,15 @@ class Manifest:
         manifest.__dict__.update({name: self.__dict__[name] for name in _CACHED if name in self.__dict__})
         return manifest
 
+    def with_quantization(self, quantization: Quantization | None) -> Manifest:
+        """Returns the manifest of the same tensors with another declared quantization."""
+        if quantization == self.quantization:
+            return self
+        manifest = replace(self, quantization=quantization)
+        kept = ("kinds", "_tensors", "nbytes")
+        manifest.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
+        return manifest
+
     def nbytes_of(self) -> list[int]:
         """Size of each tensor in bytes."""
         sizes, kind_of = self.kinds.sizes()
@@ -103,8 +120,8 @@ class Manifest:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes, equal for two manifests only if they have the same tensors in the same order."""
-        return _digest(self._tensors)
+        """16 bytes, equal for two manifests only if they have the same tensors in the same order, quantized in the same way."""
+        return _digest(self._tensors + self._declared)
 
     @cached_property
     def identity(self) -> str:

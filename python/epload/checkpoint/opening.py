@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,9 +18,16 @@ from epload.checkpoint.file_checkpoint import FileCheckpoint, merge_layouts
 from epload.checkpoint.index import Index
 from epload.checkpoint.local_store import LocalFolder
 from epload.checkpoint.manifest import FileFacts, FileLayout, Manifest
+from epload.checkpoint.quantization import quantization_of
 from epload.checkpoint.remote import hub, object_store
 from epload.checkpoint.state_dict import StateDictCheckpoint, split_entries
+from epload.core.dtypes import FP8, INTEGERS
+from epload.core.pieces import Quantization
 from epload.errors import CheckpointError
+
+_CONFIGS = ("config.json", "hf_quant_config.json")
+"""Files next to the weights that declare a quantization: the first that does counts."""
+_MAX_CONFIG_BYTES = 16 << 20
 
 
 def open_source(source: Any, known: Manifest | None, prefix: str, variant: str, progress: Progress) -> Checkpoint:
@@ -186,7 +194,9 @@ def _open_folder(folder: Folder, known: Manifest | None, prefix: str, variant: s
     chosen = file_sets.choose(names, str(folder), variant, _weights_in_config(folder, names))
     if chosen == [dcp.FILE]:
         return _open_dcp(folder, known, prefix)
-    return _open_file(folder, chosen[0], known) if len(chosen) == 1 else _open_files(folder, chosen, known)
+    return (
+        _open_file(folder, chosen[0], known, is_folder=True) if len(chosen) == 1 else _open_files(folder, chosen, known)
+    )
 
 
 def _weights_in_config(folder: Folder, names: Sequence[str]) -> str:
@@ -198,7 +208,8 @@ def _weights_in_config(folder: Folder, names: Sequence[str]) -> str:
     return name
 
 
-def _open_file(folder: Folder, name: str, known: Manifest | None) -> Checkpoint:
+def _open_file(folder: Folder, name: str, known: Manifest | None, is_folder: bool = False) -> Checkpoint:
+    """``is_folder``: True if the folder was passed, so that its configuration is that of the file."""
     with folder.open([name]) as files:
         if name.endswith(".json"):
             index = Index(files[0])
@@ -206,12 +217,12 @@ def _open_file(folder: Folder, name: str, known: Manifest | None) -> Checkpoint:
                 return _open_index(folder, index, files, known)
         if not _is_safetensors(files[0]) and (reason := unsupported.of_file(files[0])):
             raise CheckpointError(reason)
-        return _checkpoint_of(folder, files, folder.path_of(name), known)
+        return _checkpoint_of(folder, files, folder.path_of(name), known, is_folder=is_folder)
 
 
 def _open_files(folder: Folder, names: Sequence[str], known: Manifest | None) -> Checkpoint:
     with folder.open(names) as files:
-        return _checkpoint_of(folder, files, str(folder), known)
+        return _checkpoint_of(folder, files, str(folder), known, is_folder=True)
 
 
 def _open_index(folder: Folder, index: Index, index_files: Sequence[StoredFile], known: Manifest | None) -> Checkpoint:
@@ -223,7 +234,7 @@ def _open_index(folder: Folder, index: Index, index_files: Sequence[StoredFile],
         if absent := sorted({*names} - folder.present(names)):
             raise index.absent(absent[0])
     with folder.open(names) as files:
-        return _checkpoint_of(folder, files, str(folder), known, index, index_files)
+        return _checkpoint_of(folder, files, str(folder), known, index, index_files, is_folder=True)
 
 
 # ---- formats ----
@@ -236,6 +247,7 @@ def _checkpoint_of(
     known: Manifest | None,
     index: Index | None = None,
     index_files: Sequence[StoredFile] = (),
+    is_folder: bool = False,
 ) -> Checkpoint:
     """A checkpoint of open files. Without parsing, if the headers and the index are those of the known manifest."""
     store = folder.store(files, index_files)
@@ -246,13 +258,49 @@ def _checkpoint_of(
     if manifest is None:
         layouts = _layouts(files, source)
         if layouts is None:
-            return torch_file.load_files(files, store, source, index)
+            loaded = torch_file.load_files(files, store, source, index)
+            loaded.declare(_quantization(folder, loaded.manifest) if is_folder else None)
+            return loaded
         facts = facts or list(map(_facts, files))
         if index is None and any(layout.parts is not None for layout in layouts):
             manifest = dcp.of_shards(files, layouts, facts, source)
         else:
             manifest = merge_layouts(files, layouts, facts, source, index)
-    return FileCheckpoint(store, manifest)
+    return FileCheckpoint(store, manifest.with_quantization(_quantization(folder, manifest) if is_folder else None))
+
+
+def _quantization(folder: Folder, manifest: Manifest) -> Quantization | None:
+    """Returns the quantization that a folder's configuration declares; None if no tensor of it can be quantized.
+
+    Raises:
+        CheckpointError: the configuration of fp8 weights cannot be read.
+    """
+    if {*FP8, *INTEGERS}.isdisjoint(manifest.kinds.dtypes):
+        return None
+    try:
+        return next(filter(None, (_declared(folder, name) for name in _CONFIGS)), None)
+    except CheckpointError:
+        if set(FP8).isdisjoint(manifest.kinds.dtypes):
+            return None
+        raise
+
+
+def _declared(folder: Folder, name: str) -> Quantization | None:
+    """Returns the quantization that one file declares, if the folder has the file. Raises CheckpointError."""
+    try:
+        with folder.open([name]) as files:
+            raw = files[0].read(0, _MAX_CONFIG_BYTES + 1)
+            files[0].close()
+        if len(raw) > _MAX_CONFIG_BYTES:
+            raise ValueError(f"it has more than {_MAX_CONFIG_BYTES >> 20} MiB")
+        return quantization_of(json.loads(raw))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"cannot read the quantization of fp8 weights from {folder.path_of(name)}: {reason}; correct the file, or remove it"
+        ) from error
 
 
 def _open_dcp(folder: Folder, known: Manifest | None, prefix: str) -> Checkpoint:
@@ -271,7 +319,7 @@ def _open_dcp(folder: Folder, known: Manifest | None, prefix: str) -> Checkpoint
             if manifest is None:
                 metadata = metadata or dcp.read_metadata(metadata_files[0])
                 manifest = dcp.of_metadata(metadata, store, facts, str(folder), digest, prefix)
-            return FileCheckpoint(store, manifest)
+            return FileCheckpoint(store, manifest.with_quantization(_quantization(folder, manifest)))
 
 
 def _if_same(known: Manifest, index: str, facts: Sequence[FileFacts], source: str) -> Manifest | None:

@@ -14,7 +14,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
-from epload.core.pieces import Piece
+from epload.core.pieces import Piece, Quantization
 from epload.core.placement import Box, box_of_range, box_slices, boxes_of_range, row_major_strides
 from epload.errors import CheckpointError
 from epload.native import ops
@@ -88,6 +88,10 @@ class StateDictCheckpoint(Checkpoint):
     @property
     def manifest(self) -> Manifest:
         return self._manifest
+
+    def declare(self, quantization: Quantization | None) -> None:
+        """Adds what a configuration next to the tensors declares to the manifest."""
+        self._manifest = self._manifest.with_quantization(quantization)
 
     def tensor(self, index: int) -> Tensor | None:
         return self._tensors.get(self._names[index])

@@ -86,7 +86,8 @@ class ConvertedCheckpoint(Checkpoint):
             self._list_entries(self._inner.manifest)
             columns = [(entry.name, entry.shape, entry.dtype) for entry in self._entries]
             names, shapes, kinds = zip(*columns, strict=True) if columns else ((), (), ())
-            self._manifest = Manifest(names, shapes, kinds, self._inner.manifest.source)
+            inner = self._inner.manifest
+            self._manifest = Manifest(names, shapes, kinds, inner.source, quantization=inner.quantization)
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         assert self._inner is not None

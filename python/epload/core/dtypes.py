@@ -25,6 +25,13 @@ SAFETENSORS = {
 }
 """The dtypes of ``safetensors::tensor::Dtype`` that torch has (https://github.com/huggingface/safetensors)."""
 
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+"""Dtypes of weights that scales multiply. One value an element."""
+INTEGERS = (
+    torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64,
+)  # fmt: skip
+"""Dtypes that packed weights are stored as."""
+
 _SCALAR_TYPE = {
     torch.uint8: 0,
     torch.int8: 1,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, Protocol, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -58,6 +59,39 @@ def distinct_values(values: Sequence[T]) -> tuple[list[T], Tensor]:
     return distinct, column(list(map(numbers.__getitem__, values)))
 
 
+_FP8_METHODS = ("", "fp8", "mxfp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "quark")
+"""Methods whose weights may be fp8 with scales."""
+Block = tuple[int, int]
+"""Rows and columns of a weight that share a scale."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The quantization that a checkpoint's configuration declares, as far as loading depends on it. Equal on all ranks."""
+
+    method: str = ""
+    """The ``quant_method``; empty if there is none."""
+    blocks: tuple[Block, ...] = ()
+    """The blocks that weights may be divided into: one for each group of weights that has blocks."""
+    exponents: bool = False
+    """True if scales stored as uint8 are E8M0 exponents: the byte b stands for 2^(b - 127)."""
+
+    @property
+    def is_fp8(self) -> bool:
+        """False for methods whose weights are all packed."""
+        return self.method in _FP8_METHODS
+
+    def to_json(self) -> list[Any]:
+        """Returns the fields as JSON."""
+        return [self.method, [list(block) for block in self.blocks], self.exponents]
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> Quantization:
+        """Reads what :meth:`to_json` returns."""
+        method, blocks, exponents = fields
+        return cls(method, tuple((rows, columns) for rows, columns in blocks), exponents)
+
+
 class Metadata(Protocol):
     """Names, shapes and dtypes of a checkpoint's tensors, one entry per tensor in each column; equal on all ranks.
 
@@ -80,6 +114,11 @@ class Metadata(Protocol):
     @property
     def digest(self) -> bytes:
         """Equal for two checkpoints only if they have the same tensors in the same order."""
+        ...
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """What the checkpoint's configuration declares of quantized weights."""
         ...
 
 

@@ -11,7 +11,7 @@ from epload.errors import ModelMismatch
 from epload.forecast.hypothetical import Factory, Sizes, as_seen_by, first_rank
 from epload.loading.hints import check_match
 from epload.mapping.mapping import Mapping, ignored_keys
-from epload.mapping.resolve import resolve_mapping
+from epload.mapping.resolve import resolve_mapping, with_quantization_of
 from epload.model.targets import Targets, collect
 from epload.planning.choose import LoadProfile, WaveMeasurement, choose_readers
 from epload.planning.plan import LoadPlan, make_plan
@@ -88,6 +88,7 @@ def forecast(
         model = factory(mesh)
         targets = collect(model)
         mapping = resolve_mapping("auto", model, targets.index, manifest.names)
+        manifest = with_quantization_of(model, manifest)
         as_rank = {rank: as_seen_by(targets, sizes, rank) for rank in ranks}
     owned = {rank: _plan(manifest, each, mapping, cluster, "auto").owned for rank, each in as_rank.items()}
     first = _plan(manifest, targets, mapping, cluster, "auto")

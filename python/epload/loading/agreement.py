@@ -36,7 +36,7 @@ from epload.loading.resources import Resources
 from epload.loading.routes import Router
 from epload.loading.tied import TiedWeights
 from epload.mapping.mapping import Mapping, ignored_keys
-from epload.mapping.resolve import resolve_mapping
+from epload.mapping.resolve import resolve_mapping, with_quantization_of
 from epload.model.devices import CPU
 from epload.model.targets import Targets
 from epload.observe.events import Events
@@ -298,7 +298,8 @@ class Agreement:
         self, request: Request, inputs: LocalInputs, opening: Opening, draft: Draft, plan: LoadPlan, all_read: bool,
         owned: list[int], offers: dict[str, Any], missing: Missing | None,
     ) -> AgreedLoad:  # fmt: skip
-        self._common = draft.manifest.identity
+        assert self.inputs.manifest is not None
+        self._common = self.inputs.manifest.identity
         missing_keys, mismatched_keys = unfilled_anywhere(self._control, inputs, plan)
         if missing is None:
             missing = compute_missing(
@@ -320,6 +321,7 @@ class Agreement:
         manifest = self.inputs.join(inputs, request.checkpoint, known, same_content)
         mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names)
         self.inputs.manifest = manifest
+        manifest = with_quantization_of(request.model, manifest)
         wave = wave_limit(manifest.nbytes, self._router.wave_bytes(inputs.device, only_src=manifest.locations is None))
         per_wave = self._router.buckets_per_wave(inputs.device, wave)
         bucket_bytes = wave // per_wave if self._router.stages_on_host(inputs.device) else wave

@@ -63,6 +63,7 @@ def describe(manifest: Manifest, targets: Targets, options: str) -> list[str]:
     """A line an entry of everything in the plan's fingerprint."""
     lines = [f"options: {options}"]
     lines += [f"model {line}" for line in targets.describe()]
+    lines += [f"checkpoint's quantization: {manifest.quantization}"] * (manifest.quantization is not None)
     lines += [
         f"checkpoint {name}: {dtypes.name(dtype)} {list(shape)}"
         for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)

@@ -9,25 +9,11 @@ from collections.abc import Collection, Sequence
 from epload.checkpoint.manifest import Manifest
 from epload.errors import ModelMismatch
 from epload.mapping.mapping import Mapping, ignored_keys, rename_keys
+from epload.mapping.packed import find_packed
 from epload.planning.plan import LoadPlan
 
 _SAMPLE = 50
 """Unexpected keys whose prefixes are tried; a prefix that many keys share shows in any sample."""
-_UNPACKED_BY = "unpack it with transformers, {}, and save_pretrained, then pass the folder that this writes"
-_PACKED = (
-    (".qweight", ".weight", "packed int4 weights of GPTQ or AWQ: pass what was quantized, or unpack it with GPTQModel"),
-    (
-        ".weight_packed", ".weight",
-        f"packed weights of compressed-tensors: {_UNPACKED_BY.format('CompressedTensorsConfig(dequantize=True)')}",
-    ),
-    ("_blocks", "", f"packed mxfp4 weights: {_UNPACKED_BY.format('Mxfp4Config(dequantize=True)')}"),
-    *(
-        (f".weight.quant_state.bitsandbytes__{kind}", ".weight",
-         f"packed 4-bit weights of bitsandbytes: {_UNPACKED_BY.format('model.dequantize()')}")
-        for kind in ("nf4", "fp4")
-    ),
-)  # fmt: skip
-"""The end of a key that packed weights have, that of the parameter which they are of, and what they are."""
 _LISTED = 10
 """Keys that an error lists of each kind."""
 
@@ -41,7 +27,8 @@ def check_match(
     missing = [name for name in plan.missing if name not in ignored]
     unexpected = [name for name in plan.unexpected if name not in ignored]
     mismatched = plan.mismatched
-    if packed := _packed_weight([*missing, *mismatched], unexpected):
+    # Whatever the options allow: all such weights would be missing, and keep the values that they have.
+    if packed := find_packed(manifest, mapping, plan.targets, [*plan.missing, *mismatched], plan.unexpected):
         name, what = packed
         raise ModelMismatch(
             f"{manifest.source} has {name} as {what}, which epload does not unpack",
@@ -70,17 +57,6 @@ def check_match(
         unexpected_keys=unexpected,
         mismatched_keys=mismatched,
     )
-
-
-def _packed_weight(unfilled: Sequence[str], unexpected: Sequence[str]) -> tuple[str, str] | None:
-    """A parameter that nothing fills since its weight is quantized and packed in the checkpoint, and what it is there; whatever
-    ``strict`` is, as all such weights would be missing."""
-    wanted = set(unfilled)
-    for key in unexpected:
-        for suffix, name, what in _PACKED:
-            if key.endswith(suffix) and (packed := key.removesuffix(suffix) + name) in wanted:
-                return packed, what
-    return None
 
 
 def _describe(

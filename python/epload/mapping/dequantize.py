@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epload.core.placement import OwnedRegion, box_slices, owned_parts, owned_regions
 from epload.core.views import Shape
-from epload.mapping.scales import Scaling, indices_in_weight
+from epload.mapping.scales import Scaling, factors, indices_in_weight
 from epload.model.targets import Targets
 
 
@@ -38,7 +38,7 @@ def multiply(scalings: Sequence[Scaling], targets: Targets, local: Sequence[Tens
 def _expand(scaling: Scaling, scale: Tensor, begin: Shape, size: Shape) -> Tensor:
     """The scale of each element of the box of this size that starts at ``begin`` in the view."""
     if scale.numel() == 1:
-        return scale.float().reshape(())
+        return factors(scale).reshape(())
     indices = [index.to(scale.device) for index in indices_in_weight(scaling.view, scaling.shape, begin, size)]
     blocks = zip(indices, scaling.blocks, scaling.first, strict=True)
-    return scale.float()[tuple(index // block - first for index, block, first in blocks)].expand(size)
+    return factors(scale)[tuple(index // block - first for index, block, first in blocks)].expand(size)

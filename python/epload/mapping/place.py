@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as MappingType
@@ -92,6 +93,15 @@ def reverse(
     return found
 
 
+def destinations(mapping: Mapping, names: Sequence[str], targets: MappingType[str, Shape]) -> list[tuple[str, ...]]:
+    """Returns the names of the model that tensors of each of these names would fill, whatever their shapes."""
+    if isinstance(mapping, Placed):
+        return [()] * len(names)
+    target_of = _unwrapped_names(mapping, targets) if mapping.aliases else {name: name for name in targets}
+    placer = _Placer(mapping, names, [()] * len(names), {name: targets[target] for name, target in target_of.items()})
+    return [tuple(map(target_of.__getitem__, filled)) for filled in placer.destinations()]
+
+
 class _Placer:
     """Places the tensors of one checkpoint in one model. Runs once."""
 
@@ -119,6 +129,22 @@ class _Placer:
             self._convert(group)
         self._tie()
         return self.placed
+
+    def destinations(self) -> list[list[str]]:
+        """Returns what :func:`destinations` does, by the model's names without wrappers."""
+        renamed = self._rename()
+        groups, others = match_conversions(self.mapping.converts, renamed)
+        filled: list[list[str]] = [[] for _ in self.names]
+        for source in others:
+            target = self._find(renamed[source]) or self._find(self.names[source])
+            filled[source] = [target] if target is not None else []
+        for group in groups:
+            forms = [form for name in group.targets if (form := self._find(name)) is not None]
+            patterns = [re.compile(r"\d+".join(map(re.escape, form.split("{index}")))) for form in forms]
+            names = [name for name in self.targets if any(pattern.fullmatch(name) for pattern in patterns)]
+            for source in group.sources:
+                filled[source] = names
+        return filled
 
     def _rename(self) -> list[str]:
         renamed = list(self.names)

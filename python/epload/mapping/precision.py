@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes
 from epload.errors import ModelMismatch
 from epload.mapping.rules import apply_renames
@@ -49,9 +50,12 @@ def set_dtypes(model: nn.Module, modules: Modules, targets: Targets, requested: 
                 raise ValueError(f"dtype: the pattern {pattern!r} matches no tensor of the model")
     wanted, kept = _dtypes_in_transformers(model, modules, targets, requested)
     if requested is not None:
-        for number, name in enumerate(targets.names):
-            tensor = targets.tensors[number]
-            if number not in kept and isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+        shapes = [targets.layouts[layout].shape for layout in targets.layout]
+        scales = quantized_with(targets.names, targets.dtypes, shapes)  # to round them would change the weights
+        wanted = {number: dtype for number, dtype in wanted.items() if targets.names[number] not in scales}
+        for number, (name, tensor) in enumerate(zip(targets.names, targets.tensors, strict=True)):
+            own = isinstance(tensor, nn.Parameter) and dtypes.is_wide(tensor.dtype)
+            if own and number not in kept and name not in scales:
                 wanted.setdefault(number, _requested_dtype(name, requested) or targets.dtypes[number])
     changed = [number for number, dtype in wanted.items() if targets.dtypes[number] != dtype]
     for number in changed:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from torch import nn
 
+from epload.checkpoint.manifest import Manifest
+from epload.checkpoint.quantization import declared_quantization
+from epload.core.dtypes import FP8
 from epload.mapping.adapters import adapter_pairs
 from epload.mapping.mapping import Mapping
 from epload.mapping.transformers import from_transformers
@@ -58,3 +62,18 @@ def resolve_mapping(
     if pairs := adapter_pairs(model, names, checkpoint):
         return Mapping(only=pairs)
     return from_model(model, names)
+
+
+def with_quantization_of(model: nn.Module, manifest: Manifest) -> Manifest:
+    """Returns the manifest with the quantization that the model's configuration declares, if fp8 weights lack a declaration.
+
+    Raises:
+        ValueError: the model declares a malformed block size.
+    """
+    if manifest.quantization is not None or set(FP8).isdisjoint(manifest.kinds.dtypes):
+        return manifest
+    config = getattr(unwrap(model, ()).model, "config", None)
+    declared: Any = getattr(config, "quantization_config", None)
+    if hasattr(declared, "to_dict"):
+        declared = declared.to_dict()
+    return manifest.with_quantization(declared_quantization(declared) if isinstance(declared, dict) else None)

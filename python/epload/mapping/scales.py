@@ -3,11 +3,14 @@
 A weight stored in fp8 with scales fills a wider parameter as ``(weight.float() * scale).to(dtype)``. Scales are sent like any
 tensor; each rank keeps those of the blocks that it owns, in extra tensors that live as long as the load. If the model keeps fp8,
 the scales are among its own tensors, and nothing here applies.
+
+A scale is used only if its dtype and the blocks that it is for are certain: the checkpoint's configuration declares them, or the
+shapes leave no other choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -25,9 +28,28 @@ from epload.model.targets import Targets
 
 SUFFIXES = ("_scale_inv", "_scale")
 """Appended to a weight's name, the name of its scale. Both multiply; the first is DeepSeek's, the second llm-compressor's."""
-BLOCK = 128
-"""Length of a block if the scale's shape allows it; else the dim is divided evenly."""
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_REFINEMENTS = ("_zero_point", "_scale_2", "_global_scale", "_g_idx")
+"""Appended to a weight's name, the names of tensors with which a product of weight and scale is not yet the value."""
+_BLOCK = 128
+"""Length of a block in most checkpoints, in which a dim may be divided even if it is no multiple."""
+_FACTORS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
+    torch.float32: Tensor.float,
+    torch.bfloat16: Tensor.float,
+    torch.float16: Tensor.float,
+    torch.float8_e8m0fnu: Tensor.float,
+    torch.uint8: lambda scale: scale.view(torch.float8_e8m0fnu).float(),
+}
+"""Makes factors of scales, by the dtype in which they are stored; others are refused. uint8 holds E8M0 exponents (the byte b
+stands for 2^(b - 127), 255 for NaN), and is refused where the configuration does not declare them."""
+_WAY_OUT = (
+    "pass the folder with the checkpoint's config.json, whose quantization_config declares it, or set "
+    "model.config.quantization_config"
+)
+
+
+def factors(scale: Tensor) -> Tensor:
+    """Returns what weights are multiplied by, in float32."""
+    return _FACTORS[scale.dtype](scale)
 
 
 @dataclass(frozen=True)
@@ -56,13 +78,13 @@ def with_scales(
         placed: the places of each checkpoint tensor; those of the scales are added.
 
     Raises:
-        ModelMismatch: a weight without its scale, a scale without its weight or of the wrong shape; names them.
+        ModelMismatch: a weight without its scale, a scale without its weight, of another dtype or of the wrong shape; names them.
     """
     scaled = f"{SUFFIXES[0]}\n" in "\n".join((*manifest.names, ""))  # at once takes a fifth of the time
-    if not scaled and set(_FP8).isdisjoint(manifest.kinds.dtypes):
+    if not scaled and set(dtypes.FP8).isdisjoint(manifest.kinds.dtypes):
         return targets, ()
     number = {name: i for i, name in enumerate(manifest.names)}
-    _check_orphans(manifest, targets, number)
+    _check_orphans(manifest, placed, number)
     targets = replace(
         targets, names=[*targets.names], layout=[*targets.layout], dtypes=[*targets.dtypes], layouts=[*targets.layouts],
         coordinates=[*targets.coordinates], index={**targets.index}, local_only={*targets.local_only},
@@ -70,13 +92,14 @@ def with_scales(
     scalings: list[Scaling] = []
     needed = _NeededScales(targets)
     for i, (name, dtype) in enumerate(zip(manifest.names, manifest.dtypes, strict=True)):
-        if dtype not in _FP8:
+        if dtype not in dtypes.FP8:
             continue
         wide = [(targets.index[target], view) for target, view in placed[i]]
         wide = [(target, view) for target, view in wide if targets.dtypes[target] is not dtype]
         if not wide:
             continue
         scale = _scale_of(manifest, targets, number, i, wide[0][0])
+        _check_wide(targets, name, wide)
         blocks, shape = _block_shape(manifest, i, scale), manifest.shapes[i]
         _check_views(targets, name, shape, wide, blocks)
         start, size = needed.box(wide, shape, blocks)
@@ -88,32 +111,63 @@ def with_scales(
     return targets, tuple(scalings)
 
 
-def _check_orphans(manifest: Metadata, targets: Targets, number: dict[str, int]) -> None:
-    """Raises ModelMismatch for a scale whose weight is not in the checkpoint."""
-    for name in manifest.names:
+def _check_orphans(manifest: Metadata, placed: Sequence[tuple[Place, ...]], number: dict[str, int]) -> None:
+    """Raises ModelMismatch for a scale whose weight is not in the checkpoint, or is not quantized there."""
+    for name, places in zip(manifest.names, placed, strict=True):
         weight = name.removesuffix(SUFFIXES[0])
-        if weight != name and weight not in number and name not in targets.index:
+        if weight == name or places:
+            continue
+        if weight not in number:
             raise ModelMismatch(f"{name} is a scale without a weight: {weight} is not in the checkpoint")
+        if dtypes.is_wide(dtype := manifest.dtypes[number[weight]]):
+            raise ModelMismatch(
+                f"{name} is a scale, but {weight} is {dtypes.name(dtype)} in the checkpoint, so that it is unknown whether the "
+                "weight is already multiplied by it; leave the scale out of the checkpoint if it is"
+            )
 
 
 def _scale_of(manifest: Metadata, targets: Targets, number: dict[str, int], weight: int, target: int) -> int:
+    """Returns the number of a weight's scale. Raises ModelMismatch if there is not one, or its dtype means nothing."""
     name = manifest.names[weight]
-    scale = next((number[name + suffix] for suffix in SUFFIXES if name + suffix in number), None)
-    if scale is None:
+    scales = [number[name + suffix] for suffix in SUFFIXES if name + suffix in number]
+    if not scales:
         raise ModelMismatch(
             f"{name} is {dtypes.name(manifest.dtypes[weight])} in the checkpoint and {dtypes.name(targets.dtypes[target])} in "
             f"the model, but its scale {name}{SUFFIXES[0]} is not in the checkpoint"
         )
+    if len(scales) > 1:
+        both = " and ".join(manifest.names[scale] for scale in scales)
+        raise ModelMismatch(
+            f"{name} has two scales in the checkpoint, {both}; leave the one that it is not multiplied by out of the checkpoint"
+        )
+    if (other := next((name + suffix for suffix in _REFINEMENTS if name + suffix in number), None)) is not None:
+        raise ModelMismatch(f"cannot dequantize {name}: it has {other} besides its scale, which epload does not apply")
+    scale, dtype = scales[0], manifest.dtypes[scales[0]]
+    if dtype not in _FACTORS:
+        supported = ", ".join(map(dtypes.name, _FACTORS))
+        raise ModelMismatch(
+            f"{manifest.names[scale]} is {dtypes.name(dtype)}, expected a scale of one of the dtypes {supported}"
+        )
+    if dtype is torch.uint8 and not (manifest.quantization is not None and manifest.quantization.exponents):
+        raise ModelMismatch(
+            f"{manifest.names[scale]} is uint8, which may hold exponents or factors, and no configuration declares an MX format "
+            f'(quant_method "mxfp8", or scale_fmt "ue8m0"); {_WAY_OUT}'
+        )
     return scale
 
 
-def _check_views(targets: Targets, name: str, shape: Shape, wide: Sequence[tuple[int, View]], blocks: Shape) -> None:
-    """Raises ModelMismatch if the weight cannot be multiplied in its targets."""
-    for target, view in wide:
+def _check_wide(targets: Targets, name: str, places: Sequence[tuple[int, View]]) -> None:
+    """Raises ModelMismatch if a target of a weight cannot hold its product."""
+    for target, _ in places:
         if not dtypes.is_wide(targets.dtypes[target]):
             raise ModelMismatch(
                 f"cannot dequantize {name} to {dtypes.name(targets.dtypes[target])}, its dtype in the model"
             )
+
+
+def _check_views(targets: Targets, name: str, shape: Shape, wide: Sequence[tuple[int, View]], blocks: Shape) -> None:
+    """Raises ModelMismatch if the blocks of a weight are not blocks in its targets."""
+    for target, view in wide:
         if prod(blocks) != prod(shape) and not _runs_within_rows(view, shape):
             raise ModelMismatch(
                 f"cannot dequantize {name} into {targets.names[target]}: the mapping reshapes it across its rows, so that its "
@@ -180,23 +234,57 @@ def _add_target(targets: Targets, manifest: Metadata, scale: int, shape: Shape) 
 
 
 def _block_shape(manifest: Metadata, weight: int, scale: int) -> Shape:
-    """Shape of the blocks that share a scale. Raises ModelMismatch if the shapes of weight and scale do not go together."""
+    """Returns the shape of the blocks that share a scale. Raises ModelMismatch if the shapes of weight and scale leave a choice
+    of blocks that the configuration does not make, or do not go together."""
     shape, counts = manifest.shapes[weight], manifest.shapes[scale]
     if prod(counts) == 1:
         return shape
+    declared = manifest.quantization.blocks if manifest.quantization is not None else ()
+    blocks = {block for each in declared if (block := _declared_block(shape, each)) and _grid(shape, block) == counts}
     padded = counts + (1,) * (len(shape) - len(counts))  # per-row scales lack the dims that follow
-    blocks = []
-    for length, count in zip(shape, padded, strict=False):
-        if -(-length // BLOCK) == count:
-            blocks.append(BLOCK)
-        elif count and length % count == 0:
-            blocks.append(length // count)
-    if len(blocks) != len(shape) or len(padded) != len(shape):
-        raise ModelMismatch(
-            f"{manifest.names[scale]} has shape {list(counts)}, which does not divide {manifest.names[weight]} of shape "
-            f"{list(shape)} into blocks of {BLOCK} or into equal blocks"
-        )
-    return tuple(blocks)
+    if not blocks and len(padded) == len(shape):
+        if all(count in (1, length) for length, count in zip(shape, padded, strict=True)):
+            blocks = {tuple(map(_even_length, shape, padded))}
+        elif not declared and len(counts) == len(shape):
+            blocks = _inferred_blocks(shape, counts)
+    if len(blocks) == 1:
+        return blocks.pop()
+    text = (
+        f"{manifest.names[scale]} has shape {list(counts)}, which does not divide {manifest.names[weight]} of shape "
+        f"{list(shape)} into blocks "
+    )
+    if declared:
+        listed = " or ".join(str(list(block)) for block in declared)
+        raise ModelMismatch(f"{text}of {listed}, as the checkpoint's configuration declares")
+    raise ModelMismatch(f"{text}in exactly one way, and no configuration declares a weight_block_size; {_WAY_OUT}")
+
+
+def _even_length(length: int, count: int) -> int:
+    """Returns the length of a block if a dim is divided as evenly as possible; 1 in an empty dim."""
+    return -(-length // max(count, 1)) or 1
+
+
+def _declared_block(shape: Shape, block: tuple[int, int]) -> Shape | None:
+    """Returns a block of a weight's last two dims, repeated for each index of the dims before; None if there are not two."""
+    return (1,) * (len(shape) - 2) + block if len(shape) >= 2 else None
+
+
+def _inferred_blocks(shape: Shape, counts: Shape) -> set[Shape]:
+    """Returns the blocks of equal size that scales of this shape are for; nothing if another division has as many.
+
+    Blocks of 128 may end in a smaller one. Scales that vary along the rows alone may be for the parts of a fused weight, which
+    need not be equal.
+    """
+    if len(shape) < 2 or counts[-1] == 1:
+        return set()
+    block = []
+    for length, count in zip(shape, counts, strict=True):
+        even = _even_length(length, count)
+        uneven = count == 0 or length % count
+        if count not in (1, length) and (uneven or (even != _BLOCK and -(-length // _BLOCK) == count)):
+            return set()
+        block.append(even)
+    return {tuple(block)}
 
 
 def indices_in_weight(view: View, shape: Shape, begin: Shape, size: Shape) -> list[Tensor]:
@@ -225,6 +313,8 @@ def _runs_along(shape: Shape, step: int) -> int:
 @cache
 def _runs_within_rows(view: View, shape: Shape) -> bool:
     """Whether every dim of a view runs along one dim of the weight, so that blocks stay blocks."""
+    if 0 in view.size:
+        return True
     strides = row_major_strides(shape)
     if any(n > 1 and step % strides[_runs_along(shape, step)] for n, step in zip(view.size, view.strides, strict=True)):
         return False

@@ -18,7 +18,6 @@ from epload.checkpoint.manifest import Manifest
 from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology, as_timedelta
 from epload.control.activity import working
-from epload.core import dtypes as dtype_names
 from epload.core.attempt import attempt
 from epload.core.pieces import Piece
 from epload.errors import CheckpointError, LoadError
@@ -26,6 +25,7 @@ from epload.mapping.rules import Rename, apply_renames
 from epload.saving.folder import NewFolder
 from epload.saving.layout import INDEX, FilesLayout, lay_out
 from epload.saving.report import SaveReport
+from epload.saving.source import with_dtype
 from epload.saving.writer import NewFiles
 
 _CHUNK_ELEMENTS = 2 << 20
@@ -54,7 +54,7 @@ def convert(
     Args:
         source: as for :meth:`epload.Checkpoint.open`.
         path: as for :func:`epload.save`.
-        dtype: of floating-point tensors of at least 16 bits; by default as they are.
+        dtype: of floating-point tensors of at least 16 bits; by default as they are. Refused if weights are quantized.
         renames: applied to the names, in order.
         max_shard_bytes: as for :func:`epload.save`.
         files: as for :func:`epload.save`.
@@ -67,7 +67,8 @@ def convert(
 
     Raises:
         CheckpointError: the source cannot be read, or has changed meanwhile.
-        ValueError: names that become equal, a dtype that the format lacks, or a folder that must not be overwritten.
+        ValueError: names that become equal, a dtype that the format lacks, a ``dtype`` for quantized weights, or a folder that
+            must not be overwritten.
         OSError: the folder cannot be written. With a topology a LoadError, the same on every rank.
     """
     began = perf_counter()
@@ -131,14 +132,13 @@ def _commit(folder: NewFolder, layout: FilesLayout, files: Sequence[str | Path])
 
 
 def _converted(manifest: Manifest, dtype: torch.dtype | None, renames: Sequence[Rename]) -> Manifest:
+    if dtype is not None:
+        manifest = with_dtype(manifest, dtype)
     names = apply_renames(tuple(renames), list(manifest.names))
     if len(set(names)) != len(names):
         name = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the renames give several tensors the name {name}; change them so that names stay different")
-    dtypes = manifest.dtypes
-    if dtype is not None:
-        dtypes = tuple(dtype if dtype_names.is_wide(of) else of for of in dtypes)
-    return replace(manifest, names=tuple(names), dtypes=dtypes, locations=None)
+    return replace(manifest, names=tuple(names), locations=None)
 
 
 class _Chunk(NamedTuple):

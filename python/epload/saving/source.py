@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from epload.checkpoint.manifest import Manifest
+from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes as dtype_names
 from epload.mapping.mapping import Mapping
 from epload.mapping.precision import kept_in_fp32
@@ -44,19 +46,38 @@ def read_source(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype
             dtype; None for the model's.
 
     Raises:
-        ModelMismatch, ValueError: see :func:`epload.saving.catalog.catalog` and :func:`epload.saving.model_reader.read_once`.
+        ModelMismatch, ValueError: see :func:`epload.saving.catalog.catalog`, :func:`epload.saving.model_reader.read_once` and
+            :func:`with_dtype`.
     """
     targets = read_once(model)
     manifest, placed = catalog(model, targets, mapping, names_from)
     share = share_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
     if dtype is not None:
         kept = kept_in_fp32(model, targets.index, dtype)
-        saved = tuple(
-            of if not dtype_names.is_wide(of) or any(name in kept for name, _ in places) else dtype
-            for of, places in zip(manifest.dtypes, placed, strict=True)
-        )
-        manifest = replace(manifest, dtypes=saved)
+        in_fp32 = {
+            n for n, places in zip(manifest.names, placed, strict=True) if any(target in kept for target, _ in places)
+        }
+        manifest = with_dtype(manifest, dtype, in_fp32)
     return Source(targets, manifest, share, _config_files(model, targets, manifest))
+
+
+def with_dtype(manifest: Manifest, dtype: torch.dtype, kept: Collection[str] = ()) -> Manifest:
+    """Returns the manifest with this dtype for all floating-point tensors of at least 16 bits but those whose names are ``kept``.
+
+    Raises:
+        ValueError: weights are quantized: they would stay as they are, and what they are decoded with would be rounded.
+    """
+    if quantized := quantized_with(manifest.names, manifest.dtypes, manifest.shapes):
+        scale, weight = next(iter(quantized.items()))
+        stored = dtype_names.name(manifest.dtypes[manifest.names.index(weight)])
+        raise ValueError(
+            f"{weight} is quantized ({stored}, with {scale}), and dtype={dtype_names.name(dtype)} would leave it so and round "
+            "its scales: leave out the dtype, or load the weights into a model of that dtype, which dequantizes fp8, and save it"
+        )
+    pairs = zip(manifest.names, manifest.dtypes, strict=True)
+    return replace(
+        manifest, dtypes=tuple(dtype if dtype_names.is_wide(of) and name not in kept else of for name, of in pairs)
+    )
 
 
 def _config_files(model: nn.Module, targets: Targets, manifest: Manifest) -> dict[str, bytes]:

@@ -169,8 +169,8 @@ def _wanted(names: Sequence[str], where: str, variant: str, content: Callable[[s
         CheckpointError: as :func:`file_sets.choose`.
     """
     top = [name for name in names if "/" not in name]
-    config = [name for name in top if name == file_sets.CONFIG]
-    by_config = file_sets.weights_in_config(content(file_sets.CONFIG)) if config else ""
+    config = [name for name in top if name in (file_sets.CONFIG, "hf_quant_config.json")]
+    by_config = file_sets.weights_in_config(content(file_sets.CONFIG)) if file_sets.CONFIG in config else ""
     chosen = file_sets.choose(top, where, variant, by_config)
     if chosen[0].endswith(".json"):
         chosen = [*chosen, *_named_in(content(chosen[0]))]
