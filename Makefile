@@ -27,6 +27,8 @@ LINKS ?=
 # The oldest and the newest torch that epload supports (setup.py).
 OLDEST ?= torch==2.11.0
 NEWEST ?= torch==2.15.0
+# The oldest transformers that epload supports (python/epload/mapping/transformers.py).
+TRANSFORMERS_OLDEST ?= transformers==5.19.0
 TORCH_NPU ?= torch-npu==2.13.0
 VLLM ?= vllm==0.33.0
 VERL ?= verl==0.9.1
@@ -68,6 +70,17 @@ test-oldest: ## run test-smoke with the oldest supported torch, in its own envir
 
 test-newest: ## run test-smoke with the newest supported torch, in its own environment
 	$(MAKE) test-smoke TORCH="$(NEWEST)" VENV=$(VENV)-newest
+
+$(VENV)-transformers/ready: requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)-transformers
+	$(VENV)-transformers/bin/pip install --quiet --upgrade pip
+	$(VENV)-transformers/bin/pip install --quiet "$(TORCH)"
+	$(VENV)-transformers/bin/pip install --quiet -r requirements-dev.txt "$(TRANSFORMERS_OLDEST)"
+	touch $@
+
+# With the libraries that are built into python/epload for the same torch.
+test-transformers-oldest: build $(VENV)-transformers/ready ## run the tests in tests/transformers.txt with the oldest supported transformers
+	PYTHONPATH=python $(VENV)-transformers/bin/python -m pytest $(PARALLEL) @tests/transformers.txt
 
 $(VENV)-npu/ready:
 	$(PYTHON) -m venv $(VENV)-npu
@@ -117,7 +130,8 @@ demo: build ## load a Mixture-of-Experts checkpoint over two emulated nodes
 demo-sync: build ## sync a trainer's weights into a tensor-parallel engine of another job, after each of three steps
 	$(RUN)/python examples/demo/demo_sync.py
 
-chaos: build ## inject FAULTS=300 seeded faults, starting at SEED=0, on 4 ranks and check each outcome; LINKS=1 shapes the links (root)
+chaos: build ## replay the regressions, inject FAULTS=300 seeded faults from SEED=0 on 4 ranks, check each outcome; LINKS=1 shapes the links (root)
+	$(CAMPAIGN).chaos --regressions
 	$(CAMPAIGN).chaos --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS) $(if $(LINKS),--links)
 
 chaos-sync: build ## inject FAULTS=300 seeded faults into live syncs, starting at SEED=0, and check each outcome
@@ -199,4 +213,4 @@ wheels: ## build and test a wheel for each torch minor in WHEEL_TORCH="2.11 2.12
 	for minor in $(WHEEL_TORCH); do .ci/wheels build $$minor && .ci/wheels test $$minor || exit 1; done
 
 clean: ## remove build outputs and environments
-	rm -rf build dist site .venv-wheels $(DOCS_VENV) $(VENV) $(VENV)-npu $(VENV)-vllm $(VENV)-verl $(VENV)-oldest $(VENV)-newest $(BENCH_VENV) python/epload/*.so python/*.egg-info
+	rm -rf build dist site .venv-wheels $(DOCS_VENV) $(VENV) $(VENV)-npu $(VENV)-vllm $(VENV)-verl $(VENV)-oldest $(VENV)-newest $(VENV)-transformers $(BENCH_VENV) python/epload/*.so python/*.egg-info

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from epload.mapping.transformers import SUPPORTED
 from epload.model import materialize
 from epload.model.modules import Modules
 from epload.model.targets import collect
@@ -89,3 +90,15 @@ def test_the_supported_versions_are_those_that_are_tested() -> None:
     assert minors(project, r'python_version = "3\.(\d+)"') == [first]
     classified = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', project)
     assert classified == [str(minor) for minor in range(int(first), int(last) + 1)]
+
+
+def test_the_supported_transformers_are_those_that_are_tested() -> None:
+    oldest, newest = (int(version.partition(".")[2]) for version in SUPPORTED)
+    requirements = (ROOT / "requirements-dev.txt").read_text()
+    assert minors(requirements, r"transformers>=5\.(\d+),<5\.(\d+) ") == [str(oldest), str(newest + 1)]
+    assert minors((ROOT / "Makefile").read_text(), r"TRANSFORMERS_OLDEST \?= transformers==5\.(\d+)\.") == [str(oldest)]
+    for page in ("README.md", "CHANGELOG.md", "docs/models.md"):
+        found = minors((ROOT / page).read_text(), r"transformers,? \(?(?:versions )?5\.(\d+) to 5\.(\d+)")
+        assert found == [str(oldest), str(newest)], page
+    files = (ROOT / "tests/transformers.txt").read_text().split()
+    assert [file for file in files if not (ROOT / file).is_file()] == []

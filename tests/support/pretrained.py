@@ -84,6 +84,10 @@ def by_the_library(model: Any, **sizes: int) -> Any:
         module, _, leaf = name.rpartition(".")
         owner = model.get_submodule(module)
         setattr(owner, leaf, nn.Parameter(getattr(owner, leaf).detach().clone()))
+    if (ep := sizes.get("ep_size", 1)) > 1 and not hasattr(DistributedConfig, "dp_size"):
+        # transformers 5.19 divides experts only among the ranks of one tensor; here all but the experts are whole.
+        sizes |= {"tp_size": ep, "fsdp_size": sizes["fsdp_size"] // ep}
+        model.tp_plan = {}
     config, _, manager = model.prepare_distribute_model(DistributedConfig(**sizes), None)
     return model.maybe_distribute_model(model, config, manager)
 

@@ -121,7 +121,7 @@ def checkpoint(folder: Path, model: nn.Module) -> Path:
 
 def test_tied_weights_are_offered_once(tmp_path: Path) -> None:
     model = Embedding(tied=True)
-    offered, placed = catalog(model, collect(model), Mapping(), checkpoint(tmp_path, model))
+    offered, placed, _ = catalog(model, collect(model), Mapping(), checkpoint(tmp_path, model))
     assert list(offered.names) == ["embed.weight"]
     assert [[name for name, _ in places] for places in placed] == [["embed.weight"]]
 
@@ -129,7 +129,7 @@ def test_tied_weights_are_offered_once(tmp_path: Path) -> None:
 def test_tied_weights_are_offered_under_the_name_that_others_are_tied_to() -> None:
     model = nn.ModuleDict({"head": nn.Linear(3, 7, bias=False), "embed": nn.Embedding(7, 3)})
     model["embed"].weight = model["head"].weight
-    offered, _ = catalog(model, collect(model), Mapping(ties=(("head.weight", "embed.weight"),)), None)
+    offered, *_ = catalog(model, collect(model), Mapping(ties=(("head.weight", "embed.weight"),)), None)
     assert list(offered.names) == ["embed.weight"]
 
 
@@ -143,7 +143,7 @@ def test_names_from_a_checkpoint_that_lacks_tensors_of_the_model_are_refused(tmp
     assert caught.value.missing_keys == ["head.weight"]
     ignoring = Mapping(ignore_missing=(r"^head\.",))
     for other, rules in ((model, ignoring), (Embedding(tied=True), Mapping())):
-        offered, _ = catalog(other, collect(other), rules, tmp_path)
+        offered, *_ = catalog(other, collect(other), rules, tmp_path)
         assert list(offered.names) == ["embed.weight"]
 
 

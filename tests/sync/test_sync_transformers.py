@@ -116,6 +116,6 @@ def test_engines_get_the_models_that_the_library_makes(kind: str, tmp_path: Path
 def test_tensors_are_offered_as_the_library_saves_them(kind: str, tmp_path: Path) -> None:
     model: Any = random(kind, 0).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
-    offered, _ = catalog(model, collect(model), "auto", None)
+    offered, *_ = catalog(model, collect(model), "auto", None)
     found = dict(zip(offered.names, zip(offered.shapes, offered.dtypes, strict=True), strict=True))
     assert found == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in published(tmp_path).items()}

@@ -180,11 +180,13 @@ class Converter:
                 name = self._names[group.sources[group.indices.index(count - 1)]]
                 raise self.error(group, target, f"{name} has index {count - 1}, but the last index is {stacked - 1}")
             count = stacked
-        counts = [count if _INDEX in pattern else 1 for pattern in convert.sources]
-        if missing := sum(counts) - len(found):
+        optional = bool(convert.operations) and convert.operations[0].optional_inputs
+        required = convert.sources[:1] if optional else convert.sources
+        counts = [count if _INDEX in pattern else 1 for pattern in required]
+        if missing := sum(counts) - sum(number < len(required) for number, _ in found):
             every = (
                 (number, index)
-                for number, pattern in enumerate(convert.sources)
+                for number, pattern in enumerate(required)
                 for index in (range(count) if _INDEX in pattern else [-1])
             )
             number, index = next(key for key in every if key not in found)

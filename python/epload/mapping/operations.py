@@ -29,6 +29,9 @@ class ConversionTargets(NamedTuple):
 class Operation(ABC):
     """A step of a conversion. Operations are equal if their class and fields are."""
 
+    optional_inputs = False
+    """True for a first step that does without any input but the first."""
+
     @abstractmethod
     def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
         """Raises ValueError if the operation cannot be applied to these inputs."""
@@ -125,15 +128,26 @@ class Reshape(Operation):
 
 @dataclass(frozen=True)
 class UnsupportedOperation(Operation):
-    """An operation of the library that computes values, such as quantizing or dequantizing."""
+    """An operation of the library that computes values, such as quantizing or dequantizing, or that epload does not know."""
 
     name: str
+    reason: str = "computes values, which a mapping cannot do"
 
     def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
         raise ValueError(
-            f"the transformers operation {self.name} computes values, which a mapping cannot do; load the model once with "
-            "from_pretrained, save its state dict, and load that"
+            f"the transformers operation {self.name} {self.reason}; load the model once with from_pretrained, save its state "
+            "dict, and load that"
         )
+
+
+@dataclass(frozen=True)
+class Dequantize(UnsupportedOperation):
+    """Keeps a tensor without scales; those with scales compute values. The scales are all inputs but the first."""
+
+    optional_inputs = True
+
+    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
+        return super().__call__(inputs, targets) if any(inputs[1:]) else inputs[:1]
 
 
 @dataclass(frozen=True)
@@ -157,6 +171,8 @@ class PermuteForRope(Operation):
     """Which inputs it applies to."""
 
     def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
+        if len(self.inputs) != len(inputs) and not all(self.inputs):
+            raise ValueError(f"{self} takes {len(self.inputs)} inputs, got {len(inputs)}")
         applies = self.inputs if len(self.inputs) == len(inputs) else (True,) * len(inputs)
         return [
             [self._permute(tensor) if permuted else tensor for tensor in tensors]
@@ -176,6 +192,30 @@ class Flatten(Operation):
 
     def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
         return [[views.reshape(tensor, (tensor.shape[0], -1)) for tensor in tensors] for tensors in inputs]
+
+
+@dataclass(frozen=True)
+class MergeMessageQueries(Operation):
+    """Merges pairs of [query, mlp] rows and pairs of [key, value] rows to [query, key, value, mlp], stacked along a new dim."""
+
+    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
+        outer, inner = (views.reshape(tensor, (-1, 2, *tensor.shape[1:])) for (tensor,) in inputs)
+        query, mlp = views.split(outer, 1, [1, 1])
+        return [[views.concatenate([query, inner, mlp], 1)]]
+
+
+@dataclass(frozen=True)
+class Truncate(Operation):
+    """Keeps the first ``count`` rows of every tensor; the others are padding."""
+
+    count: int
+
+    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
+        return [[self._truncate(tensor) for tensor in tensors] for tensors in inputs]
+
+    def _truncate(self, tensor: Assembly) -> Assembly:
+        rows = min(self.count, tensor.shape[0])
+        return views.split(tensor, 0, [rows, tensor.shape[0] - rows])[0]
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,15 @@ class Rename:
     """If not empty, the rule applies only if some key (within ``scopes``) of the checkpoint matches this regular expression."""
     shift: int = 0
     """Added to the integer that the first group of ``source`` matches."""
+    divide: int = 1
+    """Divides that integer, after the shift, rounding down."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a pattern is not a regular expression, or ``target`` refers to a group that it lacks, and
-        TypeError if ``scopes`` is not a tuple of strings."""
+        """Raises ValueError if a pattern is not a regular expression, ``target`` refers to a group that it lacks, or
+        ``divide`` is less than 1, and TypeError if ``scopes`` is not a tuple of strings."""
         check_tuples(self, scopes=str)
+        if self.divide < 1:
+            raise ValueError(f"expected divide to be at least 1, got {self}")
         _check(self, (self.source,), (self.target,))
         _check(self, (self.when,), ())
 
@@ -49,7 +53,9 @@ class Rename:
         return any(prefix is not None and search(rest) for prefix, rest in parts)
 
     def _replace(self, name: str, match: re.Match[str]) -> str:
-        target = self.target.replace(r"\1", str(int(match[1]) + self.shift)) if self.shift else self.target
+        target = self.target
+        if self.shift or self.divide > 1:
+            target = target.replace(r"\1", str((int(match[1]) + self.shift) // self.divide))
         return name[: match.start()] + expand(match, target) + name[match.end() :]
 
 

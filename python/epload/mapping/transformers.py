@@ -1,7 +1,8 @@
 """Translates the checkpoint conversions that the transformers library (5.x) declares for a model into epload's rules.
 
 The library renames keys with regular expressions and converts collected lists of tensors with operations, in its
-``core_model_loading``. An operation that computes values has no equivalent here, and is an error when a tensor needs it.
+``core_model_loading``. An operation that computes values has no equivalent here, and is an error when a tensor needs it. So is
+one that a version of the library adds later.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ from typing import Any
 
 import torch
 
+from epload.errors import ModelMismatch
 from epload.mapping import operations
 from epload.mapping.mapping import Mapping
 from epload.mapping.rules import Convert, Rename
 from epload.model.skeleton import class_before_fsdp
+
+SUPPORTED = ("5.19", "5.24")
+"""The oldest and the newest version of transformers whose renames and operations are known."""
+_WHOLE_WORD = r"(?!\w)"
 
 
 def from_transformers(model: Any) -> Mapping:
@@ -98,25 +104,44 @@ def _without_fsdp(modules: Iterable[tuple[str, Any]]) -> Any:
 
 
 def _renames(transform: Any) -> list[Rename]:
-    """One rename for a transform with any number of patterns; for a group, one for each pair of patterns."""
-    from transformers.core_model_loading import GroupWeightRename
+    """One rename for a transform with any number of patterns; for a group, one for each pair of patterns.
 
+    Raises:
+        ModelMismatch: the class of the transform renames keys in a way that epload does not know.
+    """
     scopes = _scopes(transform)
-    if isinstance(transform, GroupWeightRename):
+    own = next(cls.__name__ for cls in type(transform).__mro__ if "rename_source_key" in vars(cls))
+    if own == "GroupWeightRename":
         # Last to first, so that no rename applies to the result of another; all or none, by the first pattern.
         pairs = list(zip(transform.source_patterns, transform.target_patterns, strict=True))
-        first = _as_regex(pairs[0][0])
-        return [Rename(_as_regex(a), _template(b), scopes, when=first) for a, b in reversed(pairs)]
+        first = _as_regex(pairs[0][0], transform)
+        return [Rename(_as_regex(a, transform), _template(b), scopes, when=first) for a, b in reversed(pairs)]
+    if own == "Inkling2IndexOffsetWeightRename":
+        source, target = _as_regex(transform.source_patterns[0], transform), transform.target_patterns[0]
+        return [Rename(source, target, scopes, shift=transform.offset)]
+    if own == "LayerPairCollapse":  # which has no scopes
+        return [Rename(rf"layers\.({a})\.{b}(?=\.|$)", rf"layers.\1.{c}", divide=2) for a, b, c in _LAYER_PAIRS]
+    if own != "WeightTransform":
+        raise ModelMismatch(
+            f"the transformers rename {type(transform).__name__} {_unknown()}; pass mapping=, "
+            "with the names and layouts of this checkpoint"
+        )
     pattern = transform.compiled_sources
 
     def reference(number: int) -> str:
         # The library wraps each pattern in a group of its own; only groups of the pattern that matched are not empty.
         return "".join(rf"\g<{index + number}>" for index in pattern.groupindex.values())
 
-    shift = getattr(transform, "offset", 0)
-    if shift:
-        return [Rename(_as_regex(transform.source_patterns[0]), transform.target_patterns[0], scopes, shift=shift)]
     return [Rename(pattern.pattern, _template(transform.target_patterns[0], reference), scopes)]
+
+
+_LAYER_PAIRS = (
+    (r"\d*[02468]", "mixer", "self_attn"),
+    (r"\d*[13579]", "mixer", "mlp"),
+    (r"\d+", "attn_alpha", "lambda_1"),
+    (r"\d+", "mlp_alpha", "lambda_2"),
+)
+"""Index and name of a layer's part where a checkpoint has two layers for one of the model, and its name in the model."""
 
 
 def _template(target: str, reference: Callable[[int], str] = r"\g<{}>".format) -> str:
@@ -134,20 +159,21 @@ def _scopes(transform: Any) -> tuple[str, ...]:
     return (base + scope, scope)
 
 
-def _as_regex(pattern: str) -> str:
-    """As the library compiles a pattern: a star matches any text up to a dot, and a final word must match whole."""
+def _as_regex(pattern: str, transform: Any) -> str:
+    """As the library compiles a pattern of a transform: a star matches any text up to a dot, and a final word must match whole
+    (not before transformers 5.20)."""
     pattern = pattern.replace("*.", r".*\.")
-    return pattern + (r"(?!\w)" if re.search(r"[a-zA-Z0-9]$", pattern) else "")
+    return pattern + _WHOLE_WORD * (pattern + _WHOLE_WORD in transform.compiled_sources.pattern)
 
 
 def _convert(transform: Any, config: Any) -> Convert:
-    sources = tuple(
-        _as_regex(re.sub(r"\*(?=\.|$)", "\0", pattern)).replace("\0", r"(?P<index>\d+)", 1)
-        for pattern in transform.source_patterns
-    )
+    sources = []
+    for pattern in transform.source_patterns:
+        whole_word = _WHOLE_WORD * _as_regex(pattern, transform).endswith(_WHOLE_WORD)
+        sources.append(re.sub(r"\*(?=\.|$)", r"(?P<index>\\d+)", pattern, count=1) + whole_word)
     targets = tuple(_template(pattern).replace("*", "{index}") for pattern in transform.target_patterns)
     steps = [ours for theirs in transform.operations for ours in _operations(theirs, transform, config)]
-    return Convert(sources, targets, tuple(steps), _scopes(transform))
+    return Convert(tuple(sources), targets, tuple(steps), _scopes(transform))
 
 
 _TRANSLATIONS: dict[str, Callable[[Any, Callable[[Any], operations.Operation]], list[operations.Operation]]] = {
@@ -168,22 +194,48 @@ _TRANSLATIONS: dict[str, Callable[[Any, Callable[[Any], operations.Operation]], 
     "ErnieFuseAndSplitTextVisionExperts": lambda op, rope: [
         operations.FuseAndSplitExperts(op.stack_dim, op.concat_dim)
     ],
+    "Inkling2LoopDequantizeExperts": lambda op, rope: [operations.Dequantize("Inkling2LoopDequantizeExperts")],
+    "Inkling2LoopMergeMessageQueries": lambda op, rope: [operations.MergeMessageQueries()],
     "_IdentityOp": lambda op, rope: [],
 }
 """epload's operations for one of the library, by the name of its class. The second argument translates a PermuteForRope."""
 
 
 def _operations(operation: Any, transform: Any, config: Any) -> list[operations.Operation]:
+    from transformers import core_model_loading as library
+
     name = type(operation).__name__
-    if name not in _TRANSLATIONS:
+    own = getattr(library, name, None) is type(operation)
+    if own and name.startswith("Inkling2") and getattr(operation, "inverse", False):
+        return [operations.UnsupportedOperation(name, "is supported only as it loads, not in reverse")]
+    if own and name == "Inkling2UnpadVocab":
+        return [operations.Truncate(config.get_text_config().unpadded_vocab_size)]
+    if own and name in _TRANSLATIONS:
+        return _TRANSLATIONS[name](operation, lambda rope: _rope(rope, transform, config))
+    if type(operation).__module__.startswith("transformers.") and _minor(_installed()) <= _minor(SUPPORTED[1]):
         return [operations.UnsupportedOperation(name)]
-    return _TRANSLATIONS[name](operation, lambda rope: _rope(rope, transform, config))
+    return [operations.UnsupportedOperation(name, _unknown())]
+
+
+def _installed() -> str:
+    import transformers
+
+    return str(transformers.__version__)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
+
+
+def _unknown() -> str:
+    return f"is unknown: epload knows those of transformers {' to '.join(SUPPORTED)}, and {_installed()} is installed"
 
 
 def _rope(operation: Any, transform: Any, config: Any) -> operations.Operation:
     if operation.subconfig_key is not None:
         config = getattr(config, operation.subconfig_key, config)
-    patterns = transform.source_patterns if len(transform.source_patterns) > 1 else transform.target_patterns
+    undivided = operation is transform.operations[0] or len(transform.source_patterns) > 1
+    patterns = transform.source_patterns if undivided else transform.target_patterns
     layers = operation.permute_layer_names
     return operations.PermuteForRope(
         getattr(config, "num_attention_heads", 1),

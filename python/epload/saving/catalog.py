@@ -11,10 +11,13 @@ from torch import nn
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
-from epload.core.views import View
+from epload.core.placement import row_major_strides
+from epload.core.views import Shape, View
 from epload.errors import ModelMismatch
 from epload.mapping.adapters import TRAINED_COPY, names_added_by_adapters
+from epload.mapping.conversion import match_conversions
 from epload.mapping.mapping import Mapping, ignored_keys
+from epload.mapping.operations import Truncate
 from epload.mapping.place import Place, place
 from epload.mapping.resolve import resolve_mapping
 from epload.mapping.rules import apply_renames
@@ -28,8 +31,9 @@ _MOST_SHOWN = 5
 
 def catalog(
     model: nn.Module, targets: Targets, mapping: Mapping | str, names_from: Any
-) -> tuple[Manifest, list[tuple[Place, ...]]]:
-    """The manifest of a model's tensors as its checkpoints have them, and the places of each in the model.
+) -> tuple[Manifest, list[tuple[Place, ...]], list[Shape]]:
+    """The manifest of a model's tensors as its checkpoints have them without padding, the places of each in the model, and
+    the shapes of the checkpoint's tensors with their padding: rows of zeros at the end.
 
     Args:
         targets: of the model.
@@ -65,15 +69,35 @@ def catalog(
     if names_from is not None:
         _check_complete(rules, names, placed, targets, added)
     kept = [i for i, places in enumerate(placed) if places]
+    padded = _padded(rules, names)
+    unpadded = {i: _without_padding(sizes[i], placed[i]) if i in padded else sizes[i] for i in kept}
     for i in kept:
-        _check_whole(names[i], sizes[i], placed[i], targets)
+        _check_whole(names[i], unpadded[i], placed[i], targets)
     manifest = Manifest(
         tuple(names[i] for i in kept),
-        tuple(sizes[i] for i in kept),
+        tuple(unpadded[i] for i in kept),
         tuple(dtypes[placed[i][0][0]] for i in kept),
         SOURCE,
     )
-    return manifest, [placed[i] for i in kept]
+    return manifest, [placed[i] for i in kept], [sizes[i] for i in kept]
+
+
+def _padded(rules: Mapping, names: Sequence[str]) -> set[int]:
+    """The checkpoint tensors that may have padding: those that a conversion truncates."""
+    truncating = [
+        convert for convert in rules.converts if any(isinstance(step, Truncate) for step in convert.operations)
+    ]
+    if not truncating:
+        return set()
+    groups, _ = match_conversions(rules.converts, apply_renames(rules.renames, names))
+    return {number for group in groups if group.convert in truncating for number in group.sources}
+
+
+def _without_padding(shape: Shape, places: Sequence[Place]) -> Shape:
+    """The shape without the rows at the end that have no place, if all others are a target as they are."""
+    view = places[0][1]
+    fits = len(places) == 1 and view.offset == 0 and view.strides == row_major_strides(shape)
+    return view.size if fits and view.size[1:] == shape[1:] else shape
 
 
 def _without_copies(rules: Mapping) -> Mapping:

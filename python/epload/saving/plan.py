@@ -89,7 +89,7 @@ def plan_writes(
 ) -> WritePlan:
     """
     Args:
-        names, shapes, dtypes: of the tensors, as in the files.
+        names, shapes, dtypes: of the tensors, as in the files but without padding.
         outlines: of every rank's share.
         rank: this process's.
         share: this rank's.

@@ -121,7 +121,7 @@ class SaveRun:
         def plan() -> tuple[FilesLayout, WritePlan]:
             layout = lay_out(manifest.names, manifest.shapes, manifest.dtypes, self._options.max_shard_bytes)
             mine = plan_writes(
-                manifest.names, manifest.shapes, manifest.dtypes, layout, outlines, control.rank, source.share
+                manifest.names, source.shapes, manifest.dtypes, layout, outlines, control.rank, source.share
             )
             return layout, mine
 

@@ -15,6 +15,7 @@ from torch import nn
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes as dtype_names
+from epload.core.views import Shape
 from epload.mapping.mapping import Mapping
 from epload.mapping.precision import kept_in_fp32
 from epload.mapping.wrappers import is_from_package, unwrap
@@ -32,6 +33,8 @@ class Source:
     targets: Targets
     manifest: Manifest
     """Of the checkpoint, equal on all ranks."""
+    shapes: tuple[Shape, ...]
+    """Shapes of its tensors without padding, which are written. Padding is rows of zeros at the end."""
     share: Share
     """This rank's."""
     config: dict[str, bytes]
@@ -50,15 +53,17 @@ def read_source(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype
             :func:`with_dtype`.
     """
     targets = read_once(model)
-    manifest, placed = catalog(model, targets, mapping, names_from)
-    share = share_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
+    manifest, placed, padded = catalog(model, targets, mapping, names_from)
+    shapes = manifest.shapes
+    share = share_of_targets(shapes, manifest.dtypes, targets, placed)
+    manifest = replace(manifest, shapes=tuple(padded))
     if dtype is not None:
         kept = kept_in_fp32(model, targets.index, dtype)
         in_fp32 = {
             n for n, places in zip(manifest.names, placed, strict=True) if any(target in kept for target, _ in places)
         }
         manifest = with_dtype(manifest, dtype, in_fp32)
-    return Source(targets, manifest, share, _config_files(model, targets, manifest))
+    return Source(targets, manifest, shapes, share, _config_files(model, targets, manifest))
 
 
 def with_dtype(manifest: Manifest, dtype: torch.dtype, kept: Collection[str] = ()) -> Manifest:

@@ -251,7 +251,7 @@ class WeightSender:
         if self._known is not None and targets.matches(self._known[0]) and added == self._added:
             return targets, *self._known[1:]
         self._added = added
-        manifest, placed = catalog(self._reader.model, targets, self._mapping, self._names_from)
+        manifest, placed, _ = catalog(self._reader.model, targets, self._mapping, self._names_from)
         share = share_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
         return targets, manifest, share
 

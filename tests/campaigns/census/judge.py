@@ -142,17 +142,22 @@ def _normally(model_class: type[Any], config: Any) -> nn.Module:
     return model.eval()
 
 
-def on_meta(model_class: type[Any], config: Any) -> nn.Module:
+def on_meta(model_class: type[Any], config: Any, dtype: torch.dtype | None = None) -> nn.Module:
     """As a user makes a model that is to be loaded; those that compute with values on the way as the library makes them."""
     from transformers import initialization
+
+    def make() -> nn.Module:
+        own = copy_of(config)
+        model: nn.Module = model_class(own) if dtype is None else model_class._from_config(own, dtype=dtype)
+        return model.eval()
 
     torch.manual_seed(SEED + 1)
     try:
         with torch.device("meta"):
-            return model_class(copy_of(config)).eval()
+            return make()
     except Exception:
         with torch.device("meta"), initialization.meta_device_safe_creation_ops():
-            return model_class(copy_of(config)).eval()
+            return make()
 
 
 # ---- garbage that shows ----
@@ -252,6 +257,7 @@ class _Case:
     def judge(self) -> None:
         self._whole()
         self._partial()
+        self._reduced()
 
     def _whole(self) -> None:
         """Everything is in the checkpoint, as ``save_pretrained`` writes it."""
@@ -317,6 +323,28 @@ class _Case:
             if name in gone and got.numel() and not reported & self._names_of(name) and not as_theirs:
                 self._verdict.wrong(f"partial: {name} is missing and not reported as initialized")
             self._judge_computed(name, got, oracle, folder)
+
+    def _reduced(self) -> None:
+        """Models of other dtypes than the checkpoint's, and one of the dtype of a checkpoint that was saved of such a model.
+
+        Parameters and buffers have the dtypes of ``from_pretrained``, and those in the checkpoint its values.
+        """
+        whole, folder = self._folder / "whole", self._folder / "reduced"
+        for dtype, source in ((torch.float16, whole), (torch.bfloat16, whole), ("auto", folder)):
+            try:
+                with poisoned():
+                    oracle = self._class.from_pretrained(source, dtype=dtype)
+                own = oracle.config.dtype  # before it is saved, which sets that of the first parameter
+                oracle.save_pretrained(folder)
+            except Exception as error:
+                self._verdict.notes.append(f"from_pretrained(dtype={dtype!r}): {_text(error)}")
+                return
+            expected = tensors_of(oracle)
+            loaded = tensors_of(self._load(source, strict=True, dtype=own)[0])
+            for name in sorted(set(expected) & set(loaded)):
+                got, want = loaded[name], expected[name]
+                if got.dtype != want.dtype or (name not in self._unsaved and not same(got, want)):
+                    self._verdict.wrong(f"dtype={dtype!r}: {name} is {_few(got)}, from_pretrained has {_few(want)}")
 
     def _judge_computed(self, name: str, got: Tensor, oracle: dict[str, Tensor] | None, folder: Path) -> None:
         """What the checkpoint lacks: like the library's where that is deterministic, else of its distribution."""
@@ -393,8 +421,8 @@ class _Case:
         save_file(state, folder / "model.safetensors", {"format": "pt"})
         self._model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
 
-    def _load(self, folder: Path, strict: bool) -> tuple[nn.Module, Any]:
-        model = on_meta(self._class, self._config)
+    def _load(self, folder: Path, strict: bool, dtype: torch.dtype | None = None) -> tuple[nn.Module, Any]:
+        model = on_meta(self._class, self._config, dtype)
         torch.manual_seed(SEED + 2)
         with poisoned():
             report = epload.load(model, folder, strict=strict, progress=False)

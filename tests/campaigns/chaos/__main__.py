@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -24,7 +26,7 @@ from pathlib import Path
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from campaigns.chaos.faults import HARMLESS, KINDS, WORLD, Fault
+from campaigns.chaos.faults import HARMLESS, KINDS, REGRESSIONS, WORLD, Fault
 from campaigns.chaos.job import TIMEOUT, Outcome, Place, main
 from netbed import HOST, NetBed
 from support.small_model import NODES, state_for
@@ -170,16 +172,18 @@ def _leaked(outcomes: list[Outcome]) -> str:
     return f"LEAK: {', '.join(left)}" if left else ""
 
 
-def _shared_files() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+def shared_files(pids: set[int], folder: str = "/dev/shm") -> list[str]:
+    """Files in shared memory whose names say that one of these processes made them. Other programs have files there too."""
+    made_by = re.compile(rf"(?<!\d)({'|'.join(map(str, sorted(pids)))})(?!\d)")
+    return sorted(name for name in os.listdir(folder) if made_by.search(name))
 
 
-def campaign(seeds: range, until: float, verbose: bool, bed: NetBed | None) -> int:
+def campaign(seeds: Sequence[int], until: float, verbose: bool, bed: NetBed | None) -> int:
     """Runs the faults of ``seeds`` until the time is over; prints what came of them. The exit status."""
     _context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "epload"])
-    shared = _shared_files()
     happened, reached, bad = Counter[str](), Counter[str](), []
     job, began = Job(bed), time.monotonic()
+    pids = set(job.pids.values())
     for seed in seeds:
         if time.monotonic() > until:
             break
@@ -198,9 +202,10 @@ def campaign(seeds: range, until: float, verbose: bool, bed: NetBed | None) -> i
         if not goes_on:
             job.close()
             job = Job(bed)
+            pids |= set(job.pids.values())
     job.close()
-    if left := _shared_files() - shared:
-        bad.append(f"LEAK: /dev/shm has {sorted(left)}")
+    if left := shared_files(pids):
+        bad.append(f"LEAK: /dev/shm has {left}")
         print(bad[-1])
     count = sum(happened.values())
     print(f"{'fault':<16}{'loads':>6}{'it happened':>13}")
@@ -211,7 +216,7 @@ def campaign(seeds: range, until: float, verbose: bool, bed: NetBed | None) -> i
         for what in ("HANG", "WRONG", "LEAK", "LATE")
     }
     print(
-        f"seeds {seeds.start} to {seeds.start + count - 1}: {count} faults in {time.monotonic() - began:.0f} s, "
+        f"seeds {seeds[0]} to {seeds[count - 1]}: {count} faults in {time.monotonic() - began:.0f} s, "
         f"{count - len(bad)} judged right, "
         + ", ".join(f"{number} {what.lower()}" for what, number in verdicts.items())
     )
@@ -222,10 +227,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="of the first fault")
+    parser.add_argument(
+        "--regressions", action="store_true", help="the seeds that were once judged wrong, in place of others"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--verbose", action="store_true", help="a line for each fault")
     parser.add_argument("--links", action="store_true", help="over links of the test-bed; needs root")
     options = parser.parse_args()
     with NetBed(len(NODES), MBIT, host=True) if options.links else nullcontext() as links:
-        seeds = range(options.seed, options.seed + options.faults)
+        seeds = REGRESSIONS if options.regressions else range(options.seed, options.seed + options.faults)
         sys.exit(campaign(seeds, time.monotonic() + options.seconds, options.verbose, links))

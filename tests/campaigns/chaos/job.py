@@ -58,7 +58,7 @@ def leaks(folder: Path, memories_of: int = 1, watches: int = 1) -> list[str]:
                 watched[_process_of(entry)] += 1
         except OSError:
             continue
-        if target.startswith(str(folder)):
+        if target.startswith((str(folder), "/dev/shm/")):
             problems.append(f"descriptor {target}")
     problems += [f"{count} watches over process {pid}" for pid, count in watched.items() if count > watches]
     if memories() > memories_of:  # those of each loader, which it keeps for its next load

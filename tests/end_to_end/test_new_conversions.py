@@ -1,0 +1,122 @@
+"""Models whose conversions the newest transformers added: loaded from checkpoints as their authors have them, and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import epload
+from epload import ModelMismatch
+
+_SHARED = {"vocab_size": 70, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+_INKLING = _SHARED | {
+    "unpadded_vocab_size": 66, "num_hidden_layers": 3, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8, "d_rel": 4, "moe_intermediate_size": 24, "n_routed_experts": 6, "num_experts_per_tok": 2,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid"], "eos_token_id": 1,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "dory": _SHARED | {
+        "intermediate_size": 48, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "mlp"] * 3, "n_input_layers": 2,
+        "n_recurrent_layers": 2, "n_output_layers": 2,
+    },
+    "inkling2_text": _INKLING,
+    "inkling2_loop_text": _INKLING | {
+        "loop_layer_index_start": 1, "loop_layer_index_end": 3, "n_layers_per_attn_res_block": 1, "loop_gate_rank": 4,
+    },
+    "lara_mini": _SHARED | {
+        "num_hidden_layers": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 6,
+        "layer_types": ["linear_attention", "full_attention"], "eos_token_id": 1,
+    },
+    "sarvam_moe": _SHARED | {"num_hidden_layers": 2, "intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 6},
+    "exaone": _SHARED | {"num_hidden_layers": 2, "intermediate_size": 48, "eos_token_id": 1, "bos_token_id": 0},
+    "mixtral": _SHARED | {"num_hidden_layers": 2, "intermediate_size": 48, "num_local_experts": 6},
+}  # fmt: skip
+KINDS = [kind for kind in CONFIGS if kind in CONFIG_MAPPING]
+"""Those that the installed transformers has; every supported version has the last."""
+
+
+def config(kind: str) -> Any:
+    return AutoConfig.for_model(kind, **CONFIGS[kind])
+
+
+def random(kind: str) -> Any:
+    model = AutoModelForCausalLM.from_config(config(kind)).eval()
+    torch.manual_seed(5)
+    for tensor in (*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())):
+        tensor.data.copy_(torch.randn(tensor.shape))
+    return model
+
+
+def collapsed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a Dory model under the names of its authors: two layers for each layer."""
+    names = {"lambda_1": "attn_alpha", "lambda_2": "mlp_alpha", "self_attn": "mixer", "mlp": "mixer"}
+    renamed = {}
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        if "layers" in parts:
+            number, part = parts.index("layers") + 1, parts.index("layers") + 2
+            if parts[part] in names:
+                odd = parts[part] in ("mlp", "lambda_2")
+                parts[number], parts[part] = str(2 * int(parts[number]) + odd), names[parts[part]]
+        renamed[".".join(parts)] = tensor
+    assert renamed.keys() != tensors.keys()
+    return renamed
+
+
+def saved(kind: str, folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict) -> Any:
+    """A model as ``save_pretrained`` writes it, with other names or values if ``change`` makes them."""
+    model = random(kind)
+    model.save_pretrained(folder)
+    tensors = change(load_file(folder / "model.safetensors"))
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return model
+
+
+def differing(got: Any, expected: Any) -> list[str]:
+    state = got.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+    return [name for name, tensor in expected.state_dict().items() if not torch.equal(state[name], tensor)]
+
+
+def on_meta(kind: str) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config(kind)).eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loads_what_from_pretrained_loads(kind: str, tmp_path: Path) -> None:
+    original = saved(kind, tmp_path, collapsed if kind == "dory" else dict)
+    model = on_meta(kind)
+    epload.load(model, tmp_path, progress=False)
+    assert differing(model, AutoModelForCausalLM.from_pretrained(tmp_path)) == []
+    assert differing(model, original) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saves_what_save_pretrained_saves(kind: str, tmp_path: Path) -> None:
+    original = saved(kind, tmp_path / "theirs")
+    epload.save(original, tmp_path / "ours")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
+    assert differing(AutoModelForCausalLM.from_pretrained(tmp_path / "ours"), original) == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind == "inkling2_loop_text"])
+def test_quantized_experts_are_refused(kind: str, tmp_path: Path) -> None:
+    def quantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        (name,) = [name for name in tensors if name.endswith("layers.2.mlp.experts.w2_weight")]
+        return tensors | {f"{name}_scale": torch.full((6, 32, 1), 127, dtype=torch.uint8)}
+
+    saved(kind, tmp_path, quantize)
+    with pytest.raises(ModelMismatch, match=r"w2_weight_scale.*Inkling2LoopDequantizeExperts computes values"):
+        epload.load(on_meta(kind), tmp_path, strict=False, progress=False)
