@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from epload.redact import redact
+
 
 class LoadError(RuntimeError):
     """The run failed. Every rank raises it, and the message names the rank, the tensor or the file at fault."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redact(message))
 
 
 class CheckpointError(LoadError):
@@ -110,8 +115,8 @@ def is_known(error: BaseException) -> bool:
 
 
 def message_of(error: BaseException) -> str:
-    """The error's message without the C++ stack, prefixed by the class name unless :func:`is_known`."""
-    message = str(error).split("\nException raised from", 1)[0].strip()
+    """The error's message without the C++ stack and without credentials, prefixed by the class name unless :func:`is_known`."""
+    message = redact(str(error).split("\nException raised from", 1)[0].strip())
     return message if is_known(error) else f"{type(error).__name__}: {message}"
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from epload.checkpoint.dcp import ROOT
 from epload.checkpoint.opening import read_objects
+from epload.checkpoint.torch_file import check_pickles
 from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology, as_timedelta
 from epload.core.attempt import attempt
@@ -153,7 +154,9 @@ def _saved(value: Any) -> bytes:
 
 def _value(name: str, content: str) -> Any:
     try:
-        value = torch.load(io.BytesIO(base64.b85decode(content)), map_location="cpu", weights_only=True)
+        stream = io.BytesIO(base64.b85decode(content))
+        check_pickles(stream)
+        value = torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(
             f"the value of {name} cannot be loaded without executing what it names, or is damaged: {message_of(error)[:500]}"

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from epload.checkpoint.opening import describe_source
 from epload.cluster.membership import uninitialized_warning
 from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology, as_timedelta
@@ -32,6 +31,7 @@ from epload.mapping.precision import DTypes, below_fp32_warning
 from epload.model.devices import check_stream
 from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
 from epload.model.initialization import InitMissing
+from epload.redact import redact, redact_url
 from epload.report import LoadReport, count, list_keys
 
 
@@ -314,7 +314,7 @@ class HierarchicalLoader:
         report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, plan.slots.tensor_count
         report.nbytes = plan.slots.payload
         report.buckets = len(plan.buckets)
-        report.source = load.manifest.source
+        report.source = redact(load.manifest.source)
         report.kept_in_fp32 = list(load.inputs.targets.kept_in_fp32)
         if warning := below_fp32_warning(load.inputs.targets):
             report.warnings.append(warning)
@@ -328,9 +328,12 @@ class HierarchicalLoader:
 
 def _log_start(model: nn.Module, checkpoint: Any, topology: Topology) -> None:
     nodes, ranks = len(topology.nodes), len(topology.ranks)
+    source = (
+        redact_url(str(checkpoint)) if isinstance(checkpoint, str | os.PathLike) else f"a {type(checkpoint).__name__}"
+    )
     logger.info(
         "loading %s into %s, on %s of %s",
-        describe_source(checkpoint), type(model).__name__, count(ranks, "rank"), count(nodes, "node"),
+        source, type(model).__name__, count(ranks, "rank"), count(nodes, "node"),
     )  # fmt: skip
 
 

@@ -158,6 +158,18 @@ def test_offline_from_the_cache(model: Path, tmp_path: Path) -> None:
         assert_same(read_all(Checkpoint.open("hf://org/name")), STATE)
 
 
+def test_a_revision_that_is_not_cached_is_named(model: Path, tmp_path: Path) -> None:
+    """Another revision of the same model is in the cache."""
+    with serving(HubServer(model)) as server:
+        with pointing(server.address, tmp_path / "cache"):
+            Checkpoint.open("hf://org/name@v1").close()
+        for revision in ("v2", "0" * 40):
+            match = (
+                f"at org/name in revision {revision}: .*not in the cache.*hf download org/name --revision {revision}$"
+            )
+            _refused(server, tmp_path / "cache", f"hf://org/name@{revision}", match, offline=True)
+
+
 def test_tokens(model: Path, tmp_path: Path) -> None:
     for number, options in enumerate(({"private": True}, {"gated": True})):
         with serving(HubServer(model, **options)) as server, pointing(server.address, tmp_path / str(number), TOKEN):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from epload.core.copy_table import ALIGNMENT
 from epload.core.regions import BoundRegions, Regions
+from epload.errors import CheckpointError
 
 _STREAM_BYTES = 256 << 10
 SPAN_BYTES = 64 << 20
@@ -39,6 +40,19 @@ class StoredFile(ABC):
             CheckpointError: the file has changed since it was opened.
             OSError: it cannot be read.
         """
+
+    def read_whole(self, limit: int) -> bytes:
+        """Returns all bytes of a file that describes others.
+
+        Raises:
+            CheckpointError: the file has changed since it was opened, or is larger than ``limit``.
+            OSError: it cannot be read.
+        """
+        if self.nbytes > limit:
+            raise CheckpointError(
+                f"{self} has {self.nbytes} bytes, expected at most {limit} from its name: replace it, or save it again"
+            )
+        return self.read(0, self.nbytes)
 
     def stream(self) -> BinaryIO:
         """A new stream over the open file, positioned at its beginning; the caller closes it. Raises as :meth:`read`."""

@@ -11,14 +11,17 @@ from pathlib import Path
 from epload.checkpoint.byte_store import StoredFile
 from epload.errors import CheckpointError
 
+_MAX_BYTES = 100_000_000
+"""As of a safetensors header. An index of 100,000 tensors has about 10 MB."""
+
 
 class Index:
     """One index file, parsed when its content is asked for. Not trusted."""
 
     def __init__(self, file: StoredFile) -> None:
-        """Raises OSError."""
+        """Raises CheckpointError if it is too large; OSError."""
         self._file = file
-        self._raw = file.read(0, file.nbytes)
+        self._raw = file.read_whole(_MAX_BYTES)
         self.digest = hashlib.blake2b(self._raw, digest_size=16).hexdigest()
 
     @property

@@ -16,6 +16,7 @@ from torch import Tensor
 from epload.checkpoint.byte_store import ByteStore, Folder, StoredFile
 from epload.core.regions import BoundRegions, Regions
 from epload.errors import CheckpointError
+from epload.files import open_regular
 from epload.native import ops
 
 READ_THREADS = 2
@@ -75,7 +76,7 @@ class LocalFile(StoredFile):
     _fd = -1
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises OSError."""
+        """Raises OSError, also if it is not a regular file."""
         self.path = Path(path)
         self.name = self.path.name
         self._opening = Lock()
@@ -89,7 +90,7 @@ class LocalFile(StoredFile):
                 break
 
     def _open(self) -> tuple[int, FileVersion]:
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(self.path)
         try:
             return fd, FileVersion.of(os.fstat(fd))
         except BaseException:
@@ -140,10 +141,14 @@ class LocalFile(StoredFile):
 
     def read(self, offset: int, nbytes: int) -> bytes:
         parts = []
+        nbytes = min(nbytes, self.nbytes - offset)  # some files of /proc have no size, and no end
         # Over FUSE one call may return fewer bytes than the file has.
-        while nbytes > 0 and (part := os.pread(self.fd, nbytes, offset)):
-            parts.append(part)
-            offset, nbytes = offset + len(part), nbytes - len(part)
+        try:
+            while nbytes > 0 and (part := os.pread(self.fd, nbytes, offset)):
+                parts.append(part)
+                offset, nbytes = offset + len(part), nbytes - len(part)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None  # which the kernel does not say
         return b"".join(parts)
 
     def stream(self) -> BinaryIO:

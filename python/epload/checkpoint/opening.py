@@ -51,13 +51,13 @@ def open_source(source: Any, known: Manifest | None, prefix: str, variant: str, 
         folder, name = _locate(source)
         if not name:
             return _open_folder(folder, known, prefix, variant)
-        if isinstance(folder, LocalFolder) and not (folder.path / name).is_file():
+        if isinstance(folder, LocalFolder) and not (folder.path / name).exists():
             raise CheckpointError(f"no checkpoint at {folder.path_of(name)}: expected a file or a folder")
         _check_no_prefix(prefix, folder.path_of(name))
         _check_no_variant(variant, folder.path_of(name))
         return _open_file(folder, name, known)
     except OSError as error:
-        raise _unreadable(error) from error
+        raise unreadable(error) from error
 
 
 def join_source(source: Any, manifest: Manifest, progress: Progress, same_content: bool) -> Checkpoint:
@@ -89,18 +89,7 @@ def join_source(source: Any, manifest: Manifest, progress: Progress, same_conten
                 raise OtherLayout(f"{folder} has no checkpoint of the same layout as {manifest.source}")
             return FileCheckpoint(folder.store(files), found)
     except OSError as error:
-        raise _unreadable(error) from error
-
-
-def describe_source(source: Any) -> str:
-    """For messages: without the credentials that a URL may have."""
-    if not isinstance(source, str | os.PathLike):
-        return f"a {type(source).__name__}"
-    try:
-        place = object_store.parse(source)
-    except ValueError:
-        return "a malformed URL"
-    return str(source) if place is None else f"{place[0]}/{place[1]}".rstrip("/")
+        raise unreadable(error) from error
 
 
 def read_objects(source: Any, names: Sequence[str]) -> dict[str, bytes]:
@@ -123,7 +112,7 @@ def read_objects(source: Any, names: Sequence[str]) -> dict[str, bytes]:
             file_of = dict(zip(files, opened, strict=True))
             return {name: file_of[item.file].read(item.offset, item.length) for name, item in wanted.items()}
     except OSError as error:
-        raise _unreadable(error) from error
+        raise unreadable(error) from error
 
 
 def from_state_dict(state_dict: Mapping[Any, Tensor], consume: bool = False) -> Checkpoint:
@@ -147,10 +136,9 @@ def _locate(source: str | os.PathLike[str]) -> tuple[Folder, str]:
     return (LocalFolder(path), "") if path.is_dir() else (LocalFolder(path.parent), path.name)
 
 
-def _unreadable(error: OSError) -> CheckpointError:
-    file = (
-        f" {error.filename}" if error.filename else ""
-    )  # never a URL as the caller gave it, which may have credentials
+def unreadable(error: OSError) -> CheckpointError:
+    """Returns what all ranks raise for a file that cannot be read."""
+    file = f" {error.filename}" if error.filename else ""
     return CheckpointError(f"cannot read{file}: {error.strerror or error}")
 
 
@@ -203,7 +191,7 @@ def _weights_in_config(folder: Folder, names: Sequence[str]) -> str:
     if file_sets.CONFIG not in names:
         return ""
     with folder.open([file_sets.CONFIG]) as files:
-        name = file_sets.weights_in_config(files[0].read(0, files[0].nbytes))
+        name = file_sets.weights_in_config(files[0].read(0, min(files[0].nbytes, _MAX_CONFIG_BYTES)))
         files[0].close()
     return name
 
@@ -305,7 +293,7 @@ def _declared(folder: Folder, name: str) -> Quantization | None:
 
 def _open_dcp(folder: Folder, known: Manifest | None, prefix: str) -> Checkpoint:
     with folder.open([dcp.FILE]) as metadata_files:
-        raw = metadata_files[0].read(0, metadata_files[0].nbytes)
+        raw = metadata_files[0].read_whole(dcp.MAX_BYTES)
         digest = hashlib.blake2b(raw + b"\0" + prefix.encode(), digest_size=16).hexdigest()
         metadata = None
         if known is not None and known.locations is not None and known.locations.index == digest:

@@ -11,7 +11,7 @@ import os
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.index import Index
 from epload.checkpoint.manifest import FileFacts, FileLayout
+from epload.checkpoint.pickles import Suspicious, check_pickle
 from epload.checkpoint.state_dict import StateDictCheckpoint, split_entries
 from epload.core import dtypes
 from epload.errors import CheckpointError
@@ -28,6 +29,31 @@ WRAPPERS = ("state_dict", "model")
 _ZIP = b"PK\x03\x04"
 _MAX_DIRECTORY_BYTES = 100_000_000
 """Of the archive's directory, and of the pickle. Larger ones are loaded by torch as a whole."""
+_MAX_PICKLE_BYTES = 1_000_000_000
+"""Of a pickle that torch loads: one that is compressed may claim any size."""
+_LEGACY_PICKLES = 5
+"""Which a file of the format before torch 1.6 begins with."""
+
+
+def check_pickles(stream: BinaryIO) -> None:
+    """Checks the pickles in a file, before ``torch.load`` runs them. ``stream``: at the beginning, where it is again afterwards.
+
+    Raises:
+        Suspicious: the file must not be loaded.
+        RuntimeError: it is an archive that torch cannot read.
+    """
+    is_archive = stream.read(4) == _ZIP
+    stream.seek(0)
+    if is_archive:
+        reader = torch._C.PyTorchFileReader(stream)  # which finds the same pickle as torch.load
+        if (nbytes := reader.get_record_size("data.pkl")) > _MAX_PICKLE_BYTES:
+            raise Suspicious(f"its pickle has {nbytes} bytes, expected at most {_MAX_PICKLE_BYTES}")
+        check_pickle(reader.get_record("data.pkl"))
+    else:
+        raw, end = stream.read(_MAX_DIRECTORY_BYTES), 0
+        for _ in range(_LEGACY_PICKLES):
+            end = check_pickle(raw, end)
+    stream.seek(0)
 
 
 def read_layout(file: StoredFile) -> FileLayout | None:
@@ -43,6 +69,7 @@ def read_layout(file: StoredFile) -> FileLayout | None:
     try:
         members = _members(file)
         with file.stream() as stream:
+            check_pickles(stream)
             state = torch.load(stream, map_location="meta", weights_only=True)
     except OSError:
         raise
@@ -70,6 +97,7 @@ def locate_tensor(file: StoredFile) -> tuple[torch.dtype, tuple[int, ...], int]:
     try:
         members = _members(file)
         with file.stream() as stream:
+            check_pickles(stream)
             tensor = torch.load(stream, map_location="meta", weights_only=True)
         if isinstance(tensor, Tensor) and (begin := _byte_range(tensor, members)) is not None:
             return tensor.dtype, tuple(tensor.shape), begin
@@ -129,11 +157,14 @@ def _load(file: StoredFile) -> tuple[dict[str, Tensor], list[str]]:
         OSError: it cannot be read.
     """
     try:
-        path = file.mapping_path
-        if path is not None and file.read(0, 4) == _ZIP:  # the format before torch 1.6 cannot be mapped
-            state = torch.load(os.fspath(path), map_location="cpu", mmap=True, weights_only=True)
-        else:
-            with file.stream() as stream:
+        is_archive = file.read(0, 4) == _ZIP
+        # From a stream with a descriptor torch would load files of a third format, a tar archive.
+        with file.stream() if is_archive else StoredFile.stream(file) as stream:
+            check_pickles(stream)
+            path = file.mapping_path
+            if is_archive and path is not None and _is_uncompressed(file):
+                state = torch.load(os.fspath(path), map_location="cpu", mmap=True, weights_only=True)
+            else:
                 state = torch.load(stream, map_location="cpu", weights_only=True)
     except (CheckpointError, OSError):
         raise
@@ -235,6 +266,12 @@ def _members(file: StoredFile) -> dict[int, int]:
             return {}
     stored = [entry for entry in entries if entry.compress_type == zipfile.ZIP_STORED]
     return {_data_begin(file, entry.header_offset): entry.file_size for entry in stored}
+
+
+def _is_uncompressed(file: StoredFile) -> bool:
+    """True if an archive can be mapped: torch would take compressed bytes as they are."""
+    with file.stream() as stream, zipfile.ZipFile(stream) as archive:
+        return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
 
 
 def _data_begin(file: StoredFile, header: int) -> int:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from epload.errors import LoadError
+from epload.redact import redact
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 """Every command has it."""
@@ -48,20 +49,22 @@ class Commands(click.Group):
 
 
 def _fail(message: str, status: int) -> int:
-    click.echo(f"epload: {' '.join(message.split())}", err=True)
+    click.echo(redact(f"epload: {' '.join(message.split())}"), err=True)
     return status
 
 
 def print_json(value: object) -> None:
     """Numbers that JSON lacks, such as an infinite rate, are null."""
-    click.echo(json.dumps(_finite(value), indent=2))
+    click.echo(json.dumps(_printable(value), indent=2))
 
 
-def _finite(value: Any) -> Any:
+def _printable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _finite(each) for key, each in value.items()}
+        return {redact(str(key)): _printable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_printable(each) for each in value]
+    if isinstance(value, str):
+        return redact(value)
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return None
     return value
@@ -74,7 +77,7 @@ def show(part: Table | Tree | str = "") -> None:
     console = Console(width=width, force_terminal=terminal, highlight=False, markup=False, emoji=False)
     with console.capture() as captured:
         console.print(part)
-    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    click.echo(redact("\n".join(line.rstrip() for line in captured.get().splitlines())))
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> Table:

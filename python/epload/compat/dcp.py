@@ -32,6 +32,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.local_store import LocalFolder
 from epload.checkpoint.manifest import FileFacts
+from epload.checkpoint.opening import unreadable
 from epload.core import dtypes
 from epload.core.copy_table import CopyTable
 from epload.core.regions import Regions
@@ -217,7 +218,13 @@ def _open(path: str | os.PathLike[str]) -> tuple[Checkpoint, list[str]]:
     where = Path(path).expanduser()
     if not (where / dcp.FILE).is_file():
         return Checkpoint.open(path), []
-    folder = LocalFolder(where)
+    try:
+        return _open_dcp(LocalFolder(where))
+    except OSError as error:
+        raise unreadable(error) from error
+
+
+def _open_dcp(folder: LocalFolder) -> tuple[Checkpoint, list[str]]:
     with folder.open([dcp.FILE]) as metadata_files:
         metadata = dcp.read_metadata(metadata_files[0])
         names = sorted({item.file for item in metadata.items.values()})

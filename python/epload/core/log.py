@@ -5,8 +5,21 @@ from __future__ import annotations
 import logging
 import os
 
+from epload.redact import redact
+
 logger = logging.getLogger("epload")
 """All of epload's log records. A program that configures logging itself does not need ``EPLOAD_LOG``."""
+
+
+def _redact(record: logging.LogRecord) -> bool:
+    """Removes credentials from a record, for all handlers."""
+    message = record.getMessage()
+    if (shown := redact(message)) != message:
+        record.msg, record.args = shown, ()
+    return True
+
+
+logger.addFilter(_redact)
 
 
 def configure() -> None:

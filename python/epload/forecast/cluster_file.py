@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from epload.files import read_regular
 from epload.planning.costs import StoreRates
 from epload.planning.simulator import Cluster
 
@@ -23,7 +24,7 @@ class ClusterFile:
     def read(cls, path: Path) -> ClusterFile:
         """Raises ValueError, OSError."""
         try:
-            content = tomllib.loads(path.read_text())
+            content = tomllib.loads(read_regular(path).decode())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: expected a TOML file: {error}") from error
         _check_keys(path, "", content, ("cluster", "checkpoint", "store"))

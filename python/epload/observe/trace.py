@@ -11,7 +11,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from epload.files import read_regular
 from epload.observe.events import ROUND, Event, Events
+from epload.redact import redact
 
 _FORMAT = "epload trace"
 _LANES = ("MainThread", "epload-read", "epload-move")
@@ -67,9 +69,9 @@ class Trace:
             yield _metadata(rank, number, "thread_sort_index", sort_index=number)
         totals: dict[str, int] = defaultdict(int)
         for span in sorted(events.spans, key=lambda span: (span.begin, -span.end)):
-            args: dict[str, Any] = {"detail": span.detail, "bytes": span.nbytes, "waits_for": list(span.ranks)}
+            args: dict[str, Any] = {"detail": redact(span.detail), "bytes": span.nbytes, "waits_for": list(span.ranks)}
             yield {
-                "name": span.name or span.phase, "cat": span.phase, "ph": "X", "pid": rank, "tid": lanes.index(span.lane),
+                "name": redact(span.name or span.phase), "cat": span.phase, "ph": "X", "pid": rank, "tid": lanes.index(span.lane),
                 "ts": (span.begin - begin) / 1e3, "dur": (span.end - span.begin) / 1e3,
                 "args": {name: value for name, value in args.items() if value},
             }  # fmt: skip
@@ -89,7 +91,7 @@ class Trace:
             ValueError: it is another file.
         """
         try:
-            content = json.loads(Path(path).read_text())
+            content = json.loads(read_regular(path))
             other = content["otherData"]
             if other["format"] != _FORMAT:
                 raise KeyError(_FORMAT)

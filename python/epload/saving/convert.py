@@ -21,6 +21,7 @@ from epload.control.activity import working
 from epload.core.attempt import attempt
 from epload.core.pieces import Piece
 from epload.errors import CheckpointError, LoadError
+from epload.files import read_regular
 from epload.mapping.rules import Rename, apply_renames
 from epload.saving.folder import NewFolder
 from epload.saving.layout import INDEX, FilesLayout, lay_out
@@ -126,7 +127,7 @@ def _commit(folder: NewFolder, layout: FilesLayout, files: Sequence[str | Path])
     if layout.index is not None:
         folder.add(INDEX, layout.index)
     for file in map(Path, files):
-        folder.add(file.name, file.read_bytes())
+        folder.add(file.name, read_regular(file))
     folder.sync()
     folder.commit()
 

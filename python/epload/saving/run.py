@@ -17,6 +17,7 @@ from epload.control.activity import working
 from epload.core import garbage_collection
 from epload.core.attempt import attempt
 from epload.core.log import logger
+from epload.files import read_regular
 from epload.mapping.mapping import Mapping
 from epload.model.flat_state import FlatState
 from epload.planning.shares import Outline
@@ -246,7 +247,7 @@ class SaveRun:
 
         def add_small_files() -> None:
             small = {**source.config, **({} if layout.index is None else {INDEX: layout.index})}
-            small |= {file.name: file.read_bytes() for file in self._options.files}
+            small |= {file.name: read_regular(file) for file in self._options.files}
             for name, content in small.items():
                 folder.add(name, content)
             folder.sync()

@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 import torch
 
 from epload.checkpoint.byte_store import StoredFile
+from epload.checkpoint.pickles import check_pickle
 from epload.core import dtypes
 from epload.core.placement import Box
 from epload.errors import CheckpointError
 
 FILE = ".metadata"
+MAX_BYTES = 2_000_000_000
+"""Of this file. That of 100,000 tensors in 64 chunks each has about 1 GB."""
 SUFFIX = ".distcp"
 """Of the files with the data."""
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -66,8 +69,9 @@ class Metadata(NamedTuple):
 
 def read_metadata(file: StoredFile) -> Metadata:
     """Raises CheckpointError, if the file is malformed or names what no such file has to; OSError."""
-    raw = file.read(0, file.nbytes)
+    raw = file.read_whole(MAX_BYTES)
     try:
+        check_pickle(raw, records=True)
         return _checked(_Unpickler(io.BytesIO(raw)).load())
     except _Refused as refused:
         raise CheckpointError(

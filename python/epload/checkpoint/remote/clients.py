@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from epload.errors import CheckpointError
+from epload.redact import redact_url
 
 _OBSTORE = {
     "s3": "s3",
@@ -77,8 +78,20 @@ class Address(NamedTuple):
 
     @staticmethod
     def of(url: str) -> tuple[Address, str]:
-        """The address of a folder, and the name of a file in it; "" for the folder itself, which lacks a suffix of files."""
-        parts = urlsplit(url)
+        """The address of a folder, and the name of a file in it; "" for the folder itself, which lacks a suffix of files.
+
+        Raises:
+            CheckpointError: the URL is malformed.
+        """
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            parts = None
+        if parts is None or "@" in parts.fragment:
+            raise CheckpointError(
+                "expected a URL such as s3://bucket/path, got a malformed one: write each of /?#@ in a user or password as %2F, "
+                "%3F, %23 or %40, or leave them out and let the client find the credentials"
+            ) from None
         path, name = parts.path.rstrip("/"), ""
         if path.endswith((".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".metadata")):
             path, _, name = path.rpartition("/")
@@ -89,9 +102,8 @@ class Address(NamedTuple):
         return urlsplit(self.url).scheme
 
     def __str__(self) -> str:
-        """Without user, password and query."""
-        parts = urlsplit(self.url)
-        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        """Without credentials."""
+        return redact_url(f"{self.url}?{self.query}" if self.query else self.url)
 
 
 def connect(address: Address) -> Client:

@@ -21,6 +21,7 @@ from typing import Any
 from epload.checkpoint import dcp, file_sets
 from epload.checkpoint.local_store import LocalFolder
 from epload.errors import CheckpointError
+from epload.files import read_regular
 
 SCHEME = "hf://"
 Progress = Callable[[int], None]
@@ -102,7 +103,7 @@ def download(model: HubModel, variant: str, progress: Progress) -> HubFolder:
 
     def wanted() -> list[str]:
         def content(name: str) -> bytes:
-            return Path(hub.hf_hub_download(model.name, name, revision=info.sha)).read_bytes()
+            return read_regular(Path(hub.hf_hub_download(model.name, name, revision=info.sha)))
 
         return _wanted(names, str(pinned), variant, content)
 
@@ -228,9 +229,11 @@ def _describe(hub: Any, model: HubModel, error: Exception) -> CheckpointError:
     elif isinstance(error, errors.HfHubHTTPError):
         text = f"{where} answered {error.response.status_code} for {model}; load again, or pass a local folder"
     elif isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | OSError) or _offline(error):
+        revision = f" --revision {model.revision}" if model.revision else ""
         text = (
-            f"no checkpoint at {model.name}: there is no such path, {where} cannot be reached ({type(error).__name__}), and it "
-            f"is not in the cache {hub.constants.HF_HUB_CACHE}; download it where there is a network: hf download {model.name}"
+            f"no checkpoint at {model.name}{f' in revision {model.revision}' if model.revision else ''}: there is no such path, "
+            f"{where} cannot be reached ({type(error).__name__}), and it is not in the cache {hub.constants.HF_HUB_CACHE}; "
+            f"download it where there is a network: hf download {model.name}{revision}"
         )
     else:
         text = f"cannot download {model} from {where}: {type(error).__name__}"

@@ -1,0 +1,257 @@
+"""Pickles that would take for ever or all memory are refused at once, wherever pickles are loaded; others load as in torch."""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import epload
+from epload import Checkpoint, CheckpointError
+from epload.checkpoint.pickles import Suspicious, check_pickle
+from epload.cli.main import main
+from support import ranks
+from support.checkpoints import assert_same, read_all, tensor
+
+LIMIT = 60.0
+"""Seconds after which a process that loads a pickle is ended."""
+START = b"\x80\x02"
+
+
+def _laughs(levels: int = 60) -> bytes:
+    """A tuple that has a tuple twice that has a tuple twice, and so on: it has 2^levels elements."""
+    return b"N\x85q\0" + b"".join(b"h%c\x86q%c" % (i, i + 1) for i in range(levels))
+
+
+def _list_of_lists(levels: int = 60) -> bytes:
+    """The same of lists, each of which is filled when it is in its place."""
+    empty = b"".join(b"]q%c" % i for i in range(levels + 1))
+    return empty + b"".join(b"h%c(h%ch%ce" % (i, i + 1, i + 1) for i in range(levels)) + b"h\0"
+
+
+def _text(content: bytes) -> bytes:
+    return b"X" + len(content).to_bytes(4, "little") + content
+
+
+BOMBS = {
+    "a key": b"}" + _laughs() + b"K\1s.",
+    "one of many keys": b"}(" + _laughs() + b"K\1u.",
+    "in a set": b"c__builtin__\nset\n(]" + _laughs() + b"atR.",
+    "in an OrderedDict": b"ccollections\nOrderedDict\n(](" + _laughs() + b"K\1\x86etR.",
+    "in a Counter": b"ccollections\nCounter\n(](" + _laughs() + b"etR.",
+    "in a state": b"ccollections\nOrderedDict\n)R](" + _laughs() + b"K\1\x86eb.",
+    "three levels of 5,000": b"}((" + 5000 * b"N" + b"tq\0(" + 5000 * b"h\0" + b"tq\1(" + 5000 * b"h\1" + b"tK\1u.",
+    "a large key 100,000 times": b"}((" + 50_000 * b"N" + b"tq\0K\1" + 100_000 * b"h\0K\1" + b"u.",
+    "deeper than the stack": b"}N" + 3_000_000 * b"\x85" + b"K\1s.",
+    "a tuple in an error message": _laughs() + b"N\x85R.",
+    "a list in an error message": _list_of_lists() + b"N\x85R.",
+    "a long string in an error message": _text(bytes(1 << 20)) + b"q\0(" + 100_000 * b"h\0" + b"tN\x85R.",
+    "a key of a storage": b"(" + _text(b"storage") + b"ctorch\nFloatStorage\n" + _list_of_lists() + _text(b"cpu") + b"K\1tQ.",
+    "a list in itself": b"]q\0h\0a.",
+    "64 GiB of zeros": b"c__builtin__\nbytearray\n\x8a\6\0\0\0\0\x10\0\x85R.",
+    "64 GiB of zeros by another function": (
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(" + 2 * b"c__builtin__\nbytearray\n" + b"\x8a\6\0\0\0\0\x10\0\x85NtR."
+    ),
+    "an encoding that takes a square of time": b"c_codecs\nencode\n" + _text(b"a" * 100) + _text(b"punycode") + b"\x86R.",
+    "a memo of 4 billion values": b"}r\xff\xff\xff\xff.",
+    "a string of 4 GiB": b"X\xff\xff\xff\xff.",
+    "nothing": b"",
+    "no end": b"}",
+    "items of nothing": b"u.",
+}  # fmt: skip
+
+
+def archive(path: Path, body: bytes, compression: int = zipfile.ZIP_STORED) -> None:
+    with zipfile.ZipFile(path, "w", compression) as file:
+        for name, content in (("data.pkl", body), ("byteorder", b"little"), ("version", b"3\n")):
+            file.writestr(f"archive/{name}", content)
+
+
+def legacy(path: Path, body: bytes) -> None:
+    """The format before torch 1.6."""
+    parts = [pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
+    path.write_bytes(b"".join([*parts, body, pickle.dumps([], 2)]))
+
+
+def _refuse(write: Callable[[Path, bytes], None], path: Path, bomb: str) -> None:
+    write(path, START + BOMBS[bomb] if BOMBS[bomb] else b"")
+    with pytest.raises(CheckpointError, match=f"^{path}: not "):
+        Checkpoint.open(path.parent)
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [(archive, "m.bin"), (legacy, "m.pt"), (Path.write_bytes, ".metadata")],
+    ids=["archive", "legacy", "metadata"],
+)
+def test_a_bomb_is_refused(write: Callable[[Path, bytes], None], name: str, bomb: str, tmp_path: Path) -> None:
+    status, output = ranks.run_alone(_refuse, write, tmp_path / name, bomb, limit=LIMIT)
+    assert status == 0, output
+
+
+def _commands(path: Path) -> None:
+    archive(path, START + BOMBS["a key"])
+    for command in (["inspect"], ["verify"], ["diff", str(path)], ["convert", str(path.parent / "out")]):
+        result = CliRunner().invoke(main, [command[0], str(path), *command[1:]])
+        assert result.exit_code == 1
+        assert f"epload: {path}: not a torch file of tensors" in result.output
+
+
+def test_commands_end(tmp_path: Path) -> None:
+    status, output = ranks.run_alone(_commands, tmp_path / "m.bin", limit=LIMIT)
+    assert status == 0, output
+
+
+class Bomb:
+    """A value that pickles as a dict whose key is one of the tuples."""
+
+    def __reduce__(self) -> Any:
+        key: tuple[Any, ...] = (1,)
+        for _ in range(60):
+            key = (key, key)
+        return collections.OrderedDict, ([[key, 1]],)
+
+
+def _load_value(folder: Path) -> None:
+    torch.distributed.checkpoint.save({"w": STATE["weight"], "value": Bomb()}, checkpoint_id=folder)
+    with pytest.raises(CheckpointError, match=r"value of value cannot be loaded .*many times as large"):
+        epload.load_state({"w": torch.zeros(4, 3), "value": 1}, folder, progress=False)
+
+
+STATE = {"weight": tensor(1, (4, 3)), "bias": tensor(2, (4,))}
+
+
+def test_a_value_of_a_state_dict(tmp_path: Path) -> None:
+    status, output = ranks.run_alone(_load_value, tmp_path, limit=LIMIT)
+    assert status == 0, output
+
+
+def _item_in_dcp(folder: Path) -> None:
+    """The bomb takes the place of a tensor's item, which is loaded to find the tensor in it."""
+    stream = io.BytesIO()
+    torch.save(Bomb(), stream)
+    torch.distributed.checkpoint.save({"w": STATE["weight"]}, checkpoint_id=folder)
+    next(folder.glob("*.distcp")).write_bytes(stream.getvalue())
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.offset, info.length = 0, len(stream.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"expected a tensor as torch\.save writes it, .*many times as large"):
+        Checkpoint.open(folder)
+
+
+def test_an_item_of_a_dcp_file(tmp_path: Path) -> None:
+    status, output = ranks.run_alone(_item_in_dcp, tmp_path, limit=LIMIT)
+    assert status == 0, output
+
+
+def _load_bomb(rank: int, path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        epload.load(nn.Linear(3, 4), path, readers="every", progress=False)
+    return str(caught.value)
+
+
+def test_all_ranks_refuse_it(tmp_path: Path) -> None:
+    archive(tmp_path / "m.bin", START + BOMBS["a key"])
+    first, second = ranks.run(2, _load_bomb, tmp_path / "m.bin", limit=LIMIT)
+    assert first == second
+    assert "and builds values that are many times as large" in first
+
+
+def test_compressed_archives(tmp_path: Path) -> None:
+    """As after unzipping and zipping again. torch loads them unless it maps them, and then takes the compressed bytes."""
+    state = {"zeros": torch.zeros(1000), "noise": torch.randint(256, (20_000,), dtype=torch.uint8)}
+    torch.save(state, tmp_path / "stored.bin")
+    (tmp_path / "other").mkdir()
+    with (
+        zipfile.ZipFile(tmp_path / "stored.bin") as stored,
+        zipfile.ZipFile(tmp_path / "other" / "m.bin", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for entry in stored.infolist():
+            packed.writestr(entry.filename, stored.read(entry))
+    assert_same(read_all(Checkpoint.open(tmp_path / "other")), state)
+    archive(tmp_path / "other" / "m.bin", START + b"N" * (1 << 30) + b".", zipfile.ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match=f"its pickle has {(1 << 30) + 3} bytes, expected at most"):
+        Checkpoint.open(tmp_path / "other")
+
+
+def _of_many_kinds() -> dict[str, Any]:
+    """What checkpoints have besides tensors."""
+    weights = {f"layers.{i}.w": tensor(i, (i % 4, 2)) for i in range(300)}  # with memo indices of one byte and of four
+    betas = (0.9, 0.999)
+    shared: list[Any] = [1, {"x": (1, (2, 3))}]
+    return {
+        **weights,
+        "scalar": torch.tensor(3.5),
+        "high": tensor(7, (2, 3, 1, 2, 1)),
+        "tied": weights["layers.3.w"],
+        "view": tensor(5, (4, 6))[1:, ::2],
+        "parameter": nn.Parameter(tensor(6, (3,))),
+        "groups": [{"betas": betas, "lr": 1e-3} for _ in range(50)],
+        "shared": [shared] * 20,
+        "random": (3, tuple(range(625)), None),
+        "keys": {(0, 1): "a", "b": 2**40, 2.5: -(2**70), None: True, b"c": bytearray(b"d\xff"), ("x", (1, 2)): {1, 2}},
+        "ordered": collections.OrderedDict(a=1),
+        "counted": collections.Counter("hello"),
+        "dtype": torch.bfloat16,
+        "size": torch.Size([2, 3]),
+        "device": torch.device("cpu"),
+        "complex": 1 + 2j,
+    }
+
+
+@pytest.mark.parametrize("format", [True, False], ids=["archive", "legacy"])
+def test_whatever_torch_saves_is_loaded(format: bool, tmp_path: Path) -> None:
+    state = _of_many_kinds()
+    torch.save(state, tmp_path / "m.bin", _use_new_zipfile_serialization=format)
+    expected = torch.load(tmp_path / "m.bin", weights_only=True)
+    tensors = {name: value.detach() for name, value in expected.items() if isinstance(value, torch.Tensor)}
+    assert len(tensors) == 305
+    assert_same(read_all(Checkpoint.open(tmp_path / "m.bin")), tensors)
+
+
+def _metadata(names: list[str], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Metadata:
+    entries: dict[str, Any] = {"other": BytesStorageMetadata()}
+    storage = {}
+    for name in names:
+        chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in boxes]
+        entries[name] = TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([1 << 33, 5]), chunks)
+        for number, chunk in enumerate(chunks):
+            file = f"__{number}_0.distcp"
+            storage[MetadataIndex(name, chunk.offsets, number)] = _StorageInfo(file, 7 << 30 << number, 1 << 9)
+    return Metadata(entries, {name: ("model", *name.split(".")) for name in names}, storage)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "boxes", [[((0, 0), (4, 5)), ((4, 0), (1 << 20, 5))], [((), ())], [((1 << 33, 2, 3, 4), (1, 2, 3, 4))]]
+)
+def test_metadata_of_each_protocol(protocol: int, boxes: list[Any]) -> None:
+    """What comes after values that are recognized as a whole is found under its numbers in the memo."""
+    metadata = _metadata([f"layers.{i}.weight" for i in range(100)], boxes)
+    raw = pickle.dumps(metadata, protocol)
+    assert check_pickle(raw, records=True) == len(raw)
+    key: Any = ("k",)
+    for _ in range(60):
+        key = (key, key)
+    with pytest.raises(Suspicious, match="many times as large"):
+        check_pickle(pickle.dumps([metadata, key, key], protocol), records=True)

@@ -1,0 +1,188 @@
+"""Credentials, in whatever form a URL has them, are in nothing that leaves the program."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor, nn
+
+import epload
+from epload import Checkpoint, CheckpointError, LoadError, ModelMismatch
+from epload.checkpoint.remote import object_store
+from epload.cli.main import main
+from epload.cli.output import print_json
+from epload.core.log import logger
+from epload.errors import message_of
+from epload.observe.events import Event, Events
+from epload.observe.trace import Trace
+from epload.redact import redact, redact_url
+from support import ranks
+
+SECRET = "hunter2"
+URLS = {
+    "https://me:hunter2@127.0.0.1:1/a/m.safetensors?X-Amz-Signature=hunter2": "https://127.0.0.1:1/a/m.safetensors",
+    "https://hunter2@host/a": "https://host/a",
+    "https://host/a?sig=hunter2": "https://host/a",
+    "https://host/a?token=hunter2&email=a@b": "https://host/a",
+    "https://host/a#access_token=hunter2": "https://host/a",
+    "https://host/a;sig=hunter2": "https://host/a;sig=...",
+    "simplecache::http://user:hunter2@host/m.bin": "simplecache::http://host/m.bin",
+    "zip://m.bin::https://user:hunter2@host/a.zip?sig=hunter2": "zip://host/a.zip",
+    "s3://a:hunter2@one/x::http://b:hunter2@two/y": "s3://two/y",
+    "s3://key:hunter2/x@bucket/a": "s3://bucket/a",
+    "s3://key:12/hunter2@bucket/a": "s3://bucket/a",
+    "s3://key:x?hunter2@bucket/a": "a malformed URL",
+    "s3://key:12?hunter2@bucket/a": "a malformed URL",
+    "s3://key:x#hunter2@bucket/a": "a malformed URL",
+    "s3://key:x@hunter2@bucket/a": "s3://bucket/a",
+    "s3://key:hunter2": "a malformed URL",
+    "s3://key:a'hunter2@bucket": "s3://bucket",
+    "s3://key:a hunter2@bucket": "s3://bucket",
+    "S3://key:hunter2@bucket": "S3://bucket",
+    "s3:/key:hunter2@bucket/a": "s3:/bucket/a",
+    "s3:/key:hunter2/x@bucket/a": "s3:/bucket/a",
+    "s3:///key:hunter2@bucket/a": "s3:///bucket/a",
+    "hf://user:hunter2@org/name": "hf://org/name",
+    "hf://hunter2@org/name": "hf://org/name",
+    "github://hunter2/org/repo": "github://.../org/repo",
+    "github://org:hunter2@main/a": "github://main/a",
+    "https://[hunter2": "a malformed URL",
+    "https://[::1]:hunter2/a": "a malformed URL",
+}
+UNCHANGED = [
+    "/data/a:b@c", "org/name", "hf://org/name@main", "s3://bucket/a/b", "gs://bucket/a@1/b", "http://localhost:8080/a",
+    "http://[::1]:8080/a", "file:///tmp/a", "see https://huggingface.co/docs: it has no revision v2", "s3:// is no URL",
+    "layers.0.sig", "expected hf://org/name or hf://org/name@revision, got 'hf://a/b/c'",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("url", "shown"), URLS.items())
+def test_urls(url: str, shown: str) -> None:
+    assert redact_url(url) == shown
+    assert redact(url) == shown
+    text = redact(f"GET '{url}' failed ({url}), see https://host/b: {url}")
+    assert SECRET not in text
+    assert text.startswith("GET '")
+
+
+@pytest.mark.parametrize("text", UNCHANGED)
+def test_what_has_none_stays(text: str) -> None:
+    assert redact(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf_hunter2hunter2hunter2", "ghp_hunter2hunter2hunter2", "github_pat_hunter2_hunter2_hunter2",
+        "<Error>X-Amz-Signature=hunter2</Error>", "X-Amz-Security-Token=hunter2&a=b", "sig=hunter2", "Password=hunter2",
+    ],
+)  # fmt: skip
+def test_secrets_outside_urls(text: str) -> None:
+    assert SECRET not in redact(f"the server said: {text}.")
+
+
+def test_long_texts() -> None:
+    """In time proportional to their length."""
+    for part in ("a.", "a:", "a:/", "://", "s3://a:b", "@", "x:/y:z ", "sig="):
+        redact(part * 50_000)
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_opening(url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By any way, the error and the log have the secret neither in their texts nor in those of their causes."""
+    monkeypatch.setattr(object_store, "ATTEMPTS", 1)
+    caplog.set_level("DEBUG", "epload")
+    for call in (
+        lambda: Checkpoint.open(url),
+        lambda: Checkpoint.open(Path(url)),
+        lambda: epload.load(nn.Linear(2, 2), url, progress=False),
+        lambda: epload.load_state({"w": torch.zeros(2)}, url, progress=False),
+    ):
+        with pytest.raises(LoadError) as caught:
+            call()
+        assert SECRET not in "".join(traceback.format_exception_only(caught.value))
+        cause = caught.value.__cause__
+        assert cause is None or SECRET not in str(cause)
+    assert SECRET not in caplog.text
+    for command in (["inspect", url], ["verify", url], ["diff", url, url], ["convert", url, "/nonexistent/out"]):
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 1
+        assert SECRET not in result.output
+
+
+URL = "https://user:hunter2@host/a"
+
+
+def test_errors_keep_their_attributes() -> None:
+    error = ModelMismatch(f"{URL} has no w", missing_keys=["w"])
+    assert str(error) == "https://host/a has no w"
+    assert error.missing_keys == ["w"]
+    assert str(pickle.loads(pickle.dumps(CheckpointError(URL)))) == "https://host/a"
+    assert str(CheckpointError()) == ""
+    assert message_of(ValueError(URL)) == "https://host/a"
+
+
+class Constant(Checkpoint):
+    """A checkpoint of the user's own, with a source that has a secret, which may fail with it."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self._fails = fails
+        self._manifest = epload.Manifest(("weight",), ((2, 2),), (torch.float32,), source=URL)
+
+    @property
+    def manifest(self) -> epload.Manifest:
+        return self._manifest
+
+    def fill(self, bucket: Tensor, pieces: Sequence[epload.Piece]) -> None:
+        if self._fails:
+            raise RuntimeError(f"GET {URL} failed")
+        bucket.zero_()
+
+
+def test_reports() -> None:
+    report = epload.load(nn.Linear(2, 2, bias=False), Constant(), progress=False)
+    assert report.source == "https://host/a"
+    assert SECRET not in f"{report}{report!r}{report.to_dict()}{report._repr_html_()}"
+
+
+def _fail(rank: int) -> str:
+    with pytest.raises(LoadError) as caught:
+        epload.load(nn.Linear(2, 2, bias=False), Constant(fails=True), readers="one", progress=False)
+    return str(caught.value)
+
+
+def test_what_a_client_says_on_another_rank() -> None:
+    first, second = ranks.run(2, _fail)
+    assert first == second
+    assert SECRET not in first
+    assert "GET https://host/a failed" in first
+
+
+def test_log_records(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "epload")
+    logger.info("loading %s, %d ranks", URL, 2)
+    logger.info("%d ranks", 2)
+    assert [record.getMessage() for record in caplog.records] == ["loading https://host/a, 2 ranks", "2 ranks"]
+    assert caplog.records[1].args == (2,)
+
+
+def test_traces(tmp_path: Path) -> None:
+    events = Events(0, spans=[Event("MainThread", "read", 0, 1, detail=URL, name=URL)])
+    Trace.merge([events]).save(tmp_path / "load.json")
+    text = (tmp_path / "load.json").read_text()
+    assert SECRET not in text
+    assert text.count("https://host/a") == 2
+
+
+def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"source": URL, URL: [URL, 1.5]})
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == {"source": "https://host/a", "https://host/a": ["https://host/a", 1.5]}
