@@ -25,6 +25,7 @@ def test_only_files_of_the_ranks_are_leaks(name: str, leaks: int, monkeypatch: p
         file.touch()
         return "", True, True
 
+    monkeypatch.setattr(chaos, "_context", SimpleNamespace(set_forkserver_preload=lambda names: None))
     monkeypatch.setattr(chaos, "Job", lambda bed: SimpleNamespace(pids={0: PID}, close=lambda: None))
     monkeypatch.setattr(chaos, "run", run)
     try:
