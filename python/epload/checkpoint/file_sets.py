@@ -143,7 +143,9 @@ def _only(
     if variants := sorted({each.variant for each in sets}):
         choices = " or ".join(f"variant={name!r}" for name in variants[:_MAX_SHOWN])
         raise CheckpointError(f"{where} has weights of a variant only: {_listed(sets)}; pass {choices}")
-    raise CheckpointError(f"no checkpoint in {where}: expected *.safetensors, *.bin, *.pt or *.pth files in it")
+    folders = [name for name in names if name.endswith(tuple(f"{suffix}/" for suffix in _WEIGHTS))]
+    also = f", got a folder {folders[0]}" if folders else ""
+    raise CheckpointError(f"no checkpoint in {where}: expected *.safetensors, *.bin, *.pt or *.pth files in it{also}")
 
 
 def _ambiguous(where: str, choices: Sequence[object]) -> CheckpointError:

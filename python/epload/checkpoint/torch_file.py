@@ -158,11 +158,11 @@ def _load(file: StoredFile) -> tuple[dict[str, Tensor], list[str]]:
     """
     try:
         is_archive = file.read(0, 4) == _ZIP
+        path = file.mapping_path if is_archive and _is_uncompressed(file) else None  # before: streams share their position
         # From a stream with a descriptor torch would load files of a third format, a tar archive.
         with file.stream() if is_archive else StoredFile.stream(file) as stream:
             check_pickles(stream)
-            path = file.mapping_path
-            if is_archive and path is not None and _is_uncompressed(file):
+            if path is not None:
                 state = torch.load(os.fspath(path), map_location="cpu", mmap=True, weights_only=True)
             else:
                 state = torch.load(stream, map_location="cpu", weights_only=True)
