@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _MALFORMED = "a malformed URL"
-"""In place of a URL in which the end of the credentials cannot be told."""
+"""Stands for a URL in which the end of the credentials cannot be told."""
 _URL = re.compile(
     r"\b[A-Za-z][A-Za-z0-9+.-]{1,30}:/+"
     r"(?:[^\s/@:]{0,200}:(?!\d{1,5}(?!\w))[^\n@]{1,200}@)?"  # a password may have spaces and quotes

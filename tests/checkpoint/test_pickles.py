@@ -178,7 +178,7 @@ def test_all_ranks_refuse_it(tmp_path: Path) -> None:
 
 
 def test_compressed_archives(tmp_path: Path) -> None:
-    """As after unzipping and zipping again. torch loads them unless it maps them, and then takes the compressed bytes."""
+    """An archive that was unzipped and zipped again. torch loads them unless it maps them, and then takes the compressed bytes."""
     state = {"zeros": torch.zeros(1000), "noise": torch.randint(256, (20_000,), dtype=torch.uint8)}
     torch.save(state, tmp_path / "stored.bin")
     (tmp_path / "other").mkdir()
@@ -195,7 +195,7 @@ def test_compressed_archives(tmp_path: Path) -> None:
 
 
 def _of_many_kinds() -> dict[str, Any]:
-    """What checkpoints have besides tensors."""
+    """Returns tensors and whatever else checkpoints have."""
     weights = {f"layers.{i}.w": tensor(i, (i % 4, 2)) for i in range(300)}  # with memo indices of one byte and of four
     betas = (0.9, 0.999)
     shared: list[Any] = [1, {"x": (1, (2, 3))}]
@@ -246,7 +246,7 @@ def _metadata(names: list[str], boxes: list[tuple[tuple[int, ...], tuple[int, ..
     "boxes", [[((0, 0), (4, 5)), ((4, 0), (1 << 20, 5))], [((), ())], [((1 << 33, 2, 3, 4), (1, 2, 3, 4))]]
 )
 def test_metadata_of_each_protocol(protocol: int, boxes: list[Any]) -> None:
-    """What comes after values that are recognized as a whole is found under its numbers in the memo."""
+    """Whatever comes after values that are recognized as a whole is found under its numbers in the memo."""
     metadata = _metadata([f"layers.{i}.weight" for i in range(100)], boxes)
     raw = pickle.dumps(metadata, protocol)
     assert check_pickle(raw, records=True) == len(raw)

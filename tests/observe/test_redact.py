@@ -90,14 +90,14 @@ def test_secrets_outside_urls(text: str) -> None:
 
 
 def test_long_texts() -> None:
-    """In time proportional to their length."""
+    """The time is proportional to their length."""
     for part in ("a.", "a:", "a:/", "://", "s3://a:b", "@", "x:/y:z ", "sig="):
         redact(part * 50_000)
 
 
 @pytest.mark.parametrize("url", URLS)
 def test_opening(url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By any way, the error and the log have the secret neither in their texts nor in those of their causes."""
+    """The error and the log have the secret neither in their texts nor in those of their causes."""
     monkeypatch.setattr(object_store, "ATTEMPTS", 1)
     caplog.set_level("DEBUG", "epload")
     for call in (

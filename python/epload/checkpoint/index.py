@@ -12,7 +12,7 @@ from epload.checkpoint.byte_store import StoredFile
 from epload.errors import CheckpointError
 
 _MAX_BYTES = 100_000_000
-"""As of a safetensors header. An index of 100,000 tensors has about 10 MB."""
+"""The limit is that of a safetensors header. An index of 100,000 tensors has about 10 MB."""
 
 
 class Index:

@@ -18,9 +18,9 @@ _FREE_NODES = 1_000_000
 """Nodes that shared values may have in total, however small the pickle is."""
 _NODES_PER_BYTE = 8
 _MAX_DEPTH = 100
-"""Of tuples in tuples."""
+"""Limit of tuples in tuples."""
 _ENCODINGS = (b"latin1", b"latin-1", b"ascii", b"utf-8")
-"""Those that take time in proportion to the text. Pickles of bytes have latin1."""
+"""Encodings that take time in proportion to the text. Pickles of bytes have latin1."""
 _TEXT_CALLS = ("_codecs encode", "builtins bytearray", "__builtin__ bytearray")
 """Allowed by torch, for bytes. Given a number or another encoding, they take any amount of memory or time."""
 _TENSORS = ("torch._utils _rebuild_tensor", "torch._utils _rebuild_parameter")
@@ -168,7 +168,7 @@ class _Check:
         return self._memo.get(int.from_bytes(reference[1:], "little"), _PART)
 
     def _usual_end(self, name: str, begin: int) -> int:
-        """Where what is usual after the name of a function or class ends, such as a tensor; 0 if something else is there."""
+        """Returns where a usual value, such as a tensor, ends that follows the name of its function or class; 0 for any other."""
         if self._records:
             return self._record_end(name, begin)
         match = _TENSOR.match(self._raw, begin) if name == "torch._utils _rebuild_tensor_v2" else None
@@ -184,7 +184,7 @@ class _Check:
         return match.end()
 
     def _record_end(self, name: str, begin: int) -> int:
-        """As :meth:`_usual_end`, in the metadata of a DCP checkpoint."""
+        """Returns the same for the metadata of a DCP checkpoint."""
         if match := _TORCH_SIZE.match(self._raw, begin):
             self._skipped += 2 + (match[1] != b")")
         elif match := _RECORD.match(self._raw, begin):
@@ -287,7 +287,7 @@ class _Check:
 
 
 def _size(root: list[Value], sizes: dict[int, int], limit: int) -> int:
-    """Nodes of a value and bytes of its strings, each as often as it occurs, up to ``limit``. ``sizes``: those known, by id."""
+    """Returns the nodes of a value and bytes of its strings, each as often as it occurs, up to ``limit``. ``sizes``: those known, by id."""
     pending = [(root, False)]
     while pending:
         value, is_known = pending.pop()
@@ -337,4 +337,4 @@ _STEPS: dict[int, Callable[[_Check], object]] = {
     pickle.BUILD[0]: lambda check: check._add_last(1),
     pickle.BINPERSID[0]: _Check._persistent,
 }
-"""What the other opcodes do."""
+"""The steps of the other opcodes."""

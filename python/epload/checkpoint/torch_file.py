@@ -30,9 +30,9 @@ _ZIP = b"PK\x03\x04"
 _MAX_DIRECTORY_BYTES = 100_000_000
 """Of the archive's directory, and of the pickle. Larger ones are loaded by torch as a whole."""
 _MAX_PICKLE_BYTES = 1_000_000_000
-"""Of a pickle that torch loads: one that is compressed may claim any size."""
+"""Limit of a pickle that torch loads: one that is compressed may claim any size."""
 _LEGACY_PICKLES = 5
-"""Which a file of the format before torch 1.6 begins with."""
+"""Number of pickles that a file of the format before torch 1.6 begins with."""
 
 
 def check_pickles(stream: BinaryIO) -> None:

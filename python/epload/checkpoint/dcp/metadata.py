@@ -21,7 +21,7 @@ from epload.errors import CheckpointError
 
 FILE = ".metadata"
 MAX_BYTES = 2_000_000_000
-"""Of this file. That of 100,000 tensors in 64 chunks each has about 1 GB."""
+"""Limit of this file. That of 100,000 tensors in 64 chunks each has about 1 GB."""
 SUFFIX = ".distcp"
 """Of the files with the data."""
 _DCP = "torch.distributed.checkpoint.metadata"
