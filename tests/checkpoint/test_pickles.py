@@ -178,7 +178,7 @@ def test_all_ranks_refuse_it(tmp_path: Path) -> None:
 
 
 def test_compressed_archives(tmp_path: Path) -> None:
-    """An archive that was unzipped and zipped again. torch loads them unless it maps them, and then takes the compressed bytes."""
+    """An archive that was zipped again. torch loads them unless it maps them, and then takes the compressed bytes."""
     state = {"zeros": torch.zeros(1000), "noise": torch.randint(256, (20_000,), dtype=torch.uint8)}
     torch.save(state, tmp_path / "stored.bin")
     (tmp_path / "other").mkdir()

@@ -1,4 +1,4 @@
-"""FIFOs, devices, sockets and folders in place of a file of a checkpoint: refused at once, by all ranks, with the path in the error."""
+"""FIFOs, devices, sockets and folders in place of a file: refused at once, by all ranks, with the path in the error."""
 
 from __future__ import annotations
 

@@ -287,7 +287,11 @@ class _Check:
 
 
 def _size(root: list[Value], sizes: dict[int, int], limit: int) -> int:
-    """Returns the nodes of a value and bytes of its strings, each as often as it occurs, up to ``limit``. ``sizes``: those known, by id."""
+    """Returns the nodes of a value and bytes of its strings, each as often as it occurs, up to ``limit``.
+
+    Args:
+        sizes: those known, by id.
+    """
     pending = [(root, False)]
     while pending:
         value, is_known = pending.pop()
