@@ -82,6 +82,10 @@ $(VENV)-transformers/ready: requirements-dev.txt
 test-transformers-oldest: build $(VENV)-transformers/ready ## run the tests in tests/transformers.txt with the oldest supported transformers
 	PYTHONPATH=python $(VENV)-transformers/bin/python -m pytest $(PARALLEL) @tests/transformers.txt
 
+test-frameworks: build $(VENV)-transformers/ready ## compare the README's recipe with from_pretrained for all families on 2 and 4 ranks, with the newest and the oldest transformers
+	EPLOAD_ALL_FAMILIES=1 $(RUN)/python -m pytest $(PARALLEL) tests/contracts/frameworks
+	EPLOAD_ALL_FAMILIES=1 PYTHONPATH=python $(VENV)-transformers/bin/python -m pytest $(PARALLEL) tests/contracts/frameworks
+
 $(VENV)-npu/ready:
 	$(PYTHON) -m venv $(VENV)-npu
 	$(VENV)-npu/bin/pip install --quiet --upgrade pip

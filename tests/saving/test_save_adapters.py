@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -108,12 +109,12 @@ def disabled() -> Any:
     return model
 
 
-def added_by_transformers() -> Any:
-    model = base()
-    model.add_adapter(LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False))
+def injected() -> Any:
+    """A transformers model without PEFT's outer modules, as transformers' own ``add_adapter`` leaves it."""
+    model = inject_adapter_in_model(LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False), base())
     train(model)
     for module in model.modules():
-        if hasattr(module, "merge") and hasattr(module, "lora_A"):
+        if isinstance(module, BaseTunerLayer):
             module.merge()
     return model
 
@@ -125,7 +126,7 @@ def inside() -> Any:
 
 @pytest.mark.parametrize(
     "make",
-    [merged, dora, untied_head, trained_tokens, ia3, second_adapter, disabled, added_by_transformers, inside],
+    [merged, dora, untied_head, trained_tokens, ia3, second_adapter, disabled, injected, inside],
 )
 def test_what_is_saved_computes_the_same(make: Callable[[], Any], tmp_path: Path) -> None:
     check_saved(make(), tmp_path / "saved")

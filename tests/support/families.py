@@ -76,7 +76,8 @@ FAMILIES = {
             "DeepseekV3Config", num_key_value_heads=4, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
             n_group=2, topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
             first_k_dense_replace=1,
-        )
+        ),
+        own_groups=("mlp.gate",),
     ),
     "t5": Family(
         lambda: transformers.T5Config(

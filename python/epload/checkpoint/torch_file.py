@@ -158,7 +158,9 @@ def _load(file: StoredFile) -> tuple[dict[str, Tensor], list[str]]:
     """
     try:
         is_archive = file.read(0, 4) == _ZIP
-        path = file.mapping_path if is_archive and _is_uncompressed(file) else None  # before: streams share their position
+        path = (
+            file.mapping_path if is_archive and _is_uncompressed(file) else None
+        )  # before: streams share their position
         # From a stream with a descriptor torch would load files of a third format, a tar archive.
         with file.stream() if is_archive else StoredFile.stream(file) as stream:
             check_pickles(stream)

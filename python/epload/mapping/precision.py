@@ -11,6 +11,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,10 @@ from torch import nn
 
 from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes
+from epload.core.pieces import Metadata
 from epload.errors import ModelMismatch
+from epload.mapping.place import place
+from epload.mapping.resolve import from_model
 from epload.mapping.rules import apply_renames
 from epload.mapping.wrappers import unwrap
 from epload.model.initialization import is_pretrained, preserve_generators
@@ -78,6 +82,32 @@ def kept_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -
     """Returns which of a model's tensors ``from_pretrained`` keeps in float32 if the model has this dtype."""
     parts = _pretrained_models(model, Modules(model), names)
     return {name for part in parts for inner, name in part.names.items() if part.keeps(dtype)(inner)}
+
+
+def kept_by_config(folder: Path, manifest: Metadata, dtype: torch.dtype) -> set[str]:
+    """Returns the names of checkpoint tensors that ``from_pretrained`` keeps in float32 if it loads the folder as this dtype.
+
+    Args:
+        folder: has the ``config.json``, which names a class of transformers.
+
+    Raises:
+        ValueError: the class is unknown, or the checkpoint does not fit it, so that this cannot be told.
+    """
+    try:
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(folder)
+        kind = getattr(transformers, (config.architectures or [""])[0])
+        with torch.device("meta"), preserve_generators():
+            model = kind._from_config(config, dtype=dtype)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        placed = place(from_model(model), manifest.names, manifest.shapes, shapes, mismatches=[])
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {str(error)[:200]}") from error
+    kept = kept_in_fp32(model, list(shapes), dtype)
+    return {
+        name for name, places in zip(manifest.names, placed, strict=True) if any(target in kept for target, _ in places)
+    }
 
 
 def below_fp32_warning(targets: Targets) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,10 +19,12 @@ from epload.checkpoint.manifest import Manifest
 from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology, as_timedelta
 from epload.control.activity import working
+from epload.core import dtypes as dtype_names
 from epload.core.attempt import attempt
 from epload.core.pieces import Piece
 from epload.errors import CheckpointError, LoadError
 from epload.files import read_regular
+from epload.mapping.precision import kept_by_config
 from epload.mapping.rules import Rename, apply_renames
 from epload.saving.folder import NewFolder
 from epload.saving.layout import INDEX, FilesLayout, lay_out
@@ -55,7 +58,9 @@ def convert(
     Args:
         source: as for :meth:`epload.Checkpoint.open`.
         path: as for :func:`epload.save`.
-        dtype: of floating-point tensors of at least 16 bits; by default as they are. Refused if weights are quantized.
+        dtype: of floating-point tensors of at least 16 bits; by default as they are. Refused if weights are quantized. Where a
+            ``config.json`` next to the source names a transformers model, what ``from_pretrained(dtype=)`` keeps in float32 stays
+            as it is; a class that is not installed is an error.
         renames: applied to the names, in order.
         max_shard_bytes: as for :func:`epload.save`.
         files: as for :func:`epload.save`.
@@ -134,12 +139,36 @@ def _commit(folder: NewFolder, layout: FilesLayout, files: Sequence[str | Path])
 
 def _converted(manifest: Manifest, dtype: torch.dtype | None, renames: Sequence[Rename]) -> Manifest:
     if dtype is not None:
-        manifest = with_dtype(manifest, dtype)
+        manifest = with_dtype(manifest, dtype, _kept_in_fp32(manifest, dtype))
     names = apply_renames(tuple(renames), list(manifest.names))
     if len(set(names)) != len(names):
         name = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the renames give several tensors the name {name}; change them so that names stay different")
     return replace(manifest, names=tuple(names), locations=None)
+
+
+def _kept_in_fp32(manifest: Manifest, dtype: torch.dtype) -> set[str]:
+    """Returns the names of the tensors that the model, which the configuration next to the checkpoint names, keeps in float32.
+
+    Raises:
+        ValueError: the configuration names a model that is unknown.
+    """
+    source = Path(manifest.source)
+    folder = source if source.is_dir() else source.parent
+    try:
+        config = json.loads(read_regular(folder / "config.json"))
+    except (OSError, ValueError, RecursionError):
+        return set()
+    if dtype not in (torch.float16, torch.bfloat16) or not isinstance(config, dict) or "architectures" not in config:
+        return set()
+    try:
+        return kept_by_config(folder, manifest, dtype)
+    except ValueError as error:
+        raise ValueError(
+            f"cannot tell which tensors from_pretrained(dtype={dtype_names.name(dtype)}) keeps in float32: "
+            f"{folder}/config.json names a model that cannot be built ({error}); install what it needs, or move the configuration "
+            "away to cast all tensors"
+        ) from error
 
 
 class _Chunk(NamedTuple):
