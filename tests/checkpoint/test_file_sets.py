@@ -96,7 +96,7 @@ FOLDERS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 
 
 def _judge(folder: Path, variant: str) -> State | None:
-    """What transformers loads; None if it raises."""
+    """Returns what transformers loads; None if it raises."""
     import transformers
 
     try:
@@ -308,7 +308,7 @@ def test_names_of_which_none_comes_first_are_listed(what: str) -> None:
 
 
 def test_names_that_are_asked_for_one_by_one_are_all_that_come_first() -> None:
-    """On servers that cannot list."""
+    """Servers that cannot list are asked for the standard names."""
     for variant in ("", "fp16"):
         for name in standard_names(variant):
             assert choose([name, "x.safetensors"], "FOLDER", variant) == [name]

@@ -63,7 +63,7 @@ def _torch(folder: Path) -> set[str]:
 
 
 def _torch_and_others(folder: Path) -> set[str]:
-    """What transformers would not load is not downloaded either."""
+    """Files that transformers would not load are not downloaded either."""
     save_file({"x": torch.ones(1)}, folder / "adapter_model.safetensors")
     save_file(VARIANT, folder / "model.fp16.safetensors")
     return _torch(folder)

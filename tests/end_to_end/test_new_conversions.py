@@ -41,7 +41,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": _SHARED | {"num_hidden_layers": 2, "intermediate_size": 48, "num_local_experts": 6},
 }  # fmt: skip
 KINDS = [kind for kind in CONFIGS if kind in CONFIG_MAPPING]
-"""Those that the installed transformers has; every supported version has the last."""
+"""Families that the installed transformers has; every supported version has the last."""
 
 
 def config(kind: str) -> Any:

@@ -213,7 +213,7 @@ def test_a_forward_and_a_backward(make: Make, dtype: str, own_groups: bool, tmp_
 
 @pytest.mark.parametrize("make", [deepseek, ernie])
 def test_saves(make: Make, tmp_path: Path) -> None:
-    """What is saved loads as the model that it was saved of would."""
+    """A saved folder loads as the checkpoint would that the model was loaded from."""
     folder = saved(tmp_path / "float32", make, "float32")
     model = type(make()).from_pretrained(folder)
     epload.save(model, tmp_path / "saved", dtype=torch.bfloat16)

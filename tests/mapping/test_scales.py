@@ -91,7 +91,7 @@ def test_mx_exponents(case: str, suffix: str, tmp_path: Path) -> None:
 
 
 def test_every_exponent(tmp_path: Path) -> None:
-    """As torch converts them, from 2^-127 to 2^127, and 255, which is NaN."""
+    """Exponents as torch converts them, from 2^-127 to 2^127, and 255, which is NaN."""
     scale = torch.arange(256, dtype=torch.uint8).reshape(8, 32)
     value = torch.ones(8, 1024).to(FP8)
     factors = scale.view(torch.float8_e8m0fnu).float()

@@ -117,7 +117,7 @@ FAMILIES = {
     ),
 }  # fmt: skip
 EVERY_TIME = ("qwen3_moe", "deepseek_v3", "t5", "qwen3_fp8")
-"""Those that ``make test`` runs."""
+"""Families that ``make test`` runs."""
 
 
 def save(name: str, folder: Path) -> None:

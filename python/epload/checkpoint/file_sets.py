@@ -29,7 +29,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _TRAINING_STATE = re.compile(r"(optimizer|scheduler|scaler|sampler|dl_state_dict|training_args|rng_state)(_\d+)*\.\w+")
 """Files that the Trainer of transformers and accelerate save next to the weights."""
 _RANK_FILE = re.compile(r"shard-\d+-(?=model-\d+-of-\d+)")
-"""How the names of files start that torch's HuggingFaceStorageWriter writes for each rank."""
+"""Start of the names of the files that torch's HuggingFaceStorageWriter writes for each rank."""
 _SHARD = re.compile(r"(.*?)([0-9]{1,9})-of-([0-9]{1,9})(.*)")
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,9})")
 _MAX_SHOWN = 6

@@ -41,7 +41,7 @@ class Manifest:
     ignored: tuple[str, ...] = ()
     """Names of entries that hold no tensor, such as ``_extra_state``: listed in reports, otherwise ignored."""
     quantization: Quantization | None = None
-    """What the checkpoint's ``config.json`` declares of quantized weights, if it has any; None if it declares nothing."""
+    """The declaration of quantized weights in the checkpoint's ``config.json``; None if there is none."""
 
     @cached_property
     def kinds(self) -> Kinds:

@@ -1,4 +1,4 @@
-"""How the weights of a checkpoint are quantized: what its configuration declares, and which tensors belong to such weights."""
+"""Quantized weights of a checkpoint: what its configuration declares of them, and which tensors belong to them."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Metadata(Protocol):
 
     @property
     def quantization(self) -> Quantization | None:
-        """What the checkpoint's configuration declares of quantized weights."""
+        """The declaration of quantized weights in the checkpoint's configuration."""
         ...
 
 

@@ -160,7 +160,7 @@ def _scopes(transform: Any) -> tuple[str, ...]:
 
 
 def _as_regex(pattern: str, transform: Any) -> str:
-    """As the library compiles a pattern of a transform: a star matches any text up to a dot, and a final word must match whole
+    """Compiles a pattern of a transform as the library does: a star matches any text up to a dot, and a final word must match whole
     (not before transformers 5.20)."""
     pattern = pattern.replace("*.", r".*\.")
     return pattern + _WHOLE_WORD * (pattern + _WHOLE_WORD in transform.compiled_sources.pattern)

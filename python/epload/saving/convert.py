@@ -166,8 +166,8 @@ def _kept_in_fp32(manifest: Manifest, dtype: torch.dtype) -> set[str]:
     except ValueError as error:
         raise ValueError(
             f"cannot tell which tensors from_pretrained(dtype={dtype_names.name(dtype)}) keeps in float32: "
-            f"{folder}/config.json names a model that cannot be built ({error}); install what it needs, or move the configuration "
-            "away to cast all tensors"
+            f"{folder}/config.json names a model that cannot be built ({error}); install what it needs, or move the "
+            "configuration away to cast all tensors"
         ) from error
 
 

@@ -34,7 +34,7 @@ class Target(Protocol):
 
     @property
     def warnings(self) -> Sequence[str]:
-        """What the user should know of every version that is received into it, once :meth:`share` was called."""
+        """Warnings that the report of every received version has, once :meth:`share` was called."""
         ...
 
     def share(self, manifest: Manifest) -> Share:

@@ -31,7 +31,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def expected_of(name: str, folder: Path) -> dict[str, Any]:
-    """What one process holds and computes."""
+    """Returns what one process holds and computes."""
     family = families.FAMILIES[name]
     model = family.auto_class.from_pretrained(folder).eval()
     with torch.no_grad():
