@@ -160,8 +160,8 @@ def _scopes(transform: Any) -> tuple[str, ...]:
 
 
 def _as_regex(pattern: str, transform: Any) -> str:
-    """Compiles a pattern of a transform as the library does: a star matches any text up to a dot, and a final word must match whole
-    (not before transformers 5.20)."""
+    """Compiles a pattern of a transform as the library does: a star matches any text up to a dot, and a final word must match
+    whole (not before transformers 5.20)."""
     pattern = pattern.replace("*.", r".*\.")
     return pattern + _WHOLE_WORD * (pattern + _WHOLE_WORD in transform.compiled_sources.pattern)
 
