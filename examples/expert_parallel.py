@@ -27,6 +27,7 @@ def main(checkpoint: str) -> None:
 
     tokens = torch.arange(64).reshape(2, 32)
     loss = model(tokens, labels=tokens).loss
+    loss.backward()
     if dist.get_rank() == 0:
         print(report)
         experts = model.model.layers[0].mlp.experts.down_proj

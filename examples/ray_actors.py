@@ -40,7 +40,9 @@ class Rank:
 
     def loss(self) -> float:
         tokens = torch.arange(64).reshape(2, 32)
-        return self.model(tokens, labels=tokens).loss.item()
+        loss = self.model(tokens, labels=tokens).loss
+        loss.backward()
+        return loss.item()
 
 
 def main(checkpoint: str) -> None:

@@ -25,6 +25,7 @@ def main(checkpoint: str, path: str) -> None:
     report.trace(path)  # open it with https://ui.perfetto.dev, or read `epload trace load.json`
     tokens = torch.arange(64).reshape(2, 32)
     loss = model(tokens, labels=tokens).loss
+    loss.backward()
     if dist.get_rank() == 0:
         print(report)
         for name, value in report.scalars().items():  # for W&B, TensorBoard
