@@ -163,6 +163,8 @@ class HierarchicalLoader:
         self.number = self.topology.number_loader()
         """Among the loaders of its topology, equal on all ranks."""
         self._made_by = threading.current_thread()
+        self._as_pretrained = True
+        """See :class:`Request`."""
         self._remembers = True
         """Whether there will be another load."""
         self.topology.check_source(src)
@@ -266,6 +268,7 @@ class HierarchicalLoader:
                             prefix,
                             variant,
                             trace or bool(os.environ.get("EPLOAD_TRACE")),
+                            self._as_pretrained,
                         )
                         return self._load(request)
                 finally:

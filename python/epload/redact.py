@@ -8,15 +8,18 @@ _MALFORMED = "a malformed URL"
 """Stands for a URL in which the end of the credentials cannot be told."""
 _URL = re.compile(
     r"\b[A-Za-z][A-Za-z0-9+.-]{1,30}:/+"
-    r"(?:[^\s/@:]{0,200}:(?!\d{1,5}(?!\w))[^\n@]{1,200}@)?"  # a password may have spaces and quotes
+    r"(?:[^\s/@:]{0,200}:(?!\s|\d{1,5}(?!\w))[^\n@]{1,200}@)?"  # a password may have spaces and quotes
     r"[^\s'\"<>]*"
 )
 _QUERY = re.compile(r"[?#]")
 _ADDRESS = re.compile(r"\[[0-9A-Fa-f:.]+\]")
 _PORT = re.compile(r":\d{1,5}(?!\w)")
 _NAMED = re.compile(
-    r"\b(X-(?:Amz|Goog)-[\w-]+|sig|signature|token|access_token|password|passwd|secret)=[^\s&'\"<>]+", re.IGNORECASE
+    r"\b(X-(?:Amz|Goog)-[\w-]{1,40}|sig|signature|token|access_token|password|passwd|secret|aws_secret_access_key"
+    r"|AccountKey|SharedAccessKey)=[^\s&'\"<>/]+",
+    re.IGNORECASE,
 )
+_BEARER = re.compile(r"\b(Bearer|Basic) +[\w.~+/=-]{8,}")
 _TOKENS = re.compile(r"\b(?:hf_|gh[a-z]_|github_pat_)\w{20,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")
 
 
@@ -27,7 +30,7 @@ def redact(text: str) -> str:
     """
     if ":/" in text:
         text = _URL.sub(_without_punctuation, text)
-    return _TOKENS.sub("...", _NAMED.sub(r"\1=...", text))
+    return _TOKENS.sub("...", _NAMED.sub(r"\1=...", _BEARER.sub(r"\1 ...", text)))
 
 
 def _without_punctuation(match: re.Match[str]) -> str:
@@ -39,7 +42,7 @@ def _without_punctuation(match: re.Match[str]) -> str:
 def redact_url(url: str) -> str:
     """Returns the same for a text that as a whole is a URL, with whatever characters. A path without a scheme stays as it is."""
     scheme, separator, rest = url.partition(":/")
-    if not separator:
+    if not separator or (scheme.lower() == "file" and rest.startswith("//")):
         return url
     path = rest.lstrip("/")
     start = f"{scheme}:{'/' * (1 + len(rest) - len(path))}"

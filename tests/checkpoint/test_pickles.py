@@ -51,7 +51,35 @@ def _text(content: bytes) -> bytes:
     return b"X" + len(content).to_bytes(4, "little") + content
 
 
+def _one_element(count: int) -> bytes:
+    """A tensor of so many elements that are all views of one."""
+    storage = _text(b"storage") + b"ctorch\nLongStorage\n" + _text(b"0") + _text(b"cpu") + b"K\1tQ"
+    size = b"\x8a\5" + count.to_bytes(5, "little") + b"\x85"
+    return (
+        b"ctorch._utils\n_rebuild_tensor_v2\n(("
+        + storage
+        + b"K\0"
+        + size
+        + b"K\0\x85\x89ccollections\nOrderedDict\n)RtR"
+    )
+
+
+_LATER = (
+    b"}" + _text(b"x") + b"(ctorch._utils\n_rebuild_tensor_v2\nq\0" + _text(b"storage") + b"q\1ctorch\nLongStorage\nq\2"
+    + _text(b"cpu") + b"q\3ccollections\nOrderedDict\nq\4" + _text(b"w") + b"q\5h\0((h\1h\2" + _text(b"0")
+    + b"q\6h\3K\1tq\7QK\0))\x89h\4)Rq\x0atq\x0bRq\5c__builtin__\nbytearray\nh\5\x85Rts."
+)  # fmt: skip
+"""Gives the number of a string to a tensor, and passes what has that number to a function."""
+
 BOMBS = {
+    "a set of a tensor": b"}" + _text(b"x") + b"c__builtin__\nset\n" + _one_element(1 << 38) + b"\x85Rs.",
+    "a size of a tensor": b"}" + _text(b"x") + b"ctorch\nSize\n" + _one_element(1 << 38) + b"\x85Rs.",
+    "a count of a tensor": b"}" + _text(b"x") + b"ccollections\nCounter\n" + _one_element(1 << 38) + b"\x85Rs.",
+    "a copy of a tensor": (
+        b"}" + _text(b"x") + b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\n(" + _one_element(1 << 38)
+        + b"ctorch\nfloat32\n" + _text(b"cpu") + b"\x89tRs."
+    ),
+    "a number that is given twice": _LATER,
     "a key": b"}" + _laughs() + b"K\1s.",
     "one of many keys": b"}(" + _laughs() + b"K\1u.",
     "in a set": b"c__builtin__\nset\n(]" + _laughs() + b"atR.",
@@ -192,6 +220,30 @@ def test_compressed_archives(tmp_path: Path) -> None:
     archive(tmp_path / "other" / "m.bin", START + b"N" * (1 << 30) + b".", zipfile.ZIP_DEFLATED)
     with pytest.raises(CheckpointError, match=f"its pickle has {(1 << 30) + 3} bytes, expected at most"):
         Checkpoint.open(tmp_path / "other")
+
+
+def _confused(levels: int) -> bytes:
+    """The metadata of a DCP folder that numbers values in two ways, so that what is skipped shifts all that follow."""
+    raw, last, events = b"\x80\4ctorch\nSize\nq\0h\0K\5\x85\x94\x85\x94R\x94K\0q\3K\1\x94K\1K\2\x86\x94", 1, 2
+    for _ in range(levels):
+        raw += b"K\1\x94" + b"h%c" % (4 + last) * 2 + b"\x86\x94"
+        last, events = events + 1, events + 2
+    return raw + b"}h%cK\1s." % (4 + last)
+
+
+def test_metadata_that_numbers_values_in_two_ways_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(_confused(100))
+    with pytest.raises(CheckpointError, match=r"numbers values in two ways|to a second value"):
+        Checkpoint.open(tmp_path)
+
+
+def test_strings_and_dicts_that_occur_often_are_loaded(tmp_path: Path) -> None:
+    """A string is hashed once, and a dict never."""
+    path, options = "shard-" + "x" * 300, {f"option-{i}": list(range(20)) for i in range(30)}
+    state = {"w": torch.arange(3.0), "paths": dict.fromkeys(range(20000), path), "groups": [options] * 3000}
+    for number, options_of_save in enumerate(({}, {"_use_new_zipfile_serialization": False})):
+        torch.save(state, tmp_path / f"{number}.pt", **options_of_save)
+        assert_same(read_all(Checkpoint.open(tmp_path / f"{number}.pt")), {"w": state["w"]})
 
 
 def _of_many_kinds() -> dict[str, Any]:

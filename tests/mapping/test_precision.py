@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -155,6 +157,33 @@ def test_a_model_inside_another(tmp_path: Path) -> None:
     assert outer.policy.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("active", ["first", "second", ""])
+def test_copies_of_kept_modules_are_kept_too(active: str, tmp_path: Path) -> None:
+    """PEFT trains a copy of each module in ``modules_to_save`` for each adapter, and computes with the original if none is."""
+    folder = saved(tmp_path / "float32", ernie, "float32")
+    model = on_meta(folder, torch.float32)
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["gate"])
+    with torch.device("meta"):
+        model = get_peft_model(model, config, "first")
+        model.add_adapter("second", config)
+    epload.load(model, folder, dtype=torch.bfloat16, strict=False, progress=False)
+    gates = {name: p.dtype for name, p in model.named_parameters() if name.endswith(".weight") and ".gate." in name}
+    assert len(gates) == 6
+    assert {*gates.values()} == {torch.float32}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.zero_()
+    if active:
+        model.set_adapter(active)
+        model.merge_adapter()
+    else:
+        model.base_model.disable_adapter_layers()
+    epload.save(model, tmp_path / "saved", dtype=torch.bfloat16)
+    state = load_file(tmp_path / "saved/model.safetensors")
+    assert {value.dtype for name, value in state.items() if ".gate." in name} == {torch.float32}
+
+
 # ---- FSDP2 ----
 
 
@@ -239,6 +268,27 @@ def test_a_conversion_of_an_unknown_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot tell which tensors .* keeps in float32: .*NoSuchModel"):
         epload.convert(folder, tmp_path / "narrow", dtype=torch.bfloat16)
     assert not (tmp_path / "narrow").exists()
+
+
+def test_conversions_from_object_storage_and_of_state_dicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path / "float32", deepseek, "float32")
+    remote = fsspec.filesystem("memory")
+    for file in Path(folder).iterdir():
+        remote.pipe(f"/precision/{file.name}", file.read_bytes())
+    epload.convert("memory://precision", tmp_path / "remote", dtype=torch.bfloat16)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert load_file(tmp_path / "remote/model.safetensors")[bias].dtype == torch.float32
+    monkeypatch.chdir(folder)  # whose configuration is not that of a dict
+    epload.convert(load_file("model.safetensors"), tmp_path / "dict", dtype=torch.bfloat16)
+    assert load_file(tmp_path / "dict/model.safetensors")[bias].dtype == torch.bfloat16
+
+
+def test_a_conversion_of_what_does_not_fit_its_configuration_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "float32", deepseek, "float32")
+    state = {f"another.{name}": value for name, value in load_file(f"{folder}/model.safetensors").items()}
+    save_file(state, f"{folder}/model.safetensors")
+    with pytest.raises(ValueError, match=r"no tensor of the checkpoint fits DeepseekV3ForCausalLM"):
+        epload.convert(folder, tmp_path / "narrow", dtype=torch.bfloat16)
 
 
 def send(rank: int, meeting: Meeting, folder: str) -> list[str]:

@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model, inject_adapter_in_model
+from peft import (
+    AdaptionPromptConfig,
+    IA3Config,
+    LoraConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+    inject_adapter_in_model,
+)
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import epload
 from support import ranks
@@ -119,6 +127,38 @@ def injected() -> Any:
     return model
 
 
+def experts() -> Any:
+    """Both parameters of a module have an adapter, so that the module is wrapped twice."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, vocab_size=32, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = LoraConfig(r=2, target_modules=[], target_parameters=targets, init_lora_weights=False)
+    model = get_peft_model(Qwen3MoeForCausalLM(config).eval(), lora)
+    train(model)
+    model.merge_adapter()
+    return model
+
+
+def test_experts_with_an_adapter_for_each_parameter(tmp_path: Path) -> None:
+    model = experts()
+    logits = model(IDS).logits
+    epload.save(model, tmp_path / "saved")
+    reference = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    torch.testing.assert_close(reference(IDS).logits, logits)
+    assert not any("base_layer" in name for name in load_file(tmp_path / "saved/model.safetensors"))
+
+
+def shared_matrices() -> Any:
+    """The layers share matrices that belong to the tuner."""
+    model = get_peft_model(base(), VeraConfig(r=3, target_modules=["q_proj"], init_weights=True))
+    train(model)
+    model.merge_adapter()
+    return model
+
+
 def inside() -> Any:
     """The transformers model alone, whose layers PEFT has replaced."""
     return merged().get_base_model()
@@ -126,7 +166,7 @@ def inside() -> Any:
 
 @pytest.mark.parametrize(
     "make",
-    [merged, dora, untied_head, trained_tokens, ia3, second_adapter, disabled, injected, inside],
+    [merged, dora, untied_head, trained_tokens, ia3, second_adapter, disabled, injected, shared_matrices, inside],
 )
 def test_what_is_saved_computes_the_same(make: Callable[[], Any], tmp_path: Path) -> None:
     check_saved(make(), tmp_path / "saved")
@@ -150,6 +190,11 @@ def merged_and_disabled() -> Any:
     return model
 
 
+def adaption() -> Any:
+    model = get_peft_model(base(), AdaptionPromptConfig(adapter_len=3, adapter_layers=1, task_type="CAUSAL_LM"))
+    return model
+
+
 def prompt() -> Any:
     return get_peft_model(base(), PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
 
@@ -162,6 +207,7 @@ def prompt() -> Any:
         (one_layer_unmerged, "layers.1.self_attn.q_proj has an active adapter that is not merged (default)"),
         (merged_and_disabled, "merged into its base weights and disabled at once"),
         (prompt, "has a prompt that is trained"),
+        (adaption, "has a prompt that is trained"),
     ],
 )
 def test_what_no_base_model_computes_is_refused(make: Callable[[], Any], text: str, tmp_path: Path) -> None:
@@ -229,3 +275,50 @@ def receive(rank: int, meeting: Meeting) -> list[str]:
 
 def test_syncs_of_merged_adapters_are_strict() -> None:
     assert run([Job(1, send), Job(1, receive)]) == [[[]], [[]]]
+
+
+def send_after_a_failure(rank: int, meeting: Meeting, folder: str) -> list[str]:
+    model = second_adapter()
+    model.unmerge_adapter()
+    names = Path(folder, "names")
+    base().save_pretrained(names)
+    problems = []
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, names_from=names, timeout=60) as sender:
+        meeting.say("address", sender.address)
+        model.set_adapter("default")
+        model.merge_adapter()
+        sender.send_weights(1)
+        model.unmerge_adapter()
+        model.set_adapter("second")
+        model.merge_adapter()
+        names.rename(f"{names}-away")
+        try:
+            sender.send_weights(2)
+            problems.append("version 2 was sent")
+        except epload.LoadError:
+            Path(f"{names}-away").rename(names)
+        sender.send_weights(3)
+        meeting.hear("done")
+    return problems
+
+
+def receive_after_a_failure(rank: int, meeting: Meeting) -> list[str]:
+    model = base()
+    problems = []
+    reference = second_adapter()
+    reference.unmerge_adapter()
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
+        for adapter in ("default", "second"):
+            receiver.receive_weights()
+            receiver.commit()
+            reference.set_adapter(adapter)
+            with torch.no_grad():
+                if not torch.allclose(model(IDS).logits, reference(IDS).logits, atol=1e-5):
+                    problems.append(adapter)
+    meeting.say("done")
+    return problems
+
+
+def test_a_version_after_one_that_failed_is_of_the_adapter_that_is_active(tmp_path: Path) -> None:
+    """The failed one has read the model, and sent nothing."""
+    assert run([Job(1, send_after_a_failure, (str(tmp_path),)), Job(1, receive_after_a_failure)]) == [[[]], [[]]]

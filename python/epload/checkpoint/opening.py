@@ -20,7 +20,7 @@ from epload.checkpoint.local_store import LocalFolder
 from epload.checkpoint.manifest import FileFacts, FileLayout, Manifest
 from epload.checkpoint.quantization import quantization_of
 from epload.checkpoint.remote import hub, object_store
-from epload.checkpoint.state_dict import StateDictCheckpoint, split_entries
+from epload.checkpoint.state_dict import STATE_DICT, StateDictCheckpoint, split_entries
 from epload.core.dtypes import FP8, INTEGERS
 from epload.core.pieces import Quantization
 from epload.errors import CheckpointError
@@ -115,10 +115,35 @@ def read_objects(source: Any, names: Sequence[str]) -> dict[str, bytes]:
         raise unreadable(error) from error
 
 
+def read_config(source: Any) -> dict[str, Any]:
+    """Returns the content of the ``config.json`` next to a checkpoint; empty if there is none, or it is no JSON object.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    if not isinstance(source, str | os.PathLike):
+        return {}
+    try:
+        if (model := hub.parse(source)) is not None:
+            folder: Folder = hub.download(model, "", lambda nbytes: None)
+        else:
+            folder = _locate(source)[0]
+        if file_sets.CONFIG not in folder.present([file_sets.CONFIG]):
+            return {}
+        with folder.open([file_sets.CONFIG]) as files:
+            config = json.loads(files[0].read_whole(_MAX_CONFIG_BYTES))
+            files[0].close()
+    except (ValueError, RecursionError):
+        return {}
+    except OSError as error:
+        raise unreadable(error) from error
+    return config if isinstance(config, dict) else {}
+
+
 def from_state_dict(state_dict: Mapping[Any, Tensor], consume: bool = False) -> Checkpoint:
     """See :meth:`Checkpoint.from_state_dict`."""
     try:
-        tensors, ignored = split_entries(state_dict, "state dict")
+        tensors, ignored = split_entries(state_dict, STATE_DICT)
     except CheckpointError as error:
         raise TypeError(str(error)) from None
     return StateDictCheckpoint(tensors, ignored=ignored, consumed=state_dict if consume else None)

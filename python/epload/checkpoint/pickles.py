@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-_FREE_NODES = 1_000_000
+_FREE_NODES = 5_000_000
 """Nodes that shared values may have in total, however small the pickle is."""
 _NODES_PER_BYTE = 8
 _MAX_DEPTH = 100
@@ -23,6 +23,13 @@ _ENCODINGS = (b"latin1", b"latin-1", b"ascii", b"utf-8")
 """Encodings that take time in proportion to the text. Pickles of bytes have latin1."""
 _TEXT_CALLS = ("_codecs encode", "builtins bytearray", "__builtin__ bytearray")
 """Allowed by torch, for bytes. Given a number or another encoding, they take any amount of memory or time."""
+_CONTAINERS = (
+    "builtins set", "__builtin__ set", "torch Size", "collections Counter", "collections OrderedDict",
+)  # fmt: skip
+"""Allowed by torch, for what is in a list, a tuple or a dict. Given a tensor, they take as long as it has elements, which may be
+views of one."""
+_DEVICE_TENSOR = "torch._utils _rebuild_device_tensor_from_cpu_tensor"
+"""Copies a tensor, however many elements it has."""
 _TENSORS = ("torch._utils _rebuild_tensor", "torch._utils _rebuild_parameter")
 
 Value = Any
@@ -64,15 +71,15 @@ _LENGTH_BYTES = [_STRINGS.get(bytes([code]), 0) for code in range(256)]
 # Parts of regular expressions: opcodes with what follows them.
 _PUT, _REFERENCE, _INTEGER = rb"(?:q.|r....)", rb"(?:h.|j....)", rb"(?:K.|M..|J....|\x8a\x05.....)"
 _SIZES = rb"\)|(?:%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,8}t)" % (*[_INTEGER] * 4,)
-_GET = b"(" + _REFERENCE + b")"
+_GET, _NEW = b"(" + _REFERENCE + b")", b"(" + _PUT + b")"
 _TENSOR = re.compile(
-    rb"\(\(" + _GET + _GET + rb"X(.)\0\0\0([0-9]{1,20})" + _PUT + _GET + _INTEGER + b"t" + _PUT + b"Q" + _INTEGER
-    + (b"(?:" + _SIZES + _PUT + b")") * 2 + rb"[\x88\x89]" + _GET + rb"\)R" + _PUT + b"t" + _PUT + b"R" + _PUT,
+    rb"\(\(" + _GET * 2 + rb"X(.)\0\0\0([0-9]{1,20})" + _NEW + _GET + _INTEGER + b"t" + _NEW + b"Q" + _INTEGER
+    + (b"(?:" + _SIZES + _NEW + b")") * 2 + rb"[\x88\x89]" + _GET + rb"\)R" + _NEW + b"t" + _NEW + b"R" + _NEW,
     re.DOTALL,
 )  # fmt: skip
 """The arguments of ``_rebuild_tensor_v2`` as ``torch.save`` writes them: ``("storage", class, key, location, numel)``, the
 offset, the sizes, the strides, ``requires_grad`` and an empty OrderedDict. The groups are what refers to values that were written
-before, and the length and the text of the key."""
+before, the length and the text of the key, and the numbers that values get in the memo."""
 # The same in the metadata of a DCP checkpoint, where each \x94 adds a value to the memo.
 _SIZE = b"(" + _SIZES + rb"\x94)\x85\x94R\x94"
 _TORCH_SIZE = re.compile(_SIZE, re.DOTALL)
@@ -110,6 +117,12 @@ class _Check:
         """Tuples of numbers alone, by length."""
         self._usual: set[tuple[bytes, ...]] = set()
         """References within what is usual, to values of the usual kinds."""
+        self._next = 0
+        """The lowest number that a value may get that is numbered explicitly."""
+        self._counts = False
+        """True if values are numbered in their order."""
+        self._encoded = 0
+        """Bytes of text that functions copy."""
         self._skipped = 0
         """Values that were memoized and are not in the memo."""
         self._shared: list[Value] = []
@@ -160,9 +173,21 @@ class _Check:
     def _put(self, number: int) -> None:
         if number > len(self._raw):  # an unpickler in C has an array of this length
             raise Suspicious(f"the pickle refers to value {number}, and has only {len(self._raw)} bytes")
-        if number in self._memo:
-            self._usual.clear()
+        if number < self._next or self._counts:  # no pickler gives a number twice, or counts after it has named one
+            raise Suspicious(f"the pickle gives the number {number} to a second value")
+        self._next = number + 1
         self._memo[number] = self._stack[-1]
+
+    def _memoize(self) -> None:
+        self._count(0)
+        self._memo[len(self._memo) + self._skipped] = self._stack[-1]
+
+    def _count(self, skipped: int) -> None:
+        """Notes that so many values were added to the memo, whose numbers follow from their order."""
+        if self._next:
+            raise Suspicious("the pickle numbers values in two ways")
+        self._counts = True
+        self._skipped += skipped
 
     def _get(self, reference: bytes) -> Value:
         return self._memo.get(int.from_bytes(reference[1:], "little"), _PART)
@@ -174,30 +199,35 @@ class _Check:
         match = _TENSOR.match(self._raw, begin) if name == "torch._utils _rebuild_tensor_v2" else None
         if match is None or match[3][0] != len(match[4]):
             return 0
-        references = match.group(1, 2, 5, 6)
+        references = match.group(1, 2, 6, 10)
         if references not in self._usual:
             word, kind, location, hooks = map(self._get, references)
             is_text = word.__class__ is location.__class__ is bytes and len(word + location) < 100
             if not is_text or kind.__class__ is not str or hooks != "collections OrderedDict":
                 return 0
             self._usual.add(references)
+        following = self._next
+        for put in match.group(5, 7, 8, 9, 11, 12, 13):
+            if put is not None and following > (following := 1 + int.from_bytes(put[1:], "little")) - 1:
+                return 0
+        self._next = following
         return match.end()
 
     def _record_end(self, name: str, begin: int) -> int:
         """Returns the same for the metadata of a DCP checkpoint."""
         if match := _TORCH_SIZE.match(self._raw, begin):
-            self._skipped += 2 + (match[1] != b")")
+            self._count(2 + (match[1] != b")"))
         elif match := _RECORD.match(self._raw, begin):
             *sizes, length, text = match.groups()
             if text is not None and length[0] != len(text):
                 return 0
-            self._skipped += 2 + (text is not None) + sum(2 + (each != b")") for each in sizes if each is not None)
+            self._count(2 + (text is not None) + sum(2 + (each != b")") for each in sizes if each is not None))
         elif match := _PROPERTIES.match(self._raw, begin):
             if match.groups() not in self._usual:
                 if any(self._get(reference).__class__ is list for reference in match.groups()):
                     return 0
                 self._usual.add(match.groups())
-            self._skipped += 2
+            self._count(2)
         else:
             return 0
         return match.end()
@@ -247,16 +277,28 @@ class _Check:
             texts = args[1:] if args.__class__ is list else [None]
             if not all(text.__class__ is bytes for text in texts) or not {*texts[1:]} <= {*_ENCODINGS}:
                 raise Suspicious(f"the pickle calls {function.replace(' ', '.')} with something else than text")
+            self._encoded += sum(map(len, texts))
             if function == _TEXT_CALLS[0]:
                 self._stack.append(texts[0] if texts else b"")
                 return
+        self._check_call(function, args[1:] if args.__class__ is list else [args])
         is_tensor = function.__class__ is str and function.startswith(_TENSORS)
         self._stack.append(None if is_tensor else [0] if self._records else [0, args])
 
     def _new_object(self, arguments: int) -> None:
         items = self._stack[-arguments:]
+        self._check_call(self._stack[-arguments - 1], items[0][1:] if items[0].__class__ is list else items)
         del self._stack[-arguments - 1 :]
         self._stack.append([0] if self._records else [0, *items])
+
+    def _check_call(self, function: Value, arguments: list[Value]) -> None:
+        """Checks that a container is made of another one, and not of a tensor."""
+        if function == _DEVICE_TENSOR:
+            raise Suspicious(f"the pickle calls {function.replace(' ', '.')}, which no checkpoint needs")
+        if function in _CONTAINERS and any(each.__class__ is not list or each is _PART for each in arguments):
+            raise Suspicious(
+                f"the pickle calls {function.replace(' ', '.')} with something else than a list, tuple or dict"
+            )
 
     def _global(self) -> None:
         end = self._raw.index(b"\n", self._raw.index(b"\n", self._at) + 1)
@@ -279,11 +321,16 @@ class _Check:
         """Checks that values that occur more than once are not much larger than the pickle."""
         limit = _FREE_NODES + _NODES_PER_BYTE * nbytes
         sizes: dict[int, int] = {}
-        total = 0
+        total = self._encoded
         for value in self._shared:
-            total += len(value) if value.__class__ is bytes else _size(value, sizes, limit)
+            total += _size(value, sizes, limit) if value.__class__ is list else _weight(value)
             if total > limit:
                 raise Suspicious(f"the pickle has {nbytes} bytes, and builds values that are many times as large")
+
+
+def _weight(value: Value) -> int:
+    """Returns what a number or a string counts. Hashing a string again is free, showing it is not."""
+    return 1 + len(value) // 16 if value.__class__ is bytes else 1
 
 
 def _size(root: list[Value], sizes: dict[int, int], limit: int) -> int:
@@ -296,7 +343,7 @@ def _size(root: list[Value], sizes: dict[int, int], limit: int) -> int:
     while pending:
         value, is_known = pending.pop()
         if is_known:
-            parts = (sizes[id(each)] if each.__class__ is list else 1 + len(each or "") for each in value[1:])
+            parts = (sizes[id(each)] if each.__class__ is list else _weight(each) for each in value[1:])
             sizes[id(value)] = min(limit + 1, 1 + sum(parts))
         elif sizes.get(id(value), 0) < 0:
             raise Suspicious("the pickle has a value that contains itself")
@@ -318,7 +365,7 @@ _STEPS: dict[int, Callable[[_Check], object]] = {
     pickle.FRAME[0]: lambda check: check._skip(8),
     pickle.GLOBAL[0]: _Check._global,
     pickle.STACK_GLOBAL[0]: _Check._stack_global,
-    pickle.MEMOIZE[0]: lambda check: check._put(len(check._memo) + check._skipped),
+    pickle.MEMOIZE[0]: _Check._memoize,
     pickle.DUP[0]: lambda check: check._share(check._stack[-1]),
     pickle.POP[0]: lambda check: check._stack.pop(),
     pickle.POP_MARK[0]: _Check._pop_mark,

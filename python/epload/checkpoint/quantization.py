@@ -121,6 +121,8 @@ def _group_blocks(weights: Mapping[str, Any]) -> list[Block]:
 
 def _block(key: str, value: Any) -> Block:
     sizes = list(value) if isinstance(value, list | tuple) else []
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}x[0-9]{1,9}", value):  # as compressed-tensors wrote it once
+        sizes = [int(size) for size in value.split("x")]
     if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
         raise ValueError(f"expected {key} of positive integers for rows and columns, got {value!r}")
     return sizes[0], sizes[1]

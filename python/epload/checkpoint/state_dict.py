@@ -19,6 +19,8 @@ from epload.core.placement import Box, box_of_range, box_slices, boxes_of_range,
 from epload.errors import CheckpointError
 from epload.native import ops
 
+STATE_DICT = "state dict"
+"""The source of a checkpoint in memory, for messages."""
 _MAX_SHOWN = 10
 
 
@@ -45,7 +47,7 @@ class StateDictCheckpoint(Checkpoint):
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
-        source: str = "state dict",
+        source: str = STATE_DICT,
         ignored: Sequence[str] = (),
         consumed: Mapping[Any, Any] | None = None,
         store: ByteStore | None = None,

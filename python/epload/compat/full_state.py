@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from epload.broadcast import coalesced_bcast
 from epload.errors import ModelMismatch
-from epload.loader import load
+from epload.loader import HierarchicalLoader
 from epload.mapping.mapping import Mapping
 from epload.mapping.wrappers import wrapper_aliases
 from epload.model.state_dict import describe_custom_loading
@@ -42,14 +42,15 @@ def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: bool = Tr
     tensors = dict(chain(model.named_parameters(), model.named_buffers()))
     on_meta = {name for name, tensor in tensors.items() if tensor.is_meta}
     reads = not dist.is_initialized() or dist.get_rank() == 0
-    return load(
-        model,
-        full_state if reads else None,
-        mapping=Mapping(aliases=wrapper_aliases(model, tensors)),
-        strict=strict,
-        init_missing=partial(_move_back_to_meta, on_meta) if keep_meta else None,
-        progress=False,
-    )
+    with HierarchicalLoader(progress=False) as loader:
+        loader._remembers = loader._as_pretrained = False
+        return loader.load(
+            model,
+            full_state if reads else None,
+            mapping=Mapping(aliases=wrapper_aliases(model, tensors)),
+            strict=strict,
+            init_missing=partial(_move_back_to_meta, on_meta) if keep_meta else None,
+        )
 
 
 def find_custom_loading(model: nn.Module) -> str:

@@ -148,10 +148,10 @@ class InputReader:
 
 def _collect(request: Request, modules: Modules) -> Targets:
     targets = collect(request.model, request.parts, modules)
-    set_dtypes(request.model, modules, targets, request.dtype)
+    set_dtypes(request.model, modules, targets, request.dtype, request.as_pretrained)
     return targets
 
 
 def _asked(request: Request) -> tuple[object, ...]:
     """What targets depend on besides the model."""
-    return request.dtype, request.parts
+    return request.dtype, request.parts, request.as_pretrained

@@ -145,7 +145,7 @@ def _unsaved_buffers(request: Request, inputs: LocalInputs) -> dict[str, Tensor]
     targets, model = inputs.targets, request.model
     if inputs.modules is None or not (targets.unsaved_buffers or targets.unsaved_meta):
         return {}
-    with_storage = {name: tensor_at(model, name) for name in sorted(targets.unsaved_buffers)}
+    with_storage = {n: tensor_at(model, n) for n in sorted(targets.unsaved_buffers) if request.as_pretrained}
     loaded = storage_filter([tensor for tensor in targets.tensors if not tensor.is_meta] if with_storage else [])
     return targets.unsaved_meta | {name: tensor for name, tensor in with_storage.items() if not loaded(tensor)}
 

@@ -80,6 +80,9 @@ class Request:
     prefix: str = ""
     variant: str = ""
     trace: bool = False
+    as_pretrained: bool = True
+    """False to do no more for a transformers model than for others: no dtypes of ``from_pretrained``, no non-persistent buffers
+    that have storage."""
 
     def check(self) -> None:
         """Raises TypeError for what could not even be looked at."""

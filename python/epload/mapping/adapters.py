@@ -3,6 +3,8 @@ the adapted model has in their place."""
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from epload.errors import ModelMismatch
 from epload.mapping.rules import Rename
 from epload.mapping.wrappers import compile_aliases, is_from_package, strip_wrappers
 from epload.model.initialization import is_adapter
+from epload.model.modules import Modules
 from epload.model.state_dict import tensor_entries
 
 _PREFIX = "base_model.model."
@@ -86,13 +89,20 @@ def names_added_by_adapters(model: nn.Module, names: Collection[str]) -> frozens
     Raises:
         ModelMismatch: an active adapter is not merged, so that the base weights are not what the model computes with.
     """
-    text = "\n".join(names)
-    if not any(part in text for part in (".base_layer.", ".modules_to_save.", "lora_", "prompt_encoder.")):
+    modules = Modules(model)
+    if not any(map(_may_add, modules.classes)):
         return frozenset()
+    ordered = sorted(names)
+
+    def below(prefix: str) -> list[str]:
+        # No name has a character between "." and "/".
+        return ordered[bisect_left(ordered, prefix) : bisect_left(ordered, f"{prefix[:-1]}/")] if prefix else ordered
+
     added: set[str] = set()
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        inside = [name for name in names if name.startswith(prefix)] if _may_add(module) else []
+    for prefix, module in modules.named:
+        if not _may_add(type(module)):
+            continue
+        path = prefix[:-1]
         if _is_prompt_tuned(module):
             raise ModelMismatch(
                 f"{path or 'the model'} has a prompt that is trained, which its base weights lack; save it with "
@@ -100,21 +110,31 @@ def names_added_by_adapters(model: nn.Module, names: Collection[str]) -> frozens
             )
         if is_adapter(module):
             _check_merged(path, module)
-            added |= {name for name in inside if not name.startswith(f"{prefix}base_layer.")}
+            kept = f"{prefix}base_layer."
         elif _is_trained_in_copies(module):
             kept = f"{prefix}{_active_copy(path, module)}."
-            added |= {name for name in inside if not name.startswith(kept)}
+        elif _is_tuner(module):  # may have tensors that its layers share
+            kept = f"{prefix}model."
+        else:
+            continue
+        added |= {name for name in below(prefix) if not name.startswith(kept)}
     return frozenset(added)
 
 
-def _may_add(module: nn.Module) -> bool:
-    return is_adapter(module) or _is_trained_in_copies(module)
+def _may_add(kind: type) -> bool:
+    return any(cls.__module__.split(".")[0] == "peft" for cls in kind.__mro__) or hasattr(kind, "reset_lora_parameters")
+
+
+def _is_tuner(module: nn.Module) -> bool:
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    return tuners is not None and isinstance(module, tuners.BaseTuner)
 
 
 def _is_prompt_tuned(module: Any) -> bool:
     if not is_from_package(module, "peft") or not hasattr(module, "peft_config"):
         return False
-    return any(module.peft_config[adapter].is_prompt_learning for adapter in _active(module))
+    configs = [module.peft_config[adapter] for adapter in _active(module) if adapter in module.peft_config]
+    return any(config.is_prompt_learning or getattr(config, "is_adaption_prompt", False) for config in configs)
 
 
 def _is_trained_in_copies(module: nn.Module) -> bool:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Iterable
 from itertools import chain
 
+import torch
+
 from epload.core import dtypes
 from epload.core.pieces import Metadata
 from epload.mapping.mapping import Mapping
@@ -80,11 +82,12 @@ def _packed_tensors(manifest: Metadata, unexpected: set[str]) -> list[str]:
     declared = manifest.quantization is not None and not manifest.quantization.is_fp8
     if set(dtypes.INTEGERS).isdisjoint(manifest.kinds.dtypes) and not unexpected:
         return []
+    packed = {*dtypes.INTEGERS} - {torch.int64, torch.uint64}  # indices
     columns = zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
     return [
         name
         for name, dtype, shape in columns
-        if (dtype in dtypes.INTEGERS and shape) or (name in unexpected and (declared or _KNOWN.search(name)))
+        if (dtype in packed and shape) or (name in unexpected and (declared or _KNOWN.search(name)))
     ]
 
 

@@ -11,7 +11,6 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,13 +35,16 @@ DTypes = torch.dtype | Mapping[str, torch.dtype] | None
 A dtype for a transformers model means what ``from_pretrained(dtype=)`` makes of it; what a dict names gets that dtype exactly."""
 
 
-def set_dtypes(model: nn.Module, modules: Modules, targets: Targets, requested: DTypes) -> None:
+def set_dtypes(
+    model: nn.Module, modules: Modules, targets: Targets, requested: DTypes, as_pretrained: bool = True
+) -> None:
     """Sets the dtypes that tensors on meta get. Notes which tensors ``from_pretrained`` keeps in float32, and which of them have
     storage in a narrower dtype.
 
     Args:
         modules: those of the model.
         targets: of the model, with the dtypes that its tensors have. Changed in place.
+        as_pretrained: False to give transformers models no dtypes but those that they have.
 
     Raises:
         ValueError: a parameter has storage in another dtype than the requested one, or a pattern matches no name.
@@ -52,7 +54,7 @@ def set_dtypes(model: nn.Module, modules: Modules, targets: Targets, requested: 
         for pattern in requested:
             if not any(re.search(pattern, name) for name in targets.index):
                 raise ValueError(f"dtype: the pattern {pattern!r} matches no tensor of the model")
-    wanted, kept = _dtypes_in_transformers(model, modules, targets, requested)
+    wanted, kept = _dtypes_in_transformers(model, modules, targets, requested) if as_pretrained else ({}, {})
     if requested is not None:
         shapes = [targets.layouts[layout].shape for layout in targets.layout]
         scales = quantized_with(targets.names, targets.dtypes, shapes)  # to round them would change the weights
@@ -81,14 +83,14 @@ def set_dtypes(model: nn.Module, modules: Modules, targets: Targets, requested: 
 def kept_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> set[str]:
     """Returns which of a model's tensors ``from_pretrained`` keeps in float32 if the model has this dtype."""
     parts = _pretrained_models(model, Modules(model), names)
-    return {name for part in parts for inner, name in part.names.items() if part.keeps(dtype)(inner)}
+    return {name for part in parts for inner, name in part.pairs if part.keeps(dtype)(inner)}
 
 
-def kept_by_config(folder: Path, manifest: Metadata, dtype: torch.dtype) -> set[str]:
-    """Returns the names of checkpoint tensors that ``from_pretrained`` keeps in float32 if it loads the folder as this dtype.
+def kept_by_config(config: Mapping[str, Any], manifest: Metadata, dtype: torch.dtype) -> set[str]:
+    """Returns the names of checkpoint tensors that ``from_pretrained`` keeps in float32 if it loads the checkpoint as this dtype.
 
     Args:
-        folder: has the ``config.json``, which names a class of transformers.
+        config: the content of its ``config.json``, which names a class of transformers. No code next to it is run.
 
     Raises:
         ValueError: the class is unknown, or the checkpoint does not fit it, so that this cannot be told.
@@ -96,18 +98,17 @@ def kept_by_config(folder: Path, manifest: Metadata, dtype: torch.dtype) -> set[
     try:
         import transformers
 
-        config = transformers.AutoConfig.from_pretrained(folder)
-        kind = getattr(transformers, (config.architectures or [""])[0])
+        kind = getattr(transformers, config["architectures"][0])
         with torch.device("meta"), preserve_generators():
-            model = kind._from_config(config, dtype=dtype)
+            model = kind._from_config(kind.config_class.from_dict(dict(config)), dtype=dtype)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         placed = place(from_model(model), manifest.names, manifest.shapes, shapes, mismatches=[])
+        if not any(placed):
+            raise ValueError(f"no tensor of the checkpoint fits {kind.__name__}")
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {str(error)[:200]}") from error
     kept = kept_in_fp32(model, list(shapes), dtype)
-    return {
-        name for name, places in zip(manifest.names, placed, strict=True) if any(target in kept for target, _ in places)
-    }
+    return {n for n, places in zip(manifest.names, placed, strict=True) if any(target in kept for target, _ in places)}
 
 
 def below_fp32_warning(targets: Targets) -> str:
@@ -135,8 +136,9 @@ class _Pretrained(NamedTuple):
     """A transformers model that is not inside another one."""
 
     module: Any
-    names: dict[str, str]
-    """The names of its tensors in the whole model, by the name inside it. Of tied ones that which the library loads."""
+    pairs: list[tuple[str, str]]
+    """The name inside it and the name in the whole model of each tensor. Of tied ones that which the library loads. Copies that
+    PEFT trains have the name of their original inside."""
 
     def keeps(self, dtype: torch.dtype) -> Callable[[str], object]:
         """Returns a search in names for what the class keeps in float32 in a model of this dtype."""
@@ -167,7 +169,7 @@ def _dtypes_in_transformers(
         ):  # which keeps what bfloat16 keeps, and more
             continue
         sizes: Counter[torch.dtype] = Counter()
-        for name in part.names.values():
+        for _, name in part.pairs:
             tensor = targets.tensors[targets.index[name]]
             if isinstance(tensor, nn.Parameter) and dtypes.is_wide(tensor.dtype):
                 sizes[tensor.dtype] += tensor.numel()
@@ -177,7 +179,7 @@ def _dtypes_in_transformers(
         dtype = requested if isinstance(requested, torch.dtype) else own
         new = part.new_dtypes(dtype) if dtype != own else {}
         keeps = part.keeps(dtype)
-        for inner, name in part.names.items():
+        for inner, name in part.pairs:
             number = targets.index[name]
             tensor = targets.tensors[number]
             if not dtypes.is_wide(tensor.dtype) or (
@@ -198,10 +200,8 @@ def _pretrained_models(model: nn.Module, modules: Modules, names: Collection[str
     if not any(map(is_pretrained, modules.classes)):
         return []
     inner, aliases, copies = unwrap(model, names)
-    names_inside = dict(zip(apply_renames(aliases, list(names)), names, strict=True))
-    for original, copied in copies:  # trained by PEFT in place of the original, and as precise
-        if original in names_inside and copied in names_inside:
-            names_inside[original] = names_inside.pop(copied)
+    originals = {copied: original for original, copied in copies}
+    inside = [originals.get(name, name) for name in apply_renames(aliases, list(names))]
     outermost: dict[str, Any] = {}
     for path, module in [("", inner)] if is_pretrained(type(inner)) else inner.named_modules():
         if is_pretrained(type(module)) and not any(path.startswith(f"{above}.") for above in outermost):
@@ -210,8 +210,8 @@ def _pretrained_models(model: nn.Module, modules: Modules, names: Collection[str
     for path, module in outermost.items():
         prefix = apply_renames(aliases, [f"{path}."])[0] if path else ""
         tied = getattr(module, "all_tied_weights_keys", None) or {}
-        inside = {n.removeprefix(prefix): name for n, name in names_inside.items() if n.startswith(prefix)}
-        parts.append(_Pretrained(module, {n: name for n, name in inside.items() if n not in tied}))
+        pairs = [(n.removeprefix(prefix), name) for n, name in zip(inside, names, strict=True) if n.startswith(prefix)]
+        parts.append(_Pretrained(module, [(n, name) for n, name in pairs if n not in tied]))
     return parts
 
 
@@ -231,9 +231,16 @@ def _check_fsdp_groups(modules: Modules, targets: Targets, kept: Collection[int]
         if odd is not None and other is not None:
             name, layer = targets.names[odd], targets.names[odd].rpartition(".")[0]
             pattern = re.escape(".".join(name.split(".")[-2:])) + "$"
+            alone = not any(
+                targets.names[n].startswith(f"{layer}.") for n in members if targets.dtypes[n] != torch.float32
+            )
+            way = (
+                f"Call fully_shard on {layer or 'its module'} before the module around it, so that it is a group of its own, or "
+                if alone
+                else "Freeze it, or "
+            )
             raise ModelMismatch(
                 f"from_pretrained keeps {name} in torch.float32, but fully_shard has grouped it with {targets.names[other]}, "
-                f"which is {targets.dtypes[other]}, and FSDP2 needs one dtype for all trainable parameters of a group. Call "
-                f"fully_shard on {layer or 'its module'} before the module around it, so that it is a group of its own, or round "
-                f"it: dtype={{{pattern!r}: {targets.dtypes[other]}}}"
+                f"which is {targets.dtypes[other]}, and FSDP2 needs one dtype for all trainable parameters of a group. {way}"
+                f"round it: dtype={{{pattern!r}: {targets.dtypes[other]}}}"
             )

@@ -30,8 +30,8 @@ SUFFIXES = ("_scale_inv", "_scale")
 """Appended to a weight's name, the name of its scale. Both multiply; the first is DeepSeek's, the second llm-compressor's."""
 _REFINEMENTS = ("_zero_point", "_scale_2", "_global_scale", "_g_idx")
 """Appended to a weight's name, the names of tensors with which a product of weight and scale is not yet the value."""
-_BLOCK = 128
-"""Length of a block in most checkpoints, in which a dim may be divided even if it is no multiple."""
+_USUAL_BLOCKS = (16, 32, 64, 128, 256)
+"""Lengths of blocks in which a dim may be divided even if it is no multiple."""
 _FACTORS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float32: Tensor.float,
     torch.bfloat16: Tensor.float,
@@ -272,19 +272,20 @@ def _declared_block(shape: Shape, block: tuple[int, int]) -> Shape | None:
 def _inferred_blocks(shape: Shape, counts: Shape) -> set[Shape]:
     """Returns the blocks of equal size that scales of this shape are for; nothing if another division has as many.
 
-    Blocks of 128 may end in a smaller one. Scales that vary along the rows alone may be for the parts of a fused weight, which
-    need not be equal.
+    Blocks of the usual sizes may end in a smaller one. Scales that vary along the rows alone may be for the parts of a fused
+    weight, which need not be equal.
     """
     if len(shape) < 2 or counts[-1] == 1:
         return set()
-    block = []
+    inferred = []
     for length, count in zip(shape, counts, strict=True):
         even = _even_length(length, count)
         uneven = count == 0 or length % count
-        if count not in (1, length) and (uneven or (even != _BLOCK and -(-length // _BLOCK) == count)):
+        others = any(even != block and -(-length // block) == count for block in _USUAL_BLOCKS)
+        if count not in (1, length) and (uneven or others):
             return set()
-        block.append(even)
-    return {tuple(block)}
+        inferred.append(even)
+    return {tuple(inferred)}
 
 
 def indices_in_weight(view: View, shape: Shape, begin: Shape, size: Shape) -> list[Tensor]:

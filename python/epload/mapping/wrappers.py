@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from epload.mapping.rules import Rename, apply_renames
 from epload.model.initialization import is_adapter
 
-BASE_LAYER = Rename(r"\.base_layer\.", ".")
-"""An adapter moves the layer that it wraps one module deeper."""
+BASE_LAYER = Rename(r"\.(?:base_layer\.)+(?!lora_)", ".")
+"""An adapter moves the layer that it wraps one module deeper; several parameters of a layer, each with an adapter, several."""
 TOKEN_LAYER = Rename(r"\.token_adapter\.base_layer\.", ".")
 """An adapter of single tokens moves the embedding two modules deeper."""
 PEFT_ALIASES = (Rename(r"^base_model\.model\.", ""), TOKEN_LAYER, BASE_LAYER)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,8 @@ import torch
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
+from epload.checkpoint.opening import read_config
+from epload.checkpoint.state_dict import STATE_DICT
 from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology, as_timedelta
 from epload.control.activity import working
@@ -124,7 +125,7 @@ def _open(
 ) -> tuple[Checkpoint, Manifest, FilesLayout]:
     """The checkpoint, and what is written."""
     checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
-    new = _converted(checkpoint.manifest, dtype, renames)
+    new = _converted(source, checkpoint.manifest, dtype, renames)
     return checkpoint, new, lay_out(new.names, new.shapes, new.dtypes, max_shard_bytes)
 
 
@@ -137,9 +138,9 @@ def _commit(folder: NewFolder, layout: FilesLayout, files: Sequence[str | Path])
     folder.commit()
 
 
-def _converted(manifest: Manifest, dtype: torch.dtype | None, renames: Sequence[Rename]) -> Manifest:
+def _converted(source: Any, manifest: Manifest, dtype: torch.dtype | None, renames: Sequence[Rename]) -> Manifest:
     if dtype is not None:
-        manifest = with_dtype(manifest, dtype, _kept_in_fp32(manifest, dtype))
+        manifest = with_dtype(manifest, dtype, _kept_in_fp32(source, manifest, dtype))
     names = apply_renames(tuple(renames), list(manifest.names))
     if len(set(names)) != len(names):
         name = next(name for name in names if names.count(name) > 1)
@@ -147,26 +148,26 @@ def _converted(manifest: Manifest, dtype: torch.dtype | None, renames: Sequence[
     return replace(manifest, names=tuple(names), locations=None)
 
 
-def _kept_in_fp32(manifest: Manifest, dtype: torch.dtype) -> set[str]:
+def _kept_in_fp32(source: Any, manifest: Manifest, dtype: torch.dtype) -> set[str]:
     """Returns the names of the tensors that the model, which the configuration next to the checkpoint names, keeps in float32.
 
     Raises:
-        ValueError: the configuration names a model that is unknown.
+        CheckpointError: the configuration cannot be read.
+        ValueError: it names a model that is unknown, or that the checkpoint does not fit.
     """
-    source = Path(manifest.source)
-    folder = source if source.is_dir() else source.parent
-    try:
-        config = json.loads(read_regular(folder / "config.json"))
-    except (OSError, ValueError, RecursionError):
+    if dtype not in (torch.float16, torch.bfloat16):
         return set()
-    if dtype not in (torch.float16, torch.bfloat16) or not isinstance(config, dict) or "architectures" not in config:
+    if isinstance(source, Checkpoint):
+        source = manifest.source if manifest.source != STATE_DICT else None
+    config = read_config(source)
+    if not config.get("architectures"):
         return set()
     try:
-        return kept_by_config(folder, manifest, dtype)
+        return kept_by_config(config, manifest, dtype)
     except ValueError as error:
         raise ValueError(
-            f"cannot tell which tensors from_pretrained(dtype={dtype_names.name(dtype)}) keeps in float32: "
-            f"{folder}/config.json names a model that cannot be built ({error}); install what it needs, or move the "
+            f"cannot tell which tensors from_pretrained(dtype={dtype_names.name(dtype)}) keeps in float32: the config.json next "
+            f"to {manifest.source} names a model that cannot be built ({error}); install what it needs, or move the "
             "configuration away to cast all tensors"
         ) from error
 

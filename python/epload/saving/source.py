@@ -63,7 +63,7 @@ def read_source(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype
             n for n, places in zip(manifest.names, placed, strict=True) if any(target in kept for target, _ in places)
         }
         manifest = with_dtype(manifest, dtype, in_fp32)
-    return Source(targets, manifest, shapes, share, _config_files(model, targets, manifest))
+    return Source(targets, manifest, shapes, share, _config_files(model, targets, manifest, dtype))
 
 
 def with_dtype(manifest: Manifest, dtype: torch.dtype, kept: Collection[str] = ()) -> Manifest:
@@ -85,7 +85,9 @@ def with_dtype(manifest: Manifest, dtype: torch.dtype, kept: Collection[str] = (
     )
 
 
-def _config_files(model: nn.Module, targets: Targets, manifest: Manifest) -> dict[str, bytes]:
+def _config_files(
+    model: nn.Module, targets: Targets, manifest: Manifest, dtype: torch.dtype | None
+) -> dict[str, bytes]:
     """``config.json`` and ``generation_config.json`` of a transformers model, as ``save_pretrained`` writes them."""
     inner: Any = unwrap(model, targets.index).model
     if not is_from_package(inner, "transformers") or not hasattr(inner, "config"):
@@ -93,11 +95,11 @@ def _config_files(model: nn.Module, targets: Targets, manifest: Manifest) -> dic
     config = copy.deepcopy(inner.config)
     config.architectures = [class_before_fsdp(type(inner)).__name__]
     floats = Counter[torch.dtype]()
-    for dtype, shape in zip(manifest.dtypes, manifest.shapes, strict=True):
-        if dtype_names.is_wide(dtype):
-            floats[dtype] += prod(shape)
-    if floats:  # as save_pretrained, which takes it from the model: not the dtype of what is kept in float32
-        config.dtype = dtype_names.name(floats.most_common(1)[0][0])
+    for saved, shape in zip(manifest.dtypes, manifest.shapes, strict=True):
+        if dtype_names.is_wide(saved):
+            floats[saved] += prod(shape)
+    if floats:  # that of the model, as save_pretrained has it, and not of what is kept in float32
+        config.dtype = dtype_names.name(dtype or floats.most_common(1)[0][0])
     files = {"config.json": config.to_json_string(use_diff=True).encode()}
     generation = getattr(inner, "generation_config", None)
     if generation is not None and inner.can_generate():

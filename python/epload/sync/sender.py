@@ -7,7 +7,7 @@ from contextlib import suppress
 from datetime import timedelta
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -36,6 +36,18 @@ SNAPSHOTS = ("none", "host")
 TRANSPORTS = ("auto", "host")
 _FAILED_SECONDS = 3.0
 """That the store outlives a failed version, as ranks that have ended do not say that they know of it."""
+
+
+class _Read(NamedTuple):
+    """A sender's model as it was read for one version."""
+
+    targets: Targets
+    manifest: Manifest
+    """The tensors that are sent."""
+    share: Share
+    """Those parts of them that this rank has."""
+    added: frozenset[str]
+    """Names of the tensors that adapters have added."""
 
 
 class WeightSender:
@@ -111,9 +123,7 @@ class WeightSender:
         self._progress = progress
         self._made_by = threading.current_thread()
         self._first = self.topology.rank == self.topology.ranks[0]
-        self._known: tuple[Targets, Manifest, Share] | None = None
-        self._added: frozenset[str] = frozenset()
-        """Names of the tensors that adapters had added."""
+        self._known: _Read | None = None
         """What was read of the model for the version before."""
         self._epoch: Epoch | None = None
         self._link: Link | None = None
@@ -186,7 +196,7 @@ class WeightSender:
             read, failure = attempt(self._read_model)
         tensors = None
         if read is not None:
-            tensors, failure = attempt(lambda: self._tensors_of(read[0]))
+            tensors, failure = attempt(lambda: self._tensors_of(read.targets))
         if tensors is not None and self._transport == "auto":
             self._link = link_of({tensor.device for tensor in tensors})
         if wait:
@@ -223,7 +233,7 @@ class WeightSender:
         version: int,
         report: SyncReport,
         began: float,
-        read: tuple[Targets, Manifest, Share] | None,
+        read: _Read | None,
         failure: Exception | None,
         tensors: list[Tensor] | None,
     ) -> SyncReport:
@@ -244,16 +254,14 @@ class WeightSender:
         report.seconds = perf_counter() - began
         return report
 
-    def _read_model(self) -> tuple[Targets, Manifest, Share]:
-        """The model's targets, the manifest of what is sent of them, and this rank's share."""
+    def _read_model(self) -> _Read:
         targets = self._reader.read()
         added = names_added_by_adapters(self._reader.model, targets.index)
-        if self._known is not None and targets.matches(self._known[0]) and added == self._added:
-            return targets, *self._known[1:]
-        self._added = added
+        if self._known is not None and targets.matches(self._known.targets) and added == self._known.added:
+            return self._known._replace(targets=targets)
         manifest, placed, _ = catalog(self._reader.model, targets, self._mapping, self._names_from)
         share = share_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
-        return targets, manifest, share
+        return _Read(targets, manifest, share, added)
 
     def _tensors_of(self, targets: Targets) -> list[Tensor]:
         """What is sent: the model's own local tensors, or a copy of them in host memory."""
@@ -270,13 +278,13 @@ class WeightSender:
                 copy.copy_(tensor.detach())
         return kept
 
-    def _agree(
-        self, version: int, read: tuple[Targets, Manifest, Share] | None, failure: Exception | None
-    ) -> Participants:
+    def _agree(self, version: int, read: _Read | None, failure: Exception | None) -> Participants:
         """The sender's ranks agree on the model, and hear which receivers take part."""
         control = self.topology.control
-        changed = read is None or self._known is None or self._known[2] is not read[2] or self._link != self._epoch_link
-        digest = read[1].digest.hex() if read is not None else ""
+        changed = (
+            read is None or self._known is None or self._known.share is not read.share or self._link != self._epoch_link
+        )
+        digest = read.manifest.digest.hex() if read is not None else ""
 
         def check(views: dict[int, Any]) -> bool:
             for rank, (digest, of_rank, _) in views.items():
@@ -294,7 +302,7 @@ class WeightSender:
         self._known = read
         if renew:
             self._drop_epoch()
-        found, failure = attempt(lambda: self._gather(version, read[1]) if self._lobby is not None else None)
+        found, failure = attempt(lambda: self._gather(version, read.manifest) if self._lobby is not None else None)
         said = control.settle(
             "waiting for receivers", failure, found, lambda views: views[control.ranks[0]], patience=2
         )
@@ -331,11 +339,11 @@ class WeightSender:
         self,
         version: int,
         participants: Participants,
-        read: tuple[Targets, Manifest, Share],
+        read: _Read,
         tensors: list[Tensor],
         report: SyncReport,
     ) -> None:
-        _, manifest, share = read
+        _, manifest, share, _ = read
         if self._epoch is None or self._epoch.number != participants.epoch:
             with report.timed("plan"):
                 self._join(participants, manifest, share)
