@@ -19,7 +19,7 @@ _NAMED = re.compile(
     r"|AccountKey|SharedAccessKey)=[^\s&'\"<>/]+",
     re.IGNORECASE,
 )
-_BEARER = re.compile(r"\b(Bearer|Basic) +[\w.~+/=-]{8,}")
+_BEARER = re.compile(r"\b(Bearer|Authorization: Basic) +[\w.~+/=-]{8,}")
 _TOKENS = re.compile(r"\b(?:hf_|gh[a-z]_|github_pat_)\w{20,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")
 
 

@@ -416,3 +416,31 @@ def differ_but(model: nn.Module, wanted: dict[str, Tensor]) -> list[str]:
 
 def test_what_nobody_has_stays_on_meta() -> None:
     all_fine(ranks.run(2, _stays_on_meta))
+
+
+def _as_torch(rank: int) -> list[str]:
+    """A transformers model of bfloat16, whose routers ``from_pretrained`` would keep in float32, and a changed buffer."""
+    from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+
+    config = Ernie4_5_MoeConfig(
+        hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=32, moe_num_experts=2, moe_k=1, moe_layer_start_index=0,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    values = Ernie4_5_MoeForCausalLM(config).to(torch.bfloat16).state_dict()
+    states = []
+    for set_state in (torchs.set_model_state_dict, ours.set_model_state_dict):
+        model = Ernie4_5_MoeForCausalLM(config).to(torch.bfloat16)
+        model.model.rotary_emb.inv_freq.fill_(0.25)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        set_state(model, dict(values) if rank == 0 else {}, options=BROADCAST)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        states.append({n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()})
+    expected, loaded = states
+    return [n for n, t in expected.items() if t.dtype != loaded[n].dtype or not torch.equal(t, loaded[n])]
+
+
+def test_what_from_pretrained_would_do_is_not_done() -> None:
+    all_fine(ranks.run(2, _as_torch))

@@ -170,6 +170,7 @@ def test_what_only_resembles_packed_weights_is_loaded() -> None:
         "layer.steps": torch.tensor(3),
         "norm": torch.ones(3),
         "head.weight": torch.ones(5, 2),
+        "head.label_ids": torch.arange(5),
         "codes.index": torch.arange(6).reshape(2, 3),
     }
     target = {"layer.weight": torch.empty(WEIGHT, dtype=BF16), "norm": torch.empty(3), "head.weight": torch.empty(4, 2)}
