@@ -224,7 +224,7 @@ class Planning:
         model, span = worker.values.model, worker.span
         self._targets = collect(model)
         if worker.sends:
-            manifest, placed = catalog(model, self._targets, "auto", None)
+            manifest, placed, _ = catalog(model, self._targets, "auto", None)
             self._share = share_of_targets(manifest.shapes, manifest.dtypes, self._targets, placed)
         self._manifest = span.exchange(manifest if worker.rank == 0 else None)[0]
         if not worker.sends:

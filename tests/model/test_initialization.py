@@ -216,7 +216,8 @@ def test_values_from_before_the_load_are_kept() -> None:
     del state[HEAD]
     report = epload.load(model, state, strict=False, progress=False)
     assert torch.equal(model.lm_head.weight, before)
-    assert (report.missing_keys, report.initialized) == ([HEAD], [])
+    assert report.missing_keys == [HEAD]
+    assert all(name.startswith("model.rotary_emb.") for name in report.initialized)  # in no checkpoint, and computed
     assert torch.equal(model.model.norm.weight, state["model.norm.weight"])
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from epload.control.control import Control
@@ -17,6 +18,7 @@ from epload.loading.request import Request
 from epload.model.dtensor import local_tensors
 from epload.model.initialization import Initialization, init_missing_calls, params_ignoring_meta
 from epload.model.initialization import compute_missing as compute
+from epload.model.overlap import has_internal_overlap
 from epload.model.poison import is_poisoned, poison
 from epload.model.state_dict import storage_filter, tensor_at
 from epload.planning.plan import LoadPlan
@@ -140,14 +142,15 @@ def initialize(
 
 
 def _unsaved_buffers(request: Request, inputs: LocalInputs) -> dict[str, Tensor]:
-    """Returns the non-persistent buffers by name, except those that share storage with what is loaded; none of a model that has
-    not changed since the load before."""
+    """Returns the non-persistent buffers by name, except those that share storage with what is loaded and those that cannot be
+    written to element by element; none of a model that has not changed since the load before."""
     targets, model = inputs.targets, request.model
     if inputs.modules is None or not (targets.unsaved_buffers or targets.unsaved_meta):
         return {}
     with_storage = {n: tensor_at(model, n) for n in sorted(targets.unsaved_buffers) if request.as_pretrained}
     loaded = storage_filter([tensor for tensor in targets.tensors if not tensor.is_meta] if with_storage else [])
-    return targets.unsaved_meta | {name: tensor for name, tensor in with_storage.items() if not loaded(tensor)}
+    writable = {n: t for n, t in with_storage.items() if t.layout == torch.strided and not has_internal_overlap(t)}
+    return targets.unsaved_meta | {name: tensor for name, tensor in writable.items() if not loaded(tensor)}
 
 
 def _compute_unsaved(request: Request, inputs: LocalInputs, seed: int) -> tuple[Initialization, frozenset[str]]:
