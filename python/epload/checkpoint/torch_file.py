@@ -45,8 +45,11 @@ def check_pickles(stream: BinaryIO) -> None:
     is_archive = stream.read(4) == _ZIP
     stream.seek(0)
     if is_archive:
+        nbytes = _pickle_bytes(stream)
         reader = torch._C.PyTorchFileReader(stream)  # which finds the same pickle as torch.load
-        if (nbytes := reader.get_record_size("data.pkl")) > _MAX_PICKLE_BYTES:
+        if hasattr(reader, "get_record_size"):  # since torch 2.12
+            nbytes = reader.get_record_size("data.pkl")
+        if nbytes > _MAX_PICKLE_BYTES:
             raise Suspicious(f"its pickle has {nbytes} bytes, expected at most {_MAX_PICKLE_BYTES}")
         check_pickle(reader.get_record("data.pkl"))
     else:
@@ -54,6 +57,14 @@ def check_pickles(stream: BinaryIO) -> None:
         for _ in range(_LEGACY_PICKLES):
             end = check_pickle(raw, end)
     stream.seek(0)
+
+
+def _pickle_bytes(stream: BinaryIO) -> int:
+    """Returns the size of the largest pickle of an archive, by the archive's directory."""
+    with zipfile.ZipFile(stream) as archive:
+        sizes = [entry.file_size for entry in archive.infolist() if entry.filename.endswith("data.pkl")]
+    stream.seek(0)
+    return max(sizes, default=0)
 
 
 def read_layout(file: StoredFile) -> FileLayout | None:

@@ -154,4 +154,4 @@ def _collect(request: Request, modules: Modules) -> Targets:
 
 def _asked(request: Request) -> tuple[object, ...]:
     """What targets depend on besides the model."""
-    return request.dtype, request.parts, request.as_pretrained
+    return request.dtype, request.parts
