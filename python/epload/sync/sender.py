@@ -45,7 +45,7 @@ class _Read(NamedTuple):
     manifest: Manifest
     """The tensors that are sent."""
     share: Share
-    """Those parts of them that this rank has."""
+    """The parts of them that this rank has."""
     added: frozenset[str]
     """Names of the tensors that adapters have added."""
 
