@@ -59,6 +59,7 @@ def set_dtypes(
         shapes = [targets.layouts[layout].shape for layout in targets.layout]
         scales = quantized_with(targets.names, targets.dtypes, shapes)  # to round them would change the weights
         wanted = {number: dtype for number, dtype in wanted.items() if targets.names[number] not in scales}
+        kept = {number: None for number in kept if number in wanted}
         for number, (name, tensor) in enumerate(zip(targets.names, targets.tensors, strict=True)):
             own = isinstance(tensor, nn.Parameter) and dtypes.is_wide(tensor.dtype)
             if own and number not in kept and name not in scales:
