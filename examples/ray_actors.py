@@ -40,8 +40,7 @@ class Rank:
 
     def loss(self) -> float:
         tokens = torch.arange(64).reshape(2, 32)
-        loss = self.model(tokens, labels=tokens).loss
-        loss.backward()
+        (loss := self.model(tokens, labels=tokens).loss).backward()
         return loss.item()
 
 
