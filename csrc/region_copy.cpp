@@ -12,13 +12,8 @@
 namespace epload {
 namespace {
 
-struct Registered {
-  RegionCopyFn fn = nullptr;
-  RegionKernels kernels;
-};
-
-Registered& registered(c10::DeviceType device) {
-  static std::array<Registered, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)> table{};
+RegionCopyFn& registered(c10::DeviceType device) {
+  static std::array<RegionCopyFn, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)> table{};
   return table.at(static_cast<size_t>(device));
 }
 
@@ -72,16 +67,12 @@ void region_copy_aten(
 
 void region_copy(
     const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction) {
-  const auto fn = registered(bucket.device().type()).fn;
+  const auto fn = registered(bucket.device().type());
   (fn != nullptr ? fn : region_copy_aten)(bucket, tensors, copies, direction);
 }
 
-const RegionKernels& region_kernels(c10::DeviceType device) {
-  return registered(device).kernels;
-}
-
-RegisterRegionCopy::RegisterRegionCopy(c10::DeviceType device, RegionCopyFn fn, RegionKernels kernels) {
-  registered(device) = {fn, kernels};
+RegisterRegionCopy::RegisterRegionCopy(c10::DeviceType device, RegionCopyFn fn) {
+  registered(device) = fn;
 }
 
 namespace {

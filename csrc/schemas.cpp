@@ -1,6 +1,6 @@
 // The schemas of torch.ops.epload. Implementations are registered where they are defined.
 #include "cpu/prepared.h"
-#include "region_table.h"
+#include "device/pipe.h"
 
 #include <torch/library.h>
 
@@ -9,23 +9,35 @@ namespace {
 void define_region_copies(torch::Library& m) {
   m.def("pack(Tensor(a!) bucket, Tensor[] sources, Tensor copies) -> ()");
   m.def("unpack(Tensor bucket, Tensor(a!)[] targets, Tensor copies) -> ()");
-  m.def("region_table(Tensor copies) -> __torch__.torch.classes.epload.RegionTable");
+}
+
+void define_device_pipe(torch::Library& m) {
+  m.def("device_pipe(Tensor pinned, Device device, int threads) -> __torch__.torch.classes.epload.DevicePipe");
+  m.def("drain_pipe(__torch__.torch.classes.epload.DevicePipe pipe) -> ()");
   m.def(
-      "unpack_table(Tensor bucket, Tensor(a!)[] targets, __torch__.torch.classes.epload.RegionTable table, "
-      "Tensor? expected=None, Tensor(b!)? stopped=None, Tensor(c!)? flag=None) -> ()");
-  m.def("can_guard_table(Tensor bucket, Tensor[] targets, __torch__.torch.classes.epload.RegionTable table) -> bool");
-  m.def("can_guard(Device device) -> bool");
+      "read_to_device(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor(a!)[] targets, "
+      "Tensor copies, __torch__.torch.classes.epload.DevicePipe pipe, bool direct=False) -> (int, int, int, int)");
+  m.def(
+      "write_from_device(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor[] sources, "
+      "Tensor copies, __torch__.torch.classes.epload.DevicePipe pipe) -> (int, int, int, int)");
+  m.def(
+      "upload(Tensor[] sources, Tensor origins, Tensor(a!)[] targets, Tensor copies, "
+      "__torch__.torch.classes.epload.DevicePipe pipe) -> ()");
+  m.def(
+      "download(Tensor[] sources, Tensor copies, Tensor(a!)[] targets, Tensor origins, "
+      "__torch__.torch.classes.epload.DevicePipe pipe) -> ()");
 }
 
 } // namespace
 
 TORCH_LIBRARY(epload, m) {
   epload::register_prepared_classes();
-  epload::register_region_table_class();
+  epload::register_device_pipe_class();
   m.def(
       "coalesced_bcast(Tensor(a!)[] tensors, int src, str inter_group, str intra_group, int bucket_bytes, "
-      "str algorithm, Stream? stream=None, *, int leader=-1, str steps=\"all\") -> ()");
+      "str algorithm, Stream? stream=None, *, int leader=-1) -> ()");
   define_region_copies(m);
+  define_device_pipe(m);
   m.def(
       "read_ranges(int[] descriptors, Tensor ranges, Tensor(a!) buffer, int threads, bool direct=False) -> "
       "(int, int, int, int)");

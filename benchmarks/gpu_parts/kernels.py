@@ -14,7 +14,7 @@ import torch.distributed as dist
 import epload
 import regions
 from epload.core import dtypes
-from epload.native import ops, region_tables
+from epload.native import ops
 from gpu_parts.common import Clock, Row, device_of, trace_of
 
 
@@ -40,28 +40,7 @@ def exercise(options: argparse.Namespace) -> list[Row]:
             ops.pack(bucket, [values], torch.tensor([[0, 0, dtypes.code(target), 1, 0, 4099, 1]]))
             assert torch.equal(bucket.view(target).float(), values.to(target).float()), (source, target)
     torch.cuda.synchronize()
-    return [{"what": "calls under compute-sanitizer", "calls": 2 * 5 + 36 + guarded(device)}]
-
-
-def guarded(device: torch.device) -> int:
-    """Unpacks kept tables, small and large, under guards that let them pass, then stop them; returns the number of calls."""
-    stopped = torch.zeros(1, dtype=torch.int32, device=device)
-    flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    calls = 0
-    for count in (0, 5, 3000):
-        targets = [torch.zeros(7, 5, device=device)[:, ::2] for _ in range(count)]
-        rows = [[i, 64 + 84 * i, dtypes.code(torch.float32), 2, 0, 0, 7, 3, 3, 1] for i in range(count)]
-        table = region_tables.region_table(torch.tensor(rows, dtype=torch.int64).reshape(count, 10))
-        bucket = torch.ones(64 + 84 * count, dtype=torch.uint8, device=device)
-        for expected in (1, 1, 2):
-            header = torch.full((64,), expected, dtype=torch.uint8)
-            region_tables.unpack_table(bucket, targets, table, region_tables.Guard(header, stopped, flag))
-            torch.cuda.synchronize()
-            assert bool(flag.item()) == bool(stopped.item()) == (expected == 2)
-            calls += 1
-        stopped.zero_()
-        flag.zero_()
-    return calls
+    return [{"what": "calls under compute-sanitizer", "calls": 2 * 5 + 36}]
 
 
 def kernel_seconds(run: Callable[[], object]) -> float | None:
@@ -113,15 +92,10 @@ def _bandwidth_of(
     if wrong:
         raise RuntimeError(f"{layout}: {wrong} wrong regions")
     rows = []
-    kept = [(shards, region_tables.region_table(table)) for shards, table in work.buckets]
-    for name, op, buckets in (
-        ("unpack", ops.unpack, work.buckets),
-        ("unpack kept tables of", region_tables.unpack_table, kept),
-        ("pack", ops.pack, work.buckets),
-    ):
+    for name, op in (("unpack", ops.unpack), ("pack", ops.pack)):
 
-        def run(op: Any = op, buckets: Any = buckets) -> None:
-            for shards, table in buckets:
+        def run(op: Any = op) -> None:
+            for shards, table in work.buckets:
                 op(bucket, shards, table)
 
         seconds, queued = clock.best(run)

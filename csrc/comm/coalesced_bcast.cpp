@@ -35,19 +35,6 @@ Algorithm algorithm_of(const std::string& name) {
   return Algorithm::kFlat;
 }
 
-enum class Steps { kAll, kInter, kIntra };
-
-Steps steps_of(const std::string& name) {
-  if (name == "all") {
-    return Steps::kAll;
-  }
-  if (name == "inter") {
-    return Steps::kInter;
-  }
-  TORCH_CHECK_VALUE(name == "intra", "coalesced_bcast: expected steps 'all', 'inter' or 'intra', got '", name, "'");
-  return Steps::kIntra;
-}
-
 // Where this rank stands, and the groups over which it sends and receives.
 class Route {
  public:
@@ -57,11 +44,8 @@ class Route {
       const std::string& inter_group,
       const std::string& intra_group,
       Algorithm algorithm,
-      int64_t leader,
-      Steps steps)
-      : inter_(inter_group, device), intra_(intra_group, device), flat_(algorithm == Algorithm::kFlat), steps_(steps) {
-    TORCH_CHECK_VALUE(
-        steps == Steps::kAll || device != c10::kCPU, "coalesced_bcast: expected steps 'all' for tensors on cpu");
+      int64_t leader)
+      : inter_(inter_group, device), intra_(intra_group, device), flat_(algorithm == Algorithm::kFlat) {
     TORCH_CHECK_VALUE(
         !flat_ || !intra_.present(),
         "coalesced_bcast: algorithm 'flat' takes one group of all ranks as inter_group and no intra_group, got '",
@@ -96,9 +80,6 @@ class Route {
       return;
     }
     for (const auto& step : broadcast_steps(position_, flat.numel(), kOpAlignment)) {
-      if (steps_ == (step.inter ? Steps::kIntra : Steps::kInter)) {
-        continue;
-      }
       const auto& group = step.inter ? inter_ : intra_;
       const auto part = flat.narrow(0, step.begin, step.end - step.begin);
       if (step.root == kNoRank) {
@@ -169,7 +150,6 @@ class Route {
 
   Group inter_, intra_;
   bool flat_;
-  Steps steps_;
   Position position_{};
 };
 
@@ -268,9 +248,7 @@ void broadcast_buckets(at::TensorList tensors, const BucketPlan& plan, const Rou
 // global rank of this node's leader; -1 derives it: `src` on its own node, elsewhere the node's lowest rank. With
 // algorithm "flat", `inter_group` is the one group of all ranks. With "striped", it is this rank's rail, on which is
 // the rank of every node that comes at the same place in its `intra_group`, and `leader` the one of the source's node.
-// `steps` may leave out those inside nodes or between them: two calls, on two streams that the caller orders, then make
-// a whole one. Each packs and unpacks for itself, so that they are of use only for one contiguous tensor. Throws
-// ValueError before anything has moved.
+// Throws ValueError before anything has moved.
 void coalesced_bcast(
     at::TensorList tensors,
     int64_t src,
@@ -279,10 +257,8 @@ void coalesced_bcast(
     int64_t bucket_bytes,
     const std::string& algorithm,
     std::optional<c10::Stream> stream,
-    int64_t leader,
-    const std::string& steps) {
+    int64_t leader) {
   const auto wanted = algorithm_of(algorithm);
-  const auto taken = steps_of(steps);
   TORCH_CHECK_VALUE(
       bucket_bytes >= kOpAlignment && bucket_bytes <= (int64_t{1} << 60),
       "coalesced_bcast: expected bucket_bytes from ",
@@ -294,7 +270,7 @@ void coalesced_bcast(
   }
   const auto device = check_tensors(tensors);
   ExplicitStream::check(device, stream);
-  const Route route(device.type(), src, inter_group, intra_group, wanted, leader, taken);
+  const Route route(device.type(), src, inter_group, intra_group, wanted, leader);
   if (!route.alone()) {
     const auto plan = plan_of(tensors, bucket_bytes);
     const at::NoGradGuard no_grad;

@@ -4,10 +4,10 @@
 #include <cstdint>
 
 // Changes whenever the table's layout or a signature does, so that a stale library is refused.
-constexpr uint32_t kEploadCudaInterface = 2;
+constexpr uint32_t kEploadCudaInterface = 3;
 
 // A table of at most so many bytes travels with the launch, so that nothing is allocated for it or copied. A launch
-// takes 4 KiB of arguments; more needs a driver of CUDA 12.1 and later. The rest of it is for the guard.
+// takes 4 KiB of arguments; more needs a driver of CUDA 12.1 and later.
 constexpr uint32_t kEploadCudaInlineBytes = 3968;
 
 extern "C" {
@@ -21,23 +21,14 @@ struct EploadCudaTable {
   int32_t convert; // whether any chunk converts numbers
 };
 
-// What a launch asks before it copies anything: whether the bucket is the expected one, and no guarded launch has been
-// stopped so far. A launch that is stopped sets both words.
-struct EploadCudaGuard {
-  uint8_t expected[64];
-  const char* header; // 64 bytes of device memory; null where there is no guard
-  int32_t* stopped;   // device memory: not 0 if nothing is to be copied any more
-  int32_t* flag;      // pinned host memory: 1 + the index of the first bucket that was stopped
-};
-
 uint32_t epload_cuda_interface();
 
 // 0 if the current device can run these kernels, else a CUDA error.
 int epload_cuda_ready();
 
-// Queues one launch on `stream` (a cudaStream_t of the current device); a table without chunks is for its guard alone.
-// Returns 0 or a CUDA error.
-int epload_cuda_region_copy(const EploadCudaTable* table, const EploadCudaGuard* guard, void* stream);
+// Queues one launch on `stream` (a cudaStream_t of the current device). The table has a chunk at least. Returns 0 or a
+// CUDA error.
+int epload_cuda_region_copy(const EploadCudaTable* table, void* stream);
 
 // The text of an error that a function above returned.
 const char* epload_cuda_error(int error);

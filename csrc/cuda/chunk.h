@@ -350,39 +350,4 @@ EPLOAD_HD void run_chunk(const Chunk& chunk, const Record* dims, uint32_t lane) 
   }
 }
 
-// Words of a guard, which others write while a launch reads them.
-EPLOAD_HD volatile int32_t& word(int32_t* at) {
-#ifdef __CUDA_ARCH__
-  __builtin_assume(__isGlobal(at));
-#endif
-  return *at;
-}
-
-constexpr uint32_t kGuardThreads = 65; // one for each byte of the header, and one for the word on the device
-
-// Whether a guard objects to its launch, as one of kGuardThreads threads of a block finds out. The launch is stopped if
-// any of them does. All blocks of a launch find the same: stop() writes the word while other blocks may still have to
-// read it, but only if it was set before the launch, or if the header differs, which they see for themselves.
-EPLOAD_HD bool objects(const EploadCudaGuard& guard, uint32_t thread) {
-  constexpr uint32_t kHeader = sizeof guard.expected;
-  if (thread < kHeader) {
-    const bool ignored = thread >= 16 && thread < 32; // how many bytes follow, and their checksum
-    return !ignored && load(guard.header + thread) != static_cast<char>(guard.expected[thread]);
-  }
-  return thread == kHeader && word(guard.stopped) != 0;
-}
-
-// What one thread of a launch that is stopped does.
-EPLOAD_HD void stop(const EploadCudaGuard& guard) {
-  word(guard.stopped) = 1;
-  if (word(guard.flag) == 0) {
-    int32_t index;
-    memcpy(&index, guard.expected + 8, sizeof index);
-#ifdef __CUDA_ARCH__
-    __threadfence_system(); // whoever sees the flag finds all as it was written before
-#endif
-    word(guard.flag) = index + 1;
-  }
-}
-
 } // namespace epload::cuda

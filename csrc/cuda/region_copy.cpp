@@ -15,9 +15,7 @@
 
 #include <torch/library.h>
 
-#include <cstring>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -79,10 +77,6 @@ const std::string& obstacle(c10::Device device) {
   return found->second;
 }
 
-bool usable(c10::Device device) {
-  return obstacle(device).empty();
-}
-
 // The same for Python; `device` need not be the current one, or be there.
 std::string cuda_obstacle(c10::Device device) {
   TORCH_CHECK_VALUE(device.type() == kDevice, "cuda_obstacle: expected a device of CUDA, got ", device);
@@ -130,115 +124,45 @@ bool add(cuda::Table& table, char* base, const at::Tensor& tensor, const RegionC
       unpack ? here : there, unpack ? there : here, s.run, s.size.data(), static_cast<int64_t>(s.size.size()));
 }
 
-// The regions of copies that the kernel can do, as a table; calls odd(copy) for the others.
-template <typename Odd>
-cuda::Table table_of(
-    const at::Tensor& bucket,
-    at::TensorList tensors,
-    const std::vector<RegionCopy>& copies,
-    Direction direction,
-    const Odd& odd) {
-  cuda::Table table;
-  char* const base = static_cast<char*>(bucket.data_ptr());
-  for (const auto& copy : copies) {
-    if (!add(table, base, tensors[copy.tensor], copy, direction)) {
-      odd(copy);
-    }
+// Queues the copies of a table on the current stream. A small table is an argument of the launch; a large one is copied
+// to the device first. All memory is torch's: what is pinned is not reused before the copy has run, and what is the
+// device's not by another stream than this. So nothing here waits.
+void launch(const cuda::Table& table, c10::Device device) {
+  const auto bytes = at::TensorOptions().dtype(at::kByte);
+  const bool small = table.nbytes() <= kEploadCudaInlineBytes;
+  auto records = at::empty({table.nbytes()}, bytes.pinned_memory(!small));
+  table.write(static_cast<char*>(records.data_ptr()));
+  if (!small) {
+    const auto host = std::exchange(records, at::empty({table.nbytes()}, bytes.device(device)));
+    records.copy_(host, /*non_blocking=*/true);
   }
-  return table;
+  const EploadCudaTable placed{
+      records.data_ptr(), static_cast<uint64_t>(table.nbytes()), table.chunks(), table.converts()};
+  const auto stream = c10::impl::VirtualGuardImpl(kDevice).getStream(device);
+  const int error = library().region_copy(&placed, stream.native_handle());
+  TORCH_CHECK(error == 0, "epload: the region copy on ", device, " failed: ", library().error(error));
 }
-
-// A table where a launch finds it: a small one on the host, since it is an argument; a large one on the device, copied
-// there on the current stream. All memory is torch's: what is pinned is not reused before the copy has run, and what is
-// the device's not by another stream than this. So nothing here waits, and all may be freed once the launch is queued.
-class Placed {
- public:
-  Placed(const cuda::Table& table, c10::Device device)
-      : table_{nullptr, static_cast<uint64_t>(table.nbytes()), table.chunks(), table.converts()} {
-    const auto bytes = at::TensorOptions().dtype(at::kByte);
-    const bool small = table_.nbytes <= kEploadCudaInlineBytes;
-    records_ = at::empty({table.nbytes()}, bytes.pinned_memory(!small));
-    table.write(static_cast<char*>(records_.data_ptr()));
-    if (!small) {
-      const auto host = std::exchange(records_, at::empty({table.nbytes()}, bytes.device(device)));
-      records_.copy_(host, /*non_blocking=*/true);
-    }
-    table_.records = records_.data_ptr();
-  }
-
-  // On the current stream.
-  void launch(const at::Tensor& bucket, const Guard* guard) const {
-    if (table_.chunks == 0 && guard == nullptr) {
-      return;
-    }
-    EploadCudaGuard asked{};
-    if (guard != nullptr) {
-      std::memcpy(asked.expected, guard->expected.const_data_ptr(), sizeof asked.expected);
-      asked.header = static_cast<const char*>(bucket.const_data_ptr());
-      asked.stopped = guard->stopped.mutable_data_ptr<int32_t>();
-      asked.flag = guard->flag.mutable_data_ptr<int32_t>(); // the device knows pinned memory by the same address
-    }
-    const auto device = bucket.device();
-    const auto stream = c10::impl::VirtualGuardImpl(kDevice).getStream(device);
-    const int error = library().region_copy(&table_, guard != nullptr ? &asked : nullptr, stream.native_handle());
-    TORCH_CHECK(error == 0, "epload: the region copy on ", device, " failed: ", library().error(error));
-  }
-
- private:
-  EploadCudaTable table_;
-  at::Tensor records_;
-};
 
 void region_copy_cuda(
     const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction) {
   const c10::DeviceGuard on_device(bucket.device());
-  if (!usable(bucket.device())) {
+  if (!obstacle(bucket.device()).empty()) {
     region_copy_aten(bucket, tensors, copies, direction);
     return;
   }
-  const auto table = table_of(bucket, tensors, copies, direction, [&](const RegionCopy& copy) {
-    copy_one_aten(bucket, tensors[copy.tensor], copy, direction);
-  });
-  Placed(table, bucket.device()).launch(bucket, nullptr);
-}
-
-class ReadyOnCuda final : public ReadyCopies {
- public:
-  ReadyOnCuda(const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies)
-      : placed_(
-            table_of(
-                bucket, tensors, copies, Direction::kUnpack, [&](const RegionCopy& copy) { odd_.push_back(copy); }),
-            bucket.device()) {
-  }
-
-  bool guardable() const override {
-    return odd_.empty();
-  }
-
-  void run(const at::Tensor& bucket, at::TensorList tensors, const Guard* guard) const override {
-    const c10::DeviceGuard on_device(bucket.device());
-    for (const auto& copy : odd_) {
-      copy_one_aten(bucket, tensors[copy.tensor], copy, Direction::kUnpack);
+  cuda::Table table;
+  char* const base = static_cast<char*>(bucket.data_ptr());
+  for (const auto& copy : copies) {
+    if (!add(table, base, tensors[copy.tensor], copy, direction)) {
+      copy_one_aten(bucket, tensors[copy.tensor], copy, direction);
     }
-    placed_.launch(bucket, guard);
   }
-
- private:
-  std::vector<RegionCopy> odd_; // what the kernel cannot do
-  Placed placed_;
-};
-
-std::shared_ptr<const ReadyCopies> ready_on_cuda(
-    const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies) {
-  const c10::DeviceGuard on_device(bucket.device());
-  return usable(bucket.device()) ? std::make_shared<ReadyOnCuda>(bucket, tensors, copies) : nullptr;
+  if (!table.empty()) {
+    launch(table, bucket.device());
+  }
 }
 
-bool usable_anywhere(c10::Device device) {
-  return cuda_obstacle(device).empty();
-}
-
-const RegisterRegionCopy registered(kDevice, region_copy_cuda, {usable_anywhere, ready_on_cuda});
+const RegisterRegionCopy registered(kDevice, region_copy_cuda);
 
 } // namespace
 } // namespace epload

@@ -15,7 +15,6 @@ using epload::cuda::kLanes;
 using epload::cuda::Record;
 
 constexpr int kThreads = 256;
-static_assert(epload::cuda::kGuardThreads <= kThreads, "a block checks a whole guard");
 
 // Blocks that a processor should hold, so that enough loads are in flight to cover the memory's latency.
 template <bool kConvert>
@@ -25,18 +24,7 @@ constexpr int kBlocks = kConvert ? 2 : 3;
 struct Inline {
   Record records[kEploadCudaInlineBytes / sizeof(Record)];
 };
-static_assert(sizeof(Inline) + sizeof(EploadCudaGuard) + 2 * sizeof(uint64_t) <= 4096, "what every driver takes");
-
-// Whether this launch is to copy nothing; the same for all threads of all blocks.
-__device__ bool stopped(const EploadCudaGuard& guard) {
-  if (guard.header == nullptr || !__syncthreads_or(epload::cuda::objects(guard, threadIdx.x))) {
-    return false;
-  }
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    epload::cuda::stop(guard);
-  }
-  return true;
-}
+static_assert(sizeof(Inline) + 2 * sizeof(uint64_t) <= 4096, "what every driver takes");
 
 template <bool kConvert>
 __device__ void copy_chunks(const Record* records, uint32_t chunks) {
@@ -49,21 +37,17 @@ __device__ void copy_chunks(const Record* records, uint32_t chunks) {
 
 template <bool kConvert>
 __global__ void __launch_bounds__(kThreads, kBlocks<kConvert>)
-    region_copy(const Record* __restrict__ records, uint32_t chunks, const __grid_constant__ EploadCudaGuard guard) {
-  if (!stopped(guard)) {
-    copy_chunks<kConvert>(records, chunks);
-  }
+    region_copy(const Record* __restrict__ records, uint32_t chunks) {
+  copy_chunks<kConvert>(records, chunks);
 }
 
 template <bool kConvert>
-__global__ void __launch_bounds__(kThreads, kBlocks<kConvert>) region_copy_inline(
-    const __grid_constant__ Inline table, uint32_t chunks, const __grid_constant__ EploadCudaGuard guard) {
-  if (!stopped(guard)) {
-    copy_chunks<kConvert>(table.records, chunks);
-  }
+__global__ void __launch_bounds__(kThreads, kBlocks<kConvert>)
+    region_copy_inline(const __grid_constant__ Inline table, uint32_t chunks) {
+  copy_chunks<kConvert>(table.records, chunks);
 }
 
-// At most as many blocks as the device holds at once, at least the one that a guard needs.
+// At most as many blocks as the device holds at once.
 template <typename Kernel>
 cudaError_t launch(Kernel* kernel, uint32_t chunks, void** arguments, cudaStream_t stream) {
   int device = 0, processors = 0, resident = 0;
@@ -78,28 +62,22 @@ cudaError_t launch(Kernel* kernel, uint32_t chunks, void** arguments, cudaStream
     return error;
   }
   const uint32_t per_block = kThreads / kLanes;
-  const uint32_t wanted = chunks == 0 ? 1 : (chunks - 1) / per_block + 1;
+  const uint32_t wanted = (chunks - 1) / per_block + 1;
   const auto most = static_cast<uint32_t>(processors * resident);
   return cudaLaunchKernel(kernel, dim3(wanted < most ? wanted : most), dim3(kThreads), arguments, 0, stream);
 }
 
 template <bool kConvert>
-cudaError_t launch(const EploadCudaTable& table, const EploadCudaGuard* guard, cudaStream_t stream) {
-  EploadCudaGuard asked{};
-  if (guard != nullptr) {
-    asked = *guard;
-  }
+cudaError_t launch(const EploadCudaTable& table, cudaStream_t stream) {
   uint32_t chunks = table.chunks;
   if (table.nbytes > kEploadCudaInlineBytes) {
     const void* records = table.records;
-    void* arguments[] = {&records, &chunks, &asked};
+    void* arguments[] = {&records, &chunks};
     return launch(region_copy<kConvert>, chunks, arguments, stream);
   }
   Inline inlined;
-  if (table.nbytes > 0) {
-    std::memcpy(&inlined, table.records, table.nbytes);
-  }
-  void* arguments[] = {&inlined, &chunks, &asked};
+  std::memcpy(&inlined, table.records, table.nbytes);
+  void* arguments[] = {&inlined, &chunks};
   return launch(region_copy_inline<kConvert>, chunks, arguments, stream);
 }
 
@@ -116,9 +94,9 @@ EPLOAD_EXPORT int epload_cuda_ready() {
   return error;
 }
 
-EPLOAD_EXPORT int epload_cuda_region_copy(const EploadCudaTable* table, const EploadCudaGuard* guard, void* stream) {
+EPLOAD_EXPORT int epload_cuda_region_copy(const EploadCudaTable* table, void* stream) {
   const auto queue = static_cast<cudaStream_t>(stream);
-  return table->convert != 0 ? launch<true>(*table, guard, queue) : launch<false>(*table, guard, queue);
+  return table->convert != 0 ? launch<true>(*table, queue) : launch<false>(*table, queue);
 }
 
 EPLOAD_EXPORT const char* epload_cuda_error(int error) {

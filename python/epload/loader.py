@@ -57,7 +57,6 @@ def load(
     verify: str = "off",
     timeout: timedelta | float | None = None,
     stream: torch.Stream | None = None,
-    overlap_stream: torch.Stream | None = None,
     direct_io: bool = True,
     progress: bool = True,
 ) -> LoadReport:
@@ -74,7 +73,7 @@ def load(
     """
     loader = HierarchicalLoader(
         topology, src=src, readers=readers, algorithm=algorithm, bucket_bytes=bucket_bytes, verify=verify,
-        timeout=timeout, stream=stream, overlap_stream=overlap_stream, direct_io=direct_io, progress=progress,
+        timeout=timeout, stream=stream, direct_io=direct_io, progress=progress,
     )  # fmt: skip
     with loader:
         loader._remembers = False
@@ -113,7 +112,6 @@ class HierarchicalLoader:
         verify: str = "off",
         timeout: timedelta | float | None = None,
         stream: torch.Stream | None = None,
-        overlap_stream: torch.Stream | None = None,
         direct_io: bool = True,
         progress: bool = True,
     ) -> None:
@@ -128,12 +126,12 @@ class HierarchicalLoader:
             algorithm: ``"two_level"``, ``"striped"`` or ``"flat"`` (one group, for comparison). ``"auto"`` is ``"two_level"``.
                 For a model on a device it is ``"striped"`` if every rank has a network card of its own, and buckets that do not
                 cross nodes go through memory that a node's ranks share, out of which each copies what it keeps.
-            bucket_bytes: size of a bucket; each rank has two, or three on a GPU if it receives buckets, and for a model on a
-                device two more in pinned host memory if it reads. With ``"every"``, those for a device have up to 32 MiB, if
-                that is more. Where a node's ranks share staging buffers, it is the size of the buckets that move together, and
-                the node has twice that (each rank, if they cannot share memory). None is 64 MiB; in host memory 48 MiB with
-                ``"one"``, ``"per_node"`` or ``"flat"``, and with ``"partitioned"`` or ``"auto"`` on more than 16 nodes 4 MiB
-                per node, at most 512 MiB; for buckets on a device that cross nodes 256 MiB.
+            bucket_bytes: size of a bucket; each rank has two, but for a model on a device with ``"every"``, where there are none.
+                A rank that brings bytes from the host to a device has up to 64 MiB of pinned memory for that. Where a node's
+                ranks share staging buffers, it is the size of the buckets that move together, and the node has twice that
+                (each rank, if they cannot share memory). None is 64 MiB; in host memory 48 MiB with ``"one"``, ``"per_node"``
+                or ``"flat"``, and with ``"partitioned"`` or ``"auto"`` on more than 16 nodes 4 MiB per node, at most 512 MiB;
+                for buckets on a device that cross nodes 256 MiB.
             verify: ``"buckets"``: every bucket carries a checksum, which each node checks before it unpacks. ``"full"``: after
                 the load, ranks prove their shards against the checkpoint, which is read once more, by all ranks that have it
                 together; nothing is left for checksums to find. ``"sample"``: checksums, and a sixteenth is proven.
@@ -141,9 +139,6 @@ class HierarchicalLoader:
                 moves bytes has what they take at 10 MB/s on top.
             stream: of the models' device: all device work but the copies from host memory is on it, between a wait for the
                 caller's current stream and one of that stream for it. None makes one, kept; for models on CPU only None.
-            overlap_stream: another stream of the models' device, for what moves inside nodes and for unpacking, so that the next
-                bucket crosses nodes meanwhile. The communicators of a rank then work at the same time, which NCCL allows only
-                if nothing else on the device keeps one of them from starting. None puts everything on ``stream``.
             direct_io: whether files of local disks are read past the page cache (``O_DIRECT``) where they are not in it, which
                 takes a small part of the CPU time and leaves the cache as it is. If False, they are in the cache afterwards,
                 as far as there is memory, where the next load finds them. Not where bytes are read again: with
@@ -158,7 +153,6 @@ class HierarchicalLoader:
         self._timeout = as_timedelta(timeout)
         self.options = Options(readers, algorithm, src, bucket_bytes, verify, direct_io)
         check_stream(stream)
-        check_stream(overlap_stream)
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
         self.number = self.topology.number_loader()
         """Among the loaders of its topology, equal on all ranks."""
@@ -169,11 +163,11 @@ class HierarchicalLoader:
         """Whether there will be another load."""
         self.topology.check_source(src)
         self.stream = stream
-        self._streams = [given for given in (stream, overlap_stream) if given is not None]
+        self._streams = [stream] if stream is not None else []
         self.progress = progress
         self._control = self.topology.control
         self._router = Router(self.topology, self.options)
-        self._resources = Resources(self.topology, self.options, self._router, stream, overlap_stream)
+        self._resources = Resources(self.topology, self.options, self._router, stream)
         self._agreement = Agreement(self.topology, self.options, self._router, self._resources, self.number)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from epload.observe.events import Events
 from epload.observe.plot import plot
 from epload.observe.trace import Trace
 
-PHASES = ("plan", "materialize", "read", "host_to_device", "inter_node", "intra_node", "unpack", "verify", "wait")
+PHASES = ("plan", "materialize", "read", "inter_node", "intra_node", "unpack", "verify", "wait")
 UNRATED = "unpack"
 """Its bytes are those of whole buckets, of which a rank may keep little or nothing, so that their rate says nothing."""
 _SHOWN_KEYS = 5

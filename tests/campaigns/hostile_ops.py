@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epload.core import dtypes
-from epload.native import ops, region_tables
+from epload.native import ops
+from support import fakedev
+from support.accelerator import DEVICE
 
 INT64_MAX = 2**63 - 1
 FLOAT = dtypes.code(torch.float32)
@@ -133,7 +135,7 @@ def changed_entries(table: Tensor) -> list[Tensor]:
 class Setting:
     """Good arguments of every op."""
 
-    def __init__(self) -> None:
+    def __init__(self, op: str = "") -> None:
         self.bucket = torch.arange(16, dtype=torch.uint8)
         self.tensors = [torch.zeros(4), torch.zeros(3, 2)]
         self.copies = torch.tensor([ROW])
@@ -156,7 +158,7 @@ class Setting:
         self.reads = ops.prepare_reads(self.listed, self.which, self.copies, *places)
         self.digests = ops.prepare_digests(self.listed, self.which, self.copies)
         self.prepared = ops.prepare_copies(self.listed, self.which, self.copies, 16)
-        self.table = region_tables.region_table(self.copies)
+        pipes = [self._make_pipe()] if op in PIPE_OPS else []
         far = torch.tensor([[1, 0, FLOAT, 1, 400, 4, 1]])
         self.objects: dict[str, list[Any]] = {
             "lists": [other, foreign, nothing, odd],
@@ -164,9 +166,14 @@ class Setting:
             "copies": [ops.prepare_copies(other, [0, 1], far, 16)],
             "reads": [ops.prepare_reads(other, [0, 1], far, *places)],
             "digests": [ops.prepare_digests(other, [0, 1], far)],
-            "tables": [region_tables.region_table(table) for table in (far, torch.zeros(0, 4, dtype=torch.int64))],
-            "good": [self.listed, self.layouts, self.prepared, self.reads, self.digests, self.table],
+            "good": [self.listed, self.layouts, self.prepared, self.reads, self.digests, *pipes],
         }
+
+    def _make_pipe(self) -> ops.Pipe:
+        self.on_device = [tensor.to(DEVICE) for tensor in self.tensors]
+        self.pinned = torch.empty(2 * 4096, dtype=torch.uint8, pin_memory=True)
+        self.pipe = ops.device_pipe(self.pinned, torch.device(DEVICE), 1)
+        return self.pipe
 
 
 GROUP = "0"
@@ -176,10 +183,12 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "coalesced_bcast": lambda s: [s.tensors, 0, GROUP, "", 64, "flat", None],
     "pack": lambda s: [s.bucket, s.tensors, s.copies],
     "unpack": lambda s: [s.bucket, s.tensors, s.copies],
-    "region_table": lambda s: [s.copies],
-    "unpack_table": lambda s: [s.bucket, s.tensors, s.table, None, None, None],
-    "can_guard_table": lambda s: [s.bucket, s.tensors, s.table],
-    "can_guard": lambda s: [torch.device("cuda", 0)],
+    "device_pipe": lambda s: [s.pinned, torch.device(DEVICE), 1],
+    "drain_pipe": lambda s: [s.pipe],
+    "read_to_device": lambda s: [s.descriptors, s.files, s.offsets, s.origins, s.on_device, s.copies, s.pipe, False],
+    "write_from_device": lambda s: [s.descriptors, s.files, s.offsets, s.origins, s.on_device, s.copies, s.pipe],
+    "upload": lambda s: [[s.bucket], torch.tensor([[0, 0]]), s.on_device, s.copies, s.pipe],
+    "download": lambda s: [s.on_device, s.copies, [s.bucket], torch.tensor([[0, 0]]), s.pipe],
     "read_ranges": lambda s: [s.descriptors, torch.tensor([[0, 16, 8, 8], [0, 100, 0, 8]]), s.bucket, 2, True],
     "read_regions": lambda s: [s.descriptors, s.files, s.offsets, s.origins, s.tensors, s.copies, 2, False],
     "tensor_list": lambda s: [ops._C.register_tensors(s.tensors), s.layouts],
@@ -205,13 +214,17 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "board_wait": lambda s: [s.board, [0, 1], 0, 0.01],
 }  # fmt: skip
 """For each op the arguments of a call that is right."""
+PIPE_OPS = ("device_pipe", "drain_pipe", "read_to_device", "write_from_device", "upload", "download")
+"""Those for the fake accelerator."""
 
 
 def arguments(op: str) -> str:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD.group_name == GROUP  # type: ignore[union-attr]
     call = getattr(torch.ops.epload, op).default
-    setting = Setting()
+    if op in PIPE_OPS:
+        fakedev.setup("hccl")  # whose ops are those of the library that is shipped
+    setting = Setting(op)
     call(*CALLS[op](setting))  # which is refused by none
     calls = refused = 0
     rng = random.Random(op)

@@ -176,7 +176,7 @@ def _in_the_middle(rank: int, readers: str, algorithm: str) -> Outcome:
     for where, model in {"meta": meta_net(), "loaded": loaded}.items():
         error = OSError(5, "the disk is on fire")
         fails(f"read, {where}", model, Failing(one, error) if rank == reader else for_readers(one, readers))
-        with unpack_breaks_once(3, "unpack_table"):
+        with unpack_breaks_once(3, "upload" if readers == "every" else "unpack"):
             fails(f"unpack, {where}", model, for_readers(one, readers))
     return failures, problems
 
@@ -197,7 +197,8 @@ def test_failures_in_the_middle(readers: str, algorithm: str, semantics: str) ->
     # The fourth that it reads: of its own turns, or of those that it needs something of.
     bucket = {"partitioned": "7 (", "every": ""}.get(readers, "3 (")
     read = ("LoadError", [f"rank {reader} could not read bucket {bucket}", "OSError", "the disk is on fire"])
-    unpack = ("LoadError", ["rank 3 could not unpack bucket", "RuntimeError: no room to unpack"])
+    what = "read" if readers == "every" else "unpack"  # then it is one step
+    unpack = ("LoadError", [f"rank 3 could not {what} bucket", "RuntimeError: no room to unpack"])
     expected = {"read, meta": read, "read, loaded": read, "unpack, meta": unpack, "unpack, loaded": unpack}
     check(ranks.run(4, _in_the_middle, readers, algorithm, setup=partial(fakedev.setup, semantics)), expected)
 

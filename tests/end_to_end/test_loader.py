@@ -300,7 +300,7 @@ def test_reports_of_all_ranks() -> None:
         assert (values["readers"], values["algorithm"]) == ("one", "two_level")
         assert 0 < values["seconds"] < 60
         assert set(values["phases"]) == {
-            "plan", "materialize", "read", "host_to_device", "inter_node", "intra_node", "unpack", "verify",
+            "plan", "materialize", "read", "inter_node", "intra_node", "unpack", "verify",
             "wait",
         }  # fmt: skip
         assert "norm.bias" in text

@@ -264,7 +264,7 @@ def holding(*texts: str) -> list[str]:
 
 
 def test_two_files_name_the_native_ops() -> None:
-    assert holding("torch.ops.epload") == ["native/ops.py", "native/region_tables.py"]
+    assert holding("torch.ops.epload") == ["native/ops.py"]
 
 
 def test_two_files_touch_private_dtensor_state() -> None:

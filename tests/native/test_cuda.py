@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
 from itertools import product
 
 import pytest
@@ -15,10 +13,8 @@ from hypothesis import strategies as st
 
 import epload
 from epload.native import ops
-from epload.native.region_tables import region_table, unpack_table
 from support import broadcasts as contract
 from support import ranks
-from support import region_tables as tables
 from support.cuda import DEVICE, gloo, nccl
 from support.region_copies import Problem, big_problem, check_conversions, check_equal, long_runs, problems
 
@@ -78,70 +74,6 @@ def test_one_launch_without_a_host_wait() -> None:
     kernels = [e.name for e in profiled.events() if "region_copy" in e.name]
     assert len(kernels) == 1, kernels
     assert torch.equal(torch.cat([t.flatten() for t in tensors]), bucket.view(torch.float32))
-
-
-def copies_and_launches(run: Callable[[], object]) -> tuple[int, int]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-        run()
-        torch.cuda.synchronize()
-    names = [e.name for e in profiled.events()]
-    return sum("HtoD" in name for name in names), sum("region_copy" in name for name in names)
-
-
-def test_tables_are_kept() -> None:
-    bucket, tensors, copies = many_regions(DEVICE)
-    table, want = region_table(copies), bucket.view(torch.float32).clone()
-    other = bucket.clone()
-    ops.unpack(bucket, tensors, copies)  # the library is opened
-    for use, copied in ((bucket, 1), (bucket, 0), (other, 1), (bucket, 0), (other, 0)):
-        for tensor in tensors:
-            tensor.zero_()
-        assert copies_and_launches(partial(unpack_table, use, tensors, table)) == (copied, 1)
-        assert torch.equal(torch.cat([t.flatten() for t in tensors]), want)
-    small = region_table(copies[:20])
-    for _ in range(2):
-        assert copies_and_launches(partial(unpack_table, bucket, tensors, small)) == (0, 1)
-
-
-@MANY
-@given(problems())
-def test_tables_of_small_problems(problem: Problem) -> None:
-    tables.check_table(problem, DEVICE)
-
-
-@MANY
-@given(long_runs())
-def test_tables_of_long_runs(problem: Problem) -> None:
-    tables.check_table(problem, DEVICE)
-
-
-@pytest.mark.parametrize(
-    "check", [tables.check_header, tables.check_sticky, tables.check_guard_alone, tables.check_refusals]
-)
-def test_guards(check: Callable[[str], None]) -> None:
-    check(DEVICE)
-
-
-def test_a_table_that_is_replaced_while_its_launch_waits() -> None:
-    bucket, tensors, copies = many_regions(DEVICE)
-    want, stream, side = bucket.view(torch.float32).clone(), torch.cuda.Stream(), torch.cuda.Stream()
-    buckets = [bucket.clone() for _ in range(7)]
-    others = [torch.zeros_like(t) for t in tensors]
-    torch.cuda.synchronize()
-    table = region_table(copies)
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)
-        for use in buckets:
-            unpack_table(use, tensors, table)
-        with torch.cuda.stream(side):
-            unpack_table(buckets[-1], others, table)
-            early = torch.cat([t.flatten() for t in others])
-        del table
-        fresh = [torch.full((1 << s,), 255, dtype=torch.uint8, device=DEVICE) for s in range(10, 24)]
-    torch.cuda.synchronize()
-    assert torch.equal(early, want)
-    assert torch.equal(torch.cat([t.flatten() for t in tensors]), want)
-    assert len(fresh) == 14
 
 
 def test_ordered_on_the_current_stream() -> None:

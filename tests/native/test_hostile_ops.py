@@ -31,6 +31,7 @@ def test_every_op_is_covered() -> None:
     assert set(hostile_ops.CALLS) == names
 
 
+@pytest.mark.usefixtures("fake_device")
 @pytest.mark.parametrize("op", sorted(hostile_ops.CALLS))
 def test_no_argument_ends_the_process(op: str) -> None:
     calls, refused = map(int, run_script("arguments", op).split())

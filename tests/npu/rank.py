@@ -36,7 +36,7 @@ def main(rank: int, ranks: int, folder: str, what: str, algorithm: str) -> None:
     def step(salt: int) -> bool:
         if loader is not None:
             source = state(salt) if what != "one" or rank == 0 else None
-            return loader.load(model, source).phases["host_to_device"].nbytes > 0
+            return loader.load(model, source).phases["read"].nbytes > 0
         if rank == 0:
             for name, value in state(salt).items():
                 model[name].data.copy_(value)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from epload import Checkpoint, HierarchicalLoader, Manifest, Topology
 from epload.core.pieces import Piece
-from epload.native import region_tables
 from epload.transport.engine import Engine
 from epload.transport.movers import Collective
 from support.accelerator import NODES
@@ -24,7 +23,7 @@ from support.failures import error_of
 ROWS, BUCKETS = 300, 7
 ROW_BUCKET = 64 + 4 * ROWS
 """Bytes; a tensor a bucket."""
-WHO = ("all guard", "some guard", "a tensor on CPU", "none guards")
+WHO = ("every rank", "a tensor on CPU")
 
 
 class Rows(nn.Module):
@@ -97,9 +96,6 @@ class Scene:
     """A loader over two nodes of two ranks, and a model that each rank keeps whole."""
 
     def __init__(self, readers: str, algorithm: str, who: str, device: str, nodes: list[list[int]] = NODES[4]) -> None:
-        guards = {"all guard": True, "none guards": False, "some guard": dist.get_rank() in (0, 3)}.get(who, True)
-        if not guards:
-            mock.patch.object(region_tables, "can_guard", return_value=False).start()
         self.loader = HierarchicalLoader(
             Topology.from_nodes(nodes), readers=readers, algorithm=algorithm, bucket_bytes=ROW_BUCKET
         )

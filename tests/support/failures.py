@@ -15,7 +15,7 @@ from torch import Tensor
 
 from epload import Checkpoint, Manifest
 from epload.core.pieces import Piece
-from epload.native import ops, region_tables
+from epload.native import ops
 
 Failure = tuple[str, str] | None
 """Class and text of what a load raised."""
@@ -78,9 +78,8 @@ def unpack_breaks_once(rank: int, op: str = "unpack_prepared") -> Iterator[None]
         broken.side_effect = unpack
         raise RuntimeError("no room to unpack")
 
-    owner = ops if hasattr(ops, op) else region_tables
-    unpack = getattr(owner, op)
-    with mock.patch.object(owner, op, side_effect=once if dist.get_rank() == rank else unpack) as broken:
+    unpack = getattr(ops, op)
+    with mock.patch.object(ops, op, side_effect=once if dist.get_rank() == rank else unpack) as broken:
         yield
 
 

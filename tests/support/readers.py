@@ -154,17 +154,17 @@ def pieces_read(
     """Tensor, offset and bytes of what this rank read with partitioned readers."""
     small_waves()
     read: list[tuple[int, int, int]] = []
-    fill = FileCheckpoint.fill
+    fill, fill_on_device = FileCheckpoint.fill, FileCheckpoint.fill_on_device
 
-    def noted(self: FileCheckpoint, bucket: Tensor, pieces: Any) -> None:
+    def noted(self: FileCheckpoint, bucket: Tensor, pieces: Any, *pipe: Any) -> Any:
         read.extend((p.tensor, p.tensor_offset, p.nbytes) for p in pieces)
-        fill(self, bucket, pieces)
+        return (fill_on_device if pipe else fill)(self, bucket, pieces, *pipe)
 
     loader = HierarchicalLoader(
         Topology.from_nodes(nodes), readers="partitioned", algorithm=algorithm, bucket_bytes=BUCKET, timeout=60
     )
     model = meta_net(where=device)
-    with mock.patch.object(FileCheckpoint, "fill", noted):
+    with mock.patch.multiple(FileCheckpoint, fill=noted, fill_on_device=noted):
         report = loader.load(model, folder / "1" / "one.safetensors")
     assert wrong(model, state_for(1), where=device) == []
     padding = report.phases["read"].nbytes - sum(nbytes for _, _, nbytes in read)

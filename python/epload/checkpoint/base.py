@@ -13,6 +13,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.core.pieces import Piece
 from epload.core.regions import BoundRegions, Regions
 from epload.errors import CheckpointError
+from epload.native.ops import Pipe
 
 Progress = Callable[[int], None]
 
@@ -76,8 +77,16 @@ class Checkpoint(ABC):
         """The tensor with this index in the manifest, if the checkpoint has it in memory; else None."""
         return None
 
+    def fill_on_device(self, bucket: Tensor, pieces: Sequence[Piece], pipe: Pipe) -> bool:
+        """As :meth:`fill`, into a buffer on a device. False if the checkpoint cannot.
+
+        Args:
+            pipe: of that device.
+        """
+        return False
+
     def read_regions(self, regions: Regions | BoundRegions) -> int | None:
-        """Reads regions of tensors from files directly into a model's tensors, which are on CPU.
+        """Reads regions of tensors from files directly into a model's tensors, on CPU or, if they have a pipe, on its device.
 
         Returns:
             The bytes read, or None if the checkpoint cannot read this way.
@@ -116,7 +125,7 @@ class Checkpoint(ABC):
 
         Args:
             direct: whether they may go past the page cache; see ``HierarchicalLoader``.
-            threads: how many threads read at once; None for the default.
+            threads: how many threads read at once into memory of the host; None for the default.
         """
         if self._store is not None:
             self._store.direct_io = direct

@@ -12,9 +12,11 @@ from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.index import Index
 from epload.checkpoint.manifest import FileFacts, FileLayout, Manifest, TensorLocations
 from epload.core.columns import column
+from epload.core.copy_table import CopyTable
 from epload.core.pieces import Piece, Pieces
 from epload.core.regions import BoundRegions, Regions
 from epload.errors import CheckpointError
+from epload.native.ops import Pipe
 
 
 class FileCheckpoint(Checkpoint):
@@ -42,6 +44,17 @@ class FileCheckpoint(Checkpoint):
         tensor, tensor_offset, bucket_offset, nbytes = columns.unbind(1)
         offset = locations.offset[tensor] + tensor_offset
         self._store.read(torch.stack(_coalesced(locations.file[tensor], offset, bucket_offset, nbytes), 1), bucket)
+
+    def fill_on_device(self, bucket: Tensor, pieces: Sequence[Piece], pipe: Pipe) -> bool:
+        columns, locations = Pieces.of(pieces).columns, self._locations
+        if locations.chunks is not None:
+            regions = Regions(*locations.chunks.fill(bucket, columns), pipe)
+        else:
+            regions = Regions(
+                [bucket], CopyTable.of_bytes(columns[:, 2], columns[:, 3]), columns[:, :2].contiguous(), pipe
+            )
+        self._store.read_regions(locations.file, locations.offset, regions)
+        return True
 
     def read_regions(self, regions: Regions | BoundRegions) -> int | None:
         locations = self._locations

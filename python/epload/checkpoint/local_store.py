@@ -243,10 +243,11 @@ class LocalStore(ByteStore):
         if isinstance(regions, BoundRegions):
             reads = regions.regions.reads(regions.tensors, files, offsets, len(descriptors))
             return self._check(ops.read_prepared(descriptors, regions.tensors, reads, self._threads, self.direct_io))
-        targets, copies, origins = regions
-        return self._check(
-            ops.read_regions(descriptors, files, offsets, origins, targets, copies.rows, self._threads, self.direct_io)
-        )
+        targets, copies, origins, pipe = regions
+        table = descriptors, files, offsets, origins, targets, copies.rows
+        if pipe is not None:
+            return self._check(ops.read_to_device(*table, pipe, self.direct_io))
+        return self._check(ops.read_regions(*table, self._threads, self.direct_io))
 
     def digest_regions(self, files: Tensor, offsets: Tensor, origins: Tensor, table: Tensor) -> Tensor:
         descriptors = self._descriptors(files[origins[:, 0]])

@@ -14,8 +14,10 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
-from epload.core.pieces import Piece, Quantization
+from epload.core.copy_table import CopyTable
+from epload.core.pieces import Piece, Pieces, Quantization
 from epload.core.placement import Box, box_of_range, box_slices, boxes_of_range, row_major_strides
+from epload.core.regions import BoundRegions, Regions
 from epload.errors import CheckpointError
 from epload.native import ops
 
@@ -115,6 +117,34 @@ class StateDictCheckpoint(Checkpoint):
         if self._consumed is not None:
             self._release(pieces, self._consumed)
 
+    def fill_on_device(self, bucket: Tensor, pieces: Sequence[Piece], pipe: ops.Pipe) -> bool:
+        columns = Pieces.of(pieces).columns
+        sources, origins = [], torch.empty(len(columns), 2, dtype=torch.int64)
+        for i, piece in enumerate(pieces):
+            tensor = self._tensors.get(self._names[piece.tensor])
+            if tensor is None:
+                raise CheckpointError(f"{self._names[piece.tensor]} was consumed by an earlier load")
+            source, begin = _bytes_of(tensor), piece.tensor_offset
+            if source is None:
+                source, ((begin,), _) = _copied(tensor.detach(), piece, torch.device("cpu"))
+            origins[i, 0], origins[i, 1] = i, begin
+            sources.append(source)
+        ops.upload(sources, origins, [bucket], CopyTable.of_bytes(columns[:, 2], columns[:, 3]).rows, pipe)
+        if self._consumed is not None:
+            self._release(pieces, self._consumed)
+        return True
+
+    def read_regions(self, regions: Regions | BoundRegions) -> int | None:
+        if not isinstance(regions, Regions) or regions.pipe is None or self._consumed is not None:
+            return None
+        which, tensor = torch.unique(regions.origins[:, 0], return_inverse=True)
+        sources = [_bytes_of(self._tensors[self._names[i]]) for i in which.tolist()]
+        if None in sources:
+            return None
+        origins = torch.stack([tensor, regions.origins[:, 1]], 1)
+        ops.upload(sources, origins, regions.targets, regions.copies.rows, regions.pipe)  # type: ignore[arg-type]
+        return int(regions.copies.nbytes().sum())
+
     def _release(self, pieces: Sequence[Piece], consumed: Mapping[Any, Any]) -> None:
         for piece in pieces:
             name = self._names[piece.tensor]
@@ -127,6 +157,13 @@ class StateDictCheckpoint(Checkpoint):
                     consumed.pop(name, None)
 
 
+def _bytes_of(tensor: Tensor) -> Tensor | None:
+    """Its memory as bytes, if it is on CPU and holds its elements in order."""
+    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
 def _source_box(tensor: Tensor, piece: Piece, device: torch.device) -> tuple[Tensor, Box]:
     """A tensor on ``device``, and the box in it that is a piece of ``tensor``. Copies no more than the piece."""
     if tensor.device == device and not (tensor.is_conj() or tensor.is_neg()):
@@ -134,6 +171,11 @@ def _source_box(tensor: Tensor, piece: Piece, device: torch.device) -> tuple[Ten
             return tensor.view(-1).view(torch.uint8), ((piece.tensor_offset,), (piece.nbytes,))
         if (box := _box_of_piece(tensor, piece)) is not None:
             return tensor, box
+    return _copied(tensor, piece, device)
+
+
+def _copied(tensor: Tensor, piece: Piece, device: torch.device) -> tuple[Tensor, Box]:
+    """A copy of a piece on a device, as bytes, and where in it the piece is."""
     item = tensor.element_size()
     begin, end = piece.tensor_offset // item, -(-(piece.tensor_offset + piece.nbytes) // item)
     if tensor.is_contiguous():

@@ -36,6 +36,18 @@ class CopyTable:
         """Tables of one width, one after the other."""
         return CopyTable(torch.cat([table.rows for table in tables]))
 
+    @staticmethod
+    def of_bytes(offset: Tensor, nbytes: Tensor) -> CopyTable:
+        """Runs of bytes that lie at the same places of a bucket and of target 0, which is another one.
+
+        Args:
+            offset, nbytes: int64 [n].
+        """
+        fixed = torch.tensor([0, 0, dtypes.code(torch.uint8), 1]).expand(len(offset), _FIXED)
+        table = CopyTable(torch.cat([fixed, torch.stack([offset, nbytes, torch.ones_like(offset)], 1)], 1))
+        table.offset.copy_(offset)
+        return table
+
     # Views of columns, each [n] or [n, dims].
 
     @property
@@ -97,17 +109,6 @@ class CopyTable:
         size = self._used_size()
         last = ((size - 1) * self.stride.masked_fill(torch.arange(self.dims) >= self.ndim[:, None], 0)).sum(1)
         return torch.where((size > 0).all(1), (last + 1) * self._itemsize(), 0)
-
-    def packed(self) -> tuple[CopyTable, int]:
-        """The same boxes out of a bucket in which they lie one after the other, row-major; and its bytes."""
-        table = self.clone()
-        inner = self._used_size().flip(1).cumprod(1).flip(1)  # elements of one index of the dim before
-        table.stride[:, :-1] = inner[:, 1:]
-        table.stride[:, -1] = 1
-        ends = (-(inner[:, 0] * self._itemsize() // -ALIGNMENT) * ALIGNMENT).cumsum(0)
-        table.offset[1:] = ends[:-1]
-        table.offset[:1] = 0
-        return table, int(ends[-1]) if len(ends) else 0
 
     def widened(self, columns: int) -> Tensor:
         """The rows in a table of that width, in which dims that targets lack are 0."""

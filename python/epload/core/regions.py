@@ -21,10 +21,16 @@ class Regions(NamedTuple):
     """Targets count in ``targets``."""
     origins: Tensor
     """int64 [n, 2]: the checkpoint tensor that each row of ``copies`` is of, and where in it it starts (bytes)."""
+    pipe: ops.Pipe | None = None
+    """How bytes of the host get to targets on a device."""
 
     def unpack(self, bucket: Tensor) -> None:
-        """Copies them out of a bucket (uint8) on the targets' device."""
-        ops.unpack(bucket, self.targets, self.copies.rows)
+        """Copies them out of a bucket (uint8) on the targets' device, or on CPU."""
+        if self.pipe is None or not bucket.is_cpu:
+            ops.unpack(bucket, self.targets, self.copies.rows)
+            return
+        origins = torch.stack([torch.zeros_like(self.copies.offset), self.copies.offset], 1)
+        ops.upload([bucket], origins, self.targets, self.copies.rows, self.pipe)
 
     def unpack_other(self, copies: CopyTable, bucket: Tensor) -> None:
         """Copies them out of a bucket on CPU in which they lie as ``copies`` says, which is else the same."""
@@ -33,7 +39,7 @@ class Regions(NamedTuple):
     def split(self, chunks: Chunks) -> Regions | None:
         """See :meth:`Chunks.split`."""
         parts = chunks.split(self.copies, self.origins)
-        return None if parts is None else Regions(self.targets, *parts)
+        return None if parts is None else Regions(self.targets, *parts, self.pipe)
 
 
 class PreparedRegions:

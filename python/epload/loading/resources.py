@@ -10,12 +10,11 @@ from epload.cluster.topology import Topology
 from epload.loading.agreed import AgreedLoad
 from epload.loading.request import Options
 from epload.loading.routes import Router
-from epload.native import region_tables
 from epload.planning.schedule import STRIPE_ALIGNMENT
-from epload.staging.device import BUCKETS, GUARDED_BUCKETS, DeviceStaging, StagingNeeds
+from epload.staging.device import DeviceStaging, StagingNeeds
 from epload.staging.device_resources import DeviceResources
 from epload.staging.shared_memory import NodeMemory, NodeSharing
-from epload.transport.device_plan import DevicePlan, upload_bytes
+from epload.transport.device_plan import DevicePlan
 from epload.transport.local import PreparedPlan
 from epload.verify.proof import Proof
 
@@ -29,16 +28,15 @@ class Resources:
         options: Options,
         router: Router,
         stream: torch.Stream | None,
-        overlap_stream: torch.Stream | None,
     ) -> None:
-        """``stream``, ``overlap_stream``: of the models' device, if the caller gave them."""
+        """``stream``: of the models' device, if the caller gave it."""
         self._topology = topology
         self._options = options
         self._router = router
         self.memory: NodeMemory | None = None
         self.sharing: NodeSharing | None = None
         """Memory that the ranks of a node are about to share, between two rounds."""
-        self.device = DeviceResources(stream, overlap_stream)
+        self.device = DeviceResources(stream)
         self.prepared: PreparedPlan | None = None
         self.device_plan: DevicePlan | None = None
         self._proof: Proof | None = None
@@ -96,33 +94,12 @@ class Resources:
         if readers == "auto":
             readers = "every" if load.all_read else "one"
         flow = self._router.flow(load.device, readers, shared)
-        largest, uploaded = load.plan.largest, upload_bytes(load.plan, merged=readers == "every")
-        if flow.shared:
-            nbytes = uploaded
-        elif readers == "every":
-            # With "auto", buckets may move between ranks once the trials are over.
-            nbytes = max(largest, uploaded) if self._options.readers == "auto" else uploaded
-        else:
-            nbytes = largest
-        nbytes = -(-nbytes // self._whole_stripes) * self._whole_stripes
-        needs = StagingNeeds(
-            load.device, nbytes, flow.shared or flow.reads, self._device_buckets(load.device, flow.shared)
-        )
-        if not self.device.serves(needs):
-            self.device_plan = None  # before more is allocated
-        return self.device.reserve(needs)
-
-    @property
-    def _whole_stripes(self) -> int:
-        """See ``Flow.stripes_multiple``; with ``"auto"``, whichever algorithm it will be."""
-        return len(self._topology.node) * STRIPE_ALIGNMENT
-
-    def _device_buckets(self, device: torch.device, shared: bool) -> int:
-        """How many a staging has: one more where buckets come from other ranks, and the device checks their headers."""
-        options = self._options
-        received = not shared and options.readers != "every" and len(self._topology.ranks) > 1
-        guards = received and not options.checksums and region_tables.can_guard(device)
-        return GUARDED_BUCKETS if guards else BUCKETS
+        # With "auto", buckets may move between ranks once the trials are over.
+        in_buckets = not flow.shared and self._options.readers != "every"
+        stripes = len(self._topology.node) * STRIPE_ALIGNMENT  # as many bytes as make whole ones of any bucket
+        nbytes = -(-load.plan.largest // stripes) * stripes if in_buckets else 0
+        ranks = len(self._topology.node) if flow.shared or flow.reads else 0
+        return self.device.reserve(StagingNeeds(load.device, nbytes, ranks))
 
     def proof(self, load: AgreedLoad, verifiers: tuple[int, ...]) -> Proof:
         """The proof of a plan, kept for the next load of the same plan."""
@@ -134,9 +111,9 @@ class Resources:
         """After a failed transfer: the next load makes new staging memory."""
         self.end_sharing()
         self.memory = None
-        self.device.staging = self.device_plan = None
+        self.device.staging = None
 
     def close(self) -> None:
         """Frees everything."""
         self.forget_staging()
-        self.prepared = self._proof = None
+        self.prepared = self.device_plan = self._proof = None

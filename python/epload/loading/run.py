@@ -40,7 +40,7 @@ from epload.transport.engine import Engine
 from epload.transport.framing import Framing
 from epload.transport.local import Local
 from epload.transport.movers import Collective, Mover, Relay
-from epload.transport.sinks import DeviceSink, HostSink, UploadSink
+from epload.transport.sinks import DeviceSink, HostSink
 from epload.transport.sources import CheckpointSource
 from epload.transport.transfers import run_transfer, through_memory
 
@@ -216,29 +216,25 @@ class LoadRun:
             readers = len({*flow.turns} & {*self._topology.node})
             threads = None if load.device == CPU else read_threads(readers)
             checkpoint.configure_reads(self._options.direct_io and not again, threads)
-        source = CheckpointSource(self._plan, checkpoint) if checkpoint is not None else None
+        staging = self._resources.device.staging
+        pipe = staging.pipe.native if staging is not None and staging.pipe is not None else None
+        source = CheckpointSource(self._plan, checkpoint, pipe) if checkpoint is not None else None
         context = TransferContext(self._plan, flow, source, self._framing, self._control, report)
         if flow.readers == "every":
             # Not memory that the ranks of a node share: each would read buckets of its own into it.
             assert checkpoint is not None
             buffer = self._memory.buffers[0] if self._memory is not None and not self._memory.shared else None
-            if load.device == CPU:
-                groups = group_buckets(buckets, self._plan.owned_by_bucket, direct_read.READ_BYTES, load.per_wave)
-                return direct_read.DirectRead(context, checkpoint, groups, HostSink(self._local, report), buffer)
-            groups = self._device_plan().merged(buckets)
-            return direct_read.DirectRead(context, checkpoint, groups, self._upload_sink(), buffer)
+            on_host = load.device == CPU
+            limit = direct_read.READ_BYTES if on_host else direct_read.DEVICE_READ_BYTES
+            groups = group_buckets(buckets, self._plan.owned_by_bucket, limit, load.per_wave)
+            sink = HostSink(self._local, report) if on_host else self._device_sink()
+            return direct_read.DirectRead(context, checkpoint, groups, sink, buffer)
         if route.on_host:
             return self._through_memory(context, route, make_waves(self._plan, buckets, load.per_wave))
-        staging = self._resources.device.staging
         assert staging is not None
         ring = DeviceRing(staging, flow, report, "inter_node" if flow.crosses else "intra_node")
-        mover = (
-            Collective(context, flow, ring, route.routes, (staging.stream, staging.node_stream))
-            if route.routes
-            else None
-        )
-        sink = DeviceSink(self._device_plan(), self._local, self._framing)
-        return Engine(context, make_waves(self._plan, buckets), ring, mover, sink)
+        mover = Collective(context, flow, ring, route.routes, staging.stream) if route.routes else None
+        return Engine(context, make_waves(self._plan, buckets), ring, mover, self._device_sink())
 
     def _reads_repeat(self) -> bool:
         """Whether ranks of this node keep the same bytes, which each of them reads: the page cache then saves the disk work."""
@@ -257,19 +253,16 @@ class LoadRun:
             chunk = flow.chunk_bytes(plan.nbytes, plan.largest, load.per_wave)
             return Relay(context, ring, next(iter(route.routes.values())), chunk, words, seconds)
 
-        sink = HostSink(self._local, self._report) if load.device == CPU else self._upload_sink()
+        sink = HostSink(self._local, self._report) if load.device == CPU else self._device_sink()
         before, self._waves_moved = self._waves_moved, self._waves_moved + len(waves)
         return through_memory(context, self._memory, waves, sink, connect, before)
 
-    def _device_plan(self) -> DevicePlan:
+    def _device_sink(self) -> DeviceSink:
         resources = self._resources
         assert resources.device.staging is not None
-        known = resources.device_plan
-        resources.device_plan = DevicePlan.of(self._plan, self._local.tensors, resources.device.staging, known)
-        return resources.device_plan
-
-    def _upload_sink(self) -> UploadSink:
-        return UploadSink(self._device_plan(), self._local, self._report)
+        plan = DevicePlan.of(self._plan, self._local.tensors, resources.device_plan)
+        resources.device_plan = plan
+        return DeviceSink(plan, self._local, resources.device.staging, self._report)
 
     # ---- after the data ----
 

@@ -26,7 +26,6 @@ def _coalesced_bcast_fake(
     stream: torch.Stream | None = None,
     *,
     leader: int = -1,
-    steps: str = "all",
 ) -> None:
     _refuse_meta("coalesced_bcast", tensors)
     if algorithm not in ("two_level", "striped", "flat"):
@@ -53,15 +52,6 @@ def _unpack_fake(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> N
     _refuse_meta("region_copy", [bucket, *targets])
 
 
-def _unpack_table_fake(bucket: Tensor, targets: Sequence[Tensor], *_: object, **__: object) -> None:
-    _refuse_meta("region_copy", [bucket, *targets])
-
-
-def _can_guard_table_fake(bucket: Tensor, targets: Sequence[Tensor], *_: object, **__: object) -> bool:
-    _refuse_meta("region_copy", [bucket, *targets])
-    return False
-
-
 def register() -> None:
     """Once the native library is loaded."""
     fakes: dict[str, Callable[..., Any]] = {
@@ -71,8 +61,6 @@ def register() -> None:
         "relay": _relay_fake,
         "pack": _pack_fake,
         "unpack": _unpack_fake,
-        "unpack_table": _unpack_table_fake,
-        "can_guard_table": _can_guard_table_fake,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"epload::{name}", fake)

@@ -1,4 +1,4 @@
-"""The native ops, typed. Only this file and region_tables.py name torch.ops.epload."""
+"""The native ops, typed. Only this file names torch.ops.epload."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ fakes.register()
 _coalesced_bcast = torch.ops.epload.coalesced_bcast.default
 _pack = torch.ops.epload.pack.default
 _unpack = torch.ops.epload.unpack.default
+_device_pipe = torch.ops.epload.device_pipe.default
+_drain_pipe = torch.ops.epload.drain_pipe.default
+_read_to_device = torch.ops.epload.read_to_device.default
+_write_from_device = torch.ops.epload.write_from_device.default
+_upload = torch.ops.epload.upload.default
+_download = torch.ops.epload.download.default
 _read_ranges = torch.ops.epload.read_ranges.default
 _read_regions = torch.ops.epload.read_regions.default
 _tensor_list = torch.ops.epload.tensor_list.default
@@ -46,6 +52,9 @@ PreparedCopies: TypeAlias = torch.ScriptObject
 PreparedReads: TypeAlias = torch.ScriptObject
 PreparedDigests: TypeAlias = torch.ScriptObject
 """Objects of classes in csrc/cpu/tensor_list.h and prepared.h, opaque to Python."""
+Pipe: TypeAlias = torch.ScriptObject
+"""Of the class in csrc/device/pipe.h: what crosses between the host and a device goes through its pinned pieces, on its streams.
+What is on the current stream of the device comes before what an op sends through a pipe, and what comes there later after it."""
 BOARD_FIXED_WORDS, BOARD_REACHED, BOARD_FAILED = 2, -1, -2
 """As in csrc/comm/board.h."""
 
@@ -60,7 +69,6 @@ def coalesced_bcast(
     stream: torch.Stream | None = None,
     *,
     leader: int = -1,
-    steps: str = "all",
 ) -> None:
     """Broadcasts ``tensors`` in place from global rank ``src``: among the leaders, then inside each node.
 
@@ -74,14 +82,11 @@ def coalesced_bcast(
         stream: where all device work goes; the current stream if None. Must be None on CPU.
         leader: global rank of this node's leader; -1 derives ``src`` on its own node, elsewhere the node's lowest rank.
             For ``"striped"`` the rank of the source's node that is on this rank's rail.
-        steps: ``"inter"`` or ``"intra"`` leaves out those inside nodes or between them, for one contiguous tensor on a device.
 
     Raises:
         ValueError: wrong arguments; nothing has moved.
     """
-    _coalesced_bcast(
-        tensors, src, inter_group, intra_group, bucket_bytes, algorithm, stream, leader=leader, steps=steps
-    )
+    _coalesced_bcast(tensors, src, inter_group, intra_group, bucket_bytes, algorithm, stream, leader=leader)
 
 
 def pack(bucket: Tensor, sources: Sequence[Tensor], copies: Tensor) -> None:
@@ -102,6 +107,88 @@ def unpack(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
         ValueError: a row reaches outside the bucket or its target; nothing has been copied.
     """
     _unpack(bucket, targets, copies)
+
+
+def device_pipe(pinned: Tensor, device: torch.device, threads: int) -> Pipe:
+    """A pipe, and the streams of its threads.
+
+    Args:
+        pinned: uint8 on CPU, memory that the device copies from and to by itself, from a multiple of 4,096 on. It is divided into
+            two pieces a thread.
+        device: with its index.
+
+    Raises:
+        ValueError: the memory is too little, or not such memory.
+    """
+    pipe: Pipe = _device_pipe(pinned, device, threads)
+    return pipe
+
+
+def drain_pipe(pipe: Pipe) -> None:
+    """The host waits until nothing uses the pieces of a pipe, so that their memory may be freed."""
+    _drain_pipe(pipe)
+
+
+def read_to_device(
+    descriptors: Sequence[int],
+    files: Tensor,
+    offsets: Tensor,
+    origins: Tensor,
+    targets: Sequence[Tensor],
+    copies: Tensor,
+    pipe: Pipe,
+    direct: bool = False,
+) -> tuple[int, int, int, int]:
+    """:func:`read_regions` into tensors on a device. Returns when all has been read; the last of it may still be crossing.
+
+    Args:
+        targets: on the pipe's device.
+
+    Raises:
+        ValueError: as for :func:`read_regions`.
+    """
+    outcome = _read_to_device(descriptors, files, offsets, origins, targets, copies, pipe, direct)
+    return tuple(map(int, outcome))  # type: ignore[return-value]
+
+
+def write_from_device(
+    descriptors: Sequence[int],
+    files: Tensor,
+    offsets: Tensor,
+    origins: Tensor,
+    sources: Sequence[Tensor],
+    copies: Tensor,
+    pipe: Pipe,
+) -> tuple[int, int, int, int]:
+    """Writes regions of tensors on a device to open files; the inverse of :func:`read_to_device`, with the same tables. Returns
+    when all has been written.
+
+    Returns:
+        bytes written; the index of a file that could not be written, or -1; where, in bytes; the errno.
+
+    Raises:
+        ValueError: as for :func:`read_regions`.
+    """
+    outcome = _write_from_device(descriptors, files, offsets, origins, sources, copies, pipe)
+    return tuple(map(int, outcome))  # type: ignore[return-value]
+
+
+def upload(sources: Sequence[Tensor], origins: Tensor, targets: Sequence[Tensor], copies: Tensor, pipe: Pipe) -> None:
+    """:func:`read_to_device` with tensors on CPU in place of files. ``sources`` may be changed when it returns.
+
+    Args:
+        sources: contiguous, any dtypes.
+        origins: int64 CPU tensor [n, 2], for each row of ``copies`` the source that it is of and where in it it starts (bytes).
+
+    Raises:
+        ValueError: a row reaches outside its source or its target; nothing has been copied.
+    """
+    _upload(sources, origins, targets, copies, pipe)
+
+
+def download(sources: Sequence[Tensor], copies: Tensor, targets: Sequence[Tensor], origins: Tensor, pipe: Pipe) -> None:
+    """The inverse of :func:`upload`, with the same tables: ``sources`` are on the device. Returns when ``targets`` hold all."""
+    _download(sources, copies, targets, origins, pipe)
 
 
 def read_ranges(

@@ -9,10 +9,10 @@ from epload.observe.events import ROUND
 from epload.observe.trace import Trace
 
 _COLORS = {
-    "plan": "#9c9c9c", "materialize": "#bcbd22", "read": "#1f77b4", "host_to_device": "#17becf", "inter_node": "#d62728",
+    "plan": "#9c9c9c", "materialize": "#bcbd22", "read": "#1f77b4", "inter_node": "#d62728",
     "intra_node": "#ff7f0e", "unpack": "#2ca02c", "verify": "#9467bd", "wait": "#e5e5e5",
 }  # fmt: skip
-_MOVING = ("read", "host_to_device", "inter_node", "intra_node")
+_MOVING = ("read", "inter_node", "intra_node")
 """Phases that bytes take long in, and so whose rate is drawn."""
 _BINS = 200
 

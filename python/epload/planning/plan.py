@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -99,11 +98,6 @@ class LoadPlan:
     def owned(self) -> int:
         """Bytes of the checkpoint that this rank copies into its shards."""
         return sum(self.owned_by_bucket)
-
-    @cached_property
-    def packed_by_bucket(self) -> tuple[int, ...]:
-        """For each bucket, the bytes of a buffer in which the regions that this rank keeps of it lie one after the other."""
-        return tuple(bucket.copies.packed()[1] for bucket in self.buckets)
 
     @property
     def largest(self) -> int:

@@ -33,6 +33,7 @@ from epload.transport.context import TransferContext
 from epload.transport.framing import Framing
 from epload.transport.movers import Relay
 from epload.transport.sinks import PlainSink
+from epload.transport.sources import HostSource
 from epload.transport.transfers import run_transfer, through_memory
 
 _COUNT_BYTES = 8
@@ -114,7 +115,7 @@ class SaveFlow(Flow):
         return self.owners[bucket]
 
 
-class PackSource:
+class PackSource(HostSource):
     """Buckets out of a rank's shards. See :class:`~epload.transport.sources.BucketSource`."""
 
     def __init__(self, plan: SentPlan, mine: WritePlan, shards: Shards) -> None:
@@ -141,7 +142,7 @@ class FileSink(PlainSink):
         self.written = 0
         """Bytes."""
 
-    def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
+    def unpack(self, number: int, bucket: Tensor) -> None:
         if self._plan.buckets[number].targets:
             self.written += self._files.write(bucket, self._runs(number, bucket))
 

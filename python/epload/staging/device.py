@@ -1,7 +1,8 @@
-"""The buffers through which a load reaches a device, its streams, and the events that say when a buffer may be used again.
+"""What a load into a device needs there: its stream, the pipe through which bytes come from the host, and the device buffers of
+buckets that move between ranks, with the events that say when a buffer may be used again.
 
-A bucket goes from a pinned host buffer over the copy stream into a device buffer; everything after that is on the load's one
-stream, or on two where broadcasts between nodes and inside the node may overlap. While a buffer is in use, another is filled.
+A bucket is filled through the pipe on the stream for copies; everything after that is on the load's one stream. While a buffer is
+in use, the other is filled.
 """
 
 from __future__ import annotations
@@ -15,14 +16,10 @@ import torch
 from torch import Tensor
 
 from epload.planning.buckets import HEADER_BYTES
-from epload.staging.affinity import near
+from epload.staging.device_pipe import DevicePipe
 
-PINNED = 2
-"""Pinned buffers."""
 BUCKETS = 2
-"""Device buffers, where the host looks at a bucket's header before the next bucket moves."""
-GUARDED_BUCKETS = 3
-"""Device buffers, where the host looks two buckets later, so that nothing waits for it."""
+"""Device buffers."""
 _POLL_SECONDS = 50e-6
 """Between two looks at an event; a bucket takes some milliseconds."""
 DRAIN_SECONDS = 0.5
@@ -35,151 +32,100 @@ class StagingNeeds(NamedTuple):
 
     device: torch.device
     nbytes: int
-    """Of one buffer."""
-    reads: bool
-    """Whether this rank brings buckets to the device, and so needs pinned memory."""
-    buckets: int
-    """Device buffers."""
+    """Of one device buffer; 0 where no bucket comes to the device."""
+    ranks: int
+    """Those of the node, if this rank brings bytes to the device, which share its processors; else 0."""
 
     def covers(self, other: StagingNeeds) -> bool:
         """Whether a staging made for these serves a load that needs the other."""
-        same = self.device == other.device and self.buckets == other.buckets
-        return same and self.nbytes >= other.nbytes and self.reads >= other.reads
+        return self.device == other.device and self.nbytes >= other.nbytes and (self.ranks > 0 or other.ranks == 0)
 
 
 class DeviceStaging:
     """Kept between loads. The events are recorded and waited for by one thread at a time."""
 
-    def __init__(self, needs: StagingNeeds, stream: torch.Stream, node_stream: torch.Stream) -> None:
-        """
-        Args:
-            stream: of the device; broadcasts between nodes are on it.
-            node_stream: broadcasts inside the node and unpacking are on it; may be the same.
-        """
+    def __init__(self, needs: StagingNeeds, stream: torch.Stream) -> None:
+        """``stream``: of the device."""
         self.needs = needs
         self.device = device = needs.device
-        self.nbytes = nbytes = needs.nbytes
         self.stream = stream
-        self.node_stream = node_stream
         self.copies = torch.Stream(device)
-        with near(device):
-            self.pinned = [_pinned(nbytes) for _ in range(PINNED * needs.reads)]
-            self.header = _pinned(HEADER_BYTES)
-            self.refused = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-            """Set by the device when it does not unpack a bucket because of its header: the expected number + 1."""
+        """What buckets are filled on, so that it goes on beside the load's stream."""
+        self.pipe = DevicePipe.of(device, needs.ranks) if needs.ranks > 0 else None
+        self.header = torch.empty(HEADER_BYTES, dtype=torch.uint8, pin_memory=True)
         with stream:  # so that what was here before is over before a bucket is
-            self.buckets = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(needs.buckets)]
-            self.stopped = torch.zeros(1, dtype=torch.int32, device=device)
-            """Set with it, for the device: what comes after such a bucket is not unpacked either."""
-        self._copied = [torch.Event(device) for _ in range(PINNED)]
-        """By pinned buffer: the last copy out of it."""
+            count = BUCKETS if needs.nbytes > 0 else 0
+            self.buckets = [torch.empty(needs.nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
         self._filled = [torch.Event(device) for _ in self.buckets]
-        """By device buffer: the last copy into it."""
-        self._streams = (stream,) if node_stream == stream else (stream, node_stream)
-        self._used = [[torch.Event(device) for _ in self._streams] for _ in self.buckets]
-        """By device buffer: the last use of what was in it, on each stream."""
+        """By buffer: what filled it last."""
+        self._used = [torch.Event(device) for _ in self.buckets]
+        """By buffer: the last use of what was in it."""
+        for used in self._used:
+            used.record(stream)
         self._arrived = torch.Event(device)
-
-    @property
-    def guards(self) -> bool:
-        """Whether it is made for buckets whose headers the device checks."""
-        return self.needs.buckets == GUARDED_BUCKETS
 
     @property
     def footprint(self) -> int:
         """Bytes of all buffers."""
-        return sum(buffer.nbytes for buffer in (*self.pinned, *self.buckets))
+        return sum(buffer.nbytes for buffer in self.buckets) + (self.pipe.footprint if self.pipe is not None else 0)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """What is queued inside is on the node's stream, between the waits for and of the caller's."""
+        """What is queued inside is on the load's stream, between the waits for and of the caller's."""
         self.enter()
         try:
-            with self.node_stream:
+            with self.stream:
                 yield
         finally:
             self.leave()
 
     def enter(self) -> None:
-        """What the caller has queued, and earlier loads, come before this load."""
+        """What the caller has queued comes before this load."""
         caller = torch.accelerator.current_stream(self.device)
-        for stream in self._streams:
-            if caller != stream:
-                stream.wait_stream(caller)
-        self.refused.zero_()
-        with self.node_stream:
-            self.stopped.zero_()
-        for used in self._used:
-            self._record(used)
+        if caller != self.stream:
+            self.stream.wait_stream(caller)
 
     def leave(self) -> None:
         """What the caller queues from now on comes after this load, and so does the memory's next use."""
         self.stream.wait_stream(self.copies)
-        if self.node_stream != self.stream:
-            self.stream.wait_stream(self.node_stream)
         caller = torch.accelerator.current_stream(self.device)
         if caller != self.stream:
             caller.wait_stream(self.stream)
 
-    def wait_until_copied(self, pinned: int, check: Callable[[], None] = lambda: None) -> None:
-        """The host waits until nothing reads a pinned buffer any more. ``check``: as for :func:`wait_for`."""
-        wait_for(self._copied[pinned], check)
+    def wait_until_used(self, bucket: int, check: Callable[[], None]) -> None:
+        """The host and the stream for copies wait until nothing uses a buffer any more. ``check``: as for :func:`wait_for`."""
+        wait_for(self._used[bucket], check)
+        self.copies.wait_event(self._used[bucket])
 
-    def copy(self, pinned: int, bucket: int, nbytes: int) -> None:
-        """Host to device, on the copy stream, once the last use of the device buffer has been queued."""
-        self.wait_until_unpacked(bucket)
-        with self.copies:
-            self.buckets[bucket][:nbytes].copy_(self.pinned[pinned][:nbytes], non_blocking=True)
-        self._copied[pinned].record(self.copies)
+    def filled(self, bucket: int) -> None:
+        """What is queued on the stream for copies so far is what has filled a buffer."""
         self._filled[bucket].record(self.copies)
 
-    def wait_until_unpacked(self, bucket: int) -> None:
-        """The copy stream waits until nothing uses a device buffer any more."""
-        for event in self._used[bucket]:
-            self.copies.wait_event(event)
+    def wait_until_filled(self, bucket: int) -> None:
+        """The load's stream waits for what filled a buffer last."""
+        self.stream.wait_event(self._filled[bucket])
 
-    def wait_for_copy(self, bucket: int) -> None:
-        """The streams wait for what was copied into a device buffer last."""
-        for stream in self._streams:
-            stream.wait_event(self._filled[bucket])
-
-    def wait_for_each_other(self, bucket: int) -> None:
-        """Each stream waits until the other does not use a device buffer any more."""
-        if len(self._streams) > 1:
-            for stream, event in zip(reversed(self._streams), self._used[bucket], strict=True):
-                stream.wait_event(event)
-
-    def unpacked(self, bucket: int) -> None:
-        """Everything queued on the streams so far is what used a device buffer."""
-        self._record(self._used[bucket])
-
-    def finish_unpacking(self, bucket: int, check: Callable[[], None]) -> None:
-        """The host waits until a device buffer is unpacked. ``check``: as for :func:`wait_for`."""
-        wait_for(self._used[bucket][-1], check)
-
-    def _record(self, events: list[torch.Event]) -> None:
-        for stream, event in zip(self._streams, events, strict=True):
-            event.record(stream)
+    def used(self, bucket: int) -> None:
+        """Everything queued on the load's stream so far is what used a buffer."""
+        self._used[bucket].record(self.stream)
 
     def fetch_header(self, bucket: int, check: Callable[[], None]) -> Tensor:
-        """The first HEADER_BYTES of a device buffer, on the host, which waits for them alone. Called on the node's stream.
+        """The first HEADER_BYTES of a buffer, on the host, which waits for them alone. Called on the load's stream.
 
         ``check``: as for :func:`wait_for`.
         """
         self.header.copy_(self.buckets[bucket][:HEADER_BYTES], non_blocking=True)
-        self._arrived.record(self.node_stream)
-        wait_for(self._arrived, check)
+        self.wait(check)
         return self.header
 
-    def wait_for_streams(self, check: Callable[[], None]) -> None:
-        """The host waits for all that is queued on the streams. ``check``: as for :func:`wait_for`."""
-        for stream in self._streams:
-            self._arrived.record(stream)
-            wait_for(self._arrived, check)
+    def wait(self, check: Callable[[], None]) -> None:
+        """The host waits for all that is queued on the load's stream. ``check``: as for :func:`wait_for`."""
+        self._arrived.record(self.stream)
+        wait_for(self._arrived, check)
 
     def drained(self, seconds: float) -> bool:
         """Whether all that is queued on the streams is done, after so long at most."""
-        return all_done(self.device, (*self._streams, self.copies), seconds)
+        return all_done(self.device, (self.stream, self.copies), seconds)
 
     def abandon(self) -> None:
         """Keeps the memory until the process ends: a transfer that failed may still use it."""
@@ -213,7 +159,3 @@ def all_done(device: torch.device, streams: Sequence[torch.Stream], seconds: flo
     except Exception:  # of what was queued; the device is of no more use
         return False
     return True
-
-
-def _pinned(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

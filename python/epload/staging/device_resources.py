@@ -13,10 +13,9 @@ from epload.staging.device import DeviceStaging, StagingNeeds
 class DeviceResources:
     """Of one loader; made when first needed."""
 
-    def __init__(self, stream: torch.Stream | None, overlap_stream: torch.Stream | None) -> None:
-        """``stream``, ``overlap_stream``: those that the caller gave, if any."""
+    def __init__(self, stream: torch.Stream | None) -> None:
+        """``stream``: that which the caller gave, if any."""
         self._given = stream
-        self._overlap = overlap_stream
         self._own: dict[torch.device, torch.Stream] = {}
         self.staging: DeviceStaging | None = None
 
@@ -31,10 +30,7 @@ class DeviceResources:
     def describe_stream(self, device: torch.device) -> str:
         """For the report."""
         stream = self.stream(device)
-        text = f"{stream.device} {stream.stream_id}, {'the loader' if self._given is None else 'the caller'}'s"
-        if self._overlap is not None:
-            text += f"; inside nodes {self._overlap.stream_id}, the caller's"
-        return text
+        return f"{stream.device} {stream.stream_id}, {'the loader' if self._given is None else 'the caller'}'s"
 
     def serves(self, needs: StagingNeeds) -> bool:
         """Whether the staging of the load before can be used."""
@@ -43,9 +39,8 @@ class DeviceResources:
     def reserve(self, needs: StagingNeeds) -> DeviceStaging:
         """Staging that is kept for the next load."""
         if not self.serves(needs):
-            self.staging = None
-            stream = self.stream(needs.device)
-            self.staging = DeviceStaging(needs, stream, self._overlap or stream)
+            self.staging = None  # before more is allocated
+            self.staging = DeviceStaging(needs, self.stream(needs.device))
         assert self.staging is not None
         return self.staging
 

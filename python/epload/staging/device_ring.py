@@ -1,4 +1,4 @@
-"""The staging buffers of one rank on a device, paced by events: a bucket goes from pinned memory into a device buffer."""
+"""The device buffers of one rank, paced by events: a bucket is filled through the pipe from the host, or by another rank."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from epload.errors import LoadError, RemoteFailure
+from epload.errors import RemoteFailure
 from epload.planning.schedule import Flow
 from epload.planning.waves import Wave
 from epload.report import TransferReport
 from epload.staging.affinity import move_thread
-from epload.staging.device import DRAIN_SECONDS, PINNED, DeviceStaging
+from epload.staging.device import DRAIN_SECONDS, DeviceStaging
 
 
 class DeviceRing:
     """See :class:`~epload.staging.ring.Ring`. Every wave is one bucket.
 
-    Moving and unpacking queue their work on the staging's streams, in the same order on every rank.
+    Moving and unpacking queue their work on the staging's stream, in the same order on every rank.
     """
 
     lanes = (("read",), ("move", "unpack"))
-    in_flight = 2
     checks_moved = True
 
     def __init__(self, staging: DeviceStaging, flow: Flow, report: TransferReport, phase: str) -> None:
@@ -33,56 +32,47 @@ class DeviceRing:
         self._report = report
         self._phase = phase
         self._turn = threading.Condition()
-        self._ready = 0
-        """Waves of this rank's whose copy to the device is queued."""
-        self._joined = 0
-        """Waves of this rank's that the stream waits for, or has waited for."""
-        self._joined_wave = -1
+        self._ready = -1
+        """The last wave of this rank's that is being filled."""
+        self._joined = -1
+        """The last wave of this rank's that the stream waits for."""
         self._released = 0
         """Waves whose buffers may be filled again, once the work that is queued on them is done."""
         self._ended = self._failed = False
 
     def enter_thread(self) -> None:
         torch.accelerator.set_device_index(self._staging.device)
+        torch.accelerator.set_stream(self._staging.copies)  # of the thread that reads, until it ends
         move_thread(self._staging.device)
 
     def acquire(self, wave: Wave) -> None:
-        with self._report.timed("host_to_device"):
-            self._staging.wait_until_copied(self._ready % PINNED, self._check)
-
-    def read_buffer(self, wave: Wave, i: int) -> Tensor:
-        return self._staging.pinned[self._ready % PINNED][: wave.ends[i]]
+        if self._wait_for(lambda: self._released > wave.index - len(self._staging.buckets)):
+            self._staging.wait_until_used(self._place(wave), self._check)
 
     def ready(self, wave: Wave) -> None:
-        """Waits until the device buffer may be filled again."""
-        if not self._wait_for(lambda: self._released > wave.index - len(self._staging.buckets)):
-            return
-        nbytes = wave.ends[0]
-        with self._report.timed("host_to_device", f"wave {wave.index}") as span:
-            self._staging.copy(self._ready % PINNED, self._place(wave), nbytes)
-            span.nbytes = nbytes
+        self._staging.filled(self._place(wave))
         with self._turn:
-            self._ready += 1
+            self._ready = wave.index
             self._turn.notify_all()
 
     def begin_move(self, wave: Wave) -> None:
-        self._staging.wait_for_each_other(self._place(wave))
         self._join(wave)
 
     def begin_unpack(self, wave: Wave) -> None:
         self._join(wave)
 
     def _join(self, wave: Wave) -> None:
-        """The streams wait for what this rank reads."""
-        if wave.index <= self._joined_wave or self._flow.reader(wave.numbers[0]) != self._flow.rank:
+        """The stream waits for what this rank reads."""
+        if wave.index <= self._joined or self._flow.reader(wave.numbers[0]) != self._flow.rank:
             return
-        if self._wait_for(lambda: self._ready > self._joined):
-            self._staging.wait_for_copy(self._place(wave))
-            self._joined += 1
-            self._joined_wave = wave.index
+        if self._wait_for(lambda: self._ready >= wave.index):
+            self._staging.wait_until_filled(self._place(wave))
+            self._joined = wave.index
 
     def bucket(self, wave: Wave, i: int) -> Tensor:
         return self._staging.buckets[self._place(wave)][: wave.ends[i]]
+
+    read_buffer = bucket
 
     def sent(self, wave: Wave, i: int) -> Tensor:
         multiple = self._flow.stripes_multiple
@@ -110,21 +100,7 @@ class DeviceRing:
         pass
 
     def unpacked(self, wave: Wave) -> None:
-        self._staging.unpacked(self._place(wave))
-
-    def passed(self, wave: Wave) -> bool:
-        with self._report.timed(self._phase):
-            self._staging.finish_unpacking(self._place(wave), self._check)
-        return int(self._staging.refused) == 0
-
-    def check_none_refused(self) -> None:
-        refused = int(self._staging.refused)
-        if refused != 0:
-            raise LoadError(
-                f"rank {self._flow.rank}: {self._staging.device} found the header of bucket {refused - 1} not to be the expected "
-                "one, and did not unpack it or what came after, but the host finds every header in order: memory of the device "
-                "changes, or something else writes to it"
-            )
+        self._staging.used(self._place(wave))
 
     def release(self, wave: Wave) -> None:
         with self._turn:
@@ -135,7 +111,7 @@ class DeviceRing:
         """A reader does not wait for the headers of its own buckets. If another rank ends while it receives the last ones, this
         rank has to notice here: what comes later may wait for the stream in the driver."""
         with self._report.timed(self._phase):
-            self._staging.wait_for_streams(self._check)
+            self._staging.wait(self._check)
 
     def end(self) -> None:
         with self._turn:

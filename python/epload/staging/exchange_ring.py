@@ -63,7 +63,6 @@ class ExchangeRing:
     """See :class:`~epload.staging.ring.Ring`. A rank either reads all of its waves or receives them."""
 
     lanes = (("read",), ("move",), ("unpack",))
-    in_flight = 1
     checks_moved = False
 
     def __init__(
@@ -150,12 +149,6 @@ class ExchangeRing:
 
     def unpacked(self, wave: Wave) -> None:
         self._staging.unpacked[self._place(wave)].record(self._staging.local)
-
-    def passed(self, wave: Wave) -> bool:
-        return False  # no sink refuses what is on the device
-
-    def check_none_refused(self) -> None:
-        pass
 
     def release(self, wave: Wave) -> None:
         self._advance("_released")

@@ -22,7 +22,6 @@ class HostRing:
     """See :class:`~epload.staging.ring.Ring`."""
 
     lanes = (("read",), ("move",), ("unpack",))
-    in_flight = 1
     checks_moved = True
 
     def __init__(
@@ -120,12 +119,6 @@ class HostRing:
 
     def unpacked(self, wave: Wave) -> None:
         self._post("unpacked", wave.index + 1)
-
-    def passed(self, wave: Wave) -> bool:
-        return False  # no sink refuses what is in host memory
-
-    def check_none_refused(self) -> None:
-        pass
 
     def release(self, wave: Wave) -> None:
         pass

@@ -24,12 +24,6 @@ class Ring(Protocol):
         ...
 
     @property
-    def in_flight(self) -> int:
-        """Waves that a rank may have begun to move before it has checked the headers of the first of them. From the first that a
-        reader has aborted, so many are moved by all ranks before the transfer ends."""
-        ...
-
-    @property
     def checks_moved(self) -> bool:
         """Whether headers are checked once a wave has been moved, rather than when it is unpacked. Then a transfer can end in
         order; otherwise whoever fails interrupts the others."""
@@ -45,7 +39,7 @@ class Ring(Protocol):
         ...
 
     def read_buffer(self, wave: Wave, i: int) -> Tensor:
-        """Where the bucket at position ``i`` of the wave is read to; uint8 on CPU."""
+        """Where the bucket at position ``i`` of the wave is read to; uint8."""
         ...
 
     def ready(self, wave: Wave) -> None:
@@ -96,15 +90,6 @@ class Ring(Protocol):
 
     def unpacked(self, wave: Wave) -> None:
         """This rank has taken out of the wave what it keeps, or has queued that."""
-        ...
-
-    def passed(self, wave: Wave) -> bool:
-        """Waits until an unpacked wave has left its buffer. False if a bucket was refused where it is: the headers say why.
-        Called only for waves whose headers the sink checks."""
-        ...
-
-    def check_none_refused(self) -> None:
-        """Raises LoadError if a bucket was refused, whose header the host found to be in order."""
         ...
 
     def release(self, wave: Wave) -> None:

@@ -300,7 +300,7 @@ class MemorySink(PlainSink):
         self._places = places
         self._verify = verify
 
-    def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
+    def unpack(self, number: int, bucket: Tensor) -> None:
         place = self._places[number]
         self._copy(place, bucket)
         if self._verify is not None:  # what is kept, and not what was on the device

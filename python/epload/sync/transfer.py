@@ -13,6 +13,7 @@ from epload.planning.streams import ExchangePlan, Members
 from epload.planning.waves import Wave
 from epload.staging.shards import Shards
 from epload.transport.sinks import PlainSink
+from epload.transport.sources import HostSource
 
 _CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 16 << 20
 """Of a message: small where nodes pass it on, so that filling a chain of them takes little time; else large, since each wakes
@@ -83,7 +84,7 @@ def exchange_waves(plan: ExchangePlan) -> list[Wave]:
     ]
 
 
-class ShardSource:
+class ShardSource(HostSource):
     """Buckets out of the sender's shards. See :class:`~epload.transport.sources.BucketSource`."""
 
     def __init__(self, shards: Shards) -> None:
@@ -100,6 +101,6 @@ class ShardSink(PlainSink):
         """``shards``: None to leave buckets where they are, as in the memory for a whole version, or on a rank that sends."""
         self._shards = shards
 
-    def unpack(self, number: int, bucket: Tensor, guarded: bool = False) -> None:
+    def unpack(self, number: int, bucket: Tensor) -> None:
         if self._shards is not None:
             self._shards.unpack(number, bucket)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -44,12 +43,6 @@ class Engine:
         """For each bucket that this rank has read, why it is one that aborts the transfer, or None."""
         self._checked: set[int] = set()
         """Waves whose headers were checked."""
-        self._guarded: set[int] = set()
-        """Waves that are unpacked where they are if their headers are in order, which the host need not know before."""
-        self._held: deque[Wave] = deque()
-        """Waves that are not released, in order; the host has not looked at the headers of the first."""
-        self._last_read = math.inf
-        """The last wave that this rank reads, once a bucket of its own has aborted the transfer."""
         self._aborted = math.inf
         """The first wave with a bucket that aborts the transfer."""
         self._failure: LoadError | None = None
@@ -72,8 +65,6 @@ class Engine:
                     pipeline.run(self._lanes(), self._stop, self._ring.enter_thread)
                     if self._mover is not None:
                         self._ring.finish()
-                    if self._failure is None:
-                        self._ring.check_none_refused()
         except BaseException:
             self.broken = not self._ring.drained()
             raise
@@ -114,15 +105,13 @@ class Engine:
                 break
         if self._move in steps:
             self._ring.end_move()
-        if steps[-1] == self._unpack:
-            self._check_earlier(math.inf)
 
     # ---- steps ----
 
     def _read(self, wave: Wave) -> bool:
         mine = self._context.read_here(wave.numbers)
         if not mine:
-            return wave.index < self._last_read
+            return True
         self._ring.acquire(wave)
         if self._over.is_set():
             return False
@@ -130,9 +119,7 @@ class Engine:
             for i in mine:
                 span.nbytes += self._fill(wave, i)
         self._ring.ready(wave)
-        if any(self._read_outcomes[wave.numbers[i]] is not None for i in mine):
-            self._last_read = min(self._last_read, wave.index + self._ring.in_flight - 1)
-        return wave.index < self._last_read
+        return all(self._read_outcomes[wave.numbers[i]] is None for i in mine)
 
     def _fill(self, wave: Wave, i: int) -> int:
         """Returns the bytes read."""
@@ -149,46 +136,28 @@ class Engine:
 
     def _move(self, wave: Wave) -> bool:
         assert self._mover is not None
-        self._check_earlier(wave.index - self._ring.in_flight)
-        if wave.index > self._last_moved:
-            return False
         self._ring.begin_move(wave)
         self._mover.move(wave)
         self._ring.moved(wave)
         if not self._ring.checks_moved:
             return True
-        if not self._guards(wave):
-            self._check_earlier(wave.index)
-        else:
-            self._guarded.add(wave.index)
-            if not self._context.read_here(wave.numbers):
-                self._held.append(wave)
-                return True
         self._check(wave)
-        last = wave.index >= self._last_moved
+        last = wave.index >= self._aborted
         self._ring.checked(wave, last)
         return not last
 
     def _unpack(self, wave: Wave) -> bool:
-        unchecked = bool(self._held) and self._held[-1] is wave
         self._ring.begin_unpack(wave)
-        if not unchecked:
-            self._check(wave)
-        if wave.index < self._aborted:
-            if self._context.framing.checked:
-                self._verify(wave)
-            with self._report.timed("unpack", list_numbers("bucket", wave.numbers)) as span:
-                for i, number in enumerate(wave.numbers):
-                    span.nbytes += self._take(wave, i, number)
-            if self._failure is not None:
-                self._guarded.discard(wave.index)
-        elif wave.index >= self._last_moved:
+        self._check(wave)
+        if wave.index >= self._aborted:
             return False
+        if self._context.framing.checked:
+            self._verify(wave)
+        with self._report.timed("unpack", list_numbers("bucket", wave.numbers)) as span:
+            for i, number in enumerate(wave.numbers):
+                span.nbytes += self._take(wave, i, number)
         self._ring.unpacked(wave)
-        if not self._held:
-            self._ring.release(wave)
-        elif not unchecked:
-            self._held.append(wave)
+        self._ring.release(wave)
         return True
 
     def _check(self, wave: Wave) -> None:
@@ -201,30 +170,6 @@ class Engine:
                 self._failure = self._failure or failure
                 self._aborted = min(self._aborted, wave.index)
         self._checked.add(wave.index)
-
-    @property
-    def _last_moved(self) -> float:
-        """The last wave that all ranks move: by then each has found the abort."""
-        return self._aborted + self._ring.in_flight - 1
-
-    def _guards(self, wave: Wave) -> bool:
-        """Whether the sink checks the wave's headers, so that the host need not look before it is unpacked."""
-        if self._failure is not None:
-            return False
-        try:
-            guards = (self._sink.guards(number, self._ring.bucket(wave, i)) for i, number in enumerate(wave.numbers))
-            return all(guards)
-        except Exception as error:  # there is no memory to prepare it
-            self._failure = self._context.framing.publish_failure("unpack", wave.numbers, error)
-            return False
-
-    def _check_earlier(self, last: float) -> None:
-        """Checks headers of waves up to ``last`` that the host has not looked at, and releases these and what waits for them."""
-        while self._held and (self._held[0].index <= last or self._held[0].index in self._checked):
-            wave = self._held.popleft()
-            if wave.index not in self._guarded or not self._ring.passed(wave):
-                self._check(wave)
-            self._ring.release(wave)
 
     def _abort_of(self, wave: Wave, i: int, number: int) -> LoadError | None:
         if number in self._read_outcomes:
@@ -242,10 +187,10 @@ class Engine:
 
     def _take(self, wave: Wave, i: int, number: int) -> int:
         """Returns the bytes of the bucket."""
-        bucket, guarded = self._ring.bucket(wave, i), wave.index in self._guarded
+        bucket = self._ring.bucket(wave, i)
         if self._failure is None:
             try:
-                self._sink.unpack(number, bucket, guarded)
+                self._sink.unpack(number, bucket)
             except Exception as error:  # keep receiving until a reader, who hears of it, ends the transfer for all
                 self._failure = self._context.framing.publish_failure("unpack", [number], error)
         self._context.control.progress += bucket.nbytes

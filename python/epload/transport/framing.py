@@ -101,10 +101,10 @@ class Framing:
                 failure = self.publish_failure("read", [number], error)
         if failure is not None:
             text = str(failure).encode(errors="backslashreplace")[:nbytes]
-            buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = _bytes(text)
+            source.write(_bytes(text), buffer[HEADER_BYTES : HEADER_BYTES + len(text)])
             status, nbytes = STATUS_ABORT, len(text)
         checksum = ops.checksum(buffer[HEADER_BYTES:].cpu()) if self.checked else 0
-        buffer[:HEADER_BYTES] = _bytes(self._header(number, status, nbytes, checksum).pack())
+        source.write(_bytes(self._header(number, status, nbytes, checksum).pack()), buffer[:HEADER_BYTES])
         return failure
 
     def check(self, number: int, header: Tensor, body: Tensor) -> RemoteFailure | None:
@@ -126,10 +126,6 @@ class Framing:
         if found.status != STATUS_ABORT:
             return None
         return RemoteFailure(bytes(body[: found.nbytes].tolist()).decode(errors="replace"))
-
-    def expected(self, number: int) -> Tensor:
-        """The header of a bucket that does not abort the transfer, with any length and checksum; uint8 [HEADER_BYTES] on CPU."""
-        return _bytes(self._header(number).pack())
 
     def _header(self, number: int, status: int = STATUS_OK, nbytes: int = 0, checksum: int = 0) -> BucketHeader:
         index, fingerprint = self._identity(number)

@@ -75,62 +75,41 @@ class Collective:
         flow: Flow,
         ring: Ring,
         routes: Mapping[int, Route],
-        streams: tuple[torch.Stream, torch.Stream] | None = None,
+        stream: torch.Stream | None = None,
     ) -> None:
         """
         Args:
             routes: for each rank that reads for this one.
-            streams: on a device, for broadcasts between nodes and inside the node; if they differ, the ring holds each back from
-                a buffer that the other uses.
+            stream: on a device, where the broadcasts are.
         """
         self._context = context
         self._flow = flow
         self._ring = ring
         self._routes = routes
-        self._streams = streams
+        self._stream = stream
         self._phase = "inter_node" if flow.crosses else "intra_node"
 
     def move(self, wave: Wave) -> None:
         flow, report = self._flow, self._context.report
         for i, number in enumerate(wave.numbers):
             reader, bucket = flow.reader(number), self._ring.sent(wave, i)
-            route = self._routes[reader]
             doing = f"broadcasts bucket {number} from rank {reader}"
             with self._context.activity.doing(doing):
                 try:
                     with report.timed(self._phase, doing) as span:
-                        self._broadcast(bucket, reader)
+                        broadcast(bucket, self._routes[reader], flow.algorithm, self._stream)
                         span.nbytes = wave.ends[i] - wave.begins[i]
                 except RuntimeError as error:
                     raise explain(self._context, error, number) from error
-            report.transport_steps += broadcast_steps(route, flow, bucket.nbytes)
-
-    def _broadcast(self, bucket: Tensor, reader: int) -> None:
-        flow, route = self._flow, self._routes[reader]
-        if self._streams is None or self._streams[0] == self._streams[1]:
-            broadcast(bucket, route, flow.algorithm, self._streams[0] if self._streams else None)
-            return
-        order = [("inter", self._streams[0]), ("intra", self._streams[1])]
-        if flow.algorithm == "striped" and reader in flow.nodes[flow.node]:
-            order.reverse()  # each rank of the reader's node sends its stripe on once it has the bucket
-        for steps, stream in order:
-            with stream:  # else the op would make it wait for the current one
-                broadcast(bucket, route, flow.algorithm, stream, steps)
-            if steps == order[0][0]:
-                self.hand_over(stream, order[1][1])
-
-    @staticmethod
-    def hand_over(first: torch.Stream, second: torch.Stream) -> None:
-        """What is queued on the second stream from now on comes after what is queued on the first."""
-        second.wait_stream(first)
+            report.transport_steps += broadcast_steps(self._routes[reader], flow, bucket.nbytes)
 
 
-def broadcast(flat: Tensor, route: Route, algorithm: str, stream: torch.Stream | None, steps: str = "all") -> None:
-    """Sends contiguous bytes in place, from ``route.src``, as one bucket. ``steps``: see ``ops.coalesced_bcast``."""
+def broadcast(flat: Tensor, route: Route, algorithm: str, stream: torch.Stream | None) -> None:
+    """Sends contiguous bytes in place, from ``route.src``, as one bucket."""
     leader = -1 if algorithm == "flat" else route.leader
     nbytes = max(_C.OP_ALIGNMENT, flat.nbytes)
     ops.coalesced_bcast(
-        [flat], route.src, route.inter_group, route.intra_group, nbytes, algorithm, stream, leader=leader, steps=steps
+        [flat], route.src, route.inter_group, route.intra_group, nbytes, algorithm, stream, leader=leader
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from epload.native import ops, region_tables
+from epload.native import ops
 from support.fakedev import build
 
 NAME = "fakedev"
@@ -56,12 +56,9 @@ def setup(semantics: str = "nccl", lazy: bool = False) -> str:
 def use_kernels() -> None:
     """From here on epload's ops run the kernels' code on the device. The library that is shipped has kernels for CUDA only."""
     torch.ops.load_library(str(build.library()))
-    for module, names in (
-        (ops, ("pack", "unpack", "cuda_obstacle")),
-        (region_tables, ("region_table", "unpack_table", "can_guard_table", "can_guard")),
-    ):
-        for name in names:
-            setattr(module, f"_{name}", getattr(torch.ops.epload_test, name).default)
+    of_pipes = ("device_pipe", "drain_pipe", "read_to_device", "write_from_device", "upload", "download")
+    for name in ("pack", "unpack", "cuda_obstacle", *of_pipes):
+        setattr(ops, f"_{name}", getattr(torch.ops.epload_test, name).default)
 
 
 def hold(stream: torch.Stream) -> None:

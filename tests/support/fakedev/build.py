@@ -53,6 +53,17 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
             "        staging = at::empty(",
         )
     ],
+    "device/pipe.cpp": [
+        ("namespace epload {", '#include "../broken.h"\nnamespace epload {'),
+        ("  piece.done.synchronize();\n  return", '  if (!broken("piece_reuse")) piece.done.synchronize();\n  return'),
+        ("    event.block(lane.stream);", '    if (!broken("pipe_entry")) event.block(lane.stream);'),
+        ("    event.block(caller_);", '    if (!broken("pipe_exit")) event.block(caller_);'),
+        ("      piece.done.synchronize();\n    }", '      if (!broken("pipe_drain")) piece.done.synchronize();\n    }'),
+    ],
+    "device/crossing.cpp": [
+        ("namespace epload {", '#include "../broken.h"\nnamespace epload {'),
+        ("    behind.second->done", '    if (!broken("piece_write")) behind.second->done'),
+    ],
     "comm/collective.cpp": [
         ("namespace epload {", '#include "../broken.h"\nnamespace epload {'),
         ("    work->wait();", '    if (!broken("staging_reuse")) work->wait();'),

@@ -19,24 +19,16 @@ EPLOAD_EXPORT int epload_cuda_ready() {
   return std::getenv("EPLOAD_TEST_NO_KERNELS") != nullptr ? 209 : 0;
 }
 
-EPLOAD_EXPORT int epload_cuda_region_copy(const EploadCudaTable* table, const EploadCudaGuard* guard, void* stream) {
+EPLOAD_EXPORT int epload_cuda_region_copy(const EploadCudaTable* table, void* stream) {
   using namespace epload::cuda;
-  const auto asked = guard != nullptr ? *guard : EploadCudaGuard{};
   const auto* records = static_cast<const Record*>(table->records);
   // Memory of the device is read when the launch runs, arguments are taken now.
   const uint64_t taken = table->nbytes <= kEploadCudaInlineBytes ? table->nbytes / sizeof(Record) : 0;
   const std::vector<Record> arguments(records, records + taken);
   static_cast<fakedev::Queue*>(stream)->push("region copy", [=, all = *table] {
     misaligned = false;
-    bool stopped = false;
-    for (uint32_t thread = 0; asked.header != nullptr && thread < kGuardThreads; ++thread) {
-      stopped |= objects(asked, thread);
-    }
-    if (stopped) {
-      stop(asked);
-    }
     const Record* const parts = taken != 0 ? arguments.data() : records;
-    for (uint32_t i = 0; !stopped && i < all.chunks; ++i) {
+    for (uint32_t i = 0; i < all.chunks; ++i) {
       const auto chunk = parts[i].as<Chunk>();
       TORCH_CHECK(
           chunk.dims == 0 || all.chunks + chunk.dim + chunk.dims <= all.nbytes / sizeof(Record),

@@ -1,0 +1,99 @@
+// Regions of tensors on a device that cross to or from the host through a pipe: the region copy with files, or other
+// memory of the host, in place of the bucket.
+#pragma once
+
+#include "../region_copy.h"
+#include "pipe.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include <sys/uio.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace epload {
+
+// The host's end of a pipe: open files, or memory. Used by one thread.
+class HostEnd {
+ public:
+  virtual ~HostEnd() = default;
+
+  // Moves bytes between the vectors, which it may change, and what follows byte `offset` of a file. False if that
+  // failed.
+  virtual bool move(int64_t file, int64_t offset, iovec* vectors, size_t count) = 0;
+};
+
+// What crosses, worked out from where the regions lie.
+//
+// A run that is contiguous on both sides and long crosses straight to its tensor. Everything else is gathered in a
+// piece, row by row, and goes from there to a piece on the device, out of which the regions are copied: so only what is
+// wanted crosses, in few copies.
+class Crossing {
+ public:
+  // Region i lies in file `files[i]`, with its bucket_offset counted from the start of the file. Only the layouts of
+  // the tensors are used.
+  Crossing(
+      c10::IntArrayRef files,
+      at::TensorList tensors,
+      const std::vector<RegionCopy>& copies,
+      Direction direction,
+      int64_t piece_bytes);
+
+  // Moves everything. Each thread has an end of its own, from `make_end`, whose reads may be joined over gaps of up to
+  // `gap` bytes. Returns when all that is the host's has been read or written; what crosses to the device may still be
+  // on its way, before whatever the current stream gets next. False if an end has failed.
+  bool run(
+      DevicePipe& pipe,
+      at::TensorList tensors,
+      const std::function<std::unique_ptr<HostEnd>()>& make_end,
+      int64_t gap) const;
+
+  // Up to `count` places of the host's with at most `most` bytes each, if there are many such: {file, offset, bytes}.
+  std::vector<std::array<int64_t, 3>> short_rows(size_t count, int64_t most) const;
+
+ private:
+  // Bytes that are contiguous on both sides.
+  struct Run {
+    int64_t file, offset, nbytes;
+    int64_t tensor, at; // of its first byte, in the tensor's data
+    RegionCopy copy;    // where it comes from, unless it was joined
+    bool joined = false;
+  };
+
+  // A region that is gathered: where it lies in the piece, and as rows of `row` bytes in the file and in the piece.
+  struct Gathered {
+    RegionCopy copy;
+    int64_t file, offset, row;
+    Dims size, stride;    // of what repeats the row, outermost first; strides in the file, in bytes
+    bool as_bytes = false; // the copy is of the tensor's data as bytes
+  };
+
+  // What takes a piece: bytes [begin, end) of a run, or gathered regions [begin, end).
+  struct Load {
+    int64_t run; // negative for gathered regions
+    int64_t begin, end;
+    int64_t nbytes; // in the piece
+  };
+
+  class Worker;
+
+  void add(int64_t file, const at::Tensor& tensor, const RegionCopy& copy);
+  void join_runs();
+  void make_loads();
+  std::pair<int64_t, int64_t> place(const Load& load) const; // the file and byte at which it begins
+
+  Direction direction_;
+  int64_t piece_bytes_;
+  std::vector<Run> runs_;
+  std::vector<Gathered> gathered_;
+  std::vector<Load> loads_;
+};
+
+} // namespace epload

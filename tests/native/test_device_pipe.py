@@ -1,0 +1,249 @@
+"""Regions that cross between the host and a device through a pipe, against plain torch; and that each wait of it is needed. On a
+fake asynchronous accelerator."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from epload.core.copy_table import CopyTable
+from epload.native import ops
+from support import fakedev, ranks
+from support.accelerator import DEVICE
+from support.checks import all_fine
+from support.region_reads import BF16, F32, Files, Row, Shape, box, table_of
+
+pytestmark = pytest.mark.usefixtures("fake_device")
+
+PIECE = 64 << 10
+Case = tuple[list[Row], list[Tensor]]
+
+
+def pipe(threads: int, piece: int = PIECE) -> ops.Pipe:
+    pinned = torch.empty(2 * threads * piece, dtype=torch.uint8, pin_memory=True)
+    return ops.device_pipe(pinned, torch.device(DEVICE), threads)
+
+
+def filled(shape: Shape, dtype: torch.dtype) -> Tensor:
+    return torch.full((torch.Size(shape).numel() * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def random_case(rng: random.Random, files: Files, converts: bool) -> Case:
+    """Boxes of tensors in files, at random offsets, into disjoint rows of targets: contiguous, of rows, of single elements."""
+    rows, targets = [], []
+    offset = {number: rng.randrange(70) for number in range(len(files.paths))}
+    for target in range(rng.randrange(1, 9)):
+        dtype = rng.choice([F32, BF16, torch.uint8, torch.float64])
+        cast = rng.choice([F32, BF16, torch.float64]) if converts and dtype.is_floating_point else dtype
+        inner = rng.choice([1, 3, 40, 700, 30_000])
+        shape = (rng.randrange(1, 9), rng.randrange(1, 5), inner)
+        targets.append(filled((shape[0] + 2, shape[1], inner + rng.choice([0, 0, 5])), cast))
+        start = tuple(rng.randrange(n) for n in shape) if rng.random() < 0.5 else (0, 0, 0)
+        size = tuple(rng.randrange(1, n - a + 1) for n, a in zip(shape, start, strict=True)) if any(start) else shape
+        file = rng.randrange(len(files.paths))
+        at = offset[file]
+        offset[file] += torch.Size(shape).numel() * dtype.itemsize + rng.choice([0, 0, 9, 5000])
+        if offset[file] > len(files.raw[file]):
+            targets.pop()
+            break
+        rows.append(Row(file, at, shape, dtype, start, size, target, (rng.randrange(3), 0, 0)))
+    return rows, targets
+
+
+def crosses(rank: int, folder: Path, seeds: int) -> list[str]:
+    """What is read and what is uploaded from memory equals what slicing and copy_ make of the files; and back."""
+    files, problems = Files(folder), []
+    for nbytes in (3 << 20, 1 << 20, 700_001):
+        number = files.add(nbytes)
+        # Of all bytes those between 0x30 and 0x3F: a number of any dtype, and none that conversions treat in ways of their own.
+        raw = (torch.frombuffer(files.raw[number], dtype=torch.uint8) * 37 >> 3) % 16 + 0x30
+        files.raw[number][:] = raw.numpy().tobytes()
+        files.paths[number].write_bytes(files.raw[number])
+    for seed in range(seeds):
+        rng = random.Random(seed)
+        rows, targets = random_case(rng, files, converts=seed % 2 == 0)
+        if not rows:
+            continue
+        expected = [target.clone() for target in targets]
+        for row in rows:
+            box(expected[row.target], row.at, row.size).copy_(box(files.tensor(row), row.start, row.size))
+        way = pipe(rng.randrange(1, 4), rng.choice([4096, PIECE, 1 << 20]))
+        where = table_of(rows)
+        placed = [target.to(DEVICE) for target in targets]
+        read, *bad = ops.read_to_device(files.descriptors, *where[:3], placed, where[3], way)
+        if bad != [-1, 0, 0]:
+            problems.append(f"seed {seed}: {bad}")
+        wanted = sum(torch.Size(row.size).numel() * row.dtype.itemsize for row in rows)
+        if read < wanted:
+            problems.append(f"seed {seed}: {read} bytes read of {wanted}")
+        memory = [torch.frombuffer(raw, dtype=torch.uint8) for raw in files.raw]
+        file, offset, origins, table = where
+        origins = torch.stack([file[origins[:, 0]], offset[origins[:, 0]] + origins[:, 1]], 1)
+        uploaded = [target.to(DEVICE) for target in targets]
+        ops.upload(memory, origins, uploaded, table, way)
+        for i, each in enumerate(expected):
+            problems += [f"seed {seed}: read {i} differs"] * (not torch.equal(placed[i].cpu(), each))
+            problems += [f"seed {seed}: uploaded {i} differs"] * (not torch.equal(uploaded[i].cpu(), each))
+        problems += [f"seed {seed}: {text}" for text in goes_back(folder, rows, where, placed, memory, way)]
+    files.close()
+    return problems
+
+
+def goes_back(
+    folder: Path, rows: list[Row], where: tuple[Tensor, ...], placed: list[Tensor], memory: list[Tensor], way: ops.Pipe
+) -> list[str]:
+    """Only what the rows cover is written; of what was converted, what the tensors make of it."""
+    file, offset, origins, table = where
+    written = [torch.full_like(each, 0x5A) for each in memory]
+    downloaded = [each.clone() for each in written]
+    expected = [each.clone() for each in written]
+    for row in rows:
+        raw = expected[row.file].numpy()
+        whole = torch.frombuffer(raw, dtype=torch.uint8)[row.offset :][
+            : torch.Size(row.shape).numel() * row.dtype.itemsize
+        ]
+        typed = whole.clone().view(row.dtype).reshape(row.shape)
+        box(typed, row.start, row.size).copy_(box(placed[row.target].cpu(), row.at, row.size))
+        whole.copy_(typed.reshape(-1).view(torch.uint8))
+    absolute = torch.stack([file[origins[:, 0]], offset[origins[:, 0]] + origins[:, 1]], 1)
+    ops.download(placed, table, downloaded, absolute, way)
+    descriptors = []
+    for i, each in enumerate(written):
+        path = folder / f"written-{i}"
+        path.write_bytes(each.numpy().tobytes())
+        descriptors.append(os.open(path, os.O_RDWR))
+    _, *bad = ops.write_from_device(descriptors, file, offset, origins, placed, table, way)
+    problems = [f"writing: {bad}"] if bad != [-1, 0, 0] else []
+    for i, each in enumerate(expected):
+        content = (folder / f"written-{i}").read_bytes()
+        problems += [f"written {i} differs"] * (content != each.numpy().tobytes())
+        problems += [f"downloaded {i} differs"] * (not torch.equal(downloaded[i], each))
+        os.close(descriptors[i])
+    return problems
+
+
+@pytest.mark.parametrize("semantics", fakedev.SEMANTICS)
+def test_regions_cross_both_ways(semantics: str, tmp_path: Path) -> None:
+    all_fine(ranks.run(1, crosses, tmp_path, 60, setup=partial(fakedev.setup, semantics)))
+
+
+# ---- each wait ----
+
+ELEMENTS = 6 * PIECE // 4
+"""Of float32: three turns of a lane of two pieces."""
+BROKEN_ROUNDS, RIGHT_ROUNDS = 5, 20
+WAITS = ("piece_reuse", "pipe_entry", "pipe_exit", "piece_write", "pipe_drain")
+
+
+class Scene:
+    """One lane, and a stream that is held, arranged so that a missing wait shows, and always does."""
+
+    def __init__(self, rule: str) -> None:
+        self.rule = rule
+        self.broken = False
+        self.pipe = pipe(1)
+        self.lane = self._find_lane()
+
+    def _find_lane(self) -> torch.Stream:
+        with fakedev.traced() as seen:
+            self.upload(torch.zeros(4), torch.zeros(4, device=DEVICE))
+        (found,) = {stream for _, stream, what in seen if what == "copy to device"}
+        kind = torch._C._autograd.DeviceType.PrivateUse1.value
+        return torch.Stream(stream_id=found, device_index=0, device_type=kind)
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        table = CopyTable.of_bytes(torch.tensor([0]), torch.tensor([source.nbytes])).rows
+        ops.upload([source], torch.zeros(1, 2, dtype=torch.int64), [target.view(torch.uint8)], table, self.pipe)
+
+    def download(self, source: Tensor, target: Tensor) -> None:
+        table = CopyTable.of_bytes(torch.tensor([0]), torch.tensor([source.nbytes])).rows
+        ops.download([source.view(torch.uint8)], table, [target], torch.zeros(1, 2, dtype=torch.int64), self.pipe)
+
+    @contextmanager
+    def held(self, stream: torch.Stream) -> Iterator[Callable[[], None]]:
+        """Until the body ends, if a wait is missing; else for a moment, since the body may have to wait for it."""
+        fakedev.hold(stream)
+        releasing = threading.Timer(0.02, fakedev.release, [stream])
+        if not self.broken:
+            releasing.start()
+        try:
+            yield
+        finally:
+            if self.broken:
+                fakedev.release(stream)
+            else:
+                releasing.join()
+
+    def piece_reuse(self, values: Tensor) -> bool:
+        """A piece is filled again while the copy out of it has not begun."""
+        target = torch.zeros(ELEMENTS, device=DEVICE)
+        with self.held(self.lane):
+            self.upload(values, target)
+        return torch.equal(target.cpu(), values)
+
+    def pipe_entry(self, values: Tensor) -> bool:
+        """What the caller has queued on its stream has yet to write to the target."""
+        some = values[: PIECE // 4]
+        target = torch.zeros(len(some), device=DEVICE)
+        with self.held(torch.accelerator.current_stream(DEVICE)):
+            target.fill_(-1.0)
+            self.upload(some, target)
+            while self.broken and not self.lane.query():
+                time.sleep(0.0005)
+        return torch.equal(target.cpu(), some)
+
+    def pipe_exit(self, values: Tensor) -> bool:
+        """The caller reads the target as soon as the op returns."""
+        some = values[: PIECE // 4]
+        target = torch.zeros(len(some), device=DEVICE)
+        torch.accelerator.synchronize()
+        with self.held(self.lane):
+            self.upload(some, target)
+            read = target.clone()
+            while self.broken and not torch.accelerator.current_stream(DEVICE).query():
+                time.sleep(0.0005)
+        return torch.equal(read.cpu(), some)
+
+    def piece_write(self, values: Tensor) -> bool:
+        """A piece is copied to where it goes before it has come from the device."""
+        source, target = values[: PIECE // 4].to(DEVICE), torch.zeros(PIECE // 4)
+        torch.accelerator.synchronize()
+        with self.held(self.lane):
+            self.download(source, target)
+        return torch.equal(target, values[: PIECE // 4])
+
+    def pipe_drain(self, values: Tensor) -> bool:
+        """The memory of a pipe may be freed while a copy out of it has not begun."""
+        target = torch.zeros(PIECE // 4, device=DEVICE)
+        with self.held(self.lane):
+            self.upload(values[: PIECE // 4], target)
+            ops.drain_pipe(self.pipe)
+            arrived = ctypes.string_at(target.data_ptr(), PIECE)  # the fake's memory is the host's
+        return arrived == values[: PIECE // 4].numpy().tobytes()
+
+
+def rounds(rank: int, rule: str) -> tuple[list[bool], list[bool]]:
+    scene = Scene(rule)
+    values = torch.arange(float(ELEMENTS))
+    right = [getattr(scene, rule)(values + salt) for salt in range(RIGHT_ROUNDS)]
+    scene.broken = True
+    os.environ["EPLOAD_TEST_BREAK"] = rule
+    return [getattr(scene, rule)(values + salt) for salt in range(100, 100 + BROKEN_ROUNDS)], right
+
+
+@pytest.mark.parametrize("rule", WAITS)
+def test_each_wait_is_needed(rule: str) -> None:
+    [(broken, right)] = ranks.run(1, rounds, rule, setup=fakedev.setup)
+    assert right == [True] * RIGHT_ROUNDS
+    assert broken == [False] * BROKEN_ROUNDS
