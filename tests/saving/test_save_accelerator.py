@@ -1,16 +1,20 @@
-"""Models on a device are saved through host memory."""
+"""Models on a device are saved through its pipe."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import epload
+from epload.saving.writer import NewFiles
 from support import fakedev, ranks
 from support.accelerator import DEVICE, SEMANTICS
+from support.checks import all_fine
 from support.synced_models import build, check, write
 
 pytestmark = pytest.mark.usefixtures("fake_device")
@@ -32,3 +36,34 @@ def save(rank: int, folder: str) -> None:
 @SEMANTICS
 def test_models_on_a_device(semantics: str, tmp_path: Path) -> None:
     ranks.run(2, save, str(tmp_path), setup=partial(fakedev.setup, semantics))
+
+
+def same_files(rank: int, folder: str) -> list[str]:
+    """What a model on a device writes is what it writes on CPU, where regions are packed first; each layout, and converted."""
+    problems = []
+    for kind in ("plain", "fsdp", "tp0", "tp1"):
+        for dtype in (None, torch.bfloat16):
+            for where in ("cpu", DEVICE):
+                model = build(kind, dist.get_world_size(), where=where)
+                write(model, 3)
+                path = f"{folder}/{kind}-{dtype}-{where[:3]}"
+                with mock.patch.object(NewFiles, "write", side_effect=NewFiles.write, autospec=True) as packed:
+                    report = epload.save(model, path, dtype=dtype, max_shard_bytes=20_000)
+                if (packed.call_count > 0) != (where == "cpu") and report.written:
+                    problems.append(f"{path}: {packed.call_count} buckets were packed")
+            dist.barrier()
+            one, other = (Path(f"{folder}/{kind}-{dtype}-{where}") for where in ("cpu", DEVICE[:3]))
+            names = sorted(each.name for each in one.iterdir())
+            if names != sorted(each.name for each in other.iterdir()):
+                problems.append(f"{kind}: other files")
+            problems += [
+                f"{kind}, {dtype}: {name} differs"
+                for name in names
+                if (one / name).read_bytes() != (other / name).read_bytes()
+            ]
+    return problems
+
+
+@SEMANTICS
+def test_a_model_on_a_device_writes_the_same_files(semantics: str, tmp_path: Path) -> None:
+    all_fine(ranks.run(2, same_files, str(tmp_path), setup=partial(fakedev.setup, semantics)))

@@ -104,6 +104,10 @@ class CopyTable:
         """int64 [n]: bytes of each box in the bucket's dtype."""
         return self._used_size().prod(1) * self._itemsize()
 
+    def in_bucket(self) -> Tensor:
+        """int64 [n, 2]: the origin of each row in the only one of several buckets."""
+        return torch.stack([torch.zeros_like(self.offset), self.offset], 1)
+
     def spans(self) -> Tensor:
         """int64 [n]: bytes from the first element of each box in the bucket to the end of its last; 0 for an empty box."""
         size = self._used_size()

@@ -29,8 +29,7 @@ class Regions(NamedTuple):
         if self.pipe is None or not bucket.is_cpu:
             ops.unpack(bucket, self.targets, self.copies.rows)
             return
-        origins = torch.stack([torch.zeros_like(self.copies.offset), self.copies.offset], 1)
-        ops.upload([bucket], origins, self.targets, self.copies.rows, self.pipe)
+        ops.upload([bucket], self.copies.in_bucket(), self.targets, self.copies.rows, self.pipe)
 
     def unpack_other(self, copies: CopyTable, bucket: Tensor) -> None:
         """Copies them out of a bucket on CPU in which they lie as ``copies`` says, which is else the same."""

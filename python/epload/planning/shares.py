@@ -241,10 +241,17 @@ def whole_share(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Share
 
 
 def copies_of_box(
-    start: Shape, size: Shape, share: Share, number: int, dtype: torch.dtype, dims: int, once: bool
+    start: Shape,
+    size: Shape,
+    share: Share,
+    number: int,
+    dtype: torch.dtype,
+    dims: int,
+    once: bool,
+    whole: Shape | None = None,
 ) -> list[tuple[list[int], int]]:
-    """Copy-table rows between a packed box of a tensor, at offset 0 of a bucket, and a rank's parts of the tensor, each with the
-    part's place.
+    """Copy-table rows between a box of a tensor and a rank's parts of the tensor, each with the part's place. The box is packed,
+    at offset 0 of a bucket, or lies in the whole tensor, which does.
 
     Args:
         start, size: of the box.
@@ -252,14 +259,16 @@ def copies_of_box(
         dtype: of the bucket's elements.
         dims: of the table.
         once: whether one copy of each element is enough, as for a rank that packs them; else all parts have theirs.
+        whole: the tensor's shape, if it is the tensor that lies in the bucket.
     """
-    strides = row_major_strides(size)
+    strides = row_major_strides(size if whole is None else whole)
+    first = start if whole is None else (0,) * len(whole)
     found = []
     for part in share.classes[number]:
         if (shared := intersect((start, size), part.box)) is None:
             continue
         local, extent = part.within(*shared)
-        steps = sum((a - b) * stride for a, b, stride in zip(shared[0], start, strides, strict=True))
+        steps = sum((a - b) * stride for a, b, stride in zip(shared[0], first, strides, strict=True))
         fill = [0] * (dims - len(local))
         row = [0, steps * dtype.itemsize, dtype_names.code(dtype), len(local), *local, *fill, *extent, *fill]
         found.append((row + [0 if dim < 0 else strides[dim] for dim in part.dims] + fill, part.place))

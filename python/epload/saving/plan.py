@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise, starmap
 from math import prod
 
 import torch
@@ -43,6 +44,10 @@ class WriteBucket:
     """Targets are numbers of the rank's local tensors."""
     runs: Tensor
     """int64 [n, 4]: number of the file, offset in the file, offset in the buffer, length; bytes."""
+    in_files: CopyTable
+    """``rows`` as they lie in their tensors in the files, for a rank that writes them without packing them first."""
+    origins: Tensor
+    """int64 [n, 2]: the file of each of these rows, and where in it it starts (bytes)."""
 
     @cached_property
     def targets(self) -> list[int]:
@@ -156,6 +161,8 @@ class _Rows:
         self._nbytes: list[int] = []
         """Of each template's slot."""
         self._copies: list[list[int]] = []
+        self._in_tensors: list[list[int]] = []
+        """The same as they lie in the whole tensor."""
         self._places: list[int] = []
         self._copy_counts: list[int] = []
         self._runs: list[Tensor] = []
@@ -166,6 +173,8 @@ class _Rows:
         self._tensors.append(tensors)
         self._nbytes.append(prod(slot.size) * dtype.itemsize)
         self._copies += [row for row, _ in found]
+        whole = copies_of_box(slot.start, slot.size, share, number, dtype, self._dims, once=True, whole=shape)
+        self._in_tensors += [row for row, _ in whole]
         self._places += [place for _, place in found]
         self._copy_counts.append(len(found))
         self._runs.append(_runs(slot, shape, dtype.itemsize))
@@ -191,30 +200,39 @@ class _Rows:
         ends = sizes.cumsum(0)
         first = ends - sizes
         offset = begins - torch.repeat_interleave(begins[first], sizes) + HEADER_BYTES
-        copies, of_copy = self._expand_copies(tensor, template, offset, share)
+        copies, in_files, of_copy = self._expand_copies(tensor, template, offset, share)
+        origins = torch.stack([layout.file[tensor[of_copy]], layout.offset[tensor[of_copy]] + in_files.offset], 1)
         runs, of_run = self._expand_runs(tensor, template, offset, layout)
         copy_ends = [0, *torch.searchsorted(of_copy, ends).tolist()]
         run_ends = [0, *torch.searchsorted(of_run, ends).tolist()]
         last = (offset + aligned)[ends - 1].tolist()
         buckets = tuple(
-            WriteBucket(last[i], copies.select(slice(*copy_ends[i : i + 2])), runs[slice(*run_ends[i : i + 2])])
-            for i in range(len(sizes))
+            WriteBucket(
+                last[i],
+                copies.select(of_copies),
+                runs[slice(*run_ends[i : i + 2])],
+                in_files.select(of_copies),
+                origins[of_copies],
+            )
+            for i, of_copies in enumerate(starmap(slice, pairwise(copy_ends)))
         )
         return WritePlan(buckets, int(nbytes.sum()))
 
     def _expand_copies(
         self, tensor: Tensor, template: Tensor, offset: Tensor, share: Share
-    ) -> tuple[CopyTable, Tensor]:
-        """The copies of all rows, and for each its row."""
+    ) -> tuple[CopyTable, CopyTable, Tensor]:
+        """The copies of all rows, packed and in whole tensors, and for each its row."""
         which, row = _expand(torch.tensor(self._copy_counts, dtype=torch.int64), template)
-        table = CopyTable(
-            torch.tensor(self._copies, dtype=torch.int64).reshape(-1, CopyTable.columns(self._dims))[which]
+        table, whole = (
+            CopyTable(torch.tensor(rows, dtype=torch.int64).reshape(-1, CopyTable.columns(self._dims))[which])
+            for rows in (self._copies, self._in_tensors)
         )
         table.offset.add_(offset[row])
         width = max(map(len, share.targets))
         targets = torch.tensor([(*of, *(-1,) * (width - len(of))) for of in share.targets], dtype=torch.int64)
         table.target[:] = targets[tensor[row], torch.tensor(self._places, dtype=torch.int64)[which]]
-        return table, row
+        whole.target[:] = table.target
+        return table, whole, row
 
     def _expand_runs(
         self, tensor: Tensor, template: Tensor, offset: Tensor, layout: FilesLayout
@@ -226,6 +244,11 @@ class _Rows:
         return torch.stack(
             [file, runs[:, 0] + layout.offset[tensor[row]], runs[:, 1] + offset[row], runs[:, 2]], 1
         ), row
+
+
+def _slices(ends: list[int]) -> list[slice]:
+    """Between each end and the next."""
+    return list(starmap(slice, pairwise(ends)))
 
 
 def _expand(counts: Tensor, template: Tensor) -> tuple[Tensor, Tensor]:

@@ -156,7 +156,7 @@ class SaveRun:
         seen = control.settle(
             "finding the folder", None, folder.exists, lambda views: [views[r] for r in control.ranks]
         )
-        shards = Shards(plan, tensors, None, None, False, f"rank {control.rank}")
+        shards = Shards(plan, tensors, None, False, f"rank {control.rank}", len(self._topology.node))
         if all(seen):
             self._write_own(plan, layout, shards)
         else:
@@ -168,7 +168,7 @@ class SaveRun:
 
         def write() -> None:
             with working(control, "writes its part of the checkpoint") as done, self._new_files(layout) as files:
-                write_buckets(plan, files, shards.pack, self._report, done)
+                write_buckets(plan, files, shards, self._report, done)
                 self._sync(files, lambda: done(0))
 
         _, failure = attempt(write)

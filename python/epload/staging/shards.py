@@ -1,7 +1,7 @@
 """The local tensors that a sync packs or fills, or a save packs, on CPU and on a device.
 
-On CPU, what depends on the tensors' layouts is prepared natively once, and kept. Between host memory and a device, a bucket
-passes through a buffer there, on a stream of its own, and the host waits for it: so nothing is left to wait for when a sync ends.
+On CPU, what depends on the tensors' layouts is prepared natively once, and kept. Between host memory and a device, regions cross
+through the device's pipe, on a stream of the shards' own; the host waits for it in the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from epload.core import dtypes
 from epload.core.copy_table import CopyTable
 from epload.errors import LoadError
 from epload.native import ops
-from epload.planning.buckets import HEADER_BYTES
+from epload.staging.device_pipe import DevicePipe
 
 
 class PackBucket(Protocol):
@@ -69,18 +69,19 @@ class Shards:
         plan: PackPlan,
         tensors: list[Tensor],
         known: PreparedExchange | None,
-        device_buffer: DeviceBuffer | None,
         prove: bool,
         who: str,
+        ranks: int,
         direct: bool = False,
     ) -> None:
         """
         Args:
             plan: whose buckets' targets count in ``tensors``.
             tensors: on CPU, on one accelerator, or on both.
-            known, device_buffer: of the sync before.
+            known: of the sync before.
             prove: whether each copy is followed by a comparison of digests.
             who: whose they are, for messages.
+            ranks: of this node, which share its processors.
             direct: whether buckets are on the device, too. What is queued on them is on the current stream.
         """
         self._plan = plan
@@ -90,14 +91,15 @@ class Shards:
         self.prepared: PreparedExchange | None = None
         """For the next sync."""
         device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
-        self.device_buffer = device_buffer
+        self.pipe: DevicePipe | None = None
+        self._stream: torch.Stream | None = None
+        """Of the device, unless ``direct``."""
+        device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
         if device is not None:
-            if direct:
-                return
-            if device_buffer is None or device_buffer.device != device:
-                self.device_buffer = DeviceBuffer(device, plan)
-            assert self.device_buffer is not None
-            self.device_buffer.wait_for_caller()
+            if not direct:
+                self.pipe = DevicePipe.of(device, ranks)
+                self._stream = torch.Stream(device)
+                self._stream.wait_stream(torch.accelerator.current_stream(device))
             return
         self._list, foreign = ops.tensor_list(tensors, known.layouts if known is not None else None)
         if not foreign:
@@ -113,6 +115,28 @@ class Shards:
         """Copies what this rank keeps out of a bucket."""
         self._copy(number, bucket, _UNPACK)
 
+    def on_device(self, targets: Sequence[int]) -> bool:
+        """Whether all of these tensors cross to the host through the pipe."""
+        return self._stream is not None and not any(self._tensors[target].is_cpu for target in targets)
+
+    def write(self, copies: CopyTable, write: Callable[[list[Tensor], Tensor, ops.Pipe], int]) -> int:
+        """Calls ``write`` on the shards' stream with tensors on the device, a copy table of them, and the pipe.
+
+        Args:
+            copies: whose targets are numbers of tensors.
+        """
+        assert self._stream is not None
+        assert self.pipe is not None
+        table = copies.clone()
+        which = table.renumber_targets()
+        with self._stream:
+            return write([self._tensors[target] for target in which], table.rows, self.pipe.native)
+
+    def finish(self) -> None:
+        """Waits until what was unpacked is in the tensors."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def _copy(self, number: int, bucket: Tensor, direction: _Direction) -> None:
         planned = self._plan.buckets[number]
         if not planned.targets:
@@ -123,11 +147,13 @@ class Shards:
             direction.prepared(bucket, self._list, self._copies(self.prepared, number, planned))
         else:
             on_cpu, on_device = self._divide(planned)
-            if self.device_buffer is not None and on_device is not None:
-                direction.on_device(self.device_buffer, bucket, *on_device)
+            if self._stream is not None and self.pipe is not None and on_device is not None:
+                with self._stream:
+                    direction.through_pipe(bucket, *on_device, self.pipe.native)
             if on_cpu is not None:
                 direction.plain(bucket, on_cpu[0], on_cpu[1].rows)
         if self._prove:
+            self.finish()
             self._compare(number, bucket.cpu(), direction.done)
 
     def _copies(self, prepared: PreparedExchange, number: int, planned: PackBucket) -> ops.PreparedCopies:
@@ -166,42 +192,22 @@ class Shards:
             )
 
 
-class DeviceBuffer:
-    """A buffer on a device for one bucket after the other, on a stream of its own. For one thread at a time."""
-
-    def __init__(self, device: torch.device, plan: PackPlan) -> None:
-        self.device = device
-        self._stream = torch.Stream(device)
-        with self._stream:
-            self._buffer = torch.empty(plan.largest, dtype=torch.uint8, device=device)
-
-    def wait_for_caller(self) -> None:
-        """What the caller has queued on its current stream comes before what follows."""
-        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
-
-    def pack(self, bucket: Tensor, tensors: list[Tensor], copies: CopyTable) -> None:
-        part = self._buffer[: bucket.nbytes]
-        with self._stream:
-            ops.pack(part, tensors, copies.rows)
-            bucket[HEADER_BYTES:].copy_(part[HEADER_BYTES:])
-        self._stream.synchronize()
-
-    def unpack(self, bucket: Tensor, tensors: list[Tensor], copies: CopyTable) -> None:
-        part = self._buffer[: bucket.nbytes]
-        with self._stream:
-            part.copy_(bucket)
-            ops.unpack(part, tensors, copies.rows)
-        self._stream.synchronize()
-
-
 class _Direction(NamedTuple):
     prepared: Callable[[Tensor, ops.TensorList, ops.PreparedCopies], None]
-    on_device: Callable[[DeviceBuffer, Tensor, list[Tensor], CopyTable], None]
+    through_pipe: Callable[[Tensor, list[Tensor], CopyTable, ops.Pipe], None]
     plain: Callable[[Tensor, list[Tensor], Tensor], None]
     """Where the bucket is where the tensors are."""
     done: str
     """In messages."""
 
 
-_PACK = _Direction(ops.pack_prepared, DeviceBuffer.pack, ops.pack, "packed")
-_UNPACK = _Direction(ops.unpack_prepared, DeviceBuffer.unpack, ops.unpack, "unpacked")
+def _download(bucket: Tensor, tensors: list[Tensor], copies: CopyTable, pipe: ops.Pipe) -> None:
+    ops.download(tensors, copies.rows, [bucket], copies.in_bucket(), pipe)
+
+
+def _upload(bucket: Tensor, tensors: list[Tensor], copies: CopyTable, pipe: ops.Pipe) -> None:
+    ops.upload([bucket], copies.in_bucket(), tensors, copies.rows, pipe)
+
+
+_PACK = _Direction(ops.pack_prepared, _download, ops.pack, "packed")
+_UNPACK = _Direction(ops.unpack_prepared, _upload, ops.unpack, "unpacked")

@@ -29,7 +29,7 @@ from epload.planning.shares import Outline, Share
 from epload.planning.streams import ExchangePlan, Members
 from epload.planning.waves import Wave
 from epload.staging.host_ring import HostRing
-from epload.staging.shards import DeviceBuffer, PreparedExchange, Shards
+from epload.staging.shards import PreparedExchange, Shards
 from epload.staging.shared_memory import BUFFERS, NodeMemory
 from epload.sync.device_route import DeviceRoute, Link, MemorySink, find_route, obstacle
 from epload.sync.lobby import Member
@@ -93,7 +93,6 @@ class Epoch:
     legend: str
     """Says which ranks are whose; for error messages."""
     prepared: PreparedExchange | None = None
-    device_buffer: DeviceBuffer | None = None
     _waves_before: int = field(default=0, init=False)
 
     @property
@@ -200,13 +199,20 @@ class Epoch:
         self._waves_before += len(self.waves)
         return engine
 
+    @property
+    def _node_size(self) -> int:
+        """Ranks of this rank's node."""
+        members = self.members
+        nodes = members.sender_nodes if self.sends else members.nodes
+        return next(len(node) for node in nodes if self.rank in node)
+
     def shards(self, tensors: list[Tensor], verify: str) -> Shards:
         """The tensors of one version. What is prepared for them is kept."""
         direct = self.route is not None and (self.sends or self.memory is None)
         shards = Shards(
-            self.plan, tensors, self.prepared, self.device_buffer, verify == "full", f"rank {self.rank}", direct
+            self.plan, tensors, self.prepared, verify == "full", f"rank {self.rank}", self._node_size, direct
         )
-        self.prepared, self.device_buffer = shards.prepared, shards.device_buffer
+        self.prepared = shards.prepared
         return shards
 
     def unpack(self, tensors: list[Tensor], verify: str) -> None:
@@ -214,6 +220,7 @@ class Epoch:
         shards = self.shards(tensors, verify)
         for number, bucket in self.staged_buckets():
             shards.unpack(number, bucket)
+        shards.finish()
 
     def staged_buckets(self) -> Iterator[tuple[int, Tensor]]:
         """Each bucket of a version in the node's memory, by its number in the plan."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -100,6 +101,12 @@ class ShardSink(PlainSink):
     def __init__(self, shards: Shards | None) -> None:
         """``shards``: None to leave buckets where they are, as in the memory for a whole version, or on a rank that sends."""
         self._shards = shards
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        yield
+        if self._shards is not None:
+            self._shards.finish()
 
     def unpack(self, number: int, bucket: Tensor) -> None:
         if self._shards is not None:
