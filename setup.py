@@ -159,6 +159,7 @@ class CMakeBuild(build_ext):
         if built.returncode != 0:
             without = f" If it was {nvcc} that failed, EPLOAD_CUDA=0 builds without CUDA kernels." if nvcc else ""
             raise SystemExit(f"epload: the build failed; the compiler's own words are above.{without}")
+        check_exceptions(build / "out" / OPS_LIBRARY, torch_dir)
         output.mkdir(parents=True, exist_ok=True)
         # Out of a folder of this configuration's own: what another one has left in `output` may be newer.
         for library in [Path(self.get_ext_fullpath(ext.name)).name, OPS_LIBRARY, *self.optional_libraries()]:
@@ -182,6 +183,37 @@ class CMakeBuild(build_ext):
 
     def get_outputs(self) -> list[str]:
         return [*super().get_outputs(), *map(str, self.libraries_beside())]
+
+
+THROW = """
+import sys
+try:
+    import torch
+except Exception:
+    sys.exit("no torch")
+torch.ops.load_library(sys.argv[1])
+try:
+    torch.ops.epload.read_ranges([], torch.zeros(2, 3, dtype=torch.int64), torch.zeros(1, dtype=torch.uint8), 1)
+except ValueError as error:
+    print(error)
+"""
+THROWN = "read_ranges: expected ranges of shape [n, 4], got [2, 3]"
+
+
+def check_exceptions(library: Path, torch_dir: Path) -> None:
+    """Ends the build unless an exception gets from the library to Python, with its whole text: it does not if the library has a
+    C++ runtime of its own."""
+    variables = {**os.environ, "PYTHONPATH": str(torch_dir.parent)}
+    words = [sys.executable, "-c", THROW, str(library)]
+    tried = subprocess.run(words, capture_output=True, text=True, env=variables, check=False)
+    if tried.stderr.startswith("no torch"):
+        return  # e.g. a build for another machine
+    if tried.returncode != 0 or THROWN not in tried.stdout:
+        raise SystemExit(
+            f"epload: the C++ compiler links its runtime into {library.name} (-static-libstdc++), beside that of torch, so that "
+            "errors would end the process; build with a compiler that has a shared libstdc++.so.6, such as CXX=/usr/bin/g++ "
+            f"(tried: exit status {tried.returncode}, {(tried.stdout + tried.stderr).strip()[-200:]!r})"
+        )
 
 
 def pybind11_dir() -> str:

@@ -4,57 +4,88 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import time
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from epload.core.copy_table import CopyTable
 from epload.native import ops
 from epload.staging import affinity
-from epload.staging.device import wait_for
+from epload.staging.device_pipe import PINNED_BYTES, DevicePipe
 from gpu_parts.common import Clock, Row, checkpoint_of, device_of, finished
 from workload import FILE
 
 BUFFER = 64 << 20
-"""Bytes of a bucket."""
-SWEPT = (1, 2, 4, 8, 16)
+"""Bytes of a large buffer, for comparison."""
+THREADS = (1, 2, 4, 8, 12, 16)
+PIECES = (256 << 10, 1 << 20, 2 << 20, 4 << 20)
+"""Bytes; each thread has two."""
 
 
 def page_cache(options: argparse.Namespace) -> list[Row]:
-    """Each step alone, then reading and copying at once, over the rate of copies from pinned memory alone."""
+    """A file into a tensor on the device by way of small pieces, by threads and size of a piece, and by way of large buffers,
+    over the rate of copies from pinned memory alone. What came through pieces is compared with the file."""
     device = device_of(options)
+    if device.type == "cpu":  # a device whose copies are memcpy, in a thread
+        from support import fakedev
+
+        fakedev.setup()
+        device = torch.device(f"{fakedev.NAME}:0")
     rows = pinning(device)
+    cpus = len(os.sched_getaffinity(0))
+    threads = [n for n in THREADS if n <= cpus]
     with affinity.near(device):
-        pinned = [torch.empty(BUFFER, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in range(2)]
+        pinned = torch.empty(max(2 * BUFFER, 2 * max(threads) * max(PIECES)), dtype=torch.uint8, pin_memory=True)
+    buffers = [pinned[:BUFFER], pinned[BUFFER : 2 * BUFFER]]
     there = torch.empty(BUFFER, dtype=torch.uint8, device=device)
-    seconds, _ = Clock(device).best(finished(device, lambda: there.copy_(pinned[0], non_blocking=True)))
+    seconds, _ = Clock(device).best(finished(device, lambda: there.copy_(buffers[0], non_blocking=True)))
     floor = BUFFER / seconds
     rows.append({"what": "pinned memory to device", "GB_s": floor / 1e9})
     file = checkpoint_of(options) / FILE
-    swept = {n: read_rate(file, pinned[0], n, device) for n in SWEPT if n <= len(os.sched_getaffinity(0))}
-    rows += [
-        {"what": f"page cache to pinned memory, {threads} threads", "GB_s": rate / 1e9, "over_pinned": rate / floor}
-        for threads, rate in swept.items()
-    ]
-    best = max(swept, key=lambda threads: swept[threads])
-    rate = upload_rate(file, pinned, best, device)
-    row: Row = {"what": f"page cache to device, {best} threads", "GB_s": rate / 1e9, "over_pinned": rate / floor}
-    rows.append(row | {"threads_of_a_loader": affinity.read_threads(1)})
-    return rows + ([header_round_trip(device)] if device.type != "cpu" else [])
+    rate = upload_rate(file, buffers, cpus, device)
+    rows.append({"what": f"large buffers, {cpus} threads", "GB_s": rate / 1e9, "over_pinned": rate / floor})
+    for n in threads:
+        for piece in PIECES:
+            rate = pipe_rate(file, ops.device_pipe(pinned[: 2 * n * piece], device, n))
+            what = f"pieces, {n} threads x 2 x {piece >> 10} KiB"
+            rows.append({"what": what, "GB_s": rate / 1e9, "over_pinned": rate / floor})
+    rows.append({"what": "threads of a loader", "threads": affinity.read_threads(1)})
+    return rows
+
+
+def pipe_rate(file: Path, pipe: ops.Pipe) -> float:
+    """Bytes/s of reading the file into a tensor on the device, the best of three."""
+    nbytes = file.stat().st_size
+    device = torch.accelerator.current_accelerator()
+    target = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    rows = CopyTable.of_bytes(torch.tensor([0]), torch.tensor([nbytes])).rows
+    zero, origin, seconds = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64), []
+    with open(file, "rb") as opened:
+        for _ in range(3):
+            torch.accelerator.synchronize()
+            began = time.perf_counter()
+            ops.read_to_device([opened.fileno()], zero, zero, origin, [target], rows, pipe)
+            torch.accelerator.synchronize()
+            seconds.append(time.perf_counter() - began)
+    if not torch.equal(target.cpu(), torch.from_file(str(file), size=nbytes, dtype=torch.uint8)):
+        raise RuntimeError("what is on the device is not what is in the file")
+    return nbytes / min(seconds)
 
 
 def pinning(device: torch.device) -> list[Row]:
-    """Seconds to allocate pinned memory, which a loader does once."""
-    if device.type == "cpu":
-        return []
+    """Milliseconds to make the pinned memory of a pipe, which a process does once: in huge pages that are registered, and by
+    torch."""
     rows = []
-    for megabytes in (64, 1024):
+    for what, make in (
+        ("the pinned memory of a pipe", lambda: DevicePipe(device, 8)),
+        ("as much by torch", lambda: torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)),
+    ):
         began = time.perf_counter()
-        buffer = torch.empty(megabytes << 20, dtype=torch.uint8, pin_memory=True)
-        rows.append({"what": f"allocate {megabytes} MiB of pinned memory", "ms": (time.perf_counter() - began) * 1e3})
-        del buffer
+        made = make()
+        rows.append({"what": what, "ms": (time.perf_counter() - began) * 1e3})
+        del made
     return rows
 
 
@@ -64,53 +95,21 @@ def chunks(file: Path) -> list[Tensor]:
     return [torch.tensor([[0, at, 0, min(BUFFER, nbytes - at)]]) for at in range(0, nbytes, BUFFER)]
 
 
-def read_rate(file: Path, buffer: Tensor, threads: int, device: torch.device) -> float:
-    """Bytes/s of reading the file into one buffer, the best of three."""
-    ranges, seconds = chunks(file), []
-    with open(file, "rb") as opened, affinity.near(device):
-        for _ in range(3):
-            began = time.perf_counter()
-            for part in ranges:
-                ops.read_ranges([opened.fileno()], part, buffer, threads, False)
-            seconds.append(time.perf_counter() - began)
-    return file.stat().st_size / min(seconds)
-
-
 def upload_rate(file: Path, pinned: list[Tensor], threads: int, device: torch.device) -> float:
-    """The same, but each buffer is copied to the device while the next is read."""
+    """Bytes/s of reading the file into large buffers, each copied to the device while the next is read; the best of three."""
     there = [torch.empty_like(buffer, device=device) for buffer in pinned]
     seconds = []
     with open(file, "rb") as opened, affinity.near(device):
         for _ in range(3):
-            copied = [torch.Event(device) for _ in pinned] if device.type != "cpu" else []
+            copied = [torch.Event(device) for _ in pinned]
             began = time.perf_counter()
             for i, part in enumerate(chunks(file)):
                 turn = i % len(pinned)
-                if copied and i >= len(pinned):
+                if i >= len(pinned):
                     copied[turn].synchronize()
                 ops.read_ranges([opened.fileno()], part, pinned[turn], threads, False)
                 there[turn].copy_(pinned[turn], non_blocking=True)
-                if copied:
-                    copied[turn].record()
-            if copied:
-                torch.accelerator.synchronize(device)
+                copied[turn].record()
+            torch.accelerator.synchronize(device)
             seconds.append(time.perf_counter() - began)
     return file.stat().st_size / min(seconds)
-
-
-def header_round_trip(device: torch.device) -> Row:
-    """What a load waits for each bucket that comes over a group: 64 bytes from the device, and an event that is polled."""
-    here = torch.empty(64, dtype=torch.uint8, pin_memory=True)
-    there = torch.zeros(64, dtype=torch.uint8, device=device)
-    event, seconds = torch.Event(device), []
-    for _ in range(200):
-        began = time.perf_counter()
-        here.copy_(there, non_blocking=True)
-        event.record()
-        wait_for(event, lambda: None)
-        seconds.append(time.perf_counter() - began)
-    return {
-        "what": "a bucket's header to the host",
-        "us_median": statistics.median(seconds) * 1e6,
-        "us_max": max(seconds) * 1e6,
-    }

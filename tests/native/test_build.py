@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import subprocess
 import sys
 import venv
+from importlib import util
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -269,3 +272,43 @@ def test_two_files_name_the_native_ops() -> None:
 
 def test_two_files_touch_private_dtensor_state() -> None:
     assert sorted(holding("._spec", "._local_tensor")) == ["model/dtensor.py", "model/materialize.py"]
+
+
+def link_command(output: Path, *flags: str, shared_runtime: bool) -> list[str]:
+    """That of libepload as it was built last, with flags for the compiler and another output."""
+    (folder,) = [
+        each.parent for each in (ROOT / "build").glob("cmake-*/build.ninja") if f"torch{minor()}" in each.parent.name
+    ]
+    commands = subprocess.run(
+        ["ninja", "-C", str(folder), "-t", "commands", "out/libepload.so"], capture_output=True, text=True, check=True
+    )
+    line = next(line for line in reversed(commands.stdout.splitlines()) if "-shared" in line)
+    words = shlex.split(line.partition("&&")[2].rpartition("&&")[0] or line)
+    words[words.index("-o") + 1] = str(output)
+    assert "-l:libstdc++.so.6" in words, "this toolchain has no shared runtime"
+    if not shared_runtime:
+        words.remove("-l:libstdc++.so.6")
+    return ["env", "-C", str(folder), words[0], *flags, *words[1:]]
+
+
+def minor() -> str:
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+@pytest.mark.parametrize("shared_runtime", [True, False])
+def test_a_compiler_that_links_its_runtime_statically(shared_runtime: bool, tmp_path: Path) -> None:
+    """The build links torch's runtime first. Where it could not, it stops with one sentence."""
+    setup = util.spec_from_file_location("epload_setup", ROOT / "setup.py")
+    assert setup is not None
+    assert setup.loader is not None
+    module = util.module_from_spec(setup)
+    with mock.patch("setuptools.setup"):
+        setup.loader.exec_module(module)
+    library = tmp_path / "libepload.so"
+    subprocess.run(link_command(library, "-static-libstdc++", shared_runtime=shared_runtime), check=True)
+    torch_dir = Path(torch.__file__).parent
+    if shared_runtime:
+        module.check_exceptions(library, torch_dir)
+    else:
+        with pytest.raises(SystemExit, match=r"links its runtime into libepload\.so"):
+            module.check_exceptions(library, torch_dir)

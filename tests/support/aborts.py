@@ -135,9 +135,9 @@ def at_each_bucket(
             problems.append(f"{case}: ended by {moved.error}")
         all_moved.append(None if moved.interrupted else len(moved.numbers))
         # A reader that hears of the failure before it reads an earlier bucket aborts at that.
-        first = len(moved.numbers) - 2
+        first = len(moved.numbers) - 1
         early = readers != "one" or moved.interrupted
-        if moved.numbers != [*range(len(moved.numbers))] or first > failing or (not early and first < min(failing, 5)):
+        if moved.numbers != [*range(len(moved.numbers))] or first > failing or (not early and first < failing):
             problems.append(f"{case}: moved {moved.numbers}")
         for number in range(BUCKETS):
             kept, taken = scene.holds(number, 1), scene.holds(number, 2 + failing)

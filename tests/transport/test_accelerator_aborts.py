@@ -1,0 +1,27 @@
+"""A bucket that cannot be read ends the load into a device: what it holds reaches no tensor, nor does what comes after it, and
+all ranks move the same buckets. On a fake accelerator."""
+
+from __future__ import annotations
+
+import pytest
+
+from support import fakedev, ranks
+from support.aborts import WHO, at_each_bucket, none_differs
+from support.accelerator import DEVICE
+
+pytestmark = pytest.mark.usefixtures("fake_device")
+
+
+@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize(
+    ("readers", "algorithm"),
+    [
+        ("one", "two_level"),
+        ("one", "striped"),
+        ("one", "flat"),
+        ("partitioned", "two_level"),
+        ("partitioned", "striped"),
+    ],
+)
+def test_all_ranks_end_at_one_bucket_and_none_unpacks_it(readers: str, algorithm: str, who: str) -> None:
+    none_differs(ranks.run(4, at_each_bucket, readers, algorithm, who, DEVICE, setup=fakedev.setup))
