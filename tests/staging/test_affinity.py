@@ -119,21 +119,24 @@ def test_cpus_that_this_process_may_not_use(tmp_path: Path) -> None:
 def reads_near(rank: int, readers: str, folder: Path) -> tuple[list[tuple[set[int], int]], bool, list[str]]:
     """The CPUs and the number of threads of each read of a load, whether this thread went back, and what is wrong."""
     found: list[tuple[set[int], int]] = []
+    read_really, pipe_really, threads = ops.read_to_device, ops.device_pipe, 0
 
-    def spied(read: Any, threads: int) -> Any:
-        def spy(*args: Any) -> Any:
-            found.append((os.sched_getaffinity(0), args[threads]))
-            return read(*args)
+    def device_pipe(pinned: torch.Tensor, device: torch.device, count: int) -> ops.Pipe:
+        nonlocal threads
+        threads = count
+        return pipe_really(pinned, device, count)
 
-        return spy
+    def read_to_device(*args: Any) -> Any:
+        found.append((os.sched_getaffinity(0), threads))
+        return read_really(*args)
 
     (folder / str(rank)).mkdir()
     model = meta_net()
     before = os.sched_getaffinity(0)
     with (
         near_cpus(PART, folder / str(rank)),
-        mock.patch.object(ops, "read_ranges", spied(ops.read_ranges, 3)),
-        mock.patch.object(ops, "read_prepared", spied(ops.read_prepared, 3)),
+        mock.patch.object(ops, "device_pipe", device_pipe),
+        mock.patch.object(ops, "read_to_device", read_to_device),
     ):
         loader = HierarchicalLoader(Topology.from_nodes(NODES[2]), readers=readers, bucket_bytes=BUCKET, timeout=60.0)
         loader.load(model, folder / "model.safetensors")
