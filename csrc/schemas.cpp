@@ -12,8 +12,7 @@ void define_region_copies(torch::Library& m) {
 }
 
 void define_device_pipe(torch::Library& m) {
-  m.def("device_pipe(Tensor pinned, Device device, int threads) -> __torch__.torch.classes.epload.DevicePipe");
-  m.def("drain_pipe(__torch__.torch.classes.epload.DevicePipe pipe) -> ()");
+  m.def("device_pipe(Device device, int threads, int piece_bytes) -> __torch__.torch.classes.epload.DevicePipe");
   m.def(
       "read_to_device(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor(a!)[] targets, "
       "Tensor copies, __torch__.torch.classes.epload.DevicePipe pipe, bool direct=False) -> (int, int, int, int)");

@@ -37,8 +37,7 @@ def page_cache(options: argparse.Namespace) -> list[Row]:
     cpus = len(os.sched_getaffinity(0))
     threads = [n for n in THREADS if n <= cpus]
     with affinity.near(device):
-        pinned = torch.empty(max(2 * BUFFER, 2 * max(threads) * max(PIECES)), dtype=torch.uint8, pin_memory=True)
-    buffers = [pinned[:BUFFER], pinned[BUFFER : 2 * BUFFER]]
+        buffers = [torch.empty(BUFFER, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     there = torch.empty(BUFFER, dtype=torch.uint8, device=device)
     seconds, _ = Clock(device).best(finished(device, lambda: there.copy_(buffers[0], non_blocking=True)))
     floor = BUFFER / seconds
@@ -48,7 +47,7 @@ def page_cache(options: argparse.Namespace) -> list[Row]:
     rows.append({"what": f"large buffers, {cpus} threads", "GB_s": rate / 1e9, "over_pinned": rate / floor})
     for n in threads:
         for piece in PIECES:
-            rate = pipe_rate(file, ops.device_pipe(pinned[: 2 * n * piece], device, n))
+            rate = pipe_rate(file, ops.device_pipe(device, n, piece))
             what = f"pieces, {n} threads x 2 x {piece >> 10} KiB"
             rows.append({"what": what, "GB_s": rate / 1e9, "over_pinned": rate / floor})
     rows.append({"what": "threads of a loader", "threads": affinity.read_threads(1)})

@@ -30,6 +30,11 @@ int epload_cuda_ready();
 // CUDA error.
 int epload_cuda_region_copy(const EploadCudaTable* table, void* stream);
 
+// Pins memory that is there already, for the current device and all others; 0 or a CUDA error, of which the runtime
+// keeps no trace. What was pinned is unpinned before it is freed.
+int epload_cuda_pin(void* memory, uint64_t nbytes);
+void epload_cuda_unpin(void* memory);
+
 // The text of an error that a function above returned.
 const char* epload_cuda_error(int error);
 

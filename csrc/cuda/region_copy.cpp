@@ -1,6 +1,7 @@
 // The region copy on CUDA, on torch's side: builds the table, copies it to the device if it is large, and launches the
 // kernel. It includes no CUDA header and is part of every build. Without libepload_cuda.so in libepload's
 // folder, or on a device that cannot run its kernels, the regions are copied through ATen.
+#include "../device/pinned.h"
 #include "../region_copy.h"
 
 #include "../sibling_library.h"
@@ -28,6 +29,8 @@ constexpr auto kDevice = c10::DeviceType::CUDA;
 struct Library {
   decltype(&epload_cuda_ready) ready = nullptr; // null in a build without it
   decltype(&epload_cuda_region_copy) region_copy = nullptr;
+  decltype(&epload_cuda_pin) pin = nullptr;
+  decltype(&epload_cuda_unpin) unpin = nullptr;
   decltype(&epload_cuda_error) error = nullptr;
 };
 
@@ -41,6 +44,8 @@ Library open_library() {
   if (sibling.present()) {
     sibling.find(library.ready, "epload_cuda_ready");
     sibling.find(library.region_copy, "epload_cuda_region_copy");
+    sibling.find(library.pin, "epload_cuda_pin");
+    sibling.find(library.unpin, "epload_cuda_unpin");
     sibling.find(library.error, "epload_cuda_error");
   }
   return library;
@@ -162,7 +167,16 @@ void region_copy_cuda(
   }
 }
 
+bool pin(void* memory, size_t nbytes) {
+  return library().pin != nullptr && library().pin(memory, nbytes) == 0;
+}
+
+void unpin(void* memory) {
+  library().unpin(memory);
+}
+
 const RegisterRegionCopy registered(kDevice, region_copy_cuda);
+const RegisterPinning pinning(kDevice, pin, unpin);
 
 } // namespace
 } // namespace epload

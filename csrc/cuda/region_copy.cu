@@ -99,6 +99,17 @@ EPLOAD_EXPORT int epload_cuda_region_copy(const EploadCudaTable* table, void* st
   return table->convert != 0 ? launch<true>(*table, queue) : launch<false>(*table, queue);
 }
 
+EPLOAD_EXPORT int epload_cuda_pin(void* memory, uint64_t nbytes) {
+  const cudaError_t error = cudaHostRegister(memory, nbytes, cudaHostRegisterPortable);
+  cudaGetLastError();
+  return error;
+}
+
+EPLOAD_EXPORT void epload_cuda_unpin(void* memory) {
+  cudaHostUnregister(memory);
+  cudaGetLastError();
+}
+
 EPLOAD_EXPORT const char* epload_cuda_error(int error) {
   return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

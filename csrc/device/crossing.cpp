@@ -182,11 +182,11 @@ void Crossing::make_loads() {
       continue;
     }
     // Cut where the file's pages begin, as what lies before a run on its first page is read with it.
-    const int64_t first = run.offset / kPieceAlignment * kPieceAlignment;
-    for (int64_t at = run.offset; at < run.offset + run.nbytes;) {
-      const int64_t end = std::min((at - first) / piece_bytes_ * piece_bytes_ + first + piece_bytes_, run.offset + run.nbytes);
-      loads_.push_back({static_cast<int64_t>(i), at - run.offset, end - run.offset, end - at});
-      at = end;
+    int64_t room = piece_bytes_ - run.offset % kPieceAlignment;
+    for (int64_t begin = 0; begin < run.nbytes; room = piece_bytes_) {
+      const int64_t nbytes = std::min(room, run.nbytes - begin);
+      loads_.push_back({static_cast<int64_t>(i), begin, begin + nbytes, nbytes});
+      begin += nbytes;
     }
   }
   std::stable_sort(gathered_.begin(), gathered_.end(), [](const Gathered& a, const Gathered& b) {
@@ -266,8 +266,18 @@ class Crossing::Worker {
     return load.run >= 0 ? crossing_.place(load).second % kPieceAlignment : 0;
   }
 
-  // Between the piece and the device.
+  // Between the piece and the device. Even what has failed may have queued something.
   void cross(const Load& load, DevicePipe::Piece& piece) {
+    try {
+      queue(load, piece);
+    } catch (...) {
+      piece.done.record(lane_.stream);
+      throw;
+    }
+    piece.done.record(lane_.stream);
+  }
+
+  void queue(const Load& load, DevicePipe::Piece& piece) {
     const auto host = piece.host.narrow(0, lead(load), load.nbytes);
     const bool sends = crossing_.direction_ == Direction::kUnpack;
     const auto copy = [&](const at::Tensor& device) {
@@ -299,7 +309,6 @@ class Crossing::Worker {
         copy(device);
       }
     }
-    piece.done.record(lane_.stream);
   }
 
   // Between the host's end and the piece.

@@ -33,8 +33,8 @@ class HostEnd {
 // What crosses, worked out from where the regions lie.
 //
 // A run that is contiguous on both sides and long crosses straight to its tensor. Everything else is gathered in a
-// piece, row by row, and goes from there to a piece on the device, out of which the regions are copied: so only what is
-// wanted crosses, in few copies.
+// piece, row by row, and goes from there to a piece on the device, out of which the regions are copied: so little more
+// than what is wanted crosses, in few copies. Only of short rows what lies between them comes along.
 class Crossing {
  public:
   // Region i lies in file `files[i]`, with its bucket_offset counted from the start of the file. Only the layouts of

@@ -1,13 +1,13 @@
 #include "pipe.h"
 
-#include "../tensor_memory.h"
+#include "pinned.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
-#include <utility>
+#include <map>
 
 namespace epload {
 namespace {
@@ -16,6 +16,19 @@ constexpr int64_t kPieces = 2; // of a thread: one is filled while the other cro
 
 c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+// The first streams of a device that pipes use: always the same, as a process has few of them.
+std::vector<c10::Stream> streams_of(c10::Device device, int64_t count) {
+  static std::mutex mutex;
+  static std::map<c10::DeviceType, std::map<c10::DeviceIndex, std::vector<c10::Stream>>> all;
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto& known = all[device.type()][device.index()];
+  const c10::impl::VirtualGuardImpl impl(device.type());
+  while (static_cast<int64_t>(known.size()) < count) {
+    known.push_back(impl.getNewStream(device));
+  }
+  return {known.begin(), known.begin() + count};
 }
 
 } // namespace
@@ -33,44 +46,42 @@ DevicePipe::Piece& DevicePipe::Lane::next() {
   return piece;
 }
 
-DevicePipe::DevicePipe(const at::Tensor& pinned, c10::Device device, int64_t threads) : device_(device) {
-  check_memory("device_pipe", pinned, 0);
-  TORCH_CHECK_VALUE(!device.is_cpu() && device.has_index(), "device_pipe: expected a device with its index, got ", device);
+DevicePipe::DevicePipe(c10::Device device, int64_t threads, int64_t piece_bytes)
+    : device_(device), piece_bytes_(piece_bytes) {
   TORCH_CHECK_VALUE(
-      pinned.is_cpu() && pinned.scalar_type() == at::kByte && pinned.dim() == 1 && pinned.is_contiguous() &&
-          reinterpret_cast<uintptr_t>(pinned.data_ptr()) % kPieceAlignment == 0,
-      "device_pipe: expected contiguous uint8 memory on cpu that starts at a multiple of ",
-      kPieceAlignment,
-      ", got ",
-      pinned.scalar_type(),
-      " of shape ",
-      pinned.sizes(),
-      " on ",
-      pinned.device());
+      !device.is_cpu() && device.has_index(), "device_pipe: expected a device with its index, got ", device);
   TORCH_CHECK_VALUE(
-      threads > 0 && threads <= pinned.numel() / (kPieces * kPieceAlignment),
-      "device_pipe: expected from 1 thread to as many as have pieces of ",
+      threads > 0 && piece_bytes > 0 && piece_bytes % kPieceAlignment == 0 &&
+          piece_bytes <= kMostPinned / kPieces / threads,
+      "device_pipe: expected threads with ",
+      kPieces,
+      " pieces each, whose size is a multiple of ",
       kPieceAlignment,
-      " bytes in ",
-      pinned.numel(),
-      ", got ",
-      threads);
-  piece_bytes_ = pinned.numel() / (threads * kPieces) / kPieceAlignment * kPieceAlignment;
-  const c10::impl::VirtualGuardImpl impl(device.type());
+      " bytes, and at most ",
+      kMostPinned,
+      " bytes in all, got ",
+      threads,
+      " threads and pieces of ",
+      piece_bytes);
+  const auto streams = streams_of(device, threads);
+  const auto pinned = pinned_memory(threads * kPieces * piece_bytes, device);
   int64_t at = 0;
-  for (int64_t i = 0; i < threads; ++i) {
-    auto& lane = lanes_.emplace_back(Lane{impl.getNewStream(device), {}});
-    for (int64_t k = 0; k < kPieces; ++k, at += piece_bytes_) {
-      lane.pieces.push_back({pinned.narrow(0, at, piece_bytes_), c10::Event(device.type()), {}});
+  for (const auto& stream : streams) {
+    auto& lane = lanes_.emplace_back(Lane{stream, {}});
+    for (int64_t k = 0; k < kPieces; ++k, at += piece_bytes) {
+      lane.pieces.push_back({pinned.narrow(0, at, piece_bytes), c10::Event(device.type()), {}});
     }
   }
 }
 
-void DevicePipe::drain() {
-  const std::lock_guard<std::mutex> hold(mutex_);
+DevicePipe::~DevicePipe() {
   for (const auto& lane : lanes_) {
     for (const auto& piece : lane.pieces) {
-      piece.done.synchronize();
+      try {
+        piece.done.synchronize();
+      } catch (const std::exception&) {
+        // The device is of no more use.
+      }
     }
   }
 }
@@ -110,12 +121,8 @@ void register_device_pipe_class() {
 
 namespace {
 
-c10::intrusive_ptr<DevicePipe> device_pipe(const at::Tensor& pinned, c10::Device device, int64_t threads) {
-  return c10::make_intrusive<DevicePipe>(pinned, device, threads);
-}
-
-void drain_pipe(const c10::intrusive_ptr<DevicePipe>& pipe) {
-  pipe->drain();
+c10::intrusive_ptr<DevicePipe> device_pipe(c10::Device device, int64_t threads, int64_t piece_bytes) {
+  return c10::make_intrusive<DevicePipe>(device, threads, piece_bytes);
 }
 
 } // namespace
@@ -124,5 +131,4 @@ void drain_pipe(const c10::intrusive_ptr<DevicePipe>& pipe) {
 TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
   epload::register_device_pipe_class();
   m.impl("device_pipe", TORCH_FN(epload::device_pipe));
-  m.impl("drain_pipe", TORCH_FN(epload::drain_pipe));
 }

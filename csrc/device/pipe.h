@@ -15,7 +15,8 @@
 
 namespace epload {
 
-constexpr int64_t kPieceAlignment = 4096; // bytes; what O_DIRECT wants
+constexpr int64_t kPieceAlignment = 4096;          // bytes; what O_DIRECT wants
+constexpr int64_t kMostPinned = int64_t{1} << 32; // bytes of a pipe
 
 class DevicePipe : public torch::CustomClassHolder {
  public:
@@ -38,9 +39,17 @@ class DevicePipe : public torch::CustomClassHolder {
     Piece& next();
   };
 
-  // Of `device`. `pinned`, uint8 memory that the device can copy from and to, is divided among the pieces of `threads`
-  // threads. Throws ValueError if it is too little or not aligned.
-  DevicePipe(const at::Tensor& pinned, c10::Device device, int64_t threads);
+  // For `threads` threads. Throws ValueError if `piece_bytes` is no multiple of kPieceAlignment, or if all pieces take
+  // more than kMostPinned.
+  DevicePipe(c10::Device device, int64_t threads, int64_t piece_bytes);
+
+  // Waits until nothing uses the pieces.
+  ~DevicePipe() override;
+
+  DevicePipe(const DevicePipe&) = delete;
+  DevicePipe& operator=(const DevicePipe&) = delete;
+  DevicePipe(DevicePipe&&) = delete;
+  DevicePipe& operator=(DevicePipe&&) = delete;
 
   c10::Device device() const {
     return device_;
@@ -51,9 +60,6 @@ class DevicePipe : public torch::CustomClassHolder {
   int64_t piece_bytes() const {
     return piece_bytes_;
   }
-
-  // Waits on the host until nothing uses the pieces.
-  void drain();
 
   // For its lifetime, the pipe is the caller's alone, and what is on the current stream comes before what is queued on
   // the pipe's.

@@ -215,6 +215,12 @@ Outcome write_from_device(
     const at::Tensor& copies,
     const Pipe& pipe) {
   const at::NoGradGuard no_grad;
+  for (const auto descriptor : descriptors) {
+    TORCH_CHECK_VALUE(
+        descriptor >= -1 && descriptor <= std::numeric_limits<int>::max(),
+        "write_from_device: expected descriptors of open files, or -1, got ",
+        descriptor);
+  }
   const FileOrigins to("write_from_device", files, offsets, origins, copies);
   check_device("write_from_device", sources, *pipe);
   check_files("write_from_device", to.files, descriptors.size());

@@ -171,8 +171,7 @@ class Setting:
 
     def _make_pipe(self) -> ops.Pipe:
         self.on_device = [tensor.to(DEVICE) for tensor in self.tensors]
-        self.pinned = torch.empty(2 * 4096, dtype=torch.uint8, pin_memory=True)
-        self.pipe = ops.device_pipe(self.pinned, torch.device(DEVICE), 1)
+        self.pipe = ops.device_pipe(torch.device(DEVICE), 1, 4096)
         return self.pipe
 
 
@@ -183,8 +182,7 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "coalesced_bcast": lambda s: [s.tensors, 0, GROUP, "", 64, "flat", None],
     "pack": lambda s: [s.bucket, s.tensors, s.copies],
     "unpack": lambda s: [s.bucket, s.tensors, s.copies],
-    "device_pipe": lambda s: [s.pinned, torch.device(DEVICE), 1],
-    "drain_pipe": lambda s: [s.pipe],
+    "device_pipe": lambda s: [torch.device(DEVICE), 1, 4096],
     "read_to_device": lambda s: [s.descriptors, s.files, s.offsets, s.origins, s.on_device, s.copies, s.pipe, False],
     "write_from_device": lambda s: [s.descriptors, s.files, s.offsets, s.origins, s.on_device, s.copies, s.pipe],
     "upload": lambda s: [[s.bucket], torch.tensor([[0, 0]]), s.on_device, s.copies, s.pipe],
@@ -214,7 +212,7 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "board_wait": lambda s: [s.board, [0, 1], 0, 0.01],
 }  # fmt: skip
 """For each op the arguments of a call that is right."""
-PIPE_OPS = ("device_pipe", "drain_pipe", "read_to_device", "write_from_device", "upload", "download")
+PIPE_OPS = ("device_pipe", "read_to_device", "write_from_device", "upload", "download")
 """Those for the fake accelerator."""
 
 

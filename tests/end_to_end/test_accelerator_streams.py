@@ -266,3 +266,30 @@ def _host_does_not_wait(rank: int) -> list[str]:
 @SEMANTICS
 def test_a_reader_queues_its_buckets_without_waiting(semantics: str) -> None:
     all_fine(ranks.run(2, _host_does_not_wait, setup=partial(fakedev.setup, semantics), limit=60))
+
+
+def _late_values(rank: int, readers: str) -> list[str]:
+    """The caller has yet to write the tensors of a dict on the device when the load is called."""
+    loader = HierarchicalLoader(Topology.from_nodes([[0], [1]]), readers=readers, bucket_bytes=ROW_BUCKET)
+    model, problems = Rows().to(DEVICE), []
+    for salt in range(3):
+        state = {f"rows.{i}": torch.zeros(ROWS, device=DEVICE) for i in range(BUCKETS_OF_ROWS)}
+        torch.accelerator.synchronize()
+        caller = torch.accelerator.current_stream(DEVICE)
+        fakedev.hold(caller)
+        for i, value in enumerate(state.values()):
+            value.fill_(10.0 * salt + i + 1)
+        threading.Timer(0.3, fakedev.release, [caller]).start()
+        loader.load(model, state if readers != "one" or rank == 0 else None)
+        torch.accelerator.synchronize()
+        problems += [
+            f"{salt}: row {i} holds {p[:2].tolist()}"
+            for i, p in enumerate(model.rows)
+            if not torch.equal(p.detach().cpu(), torch.full((ROWS,), 10.0 * salt + i + 1))
+        ]
+    return problems
+
+
+@pytest.mark.parametrize("readers", ["one", "partitioned", "every"])
+def test_a_dict_on_the_device_is_read_after_what_the_caller_has_queued(readers: str) -> None:
+    all_fine(ranks.run(2, _late_values, readers, setup=fakedev.setup))

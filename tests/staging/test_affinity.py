@@ -121,10 +121,10 @@ def reads_near(rank: int, readers: str, folder: Path) -> tuple[list[tuple[set[in
     found: list[tuple[set[int], int]] = []
     read_really, pipe_really, threads = ops.read_to_device, ops.device_pipe, 0
 
-    def device_pipe(pinned: torch.Tensor, device: torch.device, count: int) -> ops.Pipe:
+    def device_pipe(device: torch.device, count: int, piece_bytes: int) -> ops.Pipe:
         nonlocal threads
         threads = count
-        return pipe_really(pinned, device, count)
+        return pipe_really(device, count, piece_bytes)
 
     def read_to_device(*args: Any) -> Any:
         found.append((os.sched_getaffinity(0), threads))

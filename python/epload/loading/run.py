@@ -218,7 +218,9 @@ class LoadRun:
             checkpoint.configure_reads(self._options.direct_io and not again, threads)
         staging = self._resources.device.staging
         pipe = staging.pipe.native if staging is not None and staging.pipe is not None else None
-        source = CheckpointSource(self._plan, checkpoint, pipe) if checkpoint is not None else None
+        source = (
+            CheckpointSource(self._plan, checkpoint, pipe, self._options.checksums) if checkpoint is not None else None
+        )
         context = TransferContext(self._plan, flow, source, self._framing, self._control, report)
         if flow.readers == "every":
             # Not memory that the ranks of a node share: each would read buckets of its own into it.

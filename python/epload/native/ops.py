@@ -19,7 +19,6 @@ _coalesced_bcast = torch.ops.epload.coalesced_bcast.default
 _pack = torch.ops.epload.pack.default
 _unpack = torch.ops.epload.unpack.default
 _device_pipe = torch.ops.epload.device_pipe.default
-_drain_pipe = torch.ops.epload.drain_pipe.default
 _read_to_device = torch.ops.epload.read_to_device.default
 _write_from_device = torch.ops.epload.write_from_device.default
 _upload = torch.ops.epload.upload.default
@@ -109,24 +108,19 @@ def unpack(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
     _unpack(bucket, targets, copies)
 
 
-def device_pipe(pinned: Tensor, device: torch.device, threads: int) -> Pipe:
-    """A pipe, and the streams of its threads.
+def device_pipe(device: torch.device, threads: int, piece_bytes: int) -> Pipe:
+    """A pipe. Its memory is freed with the last reference to it, once nothing uses it.
 
     Args:
-        pinned: uint8 on CPU, memory that the device copies from and to by itself, from a multiple of 4,096 on. It is divided into
-            two pieces a thread.
         device: with its index.
+        threads: which have two pieces each, and a stream. The streams of a device are those of the pipes before.
+        piece_bytes: a multiple of 4,096.
 
     Raises:
-        ValueError: the memory is too little, or not such memory.
+        ValueError: all pieces together have more than 4 GiB, or ``piece_bytes`` is no such multiple.
     """
-    pipe: Pipe = _device_pipe(pinned, device, threads)
+    pipe: Pipe = _device_pipe(device, threads, piece_bytes)
     return pipe
-
-
-def drain_pipe(pipe: Pipe) -> None:
-    """The host waits until nothing uses the pieces of a pipe, so that their memory may be freed."""
-    _drain_pipe(pipe)
 
 
 def read_to_device(

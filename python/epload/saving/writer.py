@@ -18,7 +18,7 @@ from epload.saving.report import SaveReport
 from epload.staging.shards import Shards
 
 BUFFERS = 2
-_AT_ONCE = 32
+_AT_ONCE = 8
 """Buckets whose regions on a device are written in one call, in which all threads of the pipe take part."""
 
 

@@ -82,6 +82,7 @@ class DeviceStaging:
     def enter(self) -> None:
         """What the caller has queued comes before this load."""
         caller = torch.accelerator.current_stream(self.device)
+        self.copies.wait_stream(caller)  # buckets may be filled from tensors on the device
         if caller != self.stream:
             self.stream.wait_stream(caller)
 

@@ -90,8 +90,8 @@ class Shards:
         self._who = who
         self.prepared: PreparedExchange | None = None
         """For the next sync."""
-        device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
         self.pipe: DevicePipe | None = None
+        """For the next sync."""
         self._stream: torch.Stream | None = None
         """Of the device, unless ``direct``."""
         device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)

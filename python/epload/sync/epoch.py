@@ -28,6 +28,7 @@ from epload.planning.schedule import SYNC_WAVE_BYTES
 from epload.planning.shares import Outline, Share
 from epload.planning.streams import ExchangePlan, Members
 from epload.planning.waves import Wave
+from epload.staging.device_pipe import DevicePipe
 from epload.staging.host_ring import HostRing
 from epload.staging.shards import PreparedExchange, Shards
 from epload.staging.shared_memory import BUFFERS, NodeMemory
@@ -93,6 +94,8 @@ class Epoch:
     legend: str
     """Says which ranks are whose; for error messages."""
     prepared: PreparedExchange | None = None
+    pipe: DevicePipe | None = None
+    """Kept for the next version."""
     _waves_before: int = field(default=0, init=False)
 
     @property
@@ -212,15 +215,17 @@ class Epoch:
         shards = Shards(
             self.plan, tensors, self.prepared, verify == "full", f"rank {self.rank}", self._node_size, direct
         )
-        self.prepared = shards.prepared
+        self.prepared, self.pipe = shards.prepared, shards.pipe
         return shards
 
     def unpack(self, tensors: list[Tensor], verify: str) -> None:
         """Copies a version out of the node's memory."""
         shards = self.shards(tensors, verify)
-        for number, bucket in self.staged_buckets():
-            shards.unpack(number, bucket)
-        shards.finish()
+        try:
+            for number, bucket in self.staged_buckets():
+                shards.unpack(number, bucket)
+        finally:
+            shards.finish()
 
     def staged_buckets(self) -> Iterator[tuple[int, Tensor]]:
         """Each bucket of a version in the node's memory, by its number in the plan."""

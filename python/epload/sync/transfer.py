@@ -104,9 +104,11 @@ class ShardSink(PlainSink):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        yield
-        if self._shards is not None:
-            self._shards.finish()
+        try:
+            yield
+        finally:
+            if self._shards is not None:
+                self._shards.finish()
 
     def unpack(self, number: int, bucket: Tensor) -> None:
         if self._shards is not None:

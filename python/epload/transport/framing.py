@@ -103,7 +103,7 @@ class Framing:
             text = str(failure).encode(errors="backslashreplace")[:nbytes]
             source.write(_bytes(text), buffer[HEADER_BYTES : HEADER_BYTES + len(text)])
             status, nbytes = STATUS_ABORT, len(text)
-        checksum = ops.checksum(buffer[HEADER_BYTES:].cpu()) if self.checked else 0
+        checksum = ops.checksum(source.as_read(buffer)) if self.checked else 0
         source.write(_bytes(self._header(number, status, nbytes, checksum).pack()), buffer[:HEADER_BYTES])
         return failure
 

@@ -29,6 +29,11 @@ class BucketSource(Protocol):
         """
         ...
 
+    def as_read(self, buffer: Tensor) -> Tensor:
+        """The bytes behind the header of the bucket that was filled last, on CPU: as they were before they went to a device, if
+        they come from the host."""
+        ...
+
     def write(self, data: Tensor, buffer: Tensor) -> None:
         """Copies bytes of the host into a part of a bucket, which may be on a device. ``data`` may be changed afterwards."""
         ...
@@ -37,6 +42,9 @@ class BucketSource(Protocol):
 class HostSource:
     """What a :class:`BucketSource` is that fills buckets in host memory, or on the current stream."""
 
+    def as_read(self, buffer: Tensor) -> Tensor:
+        return buffer[HEADER_BYTES:].cpu()
+
     def write(self, data: Tensor, buffer: Tensor) -> None:
         buffer.copy_(data)
 
@@ -44,33 +52,39 @@ class HostSource:
 class CheckpointSource:
     """Buckets of a checkpoint that this rank has opened."""
 
-    def __init__(self, plan: LoadPlan, checkpoint: Checkpoint, pipe: Pipe | None = None) -> None:
-        """``pipe``: of the device that the buckets are on, if they are on one."""
+    def __init__(self, plan: LoadPlan, checkpoint: Checkpoint, pipe: Pipe | None, checked: bool) -> None:
+        """
+        Args:
+            pipe: of the device that the buckets are on, if they are on one.
+            checked: whether buckets carry a checksum, and so are filled in host memory first.
+        """
         self._plan = plan
         self._checkpoint = checkpoint
         self._pipe = pipe
+        self._checked = checked
         self._host = torch.empty(0, dtype=torch.uint8)
-        """A bucket, for a checkpoint that can fill none on a device."""
+        """A bucket, where none is filled on the device."""
 
     def fill(self, number: int, buffer: Tensor) -> None:
         pieces = self._plan.pieces(self._plan.buckets[number])
         if buffer.is_cpu:
             self._checkpoint.fill(buffer, pieces)
-        elif self._pipe is not None and not self._checkpoint.fill_on_device(buffer, pieces, self._pipe):
-            if self._host.numel() == 0:
-                self._host = torch.empty(self._plan.largest, dtype=torch.uint8)
-            self._checkpoint.fill(self._host[: buffer.nbytes], pieces)
-            self.write(self._host[HEADER_BYTES : buffer.nbytes], buffer[HEADER_BYTES:])
+            return
+        assert self._pipe is not None
+        if not self._checked and self._checkpoint.fill_on_device(buffer, pieces, self._pipe):
+            return
+        if self._host.numel() == 0:
+            self._host = torch.empty(self._plan.largest, dtype=torch.uint8)
+        self._checkpoint.fill(self._host[: buffer.nbytes], pieces)
+        self.write(self._host[HEADER_BYTES : buffer.nbytes], buffer[HEADER_BYTES:])
+
+    def as_read(self, buffer: Tensor) -> Tensor:
+        return (buffer if buffer.is_cpu else self._host[: buffer.nbytes])[HEADER_BYTES:]
 
     def write(self, data: Tensor, buffer: Tensor) -> None:
         if buffer.is_cpu:
             buffer.copy_(data)
-        elif self._pipe is not None:
-            origins, nbytes = torch.zeros(1, 2, dtype=torch.int64), torch.tensor([data.nbytes])
-            ops.upload(
-                [data],
-                origins,
-                [buffer],
-                CopyTable.of_bytes(torch.zeros(1, dtype=torch.int64), nbytes).rows,
-                self._pipe,
-            )
+            return
+        assert self._pipe is not None
+        rows = CopyTable.of_bytes(torch.tensor([0]), torch.tensor([data.nbytes])).rows
+        ops.upload([data], torch.zeros(1, 2, dtype=torch.int64), [buffer], rows, self._pipe)

@@ -56,7 +56,7 @@ def setup(semantics: str = "nccl", lazy: bool = False) -> str:
 def use_kernels() -> None:
     """From here on epload's ops run the kernels' code on the device. The library that is shipped has kernels for CUDA only."""
     torch.ops.load_library(str(build.library()))
-    of_pipes = ("device_pipe", "drain_pipe", "read_to_device", "write_from_device", "upload", "download")
+    of_pipes = ("device_pipe", "read_to_device", "write_from_device", "upload", "download")
     for name in ("pack", "unpack", "cuda_obstacle", *of_pipes):
         setattr(ops, f"_{name}", getattr(torch.ops.epload_test, name).default)
 

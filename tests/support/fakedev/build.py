@@ -58,7 +58,6 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
         ("  piece.done.synchronize();\n  return", '  if (!broken("piece_reuse")) piece.done.synchronize();\n  return'),
         ("    event.block(lane.stream);", '    if (!broken("pipe_entry")) event.block(lane.stream);'),
         ("    event.block(caller_);", '    if (!broken("pipe_exit")) event.block(caller_);'),
-        ("      piece.done.synchronize();\n    }", '      if (!broken("pipe_drain")) piece.done.synchronize();\n    }'),
     ],
     "device/crossing.cpp": [
         ("namespace epload {", '#include "../broken.h"\nnamespace epload {'),

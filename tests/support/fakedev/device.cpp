@@ -96,6 +96,20 @@ void free_pinned(void* data) {
   std::free(data);
 }
 
+} // namespace
+
+void pin(void* memory, size_t nbytes) {
+  const std::lock_guard<std::mutex> lock(pinned_memory().mutex);
+  pinned_memory().blocks[static_cast<const char*>(memory)] = nbytes;
+}
+
+void unpin(void* memory) {
+  const std::lock_guard<std::mutex> lock(pinned_memory().mutex);
+  std::memset(memory, 0xDB, pinned_memory().blocks.extract(static_cast<const char*>(memory)).mapped());
+}
+
+namespace {
+
 c10::DataPtr PinnedMemory::allocate(size_t nbytes) {
   const size_t rounded = (nbytes + 4096) / 4096 * 4096;
   void* const data = std::aligned_alloc(4096, rounded);

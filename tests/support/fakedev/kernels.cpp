@@ -45,6 +45,15 @@ EPLOAD_EXPORT int epload_cuda_region_copy(const EploadCudaTable* table, void* st
   return 0;
 }
 
+EPLOAD_EXPORT int epload_cuda_pin(void* memory, uint64_t nbytes) {
+  fakedev::pin(memory, nbytes);
+  return 0;
+}
+
+EPLOAD_EXPORT void epload_cuda_unpin(void* memory) {
+  fakedev::unpin(memory);
+}
+
 EPLOAD_EXPORT const char* epload_cuda_error(int error) {
   return error == 209 ? "no kernel image is available for execution on the device" : "no other error is possible here";
 }

@@ -108,5 +108,9 @@ void deallocate(void* data); // the block may serve its own stream again at once
 void record_stream(void* data, const c10::Stream& user);
 void release_cached(); // waits for the device
 
+// Memory of the host that copies need not wait for; poisoned when it is that no longer.
+void pin(void* memory, size_t nbytes);
+void unpin(void* memory);
+
 bool drain(double seconds); // opens all gates and waits for all streams
 } // namespace fakedev
