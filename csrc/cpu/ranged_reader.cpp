@@ -33,6 +33,15 @@ class Scatter {
   explicit Scatter(const iovec* vectors) : vector_(vectors) {
   }
 
+  // The next bytes are there already, within one vector.
+  void skip(int64_t nbytes) {
+    filled_ += nbytes;
+    if (filled_ == static_cast<int64_t>(vector_->iov_len)) {
+      ++vector_;
+      filled_ = 0;
+    }
+  }
+
   void add(const char* bytes, int64_t nbytes) {
     while (nbytes > 0) {
       const auto some = std::min(nbytes, static_cast<int64_t>(vector_->iov_len) - filled_);
@@ -76,10 +85,26 @@ bool RangedReader::Worker::read_direct(int descriptor, int64_t offset, const iov
   auto* const memory = static_cast<char*>(aligned_.data_ptr());
   char* const buffer = memory + (kDirectAlignment - reinterpret_cast<uintptr_t>(memory) % kDirectAlignment);
   const int64_t end = offset + bytes_of(vectors, count);
+  // Memory that starts as far into a page as the bytes in the file takes whole pages itself.
+  auto* const only = count == 1 ? static_cast<char*>(vectors->iov_base) : nullptr;
+  const bool in_place = only != nullptr && (reinterpret_cast<int64_t>(only) - offset) % kDirectAlignment == 0;
   Scatter scatter(vectors);
   for (int64_t at = offset; at < end;) {
+    if (const int64_t pages = (end - at) / kDirectAlignment * kDirectAlignment;
+        in_place && at % kDirectAlignment == 0 && pages > 0) {
+      const ssize_t got = pread(descriptor, only + (at - offset), std::min(pages, kDirectRequest), at);
+      if (got < 0 && errno == EINTR) {
+        continue;
+      }
+      if (got <= 0) {
+        return false;
+      }
+      scatter.skip(got);
+      at += got;
+      continue;
+    }
     const int64_t skipped = at % kDirectAlignment; // bytes before, which come along
-    const int64_t wanted = std::min(skipped + end - at, kDirectRequest);
+    const int64_t wanted = std::min(skipped + end - at, in_place ? kDirectAlignment : kDirectRequest);
     const int64_t whole = (wanted + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
     const ssize_t got = pread(descriptor, buffer, whole, at - skipped);
     if (got < 0 && errno == EINTR) {

@@ -1,8 +1,8 @@
 // The region copy on CUDA, on torch's side: builds the table, copies it to the device if it is large, and launches the
 // kernel. It includes no CUDA header and is part of every build. Without libepload_cuda.so in libepload's
 // folder, or on a device that cannot run its kernels, the regions are copied through ATen.
-#include "../device/pinned.h"
 #include "../region_copy.h"
+#include "../device/pinned.h"
 
 #include "../sibling_library.h"
 #include "../strided.h"

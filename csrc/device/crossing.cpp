@@ -59,7 +59,14 @@ at::Tensor bytes_of(const at::Tensor& tensor, int64_t at, int64_t nbytes) {
 
 // Calls visit(byte of the file, byte in the piece) for each row.
 template <typename Visit>
-bool for_rows(const int64_t* size, const int64_t* stride, size_t dims, int64_t row, int64_t from, int64_t& at, const Visit& visit) {
+bool for_rows(
+    const int64_t* size,
+    const int64_t* stride,
+    size_t dims,
+    int64_t row,
+    int64_t from,
+    int64_t& at,
+    const Visit& visit) {
   if (dims == 0) {
     const bool fine = visit(from, at);
     at += row;
@@ -181,7 +188,8 @@ void Crossing::make_loads() {
       gathered_.push_back(std::move(region));
       continue;
     }
-    // Cut where the file's pages begin, as what lies before a run on its first page is read with it.
+    // A run lies as far into a page of the piece as in the file (lead), and is cut where pages begin: so that what is
+    // read past the page cache comes straight into the piece.
     int64_t room = piece_bytes_ - run.offset % kPieceAlignment;
     for (int64_t begin = 0; begin < run.nbytes; room = piece_bytes_) {
       const int64_t nbytes = std::min(room, run.nbytes - begin);
@@ -323,8 +331,15 @@ class Crossing::Worker {
       const auto& region = crossing_.gathered_[i];
       int64_t at = region.copy.bucket_offset;
       const bool fine = for_rows(
-          region.size.data(), region.stride.data(), region.size.size(), region.row, region.offset, at,
-          [&](int64_t from, int64_t to) { return add(region.file, from, {piece + to, static_cast<size_t>(region.row)}); });
+          region.size.data(),
+          region.stride.data(),
+          region.size.size(),
+          region.row,
+          region.offset,
+          at,
+          [&](int64_t from, int64_t to) {
+            return add(region.file, from, {piece + to, static_cast<size_t>(region.row)});
+          });
       if (!fine) {
         return false;
       }
@@ -384,7 +399,8 @@ bool Crossing::run(
   on_threads(pipe.threads(), tasks, [&] {
     auto& lane = use.lane(next_lane++);
     const c10::StreamGuard on_stream(lane.stream);
-    const at::AutoDispatchBelowADInplaceOrView plain; // of no concern to autograd: the op itself says what it has written
+    const at::AutoDispatchBelowADInplaceOrView
+        plain; // of no concern to autograd: the op itself says what it has written
     const auto end = make_end();
     Worker worker(*this, tensors, lane, *end, gap);
     const bool sends = direction_ == Direction::kUnpack;
@@ -410,12 +426,19 @@ std::vector<std::array<int64_t, 3>> Crossing::short_rows(size_t count, int64_t m
     }
     rows += std::accumulate(region.size.begin(), region.size.end(), int64_t{1}, std::multiplies<>());
     int64_t at = 0;
-    for_rows(region.size.data(), region.stride.data(), region.size.size(), region.row, region.offset, at, [&](int64_t from, int64_t) {
-      if (found.size() < count) {
-        found.push_back({region.file, from, region.row});
-      }
-      return found.size() < count;
-    });
+    for_rows(
+        region.size.data(),
+        region.stride.data(),
+        region.size.size(),
+        region.row,
+        region.offset,
+        at,
+        [&](int64_t from, int64_t) {
+          if (found.size() < count) {
+            found.push_back({region.file, from, region.row});
+          }
+          return found.size() < count;
+        });
   }
   return rows < kManyRows ? std::vector<std::array<int64_t, 3>>() : found;
 }

@@ -71,7 +71,7 @@ class Crossing {
   struct Gathered {
     RegionCopy copy;
     int64_t file, offset, row;
-    Dims size, stride;    // of what repeats the row, outermost first; strides in the file, in bytes
+    Dims size, stride;     // of what repeats the row, outermost first; strides in the file, in bytes
     bool as_bytes = false; // the copy is of the tensor's data as bytes
   };
 

@@ -36,8 +36,7 @@ int64_t up_to(int64_t multiple, int64_t number) {
 
 // Null if there is no memory.
 char* huge_pages(int64_t nbytes) {
-  void* const mapped =
-      mmap(nullptr, nbytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* const mapped = mmap(nullptr, nbytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) {
     return nullptr;
   }

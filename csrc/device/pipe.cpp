@@ -86,8 +86,7 @@ DevicePipe::~DevicePipe() {
   }
 }
 
-DevicePipe::Use::Use(DevicePipe& pipe)
-    : pipe_(pipe), hold_(pipe.mutex_), caller_(current_stream(pipe.device_)) {
+DevicePipe::Use::Use(DevicePipe& pipe) : pipe_(pipe), hold_(pipe.mutex_), caller_(current_stream(pipe.device_)) {
   c10::Event event(pipe.device_.type());
   event.record(caller_);
   for (const auto& lane : pipe.lanes_) {

@@ -15,7 +15,7 @@
 
 namespace epload {
 
-constexpr int64_t kPieceAlignment = 4096;          // bytes; what O_DIRECT wants
+constexpr int64_t kPieceAlignment = 4096;         // bytes; what O_DIRECT wants
 constexpr int64_t kMostPinned = int64_t{1} << 32; // bytes of a pipe
 
 class DevicePipe : public torch::CustomClassHolder {

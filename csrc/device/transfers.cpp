@@ -79,8 +79,7 @@ class FileSink final : public HostEnd {
   bool move(int64_t file, int64_t offset, iovec* vectors, size_t count) override {
     int64_t total = 0;
     while (count > 0) {
-      const ssize_t written =
-          pwritev(static_cast<int>(descriptors_[file]), vectors, static_cast<int>(count), offset);
+      const ssize_t written = pwritev(static_cast<int>(descriptors_[file]), vectors, static_cast<int>(count), offset);
       if (written < 0 && errno == EINTR) {
         continue;
       }
@@ -176,7 +175,14 @@ void check_device(const char* op, at::TensorList tensors, const DevicePipe& pipe
 void check_files(const char* op, c10::IntArrayRef files, size_t count) {
   for (size_t i = 0; i < files.size(); ++i) {
     TORCH_CHECK_VALUE(
-        files[i] >= 0 && files[i] < static_cast<int64_t>(count), op, ": row ", i, " names file ", files[i], " of ", count);
+        files[i] >= 0 && files[i] < static_cast<int64_t>(count),
+        op,
+        ": row ",
+        i,
+        " names file ",
+        files[i],
+        " of ",
+        count);
   }
 }
 
@@ -245,7 +251,11 @@ void transfer(
   for (size_t i = 0; i < hosts.size(); ++i) {
     check_memory(op, hosts[i], i);
     TORCH_CHECK_VALUE(
-        hosts[i].is_cpu() && hosts[i].is_contiguous(), op, ": expected contiguous tensors on cpu, tensor ", i, " is not");
+        hosts[i].is_cpu() && hosts[i].is_contiguous(),
+        op,
+        ": expected contiguous tensors on cpu, tensor ",
+        i,
+        " is not");
     data.push_back(static_cast<char*>(hosts[i].data_ptr()));
   }
   const auto numbers = at::TensorOptions().dtype(at::kLong);
@@ -256,7 +266,8 @@ void transfer(
   for (size_t i = 0; i < rows.size(); ++i) {
     const auto nbytes = static_cast<int64_t>(hosts[from.files[i]].nbytes());
     TORCH_CHECK_VALUE(
-        rows[i].bucket_offset >= 0 && rows[i].bucket_offset <= nbytes && span_of(rows[i]) <= nbytes - rows[i].bucket_offset,
+        rows[i].bucket_offset >= 0 && rows[i].bucket_offset <= nbytes &&
+            span_of(rows[i]) <= nbytes - rows[i].bucket_offset,
         op,
         ": row ",
         i,
