@@ -4,11 +4,15 @@
     python benchmarks/gpu_check.py --parts build,tests,bandwidth
     python benchmarks/gpu_check.py --device cpu --checkpoint-gb 0.3   # a rehearsal without a GPU; its numbers mean nothing
 
-Parts: "build"; "tests" of the kernels and of loads; "load", a checkpoint from the page cache, compared with the file; "ranks",
-the same by several; "bandwidth" of packing and unpacking; "page_cache", each step from a file to the device; "streams" of a load
-in a profiler trace; "op", the broadcast over NCCL; "peers", other libraries that load the same file; "sanitizer", memcheck.
+Parts: "build"; "load", a checkpoint from the page cache, compared with the file; "real_size", Qwen3-30B-A3B's names and shapes in
+/dev/shm, where there is memory for 61 GB, beside other libraries; "page_cache", pipes by threads and size of a piece; "save";
+"sync" between processes; "ranks", loads by several; "tests" of the kernels and of loads, of which one that ends its process costs
+no other; "peers", other libraries that load the file of "load"; "op", the broadcast over NCCL; "bandwidth" of packing and
+unpacking; "streams" of a load in a profiler trace; "sanitizer", memcheck. Rates are also said as a share of the limit, a copy of
+1 GiB from pinned memory.
 
-Each part is a process with two minutes; those after one that fails run all the same. Downloads nothing. Needs torch with CUDA,
+Each part is a process with its own limit, eight minutes in all, and its rows are kept as they come; those after one that fails
+run all the same. Downloads nothing. Needs torch with CUDA,
 nvcc, cmake, ninja, pybind11, pytest, hypothesis and safetensors; which of these are there is said first. The exit status is 1 if
 a part did not run.
 """
@@ -20,6 +24,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -33,8 +38,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-LIMIT = 120.0
-"""Seconds for a part."""
+LIMITS = {
+    "build": 60, "load": 40, "real_size": 110, "page_cache": 35, "save": 25, "sync": 30, "ranks": 30, "tests": 70, "peers": 25,
+    "op": 15, "bandwidth": 15, "streams": 10, "sanitizer": 15,
+}  # fmt: skip
+"""Seconds for each part, in the order in which they run: what is worth most comes first."""
 NEEDED = ("torch", "cmake", "ninja", "pybind11", "pytest", "hypothesis", "safetensors")
 Row = dict[str, Any]
 
@@ -43,15 +51,24 @@ class NotRun(Exception):
     """A part could not run; the message says why."""
 
 
-def command(words: list[str], gpus: bool = True, **environment: str) -> str:
+def command(words: list[str], limit: float, gpus: bool = True, **environment: str) -> str:
     """Runs a command, and whatever processes it starts, and returns what it wrote to standard output.
 
     Args:
+        limit: seconds.
         gpus: whether it may see any.
 
     Raises:
         NotRun: it failed or took too long; with the end of what it wrote.
     """
+    status, output, errors = finish(words, limit, gpus, **environment)
+    if status:
+        raise NotRun(f"{' '.join(words[:6])} {status}: {(output + errors).strip()[-2000:]}")
+    return output.strip()
+
+
+def finish(words: list[str], limit: float, gpus: bool = True, **environment: str) -> tuple[str, str, str]:
+    """The same, however it ends: how, empty for 0, and what it wrote to standard output and to standard error."""
     folders = [str(ROOT / folder) for folder in ("python", "tests", "benchmarks")]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "EPLOAD_CUDA": "1", **environment}
     if not gpus:
@@ -71,16 +88,14 @@ def command(words: list[str], gpus: bool = True, **environment: str) -> str:
     except OSError as error:
         raise NotRun(str(error)) from error
     try:
-        output, errors = process.communicate(timeout=LIMIT)
-        status = f"ended with {process.returncode}"
+        output, errors = process.communicate(timeout=limit)
+        status = f"ended with {process.returncode}" if process.returncode != 0 else ""
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         output, errors = process.communicate()
-        status = f"took more than {LIMIT:.0f} s"
-    if process.returncode != 0:
-        raise NotRun(f"{' '.join(words[:6])} {status}: {(output + errors).strip()[-2000:]}")
-    return output.strip()
+        status = f"took more than {limit:.0f} s"
+    return status, output, errors
 
 
 # ---- parts that are commands ----
@@ -102,11 +117,11 @@ def machine(options: argparse.Namespace) -> list[Row]:
             "--query-gpu=index,name,memory.total,pcie.link.gen.max,driver_version",
             "--format=csv,noheader",
         ]
-        rows += [{"what": "GPU", "is": line} for line in command(query).splitlines()]
+        rows += [{"what": "GPU", "is": line} for line in command(query, 20).splitlines()]
     except NotRun as error:
         rows.append({"what": "GPU", "is": f"none: {error}"[:200]})
     facts = "import json, torch; print(json.dumps([torch.__version__, torch.version.cuda, torch.cuda.is_available()]))"
-    torch_version, cuda, usable = json.loads(command([sys.executable, "-c", facts]).splitlines()[-1])
+    torch_version, cuda, usable = json.loads(command([sys.executable, "-c", facts], 60).splitlines()[-1])
     rows.append({"what": "torch", "version": torch_version, "cuda": cuda, "usable": usable})
     if options.device == "cuda" and not usable:
         rows[-1]["not_run"] = f"torch {torch_version} finds no CUDA device; --device cpu rehearses without one"
@@ -115,15 +130,48 @@ def machine(options: argparse.Namespace) -> list[Row]:
 
 def build(options: argparse.Namespace) -> list[Row]:
     began = time.monotonic()
-    command([sys.executable, "setup.py", "-q", "build_ext", "--inplace"])
-    info = command([sys.executable, "-c", "import epload; print(epload.build_info())"])
+    command([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], LIMITS["build"])
+    info = command([sys.executable, "-c", "import epload; print(epload.build_info())"], 30)
     return [{"what": "build", "s": time.monotonic() - began, "is": info.splitlines()[-1]}]
 
 
 def tests(options: argparse.Namespace) -> list[Row]:
-    modules = ("tests/native/test_cuda.py", "tests/end_to_end/test_cuda_loader.py")
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "cuda", *modules]
-    return [{"what": "tests", "is": command(words, EPLOAD_FAIL_WITHOUT_CUDA="1").splitlines()[-1]}]
+    """All that are marked ``cuda``. Where one ends the process, it is named, and those after it run in the next."""
+    words = [
+        sys.executable,
+        "-u",
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-m",
+        "cuda",
+        "--tb=short",
+    ]
+    modules = ["tests/native/test_cuda.py", "tests/end_to_end/test_cuda_loader.py"]
+    listed = command([*words, "-q", "--collect-only", *modules], 60).splitlines()
+    left = [line for line in listed if "::" in line]
+    found: dict[str, str] = {}
+    rows: list[Row] = []
+    until = time.monotonic() + LIMITS["tests"]
+    while left and time.monotonic() < until:
+        seconds = until - time.monotonic()
+        status, output, errors = finish([*words, "-v", *left], seconds, EPLOAD_FAIL_WITHOUT_CUDA="1")
+        begun = [name for name in left if f"{name} " in output]
+        for name in begun:
+            verdict = re.search(re.escape(name) + r" +(PASSED|FAILED|ERROR|SKIPPED|XFAIL)", output)
+            found[name] = verdict.group(1) if verdict else f"ended the process ({status})"
+        bad = [name for name in begun if found[name] not in ("PASSED", "SKIPPED")]
+        rows += [{"what": name, "is": found[name], "not_run": (output + errors)[-1500:]} for name in bad]
+        if not begun:
+            rows.append({"what": "tests", "not_run": f"{status}: {(output + errors)[-1500:]}"})
+            break
+        left = [name for name in left if name not in found]
+    counts = {verdict: list(found.values()).count(verdict) for verdict in sorted({*found.values()})}
+    rows.append({"what": "tests", **counts} | ({"not_run": f"no time for {len(left)}"} if left else {}))
+    return rows
 
 
 def sanitizer(options: argparse.Namespace) -> list[Row]:
@@ -141,7 +189,7 @@ def sanitizer(options: argparse.Namespace) -> list[Row]:
         "9",
         *_words("exercise", options),
     ]
-    return [{"what": "compute-sanitizer", "is": command(words).splitlines()[-1]}]
+    return [{"what": "compute-sanitizer", "is": command(words, LIMITS["sanitizer"]).splitlines()[-1]}]
 
 
 # ---- parts that measure, each in a process of its own ----
@@ -159,7 +207,7 @@ def measured(part: str) -> Callable[[argparse.Namespace], list[Row]]:
         found.unlink(missing_ok=True)
         failed: list[Row] = []
         try:
-            command(_words(part, options), gpus=options.device != "cpu")
+            command(_words(part, options), LIMITS[part], gpus=options.device != "cpu")
         except NotRun as error:
             failed = [{"what": part, "not_run": str(error)}]
         measured_before = json.loads(found.read_text()) if found.exists() else []
@@ -175,6 +223,7 @@ def run_here(options: argparse.Namespace) -> None:
     parts: dict[str, Callable[[argparse.Namespace], Iterable[Row]]] = {
         "load": loads.load, "ranks": loads.several_ranks, "bandwidth": kernels.bandwidth, "page_cache": reading.page_cache,
         "streams": kernels.streams, "op": kernels.op, "peers": loads.others, "exercise": kernels.exercise,
+        "real_size": loads.real_size, "save": loads.save, "sync": loads.sync,
     }  # fmt: skip
     rows: list[Row] = []
     Path(options.work).mkdir(parents=True, exist_ok=True)
@@ -184,12 +233,9 @@ def run_here(options: argparse.Namespace) -> None:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
-    "build": build, "tests": tests, "load": measured("load"), "ranks": measured("ranks"), "bandwidth": measured("bandwidth"),
-    "page_cache": measured("page_cache"), "streams": measured("streams"), "op": measured("op"), "peers": measured("peers"),
-    "sanitizer": sanitizer,
-}  # fmt: skip
-"""In the order in which they run."""
-ON_CPU = ("load", "ranks", "bandwidth", "page_cache", "peers")
+    part: {"build": build, "tests": tests, "sanitizer": sanitizer}.get(part) or measured(part) for part in LIMITS
+}
+ON_CPU = ("load", "page_cache", "save", "sync", "ranks", "peers", "bandwidth")
 """Parts that a machine without a GPU can rehearse."""
 
 

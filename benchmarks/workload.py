@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,9 +141,15 @@ class MetaModel:
         gc.collect()
 
 
-def write_checkpoint(folder: Path, size: Size, seed: int, files: int = 1) -> None:
+def write_checkpoint(
+    folder: Path, size: Size, seed: int, files: int = 1, data: Callable[[Tensor, int], Tensor] | None = None
+) -> None:
     """Writes a safetensors checkpoint, with different bytes for each seed, and the config of the transformers model with these
-    names and shapes. Streams the data, to need little memory. ``files``: of about equal size, with an index if there are several.
+    names and shapes. Streams the data, to need little memory.
+
+    Args:
+        files: of about equal size, with an index if there are several.
+        data: makes each part of a file out of one block of random bytes and the part's number; by default all are random.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = meta_model(size).state_dict()
@@ -157,14 +163,19 @@ def write_checkpoint(folder: Path, size: Size, seed: int, files: int = 1) -> Non
     places = {}
     for number, part in enumerate(parts, 1):
         file = FILE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
-        _write_file(folder / file, part, generator)
+        _write_file(folder / file, part, generator, data)
         places.update(dict.fromkeys(part, file))
     if len(parts) > 1:
         (folder / f"{FILE}.index.json").write_text(json.dumps({"weight_map": places}))
     (folder / "config.json").write_text(json.dumps(library_config(size)))
 
 
-def _write_file(path: Path, state: dict[str, Tensor], generator: torch.Generator) -> None:
+def _write_file(
+    path: Path,
+    state: dict[str, Tensor],
+    generator: torch.Generator,
+    data: Callable[[Tensor, int], Tensor] | None,
+) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in state.items():
@@ -179,10 +190,17 @@ def _write_file(path: Path, state: dict[str, Tensor], generator: torch.Generator
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
         step = 16 << 20
-        for begin in range(0, offset, step):
-            data = torch.randint(0, 256, (min(step, offset - begin),), dtype=torch.uint8, generator=generator)
-            data[1::2] &= 0x3F  # avoids NaN: the high bit of the exponent stays clear
-            file.write(data.numpy().data)
+        block = torch.randint(0, 256, (step,), dtype=torch.uint8, generator=generator)
+        for number, begin in enumerate(range(0, offset, step)):
+            if data is not None:
+                part = data(block, number)
+            elif number > 0:
+                part = torch.randint(0, 256, (step,), dtype=torch.uint8, generator=generator)
+            else:
+                part = block
+            part = part[: offset - begin]
+            part[1::2] &= 0x3F  # avoids NaN: the high bit of the exponent stays clear
+            file.write(part.numpy().data)
 
 
 def library_config(size: Size) -> dict[str, object]:

@@ -5,32 +5,40 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import epload
 from gpu_parts.common import Clock, Row, checkpoint_of, device_of, finished, size_of
 from support import ranks
-from workload import FILE, Reference, Size, meta_model, sharded_model, wrong_shards
+from support.jobs import Job, Meeting
+from support.jobs import run as run_jobs
+from workload import FILE, Reference, Size, meta_model, sharded_model, write_checkpoint, wrong_shards
 
 
 def load(options: argparse.Namespace) -> Iterator[Row]:
     """From meta, and again into the same model, with the phases of each; every bit is compared with the file."""
     device, folder = device_of(options), checkpoint_of(options)
     model = meta_model(size_of(options))
-    stream = torch.Stream(device) if device.type != "cpu" else None
-    with epload.HierarchicalLoader(stream=stream, progress=False, readers="every") as loader:
+    with loader_on(device) as loader:
         for what in ("from meta", "reload", "reload again"):
             yield timed(f"load, {what}", loader, model, folder, device)
     if wrong := wrong_shards(model, Reference(folder, 0, 1)):
         raise RuntimeError(f"{len(wrong)} tensors differ from the file: {wrong[:3]}")
     yield {"what": "load, compared with the file", "wrong": 0}
+
+
+def loader_on(device: torch.device) -> epload.HierarchicalLoader:
+    """Its stream says where a model on meta goes."""
+    return epload.HierarchicalLoader(stream=torch.Stream(device) if device.type != "cpu" else None, progress=False)
 
 
 def timed(what: str, loader: epload.HierarchicalLoader, model: nn.Module, folder: Path, device: torch.device) -> Row:
@@ -97,28 +105,173 @@ def contexts() -> list[int]:
     return found
 
 
+def save(options: argparse.Namespace) -> Iterator[Row]:
+    """A model on the device into files in memory, and plain writes of as many bytes there by one thread."""
+    device, folder = device_of(options), checkpoint_of(options)
+    model = meta_model(size_of(options))
+    with loader_on(device) as loader:
+        timed("a load", loader, model, folder, device)
+    limit = limit_of(device)
+    with tempfile.TemporaryDirectory(dir=in_memory(), prefix="epload-save-") as there:
+        nbytes = sum(parameter.nbytes for parameter in model.parameters())
+        began = time.perf_counter()
+        block = memoryview(bytes(64 << 20))
+        with open(Path(there) / "plain", "wb", buffering=0) as file:
+            for _ in range(-(-nbytes // block.nbytes)):
+                file.write(block)
+        plain = time.perf_counter() - began
+        yield {"what": "plain writes to memory", "GB": nbytes / 1e9, "s": plain, "GB_s": nbytes / plain / 1e9}
+        for turn in ("first", "second"):
+            began = time.perf_counter()
+            report = epload.save(model, f"{there}/{turn}", overwrite=True)
+            seconds = time.perf_counter() - began
+            row = {"what": f"save, {turn}", "GB": nbytes / 1e9, "s": seconds, "GB_s": nbytes / seconds / 1e9}
+            phases = {f"{name}_s": taken for name, taken in report.phases.items() if taken > 0.001}
+            yield row | phases | {"of_the_limit": nbytes / seconds / limit, "of_plain_writes": plain / seconds}
+
+
+def sync(options: argparse.Namespace) -> Iterator[Row]:
+    """Three versions from one process to another, and from one to three, on one device."""
+    size, folder = size_of(options), checkpoint_of(options)
+    for receivers in (1, 3):
+        jobs = [Job(1, _send, (options.device, size, folder, receivers))]
+        jobs += [Job(1, _receive, (options.device, size, folder)) for _ in range(receivers)]
+        (sent, *_), *received = run_jobs(jobs, limit=28)
+        if wrong := [name for job in received for name in job[0][1]]:
+            raise RuntimeError(f"sync: {len(wrong)} tensors differ from the file: {wrong[:3]}")
+        yield {"what": f"sync to {receivers} process{'es' * (receivers > 1)}", **sent, **received[0][0][0], "wrong": 0}
+
+
+def _on(device: str) -> torch.device:
+    return torch.device(device, 0) if device != "cpu" else torch.device("cpu")
+
+
+def _send(rank: int, meeting: Meeting, device: str, size: Size, folder: Path, receivers: int) -> Row:
+    model = meta_model(size)
+    with loader_on(_on(device)) as loader:
+        timed("a load", loader, model, folder, _on(device))
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    seconds = []
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=60) as sender:
+        meeting.say("address", sender.address)
+        for version in (1, 2, 3):
+            began = time.perf_counter()
+            sender.send_weights(version)
+            seconds.append(time.perf_counter() - began)
+    return {"GB": nbytes / 1e9, "send_s": min(seconds), "GB_s": nbytes / min(seconds) / 1e9}
+
+
+def _receive(rank: int, meeting: Meeting, device: str, size: Size, folder: Path) -> tuple[Row, list[str]]:
+    model = meta_model(size).to_empty(device=_on(device))
+    commits = []
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
+        for _ in range(3):
+            receiver.receive_weights()
+            began = time.perf_counter()
+            receiver.commit()
+            finished(_on(device), lambda: None)()
+            commits.append(time.perf_counter() - began)
+    return {"commit_s": min(commits)}, wrong_shards(model, Reference(folder, 0, 1))
+
+
+REAL = Size(layers=48, experts=128, hidden=2048, intermediate=768, vocabulary=151936)
+"""Qwen3-30B-A3B: 18,867 tensors, 61 GB."""
+
+
+def real_size(options: argparse.Namespace) -> Iterator[Row]:
+    """A load from meta and reloads of REAL from memory, compared with the file; then other libraries."""
+    device = device_of(options)
+    nbytes = sum(tensor.nbytes for tensor in meta_model(REAL).state_dict().values())
+    room, spare = shutil.disk_usage(in_memory()).free, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    if min(room, spare) < 1.1 * nbytes or there < 1.08 * nbytes:
+        have = (
+            f"{room / 1e9:.0f} GB in {in_memory()}, {spare / 1e9:.0f} GB of memory, {there / 1e9:.0f} GB on the device"
+        )
+        yield {"what": "real size", "is": f"left out: {nbytes / 1e9:.0f} GB do not fit into {have}"}
+        return
+    limit = limit_of(device)
+    yield {"what": "the limit: a copy from pinned memory", "GB_s": limit / 1e9}
+    with tempfile.TemporaryDirectory(dir=in_memory(), prefix="epload-real-") as temporary:
+        folder = Path(temporary)
+        began = time.perf_counter()
+        write_checkpoint(folder, REAL, seed=1, data=varied)
+        yield {"what": "written", "GB": nbytes / 1e9, "s": time.perf_counter() - began}
+        model = meta_model(REAL)
+        with loader_on(device) as loader:
+            for what in ("from meta", "reload", "reload again"):
+                row = timed(f"real size, {what}", loader, model, folder, device)
+                yield row | {"of_the_limit": row["GB_s"] * 1e9 / limit}
+        if wrong := wrong_shards(model, Reference(folder, 0, 1)):
+            raise RuntimeError(f"{len(wrong)} tensors differ from the file: {wrong[:3]}")
+        yield {"what": "real size, compared with the file", "wrong": 0}
+        del model
+        torch.cuda.empty_cache()
+        yield from peer_rows(str(folder / FILE), device, limit, once=True)
+
+
+def varied(block: Tensor, number: int) -> Tensor:
+    """A block of random bytes, made another one for each number: faster than new random ones."""
+    return block.roll(4 * number + 2) ^ (number % 63)
+
+
+def in_memory() -> str:
+    """A folder whose files are in memory, if there is one."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+
+
+def limit_of(device: torch.device) -> float:
+    """Bytes/s of a copy of 1 GiB from pinned memory, the best of some."""
+    nbytes = 1 << 30 if device.type == "cuda" else 64 << 20
+    here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    seconds, _ = Clock(device).best(finished(device, lambda: there.copy_(here, non_blocking=True)))
+    return nbytes / seconds
+
+
 def others(options: argparse.Namespace) -> Iterator[Row]:
     """Other libraries that load the same file to the device, where they are installed, and epload into a model that is there."""
     device, folder = device_of(options), checkpoint_of(options)
-    file = str(folder / FILE)
-    nbytes = os.path.getsize(file)
     model = meta_model(size_of(options))
-    loader = epload.HierarchicalLoader(stream=torch.Stream(device) if device.type != "cpu" else None, progress=False)
-    loaders: dict[str, Callable[[], object]] = {
-        "epload, into a model that is there": lambda: loader.load(model, folder),
-        "safetensors load_file": lambda: _safetensors(file, device),
-        "fastsafetensors": lambda: _fastsafetensors(file, device),
-        "Run:ai streamer": lambda: _runai(file, device),
+    limit = limit_of(device)
+    with loader_on(device) as loader:
+        timed("a first load", loader, model, folder, device)
+        row = timed("epload, into a model that is there", loader, model, folder, device)
+        yield row | {"of_the_limit": row["GB_s"] * 1e9 / limit}
+    yield from peer_rows(str(folder / FILE), device, limit)
+
+
+def peer_rows(file: str, device: torch.device, limit: float, once: bool = False) -> Iterator[Row]:
+    """``once``: without warming up, and not again."""
+    nbytes = os.path.getsize(file)
+    loaders: dict[str, Callable[[str, torch.device], object]] = {
+        "InstantTensor, mmap": _instanttensor,
+        "Run:ai streamer": _runai,
+        "safetensors load_file": _safetensors,
+        "fastsafetensors": _fastsafetensors,
     }
     for name, run in loaders.items():
         try:
-            seconds, _ = Clock(device).best(finished(device, run))
+            whole = finished(device, partial(run, file, device))
+            began = time.perf_counter()
+            if once:
+                whole()
+            seconds = time.perf_counter() - began if once else Clock(device).best(whole)[0]
         except ModuleNotFoundError as error:
             yield {"what": name, "is": f"not installed: {error.name}"}
         except Exception as error:  # another library's: the others are measured all the same
             yield {"what": name, "not_run": f"{type(error).__name__}: {error}"[:200]}
         else:
-            yield {"what": name, "GB": nbytes / 1e9, "s": seconds, "GB_s": nbytes / seconds / 1e9}
+            rate = nbytes / seconds
+            yield {"what": name, "GB": nbytes / 1e9, "s": seconds, "GB_s": rate / 1e9, "of_the_limit": rate / limit}
+
+
+def _instanttensor(file: str, device: torch.device) -> object:
+    os.environ.setdefault("INSTANTTENSOR_BACKEND", "MMAP")  # its fastest where files are in the page cache
+    from instanttensor import safe_open
+
+    with safe_open(file, framework="pt", device=device.index or 0) as opened:
+        return [tensor.clone() for _, tensor in opened.tensors()]
 
 
 def _safetensors(file: str, device: torch.device) -> object:

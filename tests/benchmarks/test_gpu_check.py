@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+
+import gpu_check
+import workload
+from gpu_parts import loads
 
 CHECK = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 
@@ -24,13 +30,16 @@ def check(out: Path, *words: str) -> tuple[int, dict[str, Any], str]:
 
 def test_a_rehearsal(tmp_path: Path) -> None:
     """Of the parts that do not take long; "load" ends with an error unless every bit is that of the file."""
-    status, results, output = check(tmp_path, "--device=cpu", "--parts=page_cache,load,ranks,peers,build")
+    status, results, output = check(tmp_path, "--device=cpu", "--parts=page_cache,load,save,sync,ranks,peers,build")
     assert status == 0, output
-    assert list(results) == ["machine", "page_cache", "load", "ranks", "peers"], "a GPU's parts are left out"
+    assert list(results) == ["machine", "page_cache", "load", "save", "sync", "ranks", "peers"], (
+        "a GPU's parts are left out"
+    )
     rows = {row["what"]: row for part in results.values() for row in part}
     assert not [row for row in rows.values() if "not_run" in row]
     assert rows["load, compared with the file"]["wrong"] == rows["FSDP2, 2 ranks over gloo, one"]["wrong"] == 0
-    for what in ("pieces, 1 threads x 2 x 1024 KiB", "load, from meta", "safetensors load_file"):
+    assert rows["sync to 3 processes"]["wrong"] == 0
+    for what in ("pieces, 1 threads x 2 x 1024 KiB", "load, from meta", "safetensors load_file", "save, second"):
         assert rows[what]["GB_s"] > 0
         assert what in (tmp_path / "gpu.md").read_text()
 
@@ -69,4 +78,46 @@ def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
 def test_an_unknown_part(tmp_path: Path) -> None:
     status, results, output = check(tmp_path, "--parts=kernel")
     assert (status, results) == (2, {})
-    assert "expected parts among build, tests" in output
+    assert "expected parts among build, load" in output
+
+
+def test_a_test_that_ends_its_process_costs_no_other() -> None:
+    names = [f"tests/a.py::test_{i}" for i in range(4)]
+    outputs = iter(
+        [
+            ("ended with -11", f"{names[0]} PASSED  [ 25%]\n{names[1]} ", "Segmentation fault"),
+            ("ended with 1", f"{names[2]} FAILED  [ 50%]\n{names[3]} PASSED [100%]\n", ""),
+        ]
+    )
+    asked: list[list[str]] = []
+
+    def finish(words: list[str], *_: object, **__: object) -> tuple[str, str, str]:
+        asked.append([word for word in words if "::" in word])
+        return next(outputs)
+
+    with (
+        mock.patch.object(gpu_check, "command", return_value="\n".join([*names, "", "4 tests collected"])),
+        mock.patch.object(gpu_check, "finish", finish),
+    ):
+        rows = gpu_check.tests(argparse.Namespace())
+    assert asked == [names, names[2:]]
+    assert [(row["what"], row["is"]) for row in rows[:-1]] == [
+        (names[1], "ended the process (ended with -11)"),
+        (names[2], "FAILED"),
+    ]
+    assert rows[-1] == {"what": "tests", "FAILED": 1, "PASSED": 2, "ended the process (ended with -11)": 1}
+
+
+def test_real_sizes_are_written_and_loaded(tmp_path: Path) -> None:
+    """On CPU and small: what the part does where there is a GPU with the memory."""
+    size = workload.Size(layers=2, experts=4, hidden=384, intermediate=64, vocabulary=9000)
+    workload.write_checkpoint(tmp_path, size, seed=1, data=loads.varied)
+    blocks = (tmp_path / workload.FILE).read_bytes()
+    assert blocks[1000 : 1 << 20] != blocks[1000 + (16 << 20) :][: (1 << 20) - 1000]
+    model = workload.meta_model(size)
+    with loads.loader_on(torch.device("cpu")) as loader:
+        loader.load(model, tmp_path)
+    assert workload.wrong_shards(model, workload.Reference(tmp_path, 0, 1)) == []
+    assert sum(tensor.nbytes for tensor in workload.meta_model(loads.REAL).state_dict().values()) == pytest.approx(
+        61.06e9, rel=1e-3
+    )
