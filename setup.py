@@ -206,8 +206,10 @@ def check_exceptions(library: Path, torch_dir: Path) -> None:
     variables = {**os.environ, "PYTHONPATH": str(torch_dir.parent)}
     words = [sys.executable, "-c", THROW, str(library)]
     tried = subprocess.run(words, capture_output=True, text=True, env=variables, check=False)
-    if tried.stderr.startswith("no torch"):
+    if "no torch" in tried.stderr:
         return  # e.g. a build for another machine
+    if tried.returncode == 1:
+        raise SystemExit(f"epload: {library.name} was built, but cannot be loaded: {tried.stderr.strip()[-500:]}")
     if tried.returncode != 0 or THROWN not in tried.stdout:
         raise SystemExit(
             f"epload: the C++ compiler links its runtime into {library.name} (-static-libstdc++), beside that of torch, so that "

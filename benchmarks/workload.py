@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -141,15 +144,14 @@ class MetaModel:
         gc.collect()
 
 
-def write_checkpoint(
-    folder: Path, size: Size, seed: int, files: int = 1, data: Callable[[Tensor, int], Tensor] | None = None
-) -> None:
+def write_checkpoint(folder: Path, size: Size, seed: int, files: int = 1, varied: bool = False) -> None:
     """Writes a safetensors checkpoint, with different bytes for each seed, and the config of the transformers model with these
     names and shapes. Streams the data, to need little memory.
 
     Args:
         files: of about equal size, with an index if there are several.
-        data: makes each part of a file out of one block of random bytes and the part's number; by default all are random.
+        varied: whether the parts of a file are made of the same random bytes, each in another way, by several threads: ten times
+            as fast.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = meta_model(size).state_dict()
@@ -163,7 +165,7 @@ def write_checkpoint(
     places = {}
     for number, part in enumerate(parts, 1):
         file = FILE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
-        _write_file(folder / file, part, generator, data)
+        _write_file(folder / file, part, generator, varied)
         places.update(dict.fromkeys(part, file))
     if len(parts) > 1:
         (folder / f"{FILE}.index.json").write_text(json.dumps({"weight_map": places}))
@@ -174,7 +176,7 @@ def _write_file(
     path: Path,
     state: dict[str, Tensor],
     generator: torch.Generator,
-    data: Callable[[Tensor, int], Tensor] | None,
+    varied: bool,
 ) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -190,17 +192,35 @@ def _write_file(
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
         step = 16 << 20
-        block = torch.randint(0, 256, (step,), dtype=torch.uint8, generator=generator)
-        for number, begin in enumerate(range(0, offset, step)):
-            if data is not None:
-                part = data(block, number)
-            elif number > 0:
-                part = torch.randint(0, 256, (step,), dtype=torch.uint8, generator=generator)
-            else:
-                part = block
-            part = part[: offset - begin]
-            part[1::2] &= 0x3F  # avoids NaN: the high bit of the exponent stays clear
-            file.write(part.numpy().data)
+        if varied:
+            _write_varied(file, offset, _random(step, generator))
+            return
+        for begin in range(0, offset, step):
+            file.write(_random(min(step, offset - begin), generator).numpy().data)
+
+
+def _random(nbytes: int, generator: torch.Generator) -> Tensor:
+    data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    data[1::2] &= 0x3F  # avoids NaN: the high bit of the exponent stays clear
+    return data
+
+
+def _write_varied(file: BinaryIO, nbytes: int, block: Tensor) -> None:
+    """Each part is the block, rotated and with some bits turned, so that no two are alike."""
+    file.flush()
+    start, step, twice = file.tell(), len(block), torch.cat([block, block])
+
+    def write(begin: int) -> None:
+        number = begin // step
+        turned = 2 * (7919 * number % (step // 2))
+        part = twice[turned : turned + min(step, nbytes - begin)] ^ (number % 63)
+        view = memoryview(part.numpy())  # type: ignore[arg-type]
+        while view:
+            written = os.pwrite(file.fileno(), view, start + begin)
+            begin, view = begin + written, view[written:]
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(0, nbytes, step)))
 
 
 def library_config(size: Size) -> dict[str, object]:

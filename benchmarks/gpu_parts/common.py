@@ -32,7 +32,7 @@ def checkpoint_of(options: argparse.Namespace) -> Path:
     """The folder of a checkpoint of :func:`size_of`, written once for all parts, and in the page cache."""
     folder = Path(options.work) / f"checkpoint-{options.checkpoint_gb:g}"
     if not (folder / "config.json").exists():  # written last
-        write_checkpoint(folder, size_of(options), seed=1)
+        write_checkpoint(folder, size_of(options), seed=1, varied=True)
     with open(folder / FILE, "rb") as file:
         while file.read(64 << 20):
             pass

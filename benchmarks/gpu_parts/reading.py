@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,12 +20,13 @@ from workload import FILE
 
 BUFFER = 64 << 20
 """Bytes of a large buffer, for comparison."""
-THREADS = (1, 2, 4, 8, 12, 16)
-PIECES = (256 << 10, 1 << 20, 2 << 20, 4 << 20)
+THREADS = (8, 16, 12, 4, 2, 1)
+"""What is worth most comes first."""
+PIECES = (4 << 20, 2 << 20, 1 << 20, 256 << 10)
 """Bytes; each thread has two."""
 
 
-def page_cache(options: argparse.Namespace) -> list[Row]:
+def page_cache(options: argparse.Namespace) -> Iterator[Row]:
     """A file into a tensor on the device by way of small pieces, by threads and size of a piece, and by way of large buffers,
     over the rate of copies from pinned memory alone. What came through pieces is compared with the file."""
     device = device_of(options)
@@ -33,44 +35,41 @@ def page_cache(options: argparse.Namespace) -> list[Row]:
 
         fakedev.setup()
         device = torch.device(f"{fakedev.NAME}:0")
-    rows = pinning(device)
+    yield from pinning(device)
     cpus = len(os.sched_getaffinity(0))
-    threads = [n for n in THREADS if n <= cpus]
     with affinity.near(device):
         buffers = [torch.empty(BUFFER, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     there = torch.empty(BUFFER, dtype=torch.uint8, device=device)
     seconds, _ = Clock(device).best(finished(device, lambda: there.copy_(buffers[0], non_blocking=True)))
     floor = BUFFER / seconds
-    rows.append({"what": "pinned memory to device", "GB_s": floor / 1e9})
+    yield {"what": "pinned memory to device", "GB_s": floor / 1e9, "threads_of_a_loader": affinity.read_threads(1)}
     file = checkpoint_of(options) / FILE
-    rate = upload_rate(file, buffers, cpus, device)
-    rows.append({"what": f"large buffers, {cpus} threads", "GB_s": rate / 1e9, "over_pinned": rate / floor})
-    for n in threads:
+    expected = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8).to(device)
+    for n in (n for n in THREADS if n <= cpus):
         for piece in PIECES:
-            rate = pipe_rate(file, ops.device_pipe(device, n, piece))
+            rate = pipe_rate(file, ops.device_pipe(device, n, piece), expected)
             what = f"pieces, {n} threads x 2 x {piece >> 10} KiB"
-            rows.append({"what": what, "GB_s": rate / 1e9, "over_pinned": rate / floor})
-    rows.append({"what": "threads of a loader", "threads": affinity.read_threads(1)})
-    return rows
+            yield {"what": what, "GB_s": rate / 1e9, "over_pinned": rate / floor}
+    rate = upload_rate(file, buffers, min(cpus, max(THREADS)), device)
+    yield {"what": "large buffers", "GB_s": rate / 1e9, "over_pinned": rate / floor}
 
 
-def pipe_rate(file: Path, pipe: ops.Pipe) -> float:
-    """Bytes/s of reading the file into a tensor on the device, the best of three."""
-    nbytes = file.stat().st_size
-    device = torch.accelerator.current_accelerator()
-    target = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    rows = CopyTable.of_bytes(torch.tensor([0]), torch.tensor([nbytes])).rows
+def pipe_rate(file: Path, pipe: ops.Pipe, expected: Tensor) -> float:
+    """Bytes/s of reading the file into a tensor on the device, the better of two."""
+    target = torch.empty_like(expected)
+    rows = CopyTable.of_bytes(torch.tensor([0]), torch.tensor([target.nbytes])).rows
     zero, origin, seconds = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64), []
     with open(file, "rb") as opened:
-        for _ in range(3):
+        for _ in range(2):
+            target.zero_()
             torch.accelerator.synchronize()
             began = time.perf_counter()
             ops.read_to_device([opened.fileno()], zero, zero, origin, [target], rows, pipe)
             torch.accelerator.synchronize()
             seconds.append(time.perf_counter() - began)
-    if not torch.equal(target.cpu(), torch.from_file(str(file), size=nbytes, dtype=torch.uint8)):
-        raise RuntimeError("what is on the device is not what is in the file")
-    return nbytes / min(seconds)
+            if not torch.equal(target, expected):
+                raise RuntimeError("what is on the device is not what is in the file")
+    return target.nbytes / min(seconds)
 
 
 def pinning(device: torch.device) -> list[Row]:

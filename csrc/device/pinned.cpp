@@ -8,15 +8,17 @@
 #include <c10/core/DeviceType.h>
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <exception>
 
 namespace epload {
 namespace {
 
-constexpr int64_t kPage = 4096;
+constexpr int64_t kPage = 64 << 10; // the largest of any machine
 constexpr int64_t kHugePage = 2 << 20;
 constexpr int64_t kTouchThreads = 4;
 
@@ -69,8 +71,16 @@ at::Tensor pinned_memory(int64_t nbytes, c10::Device device) {
   const int64_t whole = up_to(kPage, nbytes);
   if (char* const memory = driver.pin != nullptr ? huge_pages(whole) : nullptr; memory != nullptr) {
     if (driver.pin(memory, whole)) {
-      const auto free = [whole, unpin = driver.unpin](void* data) {
-        unpin(data);
+      const auto free = [whole, device, unpin = driver.unpin, owner = getpid()](void* data) {
+        if (getpid() != owner) {
+          return; // a child of a fork has never had it
+        }
+        try {
+          const c10::DeviceGuard unpinned_there(device); // else a driver may begin with another device
+          unpin(data);
+        } catch (const std::exception&) {
+          return; // the device is of no more use, and may still use the memory
+        }
         munmap(data, whole);
       };
       return at::from_blob(memory, {nbytes}, free, bytes);

@@ -7,12 +7,16 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include <chrono>
 #include <map>
+#include <thread>
+#include <utility>
 
 namespace epload {
 namespace {
 
-constexpr int64_t kPieces = 2; // of a thread: one is filled while the other crosses
+constexpr int64_t kPieces = 2;              // of a thread: one is filled while the other crosses
+constexpr std::chrono::seconds kFreeing{5}; // what copies may take to end
 
 c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
@@ -74,11 +78,21 @@ DevicePipe::DevicePipe(c10::Device device, int64_t threads, int64_t piece_bytes)
   }
 }
 
+// Not in the driver, where a wait for what a caller's collective keeps from running would never end: what is still in
+// use then stays, until the process ends.
 DevicePipe::~DevicePipe() {
+  const auto until = std::chrono::steady_clock::now() + kFreeing;
   for (const auto& lane : lanes_) {
     for (const auto& piece : lane.pieces) {
       try {
-        piece.done.synchronize();
+        while (!piece.done.query()) {
+          if (std::chrono::steady_clock::now() > until) {
+            TORCH_WARN("epload: pinned memory stays, as copies of ", device_, " do not end");
+            new std::vector<Lane>(std::move(lanes_));
+            return;
+          }
+          std::this_thread::sleep_for(std::chrono::microseconds(50));
+        }
       } catch (const std::exception&) {
         // The device is of no more use.
       }

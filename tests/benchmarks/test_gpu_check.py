@@ -28,6 +28,7 @@ def check(out: Path, *words: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, results, done.stdout + done.stderr
 
 
+@pytest.mark.usefixtures("fake_device")
 def test_a_rehearsal(tmp_path: Path) -> None:
     """Of the parts that do not take long; "load" ends with an error unless every bit is that of the file."""
     status, results, output = check(tmp_path, "--device=cpu", "--parts=page_cache,load,save,sync,ranks,peers,build")
@@ -111,13 +112,14 @@ def test_a_test_that_ends_its_process_costs_no_other() -> None:
 def test_real_sizes_are_written_and_loaded(tmp_path: Path) -> None:
     """On CPU and small: what the part does where there is a GPU with the memory."""
     size = workload.Size(layers=2, experts=4, hidden=384, intermediate=64, vocabulary=9000)
-    workload.write_checkpoint(tmp_path, size, seed=1, data=loads.varied)
+    workload.write_checkpoint(tmp_path, size, seed=1, varied=True)
     blocks = (tmp_path / workload.FILE).read_bytes()
     assert blocks[1000 : 1 << 20] != blocks[1000 + (16 << 20) :][: (1 << 20) - 1000]
-    model = workload.meta_model(size)
-    with loads.loader_on(torch.device("cpu")) as loader:
-        loader.load(model, tmp_path)
-    assert workload.wrong_shards(model, workload.Reference(tmp_path, 0, 1)) == []
+    rows = list(loads.loads("real size", size, tmp_path, torch.device("cpu")))
+    assert rows[-1] == {"what": "real size, compared with the file", "wrong": 0}
+    model = workload.meta_model(size).to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match="differ from the file"):
+        loads.check(model, tmp_path, "a check that can fail")
     assert sum(tensor.nbytes for tensor in workload.meta_model(loads.REAL).state_dict().values()) == pytest.approx(
         61.06e9, rel=1e-3
     )

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("gpu")]
 
 
 def contract(rank: int, folder: Path) -> list[str]:
-    """From meta and again; every choice of readers and algorithm; the stream given, current and own; some with a second."""
+    """From meta and again; every choice of readers and algorithm; the stream given, current and own."""
     problems: list[str] = []
     nodes = NODES[dist.get_world_size()]
     streams = (None, torch.cuda.Stream(), torch.cuda.current_stream())
@@ -35,7 +35,6 @@ def contract(rank: int, folder: Path) -> list[str]:
             algorithm=algorithm,
             bucket_bytes=BUCKET,
             stream=streams[number % 3],
-            overlap_stream=torch.cuda.Stream() if number % 2 else None,
         )
         model = meta_net(where=DEVICE)
         loader.load(model, folder / "one.safetensors")
