@@ -183,11 +183,6 @@ def check_supported(prefix: str, cls: type) -> None:
         )
 
 
-def customizes_state(module: nn.Module) -> bool:
-    """Whether a module may change the names and tensors of its state dict."""
-    return bool(module._state_dict_hooks) or _has_own_state(type(module))
-
-
 def _has_own_state(cls: type[nn.Module]) -> bool:
     methods = ("state_dict", "_save_to_state_dict", "get_extra_state")
     return any(getattr(cls, method) is not getattr(nn.Module, method) for method in methods)

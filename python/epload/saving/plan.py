@@ -207,14 +207,8 @@ class _Rows:
         run_ends = [0, *torch.searchsorted(of_run, ends).tolist()]
         last = (offset + aligned)[ends - 1].tolist()
         buckets = tuple(
-            WriteBucket(
-                last[i],
-                copies.select(of_copies),
-                runs[slice(*run_ends[i : i + 2])],
-                in_files.select(of_copies),
-                origins[of_copies],
-            )
-            for i, of_copies in enumerate(starmap(slice, pairwise(copy_ends)))
+            WriteBucket(room, copies.select(rows), runs[of_runs], in_files.select(rows), origins[rows])
+            for room, rows, of_runs in zip(last, _slices(copy_ends), _slices(run_ends), strict=True)
         )
         return WritePlan(buckets, int(nbytes.sum()))
 
