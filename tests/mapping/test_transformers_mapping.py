@@ -230,7 +230,7 @@ def test_an_unknown_operation_is_named(name: str) -> None:
     ("version", "text"), [("5.24.3", "computes values"), ("5.25.0", r"5\.24, and 5\.25\.0 is installed")]
 )
 def test_an_operation_of_a_later_version_is_unknown(version: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr("epload.mapping.transformers._installed", lambda: version)
     operation = type("Quantize", (Doubled,), {"__module__": "transformers.integrations.bytes"})()
     mapping = Mapping(converts=(_convert(WeightConverter(["old"], ["new"], [operation]), CONFIG),))
     with pytest.raises(ModelMismatch, match=f"Quantize .*{text}"):
