@@ -119,7 +119,7 @@ class StateDictCheckpoint(Checkpoint):
 
     def fill_on_device(self, bucket: Tensor, pieces: Sequence[Piece], pipe: ops.Pipe) -> bool:
         columns = Pieces.of(pieces).columns
-        sources, origins = [], torch.empty(len(columns), 2, dtype=torch.int64)
+        sources, origins = [], columns.new_empty(len(columns), 2)
         for i, piece in enumerate(pieces):
             tensor = self._tensors.get(self._names[piece.tensor])
             if tensor is None:
@@ -139,7 +139,7 @@ class StateDictCheckpoint(Checkpoint):
             return None
         which, tensor = torch.unique(regions.origins[:, 0], return_inverse=True)
         sources = [_bytes_of(self._tensors[self._names[i]]) for i in which.tolist()]
-        if None in sources:
+        if any(source is None for source in sources):
             return None
         origins = torch.stack([tensor, regions.origins[:, 1]], 1)
         ops.upload(sources, origins, regions.targets, regions.copies.rows, regions.pipe)  # type: ignore[arg-type]

@@ -91,9 +91,8 @@ def _mapping(
     mapping = from_model(model, names)
     if converted:
         mapping = replace(mapping, renames=(), converts=())
-    if (
-        is_peft_model and PEFT_ALIASES[0] not in mapping.aliases
-    ):  # VeOmni's own LoRA has the names of PEFT, but not its classes
+    # VeOmni's own LoRA has the names of PEFT, but not its classes.
+    if is_peft_model and PEFT_ALIASES[0] not in mapping.aliases:
         bare = [
             re.escape(f"{path}.base_layer.weight".removeprefix("base_model.model."))
             for path, module in model.named_modules()

@@ -43,7 +43,7 @@ class CopyTable:
         Args:
             offset, nbytes: int64 [n].
         """
-        fixed = torch.tensor([0, 0, dtypes.code(torch.uint8), 1]).expand(len(offset), _FIXED)
+        fixed = offset.new_tensor([0, 0, dtypes.code(torch.uint8), 1]).expand(len(offset), _FIXED)
         table = CopyTable(torch.cat([fixed, torch.stack([offset, nbytes, torch.ones_like(offset)], 1)], 1))
         table.offset.copy_(offset)
         return table

@@ -52,7 +52,7 @@ class DeviceStaging:
         self.copies = torch.Stream(device)
         """What buckets are filled on, so that it goes on beside the load's stream."""
         self.pipe = DevicePipe.of(device, needs.ranks) if needs.ranks > 0 else None
-        self.header = torch.empty(HEADER_BYTES, dtype=torch.uint8, pin_memory=True)
+        self.header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         with stream:  # so that what was here before is over before a bucket is
             count = BUCKETS if needs.nbytes > 0 else 0
             self.buckets = [torch.empty(needs.nbytes, dtype=torch.uint8, device=device) for _ in range(count)]

@@ -48,6 +48,8 @@ class DevicePlan:
         """What this rank keeps of some buckets on CPU, and on the device."""
         if numbers not in self._parts:
             targets, copies, origins = self._plan.taken(numbers)
-            there = torch.tensor([self._on_cpu[target] for target in targets], dtype=torch.bool)[copies.target]
+            there = torch.tensor([self._on_cpu[target] for target in targets], dtype=torch.bool, device="cpu")[
+                copies.target
+            ]
             self._parts[numbers] = Part(targets, copies, origins, there), Part(targets, copies, origins, ~there)
         return self._parts[numbers]

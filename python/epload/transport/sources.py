@@ -62,7 +62,7 @@ class CheckpointSource:
         self._checkpoint = checkpoint
         self._pipe = pipe
         self._checked = checked
-        self._host = torch.empty(0, dtype=torch.uint8)
+        self._host = torch.empty(0, dtype=torch.uint8, device="cpu")
         """A bucket, where none is filled on the device."""
 
     def fill(self, number: int, buffer: Tensor) -> None:
@@ -74,7 +74,7 @@ class CheckpointSource:
         if not self._checked and self._checkpoint.fill_on_device(buffer, pieces, self._pipe):
             return
         if self._host.numel() == 0:
-            self._host = torch.empty(self._plan.largest, dtype=torch.uint8)
+            self._host = torch.empty(self._plan.largest, dtype=torch.uint8, device="cpu")
         self._checkpoint.fill(self._host[: buffer.nbytes], pieces)
         self.write(self._host[HEADER_BYTES : buffer.nbytes], buffer[HEADER_BYTES:])
 
@@ -86,5 +86,6 @@ class CheckpointSource:
             buffer.copy_(data)
             return
         assert self._pipe is not None
-        rows = CopyTable.of_bytes(torch.tensor([0]), torch.tensor([data.nbytes])).rows
-        ops.upload([data], torch.zeros(1, 2, dtype=torch.int64), [buffer], rows, self._pipe)
+        begin = torch.zeros(1, dtype=torch.int64, device="cpu")
+        rows = CopyTable.of_bytes(begin, begin + data.nbytes).rows
+        ops.upload([data], torch.stack([begin, begin], 1), [buffer], rows, self._pipe)
