@@ -158,7 +158,7 @@ class StateDictCheckpoint(Checkpoint):
 
 
 def _bytes_of(tensor: Tensor) -> Tensor | None:
-    """Its memory as bytes, if it is on CPU and holds its elements in order."""
+    """Returns the memory of a tensor as bytes, if it is on CPU and holds its elements in order."""
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     return tensor.detach().view(-1).view(torch.uint8)

@@ -241,7 +241,7 @@ class _Rows:
 
 
 def _slices(ends: list[int]) -> list[slice]:
-    """Between each end and the next."""
+    """Returns the slice between each end and the next."""
     return list(starmap(slice, pairwise(ends)))
 
 

@@ -71,7 +71,7 @@ class DeviceStaging:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """What is queued inside is on the load's stream, between the waits for and of the caller's."""
+        """Queues what is done inside on the load's stream, between the waits for and of the caller's."""
         self.enter()
         try:
             with self.stream:
@@ -80,7 +80,7 @@ class DeviceStaging:
             self.leave()
 
     def enter(self) -> None:
-        """What the caller has queued comes before this load."""
+        """Orders this load after what the caller has queued."""
         caller = torch.accelerator.current_stream(self.device)
         self.copies.wait_stream(caller)  # buckets may be filled from tensors on the device
         if caller != self.stream:
@@ -99,7 +99,7 @@ class DeviceStaging:
         self.copies.wait_event(self._used[bucket])
 
     def filled(self, bucket: int) -> None:
-        """What is queued on the stream for copies so far is what has filled a buffer."""
+        """Says that what is queued on the stream for copies so far is what has filled a buffer."""
         self._filled[bucket].record(self.copies)
 
     def wait_until_filled(self, bucket: int) -> None:

@@ -21,7 +21,7 @@ _lock = threading.Lock()
 
 
 class DevicePipe:
-    """Of one device, shared by all that use it in this process. Freed with the last reference to it."""
+    """The pipe of one device, which all that use it in this process share. It is freed with the last reference."""
 
     def __init__(self, device: torch.device, threads: int) -> None:
         piece = min(_PIECE_BYTES, PINNED_BYTES // (2 * threads) // _ALIGNMENT * _ALIGNMENT)
@@ -33,7 +33,7 @@ class DevicePipe:
 
     @staticmethod
     def of(device: torch.device, ranks: int) -> DevicePipe:
-        """That of a device, made if there is none. ``ranks``: of this node, which share its processors."""
+        """Returns that of a device, and makes it if there is none. ``ranks``: of this node, which share its processors."""
         with _lock:
             pipe = _pipes.get(device)
             if pipe is None:

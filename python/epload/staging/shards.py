@@ -116,7 +116,7 @@ class Shards:
         self._copy(number, bucket, _UNPACK)
 
     def on_device(self, targets: Sequence[int]) -> bool:
-        """Whether all of these tensors cross to the host through the pipe."""
+        """Returns whether all of these tensors cross to the host through the pipe."""
         return self._stream is not None and not any(self._tensors[target].is_cpu for target in targets)
 
     def write(self, copies: CopyTable, write: Callable[[list[Tensor], Tensor, ops.Pipe], int]) -> int:

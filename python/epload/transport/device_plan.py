@@ -28,7 +28,7 @@ class Part:
 
 
 class DevicePlan:
-    """Of one plan, for tensors of which some are on CPU."""
+    """Divides the regions of one plan into those on CPU and those on a device."""
 
     def __init__(self, plan: LoadPlan, on_cpu: tuple[bool, ...]) -> None:
         """``on_cpu``: for each target of the plan."""
@@ -45,7 +45,7 @@ class DevicePlan:
         return cls(plan, on_cpu)
 
     def parts(self, numbers: range) -> tuple[Part, Part]:
-        """What this rank keeps of some buckets on CPU, and on the device."""
+        """Returns what this rank keeps of some buckets on CPU, and on the device."""
         if numbers not in self._parts:
             targets, copies, origins = self._plan.taken(numbers)
             there = torch.tensor([self._on_cpu[target] for target in targets], dtype=torch.bool, device="cpu")[

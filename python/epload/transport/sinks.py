@@ -109,7 +109,7 @@ class DeviceSink:
         self._staging.abandon()
 
     def _parts(self, numbers: range) -> tuple[Regions, Regions]:
-        """Those on CPU, and those on the device."""
+        """Returns the regions on CPU, and those on the device."""
         on_cpu, on_device = self._plan.parts(numbers)
         pipe = self._staging.pipe.native if self._staging.pipe is not None else None
         return on_cpu.of(self._tensors), on_device.of(self._tensors, pipe)

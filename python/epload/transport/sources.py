@@ -40,7 +40,7 @@ class BucketSource(Protocol):
 
 
 class HostSource:
-    """What a :class:`BucketSource` is that fills buckets in host memory, or on the current stream."""
+    """Base of each :class:`BucketSource` that fills buckets in host memory, or on the current stream."""
 
     def as_read(self, buffer: Tensor) -> Tensor:
         return buffer[HEADER_BYTES:].cpu()
