@@ -168,7 +168,7 @@ def sync(options: argparse.Namespace) -> Iterator[Row]:
     for receivers in (1, 3):
         jobs = [Job(1, _send, (options.device, size, folder, receivers))]
         jobs += [Job(1, _receive, (options.device, size, folder)) for _ in range(receivers)]
-        (sent, *_), *received = run_jobs(jobs, limit=20)
+        (sent, *_), *received = run_jobs(jobs, limit=40)
         yield {"what": f"sync to {receivers} process{'es' * (receivers > 1)}", **sent, **received[0][0], "wrong": 0}
 
 

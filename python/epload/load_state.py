@@ -17,6 +17,7 @@ from epload.checkpoint.torch_file import check_pickles
 from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology, as_timedelta
 from epload.core.attempt import attempt
+from epload.core.default_device import on_cpu
 from epload.errors import CheckpointError, ModelMismatch, message_of
 from epload.loader import load
 from epload.mapping.mapping import Mapping as Rules
@@ -26,6 +27,7 @@ from epload.report import LoadReport
 _MOST_SHOWN = 5
 
 
+@on_cpu
 def load_state(
     state: dict[str, Any],
     checkpoint: Any,

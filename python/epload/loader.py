@@ -20,6 +20,7 @@ from epload.cluster.membership import uninitialized_warning
 from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology, as_timedelta
 from epload.core import garbage_collection, log
+from epload.core.default_device import on_cpu
 from epload.core.log import logger
 from epload.loading.agreement import Agreement, record_events
 from epload.loading.request import Options, Request
@@ -101,6 +102,7 @@ class HierarchicalLoader:
                 loader.load(model, checkpoint_of(step))
     """
 
+    @on_cpu
     def __init__(
         self,
         topology: Topology | None = None,
@@ -183,6 +185,7 @@ class HierarchicalLoader:
     ) -> None:
         self.close()
 
+    @on_cpu
     def load(
         self,
         model: nn.Module,

@@ -16,6 +16,7 @@ from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology, as_timedelta
 from epload.core import garbage_collection, log, threads
 from epload.core.attempt import attempt
+from epload.core.default_device import on_cpu
 from epload.mapping.mapping import Mapping as Rules
 from epload.model.flat_state import FlatState
 from epload.saving.report import SaveReport
@@ -28,6 +29,7 @@ _pending: PendingSave | None = None
 """The last save that :func:`save_async` has begun in this process."""
 
 
+@on_cpu
 def save(
     model: nn.Module | Mapping[str, Any],
     path: str | Path,
@@ -85,6 +87,7 @@ def save(
     return job.run(None)
 
 
+@on_cpu
 def save_async(
     model: nn.Module | Mapping[str, Any],
     path: str | Path,

@@ -23,7 +23,7 @@ CHECK = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 def check(out: Path, *words: str) -> tuple[int, dict[str, Any], str]:
     """Exit status, rows by part, and what was printed."""
     command = [sys.executable, str(CHECK), f"--out={out}", "--checkpoint-gb=0.01", "--layers=1", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
     results = json.loads((out / "gpu.json").read_text()) if (out / "gpu.json").exists() else {}
     return done.returncode, results, done.stdout + done.stderr
 

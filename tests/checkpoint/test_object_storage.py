@@ -323,13 +323,18 @@ def _load(rank: int, address: str, url: str, readers: str, case: str) -> list[st
     return problems
 
 
+def now_and_then(seed: int | str) -> s3_server.Fault:
+    """Returns a fault for one request in ten, so that all seven attempts of one fail in one of ten million."""
+    random = Random(seed)
+    return lambda method, path, number: random.choice([*[""] * 18, "503", "reset"])
+
+
 @pytest.mark.parametrize("readers", READERS)
 def test_loads_with_faults(readers: str, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
     """2 x 2 ranks, from meta and as a reload, while requests fail."""
     save_file(state_for(1), tmp_path / "model.safetensors")
     url = put(s3[0], tmp_path, f"load/{readers}")
-    random = Random(readers)
-    s3[1].fault = lambda method, path, number: random.choice(["", "", "", "503", "reset"])
+    s3[1].fault = now_and_then(readers)
     all_fine(ranks.run(4, _load, s3[1].address, url, readers, "faults"))
 
 
@@ -409,8 +414,7 @@ def _load_in_every_mode(rank: int, url: str) -> list[str]:
 def test_a_web_address_on_ranks(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
     save_file(state_for(1), tmp_path / "model.safetensors")
     put(s3[0], tmp_path, "web/ranks")
-    random = Random(1)
-    s3[1].fault = lambda method, path, number: random.choice(["", "", "", "503", "reset"])
+    s3[1].fault = now_and_then(1)
     all_fine(ranks.run(4, _load_in_every_mode, f"{s3[1].address}/{BUCKET}/web/ranks"))
 
 

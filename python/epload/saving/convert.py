@@ -22,6 +22,7 @@ from epload.cluster.topology import Topology, as_timedelta
 from epload.control.activity import working
 from epload.core import dtypes as dtype_names
 from epload.core.attempt import attempt
+from epload.core.default_device import on_cpu
 from epload.core.pieces import Piece
 from epload.errors import CheckpointError, LoadError
 from epload.files import read_regular
@@ -37,6 +38,7 @@ _CHUNK_ELEMENTS = 2 << 20
 """Read at once."""
 
 
+@on_cpu
 def convert(
     source: Any,
     path: str | Path,

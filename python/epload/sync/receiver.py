@@ -22,6 +22,7 @@ from epload.cluster.membership import local_network
 from epload.cluster.topology import Topology, as_timedelta
 from epload.core import garbage_collection, log
 from epload.core.attempt import attempt
+from epload.core.default_device import on_cpu
 from epload.core.log import logger
 from epload.errors import LoadError, WaitTimeout
 from epload.mapping.mapping import Mapping
@@ -66,6 +67,7 @@ class WeightReceiver:
                 receiver.commit()            # copies the new ones in
     """
 
+    @on_cpu
     def __init__(
         self,
         target: nn.Module | EngineModel | None,
@@ -160,6 +162,7 @@ class WeightReceiver:
 
     # ---- receiving ----
 
+    @on_cpu
     def receive_weights(self, version: int | None = None) -> SyncReport:
         """Waits for the next version and receives it. Collective over the engine's ranks.
 
@@ -233,6 +236,7 @@ class WeightReceiver:
         """The target may have tensors of two versions from here on."""
         self.version, self.torn = None, True
 
+    @on_cpu
     def commit(self) -> None:
         """Copies the version that was received last into the target. Local to this rank; does nothing with ``stage="none"``.
 

@@ -18,6 +18,7 @@ from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology, as_timedelta
 from epload.core import garbage_collection, log, threads
 from epload.core.attempt import attempt
+from epload.core.default_device import on_cpu
 from epload.errors import LoadError, message_of
 from epload.mapping.adapters import names_added_by_adapters
 from epload.mapping.mapping import Mapping
@@ -64,6 +65,7 @@ class WeightSender:
                 sender.send_weights(step)
     """
 
+    @on_cpu
     def __init__(
         self,
         model: nn.Module,
@@ -164,6 +166,7 @@ class WeightSender:
 
     # ---- sending ----
 
+    @on_cpu
     def send_weights(self, version: int, *, wait: bool = True) -> SyncReport | None:
         """Sends the present weights to all receivers. Collective over the sender's ranks.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from epload.checkpoint.manifest import Manifest
+from epload.core.columns import arange
 from epload.core.copy_table import CopyTable
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
@@ -156,11 +157,11 @@ class FullTensors:
         manifest = self._manifest
         assert manifest is not None
         tensor, bucket, rows = _rows_by_tensor(epoch)
-        ends = torch.searchsorted(tensor, torch.arange(len(manifest.names)), right=True).tolist()
+        ends = torch.searchsorted(tensor, arange(len(manifest.names)), right=True).tolist()
         buffers = dict(epoch.staged_buckets())
         first = 0
         for batch in _batches(manifest):
-            made = [torch.empty(manifest.shapes[i], dtype=manifest.dtypes[i]) for i in batch]
+            made = [torch.empty(manifest.shapes[i], dtype=manifest.dtypes[i], device="cpu") for i in batch]
             last = ends[batch[-1]]
             part, of = rows.select(slice(first, last)), bucket[first:last]
             for number in torch.unique(of).tolist():
