@@ -27,6 +27,11 @@ void define_device_pipe(torch::Library& m) {
       "__torch__.torch.classes.epload.DevicePipe pipe) -> ()");
 }
 
+void define_shared_memory(torch::Library& m) {
+  m.def("share_memory(Tensor[] tensors) -> (Tensor, str[], int[])");
+  m.def("open_memory(str handle, int nbytes, Device device) -> Tensor");
+}
+
 } // namespace
 
 TORCH_LIBRARY(epload, m) {
@@ -37,6 +42,7 @@ TORCH_LIBRARY(epload, m) {
       "str algorithm, Stream? stream=None, *, int leader=-1) -> ()");
   define_region_copies(m);
   define_device_pipe(m);
+  define_shared_memory(m);
   m.def(
       "read_ranges(int[] descriptors, Tensor ranges, Tensor(a!) buffer, int threads, bool direct=False) -> "
       "(int, int, int, int)");

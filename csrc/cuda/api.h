@@ -4,7 +4,7 @@
 #include <cstdint>
 
 // Changes whenever the table's layout or a signature does, so that a stale library is refused.
-constexpr uint32_t kEploadCudaInterface = 3;
+constexpr uint32_t kEploadCudaInterface = 4;
 
 // A table of at most so many bytes travels with the launch, so that nothing is allocated for it or copied. A launch
 // takes 4 KiB of arguments; more needs a driver of CUDA 12.1 and later.
@@ -34,6 +34,22 @@ int epload_cuda_region_copy(const EploadCudaTable* table, void* stream);
 // keeps no trace. What was pinned is unpinned before it is freed.
 int epload_cuda_pin(void* memory, uint64_t nbytes);
 void epload_cuda_unpin(void* memory);
+
+// An allocation that other processes open by its handle.
+struct EploadCudaAllocation {
+  char handle[64];
+  uint64_t base;
+  uint64_t nbytes;
+};
+
+// The allocation of the current device that `memory` is in; 0 or a CUDA error, of which the runtime keeps no trace.
+// Memory that cudaMalloc has not given out, such as of expandable segments or cudaMallocAsync, is an error.
+int epload_cuda_share(const void* memory, EploadCudaAllocation* found);
+
+// Maps an allocation of another process for the current device, which may be another card's if the two reach each
+// other; the same returns. Each that was opened is closed, with the same device current.
+int epload_cuda_open(const char* handle, void** memory);
+void epload_cuda_close(void* memory);
 
 // The text of an error that a function above returned.
 const char* epload_cuda_error(int error);

@@ -3,6 +3,7 @@
 // folder, or on a device that cannot run its kernels, the regions are copied through ATen.
 #include "../region_copy.h"
 #include "../device/pinned.h"
+#include "../device/shared.h"
 
 #include "../sibling_library.h"
 #include "../strided.h"
@@ -16,6 +17,7 @@
 
 #include <torch/library.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <string>
@@ -31,6 +33,9 @@ struct Library {
   decltype(&epload_cuda_region_copy) region_copy = nullptr;
   decltype(&epload_cuda_pin) pin = nullptr;
   decltype(&epload_cuda_unpin) unpin = nullptr;
+  decltype(&epload_cuda_share) share = nullptr;
+  decltype(&epload_cuda_open) open = nullptr;
+  decltype(&epload_cuda_close) close = nullptr;
   decltype(&epload_cuda_error) error = nullptr;
 };
 
@@ -46,6 +51,9 @@ Library open_library() {
     sibling.find(library.region_copy, "epload_cuda_region_copy");
     sibling.find(library.pin, "epload_cuda_pin");
     sibling.find(library.unpin, "epload_cuda_unpin");
+    sibling.find(library.share, "epload_cuda_share");
+    sibling.find(library.open, "epload_cuda_open");
+    sibling.find(library.close, "epload_cuda_close");
     sibling.find(library.error, "epload_cuda_error");
   }
   return library;
@@ -175,8 +183,38 @@ void unpin(void* memory) {
   library().unpin(memory);
 }
 
+std::string share(const void* memory, SharedAllocation& found) {
+  if (library().share == nullptr) {
+    return "this build of epload has no CUDA library, which shares memory; build with nvcc";
+  }
+  EploadCudaAllocation allocation{};
+  if (const int error = library().share(memory, &allocation); error != 0) {
+    return c10::str(
+        library().error(error),
+        ": CUDA shares what cudaMalloc gives out, but not expandable segments (PYTORCH_CUDA_ALLOC_CONF) or memory of "
+        "cudaMallocAsync");
+  }
+  std::copy_n(allocation.handle, kHandleBytes, found.handle.begin());
+  found.base = allocation.base;
+  found.nbytes = static_cast<int64_t>(allocation.nbytes);
+  return "";
+}
+
+std::string open(const std::array<char, kHandleBytes>& handle, void*& memory) {
+  if (library().open == nullptr) {
+    return "this build of epload has no CUDA library; build with nvcc";
+  }
+  const int error = library().open(handle.data(), &memory);
+  return error == 0 ? "" : library().error(error);
+}
+
+void close(void* memory) {
+  library().close(memory);
+}
+
 const RegisterRegionCopy registered(kDevice, region_copy_cuda);
 const RegisterPinning pinning(kDevice, pin, unpin);
+const RegisterSharing sharing(kDevice, share, open, close);
 
 } // namespace
 } // namespace epload

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <dlfcn.h>
+
 #include <cstring>
 
 #define EPLOAD_EXPORT __attribute__((visibility("default")))
@@ -107,6 +109,40 @@ EPLOAD_EXPORT int epload_cuda_pin(void* memory, uint64_t nbytes) {
 
 EPLOAD_EXPORT void epload_cuda_unpin(void* memory) {
   cudaHostUnregister(memory);
+  cudaGetLastError();
+}
+
+EPLOAD_EXPORT int epload_cuda_share(const void* memory, EploadCudaAllocation* found) {
+  // Of the driver, which is there once the runtime is: what a pointer is part of is not known to the runtime.
+  using Range = int (*)(unsigned long long* base, size_t* nbytes, unsigned long long pointer);
+  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  static const auto range =
+      driver != nullptr ? reinterpret_cast<Range>(dlsym(driver, "cuMemGetAddressRange_v2")) : nullptr;
+  unsigned long long base = 0;
+  size_t nbytes = 0;
+  if (range == nullptr || range(&base, &nbytes, reinterpret_cast<unsigned long long>(memory)) != 0) {
+    return cudaErrorInvalidValue;
+  }
+  cudaIpcMemHandle_t handle;
+  static_assert(sizeof handle == sizeof found->handle, "what the interface has room for");
+  const cudaError_t error = cudaIpcGetMemHandle(&handle, reinterpret_cast<void*>(base));
+  cudaGetLastError();
+  std::memcpy(found->handle, &handle, sizeof handle);
+  found->base = base;
+  found->nbytes = nbytes;
+  return error;
+}
+
+EPLOAD_EXPORT int epload_cuda_open(const char* handle, void** memory) {
+  cudaIpcMemHandle_t opened;
+  std::memcpy(&opened, handle, sizeof opened);
+  const cudaError_t error = cudaIpcOpenMemHandle(memory, opened, cudaIpcMemLazyEnablePeerAccess);
+  cudaGetLastError();
+  return error;
+}
+
+EPLOAD_EXPORT void epload_cuda_close(void* memory) {
+  cudaIpcCloseMemHandle(memory);
   cudaGetLastError();
 }
 

@@ -23,6 +23,8 @@ _read_to_device = torch.ops.epload.read_to_device.default
 _write_from_device = torch.ops.epload.write_from_device.default
 _upload = torch.ops.epload.upload.default
 _download = torch.ops.epload.download.default
+_share_memory = torch.ops.epload.share_memory.default
+_open_memory = torch.ops.epload.open_memory.default
 _read_ranges = torch.ops.epload.read_ranges.default
 _read_regions = torch.ops.epload.read_regions.default
 _tensor_list = torch.ops.epload.tensor_list.default
@@ -183,6 +185,43 @@ def upload(sources: Sequence[Tensor], origins: Tensor, targets: Sequence[Tensor]
 def download(sources: Sequence[Tensor], copies: Tensor, targets: Sequence[Tensor], origins: Tensor, pipe: Pipe) -> None:
     """The inverse of :func:`upload`, with the same tables: ``sources`` are on the device. Returns when ``targets`` hold all."""
     _download(sources, copies, targets, origins, pipe)
+
+
+def share_memory(tensors: Sequence[Tensor]) -> tuple[Tensor, list[str], list[int]]:
+    """Returns by what other processes of the machine open the memory of tensors on one device, at least one.
+
+    Returns:
+        int64 CPU tensor [n, 2]: for each tensor the allocation that its first element is in, and where (bytes); -1 and 0 for an
+        empty one. Then the handle of each allocation, and its bytes.
+
+    Raises:
+        RuntimeError: some of the memory cannot be shared; with the reason.
+        ValueError: the tensors are on several devices.
+    """
+    places, handles, sizes = _share_memory(tensors)
+    return places, list(handles), list(map(int, sizes))
+
+
+def open_memory(handle: str, nbytes: int, device: torch.device) -> Tensor:
+    """Opens an allocation of another process that is still there.
+
+    It is closed with the last reference to the tensor, once nothing that is queued uses it; it stays mapped until then, whatever
+    the other process does.
+
+    Args:
+        handle: as from :func:`share_memory`.
+        nbytes: of the allocation.
+        device: on which the memory is to be used. It may be another one's, which this one reaches.
+
+    Returns:
+        uint8 [nbytes].
+
+    Raises:
+        RuntimeError: it cannot be opened; with the reason.
+        ValueError: the handle is none.
+    """
+    memory: Tensor = _open_memory(handle, nbytes, device)
+    return memory
 
 
 def read_ranges(

@@ -22,6 +22,7 @@ from epload.core.placement import Box
 from epload.errors import ModelMismatch
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.cells import SPLIT_BYTES, Slot, make_slots, merge_boxes
+from epload.planning.pulls import Reach, divide, fitting_senders, lent_bytes, plan_pulls
 from epload.planning.schedule import MAX_WAVE_BYTES, wave_limit
 from epload.planning.shares import NO_PART, Outline, Share, copies_of_box
 from epload.planning.streams import ExchangeBuckets, ExchangePlan, Members, Stream
@@ -46,6 +47,7 @@ def plan_exchange(
     share: Share,
     wave_bytes: int,
     options: str = "",
+    reach: Reach | None = None,
 ) -> ExchangePlan:
     """
     Args:
@@ -55,6 +57,7 @@ def plan_exchange(
         share: this rank's.
         wave_bytes: of all that moves in one wave, at most about so many reach a node, or a ``MOST_WAVES``-th.
         options: anything else on which ranks must agree.
+        reach: what receiving nodes copy straight out of the memory of senders, and which therefore does not move.
 
     Raises:
         ModelMismatch: a receiver wants what no sender has, or has a dtype that the senders' does not convert to.
@@ -64,16 +67,20 @@ def plan_exchange(
     waves = max(1, -(-kinds.total // limit))
     most = min(max(limit // len(members.senders), LEAST_SLOT_BYTES), MOST_SLOT_BYTES)
     least = max(limit // MOST_PARTS_IN_WAVE, SPLIT_BYTES)
-    slots = kinds.slots(most, least)
+    slots, pulled = divide(
+        kinds.slots(most, least), reach or {}, fitting_senders(members.senders, outlines, kinds.first, kinds.declared)
+    )
     rows = _Rows(members, kinds, slots, rank, waves, max(limit // MOST_IN_WAVE, LEAST_BUCKET_BYTES))
     sends = rank in members.senders
     copies = _make_copies(kinds, slots, rows, share, sends)
     buckets = _make_buckets(rows, copies, members, rank, sends)
     starts = [i for i, wave in enumerate(buckets.wave) if i == 0 or buckets.wave[i - 1] != wave]
     digest = hashlib.blake2b(manifest.digest, digest_size=32)
-    digest.update(repr((members, waves, most, least, options)).encode())
+    digest.update(repr((members, waves, most, least, options, sorted((reach or {}).items()))).encode())
     for each in sorted(outlines):
         digest.update(outlines[each].digest.encode())
+    node = next((number for number, ranks in enumerate(members.nodes) if rank in ranks), -1)
+    mine = pulled.get(node, ())
     return ExchangePlan(
         buckets,
         tuple(map(range, starts, [*starts[1:], len(buckets)])),
@@ -82,6 +89,8 @@ def plan_exchange(
         manifest.names,
         kinds.total,
         tuple(rows.node_sets),
+        plan_pulls(mine, kinds.of, len(kinds.first), share) if mine else None,
+        lent_bytes(rank, pulled.values(), kinds.of, [dtype.itemsize for dtype in kinds.declared]),
     )
 
 
@@ -101,6 +110,8 @@ class _Kinds:
         classes = {id(each): each.class_of[first].tolist() for each in outlines.values()}
         self.class_of = {rank: classes[id(outline)] for rank, outline in outlines.items()}
         """For each rank the class of each kind."""
+        self.declared = [manifest.dtypes[i] for i in self.first]
+        """The senders' dtypes of each kind."""
         self.dtypes = [self._dtype_on_the_way(kind) for kind in range(len(first))]
         """In which the tensors of each kind move."""
 

@@ -113,6 +113,23 @@ class Share:
         """What others need to know of it."""
         return Outline(self.class_of, self.boxes, self.dtypes)
 
+    def encode_parts(self) -> bytes:
+        """Compressed: what the outline lacks, and those need that copy out of the local tensors."""
+        return zlib.compress(json.dumps([self.classes, self.targets], separators=(",", ":")).encode(), 1)
+
+    @classmethod
+    def decode(cls, outline: Outline, parts: bytes) -> Share:
+        """The inverse of :meth:`outline` and :meth:`encode_parts`."""
+        classes, targets = json.loads(zlib.decompress(parts))
+        of_classes = tuple(
+            tuple(
+                Part(tuple(start), tuple(size), tuple(local), tuple(dims), place)
+                for start, size, local, dims, place in some
+            )
+            for some in classes
+        )
+        return cls(outline.class_of, of_classes, outline.dtypes, [tuple(some) for some in targets])
+
 
 @dataclass(frozen=True, eq=False)
 class Outline:
@@ -249,6 +266,7 @@ def copies_of_box(
     dims: int,
     once: bool,
     whole: Shape | None = None,
+    strides: Shape | None = None,
 ) -> list[tuple[list[int], int]]:
     """Copy-table rows between a box of a tensor and a rank's parts of the tensor, each with the part's place. The box is packed,
     at offset 0 of a bucket, or lies in the whole tensor, which does.
@@ -260,8 +278,9 @@ def copies_of_box(
         dims: of the table.
         once: whether one copy of each element is enough, as for a rank that packs them; else all parts have theirs.
         whole: the tensor's shape, if it is the tensor that lies in the bucket.
+        strides: of the box in the bucket, in elements, if it is not packed.
     """
-    strides = row_major_strides(size if whole is None else whole)
+    strides = strides if strides is not None else row_major_strides(size if whole is None else whole)
     first = start if whole is None else (0,) * len(whole)
     found = []
     for part in share.classes[number]:

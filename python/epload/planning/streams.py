@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from epload.core.copy_table import CopyTable
+from epload.planning.pulls import Pulls
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,10 @@ class ExchangePlan:
     """Bytes of all tensors, as they move."""
     node_sets: tuple[tuple[int, ...], ...]
     """Numbers of the nodes that need the same of some tensors, for all tensors. Equal on all ranks."""
+    pulls: Pulls | None = None
+    """What this rank copies straight out of the memory of senders; None for nothing, as on senders."""
+    lent: int = 0
+    """Bytes that receivers copy straight out of this sender's memory; each node once."""
 
     @property
     def tensors(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,10 +87,12 @@ class EngineTarget:
         self._recording: Recording | None = None
         self._names: list[str] = []
         """Of the targets that are filled directly; they come first among the local tensors."""
-        self._layouts: list[tuple[object, ...]] = []
+        self._layouts: list[_Layout] = []
         self._whole: list[tuple[str, torch.Size, torch.dtype]] = []
         self._full: list[Tensor] = []
         self.devices: set[torch.device] = set()
+        self._own_devices: set[torch.device] = set()
+        """Without that of what the engine loads by itself."""
 
     def share(self, manifest: Manifest) -> Share:
         engine = self._engine
@@ -105,7 +107,8 @@ class EngineTarget:
                 numbers.setdefault(name, len(numbers))
         self._recording, self._names = recording, list(numbers)
         self._layouts = [_layout(tensors[name]) for name in self._names]
-        self.devices = {tensors[name].device for name in self._names}
+        self._own_devices = {tensors[name].device for name in self._names}
+        self.devices = set(self._own_devices)
         whole = {name for group in recording.whole for name in group.names}
         self._whole = []
         builder = ShareBuilder(len(manifest.names))
@@ -138,6 +141,16 @@ class EngineTarget:
             raise LoadError("the engine's model has other tensors than when it was recorded; make a new WeightReceiver")
         self._full = [torch.empty(shape, dtype=dtype) for _, shape, dtype in self._whole]
         return [*(tensor.detach() for tensor in found), *self._full]
+
+    def like(self) -> list[Tensor]:
+        (device,) = self._own_devices if len(self._own_devices) == 1 else (None,)
+        if device is None or device.type == "meta":
+            raise LoadError(
+                "expected the engine's tensors on one device for stage='device', got them on "
+                f"{', '.join(sorted(map(str, self._own_devices)))}; pass stage='host'"
+            )
+        own = [torch.empty(shape, dtype=dtype, device=device) for shape, _, dtype in self._layouts]
+        return [*own, *(torch.empty(shape, dtype=dtype) for _, shape, dtype in self._whole)]
 
     def finish(self) -> None:
         recording, engine = self._recording, self._engine
@@ -192,5 +205,11 @@ def _whole_parts(shape: tuple[int, ...]) -> list[Part]:
     return [] if 0 in shape else [Part(zeros, shape, zeros, tuple(range(len(shape))))]
 
 
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
+class _Layout(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _layout(tensor: Tensor) -> _Layout:
+    return _Layout(tensor.shape, tensor.stride(), tensor.dtype)

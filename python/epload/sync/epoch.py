@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from epload.checkpoint.manifest import Manifest
 from epload.cluster.group_cache import GroupCache
-from epload.cluster.membership import group_equal
+from epload.cluster.membership import group_equal, local_network
 from epload.cluster.rendezvous import rendezvous
 from epload.cluster.topology import Route
 from epload.control.control import Control
 from epload.core import garbage_collection
 from epload.core.attempt import attempt
 from epload.core.log import logger
-from epload.errors import LoadError, kind_of, make_error
+from epload.errors import LoadError, kind_of, make_error, message_of
 from epload.observe.progress import Progress
 from epload.planning.exchange import plan_exchange
 from epload.planning.schedule import SYNC_WAVE_BYTES
-from epload.planning.shares import Outline, Share
+from epload.planning.shares import Outline, Share, digest_of
 from epload.planning.streams import ExchangePlan, Members
 from epload.planning.waves import Wave
 from epload.staging.device_pipe import DevicePipe
@@ -34,8 +35,9 @@ from epload.staging.shards import PreparedExchange, Shards
 from epload.staging.shared_memory import BUFFERS, NodeMemory
 from epload.sync.device_route import DeviceRoute, Link, MemorySink, find_route, obstacle
 from epload.sync.lobby import Member
+from epload.sync.pulling import Probe, Puller, SharedMemory, find_reach
 from epload.sync.report import SyncReport
-from epload.sync.store import fetch, publish
+from epload.sync.store import fetch, get, publish, put
 from epload.sync.transfer import ExchangeRoles, ShardSink, ShardSource, exchange_waves
 from epload.transport.context import TransferContext
 from epload.transport.engine import Engine
@@ -75,6 +77,17 @@ class Attendee:
     """Whether its node keeps a whole version in memory."""
     link: Link | None = None
     """If versions may come from or go to its device without passing through host memory."""
+    probe: Probe | None = None
+    """Of a sender, unless versions have to pass through host memory."""
+    pulls: torch.device | None = None
+    """Of a receiver: the device whose tensors a version may be copied into as it comes."""
+
+    @property
+    def near(self) -> list[Any]:
+        """The machine, and the type of the device on which it shares or opens memory; of a sender that does, its probe."""
+        if self.probe is not None:
+            return [local_network(), *astuple(self.probe)]
+        return [local_network(), self.pulls.type if self.pulls is not None else "", "", 0, ""]
 
 
 @dataclass(eq=False)
@@ -93,10 +106,23 @@ class Epoch:
     """None if a version passes through host memory."""
     legend: str
     """Says which ranks are whose; for error messages."""
+    store: Store
+    """Of both jobs."""
+    puller: Puller | None
+    """Of a receiver that copies a part of each version, or all of it, out of the memory of senders."""
+    not_pulled: str
+    """Why none does that, if it seemed possible; equal on all ranks."""
     prepared: PreparedExchange | None = None
     pipe: DevicePipe | None = None
     """Kept for the next version."""
     _waves_before: int = field(default=0, init=False)
+    _shared: bytes = field(default=b"", init=False)
+    """What a sender has said last of where its tensors lie."""
+    _digests: list[str] = field(init=False)
+    """For the version before, of what each rank has said of that; equal on all ranks."""
+
+    def __post_init__(self) -> None:
+        self._digests = [""] * len(self.control.ranks)
 
     @property
     def rank(self) -> int:
@@ -110,7 +136,6 @@ class Epoch:
         self,
         version: int,
         tensors: list[Tensor] | None,
-        sink: ShardSink,
         report: SyncReport,
         options: SyncOptions,
         show_progress: bool = False,
@@ -120,8 +145,7 @@ class Epoch:
         """Sends or receives a version. Collective over the epoch's ranks.
 
         Args:
-            tensors: to be sent; None on a rank that receives.
-            sink: of a rank that receives, what takes buckets as they arrive.
+            tensors: to be sent, or filled as the version arrives; None to leave it in the node's memory.
             failure: why this rank cannot take part; then nothing moves.
             begins: called when all ranks are ready, before anything moves.
 
@@ -133,9 +157,13 @@ class Epoch:
         try:
             with control.guard():
                 with report.timed("plan"):
-                    control.settle("getting ready", failure, version, _check_version)
+                    shards: Shards | None = None
+                    if tensors is not None and failure is None:
+                        shards, failure = attempt(lambda: self._moved_shards(tensors, options.verify))
+                    self._get_ready(version, tensors, failure, options.timeout)
                 begins()
-                self._move(version, tensors, sink, report, options.verify, show_progress)
+                with self._pulling(tensors, options.verify):
+                    self._move(version, shards, report, options.verify, show_progress)
                 # One key is either this decision or the first failure: the version is whole everywhere, or counts nowhere.
                 control.settle("committing the version", None, last=True)
         except LoadError as error:
@@ -143,6 +171,8 @@ class Epoch:
         finally:
             control.end()
         report.epoch, report.moved, report.buckets = self.number, self.plan.nbytes, len(self.plan.buckets)
+        report.pulled = self.puller.nbytes if self.puller is not None else self.plan.lent
+        report.not_pulled = self.not_pulled
         report.senders, report.receivers = len(self.members.senders), len(self.members.receivers)
         report.tensors, report.nbytes = self.plan.tensors, self.plan.total
         report.transport = self.transport
@@ -152,24 +182,72 @@ class Epoch:
 
     @property
     def transport(self) -> str:
-        """``"host"``, or the backend that moves versions from device to device."""
+        """How versions move; ``"ipc"`` if receivers copy all of each out of the memory of senders."""
+        if not self.plan.node_sets:
+            return "ipc"
         return self.route.backend if self.route is not None else "host"
+
+    def _get_ready(
+        self, version: int, tensors: list[Tensor] | None, failure: Exception | None, timeout: timedelta
+    ) -> None:
+        """Agrees that all sync this version. Senders say where their tensors lie, and receivers plan what they copy from there."""
+        digest, memory = "", None
+        if self.plan.lent and tensors is not None and failure is None:
+            memory, failure = attempt(lambda: self._share(tensors))
+        if memory is not None:
+            digest = digest_of(memory)
+        digests = self.control.settle("getting ready", failure, [version, digest], _check_version)
+        if digests == self._digests:
+            return
+        if self.puller is not None:
+            puller = self.puller
+            _, failure = attempt(lambda: puller.plan(digests, lambda rank: get(self.store, f"memory/{rank}", timeout)))
+        self.control.settle("planning copies between devices", failure)
+        self._digests = digests
+
+    def _moved_shards(self, tensors: list[Tensor], verify: str) -> Shards | None:
+        """The tensors that buckets are packed from or unpacked into; None if there are no buckets."""
+        return self.shards(tensors, verify) if self.plan.node_sets else None
+
+    def _pulling(self, tensors: list[Tensor] | None, verify: str) -> AbstractContextManager[None]:
+        if self.puller is None:
+            return nullcontext()
+        assert tensors is not None
+        return self.puller.copying(tensors, verify != "off")
+
+    def _share(self, tensors: list[Tensor]) -> bytes:
+        """Says where a sender's tensors lie, unless it has."""
+        try:
+            memory = SharedMemory.of(tensors).encode()
+        except RuntimeError as error:
+            raise LoadError(
+                f"the sender's tensors can no longer be opened by other processes: {message_of(error)}; the next version goes "
+                "another way"
+            ) from error
+        for device in {tensor.device for tensor in tensors}:
+            torch.accelerator.current_stream(device).synchronize()
+        if memory != self._shared:
+            put(self.store, f"memory/{self.rank}", memory)
+            self._shared = memory
+        return memory
 
     def _move(
         self,
         version: int,
-        tensors: list[Tensor] | None,
-        sink: ShardSink,
+        shards: Shards | None,
         report: SyncReport,
         verify: str,
         show_progress: bool,
     ) -> None:
+        if not self.plan.node_sets:  # receivers copy all of it out of the memory of senders
+            return
         control, plan = self.control, self.plan
         roles = ExchangeRoles(plan, self.members, self.rank)
         framing = Framing(
             plan.identity, plan.describe, self.rank, control, verify != "off", version=version, ends_in_order=False
         )
-        source = ShardSource(self.shards(tensors, verify)) if tensors is not None else None
+        source = ShardSource(shards) if shards is not None and self.sends else None
+        sink = ShardSink(None if self.sends else shards)
         context = TransferContext(plan, roles, source, framing, control, report)
         if self.route is not None:
             engine = self.route.engine(context, sink if self.memory is None else self._memory_sink(roles, framing))
@@ -267,7 +345,8 @@ def form_epoch(
     """
     names = [publish(store, part) for part in share.outline().encode()]
     link = [me.link.kind, me.link.place] if me.link is not None else ["", ""]
-    view = [me.node, me.sends, me.whole, *names, *link, options.verify]
+    parts = publish(store, share.encode_parts()) if me.probe is not None and me.probe.handle else ""
+    view = [me.node, me.sends, me.whole, *names, *link, me.near, parts, options.verify]
     try:
         control, views = rendezvous(
             PrefixStore(f"epoch/{number}", store), tuple(range(ranks)), me.rank, options.timeout, failure, view,
@@ -306,16 +385,25 @@ def _form(
 ) -> Epoch:
     control.doing = "plans the exchange"
     members = _members_of(views)
+    reach, not_pulled = find_reach(control, members, me.pulls, [view[7] for view in views])
     outlines, failure = attempt(lambda: _outlines(store, views, control.timeout))
     plan: ExchangePlan | None = None
     if outlines is not None:
         plan, failure = attempt(
-            lambda: plan_exchange(manifest, members, outlines, me.rank, share, SYNC_WAVE_BYTES, f"epoch {number}")
+            lambda: plan_exchange(
+                manifest, members, outlines, me.rank, share, SYNC_WAVE_BYTES, f"epoch {number}", reach
+            )
         )
+    puller: Puller | None = None
+    if outlines is not None and plan is not None and plan.pulls is not None:
+        puller, failure = attempt(lambda: _make_puller(store, plan, outlines, views, me, control.timeout))
     fingerprint = plan.fingerprint.hex() if plan is not None else ""
     control.settle("planning the exchange", failure, fingerprint, _check_equal)
     assert plan is not None
     waves = exchange_waves(plan)
+    pulled = (legend, store, puller, not_pulled)
+    if not plan.node_sets:
+        return Epoch(number, control, members, plan, waves, None, GroupCache({}, me.rank, control), None, *pulled)
     whole, kinds, places = ([view[i] for view in views] for i in (2, 5, 6))
     whole_nodes = [node for node in members.nodes if whole[node[0]]]
     route, why = find_route(plan, members, me.rank, control, whole_nodes, me.link, obstacle(kinds, places))
@@ -328,13 +416,29 @@ def _form(
             logger.info("versions pass through host memory: %s", why)
         groups = GroupCache({"cpu": "gloo"}, me.rank, control)
         groups.make("exchange", tuple(members.rail(rail) for rail in range(members.rails)))
-        return Epoch(number, control, members, plan, waves, memory, groups, None, legend)
+        return Epoch(number, control, members, plan, waves, memory, groups, None, *pulled)
     try:
         route.connect()
     except BaseException:
         route.groups.clear()
         raise
-    return Epoch(number, control, members, plan, waves, memory if me.whole else None, route.groups, route, legend)
+    return Epoch(number, control, members, plan, waves, memory if me.whole else None, route.groups, route, *pulled)
+
+
+def _make_puller(
+    store: Store,
+    plan: ExchangePlan,
+    outlines: Mapping[int, Outline],
+    views: Sequence[Sequence[Any]],
+    me: Attendee,
+    timeout: timedelta,
+) -> Puller:
+    assert plan.pulls is not None
+    assert me.pulls is not None
+    shares = {
+        owner: Share.decode(outlines[owner], fetch(store, views[owner][8], timeout)) for owner in plan.pulls.owners
+    }
+    return Puller(plan.pulls, shares, me.pulls)
 
 
 def _make_memory(
@@ -392,12 +496,14 @@ def _check_equal(fingerprints: dict[int, str]) -> None:
             )
 
 
-def _check_version(versions: dict[int, int]) -> None:
-    for rank, version in versions.items():
-        if version != versions[0]:
+def _check_version(views: dict[int, Any]) -> list[str]:
+    """The digests of what senders say of where their tensors lie, by rank."""
+    for rank, (version, _) in views.items():
+        if version != views[0][0]:
             raise LoadError(
-                f"rank 0 syncs version {versions[0]}, rank {rank} version {version}: the ranks are out of step"
+                f"rank 0 syncs version {views[0][0]}, rank {rank} version {version}: the ranks are out of step"
             )
+    return [views[rank][1] for rank in sorted(views)]
 
 
 def describe_ranks(senders: int, members: Sequence[Member]) -> str:

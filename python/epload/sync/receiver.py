@@ -31,12 +31,12 @@ from epload.sync.device_route import link_of
 from epload.sync.engine_model import EngineModel, EngineTarget
 from epload.sync.epoch import Attendee, Epoch, SyncOptions, describe_ranks, form_epoch
 from epload.sync.lobby import Attendance, Member, Offer, Participants, this_process
+from epload.sync.pulling import accelerator_of, same_bits
 from epload.sync.report import SyncReport
 from epload.sync.store import Address, connect, fetch
 from epload.sync.targets import FullTensors, ModelTarget, Target
-from epload.sync.transfer import ShardSink
 
-STAGES = ("host", "none")
+STAGES = ("host", "device", "none")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,10 @@ class WeightReceiver:
             timeout: seconds (or timedelta) that a receiver waits for a version, or without progress after which a sync has
                 failed; 30 minutes if None.
             stage: ``"host"``: a version arrives in memory that the ranks of a node share, and :meth:`commit` copies it into the
-                target. ``"none"``: it arrives in the target, which must not be used meanwhile; if that fails, the target is torn.
+                target. ``"device"``: it arrives in tensors of its own, beside those of the target on their devices, which takes
+                as much memory there until the commit. ``"none"``: it arrives in the target, which must not be used meanwhile; if
+                that fails, the target is torn. With the last two, what a sender on the same machine has in memory of a device is
+                copied straight out of it.
             verify: as for :class:`WeightSender`; equal in both jobs.
             progress: a bar on the engine's first rank when standard error is a terminal.
 
@@ -108,7 +111,7 @@ class WeightReceiver:
         log.configure()
         if stage not in STAGES:
             raise ValueError(f"expected stage to be one of {', '.join(STAGES)}, got {stage!r}")
-        if target is None and stage == "none":
+        if target is None and stage != "host":
             raise ValueError(
                 "expected stage='host' without a target: full tensors are made out of the memory for a version"
             )
@@ -132,6 +135,8 @@ class WeightReceiver:
         """Whether this rank has left an epoch on which the sender may still count."""
         self._closed = False
         self._epoch: Epoch | None = None
+        self._arrived: list[Tensor] = []
+        """With ``stage="device"``, what the version that was received last is in."""
         self._manifest: Manifest | None = None
         self._share: Share | None = None
         self.version: int | None = None
@@ -166,8 +171,8 @@ class WeightReceiver:
     def receive_weights(self, version: int | None = None) -> SyncReport:
         """Waits for the next version and receives it. Collective over the engine's ranks.
 
-        With ``stage="host"``, the target is not touched; a version that was received before and not committed is given up. With
-        ``stage="none"``, the target holds the version when this returns.
+        With ``stage="host"`` or ``"device"``, the target is not touched; a version that was received before and not committed is
+        given up. With ``stage="none"``, the target holds the version when this returns.
 
         Args:
             version: the only one that is right; None for the newest, which is the one that the sender offers next.
@@ -203,29 +208,35 @@ class WeightReceiver:
         epoch, in_place = self._epoch, self._stage == "none"
         assert epoch is not None
 
-        def prepare() -> ShardSink:
-            """Raises LoadError if another version was asked for."""
+        def prepare() -> list[Tensor] | None:
+            """The tensors that the version arrives in; None for the node's memory. Raises LoadError if another version was asked
+            for."""
             if version is not None and version != offer.version:
                 raise LoadError(
                     f"engine {self.engine.name} expected version {version}, but the sender offers {offer.version}"
                 )
-            if not in_place:
-                return ShardSink(None)
+            if self._stage == "host":
+                return None
+            if self._stage == "device":
+                self._arrived = []  # what was not committed goes first
+                self._arrived = self._target.like()
+                return self._arrived
             if self._target.tears_on_prepare:
                 self._tear()
             tensors = self._target.tensors()
-            if epoch.route is not None and {tensor.device for tensor in tensors} != {epoch.route.device}:
+            device = epoch.puller.device if epoch.puller is not None else epoch.route.device if epoch.route else None
+            if device is not None and {tensor.device for tensor in tensors} != {device}:
                 raise LoadError(
-                    f"the receiver's tensors are no longer all on {epoch.route.device}, to which versions came; the next version "
-                    "finds them where they are"
+                    f"the receiver's tensors are no longer all on {device}, to which versions came; the next version finds them "
+                    "where they are"
                 )
-            return ShardSink(epoch.shards(tensors, self._options.verify))
+            return tensors
 
-        sink, failure = attempt(prepare)
+        tensors, failure = attempt(prepare)
         show = self._progress and self.engine.rank == 0
         # From then on every rank of an engine says the same, also one that nothing has reached yet.
         begins = self._tear if in_place else lambda: None
-        epoch.sync(offer.version, None, sink or ShardSink(None), report, self._options, show, failure, begins)
+        epoch.sync(offer.version, tensors, report, self._options, show, failure, begins)
         if in_place:
             self._target.finish()
             self.version, self.torn = offer.version, False
@@ -252,9 +263,28 @@ class WeightReceiver:
             self._tear()
         tensors = self._target.tensors()
         self._tear()
-        self._epoch.unpack(tensors, self._options.verify)
+        if self._stage == "device":
+            self._copy_arrived(tensors)
+        else:
+            self._epoch.unpack(tensors, self._options.verify)
         self._target.finish()
         self.version, self.staged, self.torn = self.staged, None, False
+
+    def _copy_arrived(self, tensors: list[Tensor]) -> None:
+        """Raises LoadError if a version has other tensors than the target, or with ``verify="full"`` other values afterwards."""
+        arrived = self._arrived
+        if [(tensor.shape, tensor.dtype) for tensor in arrived] != [(tensor.shape, tensor.dtype) for tensor in tensors]:
+            raise LoadError("the receiver's model has other tensors than when the version came; receive the next one")
+        with torch.no_grad():
+            for target, tensor in zip(tensors, arrived, strict=True):
+                target.copy_(tensor, non_blocking=True)
+        if self._options.verify == "full":
+            for target, tensor in zip(tensors, arrived, strict=True):
+                if not same_bits(target, tensor):
+                    raise LoadError(
+                        f"a tensor on {target.device} differs from what has arrived: its memory changes bits"
+                    )
+        self._arrived = []
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors of the version that was received last, one after the other, for engines that take nothing else. Counts as
@@ -305,14 +335,19 @@ class WeightReceiver:
             return
         self._drop_epoch()
         _, failure = attempt(lambda: self._read(participants.manifest))
-        senders, in_place = participants.senders, self._stage == "none"
-        devices = self._target.devices if in_place else self._target.devices - {torch.device("cpu")}
+        senders, whole = participants.senders, self._stage == "host"
+        devices = self._target.devices - {torch.device("cpu")} if whole else self._target.devices
         self._epoch = form_epoch(
             self._store,
             participants.epoch,
             senders + len(participants.members),
             Attendee(
-                senders + participants.members.index(self._member), self._node, False, not in_place, link_of(devices)
+                senders + participants.members.index(self._member),
+                self._node,
+                False,
+                whole,
+                link_of(devices),
+                pulls=None if whole else accelerator_of(devices),
             ),
             self._manifest or Manifest((), (), (), ""),
             self._share or _NOTHING,
@@ -331,7 +366,7 @@ class WeightReceiver:
                 logger.warning("%s", warning)
 
     def _drop_epoch(self) -> None:
-        self.staged = None
+        self.staged, self._arrived = None, []
         if self._epoch is not None:
             self._epoch.close()
             self._epoch = None

@@ -25,9 +25,14 @@ class SyncReport(TransferReport):
     waited: float = 0.0
     """Seconds that a receiver waited until the sender had the version and its receivers; not in ``seconds``."""
     stage: str = ""
-    """``"host"`` or ``"none"`` on a receiver, else empty."""
+    """``"host"``, ``"device"`` or ``"none"`` on a receiver, else empty."""
     transport: str = "host"
-    """``"host"`` through host memory, over gloo; else the backend that moved it from device to device, such as ``"nccl"``."""
+    """``"host"`` through host memory, over gloo; else the backend that moved it from device to device, such as ``"nccl"``;
+    ``"ipc"`` if receivers copied all of it out of the device memory of senders."""
+    pulled: int = 0
+    """Bytes that a receiver copied out of the device memory of senders on its machine, or that were copied out of a sender's."""
+    not_pulled: str = ""
+    """Why receivers on a sender's machine did not, where some had their tensors on devices like the sender's."""
 
     _phase_titles: ClassVar[Mapping[str, str]] = {
         "plan": "plan", "read": "pack", "inter_node": "transfer", "unpack": "unpack", "verify": "verify", "wait": "wait",
@@ -35,12 +40,16 @@ class SyncReport(TransferReport):
 
     @property
     def _moved_bytes(self) -> int:
-        return self.moved
+        return self.moved + self.pulled
 
     def _headline(self) -> str:
         did = "received" if self.stage else "sent"
         return (
-            f"{did} version {self.version}: {count(self.tensors, 'tensor')}, {show_bytes(self.moved)} in "
-            f"{count(self.buckets, 'bucket')}, {self.seconds:.3f} s ({show_rate(self._rate)}); "
-            f"{count(self.senders, 'sender')}, {count(self.receivers, 'receiver')}, epoch {self.epoch}"
+            f"{did} version {self.version}: {count(self.tensors, 'tensor')}, {self._way()}, {self.seconds:.3f} s "
+            f"({show_rate(self._rate)}); {count(self.senders, 'sender')}, {count(self.receivers, 'receiver')}, epoch {self.epoch}"
         )
+
+    def _way(self) -> str:
+        moved = f"{show_bytes(self.moved)} in {count(self.buckets, 'bucket')}"
+        pulled = f"{show_bytes(self.pulled)} between devices' memory"
+        return " and ".join([moved] * (not self.pulled or self.moved > 0) + [pulled] * (self.pulled > 0))

@@ -29,9 +29,9 @@ from epload.saving.model_reader import ModelReader
 from epload.sync.device_route import Link, link_of
 from epload.sync.epoch import Attendee, Epoch, SyncOptions, describe_ranks, form_epoch
 from epload.sync.lobby import LEASE_SECONDS, Lobby, Member, Offer, Participants, fetch_members, publish_members
+from epload.sync.pulling import Probe
 from epload.sync.report import SyncReport
 from epload.sync.store import Address, connect, format_address, parse_address, publish, serve
-from epload.sync.transfer import ShardSink
 
 SNAPSHOTS = ("none", "host")
 TRANSPORTS = ("auto", "host")
@@ -132,6 +132,10 @@ class WeightSender:
         """Of this version's tensors."""
         self._epoch_link: Link | None = None
         """Of those that the epoch was formed with."""
+        self._probe: Probe | None = None
+        """Of this version's tensors; None if versions have to pass through host memory."""
+        self._epoch_shares = False
+        """Whether memory of those that the epoch was formed with can be opened by other processes."""
         self._epochs = 0
         self._members: tuple[Member, ...] = ()
         self._version: int | None = None
@@ -202,6 +206,7 @@ class WeightSender:
             tensors, failure = attempt(lambda: self._tensors_of(read.targets))
         if tensors is not None and self._transport == "auto":
             self._link = link_of({tensor.device for tensor in tensors})
+            self._probe = Probe.of(tensors)
         if wait:
             return self._send(version, report, began, read, failure, tensors)
         self._sending = threads.start(
@@ -285,7 +290,11 @@ class WeightSender:
         """The sender's ranks agree on the model, and hear which receivers take part."""
         control = self.topology.control
         changed = (
-            read is None or self._known is None or self._known.share is not read.share or self._link != self._epoch_link
+            read is None
+            or self._known is None
+            or self._known.share is not read.share
+            or self._link != self._epoch_link
+            or self._shares != self._epoch_shares
         )
         digest = read.manifest.digest.hex() if read is not None else ""
 
@@ -352,11 +361,11 @@ class WeightSender:
                 self._join(participants, manifest, share)
         epoch = self._epoch
         assert epoch is not None
-        epoch.sync(version, tensors, ShardSink(None), report, self._options, self._progress and self._first)
+        epoch.sync(version, tensors, report, self._options, self._progress and self._first)
 
     def _join(self, participants: Participants, manifest: Manifest, share: Share) -> None:
         self._drop_epoch()
-        self._epoch_link = self._link
+        self._epoch_link, self._epoch_shares = self._link, self._shares
         ranks = self.topology.ranks
         rank = ranks.index(self.topology.rank)
         node = next(i for i, node in enumerate(self.topology.nodes) if self.topology.rank in node)
@@ -364,13 +373,17 @@ class WeightSender:
             self._store,
             participants.epoch,
             len(ranks) + len(participants.members),
-            Attendee(rank, f"sender {local_network()} {node}", sends=True, link=self._link),
+            Attendee(rank, f"sender {local_network()} {node}", sends=True, link=self._link, probe=self._probe),
             manifest,
             share,
             None,
             self._options,
             describe_ranks(len(ranks), participants.members),
         )
+
+    @property
+    def _shares(self) -> bool:
+        return self._probe is not None and bool(self._probe.handle)
 
     def _drop_epoch(self) -> None:
         if self._epoch is not None:

@@ -147,13 +147,8 @@ def publish(store: Store, content: bytes) -> str:
     """Puts bytes into the store, unless they are there; returns the name under which :func:`fetch` finds them. Ranks that publish
     the same at once write the same."""
     name = hashlib.blake2b(content, digest_size=16).hexdigest()
-    key = f"content/{name}"
-    if store.check([key]):
-        return name
-    parts = [content[begin : begin + _PART_BYTES] for begin in range(0, len(content), _PART_BYTES)] or [b""]
-    for number, part in enumerate(parts):
-        store.set(f"{key}/{number}", part)  # type: ignore[arg-type]
-    store.set(key, str(len(parts)))
+    if not store.check([f"content/{name}"]):
+        put(store, f"content/{name}", content)
     return name
 
 
@@ -163,15 +158,31 @@ def fetch(store: Store, name: str, timeout: timedelta) -> bytes:
     Raises:
         LoadError: the store is lost, or the content is not there in time.
     """
-    key = f"content/{name}"
-    try:
-        store.wait([key], timeout)
-        content = b"".join(store.get(f"{key}/{number}") for number in range(int(store.get(key))))
-    except RuntimeError as error:
-        raise LoadError(f"the store has no content {name}: {message_of(error)}") from error
+    content = get(store, f"content/{name}", timeout)
     if hashlib.blake2b(content, digest_size=16).hexdigest() != name:
         raise LoadError(f"the store's content {name} has changed")
     return content
+
+
+def put(store: Store, key: str, content: bytes) -> None:
+    """Sets a key to bytes, however many."""
+    parts = [content[begin : begin + _PART_BYTES] for begin in range(0, len(content), _PART_BYTES)] or [b""]
+    for number, part in enumerate(parts):
+        store.set(f"{key}/{number}", part)  # type: ignore[arg-type]
+    store.set(key, str(len(parts)))
+
+
+def get(store: Store, key: str, timeout: timedelta) -> bytes:
+    """The bytes that :func:`put` has set a key to. Waits until they are there.
+
+    Raises:
+        LoadError: the store is lost, or the content is not there in time.
+    """
+    try:
+        store.wait([key], timeout)
+        return b"".join(store.get(f"{key}/{number}") for number in range(int(store.get(key))))
+    except RuntimeError as error:
+        raise LoadError(f"the store has no {key}: {message_of(error)}") from error
 
 
 def post(store: Store, key: str, value: Any) -> None:

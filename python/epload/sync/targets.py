@@ -51,6 +51,10 @@ class Target(Protocol):
         """The local tensors that the share counts. Raises LoadError if they are not what they were."""
         ...
 
+    def like(self) -> list[Tensor]:
+        """Tensors without values of the shapes, dtypes and devices of :meth:`tensors`, with memory of their own."""
+        ...
+
     def finish(self) -> None:
         """After a version was copied into them."""
         ...
@@ -112,6 +116,9 @@ class ModelTarget:
             )
         return targets.local()
 
+    def like(self) -> list[Tensor]:
+        return [torch.empty_like(tensor, requires_grad=False) for tensor in self.tensors()]
+
     def finish(self) -> None:
         pass
 
@@ -148,6 +155,8 @@ class FullTensors:
 
     def tensors(self) -> list[Tensor]:
         raise ValueError("a receiver without a target has nothing to commit to: take its tensors()")
+
+    like = tensors
 
     def finish(self) -> None:
         pass

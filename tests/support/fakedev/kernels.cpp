@@ -54,6 +54,29 @@ EPLOAD_EXPORT void epload_cuda_unpin(void* memory) {
   fakedev::unpin(memory);
 }
 
+EPLOAD_EXPORT int epload_cuda_share(const void* memory, EploadCudaAllocation* found) {
+  return std::getenv("EPLOAD_TEST_NOT_SHARED") == nullptr &&
+                 fakedev::share(memory, found->handle, found->base, found->nbytes)
+             ? 0
+             : 1;
+}
+
+EPLOAD_EXPORT int epload_cuda_open(const char* handle, void** memory) {
+  *memory = fakedev::open(handle);
+  return *memory != nullptr ? 0 : 400;
+}
+
+EPLOAD_EXPORT void epload_cuda_close(void* memory) {
+  fakedev::close(memory);
+}
+
 EPLOAD_EXPORT const char* epload_cuda_error(int error) {
-  return error == 209 ? "no kernel image is available for execution on the device" : "no other error is possible here";
+  switch (error) {
+    case 1:
+      return "invalid argument";
+    case 209:
+      return "no kernel image is available for execution on the device";
+    default:
+      return "invalid resource handle";
+  }
 }

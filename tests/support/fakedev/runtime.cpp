@@ -1,7 +1,11 @@
 #include "runtime.h"
 
 #include <c10/util/Exception.h>
+#include <fcntl.h>
 #include <pthread.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -289,6 +293,83 @@ struct Block {
   std::set<int64_t> users; // other streams it was recorded on
 };
 
+// What the allocator gets of the system: small blocks share segments, a large one has its own, as torch's.
+class Segments {
+ public:
+  struct Segment {
+    char* data;
+    size_t nbytes;
+    int fd; // other processes map the memory by it
+    int device;
+    size_t used = 0; // all before has been given out
+    int blocks = 0;  // that have not been given back
+  };
+
+  char* take(int device, size_t nbytes) {
+    auto* segment = nbytes <= kSmall ? &open_[device] : nullptr;
+    if (segment == nullptr || *segment == nullptr || (*segment)->used + nbytes > (*segment)->nbytes) {
+      auto* const fresh = map(device, nbytes <= kSmall ? kSegment : (nbytes + 4095) / 4096 * 4096);
+      if (segment != nullptr && *segment != nullptr && (*segment)->blocks == 0) {
+        unmap(*segment);
+      }
+      if (segment == nullptr) {
+        fresh->used = nbytes;
+        fresh->blocks = 1;
+        return fresh->data;
+      }
+      *segment = fresh;
+    }
+    char* const data = (*segment)->data + (*segment)->used;
+    (*segment)->used += nbytes;
+    (*segment)->blocks += 1;
+    return data;
+  }
+
+  void give_back(char* data) {
+    auto* const segment = find(data);
+    if (--segment->blocks == 0) {
+      if (open_[segment->device] == segment) {
+        open_[segment->device] = nullptr;
+      }
+      unmap(segment);
+    }
+  }
+
+  Segment* find(const char* data) {
+    auto after = all_.upper_bound(const_cast<char*>(data));
+    if (after == all_.begin()) {
+      return nullptr;
+    }
+    auto* const segment = (--after)->second;
+    return data < segment->data + segment->nbytes ? segment : nullptr;
+  }
+
+ private:
+  static constexpr size_t kSmall = 1 << 20, kSegment = 2 << 20;
+
+  Segment* map(int device, size_t nbytes) {
+    const int fd = memfd_create("fakedev", MFD_CLOEXEC);
+    void* data = MAP_FAILED;
+    if (fd >= 0 && ftruncate(fd, static_cast<off_t>(nbytes)) == 0) {
+      data = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    }
+    TORCH_CHECK(data != MAP_FAILED, "fakedev: out of memory, asked for ", nbytes, " bytes");
+    auto* const segment = new Segment{static_cast<char*>(data), nbytes, fd, device};
+    all_[segment->data] = segment;
+    return segment;
+  }
+
+  void unmap(Segment* segment) {
+    all_.erase(segment->data);
+    munmap(segment->data, segment->nbytes);
+    ::close(segment->fd);
+    delete segment;
+  }
+
+  std::map<char*, Segment*> all_;
+  Segment* open_[kDevices] = {};
+};
+
 // A caching allocator in CUDA's manner: a freed block serves its own stream again at once, since that stream's order
 // keeps the old use before the new one; one recorded on other streams waits for these first.
 struct Allocator {
@@ -296,6 +377,7 @@ struct Allocator {
   std::map<std::tuple<int, int64_t, size_t>, std::vector<Block*>> cached; // last freed, first reused
   std::map<void*, Block*> live;
   std::vector<std::pair<Block*, std::vector<Event>>> pending;
+  Segments segments;
 
   void reuse(Block* block) {
     block->users.clear();
@@ -338,8 +420,7 @@ void* allocate(size_t nbytes) {
     fitting.pop_back();
     poison(*block, kFresh);
   } else {
-    auto* const data = static_cast<char*>(std::aligned_alloc(512, rounded));
-    TORCH_CHECK(data != nullptr, "fakedev: out of memory, asked for ", rounded, " bytes");
+    auto* const data = a.segments.take(current_device, rounded);
     std::memset(data, kFresh, rounded);
     block = new Block{data, rounded, current_device, current_stream[current_device], {}};
   }
@@ -387,12 +468,78 @@ void release_cached() {
   for (auto& [key, blocks] : a.cached) {
     if (std::get<0>(key) == current_device) {
       for (auto* const block : blocks) {
-        std::free(block->data);
+        a.segments.give_back(block->data);
         delete block;
       }
       blocks.clear();
     }
   }
+}
+
+namespace {
+
+struct Handle {
+  int64_t pid;
+  int64_t fd;
+  uint64_t inode;
+  uint64_t nbytes;
+};
+
+struct Mappings {
+  std::mutex mutex;
+  std::map<void*, uint64_t> nbytes;
+};
+
+Mappings& mappings() {
+  static auto* const one = new Mappings;
+  return *one;
+}
+
+} // namespace
+
+bool share(const void* memory, char* handle, uint64_t& base, uint64_t& nbytes) {
+  auto& a = allocator();
+  const std::lock_guard<std::mutex> lock(a.mutex);
+  const auto* const segment = a.segments.find(static_cast<const char*>(memory));
+  struct stat facts{};
+  if (segment == nullptr || fstat(segment->fd, &facts) != 0) {
+    return false;
+  }
+  const Handle found{getpid(), segment->fd, facts.st_ino, segment->nbytes};
+  std::memcpy(handle, &found, sizeof found);
+  base = reinterpret_cast<uint64_t>(segment->data);
+  nbytes = segment->nbytes;
+  return true;
+}
+
+void* open(const char* handle) {
+  Handle asked{};
+  std::memcpy(&asked, handle, sizeof asked);
+  if (asked.pid == getpid()) {
+    return nullptr;
+  }
+  const auto path = "/proc/" + std::to_string(asked.pid) + "/fd/" + std::to_string(asked.fd);
+  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) {
+    return nullptr;
+  }
+  struct stat facts{};
+  void* data = MAP_FAILED;
+  if (fstat(fd, &facts) == 0 && facts.st_ino == asked.inode) {
+    data = mmap(nullptr, asked.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  }
+  ::close(fd);
+  if (data == MAP_FAILED) {
+    return nullptr;
+  }
+  const std::lock_guard<std::mutex> lock(mappings().mutex);
+  mappings().nbytes[data] = asked.nbytes;
+  return data;
+}
+
+void close(void* memory) {
+  const std::lock_guard<std::mutex> lock(mappings().mutex);
+  munmap(memory, mappings().nbytes.extract(memory).mapped());
 }
 
 bool drain(double seconds) {

@@ -108,6 +108,12 @@ void deallocate(void* data); // the block may serve its own stream again at once
 void record_stream(void* data, const c10::Stream& user);
 void release_cached(); // waits for the device
 
+// Allocations that other processes map, as CUDA's: a mapping stays when the memory is freed or its process ends; a
+// handle does not. Another process alone can open it.
+bool share(const void* memory, char* handle, uint64_t& base, uint64_t& nbytes);
+void* open(const char* handle); // null if it cannot
+void close(void* memory);
+
 // Memory of the host that copies need not wait for; poisoned when it is that no longer.
 void pin(void* memory, size_t nbytes);
 void unpin(void* memory);

@@ -1,0 +1,141 @@
+#include "shared.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <unistd.h>
+
+#include <exception>
+#include <map>
+#include <tuple>
+#include <vector>
+
+namespace epload {
+namespace {
+
+struct Sharing {
+  std::string (*share)(const void* memory, SharedAllocation& found) = nullptr;
+  std::string (*open)(const std::array<char, kHandleBytes>& handle, void*& memory) = nullptr;
+  void (*close)(void* memory) = nullptr;
+};
+
+Sharing& sharing(c10::DeviceType device) {
+  static std::array<Sharing, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)> table{};
+  return table.at(static_cast<size_t>(device));
+}
+
+const Sharing& sharing_of(const char* op, c10::Device device) {
+  const auto& driver = sharing(device.type());
+  TORCH_CHECK(driver.share != nullptr, op, ": memory of ", device, " cannot be shared between processes");
+  return driver;
+}
+
+std::string to_hex(const std::array<char, kHandleBytes>& bytes) {
+  constexpr const char* kDigits = "0123456789abcdef";
+  std::string text;
+  for (const char byte : bytes) {
+    text += kDigits[static_cast<uint8_t>(byte) >> 4];
+    text += kDigits[static_cast<uint8_t>(byte) & 15];
+  }
+  return text;
+}
+
+std::array<char, kHandleBytes> from_hex(const std::string& text) {
+  const auto digit = [](char c) { return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1; };
+  std::array<char, kHandleBytes> bytes{};
+  bool valid = text.size() == 2 * bytes.size();
+  for (size_t i = 0; valid && i < bytes.size(); ++i) {
+    const int high = digit(text[2 * i]), low = digit(text[2 * i + 1]);
+    valid = high >= 0 && low >= 0;
+    bytes[i] = static_cast<char>(high << 4 | low);
+  }
+  TORCH_CHECK_VALUE(valid, "open_memory: expected a handle of ", 2 * kHandleBytes, " hexadecimal digits");
+  return bytes;
+}
+
+// See ops.py.
+std::tuple<at::Tensor, std::vector<std::string>, std::vector<int64_t>> share_memory(at::TensorList tensors) {
+  TORCH_CHECK_VALUE(!tensors.empty(), "share_memory: expected at least one tensor");
+  const auto device = tensors[0].device();
+  const auto& driver = sharing_of("share_memory", device);
+  const c10::DeviceGuard on_device(device);
+  auto places = at::empty({static_cast<int64_t>(tensors.size()), 2}, at::TensorOptions(at::kCPU).dtype(at::kLong));
+  auto* place = places.mutable_data_ptr<int64_t>();
+  std::vector<std::string> handles;
+  std::vector<int64_t> sizes;
+  std::map<uint64_t, int64_t> known; // by the end of each allocation its number
+  std::vector<uint64_t> begins;
+  for (size_t i = 0; i < tensors.size(); ++i, place += 2) {
+    TORCH_CHECK_VALUE(
+        tensors[i].device() == device,
+        "share_memory: expected tensors on one device, got one on ",
+        device,
+        " and one on ",
+        tensors[i].device());
+    place[0] = -1;
+    place[1] = 0;
+    if (tensors[i].numel() == 0) {
+      continue;
+    }
+    const auto at = reinterpret_cast<uint64_t>(tensors[i].const_data_ptr());
+    auto found = known.upper_bound(at);
+    if (found == known.end() || begins[found->second] > at) {
+      SharedAllocation allocation;
+      const auto obstacle = driver.share(tensors[i].const_data_ptr(), allocation);
+      TORCH_CHECK(obstacle.empty(), obstacle);
+      handles.push_back(to_hex(allocation.handle));
+      sizes.push_back(allocation.nbytes);
+      begins.push_back(allocation.base);
+      found = known.emplace(allocation.base + allocation.nbytes, static_cast<int64_t>(begins.size()) - 1).first;
+    }
+    place[0] = found->second;
+    place[1] = static_cast<int64_t>(at - begins[found->second]);
+  }
+  return {places, handles, sizes};
+}
+
+// See ops.py.
+at::Tensor open_memory(const std::string& handle, int64_t nbytes, c10::Device device) {
+  TORCH_CHECK_VALUE(nbytes > 0, "open_memory: expected the bytes of an allocation, got ", nbytes);
+  const auto& driver = sharing_of("open_memory", device);
+  const auto bytes = from_hex(handle);
+  const c10::DeviceGuard on_device(device);
+  void* memory = nullptr;
+  const auto obstacle = driver.open(bytes, memory);
+  TORCH_CHECK(obstacle.empty(), "memory of another process cannot be opened on ", device, ": ", obstacle);
+  const auto close = [device, close = driver.close, owner = getpid()](void* data) {
+    if (getpid() != owner) {
+      return; // a child of a fork has never had it
+    }
+    try {
+      const c10::DeviceGuard closed_there(device);
+      close(data);
+    } catch (const std::exception&) {
+      return; // the device is of no more use
+    }
+  };
+  return at::for_blob(memory, {nbytes})
+      .deleter(close)
+      .options(at::TensorOptions(device).dtype(at::kByte))
+      .target_device(device)
+      .make_tensor();
+}
+
+} // namespace
+
+RegisterSharing::RegisterSharing(
+    c10::DeviceType device,
+    std::string (*share)(const void* memory, SharedAllocation& found),
+    std::string (*open)(const std::array<char, kHandleBytes>& handle, void*& memory),
+    void (*close)(void* memory)) {
+  sharing(device) = {share, open, close};
+}
+
+} // namespace epload
+
+TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
+  m.impl("share_memory", TORCH_FN(epload::share_memory));
+  m.impl("open_memory", TORCH_FN(epload::open_memory));
+}
