@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from itertools import product
 from typing import NamedTuple
 from unittest import mock
@@ -27,6 +28,7 @@ from epload.native import ops
 from epload.planning import exchange, schedule
 from epload.planning.cells import make_slots, merge_boxes
 from epload.planning.exchange import plan_exchange
+from epload.planning.pulls import Strided
 from epload.planning.shares import Outline, Share, ShareBuilder, parts_of_view, whole_share
 from epload.planning.streams import Members, Stream
 
@@ -45,13 +47,17 @@ class Tensors(NamedTuple):
         return Kinds.of(self.shapes, self.dtypes)
 
 
-def share_of(layouts: list[Layout], coordinate: Shape, tensors: Tensors, dtype: torch.dtype) -> Share:
+def share_of(
+    layouts: list[Layout], coordinate: Shape, tensors: Tensors, dtype: torch.dtype, flipped: Collection[int] = ()
+) -> Share:
+    """``flipped``: tensors whose local ones have their dims in reverse, as the layouts say."""
     builder = ShareBuilder(len(tensors.names))
     for i, (shape, layout) in enumerate(zip(tensors.shapes, layouts, strict=True)):
-        view = View((0,) * len(shape), shape, 0, row_major_strides(shape))
-        if not builder.add_alike(i, (i,), layout):
+        step = -1 if i in flipped else 1
+        view = View((0,) * len(shape), shape[::step], 0, row_major_strides(shape)[::step])
+        if not builder.add_alike(i, (i,), (layout, step)):
             parts = parts_of_view(view, shape, owned_regions(layout, coordinate))
-            builder.add(i, (i,), dtype, layout, parts)
+            builder.add(i, (i,), dtype, (layout, step), parts)
     return builder.build()
 
 
@@ -89,7 +95,27 @@ def random_nodes(chance: random.Random, ranks: range) -> tuple[tuple[int, ...], 
     return tuple(found)
 
 
+def in_allocations(chance: random.Random, tensors: list[Tensor]) -> tuple[list[Tensor], Tensor, list[Strided], Tensor]:
+    """Copies of tensors in two allocations, their dims in any order in memory; and what a sender says of where they lie."""
+    allocations, at = [torch.full((1 << 20,), 0x5A, dtype=torch.uint8) for _ in range(2)], [0, 0]
+    layouts: dict[Strided, int] = {}
+    layout, places = [], []
+    for tensor in tensors:
+        number = chance.randrange(2)
+        order = chance.sample(range(tensor.ndim), tensor.ndim)
+        at[number] += tensor.element_size() * chance.randrange(5) + -at[number] % tensor.element_size()
+        memory = allocations[number][at[number] :][: tensor.nbytes].view(tensor.dtype)
+        placed = memory.reshape([tensor.shape[dim] for dim in order])
+        placed = placed.permute([order.index(dim) for dim in range(tensor.ndim)])
+        placed.copy_(tensor)
+        layout.append(layouts.setdefault(Strided(tensor.dtype, placed.stride()), len(layouts)))
+        places.append([number if tensor.numel() else -1, at[number]])
+        at[number] += tensor.nbytes
+    return allocations, torch.tensor(layout), list(layouts), torch.tensor(places)
+
+
 def check_case(seed: int) -> None:
+    """A receiver has what came in buckets, and what it has copied out of the memory of senders."""
     chance = random.Random(seed)
     count = chance.randint(1, 9)
     shapes = tuple(
@@ -99,15 +125,28 @@ def check_case(seed: int) -> None:
     sent, kept = chance.choice(dtypes), chance.choice(dtypes)
     tensors = Tensors(tuple(f"t{i}" for i in range(count)), shapes, (sent,) * count)
     meshes = [chance.choice(((1,), (2,), (3,), (2, 2), (4,), (3, 2))) for _ in range(2)]
-    theirs, ours = (random_layouts(chance, shapes, mesh) for mesh in meshes)
+    flipped = [{i for i in range(count) if chance.random() < 0.3} for _ in meshes]
+    theirs, ours = (
+        random_layouts(chance, tuple(shape[:: -1 if i in some else 1] for i, shape in enumerate(shapes)), mesh)
+        for mesh, some in zip(meshes, flipped, strict=True)
+    )
     senders, receivers = (list(product(*map(range, mesh))) for mesh in meshes)
     first = len(senders)
     full = [
         (torch.arange(torch.Size(shape).numel()).reshape(shape) + 1000.0 * i).to(sent) for i, shape in enumerate(shapes)
     ]
-    shares = [share_of(theirs, at, tensors, sent) for at in senders]
-    shares += [share_of(ours, at, tensors, kept) for at in receivers]
+    of_theirs, of_ours = (
+        [tensor.permute(tuple(range(tensor.ndim))[:: -1 if i in some else 1]) for i, tensor in enumerate(full)]
+        for some in flipped
+    )
+    shares = [share_of(theirs, at, tensors, sent, flipped[0]) for at in senders]
+    shares += [share_of(ours, at, tensors, kept, flipped[1]) for at in receivers]
     members = Members(random_nodes(chance, range(first)), random_nodes(chance, range(first, first + len(receivers))))
+    reach = {
+        node: tuple(rank for rank in range(first) if chance.random() < 0.6)
+        for node in range(len(members.nodes))
+        if chance.random() < 0.6
+    }
     outlines = {rank: Outline.decode(*share.outline().encode()) for rank, share in enumerate(shares)}
     with (
         mock.patch.object(schedule, "MIN_WAVE_BYTES", 128),
@@ -116,12 +155,14 @@ def check_case(seed: int) -> None:
     ):
         wave_bytes = chance.choice((256, 1024, 1 << 20))
         plans = [
-            plan_exchange(tensors, members, outlines, rank, share, wave_bytes) for rank, share in enumerate(shares)
+            plan_exchange(tensors, members, outlines, rank, share, wave_bytes, reach=reach)
+            for rank, share in enumerate(shares)
         ]
     assert len({plan.fingerprint for plan in plans}) == 1
-    on_the_way = {}
+    on_the_way, memory = {}, []
     for rank, at in enumerate(senders):
-        local = [local_of(tensor, layout, at) for tensor, layout in zip(full, theirs, strict=True)]
+        local = [local_of(tensor, layout, at) for tensor, layout in zip(of_theirs, theirs, strict=True)]
+        memory.append(in_allocations(chance, local))
         for number, bucket in enumerate(plans[rank].buckets):
             buffer = torch.zeros(bucket.nbytes, dtype=torch.uint8)
             ops.pack(buffer, [local[target] for target in bucket.targets], bucket.copies.rows)
@@ -131,7 +172,7 @@ def check_case(seed: int) -> None:
         assert len(received) == 1, "ranks of a node do not expect the same"
         for rank in node:
             at = receivers[rank - first]
-            expected = [local_of(tensor.to(kept), layout, at) for tensor, layout in zip(full, ours, strict=True)]
+            expected = [local_of(tensor.to(kept), layout, at) for tensor, layout in zip(of_ours, ours, strict=True)]
             found = [torch.full_like(tensor, -7) for tensor in expected]
             for number, bucket in enumerate(plans[rank].buckets):
                 ops.unpack(
@@ -139,8 +180,17 @@ def check_case(seed: int) -> None:
                     [found[target] for target in bucket.targets],
                     bucket.copies.rows,
                 )
+            pulls = plans[rank].pulls
+            assert pulls is None or {*pulls.owners} <= {*reach[members.nodes.index(node)]}
+            for owner in pulls.owners if pulls is not None else []:
+                allocations, *places = memory[owner]
+                shared = Share.decode(outlines[owner], shares[owner].encode_parts())
+                copies, allocation = pulls.copies(owner, shared, places[0], places[1], places[2])
+                for number in range(2):
+                    ops.unpack(allocations[number], found, copies.rows[allocation == number])
             for i, (a, b) in enumerate(zip(found, expected, strict=True)):
                 assert torch.equal(a, b), f"rank {rank}, tensor {i}"
+    assert any(plan.lent for plan in plans[:first]) == any(plan.pulls is not None for plan in plans[first:])
 
 
 @pytest.mark.parametrize("seeds", [range(i, i + 40) for i in range(0, 120, 40)], ids=str)

@@ -1,4 +1,5 @@
-"""Models on devices: from one to the other if all ranks of both jobs have theirs there, else through host memory."""
+"""Models on devices: from one to the other over their backend if all ranks of both jobs have theirs there, else through host
+memory. Their memory cannot be opened by other processes; see test_sync_pulls for where it can."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def receive(
 def test_models_on_a_device(
     trainer: Any, engines: list[Any], verify: str, options: Any, transport: str, semantics: str
 ) -> None:
-    setup = partial(fakedev.setup, semantics)
+    setup = partial(fakedev.setup, semantics, shares=False)
     layout, world, nodes, where = trainer
     receivers = sum(count for _, count, *_ in engines)
     jobs = [Job(world, send, (layout, world, nodes, where, receivers, {"verify": verify, **options}), setup=setup)]
@@ -168,7 +169,7 @@ def never_connects(rank: int, meeting: Meeting, dies: bool) -> tuple[bool, bool]
 @pytest.mark.parametrize("dies", [True, False], ids=["dies", "raises"])
 def test_a_rank_that_does_not_come_to_a_communicator_is_an_error(dies: bool, semantics: str) -> None:
     """And nothing is torn."""
-    setup = partial(fakedev.setup, semantics, lazy=True)
+    setup = partial(fakedev.setup, semantics, lazy=True, shares=False)
     sent, received = run(
         [
             Job(1, send_one, (20,), setup=setup),
@@ -203,7 +204,7 @@ def receive_flipped(rank: int, meeting: Meeting) -> str:
 
 
 def test_a_bit_that_changes_on_its_way_into_host_memory_is_found() -> None:
-    setup = partial(fakedev.setup, "nccl")
+    setup = partial(fakedev.setup, "nccl", shares=False)
     sent, received = run(
         [Job(1, send_one, (30, "buckets"), setup=setup), Job(1, receive_flipped, setup=setup)],
     )
@@ -255,14 +256,14 @@ def move_to_cpu(model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("stage", ["host", "none"])
 def test_a_trainer_that_moves_to_another_device(stage: str) -> None:
-    setup = partial(fakedev.setup, "nccl")
+    setup = partial(fakedev.setup, "nccl", shares=False)
     jobs = [Job(1, send_moved, (True,), setup=setup), Job(1, receive_moved, (False, stage), setup=setup)]
     assert run(jobs) == [[[CCL, "host", "host"]], [[CCL, "host", "host"]]]
 
 
 @pytest.mark.parametrize("stage", ["host", "none"])
 def test_an_engine_that_moves_to_another_device(stage: str) -> None:
-    setup = partial(fakedev.setup, "nccl")
+    setup = partial(fakedev.setup, "nccl", shares=False)
     jobs = [Job(1, send_moved, (False,), setup=setup), Job(1, receive_moved, (True, stage), setup=setup)]
     (sent,), (received,) = run(jobs)
     if stage == "host":  # which leaves the device out
@@ -290,7 +291,7 @@ def receive_in_few_groups(rank: int, *args: Any) -> list[str]:
 
 
 def test_too_many_communicators_are_not_made() -> None:
-    setup = partial(fakedev.setup, "nccl")
+    setup = partial(fakedev.setup, "nccl", shares=False)
     jobs = [
         Job(2, send_in_few_groups, ("fsdp", 2, None, DEVICE, 2, {}), setup=setup),
         Job(2, receive_in_few_groups, ("tp0", 2, None, DEVICE, "none", {}), setup=setup),
@@ -330,7 +331,7 @@ def receive_slowly(rank: int, meeting: Meeting, stream: str, *args: Any) -> list
 @pytest.mark.parametrize("stream", ["entry", "spread", "local"])
 @pytest.mark.parametrize("slow_job", ["trainer", "engine"])
 def test_no_stream_overtakes_another(slow_job: str, stream: str, stage: str) -> None:
-    setup = partial(fakedev.setup, "nccl")
+    setup = partial(fakedev.setup, "nccl", shares=False)
     nodes = [[0, 1], [2]]
     # A checksum would make the host wait for the stream.
     sends: list[Any] = [send, ("fsdp", 2, None, DEVICE, 3, {})]
@@ -384,6 +385,6 @@ def receive_late(rank: int, meeting: Meeting, where: str, stage: str) -> bool:
 
 @pytest.mark.parametrize(("where", "stage"), [("cpu", "host"), (DEVICE, "host"), (DEVICE, "none")])
 def test_what_the_caller_has_queued_comes_before(where: str, stage: str) -> None:
-    setup = partial(fakedev.setup, "nccl")
+    setup = partial(fakedev.setup, "nccl", shares=False)
     _, received = run([Job(1, send_late, setup=setup), Job(1, receive_late, (where, stage), setup=setup)])
     assert received == [True]

@@ -117,7 +117,7 @@ PLACES = pytest.mark.parametrize("semantics", [None, *fakedev.SEMANTICS], ids=["
 
 def place(semantics: str | None) -> tuple[str, Callable[[], str] | None]:
     """Where models are, and the setup of jobs that have them there."""
-    return (DEVICE, partial(fakedev.setup, semantics)) if semantics is not None else ("cpu", None)
+    return (DEVICE, partial(fakedev.setup, semantics, shares=False)) if semantics is not None else ("cpu", None)
 
 
 @PLACES

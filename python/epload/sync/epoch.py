@@ -190,7 +190,7 @@ class Epoch:
     def _get_ready(
         self, version: int, tensors: list[Tensor] | None, failure: Exception | None, timeout: timedelta
     ) -> None:
-        """Agrees that all sync this version. Senders say where their tensors lie, and receivers plan what they copy from there."""
+        """Agrees that all sync this version. Senders say where their tensors lie; receivers plan what they copy from there."""
         digest, memory = "", None
         if self.plan.lent and tensors is not None and failure is None:
             memory, failure = attempt(lambda: self._share(tensors))

@@ -22,7 +22,7 @@ from epload.core import dtypes
 from epload.core.columns import column
 from epload.core.copy_table import CopyTable
 from epload.core.placement import box_slices
-from epload.errors import LoadError, message_of
+from epload.errors import LoadError
 from epload.native import ops
 from epload.planning.pulls import Pulls, Reach, Strided
 from epload.planning.shares import Share, digest_of
@@ -95,7 +95,7 @@ class Probe:
         try:
             _, (handle,), (nbytes,) = ops.share_memory([first.detach()])
         except RuntimeError as error:
-            return Probe(device.type, "", 0, message_of(error))
+            return Probe(device.type, "", 0, _reason(error))
         return Probe(device.type, handle, nbytes, "")
 
     def opens(self, device: torch.device) -> str:
@@ -103,7 +103,7 @@ class Probe:
         try:
             ops.open_memory(self.handle, self.nbytes, device)
         except RuntimeError as error:
-            return message_of(error)
+            return _reason(error)
         return ""
 
 
@@ -246,7 +246,7 @@ class Puller:
         try:
             return ops.open_memory(allocation.handle, allocation.nbytes, self.device)
         except RuntimeError as error:
-            raise LoadError(f"rank {owner} has ended or has freed its tensors: {message_of(error)}") from error
+            raise LoadError(f"rank {owner} has ended or has freed its tensors: {_reason(error)}") from error
 
     def _compare(self, opened: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Compares by torch's own means, not those that have copied."""
@@ -282,3 +282,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def _same_values(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal, but for the bits of NaNs."""
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _reason(error: RuntimeError) -> str:
+    """The first line of what a native op says."""
+    return str(error).partition("\n")[0]

@@ -24,7 +24,7 @@ from epload.core import garbage_collection, log
 from epload.core.attempt import attempt
 from epload.core.default_device import on_cpu
 from epload.core.log import logger
-from epload.errors import LoadError, WaitTimeout
+from epload.errors import LoadError, WaitTimeout, message_of
 from epload.mapping.mapping import Mapping
 from epload.planning.shares import Share
 from epload.sync.device_route import link_of
@@ -218,9 +218,7 @@ class WeightReceiver:
             if self._stage == "host":
                 return None
             if self._stage == "device":
-                self._arrived = []  # what was not committed goes first
-                self._arrived = self._target.like()
-                return self._arrived
+                return self._make_room()
             if self._target.tears_on_prepare:
                 self._tear()
             tensors = self._target.tensors()
@@ -242,6 +240,18 @@ class WeightReceiver:
             self.version, self.torn = offer.version, False
         else:
             self.staged = offer.version
+
+    def _make_room(self) -> list[Tensor]:
+        """Tensors for a version to arrive in, beside the target's."""
+        self._arrived = []  # what was not committed goes first
+        try:
+            self._arrived = self._target.like()
+        except torch.OutOfMemoryError as error:
+            raise LoadError(
+                "stage='device' needs as much memory beside the model as its tensors have; pass stage='host', or 'none' if the "
+                f"model is not used meanwhile: {message_of(error)}"
+            ) from error
+        return self._arrived
 
     def _tear(self) -> None:
         """The target may have tensors of two versions from here on."""
@@ -337,17 +347,20 @@ class WeightReceiver:
         _, failure = attempt(lambda: self._read(participants.manifest))
         senders, whole = participants.senders, self._stage == "host"
         devices = self._target.devices - {torch.device("cpu")} if whole else self._target.devices
+        pulls = None if whole else accelerator_of(devices)
+        # Ranks that may open memory of the sender's make a node, apart from those on the machine that cannot.
+        node = f"{self._node} {pulls.type}" if pulls is not None else self._node
         self._epoch = form_epoch(
             self._store,
             participants.epoch,
             senders + len(participants.members),
             Attendee(
                 senders + participants.members.index(self._member),
-                self._node,
+                node,
                 False,
                 whole,
                 link_of(devices),
-                pulls=None if whole else accelerator_of(devices),
+                pulls=pulls,
             ),
             self._manifest or Manifest((), (), (), ""),
             self._share or _NOTHING,

@@ -10,6 +10,7 @@ not end until its communicator is aborted.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -34,8 +35,10 @@ _semantics = "nccl"
 _lazy = False
 
 
-def setup(semantics: str = "nccl", lazy: bool = False) -> str:
+def setup(semantics: str = "nccl", lazy: bool = False, shares: bool = True) -> str:
     """Loads the device into this process and returns the backends to make the process group with.
+
+    ``shares``: whether other processes can open its memory, as under nccl they can, but not that of expandable segments.
 
     ``lazy``: whether a group connects its members in its first operation, as NCCL and HCCL do, and not when it is made.
 
@@ -47,6 +50,9 @@ def setup(semantics: str = "nccl", lazy: bool = False) -> str:
         raise ValueError(f"expected one of {SEMANTICS}, got {semantics!r}")
     global _semantics, _lazy
     _semantics, _lazy = semantics, lazy
+    os.environ.pop("EPLOAD_TEST_NOT_SHARED", None)
+    if not shares:
+        os.environ["EPLOAD_TEST_NOT_SHARED"] = "1"
     _native()
     if semantics == "nccl":
         use_kernels()

@@ -1,0 +1,460 @@
+"""Receivers that copy versions straight out of the device memory of senders on their machine, against the full tensors."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import epload
+from epload.native import ops
+from epload.sync import pulling
+from epload.sync.pulling import Puller
+from support import fakedev
+from support.accelerator import DEVICE
+from support.jobs import Job, Meeting, run
+from support.small_syncs import many_waves
+from support.synced_models import SHAPES, build, check, values, write
+from sync.test_sync_accelerator import CCL, move_to_cpu, receive_late, send_late
+from sync.test_sync_failures import kill_self, names_culprit, outcome
+
+pytestmark = pytest.mark.usefixtures("fake_device")
+
+setup = partial(fakedev.setup, "nccl")
+TOTAL = 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
+"""Bytes of a model in float32."""
+VERSIONS = (1, 2, 3)
+
+
+@contextmanager
+def on_machine(name: str) -> Iterator[None]:
+    """This process takes itself to be on another machine than those with other names."""
+    if not name:
+        yield
+        return
+    modules = ("epoch", "sender", "receiver")
+    patches = [mock.patch(f"epload.sync.{module}.local_network", return_value=name) for module in modules]
+    for patch in patches:
+        patch.start()
+    yield
+    for patch in patches:
+        patch.stop()
+
+
+def send(
+    rank: int,
+    meeting: Meeting,
+    layout: str,
+    world: int,
+    receivers: int,
+    options: Any,
+    machines: Any = ("",) * 4,
+    between: Callable[[torch.nn.Module], None] = lambda model: None,
+) -> Any:
+    """The transport, and what was pulled from this rank and moved by it, of each version."""
+    with many_waves(lease_seconds=10), on_machine(machines[rank]):
+        model = build(layout, world, where=DEVICE)
+        found = []
+        with epload.WeightSender(
+            model, ("127.0.0.1", 0), receivers=receivers, timeout=60, topology=nodes_of(machines, world), **options
+        ) as sender:
+            meeting.say(f"pid-{rank}", str(os.getpid()))
+            if rank == 0:
+                meeting.say("address", sender.address)
+            for version in VERSIONS:
+                write(model, version)
+                report = sender.send_weights(version)
+                assert report is not None
+                found.append((report.transport, report.pulled, report.moved, report.not_pulled))
+                between(model)
+    return found
+
+
+def nodes_of(machines: Any, world: int) -> epload.Topology | None:
+    if not machines[0]:
+        return None
+    used = machines[:world]
+    return epload.Topology.from_nodes([[i for i in range(world) if used[i] == name] for name in dict.fromkeys(used)])
+
+
+def receive(
+    rank: int,
+    meeting: Meeting,
+    layout: str,
+    world: int,
+    dtype: torch.dtype,
+    stage: str,
+    options: Any,
+    machine: str = "",
+    where: str = DEVICE,
+    broken: Any = nullcontext,
+) -> Any:
+    with many_waves(lease_seconds=10), on_machine(machine), broken():
+        model = build(layout, world, dtype, where)
+        found = []
+        with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage, **options) as receiver:
+            for version in VERSIONS:
+                report = receiver.receive_weights(version)
+                assert not mapped_of(int(meeting.hear("pid-0"))), "a sender's memory is still open"
+                if stage != "none":
+                    assert receiver.staged == version
+                    if version > 1:
+                        check(model, version - 1)
+                receiver.commit()
+                check(model, version)
+                assert receiver.version == version
+                found.append((report.transport, report.pulled, report.moved, report.not_pulled))
+    return found
+
+
+def mapped_of(pid: int) -> set[int]:
+    """Inodes of another process's device memory that this one has mapped."""
+    mine = {
+        int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:fakedev" in line
+    }
+    theirs = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if "memfd:fakedev" in os.readlink(link):
+                theirs.add(link.stat().st_ino)
+        except OSError:
+            continue  # closed meanwhile
+    return mine & theirs
+
+
+@pytest.mark.parametrize("stage", ["device", "none"])
+@pytest.mark.parametrize(
+    ("trainer", "engines", "dtype", "verify"),
+    [
+        (("fsdp", 2), [("tp0", 2)], torch.float32, "off"),
+        (("fsdp", 3), [("tp1", 2)], torch.bfloat16, "full"),
+        (("tp1", 2), [("plain", 1), ("fsdp", 2)], torch.float32, "full"),
+        (("plain", 1), [("tp0", 3)], torch.bfloat16, "buckets"),
+        (("plain", 2), [("plain", 1)], torch.float32, "full"),
+        (("tp0", 2), [("tp1", 2)], torch.float32, "off"),
+    ],
+    ids=["fsdp to tp", "narrower", "two engines", "one to three", "replicas", "rows to columns"],
+)
+def test_every_version_is_copied_out_of_the_sender(
+    trainer: Any, engines: list[Any], dtype: torch.dtype, verify: str, stage: str
+) -> None:
+    layout, world = trainer
+    receivers = sum(count for _, count in engines)
+    jobs = [Job(world, send, (layout, world, receivers, {"verify": verify}), setup=setup)]
+    for theirs, count in engines:
+        jobs.append(Job(count, receive, (theirs, count, dtype, stage, {"verify": verify}), setup=setup))
+    sent, *received = run(jobs)
+    reports = [report for job in (sent, *received) for of_rank in job for report in of_rank]
+    assert all((transport, moved, why) == ("ipc", 0, "") for transport, _, moved, why in reports)
+    for i in range(len(VERSIONS)):
+        # All receivers are one node, for which a sender counts once what several of them copy.
+        assert sum(of_rank[i][1] for of_rank in sent) == TOTAL
+    (theirs, count), of_engine = engines[0], received[0]
+    if theirs == "plain":
+        assert of_engine[0][0][1] == TOTAL
+    if layout == "plain" and world == 2:
+        of_each = [of_rank[0][1] for of_rank in sent]
+        assert min(of_each) > 0.4 * TOTAL, "replicas take turns"
+
+
+@pytest.mark.parametrize("stage", ["device", "none"])
+def test_what_is_not_within_reach_moves(stage: str) -> None:
+    """The trainer is on two machines, an engine on each and one on a third."""
+    jobs = [Job(3, send, ("fsdp", 3, 4, {"verify": "full"}, ("a", "a", "b")), setup=setup)]
+    for layout, count, machine in (("tp0", 2, "a"), ("plain", 1, "b"), ("plain", 1, "c")):
+        args = layout, count, torch.float32, stage, {"verify": "full"}, machine
+        jobs.append(Job(count, receive, args, setup=setup))
+    sent, on_a, on_b, on_c = run(jobs)
+    for i in range(len(VERSIONS)):
+        pulled = [sum(of_rank[i][1] for of_rank in job) for job in (on_a, on_b, on_c)]
+        assert 0 < pulled[1] < pulled[0] < TOTAL
+        assert pulled[2] == 0
+        assert all(of_rank[i][0] == CCL and of_rank[i][2] > 0 for job in (sent, on_a, on_b, on_c) for of_rank in job)
+        assert on_c[0][i][2] > TOTAL > on_b[0][i][2] > on_a[0][i][2]
+
+
+@pytest.mark.parametrize(("stage", "where"), [("host", DEVICE), ("none", "cpu"), ("device", "cpu")])
+def test_other_engines_of_the_same_trainer(stage: str, where: str) -> None:
+    """One keeps versions in host memory, or its model; the other pulls all the same."""
+    jobs = [
+        Job(2, send, ("fsdp", 2, 2, {}), setup=setup),
+        Job(1, receive, ("plain", 1, torch.float32, "device", {}), setup=setup),
+        Job(1, receive, ("plain", 1, torch.bfloat16, stage, {}, "", where), setup=setup),
+    ]
+    _, pulls, other = run(jobs)
+    assert [report[1] for report in pulls[0]] == [TOTAL] * 3
+    assert [report[1] for report in other[0]] == [0] * 3
+    assert {report[0] for report in other[0]} == {CCL if where == DEVICE else "host"}
+
+
+def other_memory(model: torch.nn.Module) -> None:
+    """Gives the model's parameters other memory, and what they had back to the system; as a trainer that moves its model to the
+    host and back."""
+    move_to_cpu(model)
+    torch.accelerator.empty_cache()
+    for name, parameter in list(model.named_parameters()):
+        setattr(model, name, torch.nn.Parameter(parameter.detach().to(DEVICE)))
+
+
+@pytest.mark.parametrize("stage", ["device", "none"])
+def test_a_trainer_whose_memory_is_elsewhere_each_time(stage: str) -> None:
+    """Receivers keep none of what it has freed, and open the new one."""
+    sent, received = run(
+        [
+            Job(1, send, ("plain", 1, 2, {}, ("",), other_memory), setup=setup),
+            Job(2, receive, ("tp0", 2, torch.float32, stage, {}), setup=setup),
+        ]
+    )
+    assert [report[0] for of_rank in (*sent, *received) for report in of_rank] == ["ipc"] * 9
+
+
+@contextmanager
+def nothing_opens() -> Iterator[None]:
+    with mock.patch.object(ops, "_open_memory", side_effect=RuntimeError("another IPC namespace")):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("options", "shares", "broken", "transport", "why"),
+    [
+        (
+            {},
+            False,
+            nullcontext,
+            CCL,
+            "memory of rank 0 cannot be shared: invalid argument: CUDA shares what cudaMalloc",
+        ),
+        ({}, True, nothing_opens, CCL, "cannot open rank 0's: another IPC namespace"),
+        ({"transport": "host"}, True, nullcontext, "host", ""),
+        ({"snapshot": "host"}, True, nullcontext, "host", ""),
+    ],
+    ids=["expandable segments", "containers", "host transport", "snapshot"],
+)
+def test_what_cannot_be_opened_goes_another_way(
+    options: Any, shares: bool, broken: Any, transport: str, why: str
+) -> None:
+    trainers = partial(fakedev.setup, "nccl", shares=shares)
+    sent, received = run(
+        [
+            Job(2, send, ("fsdp", 2, 1, options), setup=trainers),
+            Job(1, receive, ("plain", 1, torch.float32, "none", {}, "", DEVICE, broken), setup=setup),
+        ]
+    )
+    for of_rank in (*sent, *received):
+        assert [(report[0], report[1]) for report in of_rank] == [(transport, 0)] * 3
+        assert all(why in report[3] if why else not report[3] for report in of_rank), of_rank
+
+
+def no_longer_shared(model: torch.nn.Module) -> None:
+    os.environ["EPLOAD_TEST_NOT_SHARED"] = "1"
+
+
+def no_longer_there(model: torch.nn.Module) -> None:
+    move_to_cpu(model)
+
+
+@pytest.mark.parametrize(("between", "transport"), [(no_longer_shared, CCL), (no_longer_there, "host")])
+def test_memory_that_cannot_be_opened_any_more(between: Any, transport: str) -> None:
+    """The next version goes another way, and none is lost."""
+    sent, received = run(
+        [
+            Job(1, send, ("plain", 1, 1, {}, ("",), between), setup=setup),
+            Job(1, receive, ("plain", 1, torch.float32, "device", {}), setup=setup),
+        ]
+    )
+    assert [report[0] for report in sent[0]] == [report[0] for report in received[0]] == ["ipc", transport, transport]
+
+
+# ---- failures ----
+
+
+def trainer(rank: int, meeting: Meeting, world: int, receivers: int, dies: bool) -> Any:
+    """What each of three versions raised, the second of which may be the last. ``dies``: when told to, in the second."""
+    with many_waves():
+        model = build("fsdp" if world > 1 else "plain", world, where=DEVICE)
+        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=20) as sender:
+            meeting.say(f"address-{rank}", sender.address)
+            if dies and rank == world - 1:
+                threading.Thread(target=lambda: (meeting.hear("in the second"), kill_self()), daemon=True).start()
+            found = []
+            for version in VERSIONS:
+                write(model, version)
+                began = time.monotonic()
+                found.append((outcome(lambda v=version: sender.send_weights(v)), time.monotonic() - began))  # type: ignore[misc]
+                if dies and version == 2:
+                    break
+            meeting.say(f"over-{rank}")
+        return found
+
+
+@contextmanager
+def acting_at(step: str, act: Callable[[], None]) -> Iterator[None]:
+    """Acts before the first allocation is opened, or once the copies are queued."""
+    if step == "copied":
+        copying = Puller.copying
+
+        @contextmanager
+        def acting(self: Puller, *args: Any) -> Iterator[None]:
+            with copying(self, *args):
+                act()
+                yield
+
+        with mock.patch.object(Puller, "copying", acting):
+            yield
+        return
+    opens = Puller._open
+
+    def acts(self: Puller, *args: Any) -> Any:
+        act()
+        return opens(self, *args)
+
+    with mock.patch.object(Puller, "_open", acts):
+        yield
+
+
+def engine(rank: int, meeting: Meeting, stage: str, step: str, does: str) -> Any:
+    """``does``: in the second version "die", "fail", or "kill" the trainer's last rank; "" for nothing."""
+
+    def act() -> None:
+        if does == "die":
+            kill_self()
+        if does == "fail":
+            raise RuntimeError("a broken receiver")
+        if does == "kill":
+            meeting.say("in the second")
+            time.sleep(1)
+
+    with many_waves():
+        model = build("plain", 1, where=DEVICE)
+        found = []
+        with epload.WeightReceiver(model, meeting.hear("address-0"), timeout=20, stage=stage) as receiver:
+            for version in VERSIONS:
+                with acting_at(step, act) if version == 2 and does else nullcontext():
+                    text = outcome(receiver.receive_weights)
+                if not text:
+                    receiver.commit()
+                if receiver.version is not None and not receiver.torn:
+                    check(model, receiver.version)
+                found.append((text, receiver.version, receiver.torn))
+                if does == "kill" and version == 2:
+                    break
+            meeting.hear("over-0")
+        return found
+
+
+@pytest.mark.parametrize("stage", ["device", "none"])
+@pytest.mark.parametrize("step", ["opened", "copied"])
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "fails"])
+def test_a_receiver_that_fails_at_any_step(dies: bool, step: str, stage: str) -> None:
+    jobs = [
+        Job(2, trainer, (2, 2, False), setup=setup),
+        Job(1, engine, (stage, step, ""), setup=setup),
+        Job(1, engine, (stage, step, "die" if dies else "fail"), dying=(0,) if dies else (), setup=setup),
+    ]
+    sent, left, other = run(jobs)
+    assert [bool(text) for text, _ in sent[0]] == [False, True, False]
+    text, seconds = sent[0][1]
+    assert names_culprit(text, "[23]") if dies else "a broken receiver" in text
+    assert text == sent[1][1][0] == left[0][1][0]
+    assert seconds < 10
+    after = (1, False) if stage == "device" else (None, True)
+    assert left[0][1][1:] == after
+    assert left[0][2] == ("", 3, False)
+    if not dies:
+        assert other[0][1:] == [(text, *after), ("", 3, False)]
+
+
+@pytest.mark.parametrize("stage", ["device", "none"])
+@pytest.mark.parametrize("step", ["opened", "copied"])
+def test_a_trainer_that_is_killed_at_any_step(step: str, stage: str) -> None:
+    """While its memory is opened, and while it is copied."""
+    sent, left, _ = run(
+        [
+            Job(2, trainer, (2, 2, True), dying=(1,), setup=setup),
+            Job(1, engine, (stage, step, "kill"), setup=setup),
+            Job(1, engine, (stage, step, "kill"), setup=setup),
+        ]
+    )
+    text = sent[0][1][0]
+    assert names_culprit(text, "1") or "rank 1 has ended or has freed its tensors" in text
+    assert left[0][1] == (text, *((1, False) if stage == "device" else (None, True)))
+
+
+def receive_flipped(rank: int, meeting: Meeting, verify: str) -> str:
+    unpack = ops.unpack
+
+    def flips(bucket: torch.Tensor, targets: Any, copies: torch.Tensor) -> None:
+        unpack(bucket, targets, copies)
+        largest = max(targets, key=torch.Tensor.numel)
+        largest.view(-1)[7] += 1
+
+    model = build("plain", 1, where=DEVICE)
+    with (
+        mock.patch.object(pulling.ops, "unpack", flips),
+        epload.WeightReceiver(model, meeting.hear("address"), timeout=30, verify=verify, stage="device") as receiver,
+    ):
+        text = outcome(receiver.receive_weights)
+        assert receiver.version is None
+        return text
+
+
+@pytest.mark.parametrize("verify", ["full", "buckets"])
+def test_a_bit_that_changes_on_its_way_is_found(verify: str) -> None:
+    jobs = [Job(1, send_flipped, (verify,), setup=setup), Job(1, receive_flipped, (verify,), setup=setup)]
+    sent, received = run(jobs)
+    assert "a copy out of the memory of rank 0 differs from it" in received[0]
+    assert sent[0] == received[0]
+
+
+def send_flipped(rank: int, meeting: Meeting, verify: str) -> str:
+    model = build("plain", 1, where=DEVICE)
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=30, verify=verify) as sender:
+        meeting.say("address", sender.address)
+        write(model, 1)
+        return outcome(lambda: sender.send_weights(1))
+
+
+@pytest.mark.parametrize("stage", ["device", "none"])
+def test_what_the_caller_has_queued_comes_before(stage: str) -> None:
+    _, received = run([Job(1, send_late, setup=setup), Job(1, receive_late, (DEVICE, stage), setup=setup)])
+    assert received == [True]
+
+
+def send_queued(rank: int, meeting: Meeting) -> None:
+    """The weights of the second version are still being written on the caller's stream when they are sent."""
+    model = build("plain", 1, where=DEVICE)
+    full = values("big", 2).to(DEVICE)
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=60) as sender:
+        meeting.say("address", sender.address)
+        write(model, 1)
+        sender.send_weights(1)
+        caller = torch.Stream(DEVICE)
+        with caller:
+            fakedev.hold(caller)
+            with torch.no_grad():
+                model.big.copy_(full)
+            opener = threading.Thread(target=lambda: (time.sleep(1), fakedev.release(caller)))
+            opener.start()
+            sender.send_weights(2)
+        opener.join()
+
+
+def receive_queued(rank: int, meeting: Meeting) -> bool:
+    model = build("plain", 1, where=DEVICE)
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage="none") as receiver:
+        receiver.receive_weights()
+        receiver.receive_weights()
+        return torch.equal(model.big.detach().cpu(), values("big", 2))
+
+
+def test_what_the_trainer_has_queued_comes_before() -> None:
+    assert run([Job(1, send_queued, setup=setup), Job(1, receive_queued, setup=setup)])[1] == [True]
