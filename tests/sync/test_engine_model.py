@@ -78,7 +78,7 @@ def receive(rank: int, meeting: Meeting, kind: str, dtype: torch.dtype, options:
     return moved
 
 
-@pytest.mark.parametrize("options", [{}, {"stage": "none"}], ids=["staged", "in place"])
+@pytest.mark.parametrize("options", [{}, {"stage": "device"}, {"stage": "none"}], ids=["staged", "beside", "in place"])
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("views", torch.float32), ("computing", torch.float32), ("views", torch.bfloat16)]
 )

@@ -41,7 +41,7 @@ def receive(
         for version in (1, 2, 3):
             before = receiver.version
             report = receiver.receive_weights()
-            if options.get("stage", "host") == "host":
+            if options.get("stage", "host") != "none":
                 assert receiver.version == before
                 assert receiver.staged == version
             receiver.commit()
@@ -60,8 +60,9 @@ def receive(
         (("fsdp", 3, [[0, 1], [2]]), ("tp1", 2, [[0], [1]]), torch.bfloat16, {"verify": "full"}),
         (("tp1", 2, [[0], [1]]), ("fsdp", 4, [[0, 1], [2, 3]]), torch.float32, {"stage": "none", "verify": "full"}),
         (("plain", 1, None), ("plain", 2, [[0], [1]]), torch.float32, {"stage": "none", "verify": "buckets"}),
+        (("tp0", 2, None), ("fsdp", 3, [[0, 1], [2]]), torch.bfloat16, {"stage": "device", "verify": "full"}),
     ],
-    ids=["fsdp to tp", "three to two nodes", "tp to fsdp in place", "plain"],
+    ids=["fsdp to tp", "three to two nodes", "tp to fsdp in place", "plain", "tp to fsdp beside"],
 )
 def test_every_version_arrives_as_a_whole(trainer: Any, engine: Any, dtype: torch.dtype, options: Any) -> None:
     layout, world, nodes = trainer

@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import epload
 from epload.model.targets import collect
 from epload.saving.catalog import catalog
+from support import fakedev
+from support.accelerator import DEVICE
 from support.checks import all_fine, differences
 from support.jobs import Job, Meeting, run
 from support.pretrained import build, by_the_library, by_torch, fsdp, published, random
@@ -59,10 +62,44 @@ def fill(model: Any, kind: str, version: int) -> None:
             tensor.copy_(value)
 
 
-def train(rank: int, meeting: Meeting, kind: str, parallelize: Parallelize, receivers: int) -> list[str]:
+def as_it_is(model: Any) -> Any:
+    return model
+
+
+def on_device(parallelize: Parallelize, model: Any) -> Any:
+    """The model parallelized on CPU, and then moved to the fake accelerator."""
+    model = parallelize(model)
+    meshes: dict[DeviceMesh, DeviceMesh] = {}
+    moved: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer.to(DEVICE)
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in moved:
+                tensor = parameter.detach()
+                if isinstance(tensor, DTensor):
+                    mesh = tensor.device_mesh
+                    if mesh not in meshes:
+                        meshes[mesh] = DeviceMesh(fakedev.NAME, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+                    tensor = DTensor.from_local(
+                        tensor.to_local().to(DEVICE), meshes[mesh], tensor.placements, run_check=False,
+                        shape=tensor.shape, stride=tensor.stride(),
+                    )  # fmt: skip
+                else:
+                    tensor = tensor.to(DEVICE)
+                moved[id(parameter)] = torch.nn.Parameter(tensor, requires_grad=False)
+            module._parameters[name] = moved[id(parameter)]
+    return model
+
+
+def train(
+    rank: int, meeting: Meeting, kind: str, parallelize: Parallelize, receivers: int, verify: str = "off"
+) -> list[str]:
     quiet()
     model = parallelize(random(kind, 0))
-    with epload.WeightSender(model, "127.0.0.1:0", receivers=receivers, timeout=60) as sender:
+    with epload.WeightSender(model, "127.0.0.1:0", receivers=receivers, timeout=60, verify=verify) as sender:
         if rank == 0:
             meeting.say("address", sender.address)
         for version in VERSIONS:
@@ -71,13 +108,15 @@ def train(rank: int, meeting: Meeting, kind: str, parallelize: Parallelize, rece
     return []
 
 
-def serve(rank: int, meeting: Meeting, kind: str, parallelize: Parallelize) -> list[str]:
+def serve(rank: int, meeting: Meeting, kind: str, parallelize: Parallelize, pulls: bool = False) -> list[str]:
     quiet()
     model = parallelize(build(kind))
     wrong = []
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
+    options: Any = {"stage": "device", "verify": "full"} if pulls else {}
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, **options) as receiver:
         for version in VERSIONS:
-            receiver.receive_weights(version)
+            report = receiver.receive_weights(version)
+            assert report.transport == ("ipc" if pulls else "host")
             receiver.commit()
             expected = parallelize(random(kind, version))
             wrong += [f"version {version}: {text}" for text in differences(expected, model)]
@@ -110,6 +149,17 @@ def test_engines_get_the_models_that_the_library_makes(kind: str, tmp_path: Path
         ]
     )
     all_fine([wrong for job in results for wrong in job])
+
+
+@pytest.mark.usefixtures("fake_device")
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_vl_moe"])
+def test_engines_on_the_devices_of_the_trainer(kind: str) -> None:
+    """They copy what they need out of its memory."""
+    setup = partial(fakedev.setup, "nccl")
+    jobs = [Job(2, train, (kind, partial(on_device, FSDP), 3, "full"), setup=setup)]
+    for world, engine in ((2, TORCH_TP), (1, as_it_is)):
+        jobs.append(Job(world, serve, (kind, partial(on_device, engine), True), setup=setup))
+    all_fine([wrong for job in run(jobs) for wrong in job])
 
 
 @pytest.mark.parametrize("kind", [*CASES, "bert"])
