@@ -22,7 +22,7 @@ from epload.core.placement import Box
 from epload.errors import ModelMismatch
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.cells import SPLIT_BYTES, Slot, make_slots, merge_boxes
-from epload.planning.pulls import Reach, divide, fitting_senders, lent_bytes, plan_pulls
+from epload.planning.pulls import Reach, divide, fitting_senders, lent_bytes, plan_pulls, slots_of
 from epload.planning.schedule import MAX_WAVE_BYTES, wave_limit
 from epload.planning.shares import NO_PART, Outline, Share, copies_of_box
 from epload.planning.streams import ExchangeBuckets, ExchangePlan, Members, Stream
@@ -48,6 +48,7 @@ def plan_exchange(
     wave_bytes: int,
     options: str = "",
     reach: Reach | None = None,
+    lenders: Mapping[int, Share] | None = None,
 ) -> ExchangePlan:
     """
     Args:
@@ -58,6 +59,7 @@ def plan_exchange(
         wave_bytes: of all that moves in one wave, at most about so many reach a node, or a ``MOST_WAVES``-th.
         options: anything else on which ranks must agree.
         reach: what receiving nodes copy straight out of the memory of senders, and which therefore does not move.
+        lenders: the shares of the senders that this rank's node reaches, if the node keeps versions in host memory.
 
     Raises:
         ModelMismatch: a receiver wants what no sender has, or has a dtype that the senders' does not convert to.
@@ -70,26 +72,36 @@ def plan_exchange(
     slots, pulled = divide(
         kinds.slots(most, least), reach or {}, fitting_senders(members.senders, outlines, kinds.first, kinds.declared)
     )
-    rows = _Rows(members, kinds, slots, rank, waves, max(limit // MOST_IN_WAVE, LEAST_BUCKET_BYTES))
+    least_bucket = max(limit // MOST_IN_WAVE, LEAST_BUCKET_BYTES)
+    rows = _Rows(members, kinds, slots, rank, waves, least_bucket)
     sends = rank in members.senders
     copies = _make_copies(kinds, slots, rows, share, sends)
     buckets = _make_buckets(rows, copies, members, rank, sends)
-    starts = [i for i, wave in enumerate(buckets.wave) if i == 0 or buckets.wave[i - 1] != wave]
     digest = hashlib.blake2b(manifest.digest, digest_size=32)
     digest.update(repr((members, waves, most, least, options, sorted((reach or {}).items()))).encode())
     for each in sorted(outlines):
         digest.update(outlines[each].digest.encode())
     node = next((number for number, ranks in enumerate(members.nodes) if rank in ranks), -1)
     mine = pulled.get(node, ())
+    about = (digest.digest(), manifest.source, manifest.names, kinds.total)
+    landing = None
+    if mine and lenders is not None:
+        landed = slots_of(mine, len(kinds.first), node)
+        rows_landed = _Rows(members, kinds, landed, rank, waves, least_bucket)
+        buckets_landed, *sources = (
+            _make_buckets(rows_landed, _make_copies(kinds, landed, rows_landed, each, once), members, rank, False)
+            for each, once in ((share, False), *((lender, True) for lender in lenders.values()))
+        )
+        landing = ExchangePlan(
+            buckets_landed, buckets_landed.waves, *about, ((node,),), sources=dict(zip(lenders, sources, strict=True))
+        )
     return ExchangePlan(
         buckets,
-        tuple(map(range, starts, [*starts[1:], len(buckets)])),
-        digest.digest(),
-        manifest.source,
-        manifest.names,
-        kinds.total,
+        buckets.waves,
+        *about,
         tuple(rows.node_sets),
-        plan_pulls(mine, kinds.of, len(kinds.first), share) if mine else None,
+        plan_pulls(mine, kinds.of, len(kinds.first), share) if mine and landing is None else None,
+        landing,
         lent_bytes(rank, pulled.values(), kinds.of, [dtype.itemsize for dtype in kinds.declared]),
     )
 

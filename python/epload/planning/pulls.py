@@ -34,6 +34,7 @@ class Strided(NamedTuple):
     """How a local tensor lies in memory."""
 
     dtype: torch.dtype
+    shape: Shape
     strides: Shape
     """Elements."""
 
@@ -175,6 +176,14 @@ def plan_pulls(pulled: Sequence[PulledBox], kind_of: Tensor, kinds: int, share: 
     owner, tensor, box = _expand(pulled, kind_of, kinds)
     wanted = share.class_of[tensor] != NO_PART
     return Pulls([each.box for each in pulled], owner[wanted], tensor[wanted], box[wanted], share)
+
+
+def slots_of(pulled: Sequence[PulledBox], kinds: int, node: int) -> list[list[Slot]]:
+    """The slots of each kind that are the boxes that a node pulls."""
+    slots: list[list[Slot]] = [[] for _ in range(kinds)]
+    for each in pulled:
+        slots[each.kind].append(Slot(*each.box, each.owners, (node,)))
+    return slots
 
 
 def lent_bytes(rank: int, pulled: Iterable[Sequence[PulledBox]], kind_of: Tensor, itemsizes: Sequence[int]) -> int:

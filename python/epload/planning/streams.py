@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -116,6 +116,12 @@ class ExchangeBuckets(Sequence[ExchangeBucket]):
     def __len__(self) -> int:
         return len(self.nbytes)
 
+    @property
+    def waves(self) -> tuple[range, ...]:
+        """Numbers of the buckets of each wave in which there are any."""
+        starts = [i for i, wave in enumerate(self.wave) if i == 0 or self.wave[i - 1] != wave]
+        return tuple(map(range, starts, [*starts[1:], len(self)]))
+
     @overload
     def __getitem__(self, number: int) -> ExchangeBucket: ...
     @overload
@@ -155,9 +161,14 @@ class ExchangePlan:
     node_sets: tuple[tuple[int, ...], ...]
     """Numbers of the nodes that need the same of some tensors, for all tensors. Equal on all ranks."""
     pulls: Pulls | None = None
-    """What this rank copies straight out of the memory of senders; None for nothing, as on senders."""
+    """What this rank copies straight out of the memory of senders into its tensors."""
+    landing: ExchangePlan | None = None
+    """What this rank's node copies straight out of the memory of senders into its own: buckets that do not move."""
     lent: int = 0
     """Bytes that receivers copy straight out of this sender's memory; each node once."""
+    sources: Mapping[int, ExchangeBuckets] = field(default_factory=dict)
+    """Of a landing, by sender: the same buckets, with the copies out of that sender's tensors. Those that another one owns have
+    none that count."""
 
     @property
     def tensors(self) -> int:

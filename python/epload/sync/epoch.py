@@ -25,6 +25,7 @@ from epload.core.log import logger
 from epload.errors import LoadError, kind_of, make_error, message_of
 from epload.observe.progress import Progress
 from epload.planning.exchange import plan_exchange
+from epload.planning.pulls import Reach
 from epload.planning.schedule import SYNC_WAVE_BYTES
 from epload.planning.shares import Outline, Share, digest_of
 from epload.planning.streams import ExchangePlan, Members
@@ -38,7 +39,7 @@ from epload.sync.lobby import Member
 from epload.sync.pulling import Probe, Puller, SharedMemory, find_reach
 from epload.sync.report import SyncReport
 from epload.sync.store import fetch, get, publish, put
-from epload.sync.transfer import ExchangeRoles, ShardSink, ShardSource, exchange_waves
+from epload.sync.transfer import ExchangeRoles, ShardSink, ShardSource, exchange_waves, landing_waves
 from epload.transport.context import TransferContext
 from epload.transport.engine import Engine
 from epload.transport.framing import Framing
@@ -80,7 +81,7 @@ class Attendee:
     probe: Probe | None = None
     """Of a sender, unless versions have to pass through host memory."""
     pulls: torch.device | None = None
-    """Of a receiver: the device whose tensors a version may be copied into as it comes."""
+    """Of a receiver: the device by which it may copy versions out of the memory of senders."""
 
     @property
     def near(self) -> list[Any]:
@@ -112,7 +113,8 @@ class Epoch:
     """Of a receiver that copies a part of each version, or all of it, out of the memory of senders."""
     not_pulled: str
     """Why none does that, if it seemed possible; equal on all ranks."""
-    prepared: PreparedExchange | None = None
+    _prepared: dict[bool, PreparedExchange] = field(default_factory=dict, init=False)
+    """For the buckets that land, and for the others."""
     pipe: DevicePipe | None = None
     """Kept for the next version."""
     _waves_before: int = field(default=0, init=False)
@@ -210,10 +212,14 @@ class Epoch:
         return self.shards(tensors, verify) if self.plan.node_sets else None
 
     def _pulling(self, tensors: list[Tensor] | None, verify: str) -> AbstractContextManager[None]:
-        if self.puller is None:
+        puller = self.puller
+        if puller is None:
             return nullcontext()
-        assert tensors is not None
-        return self.puller.copying(tensors, verify != "off")
+        buckets: dict[int, Tensor] = {}
+        if puller.lands:
+            buckets = dict(self._in_memory(self._landing_waves))
+            self.pipe = DevicePipe.of(puller.device, self._node_size)
+        return puller.copying(tensors or [], buckets, self.pipe if puller.lands else None, verify != "off")
 
     def _share(self, tensors: list[Tensor]) -> bytes:
         """Says where a sender's tensors lie, unless it has."""
@@ -289,26 +295,41 @@ class Epoch:
 
     def shards(self, tensors: list[Tensor], verify: str) -> Shards:
         """The tensors of one version. What is prepared for them is kept."""
+        return self._shards_of(self.plan, tensors, verify)
+
+    def _shards_of(self, plan: ExchangePlan, tensors: list[Tensor], verify: str) -> Shards:
         direct = self.route is not None and (self.sends or self.memory is None)
-        shards = Shards(
-            self.plan, tensors, self.prepared, verify == "full", f"rank {self.rank}", self._node_size, direct
-        )
-        self.prepared, self.pipe = shards.prepared, shards.pipe
+        prepared = self._prepared.get(plan is self.plan)
+        shards = Shards(plan, tensors, prepared, verify == "full", f"rank {self.rank}", self._node_size, direct)
+        if shards.prepared is not None:
+            self._prepared[plan is self.plan] = shards.prepared
+        self.pipe = shards.pipe or self.pipe
         return shards
 
     def unpack(self, tensors: list[Tensor], verify: str) -> None:
         """Copies a version out of the node's memory."""
-        shards = self.shards(tensors, verify)
-        try:
-            for number, bucket in self.staged_buckets():
-                shards.unpack(number, bucket)
-        finally:
-            shards.finish()
+        for plan, waves in ((self.plan, self.waves), (self.plan.landing, self._landing_waves)):
+            if plan is None or not waves:
+                continue
+            shards = self._shards_of(plan, tensors, verify)
+            try:
+                for number, bucket in self._in_memory(waves):
+                    shards.unpack(number, bucket)
+            finally:
+                shards.finish()
 
     def staged_buckets(self) -> Iterator[tuple[int, Tensor]]:
-        """Each bucket of a version in the node's memory, by its number in the plan."""
+        """Each bucket of a version that came into the node's memory, by its number in the plan."""
+        return self._in_memory(self.waves)
+
+    @property
+    def _landing_waves(self) -> list[Wave]:
+        """Behind those of the buckets that move."""
+        return landing_waves(self.plan)
+
+    def _in_memory(self, waves: Sequence[Wave]) -> Iterator[tuple[int, Tensor]]:
         assert self.memory is not None
-        for wave in self.waves:
+        for wave in waves:
             buffer = self.memory.buffers[wave.index]
             for number, begin, end in zip(wave.numbers, wave.begins, wave.ends, strict=True):
                 yield number, buffer[begin:end]
@@ -387,35 +408,43 @@ def _form(
     members = _members_of(views)
     reach, not_pulled = find_reach(control, members, me.pulls, [view[7] for view in views])
     outlines, failure = attempt(lambda: _outlines(store, views, control.timeout))
-    plan: ExchangePlan | None = None
+    lenders: dict[int, Share] | None = None
     if outlines is not None:
+        lenders, failure = attempt(lambda: _lenders(store, members, reach, outlines, views, me.rank, control.timeout))
+    plan: ExchangePlan | None = None
+    if outlines is not None and lenders is not None:
         plan, failure = attempt(
             lambda: plan_exchange(
-                manifest, members, outlines, me.rank, share, SYNC_WAVE_BYTES, f"epoch {number}", reach
+                manifest, members, outlines, me.rank, share, SYNC_WAVE_BYTES, f"epoch {number}", reach,
+                lenders if me.whole else None,
             )
-        )
-    puller: Puller | None = None
-    if outlines is not None and plan is not None and plan.pulls is not None:
-        puller, failure = attempt(lambda: _make_puller(store, plan, outlines, views, me, control.timeout))
+        )  # fmt: skip
     fingerprint = plan.fingerprint.hex() if plan is not None else ""
     control.settle("planning the exchange", failure, fingerprint, _check_equal)
     assert plan is not None
     waves = exchange_waves(plan)
+    puller: Puller | None = None
+    if plan.pulls is not None or plan.landing is not None:
+        assert me.pulls is not None
+        assert lenders is not None
+        node = next(node for node in members.nodes if me.rank in node)
+        puller = Puller(plan, lenders, me.pulls, node.index(me.rank), len(node))
     pulled = (legend, store, puller, not_pulled)
-    if not plan.node_sets:
-        return Epoch(number, control, members, plan, waves, None, GroupCache({}, me.rank, control), None, *pulled)
     whole, kinds, places = ([view[i] for view in views] for i in (2, 5, 6))
     whole_nodes = [node for node in members.nodes if whole[node[0]]]
-    route, why = find_route(plan, members, me.rank, control, whole_nodes, me.link, obstacle(kinds, places))
+    route, why, moves = None, "", bool(plan.node_sets)
+    if moves:
+        route, why = find_route(plan, members, me.rank, control, whole_nodes, me.link, obstacle(kinds, places))
     memory = None
-    if route is None or any(whole):
-        needs = whole if route is not None else [True] * len(views)
-        memory = _make_memory(control, members, waves, me, legend, needs)
+    if any(whole) or (moves and route is None):
+        needs = whole if route is not None or not moves else [True] * len(views)
+        memory = _make_memory(control, members, [*waves, *landing_waves(plan)], me, legend, needs)
     if route is None:
-        if me.rank == 0:
-            logger.info("versions pass through host memory: %s", why)
         groups = GroupCache({"cpu": "gloo"}, me.rank, control)
-        groups.make("exchange", tuple(members.rail(rail) for rail in range(members.rails)))
+        if moves:
+            if me.rank == 0:
+                logger.info("versions pass through host memory: %s", why)
+            groups.make("exchange", tuple(members.rail(rail) for rail in range(members.rails)))
         return Epoch(number, control, members, plan, waves, memory, groups, None, *pulled)
     try:
         route.connect()
@@ -425,20 +454,21 @@ def _form(
     return Epoch(number, control, members, plan, waves, memory if me.whole else None, route.groups, route, *pulled)
 
 
-def _make_puller(
+def _lenders(
     store: Store,
-    plan: ExchangePlan,
+    members: Members,
+    reach: Reach,
     outlines: Mapping[int, Outline],
     views: Sequence[Sequence[Any]],
-    me: Attendee,
+    rank: int,
     timeout: timedelta,
-) -> Puller:
-    assert plan.pulls is not None
-    assert me.pulls is not None
-    shares = {
-        owner: Share.decode(outlines[owner], fetch(store, views[owner][8], timeout)) for owner in plan.pulls.owners
+) -> dict[int, Share]:
+    """The shares of the senders whose memory a receiver's node can open."""
+    node = next((number for number, ranks in enumerate(members.nodes) if rank in ranks), -1)
+    return {
+        sender: Share.decode(outlines[sender], fetch(store, views[sender][8], timeout))
+        for sender in reach.get(node, ())
     }
-    return Puller(plan.pulls, shares, me.pulls)
 
 
 def _make_memory(

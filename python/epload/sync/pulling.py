@@ -24,9 +24,10 @@ from epload.core.copy_table import CopyTable
 from epload.core.placement import box_slices
 from epload.errors import LoadError
 from epload.native import ops
-from epload.planning.pulls import Pulls, Reach, Strided
+from epload.planning.pulls import Reach, Strided
 from epload.planning.shares import Share, digest_of
-from epload.planning.streams import Members
+from epload.planning.streams import ExchangePlan, Members
+from epload.staging.device_pipe import DevicePipe
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +48,13 @@ class SharedMemory:
     def of(cls, tensors: Sequence[Tensor]) -> SharedMemory:
         """Raises RuntimeError if other processes cannot open the memory."""
         places, handles, sizes = ops.share_memory([tensor.detach() for tensor in tensors])
-        numbers: dict[Strided, int] = {}
-        layout = [numbers.setdefault(Strided(tensor.dtype, tensor.stride()), len(numbers)) for tensor in tensors]
-        return cls(handles, sizes, list(numbers), column(layout), places)
+        layouts = [Strided(tensor.dtype, tuple(tensor.shape), tensor.stride()) for tensor in tensors]
+        numbers = {layout: i for i, layout in enumerate(dict.fromkeys(layouts))}
+        return cls(handles, sizes, list(numbers), column([numbers[layout] for layout in layouts]), places)
 
     def encode(self) -> bytes:
         """Compressed."""
-        layouts = [(dtypes.name(each.dtype), each.strides) for each in self.layouts]
+        layouts = [(dtypes.name(each.dtype), each.shape, each.strides) for each in self.layouts]
         columns = [self.layout.tolist(), self.places.flatten().tolist()]
         return zlib.compress(
             json.dumps([self.handles, self.sizes, layouts, *columns], separators=(",", ":")).encode(), 1
@@ -63,7 +64,7 @@ class SharedMemory:
     def decode(cls, content: bytes) -> SharedMemory:
         """The inverse of :meth:`encode`."""
         handles, sizes, layouts, layout, places = json.loads(zlib.decompress(content))
-        of_layouts = [Strided(dtypes.from_name(name), tuple(strides)) for name, strides in layouts]
+        of_layouts = [Strided(dtypes.from_name(name), tuple(shape), tuple(strides)) for name, shape, strides in layouts]
         return cls(handles, sizes, of_layouts, column(layout), column(places).reshape(-1, 2))
 
 
@@ -158,34 +159,51 @@ def _by_receiver(views: dict[int, Any]) -> list[Any]:
     ]
 
 
-class _Allocation(NamedTuple):
-    """What is copied out of one allocation of a sender."""
+class _Piece(NamedTuple):
+    """Copies between memory of a sender and tensors of this rank, or a bucket."""
 
-    handle: str
-    nbytes: int
-    """Of the allocation."""
+    owner: int
+    allocation: int
+    """Number of the one that is the bucket of the copies; -1 if a bucket of the node is, and the sender's tensors are targets."""
+    bucket: int
+    """Number of the node's, or -1."""
     targets: list[int]
-    """Local tensors of the receiver."""
     copies: CopyTable
-    """Targets count in ``targets``; the allocation is the bucket."""
+    """Targets count in ``targets``."""
 
 
 class Puller:
-    """What one receiver pulls, version after version."""
+    """What one receiver copies out of the memory of senders, version after version: into its tensors, or into its part of the
+    buckets of its node."""
 
-    def __init__(self, pulls: Pulls, shares: Mapping[int, Share], device: torch.device) -> None:
-        """``shares``: of the senders that it pulls from."""
-        self._pulls = pulls
-        self._shares = shares
+    def __init__(
+        self, plan: ExchangePlan, shares: Mapping[int, Share], device: torch.device, turn: int, turns: int
+    ) -> None:
+        """
+        Args:
+            plan: which tensors are pulled, or buckets land.
+            shares: of the senders within reach.
+            device: by which their memory is opened.
+            turn: number of the first bucket that this rank of its node fills.
+            turns: after how many buckets its turn comes again.
+        """
+        self._pulls, self._landing = plan.pulls, plan.landing
+        owners = plan.pulls.owners if plan.pulls is not None else shares
+        self._shares = {owner: shares[owner] for owner in owners}
         self.device = device
-        """Of this rank's tensors."""
-        self._planned: dict[int, tuple[str, list[_Allocation]]] = {}
-        """By sender, with the digest of where its tensors lie."""
+        self._turn, self._turns = turn, turns
+        self._memory: dict[int, tuple[str, SharedMemory, list[_Piece]]] = {}
+        """By sender, with its digest; kept as long as its tensors lie where they did."""
+
+    @property
+    def lands(self) -> bool:
+        """Whether versions come into the node's memory."""
+        return self._landing is not None
 
     @property
     def nbytes(self) -> int:
-        """What is copied for a version."""
-        return sum(int(each.copies.nbytes().sum()) for _, some in self._planned.values() for each in some)
+        """Bytes that are copied for a version."""
+        return sum(int(piece.copies.nbytes().sum()) for *_, pieces in self._memory.values() for piece in pieces)
 
     def plan(self, digests: Sequence[str], fetch: Callable[[int], bytes]) -> None:
         """Plans the copies of a version, but for senders whose tensors lie where they did.
@@ -194,32 +212,45 @@ class Puller:
             digests: for each rank, of what it has encoded.
             fetch: returns what a sender has encoded.
         """
-        for owner in self._pulls.owners:
-            if (known := self._planned.get(owner)) is not None and known[0] == digests[owner]:
+        for owner, share in self._shares.items():
+            if (known := self._memory.get(owner)) is not None and known[0] == digests[owner]:
                 continue
             content = fetch(owner)
             if digest_of(content) != digests[owner]:
                 raise LoadError(f"rank {owner} says something else of where its tensors lie than it did")
-            self._planned[owner] = digests[owner], list(self._allocations(owner, SharedMemory.decode(content)))
+            memory = SharedMemory.decode(content)
+            pieces = (
+                self._pieces_of_tensors(owner, share, memory)
+                if self._pulls is not None
+                else self._pieces_of_buckets(owner)
+            )
+            self._memory[owner] = digests[owner], memory, list(pieces)
 
-    def _allocations(self, owner: int, memory: SharedMemory) -> Iterator[_Allocation]:
-        copies, allocation = self._pulls.copies(
-            owner, self._shares[owner], memory.layout, memory.layouts, memory.places
-        )
+    def _pieces_of_tensors(self, owner: int, share: Share, memory: SharedMemory) -> Iterator[_Piece]:
+        assert self._pulls is not None
+        copies, allocation = self._pulls.copies(owner, share, memory.layout, memory.layouts, memory.places)
         for number in torch.unique(allocation).tolist():
-            if number < 0:
-                raise LoadError(f"rank {owner} says that tensors which have elements are empty")
             rows = copies.select(allocation == number)
-            targets = rows.renumber_targets()
-            yield _Allocation(memory.handles[number], memory.sizes[number], targets, rows)
+            yield _Piece(owner, number, -1, rows.renumber_targets(), rows)
+
+    def _pieces_of_buckets(self, owner: int) -> Iterator[_Piece]:
+        assert self._landing is not None
+        for number in range(self._turn, len(self._landing.buckets), self._turns):
+            bucket = self._landing.sources[owner][number]
+            if bucket.stream.owner == owner:
+                yield _Piece(owner, -1, number, list(bucket.targets), bucket.copies)
 
     @contextmanager
-    def copying(self, tensors: Sequence[Tensor], prove: bool) -> Iterator[None]:
+    def copying(
+        self, tensors: Sequence[Tensor], buckets: Mapping[int, Tensor], pipe: DevicePipe | None, prove: bool
+    ) -> Iterator[None]:
         """Copies the version that was planned while the block runs, behind what is on the current stream. Afterwards nothing is
         open any more, and nothing under way.
 
         Args:
-            tensors: this rank's.
+            tensors: this rank's, unless versions land.
+            buckets: of the node, by their number in the landing.
+            pipe: through which they are filled.
             prove: whether the copies are compared with what the senders hold.
 
         Raises:
@@ -227,51 +258,94 @@ class Puller:
         """
         stream = torch.Stream(self.device)
         stream.wait_stream(torch.accelerator.current_stream(self.device))
-        opened: list[Tensor] = []
+        opened = _Opened(self.device)
+        sides: list[tuple[Tensor, list[Tensor], _Piece]] = []
         try:
-            for owner, (_, allocations) in self._planned.items():
-                for each in allocations:
-                    opened.append(self._open(owner, each))
+            for _, memory, pieces in self._memory.values():
+                for piece in pieces:
+                    if piece.bucket < 0:
+                        bucket = opened.allocation(piece.owner, memory, piece.allocation)
+                        targets = [tensors[i] for i in piece.targets]
+                    else:
+                        bucket = buckets[piece.bucket]
+                        targets = [opened.tensor(piece.owner, memory, i) for i in piece.targets]
+                    sides.append((bucket, targets, piece))
                     with stream:
-                        ops.unpack(opened[-1], [tensors[i] for i in each.targets], each.copies.rows)
+                        if pipe is None:
+                            ops.unpack(bucket, targets, piece.copies.rows)
+                        else:
+                            ops.download(targets, piece.copies.rows, [bucket], piece.copies.in_bucket(), pipe.native)
             yield
             stream.synchronize()
             if prove:
-                self._compare(opened, tensors)
+                for bucket, targets, piece in sides:
+                    _compare(bucket, targets, piece)
         finally:
             stream.synchronize()
-            opened.clear()
-
-    def _open(self, owner: int, allocation: _Allocation) -> Tensor:
-        try:
-            return ops.open_memory(allocation.handle, allocation.nbytes, self.device)
-        except RuntimeError as error:
-            raise LoadError(f"rank {owner} has ended or has freed its tensors: {_reason(error)}") from error
-
-    def _compare(self, opened: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Compares by torch's own means, not those that have copied."""
-        allocations = [(owner, each) for owner, (_, some) in self._planned.items() for each in some]
-        for memory, (owner, each) in zip(opened, allocations, strict=True):
-            for row in each.copies.rows.tolist():
-                source, target = _sides(memory, tensors, each, row, each.copies.dims)
-                same = same_bits if source.dtype == target.dtype else _same_values
-                if not same(source.to(target.dtype), target):
-                    raise LoadError(
-                        f"a copy out of the memory of rank {owner} differs from it: the memory of this machine changes bits, or "
-                        "the sender's tensors were changed meanwhile"
-                    )
+            sides.clear()
+            opened.close()
 
 
-def _sides(
-    memory: Tensor, tensors: Sequence[Tensor], allocation: _Allocation, row: list[int], dims: int
-) -> tuple[Tensor, Tensor]:
-    """What a row of a copy table is about, in the allocation and in this rank's tensor."""
-    number, offset, code, ndim = row[:4]
+class _Opened:
+    """Memory of senders that is open."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._allocations: dict[tuple[int, int], Tensor] = {}
+
+    def allocation(self, owner: int, memory: SharedMemory, number: int) -> Tensor:
+        """uint8, one of a sender's allocations. Raises LoadError if it cannot be opened."""
+        found = self._allocations.get((owner, number))
+        if found is None:
+            try:
+                found = ops.open_memory(memory.handles[number], memory.sizes[number], self._device)
+            except RuntimeError as error:
+                raise LoadError(f"rank {owner} has ended or has freed its tensors: {_reason(error)}") from error
+            self._allocations[owner, number] = found
+        return found
+
+    def tensor(self, owner: int, memory: SharedMemory, number: int) -> Tensor:
+        """One of a sender's local tensors. Raises LoadError if it does not lie in its allocation."""
+        layout = memory.layouts[int(memory.layout[number])]
+        allocation, begin = memory.places[number].tolist()
+        if 0 in layout.shape:
+            return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=self._device)
+        found = self.allocation(owner, memory, allocation)
+        last = sum((size - 1) * stride for size, stride in zip(layout.shape, layout.strides, strict=True))
+        end = begin + (last + 1) * layout.dtype.itemsize
+        if not 0 <= begin < end <= found.nbytes:
+            raise LoadError(f"rank {owner} says that a tensor ends at byte {end} of an allocation of {found.nbytes}")
+        return found[begin:end].view(layout.dtype).as_strided(layout.shape, layout.strides)
+
+    def close(self) -> None:
+        """Once nothing uses it any more."""
+        self._allocations.clear()
+
+
+def _compare(bucket: Tensor, targets: Sequence[Tensor], piece: _Piece) -> None:
+    """Compares what was copied by torch's own means, not those that have copied.
+
+    Raises:
+        LoadError: it differs.
+    """
+    for row in piece.copies.rows.tolist():
+        here, there = _sides(bucket, targets, row, piece.copies.dims)
+        source, copy = (here, there) if piece.bucket < 0 else (there, here)
+        same = same_bits if source.dtype == copy.dtype else _same_values
+        if not same(source.to(copy.dtype).to(copy.device), copy):
+            raise LoadError(
+                f"a copy out of the memory of rank {piece.owner} differs from it: the memory of this machine changes bits, or "
+                "the sender's tensors were changed meanwhile"
+            )
+
+
+def _sides(bucket: Tensor, targets: Sequence[Tensor], row: list[int], dims: int) -> tuple[Tensor, Tensor]:
+    """What a row of a copy table is about, in the bucket and in its target."""
+    target, offset, code, ndim = row[:4]
     start, size, stride = (row[4 + i * dims : 4 + i * dims + ndim] for i in range(3))
     dtype = dtypes.from_code(code)
     end = offset + (sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1) * dtype.itemsize
-    source = memory[offset:end].view(dtype).as_strided(size, stride)
-    return source, tensors[allocation.targets[number]][box_slices(tuple(start), tuple(size))]
+    return bucket[offset:end].view(dtype).as_strided(size, stride), targets[target][box_slices(start, size)]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -347,7 +347,7 @@ class WeightReceiver:
         _, failure = attempt(lambda: self._read(participants.manifest))
         senders, whole = participants.senders, self._stage == "host"
         devices = self._target.devices - {torch.device("cpu")} if whole else self._target.devices
-        pulls = None if whole else accelerator_of(devices)
+        pulls = accelerator_of(devices)
         # Ranks that may open memory of the sender's make a node, apart from those on the machine that cannot.
         node = f"{self._node} {pulls.type}" if pulls is not None else self._node
         self._epoch = form_epoch(

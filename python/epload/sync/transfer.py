@@ -85,6 +85,17 @@ def exchange_waves(plan: ExchangePlan) -> list[Wave]:
     ]
 
 
+def landing_waves(plan: ExchangePlan) -> list[Wave]:
+    """The waves of what lands in a node's memory, behind those of the plan."""
+    if plan.landing is None:
+        return []
+    first, nbytes = len(plan.waves), plan.landing.buckets.nbytes
+    return [
+        Wave.of(index, numbers, nbytes[numbers.start : numbers.stop])
+        for index, numbers in enumerate(plan.landing.waves, first)
+    ]
+
+
 class ShardSource(HostSource):
     """Buckets out of the sender's shards. See :class:`~epload.transport.sources.BucketSource`."""
 
