@@ -163,13 +163,31 @@ def save(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def sync(options: argparse.Namespace) -> Iterator[Row]:
-    """Three versions from one process to another, and from one to three, on one device."""
+    """Three versions from one process to another, and from one to three, on one device: into models, beside them and into host
+    memory; with a copy on the device as the limit of the first."""
     size, folder = size_of(options), checkpoint_of(options)
-    for receivers in (1, 3):
+    limit = copy_rate(device_of(options))
+    yield {"what": "the limit: a copy on the device", "GB_s": limit}
+    for stage, receivers in (("none", 1), ("device", 1), ("host", 1), ("none", 3)):
         jobs = [Job(1, _send, (options.device, size, folder, receivers))]
-        jobs += [Job(1, _receive, (options.device, size, folder)) for _ in range(receivers)]
+        jobs += [Job(1, _receive, (options.device, size, folder, stage)) for _ in range(receivers)]
         (sent, *_), *received = run_jobs(jobs, limit=40)
-        yield {"what": f"sync to {receivers} process{'es' * (receivers > 1)}", **sent, **received[0][0], "wrong": 0}
+        what = f"sync to {receivers} process{'es' * (receivers > 1)}, stage={stage}"
+        share = {"of_the_limit": sent["GB_s"] / limit} if stage == "none" else {}
+        yield {"what": what, **sent, **received[0][0], **share, "wrong": 0}
+
+
+def copy_rate(device: torch.device) -> float:
+    """GB/s of a copy of 256 MiB on the device, the best of five."""
+    source = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = finished(device, lambda: target.copy_(source))
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        copy()
+        seconds.append(time.perf_counter() - began)
+    return source.nbytes / min(seconds) / 1e9
 
 
 def _on(device: str) -> torch.device:
@@ -181,25 +199,27 @@ def _send(rank: int, meeting: Meeting, device: str, size: Size, folder: Path, re
     with loader_on(_on(device)) as loader:
         timed("a load", loader, model, folder, _on(device))
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    seconds = []
+    seconds: list[float] = []
     with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=60) as sender:
         meeting.say("address", sender.address)
         for version in (1, 2, 3):
             began = time.perf_counter()
-            sender.send_weights(version)
+            report = sender.send_weights(version)
             seconds.append(time.perf_counter() - began)
-    return {"GB": nbytes / 1e9, "send_s": min(seconds), "GB_s": nbytes / min(seconds) / 1e9}
+    assert report is not None
+    way = {"transport": report.transport} | ({"why": report.not_pulled} if report.not_pulled else {})
+    return {"GB": nbytes / 1e9, "send_s": min(seconds), "GB_s": nbytes / min(seconds) / 1e9, **way}
 
 
-def _receive(rank: int, meeting: Meeting, device: str, size: Size, folder: Path) -> Row:
+def _receive(rank: int, meeting: Meeting, device: str, size: Size, folder: Path, stage: str) -> Row:
     model = meta_model(size).to_empty(device=_on(device))
     commits = []
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver:
         for _ in range(3):
-            receiver.receive_weights()
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.zero_()
+            receiver.receive_weights()
             finished(_on(device), lambda: None)()
             began = time.perf_counter()
             receiver.commit()

@@ -39,7 +39,7 @@ def test_a_rehearsal(tmp_path: Path) -> None:
     rows = {row["what"]: row for part in results.values() for row in part}
     assert not [row for row in rows.values() if "not_run" in row]
     assert rows["load, compared with the file"]["wrong"] == rows["FSDP2, 2 ranks over gloo, one"]["wrong"] == 0
-    assert rows["sync to 3 processes"]["wrong"] == 0
+    assert rows["sync to 3 processes, stage=none"]["wrong"] == 0
     for what in ("pieces, 1 threads x 2 x 1024 KiB", "load, from meta", "safetensors load_file", "save, second"):
         assert rows[what]["GB_s"] > 0
         assert what in (tmp_path / "gpu.md").read_text()

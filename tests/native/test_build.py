@@ -255,7 +255,7 @@ def test_cuda_library_needs_neither_torch_nor_a_driver() -> None:
     """So that a build with kernels runs where there is no CUDA."""
     assert [name for name in needed(CUDA_LIBRARY) if not name.startswith((*SYSTEM_LIBRARIES, "librt.so"))] == []
     symbols = {line.split()[-1] for line in binutils("nm", "-D", "--defined-only", str(CUDA_LIBRARY))}
-    functions = ("interface", "ready", "region_copy", "pin", "unpin", "error")
+    functions = ("interface", "ready", "region_copy", "pin", "unpin", "share", "open", "close", "error")
     assert symbols == {f"epload_cuda_{name}" for name in functions}
 
 

@@ -20,7 +20,7 @@ from epload.errors import LoadError, message_of
 from epload.native.extension import _C
 
 T = TypeVar("T")
-PROTOCOL = 4
+PROTOCOL = 5
 """Changes with what the two jobs say to each other."""
 Address = str | tuple[str, int]
 _GREETING = "epload"
