@@ -83,6 +83,8 @@ class Agreement:
             LoadError, ValueError, TypeError: the same on every rank; nothing has been changed.
         """
         inputs, failure = attempt(lambda: self._read_inputs(request, streams))
+        if inputs is not None:
+            self._resources.prepare_staging(inputs.device)
         proposal = self._propose(request, inputs) if inputs is not None else None
         opening = self._agree_on_opening(request, inputs, proposal, failure)
         assert inputs is not None

@@ -88,6 +88,11 @@ class Resources:
             self.memory = NodeMemory.private(self._topology.rank, nbytes)
         return self.memory
 
+    def prepare_staging(self, device: torch.device) -> None:
+        """Begins to make what a first load will need on a device, if this rank surely brings bytes there."""
+        if device.type != "cpu" and (len(self._topology.ranks) == 1 or self._options.readers in ("every", "auto")):
+            self.device.prepare(device, len(self._topology.node))
+
     def reserve_staging(self, load: AgreedLoad, shared: bool) -> DeviceStaging:
         """Staging on the load's device. ``shared``: whether there is memory that the ranks of a node share."""
         readers = self._options.readers
@@ -111,7 +116,7 @@ class Resources:
         """After a failed transfer: the next load makes new staging memory."""
         self.end_sharing()
         self.memory = None
-        self.device.staging = None
+        self.device.forget()
 
     def close(self) -> None:
         """Frees everything."""
