@@ -22,14 +22,14 @@ from epload.planning.waves import Wave
 from epload.sync.device_route import Broadcasts, MemorySink, obstacle
 from support import fakedev
 from support.accelerator import DEVICE, SEMANTICS
+from support.device_syncs import CCL, move_to_cpu, receive_late, send_late
 from support.jobs import Job, Meeting, run
 from support.small_syncs import many_waves
-from support.synced_models import build, check, values, write
+from support.synced_models import build, check, write
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
 
-CCL = "fakeccl"
 FSDP, TP = ("fsdp", 2, None, DEVICE), ("tp1", 2, None, DEVICE)
 
 
@@ -249,11 +249,6 @@ def receive_moved(rank: int, meeting: Meeting, moves: bool, stage: str) -> list[
     return found
 
 
-def move_to_cpu(model: torch.nn.Module) -> None:
-    for name, parameter in list(model.named_parameters()):
-        setattr(model, name, torch.nn.Parameter(parameter.detach().cpu()))
-
-
 @pytest.mark.parametrize("stage", ["host", "none"])
 def test_a_trainer_that_moves_to_another_device(stage: str) -> None:
     setup = partial(fakedev.setup, "nccl", shares=False)
@@ -342,45 +337,6 @@ def test_no_stream_overtakes_another(slow_job: str, stream: str, stage: str) -> 
         receives = [receive_slowly, (stream, *receives[1])]
     sent, received = run([Job(2, *sends, setup=setup), Job(3, *receives, setup=setup)])
     assert sent + received == [[CCL] * 3] * 5
-
-
-def send_late(rank: int, meeting: Meeting) -> None:
-    """The weights are still being written on the caller's stream when they are sent."""
-    model = build("plain", 1, where=DEVICE)
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=60) as sender:
-        meeting.say("address", sender.address)
-        caller = torch.Stream(DEVICE)
-        full = values("big", 1).to(DEVICE)
-        with caller:
-            fakedev.hold(caller)
-            with torch.no_grad():
-                model.big.copy_(full)
-            opener = threading.Thread(target=lambda: (time.sleep(0.5), fakedev.release(caller)))
-            opener.start()
-            sender.send_weights(1)
-        opener.join()
-
-
-def receive_late(rank: int, meeting: Meeting, where: str, stage: str) -> bool:
-    """What the caller has queued reads the weights before they are replaced."""
-    model = build("plain", 1, where=where)
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver:
-        if where == "cpu":
-            receiver.receive_weights()
-            receiver.commit()
-            return torch.equal(model.big.detach(), values("big", 1))
-        caller = torch.Stream(where)
-        with caller:
-            fakedev.hold(caller)
-            seen = model.big.detach().clone()
-            opener = threading.Thread(target=lambda: (time.sleep(1), fakedev.release(caller)))
-            opener.start()
-            receiver.receive_weights()
-            receiver.commit()
-            found = model.big.detach().clone()
-        opener.join()
-        caller.synchronize()
-        return not seen.cpu().any() and torch.equal(found.cpu(), values("big", 1))
 
 
 @pytest.mark.parametrize(("where", "stage"), [("cpu", "host"), (DEVICE, "host"), (DEVICE, "none")])

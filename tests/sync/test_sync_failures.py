@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from epload.transport.movers import Relay
 from support import fakedev
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
-from support.small_syncs import many_waves
+from support.small_syncs import kill_self, many_waves, names_culprit, outcome
 from support.synced_models import build, check, write
 
 
@@ -39,24 +37,6 @@ def at_wave(wave_index: int, act: Callable[[], None]) -> Any:
 
         stack.enter_context(mock.patch.object(mover, "move", moved))
     return stack
-
-
-def kill_self() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def names_culprit(text: str, rank: str) -> bool:
-    """Whether an error says which rank has ended: whoever notices first, the watch or a peer of its, says it."""
-    return re.search(f"rank {rank} has exited|message (from|to) rank {rank} failed", text) is not None
-
-
-def outcome(step: Callable[[], Any]) -> str:
-    """The error's text, or an empty string."""
-    try:
-        step()
-    except epload.LoadError as error:
-        return str(error)
-    return ""
 
 
 def trainer(

@@ -21,11 +21,10 @@ from epload.sync import pulling
 from epload.sync.pulling import Puller
 from support import fakedev
 from support.accelerator import DEVICE
+from support.device_syncs import CCL, move_to_cpu, receive_late, send_late
 from support.jobs import Job, Meeting, run
-from support.small_syncs import many_waves
+from support.small_syncs import kill_self, many_waves, names_culprit, outcome
 from support.synced_models import SHAPES, build, check, values, write
-from sync.test_sync_accelerator import CCL, move_to_cpu, receive_late, send_late
-from sync.test_sync_failures import kill_self, names_culprit, outcome
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
@@ -42,7 +41,7 @@ def on_machine(name: str) -> Iterator[None]:
     if not name:
         yield
         return
-    modules = ("epoch", "sender", "receiver")
+    modules = ("formation", "sender", "receiver")
     patches = [mock.patch(f"epload.sync.{module}.local_network", return_value=name) for module in modules]
     for patch in patches:
         patch.start()

@@ -29,7 +29,8 @@ from epload.mapping.mapping import Mapping
 from epload.planning.shares import Share
 from epload.sync.device_route import link_of
 from epload.sync.engine_model import EngineModel, EngineTarget
-from epload.sync.epoch import Attendee, Epoch, SyncOptions, describe_ranks, form_epoch
+from epload.sync.epoch import Epoch, SyncOptions
+from epload.sync.formation import Attendee, describe_ranks, form_epoch
 from epload.sync.lobby import Attendance, Member, Offer, Participants, this_process
 from epload.sync.pulling import accelerator_of, same_bits
 from epload.sync.report import SyncReport

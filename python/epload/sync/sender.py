@@ -27,7 +27,8 @@ from epload.planning.shares import Share, share_of_targets
 from epload.saving.catalog import catalog
 from epload.saving.model_reader import ModelReader
 from epload.sync.device_route import Link, link_of
-from epload.sync.epoch import Attendee, Epoch, SyncOptions, describe_ranks, form_epoch
+from epload.sync.epoch import Epoch, SyncOptions
+from epload.sync.formation import Attendee, describe_ranks, form_epoch
 from epload.sync.lobby import LEASE_SECONDS, Lobby, Member, Offer, Participants, fetch_members, publish_members
 from epload.sync.pulling import Probe
 from epload.sync.report import SyncReport

@@ -1,0 +1,61 @@
+"""Jobs that sync models on the fake accelerator."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+import epload
+from support import fakedev
+from support.accelerator import DEVICE
+from support.jobs import Meeting
+from support.synced_models import build, values
+
+CCL = "fakeccl"
+"""The backend of the device."""
+
+
+def move_to_cpu(model: torch.nn.Module) -> None:
+    for name, parameter in list(model.named_parameters()):
+        setattr(model, name, torch.nn.Parameter(parameter.detach().cpu()))
+
+
+def send_late(rank: int, meeting: Meeting) -> None:
+    """The weights are still being written on the caller's stream when they are sent."""
+    model = build("plain", 1, where=DEVICE)
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=60) as sender:
+        meeting.say("address", sender.address)
+        caller = torch.Stream(DEVICE)
+        full = values("big", 1).to(DEVICE)
+        with caller:
+            fakedev.hold(caller)
+            with torch.no_grad():
+                model.big.copy_(full)
+            opener = threading.Thread(target=lambda: (time.sleep(0.5), fakedev.release(caller)))
+            opener.start()
+            sender.send_weights(1)
+        opener.join()
+
+
+def receive_late(rank: int, meeting: Meeting, where: str, stage: str) -> bool:
+    """What the caller has queued reads the weights before they are replaced."""
+    model = build("plain", 1, where=where)
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver:
+        if where == "cpu":
+            receiver.receive_weights()
+            receiver.commit()
+            return torch.equal(model.big.detach(), values("big", 1))
+        caller = torch.Stream(where)
+        with caller:
+            fakedev.hold(caller)
+            seen = model.big.detach().clone()
+            opener = threading.Thread(target=lambda: (time.sleep(1), fakedev.release(caller)))
+            opener.start()
+            receiver.receive_weights()
+            receiver.commit()
+            found = model.big.detach().clone()
+        opener.join()
+        caller.synchronize()
+        return not seen.cpu().any() and torch.equal(found.cpu(), values("big", 1))
