@@ -30,6 +30,7 @@ void define_device_pipe(torch::Library& m) {
 void define_shared_memory(torch::Library& m) {
   m.def("share_memory(Tensor[] tensors) -> (Tensor, str[], int[])");
   m.def("open_memory(str handle, int nbytes, Device device) -> Tensor");
+  m.def("close_memory(Tensor(a!) memory) -> ()");
 }
 
 } // namespace

@@ -123,6 +123,13 @@ at::Tensor open_memory(const std::string& handle, int64_t nbytes, c10::Device de
       .make_tensor();
 }
 
+// See ops.py.
+void close_memory(const at::Tensor& memory) {
+  auto* const storage = memory.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(at::DataPtr(nullptr, memory.device()));
+  storage->set_nbytes(0);
+}
+
 } // namespace
 
 RegisterSharing::RegisterSharing(
@@ -138,4 +145,5 @@ RegisterSharing::RegisterSharing(
 TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
   m.impl("share_memory", TORCH_FN(epload::share_memory));
   m.impl("open_memory", TORCH_FN(epload::open_memory));
+  m.impl("close_memory", TORCH_FN(epload::close_memory));
 }

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -59,3 +64,41 @@ def receive_late(rank: int, meeting: Meeting, where: str, stage: str) -> bool:
         opener.join()
         caller.synchronize()
         return not seen.cpu().any() and torch.equal(found.cpu(), values("big", 1))
+
+
+@contextmanager
+def on_machine(name: str) -> Iterator[None]:
+    """This process takes itself to be on another machine than those with other names."""
+    if not name:
+        yield
+        return
+    modules = ("formation", "sender", "receiver")
+    patches = [mock.patch(f"epload.sync.{module}.local_network", return_value=name) for module in modules]
+    for patch in patches:
+        patch.start()
+    yield
+    for patch in patches:
+        patch.stop()
+
+
+def topology_of(machines: Sequence[str], world: int) -> epload.Topology | None:
+    """Each machine is a node; the last is that of all further ranks. None if it has no name."""
+    if not machines[0]:
+        return None
+    used = [machines[min(rank, len(machines) - 1)] for rank in range(world)]
+    return epload.Topology.from_nodes([[i for i in range(world) if used[i] == name] for name in dict.fromkeys(used)])
+
+
+def mapped_of(pid: int) -> set[int]:
+    """Inodes of another process's device memory that this one has mapped."""
+    mine = {
+        int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:fakedev" in line
+    }
+    theirs = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if "memfd:fakedev" in os.readlink(link):
+                theirs.add(link.stat().st_ino)
+        except OSError:
+            continue  # closed meanwhile
+    return mine & theirs

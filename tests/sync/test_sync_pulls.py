@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,7 @@ from epload.sync import pulling
 from epload.sync.pulling import Puller
 from support import fakedev
 from support.accelerator import DEVICE
-from support.device_syncs import CCL, move_to_cpu, receive_late, send_late
+from support.device_syncs import CCL, mapped_of, move_to_cpu, on_machine, receive_late, send_late, topology_of
 from support.jobs import Job, Meeting, run
 from support.small_syncs import kill_self, many_waves, names_culprit, outcome
 from support.synced_models import SHAPES, build, check, values, write
@@ -33,21 +32,6 @@ TOTAL = 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
 """Bytes of a model in float32."""
 VERSIONS = (1, 2, 3)
 STAGES = ("host", "device", "none")
-
-
-@contextmanager
-def on_machine(name: str) -> Iterator[None]:
-    """This process takes itself to be on another machine than those with other names."""
-    if not name:
-        yield
-        return
-    modules = ("formation", "sender", "receiver")
-    patches = [mock.patch(f"epload.sync.{module}.local_network", return_value=name) for module in modules]
-    for patch in patches:
-        patch.start()
-    yield
-    for patch in patches:
-        patch.stop()
 
 
 def send(
@@ -65,7 +49,7 @@ def send(
         model = build(layout, world, where=DEVICE)
         found = []
         with epload.WeightSender(
-            model, ("127.0.0.1", 0), receivers=receivers, timeout=60, topology=nodes_of(machines, world), **options
+            model, ("127.0.0.1", 0), receivers=receivers, timeout=60, topology=topology_of(machines, world), **options
         ) as sender:
             meeting.say(f"pid-{rank}", str(os.getpid()))
             if rank == 0:
@@ -77,13 +61,6 @@ def send(
                 found.append((report.transport, report.pulled, report.moved, report.not_pulled))
                 between(model)
     return found
-
-
-def nodes_of(machines: Any, world: int) -> epload.Topology | None:
-    if not machines[0]:
-        return None
-    used = machines[:world]
-    return epload.Topology.from_nodes([[i for i in range(world) if used[i] == name] for name in dict.fromkeys(used)])
 
 
 def receive(
@@ -114,21 +91,6 @@ def receive(
                 assert receiver.version == version
                 found.append((report.transport, report.pulled, report.moved, report.not_pulled))
     return found
-
-
-def mapped_of(pid: int) -> set[int]:
-    """Inodes of another process's device memory that this one has mapped."""
-    mine = {
-        int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:fakedev" in line
-    }
-    theirs = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            if "memfd:fakedev" in os.readlink(link):
-                theirs.add(link.stat().st_ino)
-        except OSError:
-            continue  # closed meanwhile
-    return mine & theirs
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from epload.control.control import Control
 from epload.core.attempt import attempt
+from epload.core.default_device import callers_default_device
 from epload.errors import LoadError
 from epload.loading.hints import unfilled_error
 from epload.loading.inputs import LocalInputs
@@ -190,7 +191,8 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
     for tensor in local(missing.garbage).values():
         poison(tensor)
     for module, path, leaves in init_missing_calls(model, missing.unfilled):
-        request.init_missing(module, path, leaves)
+        with callers_default_device():
+            request.init_missing(module, path, leaves)
         report.initialized += [f"{path}.{leaf}" if path else leaf for leaf in leaves]
     tensors |= {name: tensor_at(model, name) for name in targets.unsaved_meta}  # a hook may replace a tensor
     present = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}

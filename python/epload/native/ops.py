@@ -24,6 +24,7 @@ _write_from_device = torch.ops.epload.write_from_device.default
 _upload = torch.ops.epload.upload.default
 _download = torch.ops.epload.download.default
 _share_memory = torch.ops.epload.share_memory.default
+_close_memory = torch.ops.epload.close_memory.default
 _open_memory = torch.ops.epload.open_memory.default
 _read_ranges = torch.ops.epload.read_ranges.default
 _read_regions = torch.ops.epload.read_regions.default
@@ -203,10 +204,9 @@ def share_memory(tensors: Sequence[Tensor]) -> tuple[Tensor, list[str], list[int
 
 
 def open_memory(handle: str, nbytes: int, device: torch.device) -> Tensor:
-    """Opens an allocation of another process that is still there.
+    """Opens an allocation of another process that is still there, until :func:`close_memory` or the last reference is gone.
 
-    It is closed with the last reference to the tensor, once nothing that is queued uses it; it stays mapped until then, whatever
-    the other process does.
+    The other process must not free the memory before that.
 
     Args:
         handle: as from :func:`share_memory`.
@@ -222,6 +222,11 @@ def open_memory(handle: str, nbytes: int, device: torch.device) -> Tensor:
     """
     memory: Tensor = _open_memory(handle, nbytes, device)
     return memory
+
+
+def close_memory(memory: Tensor) -> None:
+    """Closes what :func:`open_memory` has opened. Nothing may use it or a view of it any more, also nothing that is queued."""
+    _close_memory(memory)
 
 
 def read_ranges(

@@ -103,6 +103,7 @@ def plan_exchange(
         plan_pulls(mine, kinds.of, len(kinds.first), share) if mine and landing is None else None,
         landing,
         lent_bytes(rank, pulled.values(), kinds.of, [dtype.itemsize for dtype in kinds.declared]),
+        tuple(each for number in sorted(pulled) if pulled[number] for each in members.nodes[number]),
     )
 
 

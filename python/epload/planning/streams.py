@@ -166,6 +166,8 @@ class ExchangePlan:
     """What this rank's node copies straight out of the memory of senders into its own: buckets that do not move."""
     lent: int = 0
     """Bytes that receivers copy straight out of this sender's memory; each node once."""
+    borrowers: tuple[int, ...] = ()
+    """The ranks that copy out of any sender's memory. Equal on all ranks."""
     sources: Mapping[int, ExchangeBuckets] = field(default_factory=dict)
     """Of a landing, by sender: the same buckets, with the copies out of that sender's tensors. Those that another one owns have
     none that count."""

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from epload.checkpoint.manifest import Manifest
+from epload.core.default_device import callers_default_device
 from epload.core.placement import Box, OwnedRegion
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.planning.shares import Part, Share, ShareBuilder, parts_of_view
 from epload.recording import LoadWeights, Recording, record
 from epload.recording.targets import storage_of
+from epload.sync.arrival import TensorFacts
 
 _MOST_SHOWN = 5
 
@@ -96,7 +98,7 @@ class EngineTarget:
 
     def share(self, manifest: Manifest) -> Share:
         engine = self._engine
-        with engine.recordable():
+        with callers_default_device(), engine.recordable():
             tensors = engine.tensors()
             recording = record(engine.load_weights, manifest, tensors)
         if self._strict and not recording.unseen:
@@ -134,7 +136,8 @@ class EngineTarget:
 
     def tensors(self) -> list[Tensor]:
         assert self._recording is not None
-        self._engine.begin(self._recording)
+        with callers_default_device():
+            self._engine.begin(self._recording)
         tensors = self._engine.tensors()
         found = [tensors[name] for name in self._names if name in tensors]
         if [_layout(tensor) for tensor in found] != self._layouts:
@@ -142,15 +145,14 @@ class EngineTarget:
         self._full = [torch.empty(shape, dtype=dtype) for _, shape, dtype in self._whole]
         return [*(tensor.detach() for tensor in found), *self._full]
 
-    def like(self) -> list[Tensor]:
-        (device,) = self._own_devices if len(self._own_devices) == 1 else (None,)
-        if device is None or device.type == "meta":
+    def facts(self) -> list[TensorFacts]:
+        if len(self._own_devices) > 1 or any(device.type == "meta" for device in self._own_devices):
             raise LoadError(
                 "expected the engine's tensors on one device for stage='device', got them on "
                 f"{', '.join(sorted(map(str, self._own_devices)))}; pass stage='host'"
             )
-        own = [torch.empty(shape, dtype=dtype, device=device) for shape, _, dtype in self._layouts]
-        return [*own, *(torch.empty(shape, dtype=dtype) for _, shape, dtype in self._whole)]
+        own = [TensorFacts(shape, dtype, device) for device in self._own_devices for shape, _, dtype in self._layouts]
+        return [*own, *(TensorFacts(shape, dtype, torch.device("cpu")) for _, shape, dtype in self._whole)]
 
     def finish(self) -> None:
         recording, engine = self._recording, self._engine
@@ -160,11 +162,13 @@ class EngineTarget:
         if self._whole:
             before = {name: tensor.detach() for name, tensor in tensors.items()}
             named = zip((name for name, _, _ in self._whole), self._full, strict=True)
-            loaded = recording.load_whole(engine.load_weights, named, tensors)
+            with callers_default_device():
+                loaded = recording.load_whole(engine.load_weights, named, tensors)
             if self._strict and recording.unseen:
                 self._check(recording, loaded | replaced_tensors(before, engine.tensors()))
         self._full = []
-        engine.finish()
+        with callers_default_device():
+            engine.finish()
 
     def _check(self, recording: Recording, loaded: Mapping[str, Sequence[Box]]) -> None:
         """Raises ModelMismatch if parameters keep values that no tensor of the sender gives.

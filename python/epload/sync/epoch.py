@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from epload.transport.movers import Relay
 from epload.transport.transfers import run_transfer, through_memory
 
 VERIFY = ("off", "buckets", "full")
+_CLOSING_SECONDS = 2.0
+"""For which a sender waits, after a failed version, until receivers have closed its memory."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,7 @@ class Epoch:
                 # One key is either this decision or the first failure: the version is whole everywhere, or counts nowhere.
                 control.settle("committing the version", None, last=True)
         except LoadError as error:
+            self._close_after_failure(version)
             raise make_error(kind_of(error), f"{error}\n{self.legend}") from error
         finally:
             control.end()
@@ -148,7 +152,7 @@ class Epoch:
     @property
     def transport(self) -> str:
         """How versions move; ``"ipc"`` if receivers copy all of each out of the memory of senders."""
-        if not self.plan.node_sets:
+        if not self.plan.node_sets and self.plan.borrowers:
             return "ipc"
         return self.route.backend if self.route is not None else "host"
 
@@ -182,7 +186,20 @@ class Epoch:
         if puller.lands:
             buckets = dict(self._in_memory(self._landing_waves))
             self.pipe = DevicePipe.of(puller.device, self._node_size)
-        return puller.copying(tensors or [], buckets, self.pipe if puller.lands else None, verify != "off")
+        pipe = self.pipe if puller.lands else None
+        return puller.copying(tensors or [], buckets, pipe, verify != "off", self.control)
+
+    def _close_after_failure(self, version: int) -> None:
+        """Receivers say that they have closed the memory of senders; these wait for them, so that whoever catches the error may
+        free it. Not for long: a receiver that was killed says nothing, and has nothing open."""
+        key = f"closed/{self.number}/{version}"
+        with suppress(RuntimeError):  # the store is lost, or a receiver
+            if self.puller is not None:
+                self.store.set(f"{key}/{self.rank}", "")
+            closed = [f"{key}/{rank}" for rank in self.plan.borrowers]
+            until = monotonic() + _CLOSING_SECONDS
+            while self.plan.lent and monotonic() < until and not self.store.check(closed):
+                sleep(0.01)
 
     def _share(self, tensors: list[Tensor]) -> bytes:
         """Says where a sender's tensors lie, unless it has."""

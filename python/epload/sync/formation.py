@@ -221,7 +221,9 @@ def _make_memory(
 def _members_of(views: Sequence[Sequence[Any]]) -> Members:
     """The nodes of both jobs. A sender's ranks and a receiver's are in different nodes, even on one machine."""
     of_senders = {rank: view[0] for rank, view in enumerate(views) if view[1]}
-    of_receivers = {rank: view[0] for rank, view in enumerate(views) if not view[1]}
+    # Ranks that may open memory of senders on their machine are a node, apart from those there that cannot.
+    lent = {tuple(view[7][:2]) for view in views if view[1] and view[7][2]}
+    of_receivers = {rank: f"{view[0]} {tuple(view[7][:2]) in lent}" for rank, view in enumerate(views) if not view[1]}
     return Members(
         tuple(map(tuple, group_equal(of_senders))),
         tuple(map(tuple, group_equal(of_receivers))),

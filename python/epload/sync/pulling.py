@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from epload.control.activity import working
 from epload.control.control import Control
 from epload.core import dtypes
 from epload.core.columns import column
@@ -28,6 +29,7 @@ from epload.planning.pulls import Reach, Strided
 from epload.planning.shares import Share, digest_of
 from epload.planning.streams import ExchangePlan, Members
 from epload.staging.device_pipe import DevicePipe
+from epload.sync.arrival import same_bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,19 +92,18 @@ class Probe:
     def of(cls, tensors: Sequence[Tensor]) -> Probe:
         """The probe of a sender with these tensors."""
         device = accelerator_of({tensor.device for tensor in tensors})
-        first = next((tensor for tensor in tensors if tensor.numel()), None)
-        if device is None or first is None:
+        if device is None:
             return Probe("", "", 0, "its tensors are not all on one device")
         try:
-            _, (handle,), (nbytes,) = ops.share_memory([first.detach()])
+            _, handles, sizes = ops.share_memory([tensor.detach() for tensor in tensors])
         except RuntimeError as error:
             return Probe(device.type, "", 0, _reason(error))
-        return Probe(device.type, handle, nbytes, "")
+        return Probe(device.type, handles[0], sizes[0], "") if handles else Probe("", "", 0, "its tensors are empty")
 
     def opens(self, device: torch.device) -> str:
         """Why it cannot be opened for a device of this process; empty if it can."""
         try:
-            ops.open_memory(self.handle, self.nbytes, device)
+            ops.close_memory(ops.open_memory(self.handle, self.nbytes, device))
         except RuntimeError as error:
             return _reason(error)
         return ""
@@ -188,8 +189,13 @@ class Puller:
             turns: after how many buckets its turn comes again.
         """
         self._pulls, self._landing = plan.pulls, plan.landing
-        owners = plan.pulls.owners if plan.pulls is not None else shares
-        self._shares = {owner: shares[owner] for owner in owners}
+        owners = set(plan.pulls.owners) if plan.pulls is not None else set[int]()
+        if plan.landing is not None:
+            streams = plan.landing.buckets.streams
+            owners = {streams[number].owner for number in plan.landing.buckets.stream}
+        self._shares = {owner: shares[owner] for owner in sorted(owners)}
+        self.refused = False
+        """Whether memory could not be opened."""
         self.device = device
         self._turn, self._turns = turn, turns
         self._memory: dict[int, tuple[str, SharedMemory, list[_Piece]]] = {}
@@ -242,7 +248,12 @@ class Puller:
 
     @contextmanager
     def copying(
-        self, tensors: Sequence[Tensor], buckets: Mapping[int, Tensor], pipe: DevicePipe | None, prove: bool
+        self,
+        tensors: Sequence[Tensor],
+        buckets: Mapping[int, Tensor],
+        pipe: DevicePipe | None,
+        prove: bool,
+        control: Control,
     ) -> Iterator[None]:
         """Copies the version that was planned while the block runs, behind what is on the current stream. Afterwards nothing is
         open any more, and nothing under way.
@@ -252,38 +263,56 @@ class Puller:
             buckets: of the node, by their number in the landing.
             pipe: through which they are filled.
             prove: whether the copies are compared with what the senders hold.
+            control: by which the rank hears that another one has failed, and copies no more.
 
         Raises:
-            LoadError: memory of a sender cannot be opened, or a copy differs from it.
+            LoadError: memory of a sender cannot be opened, a copy differs from it, or another rank has failed.
         """
         stream = torch.Stream(self.device)
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         opened = _Opened(self.device)
         sides: list[tuple[Tensor, list[Tensor], _Piece]] = []
         try:
-            for _, memory, pieces in self._memory.values():
-                for piece in pieces:
-                    if piece.bucket < 0:
-                        bucket = opened.allocation(piece.owner, memory, piece.allocation)
-                        targets = [tensors[i] for i in piece.targets]
-                    else:
-                        bucket = buckets[piece.bucket]
-                        targets = [opened.tensor(piece.owner, memory, i) for i in piece.targets]
-                    sides.append((bucket, targets, piece))
-                    with stream:
-                        if pipe is None:
-                            ops.unpack(bucket, targets, piece.copies.rows)
-                        else:
-                            ops.download(targets, piece.copies.rows, [bucket], piece.copies.in_bucket(), pipe.native)
+            with working(control, "copies what a sender has in memory of a device") as done:
+                for _, memory, pieces in self._memory.values():
+                    for piece in pieces:
+                        sides.append(self._sides_of(piece, opened, memory, tensors, buckets))
+                        with stream:
+                            _copy(*sides[-1], pipe)
+                        done(int(piece.copies.nbytes().sum()))
             yield
             stream.synchronize()
             if prove:
-                for bucket, targets, piece in sides:
-                    _compare(bucket, targets, piece)
+                for side in sides:
+                    _compare(*side)
         finally:
             stream.synchronize()
-            sides.clear()
             opened.close()
+            self.refused = opened.refused
+
+    @staticmethod
+    def _sides_of(
+        piece: _Piece,
+        opened: _Opened,
+        memory: SharedMemory,
+        tensors: Sequence[Tensor],
+        buckets: Mapping[int, Tensor],
+    ) -> tuple[Tensor, list[Tensor], _Piece]:
+        """The bucket of a piece, and its targets."""
+        if piece.bucket < 0:
+            return (
+                opened.allocation(piece.owner, memory, piece.allocation),
+                [tensors[i] for i in piece.targets],
+                piece,
+            )
+        return buckets[piece.bucket], [opened.tensor(piece.owner, memory, i) for i in piece.targets], piece
+
+
+def _copy(bucket: Tensor, targets: list[Tensor], piece: _Piece, pipe: DevicePipe | None) -> None:
+    if pipe is None:
+        ops.unpack(bucket, targets, piece.copies.rows)
+    else:
+        ops.download(targets, piece.copies.rows, [bucket], piece.copies.in_bucket(), pipe.native)
 
 
 class _Opened:
@@ -292,6 +321,8 @@ class _Opened:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._allocations: dict[tuple[int, int], Tensor] = {}
+        self.refused = False
+        """Whether some could not be opened."""
 
     def allocation(self, owner: int, memory: SharedMemory, number: int) -> Tensor:
         """uint8, one of a sender's allocations. Raises LoadError if it cannot be opened."""
@@ -300,7 +331,10 @@ class _Opened:
             try:
                 found = ops.open_memory(memory.handles[number], memory.sizes[number], self._device)
             except RuntimeError as error:
-                raise LoadError(f"rank {owner} has ended or has freed its tensors: {_reason(error)}") from error
+                self.refused = True
+                raise LoadError(
+                    f"memory of rank {owner} cannot be opened, as if it had ended or freed its tensors: {_reason(error)}"
+                ) from error
             self._allocations[owner, number] = found
         return found
 
@@ -318,7 +352,9 @@ class _Opened:
         return found[begin:end].view(layout.dtype).as_strided(layout.shape, layout.strides)
 
     def close(self) -> None:
-        """Once nothing uses it any more."""
+        """Once nothing uses it any more. Views of it may be left in a traceback."""
+        for memory in self._allocations.values():
+            ops.close_memory(memory)
         self._allocations.clear()
 
 
@@ -346,11 +382,6 @@ def _sides(bucket: Tensor, targets: Sequence[Tensor], row: list[int], dims: int)
     dtype = dtypes.from_code(code)
     end = offset + (sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1) * dtype.itemsize
     return bucket[offset:end].view(dtype).as_strided(size, stride), targets[target][box_slices(start, size)]
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal in each bit."""
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
 def _same_values(a: Tensor, b: Tensor) -> bool:

@@ -24,15 +24,16 @@ from epload.core import garbage_collection, log
 from epload.core.attempt import attempt
 from epload.core.default_device import on_cpu
 from epload.core.log import logger
-from epload.errors import LoadError, WaitTimeout, message_of
+from epload.errors import LoadError, WaitTimeout
 from epload.mapping.mapping import Mapping
 from epload.planning.shares import Share
+from epload.sync.arrival import Arrival
 from epload.sync.device_route import link_of
 from epload.sync.engine_model import EngineModel, EngineTarget
 from epload.sync.epoch import Epoch, SyncOptions
 from epload.sync.formation import Attendee, describe_ranks, form_epoch
 from epload.sync.lobby import Attendance, Member, Offer, Participants, this_process
-from epload.sync.pulling import accelerator_of, same_bits
+from epload.sync.pulling import accelerator_of
 from epload.sync.report import SyncReport
 from epload.sync.store import Address, connect, fetch
 from epload.sync.targets import FullTensors, ModelTarget, Target
@@ -136,8 +137,10 @@ class WeightReceiver:
         """Whether this rank has left an epoch on which the sender may still count."""
         self._closed = False
         self._epoch: Epoch | None = None
-        self._arrived: list[Tensor] = []
+        self._arrival: Arrival | None = None
         """With ``stage="device"``, what the version that was received last is in."""
+        self._refused = False
+        """Whether memory of a sender could not be opened in the epoch before."""
         self._manifest: Manifest | None = None
         self._share: Share | None = None
         self.version: int | None = None
@@ -185,7 +188,7 @@ class WeightReceiver:
         if self._closed:
             raise ValueError("expected an open WeightReceiver, got one that was closed; make a new one")
         began = perf_counter()
-        self.staged = None
+        self._give_up()
         offer, participants = self._wait_for_turn()
         report = SyncReport(version=offer.version, verify=self._options.verify, stage=self._stage)
         report.waited = perf_counter() - began
@@ -219,10 +222,13 @@ class WeightReceiver:
             if self._stage == "host":
                 return None
             if self._stage == "device":
-                return self._make_room()
-            if self._target.tears_on_prepare:
-                self._tear()
-            tensors = self._target.tensors()
+                assert self._share is not None
+                self._arrival = Arrival(self._share, self._target.facts())
+                tensors = self._arrival.tensors
+            else:
+                if self._target.tears_on_prepare:
+                    self._tear()
+                tensors = self._target.tensors()
             device = epoch.puller.device if epoch.puller is not None else epoch.route.device if epoch.route else None
             if device is not None and {tensor.device for tensor in tensors} != {device}:
                 raise LoadError(
@@ -241,18 +247,6 @@ class WeightReceiver:
             self.version, self.torn = offer.version, False
         else:
             self.staged = offer.version
-
-    def _make_room(self) -> list[Tensor]:
-        """Tensors for a version to arrive in, beside the target's."""
-        self._arrived = []  # what was not committed goes first
-        try:
-            self._arrived = self._target.like()
-        except torch.OutOfMemoryError as error:
-            raise LoadError(
-                "stage='device' needs as much memory beside the model as its tensors have; pass stage='host', or 'none' if the "
-                f"model is not used meanwhile: {message_of(error)}"
-            ) from error
-        return self._arrived
 
     def _tear(self) -> None:
         """The target may have tensors of two versions from here on."""
@@ -275,27 +269,13 @@ class WeightReceiver:
         tensors = self._target.tensors()
         self._tear()
         if self._stage == "device":
-            self._copy_arrived(tensors)
+            assert self._arrival is not None
+            self._arrival.copy_into(tensors, self._options.verify == "full")
         else:
             self._epoch.unpack(tensors, self._options.verify)
         self._target.finish()
-        self.version, self.staged, self.torn = self.staged, None, False
-
-    def _copy_arrived(self, tensors: list[Tensor]) -> None:
-        """Raises LoadError if a version has other tensors than the target, or with ``verify="full"`` other values afterwards."""
-        arrived = self._arrived
-        if [(tensor.shape, tensor.dtype) for tensor in arrived] != [(tensor.shape, tensor.dtype) for tensor in tensors]:
-            raise LoadError("the receiver's model has other tensors than when the version came; receive the next one")
-        with torch.no_grad():
-            for target, tensor in zip(tensors, arrived, strict=True):
-                target.copy_(tensor, non_blocking=True)
-        if self._options.verify == "full":
-            for target, tensor in zip(tensors, arrived, strict=True):
-                if not same_bits(target, tensor):
-                    raise LoadError(
-                        f"a tensor on {target.device} differs from what has arrived: its memory changes bits"
-                    )
-        self._arrived = []
+        self.version, self.torn = self.staged, False
+        self._give_up()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors of the version that was received last, one after the other, for engines that take nothing else. Counts as
@@ -348,16 +328,16 @@ class WeightReceiver:
         _, failure = attempt(lambda: self._read(participants.manifest))
         senders, whole = participants.senders, self._stage == "host"
         devices = self._target.devices - {torch.device("cpu")} if whole else self._target.devices
-        pulls = accelerator_of(devices)
-        # Ranks that may open memory of the sender's make a node, apart from those on the machine that cannot.
-        node = f"{self._node} {pulls.type}" if pulls is not None else self._node
+        # What could not be opened is not tried again before the ranks have formed another epoch.
+        pulls = None if self._refused else accelerator_of(devices)
+        self._refused = False
         self._epoch = form_epoch(
             self._store,
             participants.epoch,
             senders + len(participants.members),
             Attendee(
                 senders + participants.members.index(self._member),
-                node,
+                self._node,
                 False,
                 whole,
                 link_of(devices),
@@ -379,9 +359,14 @@ class WeightReceiver:
             for warning in self._target.warnings:
                 logger.warning("%s", warning)
 
+    def _give_up(self) -> None:
+        """Drops what has arrived."""
+        self.staged, self._arrival = None, None
+
     def _drop_epoch(self) -> None:
-        self.staged, self._arrived = None, []
+        self._give_up()
         if self._epoch is not None:
+            self._refused = self._epoch.puller is not None and self._epoch.puller.refused
             self._epoch.close()
             self._epoch = None
 

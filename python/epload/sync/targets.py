@@ -22,6 +22,7 @@ from epload.model.targets import Targets
 from epload.native import ops
 from epload.planning.shares import Share, share_of_targets, whole_share
 from epload.saving.model_reader import ModelReader
+from epload.sync.arrival import TensorFacts
 from epload.sync.epoch import Epoch
 
 _BATCH_BYTES = 64 << 20
@@ -51,8 +52,8 @@ class Target(Protocol):
         """The local tensors that the share counts. Raises LoadError if they are not what they were."""
         ...
 
-    def like(self) -> list[Tensor]:
-        """Tensors without values of the shapes, dtypes and devices of :meth:`tensors`, with memory of their own."""
+    def facts(self) -> list[TensorFacts]:
+        """What :meth:`tensors` will return. Raises LoadError if that is not known."""
         ...
 
     def finish(self) -> None:
@@ -116,8 +117,8 @@ class ModelTarget:
             )
         return targets.local()
 
-    def like(self) -> list[Tensor]:
-        return [torch.empty_like(tensor, requires_grad=False) for tensor in self.tensors()]
+    def facts(self) -> list[TensorFacts]:
+        return list(map(TensorFacts.of, self.tensors()))
 
     def finish(self) -> None:
         pass
@@ -156,7 +157,8 @@ class FullTensors:
     def tensors(self) -> list[Tensor]:
         raise ValueError("a receiver without a target has nothing to commit to: take its tensors()")
 
-    like = tensors
+    def facts(self) -> list[TensorFacts]:
+        return list(map(TensorFacts.of, self.tensors()))
 
     def finish(self) -> None:
         pass

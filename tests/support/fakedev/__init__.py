@@ -62,8 +62,9 @@ def setup(semantics: str = "nccl", lazy: bool = False, shares: bool = True) -> s
 def use_kernels() -> None:
     """From here on epload's ops run the kernels' code on the device. The library that is shipped has kernels for CUDA only."""
     torch.ops.load_library(str(build.library()))
-    native = ("device_pipe", "read_to_device", "write_from_device", "upload", "download", "share_memory", "open_memory")
-    for name in ("pack", "unpack", "cuda_obstacle", *native):
+    of_pipes = ("device_pipe", "read_to_device", "write_from_device", "upload", "download")
+    of_processes = ("share_memory", "open_memory", "close_memory")
+    for name in ("pack", "unpack", "cuda_obstacle", *of_pipes, *of_processes):
         setattr(ops, f"_{name}", getattr(torch.ops.epload_test, name).default)
 
 

@@ -1,0 +1,95 @@
+"""Tensors in which a version arrives beside those of a target, until it is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epload.core.placement import Box, box_slices
+from epload.errors import LoadError, message_of
+from epload.planning.cells import merge_boxes
+from epload.planning.shares import NO_PART, Share
+
+
+class TensorFacts(NamedTuple):
+    """What is known of a local tensor before it is there."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorFacts:
+        return cls(tensor.shape, tensor.dtype, tensor.device)
+
+
+class Arrival:
+    """One tensor for each local tensor of a share, on the same device. Those that no version fills have no memory."""
+
+    def __init__(self, share: Share, facts: Sequence[TensorFacts]) -> None:
+        """
+        Raises:
+            LoadError: there is not enough memory.
+        """
+        self._facts = list(facts)
+        self._boxes = filled_boxes(share)
+        try:
+            self.tensors = [
+                torch.empty(each.shape if i in self._boxes else (0,), dtype=each.dtype, device=each.device)
+                for i, each in enumerate(facts)
+            ]
+        except torch.OutOfMemoryError as error:
+            raise LoadError(
+                "stage='device' needs as much memory beside the model as its tensors have; pass stage='host', or 'none' if the "
+                f"model is not used meanwhile: {message_of(error)}"
+            ) from error
+
+    def copy_into(self, targets: Sequence[Tensor], prove: bool) -> None:
+        """Copies what has arrived into the target's tensors, and nothing else. It is there when this returns.
+
+        Args:
+            prove: whether to compare them afterwards.
+
+        Raises:
+            LoadError: the tensors are others than when the version came, or differ from what has arrived.
+        """
+        if list(map(TensorFacts.of, targets)) != self._facts:
+            raise LoadError("the receiver's model has other tensors than when the version came; receive the next one")
+        pairs = [
+            (targets[i].detach()[box_slices(*box)], self.tensors[i][box_slices(*box)])
+            for i, boxes in self._boxes.items()
+            for box in boxes
+        ]
+        if pairs:
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        for device in {each.device for each in self._facts if each.device.type != "cpu"}:
+            # The memory of what has arrived is free afterwards, for streams that do not know of this one.
+            torch.accelerator.current_stream(device).synchronize()
+        if prove:
+            for target, source in pairs:
+                if not same_bits(target, source):
+                    raise LoadError(
+                        f"a tensor on {target.device} differs from what has arrived: its memory changes bits"
+                    )
+
+
+def filled_boxes(share: Share) -> dict[int, tuple[Box, ...]]:
+    """By the number of each local tensor that a version fills, the boxes of it that it does."""
+    boxes: dict[int, dict[Box, None]] = {}
+    for tensor, number in enumerate(share.class_of.tolist()):
+        if number != NO_PART:
+            for part in share.classes[number]:
+                boxes.setdefault(share.targets[tensor][part.place], {})[part.within(*part.box)] = None
+    merged: dict[tuple[Box, ...], tuple[Box, ...]] = {}  # layers are alike
+    for some in map(tuple, boxes.values()):
+        if some not in merged:
+            merged[some] = merge_boxes(some)
+    return {number: merged[tuple(some)] for number, some in boxes.items()}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal in each bit."""
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

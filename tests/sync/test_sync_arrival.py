@@ -1,0 +1,289 @@
+"""What surrounds a version that is copied out of a sender's memory: who reaches whom, what stays, and what an error leaves."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import epload
+from epload.native import ops
+from epload.sync import pulling
+from support import fakedev
+from support.accelerator import DEVICE
+from support.checks import all_fine
+from support.device_syncs import CCL, mapped_of, on_machine, topology_of
+from support.jobs import Job, Meeting, run
+from support.small_syncs import outcome
+from support.synced_models import SHAPES, build, check, values, write
+
+pytestmark = pytest.mark.usefixtures("fake_device")
+
+setup = partial(fakedev.setup, "nccl")
+STAGES = pytest.mark.parametrize("stage", ["host", "device", "none"])
+
+
+def send(rank: int, meeting: Meeting, world: int, receivers: int, versions: int = 2, machine: str = "") -> list[Any]:
+    """What each version raised, when, and its transport."""
+    with on_machine(machine):
+        model = build("fsdp" if world > 1 else "plain", world, where=DEVICE)
+        found = []
+        with epload.WeightSender(
+            model, ("127.0.0.1", 0), receivers=receivers, timeout=20, topology=topology_of((machine,), world)
+        ) as sender:
+            meeting.say(f"pid-{rank}", str(os.getpid()))
+            if rank == 0:
+                meeting.say("address", sender.address)
+            for version in range(1, versions + 1):
+                write(model, version)
+                text, transport = "", ""
+                try:
+                    report = sender.send_weights(version)
+                    assert report is not None
+                    transport = report.transport
+                except epload.LoadError as error:
+                    text = str(error)
+                found.append((text, time.time(), transport))
+        return found
+
+
+def receive_on_two_machines(rank: int, meeting: Meeting, stage: str) -> list[str]:
+    """One rank of the engine is on the trainer's machine; the parts that it wants are those of one sender."""
+    with on_machine("ab"[rank]):
+        model = build("tp0", 2, where=DEVICE)
+        with epload.WeightReceiver(
+            model, meeting.hear("address"), topology=topology_of(("a", "b"), 2), timeout=20, stage=stage
+        ) as receiver:
+            for version in (1, 2):
+                report = receiver.receive_weights()
+                receiver.commit()
+                check(model, version)
+                if (report.pulled > 0) != (rank == 0):
+                    return [f"rank {rank} pulled {report.pulled}"]
+    return []
+
+
+@STAGES
+def test_an_engine_of_which_one_rank_is_near(stage: str) -> None:
+    """It needs nothing of one of the senders within reach."""
+    jobs = [Job(2, send, (2, 2, 2, "a"), setup=setup), Job(2, receive_on_two_machines, (stage,), setup=setup)]
+    sent, received = run(jobs)
+    all_fine(received)
+    assert [text for of_rank in sent for text, *_ in of_rank] == [""] * 4
+
+
+class Padded(nn.Module):
+    """An engine whose ``load_weights`` leaves rows of a parameter as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.full((64, 16) if name == "embed" else shape, 7.0)))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            target = parameters[name].detach()
+            (target[:37] if name == "embed" else target).copy_(tensor)
+
+
+def receive_beside_others(rank: int, meeting: Meeting, stage: str, kind: str) -> list[str]:
+    wrong = []
+    if kind == "padded":
+        model: nn.Module = Padded().to(DEVICE)
+        target: Any = epload.EngineModel(model)
+    else:
+        model = target = build("plain", 1, where=DEVICE)
+        model.extra = nn.Parameter(torch.full((50, 50), 7.0, device=DEVICE))
+    with epload.WeightReceiver(target, meeting.hear("address"), timeout=20, stage=stage, strict=False) as receiver:
+        for version in (1, 2):
+            receiver.receive_weights()
+            with torch.no_grad():
+                others = model.embed[37:] if kind == "padded" else model.extra
+                others.fill_(7.0 + version)  # it is the engine's own, also while a version waits
+            receiver.commit()
+            others = model.embed[37:] if kind == "padded" else model.extra
+            if not (others.detach().cpu() == 7.0 + version).all():
+                wrong.append(f"version {version} changes what the sender does not have")
+            wrong += [
+                f"version {version}: {name}"
+                for name, shape in SHAPES.items()
+                if not torch.equal(
+                    model.get_parameter(name).detach().cpu()[: shape[0]]
+                    if shape
+                    else model.get_parameter(name).detach().cpu(),
+                    values(name, version),
+                )
+            ]
+    return wrong
+
+
+@STAGES
+@pytest.mark.parametrize("kind", ["padded", "own"])
+def test_what_the_sender_does_not_have_stays(kind: str, stage: str) -> None:
+    jobs = [Job(1, send, (1, 1), setup=setup), Job(1, receive_beside_others, (stage, kind), setup=setup)]
+    all_fine(run(jobs)[1])
+
+
+def receive_held(rank: int, meeting: Meeting, stage: str) -> list[str]:
+    """Commits on a stream that is busy, and receives the next version."""
+    model = build("plain", 1, where=DEVICE)
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage=stage) as receiver:
+        receiver.receive_weights()
+        stream = torch.Stream(DEVICE)
+        with stream:
+            fakedev.hold(stream)
+            opener = threading.Thread(target=lambda: (time.sleep(1), fakedev.release(stream)))
+            opener.start()
+            receiver.commit()
+        receiver.receive_weights()
+        opener.join()
+        torch.accelerator.synchronize()
+        return [
+            name
+            for name, parameter in model.named_parameters()
+            if not torch.equal(parameter.detach().cpu(), values(name, 1))
+        ]
+
+
+@pytest.mark.parametrize("stage", ["host", "device"])
+def test_a_commit_on_another_stream(stage: str) -> None:
+    all_fine(run([Job(1, send, (1, 1), setup=setup), Job(1, receive_held, (stage,), setup=setup)])[1])
+
+
+def receive_with_one_that_does_not_open(rank: int, meeting: Meeting, stage: str) -> list[Any]:
+    model, found = build("plain", 1, where=DEVICE), []
+    opens, tries = ops._open_memory, []
+
+    def some(*args: Any) -> Tensor:
+        tries.append(args)
+        if len(tries) > 1:
+            raise RuntimeError("peer access is not supported")
+        return opens(*args)
+
+    with (
+        mock.patch.object(ops, "_open_memory", some),
+        epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage=stage) as receiver,
+    ):
+        for version in (1, 2, 3):
+            text = outcome(receiver.receive_weights)
+            if not text:
+                receiver.commit()
+                check(model, version)
+            found.append(text)
+    return found
+
+
+@STAGES
+def test_memory_that_does_not_open_though_some_does(stage: str) -> None:
+    """One version fails; those after it go another way."""
+    sent, received = run(
+        [Job(1, send, (1, 1, 3), setup=setup), Job(1, receive_with_one_that_does_not_open, (stage,), setup=setup)]
+    )
+    assert "memory of rank 0 cannot be opened" in received[0][0]
+    assert "peer access is not supported" in sent[0][0][0]
+    assert received[0][1:] == ["", ""]
+    assert [transport for *_, transport in sent[0]] == ["", CCL, CCL]
+
+
+def receive_failing(rank: int, meeting: Meeting, stage: str, fails: bool) -> Any:
+    """One engine fails in its copies, the other is slow. Returns when it had closed the memory of the sender, and how much is open
+    while the error is held and after the next version."""
+    closed: list[float] = []
+    copy, close = pulling._copy, pulling._Opened.close
+
+    def copies(*args: Any) -> None:
+        if fails:
+            raise RuntimeError("broken")
+        copy(*args)
+        time.sleep(0.5)
+
+    def closes(self: Any) -> None:
+        close(self)
+        closed.append(time.time())
+
+    model = build("plain", 1, where=DEVICE)
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage=stage) as receiver:
+        pid, held = int(meeting.hear("pid-0")), None
+        with mock.patch.object(pulling, "_copy", copies), mock.patch.object(pulling._Opened, "close", closes):
+            try:
+                receiver.receive_weights()
+            except epload.LoadError as error:
+                held = error
+        opened = [len(mapped_of(pid))]
+        receiver.receive_weights()
+        opened.append(len(mapped_of(pid)))
+        receiver.commit()
+        check(model, 2)
+        return held is not None, closed[0], opened
+
+
+@STAGES
+def test_a_sender_hears_of_a_failure_once_its_memory_is_closed(stage: str) -> None:
+    sent, broken, slow = run(
+        [
+            Job(1, send, (1, 2), setup=setup),
+            Job(1, receive_failing, (stage, True), setup=setup),
+            Job(1, receive_failing, (stage, False), setup=setup),
+        ]
+    )
+    assert "broken" in sent[0][0][0]
+    for raised, closed, opened in (broken[0], slow[0]):
+        assert raised
+        assert opened == [0, 0]
+        assert closed <= sent[0][0][1]
+
+
+class FailsOnce(epload.EngineModel):
+    failed = False
+
+    def finish(self) -> None:
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError("cannot repack")
+
+
+def receive_and_commit_again(rank: int, meeting: Meeting, stage: str) -> list[str]:
+    model = Padded().to(DEVICE)
+    with epload.WeightReceiver(
+        FailsOnce(model), meeting.hear("address"), timeout=20, stage=stage, strict=False
+    ) as receiver:
+        receiver.receive_weights()
+        with pytest.raises(RuntimeError, match="cannot repack"):
+            receiver.commit()
+        if not (receiver.torn and receiver.version is None and receiver.staged == 1):
+            return ["is not torn"]
+        receiver.commit()
+        receiver.receive_weights()
+        return [] if (receiver.version, receiver.torn, receiver.staged) == (1, False, 2) else ["was not committed"]
+
+
+@pytest.mark.parametrize("stage", ["host", "device"])
+def test_a_commit_that_failed_is_tried_again(stage: str) -> None:
+    all_fine(run([Job(1, send, (1, 1), setup=setup), Job(1, receive_and_commit_again, (stage,), setup=setup)])[1])
+
+
+def receive_far(rank: int, meeting: Meeting, where: str) -> tuple[int, int]:
+    with on_machine("b"):
+        model = build("plain", 1, where=where)
+        with epload.WeightReceiver(model, meeting.hear("address"), timeout=20) as receiver:
+            for version in (1, 2):
+                report = receiver.receive_weights()
+                receiver.commit()
+                check(model, version)
+            assert receiver._epoch is not None
+            return len(receiver._epoch.members.nodes), report.pulled
+
+
+def test_models_on_cpu_and_on_a_device_share_what_is_not_pulled() -> None:
+    jobs = [Job(2, send, (2, 2, 2, "a"), setup=setup)]
+    jobs += [Job(1, receive_far, (where,), setup=setup) for where in (DEVICE, "cpu")]
+    assert run(jobs)[1:] == [[(1, 0)], [(1, 0)]]
