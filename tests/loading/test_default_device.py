@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -82,13 +83,35 @@ def test_loads_and_saves(default: str, device: str, tmp_path: Path) -> None:
 def send(rank: int, meeting: Meeting) -> None:
     torch.set_default_device(DEVICE)
     model = Model(DEVICE)
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=3, timeout=60) as sender:
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=4, timeout=60) as sender:
         meeting.say("address", sender.address)
         for number in (1, 2):
             with torch.no_grad():
                 for name, tensor in state(number).items():
                     model.get_parameter(name).copy_(tensor)
             sender.send_weights(number)
+
+
+class Asks(epload.EngineModel):
+    """An engine whose functions make tensors on the default device, as those of users do."""
+
+    def finish(self) -> None:
+        self.made_on = torch.zeros(1).device
+
+
+def receive_into_an_engine(rank: int, meeting: Meeting) -> list[str]:
+    torch.set_default_device(DEVICE)
+    model = Model(DEVICE)
+
+    def load_weights(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            model.get_parameter(name).detach().copy_(tensor)
+
+    target = Asks(model, load_weights)
+    with epload.WeightReceiver(target, meeting.hear("address"), timeout=60, stage="none") as receiver:
+        for number in (1, 2):
+            receiver.receive_weights(number)
+    return wrong(model, 2, "engine") + [f"made on {target.made_on}"] * (target.made_on != torch.device(DEVICE))
 
 
 def receive(rank: int, meeting: Meeting, stage: str) -> list[str]:
@@ -111,5 +134,9 @@ def receive(rank: int, meeting: Meeting, stage: str) -> list[str]:
 
 
 def test_syncs() -> None:
-    jobs = [Job(1, send, setup=setup), *(Job(1, receive, (stage,), setup=setup) for stage in ("host", "device", ""))]
+    jobs = [
+        Job(1, send, setup=setup),
+        Job(1, receive_into_an_engine, setup=setup),
+        *(Job(1, receive, (stage,), setup=setup) for stage in ("host", "device", "")),
+    ]
     all_fine([problems for job in run(jobs)[1:] for problems in job])

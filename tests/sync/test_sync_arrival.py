@@ -195,7 +195,7 @@ def test_memory_that_does_not_open_though_some_does(stage: str) -> None:
 
 
 def receive_failing(rank: int, meeting: Meeting, stage: str, fails: bool) -> Any:
-    """One engine fails in its copies, the other is slow. Returns when it had closed the memory of the sender, and how much is open
+    """One engine fails in its copies, the other is slow. Returns when it had closed the memory of the sender, and what is open
     while the error is held and after the next version."""
     closed: list[float] = []
     copy, close = pulling._copy, pulling._Opened.close
