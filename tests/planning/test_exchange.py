@@ -185,7 +185,9 @@ def check_case(seed: int) -> None:
             for owner in pulls.owners if pulls is not None else []:
                 allocations, *places = memory[owner]
                 shared = Share.decode(outlines[owner], shares[owner].encode_parts())
-                copies, allocation = pulls.copies(owner, shared, places[0], places[1], places[2])
+                copies, local = pulls.copies(owner, shared, places[0], places[1])
+                allocation, begin = places[2][local].unbind(1)
+                copies.offset.add_(begin)
                 for number in range(2):
                     ops.unpack(allocations[number], found, copies.rows[allocation == number])
             for i, (a, b) in enumerate(zip(found, expected, strict=True)):

@@ -58,18 +58,16 @@ class Pulls:
         """The senders that the rank pulls from."""
         return [int(owner) for owner in torch.unique(self.owner).tolist()]
 
-    def copies(
-        self, owner: int, shared: Share, layout: Tensor, layouts: Sequence[Strided], places: Tensor
-    ) -> tuple[CopyTable, Tensor]:
-        """Copies out of one sender's allocations.
+    def copies(self, owner: int, shared: Share, layout: Tensor, layouts: Sequence[Strided]) -> tuple[CopyTable, Tensor]:
+        """Copies out of one sender's local tensors.
 
         Args:
             shared: the sender's share.
             layout: int64 [m], the layout of each local tensor of the sender, an index into ``layouts``.
-            places: int64 [m, 2], the allocation of each local tensor of the sender, and where in it the tensor begins (bytes).
 
         Returns:
-            Rows whose bucket is an allocation, and whose targets are this rank's local tensors; int64: the allocation of each.
+            Rows whose bucket is the memory of a local tensor of the sender, and whose targets are this rank's local tensors;
+            int64: for each row the sender's tensor.
         """
         mine = (self.owner == owner).nonzero().flatten()
         tensor, box = self.tensor[mine], self.box[mine]
@@ -93,12 +91,11 @@ class Pulls:
         which = first[of] + arange(len(of)) - (count.cumsum(0) - count)[of]
         width = CopyTable.columns(dims)
         copies = CopyTable(column(list(chain.from_iterable(table))).reshape(-1, width)[which])
-        copies.offset.add_(places[local[of], 1])
         numbers = [
             self.share.targets[t][at] for t, at in zip(tensor[of].tolist(), column(place)[which].tolist(), strict=True)
         ]
         copies.target[:] = column(numbers)
-        return copies, places[local[of], 0]
+        return copies, local[of]
 
     @staticmethod
     def _part(shared: Share, number: int, box: Box) -> tuple[int, int]:

@@ -130,7 +130,8 @@ class Epoch:
                         shards, failure = attempt(lambda: self._moved_shards(tensors, options.verify))
                     self._get_ready(version, tensors, failure, options.timeout)
                 begins()
-                with self._pulling(tensors, options.verify):
+                alone = self.puller is not None and not self.plan.node_sets
+                with report.timed("unpack") if alone else nullcontext(), self._pulling(tensors, options.verify):
                     self._move(version, shards, report, options.verify, show_progress)
                 # One key is either this decision or the first failure: the version is whole everywhere, or counts nowhere.
                 control.settle("committing the version", None, last=True)

@@ -171,6 +171,7 @@ class _Piece(NamedTuple):
     targets: list[int]
     copies: CopyTable
     """Targets count in ``targets``."""
+    nbytes: int
 
 
 class Puller:
@@ -200,6 +201,8 @@ class Puller:
         self._turn, self._turns = turn, turns
         self._memory: dict[int, tuple[str, SharedMemory, list[_Piece]]] = {}
         """By sender, with its digest; kept as long as its tensors lie where they did."""
+        self._copies: dict[int, tuple[Tensor, Sequence[Strided], CopyTable, Tensor]] = {}
+        """By sender, what follows from the layouts of its tensors, and is the same wherever they lie."""
 
     @property
     def lands(self) -> bool:
@@ -209,7 +212,7 @@ class Puller:
     @property
     def nbytes(self) -> int:
         """Bytes that are copied for a version."""
-        return sum(int(piece.copies.nbytes().sum()) for *_, pieces in self._memory.values() for piece in pieces)
+        return sum(piece.nbytes for *_, pieces in self._memory.values() for piece in pieces)
 
     def plan(self, digests: Sequence[str], fetch: Callable[[int], bytes]) -> None:
         """Plans the copies of a version, but for senders whose tensors lie where they did.
@@ -234,17 +237,28 @@ class Puller:
 
     def _pieces_of_tensors(self, owner: int, share: Share, memory: SharedMemory) -> Iterator[_Piece]:
         assert self._pulls is not None
-        copies, allocation = self._pulls.copies(owner, share, memory.layout, memory.layouts, memory.places)
-        for number in torch.unique(allocation).tolist():
-            rows = copies.select(allocation == number)
-            yield _Piece(owner, number, -1, rows.renumber_targets(), rows)
+        known = self._copies.get(owner)
+        if known is None or known[1] != memory.layouts or not torch.equal(known[0], memory.layout):
+            made = self._pulls.copies(owner, share, memory.layout, memory.layouts)
+            known = self._copies[owner] = memory.layout, memory.layouts, *made
+        copies, local = known[2:]
+        allocation, begin = memory.places[local].unbind(1)
+        order = allocation.argsort(stable=True)
+        copies = copies.select(order)
+        copies.offset.add_(begin[order])
+        numbers, counts = torch.unique_consecutive(allocation[order], return_counts=True)
+        nbytes = copies.nbytes().split(counts.tolist())
+        for number, rows, each in zip(numbers.tolist(), copies.rows.split(counts.tolist()), nbytes, strict=True):
+            table = CopyTable(rows)
+            yield _Piece(owner, number, -1, table.renumber_targets(), table, int(each.sum()))
 
     def _pieces_of_buckets(self, owner: int) -> Iterator[_Piece]:
         assert self._landing is not None
         for number in range(self._turn, len(self._landing.buckets), self._turns):
             bucket = self._landing.sources[owner][number]
             if bucket.stream.owner == owner:
-                yield _Piece(owner, -1, number, list(bucket.targets), bucket.copies)
+                copies = bucket.copies
+                yield _Piece(owner, -1, number, list(bucket.targets), copies, int(copies.nbytes().sum()))
 
     @contextmanager
     def copying(
@@ -279,7 +293,7 @@ class Puller:
                         sides.append(self._sides_of(piece, opened, memory, tensors, buckets))
                         with stream:
                             _copy(*sides[-1], pipe)
-                        done(int(piece.copies.nbytes().sum()))
+                        done(piece.nbytes)
             yield
             stream.synchronize()
             if prove:
