@@ -247,8 +247,9 @@ class Puller:
         copies = copies.select(order)
         copies.offset.add_(begin[order])
         numbers, counts = torch.unique_consecutive(allocation[order], return_counts=True)
-        nbytes = copies.nbytes().split(counts.tolist())
-        for number, rows, each in zip(numbers.tolist(), copies.rows.split(counts.tolist()), nbytes, strict=True):
+        sizes = counts.tolist()
+        nbytes = torch.split(copies.nbytes(), sizes)
+        for number, rows, each in zip(numbers.tolist(), torch.split(copies.rows, sizes), nbytes, strict=True):
             table = CopyTable(rows)
             yield _Piece(owner, number, -1, table.renumber_targets(), table, int(each.sum()))
 
