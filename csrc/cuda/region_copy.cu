@@ -120,8 +120,13 @@ EPLOAD_EXPORT int epload_cuda_share(const void* memory, EploadCudaAllocation* fo
       driver != nullptr ? reinterpret_cast<Range>(dlsym(driver, "cuMemGetAddressRange_v2")) : nullptr;
   unsigned long long base = 0;
   size_t nbytes = 0;
-  if (range == nullptr || range(&base, &nbytes, reinterpret_cast<unsigned long long>(memory)) != 0) {
-    return cudaErrorInvalidValue;
+  if (range == nullptr) {
+    return cudaErrorNotSupported;
+  }
+  cudaFree(nullptr); // a thread that has not called the runtime yet has no context, which the driver asks for
+  // The runtime's errors have the driver's numbers.
+  if (const int error = range(&base, &nbytes, reinterpret_cast<unsigned long long>(memory)); error != 0) {
+    return error;
   }
   cudaIpcMemHandle_t handle;
   static_assert(sizeof handle == sizeof found->handle, "what the interface has room for");

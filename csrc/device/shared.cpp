@@ -1,5 +1,7 @@
 #include "shared.h"
 
+#include "../tensor_memory.h"
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
@@ -79,7 +81,9 @@ std::tuple<at::Tensor, std::vector<std::string>, std::vector<int64_t>> share_mem
     if (tensors[i].numel() == 0) {
       continue;
     }
+    check_memory("share_memory", tensors[i], i);
     const auto at = reinterpret_cast<uint64_t>(tensors[i].const_data_ptr());
+    TORCH_CHECK(at % tensors[i].element_size() == 0, "the memory of tensor ", i, " is not aligned to its elements");
     auto found = known.upper_bound(at);
     if (found == known.end() || begins[found->second] > at) {
       SharedAllocation allocation;

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import epload
+from epload.mapping import Convert, Mapping, Split
 from epload.native import ops
 from epload.sync import pulling
 from support import fakedev
@@ -198,13 +205,15 @@ def receive_failing(rank: int, meeting: Meeting, stage: str, fails: bool) -> Any
     """One engine fails in its copies, the other is slow. Returns when it had closed the memory of the sender, and what is open
     while the error is held and after the next version."""
     closed: list[float] = []
-    copy, close = pulling._copy, pulling._Opened.close
+    copying, close = pulling.Puller.copying, pulling._Opened.close
 
-    def copies(*args: Any) -> None:
-        if fails:
-            raise RuntimeError("broken")
-        copy(*args)
-        time.sleep(0.5)
+    @contextmanager
+    def copies(self: Any, *args: Any) -> Iterator[None]:
+        with copying(self, *args):
+            time.sleep(0.1 if fails else 1)
+            if fails:
+                raise RuntimeError("broken")
+            yield
 
     def closes(self: Any) -> None:
         close(self)
@@ -213,7 +222,7 @@ def receive_failing(rank: int, meeting: Meeting, stage: str, fails: bool) -> Any
     model = build("plain", 1, where=DEVICE)
     with epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage=stage) as receiver:
         pid, held = int(meeting.hear("pid-0")), None
-        with mock.patch.object(pulling, "_copy", copies), mock.patch.object(pulling._Opened, "close", closes):
+        with mock.patch.object(pulling.Puller, "copying", copies), mock.patch.object(pulling._Opened, "close", closes):
             try:
                 receiver.receive_weights()
             except epload.LoadError as error:
@@ -287,3 +296,145 @@ def test_models_on_cpu_and_on_a_device_share_what_is_not_pulled() -> None:
     jobs = [Job(2, send, (2, 2, 2, "a"), setup=setup)]
     jobs += [Job(1, receive_far, (where,), setup=setup) for where in (DEVICE, "cpu")]
     assert run(jobs)[1:] == [[(1, 0)], [(1, 0)]]
+
+
+class Odd(nn.Module):
+    """Single elements, and a slice of one column."""
+
+    def __init__(self, make: Any, names: Iterable[str]) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(make(name), requires_grad=False))
+
+
+def odd(name: str, version: int) -> Tensor:
+    shapes = {"one": (1,), "square": (1, 1), "column": (4, 1), "row": (1, 5), "scalar": ()}
+    return torch.full(shapes[name], float(version)) + torch.arange(torch.Size(shapes[name]).numel()).view(shapes[name])
+
+
+ODD = ("one", "square", "column", "row", "scalar")
+
+
+def send_odd(rank: int, meeting: Meeting, verify: str) -> list[str]:
+    model = Odd(lambda name: odd(name, 0).to(DEVICE), ODD)
+    model.column = nn.Parameter(torch.zeros(4, 3, device=DEVICE)[:, 1:2], requires_grad=False)
+    found = []
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20, verify=verify) as sender:
+        meeting.say("address", sender.address)
+        for version in (1, 2):
+            for name in ODD:
+                model.get_parameter(name).copy_(odd(name, version))
+            found.append(outcome(lambda v=version: sender.send_weights(v)))  # type: ignore[misc]
+    return found
+
+
+def receive_odd(rank: int, meeting: Meeting, stage: str, verify: str) -> list[str]:
+    with torch.inference_mode(stage == "device"):
+        model = Odd(lambda name: torch.zeros_like(odd(name, 0)).to(DEVICE), ODD)
+    wrong = []
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage=stage, verify=verify) as receiver:
+        for version in (1, 2):
+            report = receiver.receive_weights()
+            receiver.commit()
+            wrong += [] if report.transport == "ipc" else [report.transport]
+            wrong += [
+                name for name in ODD if not torch.equal(model.get_parameter(name).detach().cpu(), odd(name, version))
+            ]
+    return wrong
+
+
+@STAGES
+@pytest.mark.parametrize("verify", ["off", "buckets", "full"])
+def test_single_elements_and_inference_tensors(verify: str, stage: str) -> None:
+    sent, received = run([Job(1, send_odd, (verify,), setup=setup), Job(1, receive_odd, (stage, verify), setup=setup)])
+    assert sent == [["", ""]]
+    all_fine(received)
+
+
+def send_unreadable(rank: int, meeting: Meeting, kind: str) -> list[str]:
+    """A tensor whose memory does not hold its values, or not all of them."""
+    model = build("plain", 1, where=DEVICE)
+    write(model, 1)
+    if kind == "negated":
+        pairs = torch.complex(torch.zeros(37, 16), -values("embed", 1)).to(DEVICE)
+        model.embed = nn.Parameter(pairs.conj().imag, requires_grad=False)
+    if kind == "freed":
+        model.big.untyped_storage().resize_(20)
+    if kind == "smaller":
+        mesh = init_device_mesh(fakedev.NAME, (1,))
+        local = values("embed", 1)[:36].to(DEVICE)
+        whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((37, 16)), stride=(16, 1))
+        model.embed = nn.Parameter(whole, requires_grad=False)
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20) as sender:
+        meeting.say("address", sender.address)
+        try:
+            sender.send_weights(1)
+        except (epload.LoadError, ValueError) as error:
+            return [str(error)]
+        return [""]
+
+
+def receive_unreadable(rank: int, meeting: Meeting, stage: str) -> str:
+    model = build("plain", 1, where=DEVICE)
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage=stage) as receiver:
+        try:
+            receiver.receive_weights()
+        except (epload.LoadError, ValueError) as error:
+            assert receiver.version is None
+            return str(error)
+        receiver.commit()
+        check(model, 1)
+        return ""
+
+
+@STAGES
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("negated", ""), ("freed", "too few"), ("smaller", "36, 16|outside tensor")]
+)
+def test_memory_that_does_not_hold_the_values(kind: str, expected: str, stage: str) -> None:
+    sent, received = run(
+        [Job(1, send_unreadable, (kind,), setup=setup), Job(1, receive_unreadable, (stage,), setup=setup)]
+    )
+    for text in (sent[0][0], received[0]):
+        assert re.search(expected, text) if expected else not text, text
+
+
+class Halves(nn.Module):
+    """What a mapping splits in two, of other dtypes than the names say."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.upper = nn.Parameter(torch.zeros(4, 8, dtype=dtype, device=DEVICE), requires_grad=False)
+        self.lower = nn.Parameter(torch.zeros(4, 8, device=DEVICE), requires_grad=False)
+
+
+HALVES = Mapping(converts=(Convert((r"^both$",), ("upper", "lower"), (Split(0),)),))
+
+
+def send_halves(rank: int, meeting: Meeting, folder: Path) -> list[str]:
+    model = Halves(torch.bfloat16)
+    with torch.no_grad():
+        model.upper.copy_(torch.full((4, 8), 1.001))
+        model.lower.copy_(torch.full((4, 8), 2.002))
+    with epload.WeightSender(
+        model, ("127.0.0.1", 0), receivers=2, timeout=20, mapping=HALVES, names_from=folder
+    ) as sender:
+        meeting.say("address", sender.address)
+        return [outcome(lambda: sender.send_weights(1))]
+
+
+def receive_halves(rank: int, meeting: Meeting, where: str) -> list[float]:
+    model = Odd(lambda name: torch.zeros(8, 8).to(where), ["both"])
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage="none") as receiver:
+        receiver.receive_weights()
+        return sorted(set(model.get_parameter("both").cpu().flatten().tolist()))
+
+
+def test_engines_agree_on_a_tensor_of_several_dtypes(tmp_path: Path) -> None:
+    """One that pulls gets what one gets to which it moves."""
+    save_file({"both": torch.zeros(8, 8, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    jobs = [Job(1, send_halves, (tmp_path,), setup=setup)]
+    jobs += [Job(1, receive_halves, (where,), setup=setup) for where in (DEVICE, "cpu")]
+    sent, near, far = run(jobs)
+    assert sent == [[""]]
+    assert near == far

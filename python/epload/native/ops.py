@@ -197,7 +197,7 @@ def share_memory(tensors: Sequence[Tensor]) -> tuple[Tensor, list[str], list[int
 
     Raises:
         RuntimeError: some of the memory cannot be shared; with the reason.
-        ValueError: the tensors are on several devices.
+        ValueError: the tensors are on several devices, or the memory of one has not all of its elements.
     """
     places, handles, sizes = _share_memory(tensors)
     return places, list(handles), list(map(int, sizes))

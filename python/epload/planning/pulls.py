@@ -14,6 +14,7 @@ from epload.core.columns import arange, column
 from epload.core.copy_table import CopyTable
 from epload.core.placement import Box, intersect
 from epload.core.views import Shape
+from epload.errors import LoadError
 from epload.planning.cells import Slot
 from epload.planning.shares import NO_PART, Outline, Share, copies_of_box
 
@@ -68,6 +69,9 @@ class Pulls:
         Returns:
             Rows whose bucket is the memory of a local tensor of the sender, and whose targets are this rank's local tensors;
             int64: for each row the sender's tensor.
+
+        Raises:
+            LoadError: a tensor of the sender is smaller than its share says.
         """
         mine = (self.owner == owner).nonzero().flatten()
         tensor, box = self.tensor[mine], self.box[mine]
@@ -107,7 +111,11 @@ class Pulls:
     ) -> list[tuple[list[int], int]]:
         (start, size), (number, at), _ = self.boxes[key[0]], key[1], key[2]
         part = shared.classes[number][at]
-        local, _ = part.within(start, size)
+        local, extent = part.within(start, size)
+        if any(begin + n > length for begin, n, length in zip(local, extent, layout.shape, strict=True)):
+            raise LoadError(
+                f"a sender's local tensor has shape {list(layout.shape)}, but its DTensor {list(extent)} from {list(local)} on"
+            )
         strides = [0] * len(start)
         for dim, stride in zip(part.dims, layout.strides, strict=True):
             if dim >= 0:
@@ -228,5 +236,6 @@ def fitting_senders(
     found = []
     for first, dtype in zip(firsts, wanted, strict=True):
         numbers = [(rank, int(outlines[rank].class_of[first])) for rank in senders]
-        found.append([rank for rank, number in numbers if number != NO_PART and outlines[rank].dtypes[number] == dtype])
+        held = [(rank, number, outlines[rank]) for rank, number in numbers if number != NO_PART]
+        found.append([rank for rank, number, of in held if of.dtypes[number] == dtype and not of.mixed[number]])
     return found

@@ -103,6 +103,8 @@ class Share:
     """Of the local tensors of each class."""
     targets: Sequence[tuple[int, ...]]
     """For each tensor the local tensors that :attr:`Part.place` counts."""
+    mixed: tuple[bool, ...]
+    """Whether the local tensors of each class have several dtypes, of which ``dtypes`` has none or one."""
 
     @cached_property
     def boxes(self) -> tuple[tuple[Box, ...], ...]:
@@ -111,7 +113,7 @@ class Share:
 
     def outline(self) -> Outline:
         """What others need to know of it."""
-        return Outline(self.class_of, self.boxes, self.dtypes)
+        return Outline(self.class_of, self.boxes, self.dtypes, self.mixed)
 
     def encode_parts(self) -> bytes:
         """Compressed: what the outline lacks, and those need that copy out of the local tensors."""
@@ -128,7 +130,7 @@ class Share:
             )
             for some in classes
         )
-        return cls(outline.class_of, of_classes, outline.dtypes, [tuple(some) for some in targets])
+        return cls(outline.class_of, of_classes, outline.dtypes, [tuple(some) for some in targets], outline.mixed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +140,7 @@ class Outline:
     class_of: Tensor
     boxes: tuple[tuple[Box, ...], ...]
     dtypes: tuple[torch.dtype, ...]
+    mixed: tuple[bool, ...]
 
     @cached_property
     def digest(self) -> str:
@@ -147,16 +150,17 @@ class Outline:
     def encode(self) -> tuple[bytes, bytes]:
         """Compressed: :attr:`class_of`, which is equal on ranks with equal layouts, and the rest."""
         columns = zlib.compress(self.class_of.to(torch.int32).numpy().tobytes(), 1)
-        rest = json.dumps([self.boxes, [dtype_names.name(dtype) for dtype in self.dtypes]], separators=(",", ":"))
+        names = [dtype_names.name(dtype) for dtype in self.dtypes]
+        rest = json.dumps([self.boxes, names, self.mixed], separators=(",", ":"))
         return columns, zlib.compress(rest.encode(), 1)
 
     @classmethod
     def decode(cls, columns: bytes, rest: bytes) -> Outline:
         """The inverse of :meth:`encode`."""
         class_of = torch.frombuffer(bytearray(zlib.decompress(columns)), dtype=torch.int32).to(torch.int64)
-        boxes, names = json.loads(zlib.decompress(rest))
+        boxes, names, mixed = json.loads(zlib.decompress(rest))
         as_boxes = tuple(tuple((tuple(start), tuple(size)) for start, size in of_class) for of_class in boxes)
-        return cls(class_of, as_boxes, tuple(map(dtype_names.from_name, names)))
+        return cls(class_of, as_boxes, tuple(map(dtype_names.from_name, names)), tuple(mixed))
 
 
 def digest_of(content: bytes) -> str:
@@ -173,6 +177,7 @@ class ShareBuilder:
         self._numbers: dict[object, int] = {}
         self._classes: list[tuple[Part, ...]] = []
         self._dtypes: list[torch.dtype] = []
+        self._mixed: list[bool] = []
 
     def add_alike(self, tensor: int, targets: tuple[int, ...], key: object) -> bool:
         """Adds a tensor whose parts and dtype are those that were added with an equal key; False if there are none.
@@ -189,18 +194,30 @@ class ShareBuilder:
         return True
 
     def add(
-        self, tensor: int, targets: tuple[int, ...], dtype: torch.dtype, key: object, parts: Sequence[Part]
+        self,
+        tensor: int,
+        targets: tuple[int, ...],
+        dtype: torch.dtype,
+        key: object,
+        parts: Sequence[Part],
+        mixed: bool = False,
     ) -> None:
-        """Adds the first of the tensors with an equal key. ``dtype``: of the local tensors."""
+        """Adds the first of the tensors with an equal key.
+
+        Args:
+            dtype: of the local tensors.
+            mixed: whether they have several.
+        """
         self._numbers[key] = len(self._classes) if parts else NO_PART
         if parts:
             self._classes.append(tuple(parts))
             self._dtypes.append(dtype)
+            self._mixed.append(mixed)
         self.add_alike(tensor, targets, key)
 
     def build(self) -> Share:
         class_of = torch.tensor(self._class_of, dtype=torch.int64)
-        return Share(class_of, tuple(self._classes), tuple(self._dtypes), self._targets)
+        return Share(class_of, tuple(self._classes), tuple(self._dtypes), self._targets, tuple(self._mixed))
 
 
 def share_of_targets(
@@ -232,17 +249,17 @@ def share_of_targets(
             continue
         numbers = tuple([index[name] for name, _ in places])
         dtype = dtype_of[numbers[0]]
-        if any(dtype_of[number] != dtype for number in numbers):
+        if mixed := any(dtype_of[number] != dtype for number in numbers):
             dtype = dtypes[i]
         views = [(view, layout_of[number]) for (_, view), number in zip(places, numbers, strict=True)]
-        key = (dtype, *[(id(view), layout) for view, layout in views])
+        key = (dtype, mixed, *[(id(view), layout) for view, layout in views])
         if not builder.add_alike(i, numbers, key):
             parts = [
                 part
                 for place, (view, layout) in enumerate(views)
                 for part in parts_of_view(view, shapes[i], owned[layout], place)
             ]
-            builder.add(i, numbers, dtype, key, parts)
+            builder.add(i, numbers, dtype, key, parts, mixed)
     return builder.build()
 
 

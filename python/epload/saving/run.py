@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -286,5 +286,5 @@ def _decode(said: list[Any]) -> dict[int, Outline]:
     for a, b in which.values():
         if (a, b) not in made:
             outline = Outline.decode(base64.b85decode(columns[a]), base64.b85decode(rest[b]))
-            made[a, b] = Outline(arrays.setdefault(a, outline.class_of), outline.boxes, outline.dtypes)
+            made[a, b] = replace(outline, class_of=arrays.setdefault(a, outline.class_of))
     return {int(rank): made[a, b] for rank, (a, b) in which.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -63,8 +64,10 @@ class Arrival:
             for i, boxes in self._boxes.items()
             for box in boxes
         ]
-        if pairs:
-            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        inference = any(target.is_inference() for target, _ in pairs)
+        with torch.inference_mode() if inference else nullcontext():
+            if pairs:
+                torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
         for device in {each.device for each in self._facts if each.device.type != "cpu"}:
             # The memory of what has arrived is free afterwards, for streams that do not know of this one.
             torch.accelerator.current_stream(device).synchronize()
@@ -92,4 +95,9 @@ def filled_boxes(share: Share) -> dict[int, tuple[Box, ...]]:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are equal in each bit."""
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    tensor = tensor.contiguous()  # which leaves the strides of a single element
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -206,7 +206,7 @@ class Epoch:
         """Says where a sender's tensors lie, unless it has."""
         try:
             memory = SharedMemory.of(tensors).encode()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise LoadError(
                 f"the sender's tensors can no longer be opened by other processes: {message_of(error)}; the next version goes "
                 "another way"

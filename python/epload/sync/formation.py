@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -239,7 +239,7 @@ def _outlines(store: Store, views: Sequence[Sequence[Any]], timeout: timedelta) 
     for view in views:
         if (key := (view[3], view[4])) not in made:
             outline = Outline.decode(columns[view[3]], rest[view[4]])
-            made[key] = Outline(arrays.setdefault(view[3], outline.class_of), outline.boxes, outline.dtypes)
+            made[key] = replace(outline, class_of=arrays.setdefault(view[3], outline.class_of))
     return {rank: made[view[3], view[4]] for rank, view in enumerate(views)}
 
 

@@ -48,8 +48,8 @@ class SharedMemory:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> SharedMemory:
-        """Raises RuntimeError if other processes cannot open the memory."""
-        places, handles, sizes = ops.share_memory([tensor.detach() for tensor in tensors])
+        """Raises RuntimeError if other processes cannot open the memory, ValueError if it has not all of the elements."""
+        places, handles, sizes = _share(tensors)
         layouts = [Strided(tensor.dtype, tuple(tensor.shape), tensor.stride()) for tensor in tensors]
         numbers = {layout: i for i, layout in enumerate(dict.fromkeys(layouts))}
         return cls(handles, sizes, list(numbers), column([numbers[layout] for layout in layouts]), places)
@@ -68,6 +68,13 @@ class SharedMemory:
         handles, sizes, layouts, layout, places = json.loads(zlib.decompress(content))
         of_layouts = [Strided(dtypes.from_name(name), tuple(shape), tuple(strides)) for name, shape, strides in layouts]
         return cls(handles, sizes, of_layouts, column(layout), column(places).reshape(-1, 2))
+
+
+def _share(tensors: Sequence[Tensor]) -> tuple[Tensor, list[str], list[int]]:
+    """See ``ops.share_memory``. Raises RuntimeError also for tensors whose memory does not hold their values."""
+    if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
+        raise RuntimeError("one of its tensors is to be conjugated or negated when it is read (Tensor.resolve_conj)")
+    return ops.share_memory([tensor.detach() for tensor in tensors])
 
 
 def accelerator_of(devices: Collection[torch.device]) -> torch.device | None:
@@ -91,14 +98,15 @@ class Probe:
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Probe:
         """The probe of a sender with these tensors."""
-        device = accelerator_of({tensor.device for tensor in tensors})
-        if device is None:
-            return Probe("", "", 0, "its tensors are not all on one device")
+        devices = {tensor.device for tensor in tensors}
+        kind = next((device.type for device in devices if device.type not in ("cpu", "meta")), "")
+        if accelerator_of(devices) is None:
+            return Probe(kind, "", 0, "its tensors are not all on one device")
         try:
-            _, handles, sizes = ops.share_memory([tensor.detach() for tensor in tensors])
-        except RuntimeError as error:
-            return Probe(device.type, "", 0, _reason(error))
-        return Probe(device.type, handles[0], sizes[0], "") if handles else Probe("", "", 0, "its tensors are empty")
+            _, handles, sizes = _share(tensors)
+        except (RuntimeError, ValueError) as error:  # if it cannot be read at all, whoever packs it says so
+            return Probe(kind, "", 0, _reason(error))
+        return Probe(kind, handles[0], sizes[0], "") if handles else Probe(kind, "", 0, "its tensors are empty")
 
     def opens(self, device: torch.device) -> str:
         """Why it cannot be opened for a device of this process; empty if it can."""
@@ -201,6 +209,7 @@ class Puller:
         self._turn, self._turns = turn, turns
         self._memory: dict[int, tuple[str, SharedMemory, list[_Piece]]] = {}
         """By sender, with its digest; kept as long as its tensors lie where they did."""
+        self._stream = torch.Stream(device)
         self._copies: dict[int, tuple[Tensor, Sequence[Strided], CopyTable, Tensor]] = {}
         """By sender, what follows from the layouts of its tensors, and is the same wherever they lie."""
 
@@ -283,7 +292,7 @@ class Puller:
         Raises:
             LoadError: memory of a sender cannot be opened, a copy differs from it, or another rank has failed.
         """
-        stream = torch.Stream(self.device)
+        stream = self._stream
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         opened = _Opened(self.device)
         sides: list[tuple[Tensor, list[Tensor], _Piece]] = []
@@ -298,12 +307,15 @@ class Puller:
             yield
             stream.synchronize()
             if prove:
-                for side in sides:
-                    _compare(*side)
+                with stream:
+                    for side in sides:
+                        _compare(*side)
         finally:
-            stream.synchronize()
-            opened.close()
             self.refused = opened.refused
+            try:
+                stream.synchronize()
+            finally:
+                opened.close()
 
     @staticmethod
     def _sides_of(
@@ -404,6 +416,6 @@ def _same_values(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _reason(error: RuntimeError) -> str:
+def _reason(error: Exception) -> str:
     """The first line of what a native op says."""
     return str(error).partition("\n")[0]

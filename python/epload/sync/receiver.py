@@ -395,7 +395,7 @@ def _as_target(target: nn.Module | EngineModel | None, mapping: Mapping | str, s
     return ModelTarget(target, mapping, strict)
 
 
-_NOTHING = Share(torch.zeros(0, dtype=torch.int64), (), (), ())
+_NOTHING = Share(torch.zeros(0, dtype=torch.int64), (), (), (), ())
 
 
 def _first_name(views: dict[int, Any]) -> list[Any]:
