@@ -21,7 +21,7 @@ from workload import FILE
 BUFFER = 64 << 20
 """Bytes of a large buffer, for comparison."""
 THREADS = (8, 16, 12, 4, 2, 1)
-"""What is worth most comes first."""
+"""The first are worth most."""
 PIECES = (4 << 20, 2 << 20, 1 << 20, 256 << 10)
 """Bytes; each thread has two."""
 

@@ -110,7 +110,7 @@ def test_a_test_that_ends_its_process_costs_no_other() -> None:
 
 
 def test_real_sizes_are_written_and_loaded(tmp_path: Path) -> None:
-    """On CPU and small: what the part does where there is a GPU with the memory."""
+    """Does on CPU, and small, what the part does where there is a GPU with the memory."""
     size = workload.Size(layers=2, experts=4, hidden=384, intermediate=64, vocabulary=9000)
     workload.write_checkpoint(tmp_path, size, seed=1, varied=True)
     blocks = (tmp_path / workload.FILE).read_bytes()

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("gpu")]
 
 
 def contract(rank: int, folder: Path) -> list[str]:
-    """From meta and again; every choice of readers and algorithm; the stream given, current and own."""
+    """Loads from meta and again; every choice of readers and algorithm; the stream given, current and own."""
     problems: list[str] = []
     nodes = NODES[dist.get_world_size()]
     streams = (None, torch.cuda.Stream(), torch.cuda.current_stream())

@@ -1,4 +1,4 @@
-"""What a loader keeps on a device, made while the load is planned."""
+"""A loader makes what it keeps on a device while the load is planned."""
 
 from __future__ import annotations
 

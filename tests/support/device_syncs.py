@@ -45,7 +45,7 @@ def send_late(rank: int, meeting: Meeting) -> None:
 
 
 def receive_late(rank: int, meeting: Meeting, where: str, stage: str) -> bool:
-    """What the caller has queued reads the weights before they are replaced."""
+    """Checks that what the caller has queued reads the weights before they are replaced."""
     model = build("plain", 1, where=where)
     with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver:
         if where == "cpu":

@@ -36,7 +36,7 @@ def kill_self() -> None:
 
 
 def names_culprit(text: str, rank: str) -> bool:
-    """Whether an error says which rank has ended: whoever notices first, the watch or a peer of its, says it."""
+    """Returns whether an error says which rank has ended: whoever notices first, the watch or a peer of its, says it."""
     return re.search(f"rank {rank} has exited|message (from|to) rank {rank} failed", text) is not None
 
 

@@ -1,4 +1,4 @@
-"""What surrounds a version that is copied out of a sender's memory: who reaches whom, what stays, and what an error leaves."""
+"""Versions that are copied out of a sender's memory: who reaches whom, what stays, and what an error leaves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STAGES = pytest.mark.parametrize("stage", ["host", "device", "none"])
 
 
 def send(rank: int, meeting: Meeting, world: int, receivers: int, versions: int = 2, machine: str = "") -> list[Any]:
-    """What each version raised, when, and its transport."""
+    """Returns what each version raised, when, and its transport."""
     with on_machine(machine):
         model = build("fsdp" if world > 1 else "plain", world, where=DEVICE)
         found = []
@@ -400,7 +400,7 @@ def test_memory_that_does_not_hold_the_values(kind: str, expected: str, stage: s
 
 
 class Halves(nn.Module):
-    """What a mapping splits in two, of other dtypes than the names say."""
+    """Two halves of a tensor, of other dtypes than the names say."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

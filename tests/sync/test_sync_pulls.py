@@ -241,7 +241,7 @@ def test_memory_that_cannot_be_opened_any_more(between: Any, transport: str) -> 
 
 
 def trainer(rank: int, meeting: Meeting, world: int, receivers: int, dies: bool) -> Any:
-    """What each of three versions raised, the second of which may be the last. ``dies``: when told to, in the second."""
+    """Returns what each of three versions raised, the second of which may be the last. ``dies``: when told to, in the second."""
     with many_waves():
         model = build("fsdp" if world > 1 else "plain", world, where=DEVICE)
         with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=20) as sender:

@@ -1,4 +1,4 @@
-"""What ranks copy straight out of the memory of senders on their own machine. Pure."""
+"""Plans what ranks copy straight out of the memory of senders on their own machine. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from epload.planning.cells import Slot
 from epload.planning.shares import NO_PART, Outline, Share, copies_of_box
 
 Reach = Mapping[int, Sequence[int]]
-"""By the number of a receiving node, the senders whose memory all of its ranks can open."""
+"""The senders whose memory all ranks of a receiving node can open, by the number of the node."""
 
 
 class PulledBox(NamedTuple):
@@ -32,7 +32,7 @@ class PulledBox(NamedTuple):
 
 
 class Strided(NamedTuple):
-    """How a local tensor lies in memory."""
+    """The way in which a local tensor lies in memory."""
 
     dtype: torch.dtype
     shape: Shape
@@ -42,7 +42,7 @@ class Strided(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pulls:
-    """What one rank pulls; an entry of each column is a box of a tensor."""
+    """The boxes of tensors that one rank pulls; an entry of each column is one."""
 
     boxes: Sequence[Box]
     owner: Tensor
@@ -170,7 +170,7 @@ def divide(
 
 
 def plan_pulls(pulled: Sequence[PulledBox], kind_of: Tensor, kinds: int, share: Share) -> Pulls:
-    """What one rank of a node pulls of what the node does.
+    """Plans what one rank of a node pulls, out of what the node does.
 
     Args:
         pulled: by the node.

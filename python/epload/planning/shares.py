@@ -104,7 +104,7 @@ class Share:
     targets: Sequence[tuple[int, ...]]
     """For each tensor the local tensors that :attr:`Part.place` counts."""
     mixed: tuple[bool, ...]
-    """Whether the local tensors of each class have several dtypes, of which ``dtypes`` has none or one."""
+    """True for a class whose local tensors have several dtypes; then ``dtypes`` has that of the tensor."""
 
     @cached_property
     def boxes(self) -> tuple[tuple[Box, ...], ...]:

@@ -161,15 +161,15 @@ class ExchangePlan:
     node_sets: tuple[tuple[int, ...], ...]
     """Numbers of the nodes that need the same of some tensors, for all tensors. Equal on all ranks."""
     pulls: Pulls | None = None
-    """What this rank copies straight out of the memory of senders into its tensors."""
+    """The boxes that this rank copies straight out of the memory of senders into its tensors."""
     landing: ExchangePlan | None = None
-    """What this rank's node copies straight out of the memory of senders into its own: buckets that do not move."""
+    """Buckets that do not move: this rank's node copies them straight out of the memory of senders into its own."""
     lent: int = 0
     """Bytes that receivers copy straight out of this sender's memory; each node once."""
     borrowers: tuple[int, ...] = ()
     """The ranks that copy out of any sender's memory. Equal on all ranks."""
     sources: Mapping[int, ExchangeBuckets] = field(default_factory=dict)
-    """Of a landing, by sender: the same buckets, with the copies out of that sender's tensors. Those that another one owns have
+    """A landing's buckets again, by sender, with the copies out of that sender's tensors. Those that another one owns have
     none that count."""
 
     @property

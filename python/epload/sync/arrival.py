@@ -16,7 +16,7 @@ from epload.planning.shares import NO_PART, Share
 
 
 class TensorFacts(NamedTuple):
-    """What is known of a local tensor before it is there."""
+    """The facts of a local tensor that are known before it is there."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -80,7 +80,7 @@ class Arrival:
 
 
 def filled_boxes(share: Share) -> dict[int, tuple[Box, ...]]:
-    """By the number of each local tensor that a version fills, the boxes of it that it does."""
+    """Returns the boxes that a version fills of each local tensor, by its number."""
     boxes: dict[int, dict[Box, None]] = {}
     for tensor, number in enumerate(share.class_of.tolist()):
         if number != NO_PART:
@@ -94,7 +94,7 @@ def filled_boxes(share: Share) -> dict[int, tuple[Box, ...]]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal in each bit."""
+    """Returns whether two tensors of one shape and dtype are equal in each bit."""
     return torch.equal(_bytes(a), _bytes(b))
 
 

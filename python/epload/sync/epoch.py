@@ -40,7 +40,7 @@ from epload.transport.transfers import run_transfer, through_memory
 
 VERIFY = ("off", "buckets", "full")
 _CLOSING_SECONDS = 2.0
-"""For which a sender waits, after a failed version, until receivers have closed its memory."""
+"""The longest that a sender waits, after a failed version, until receivers have closed its memory."""
 
 
 @dataclass(frozen=True)
@@ -74,20 +74,20 @@ class Epoch:
     legend: str
     """Says which ranks are whose; for error messages."""
     store: Store
-    """Of both jobs."""
+    """The store of both jobs."""
     puller: Puller | None
-    """Of a receiver that copies a part of each version, or all of it, out of the memory of senders."""
+    """Copies a part of each version, or all of it, out of the memory of senders; None on a rank that does not."""
     not_pulled: str
     """Why none does that, if it seemed possible; equal on all ranks."""
     _prepared: dict[bool, PreparedExchange] = field(default_factory=dict, init=False)
-    """For the buckets that land, and for the others."""
+    """Kept for the next version: for the buckets that land, and for the others."""
     pipe: DevicePipe | None = None
     """Kept for the next version."""
     _waves_before: int = field(default=0, init=False)
     _shared: bytes = field(default=b"", init=False)
-    """What a sender has said last of where its tensors lie."""
+    """The last that a sender has said of where its tensors lie."""
     _digests: list[str] = field(init=False)
-    """For the version before, of what each rank has said of that; equal on all ranks."""
+    """The digests of what each rank has said of that for the version before; equal on all ranks."""
 
     def __post_init__(self) -> None:
         self._digests = [""] * len(self.control.ranks)
@@ -152,7 +152,7 @@ class Epoch:
 
     @property
     def transport(self) -> str:
-        """How versions move; ``"ipc"`` if receivers copy all of each out of the memory of senders."""
+        """The way in which versions move; ``"ipc"`` if receivers copy all of each out of the memory of senders."""
         if not self.plan.node_sets and self.plan.borrowers:
             return "ipc"
         return self.route.backend if self.route is not None else "host"

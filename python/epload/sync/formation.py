@@ -1,4 +1,4 @@
-"""How the ranks of both jobs form an epoch: they tell each other what they have or want, and plan, share memory and connect."""
+"""Forming an epoch: the ranks of both jobs tell each other what they have or want, and plan, share memory and connect."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Attendee:
     """Equal on ranks that share a machine's memory, and send or receive together."""
     sends: bool
     whole: bool = False
-    """Whether its node keeps a whole version in memory."""
+    """True if its node keeps a whole version in memory."""
     link: Link | None = None
-    """If versions may come from or go to its device without passing through host memory."""
+    """None if versions have to pass through host memory to come from or go to its device."""
     probe: Probe | None = None
-    """Of a sender, unless versions have to pass through host memory."""
+    """A sender's, unless versions have to pass through host memory."""
     pulls: torch.device | None = None
-    """Of a receiver: the device by which it may copy versions out of the memory of senders."""
+    """The device by which a receiver may copy versions out of the memory of senders."""
 
     @property
     def near(self) -> list[Any]:
@@ -231,7 +231,7 @@ def _members_of(views: Sequence[Sequence[Any]]) -> Members:
 
 
 def _outlines(store: Store, views: Sequence[Sequence[Any]], timeout: timedelta) -> dict[int, Outline]:
-    """Of every rank. Equal ones are fetched once, and are one object."""
+    """Fetches the outlines of all ranks. Equal ones are fetched once, and are one object."""
     columns = {name: fetch(store, name, timeout) for name in dict.fromkeys(view[3] for view in views)}
     rest = {name: fetch(store, name, timeout) for name in dict.fromkeys(view[4] for view in views)}
     made: dict[tuple[str, str], Outline] = {}
@@ -252,7 +252,7 @@ def _check_equal(fingerprints: dict[int, str]) -> None:
 
 
 def describe_ranks(senders: int, members: Sequence[Member]) -> str:
-    """Which ranks of an epoch are whose, for error messages."""
+    """Says which ranks of an epoch are whose, for error messages."""
     engines: dict[str, list[int]] = {}
     for rank, member in enumerate(members, senders):
         engines.setdefault(member.engine, []).append(rank)

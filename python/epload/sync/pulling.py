@@ -34,10 +34,10 @@ from epload.sync.arrival import same_bits
 
 @dataclass(frozen=True, eq=False)
 class SharedMemory:
-    """Where the local tensors of one sender lie, for one version."""
+    """Tells where the local tensors of one sender lie, for one version."""
 
     handles: Sequence[str]
-    """Of each allocation; see ``ops.open_memory``."""
+    """One for each allocation; see ``ops.open_memory``."""
     sizes: Sequence[int]
     """Bytes of each allocation."""
     layouts: Sequence[Strided]
@@ -120,7 +120,7 @@ class Probe:
 def find_reach(
     control: Control, members: Members, device: torch.device | None, near: Sequence[Sequence[Any]]
 ) -> tuple[Reach, str]:
-    """Which receiving nodes can open the memory of which senders. Collective; the same on all ranks.
+    """Finds out which receiving nodes can open the memory of which senders. Collective; the same on all ranks.
 
     Args:
         device: of a receiver that may pull.
@@ -161,7 +161,7 @@ def find_reach(
 
 
 def _by_receiver(views: dict[int, Any]) -> list[Any]:
-    """Of each rank, the senders that it has opened; the first reason why one could not be."""
+    """Returns the senders that each rank has opened, and the first reason why one could not be."""
     return [
         {str(rank): senders for rank, (senders, _) in views.items()},
         next((why for _, why in views.values() if why), ""),
@@ -183,8 +183,8 @@ class _Piece(NamedTuple):
 
 
 class Puller:
-    """What one receiver copies out of the memory of senders, version after version: into its tensors, or into its part of the
-    buckets of its node."""
+    """Copies versions out of the memory of senders, for one receiver: into its tensors, or into its part of the buckets of its
+    node."""
 
     def __init__(
         self, plan: ExchangePlan, shares: Mapping[int, Share], device: torch.device, turn: int, turns: int
@@ -204,18 +204,18 @@ class Puller:
             owners = {streams[number].owner for number in plan.landing.buckets.stream}
         self._shares = {owner: shares[owner] for owner in sorted(owners)}
         self.refused = False
-        """Whether memory could not be opened."""
+        """True if memory could not be opened."""
         self.device = device
         self._turn, self._turns = turn, turns
         self._memory: dict[int, tuple[str, SharedMemory, list[_Piece]]] = {}
-        """By sender, with its digest; kept as long as its tensors lie where they did."""
+        """Each sender's memory with its digest, and the copies out of it; kept as long as its tensors lie where they did."""
         self._stream = torch.Stream(device)
         self._copies: dict[int, tuple[Tensor, Sequence[Strided], CopyTable, Tensor]] = {}
-        """By sender, what follows from the layouts of its tensors, and is the same wherever they lie."""
+        """All that follows from the layouts of each sender's tensors, and is the same wherever they lie."""
 
     @property
     def lands(self) -> bool:
-        """Whether versions come into the node's memory."""
+        """True if versions come into the node's memory."""
         return self._landing is not None
 
     @property
@@ -349,7 +349,7 @@ class _Opened:
         self._device = device
         self._allocations: dict[tuple[int, int], Tensor] = {}
         self.refused = False
-        """Whether some could not be opened."""
+        """True if some could not be opened."""
 
     def allocation(self, owner: int, memory: SharedMemory, number: int) -> Tensor:
         """uint8, one of a sender's allocations. Raises LoadError if it cannot be opened."""
@@ -403,7 +403,7 @@ def _compare(bucket: Tensor, targets: Sequence[Tensor], piece: _Piece) -> None:
 
 
 def _sides(bucket: Tensor, targets: Sequence[Tensor], row: list[int], dims: int) -> tuple[Tensor, Tensor]:
-    """What a row of a copy table is about, in the bucket and in its target."""
+    """Returns the box of a row of a copy table, in the bucket and in its target."""
     target, offset, code, ndim = row[:4]
     start, size, stride = (row[4 + i * dims : 4 + i * dims + ndim] for i in range(3))
     dtype = dtypes.from_code(code)
@@ -412,7 +412,7 @@ def _sides(bucket: Tensor, targets: Sequence[Tensor], row: list[int], dims: int)
 
 
 def _same_values(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal, but for the bits of NaNs."""
+    """Returns whether two tensors are equal, but for the bits of NaNs."""
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 

@@ -138,9 +138,9 @@ class WeightReceiver:
         self._closed = False
         self._epoch: Epoch | None = None
         self._arrival: Arrival | None = None
-        """With ``stage="device"``, what the version that was received last is in."""
+        """Holds the version that was received last, with ``stage="device"``."""
         self._refused = False
-        """Whether memory of a sender could not be opened in the epoch before."""
+        """True if memory of a sender could not be opened in the epoch before."""
         self._manifest: Manifest | None = None
         self._share: Share | None = None
         self.version: int | None = None

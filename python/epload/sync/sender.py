@@ -134,9 +134,9 @@ class WeightSender:
         self._epoch_link: Link | None = None
         """Of those that the epoch was formed with."""
         self._probe: Probe | None = None
-        """Of this version's tensors; None if versions have to pass through host memory."""
+        """The probe of this version's tensors; None if versions have to pass through host memory."""
         self._epoch_shares = False
-        """Whether memory of those that the epoch was formed with can be opened by other processes."""
+        """True if other processes can open the memory of those that the epoch was formed with."""
         self._epochs = 0
         self._members: tuple[Member, ...] = ()
         self._version: int | None = None

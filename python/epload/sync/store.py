@@ -153,7 +153,7 @@ def publish(store: Store, content: bytes) -> str:
 
 
 def fetch(store: Store, name: str, timeout: timedelta) -> bytes:
-    """What :func:`publish` was given under ``name``, on any rank. Waits until it is there.
+    """Returns what :func:`publish` was given under ``name``, on any rank. Waits until it is there.
 
     Raises:
         LoadError: the store is lost, or the content is not there in time.

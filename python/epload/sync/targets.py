@@ -53,7 +53,7 @@ class Target(Protocol):
         ...
 
     def facts(self) -> list[TensorFacts]:
-        """What :meth:`tensors` will return. Raises LoadError if that is not known."""
+        """The facts of what :meth:`tensors` will return. Raises LoadError if they are not known."""
         ...
 
     def finish(self) -> None:
