@@ -101,7 +101,7 @@ class WeightReceiver:
             stage: ``"host"``: a version arrives in memory that the ranks of a node share, and :meth:`commit` copies it into the
                 target. ``"device"``: it arrives in tensors of its own, beside those of the target on their devices, which takes
                 as much memory there until the commit. ``"none"``: it arrives in the target, which must not be used meanwhile; if
-                that fails, the target is torn. With the last two, what a sender on the same machine has in memory of a device is
+                that fails, the target is torn. Whatever it is, what a sender on the same machine has in memory of a device is
                 copied straight out of it.
             verify: as for :class:`WeightSender`; equal in both jobs.
             progress: a bar on the engine's first rank when standard error is a terminal.
