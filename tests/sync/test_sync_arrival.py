@@ -44,7 +44,7 @@ def send(rank: int, meeting: Meeting, world: int, receivers: int, versions: int 
         model = build("fsdp" if world > 1 else "plain", world, where=DEVICE)
         found = []
         with epload.WeightSender(
-            model, ("127.0.0.1", 0), receivers=receivers, timeout=20, topology=topology_of((machine,), world)
+            model, ("127.0.0.1", 0), receivers=receivers, timeout=60, topology=topology_of((machine,), world)
         ) as sender:
             meeting.say(f"pid-{rank}", str(os.getpid()))
             if rank == 0:
@@ -67,7 +67,7 @@ def receive_on_two_machines(rank: int, meeting: Meeting, stage: str) -> list[str
     with on_machine("ab"[rank]):
         model = build("tp0", 2, where=DEVICE)
         with epload.WeightReceiver(
-            model, meeting.hear("address"), topology=topology_of(("a", "b"), 2), timeout=20, stage=stage
+            model, meeting.hear("address"), topology=topology_of(("a", "b"), 2), timeout=60, stage=stage
         ) as receiver:
             for version in (1, 2):
                 report = receiver.receive_weights()
@@ -110,7 +110,7 @@ def receive_beside_others(rank: int, meeting: Meeting, stage: str, kind: str) ->
     else:
         model = target = build("plain", 1, where=DEVICE)
         model.extra = nn.Parameter(torch.full((50, 50), 7.0, device=DEVICE))
-    with epload.WeightReceiver(target, meeting.hear("address"), timeout=20, stage=stage, strict=False) as receiver:
+    with epload.WeightReceiver(target, meeting.hear("address"), timeout=60, stage=stage, strict=False) as receiver:
         for version in (1, 2):
             receiver.receive_weights()
             with torch.no_grad():
@@ -143,7 +143,7 @@ def test_what_the_sender_does_not_have_stays(kind: str, stage: str) -> None:
 def receive_held(rank: int, meeting: Meeting, stage: str) -> list[str]:
     """Commits on a stream that is busy, and receives the next version."""
     model = build("plain", 1, where=DEVICE)
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage=stage) as receiver:
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver:
         receiver.receive_weights()
         stream = torch.Stream(DEVICE)
         with stream:
@@ -178,7 +178,7 @@ def receive_with_one_that_does_not_open(rank: int, meeting: Meeting, stage: str)
 
     with (
         mock.patch.object(ops, "_open_memory", some),
-        epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage=stage) as receiver,
+        epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver,
     ):
         for version in (1, 2, 3):
             text = outcome(receiver.receive_weights)
@@ -220,7 +220,7 @@ def receive_failing(rank: int, meeting: Meeting, stage: str, fails: bool) -> Any
         closed.append(time.time())
 
     model = build("plain", 1, where=DEVICE)
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage=stage) as receiver:
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver:
         pid, held = int(meeting.hear("pid-0")), None
         with mock.patch.object(pulling.Puller, "copying", copies), mock.patch.object(pulling._Opened, "close", closes):
             try:
@@ -263,7 +263,7 @@ class FailsOnce(epload.EngineModel):
 def receive_and_commit_again(rank: int, meeting: Meeting, stage: str) -> list[str]:
     model = Padded().to(DEVICE)
     with epload.WeightReceiver(
-        FailsOnce(model), meeting.hear("address"), timeout=20, stage=stage, strict=False
+        FailsOnce(model), meeting.hear("address"), timeout=60, stage=stage, strict=False
     ) as receiver:
         receiver.receive_weights()
         with pytest.raises(RuntimeError, match="cannot repack"):
@@ -283,7 +283,7 @@ def test_a_commit_that_failed_is_tried_again(stage: str) -> None:
 def receive_far(rank: int, meeting: Meeting, where: str) -> tuple[int, int]:
     with on_machine("b"):
         model = build("plain", 1, where=where)
-        with epload.WeightReceiver(model, meeting.hear("address"), timeout=20) as receiver:
+        with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
             for version in (1, 2):
                 report = receiver.receive_weights()
                 receiver.commit()
@@ -319,7 +319,7 @@ def send_odd(rank: int, meeting: Meeting, verify: str) -> list[str]:
     model = Odd(lambda name: odd(name, 0).to(DEVICE), ODD)
     model.column = nn.Parameter(torch.zeros(4, 3, device=DEVICE)[:, 1:2], requires_grad=False)
     found = []
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20, verify=verify) as sender:
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=60, verify=verify) as sender:
         meeting.say("address", sender.address)
         for version in (1, 2):
             for name in ODD:
@@ -332,7 +332,7 @@ def receive_odd(rank: int, meeting: Meeting, stage: str, verify: str) -> list[st
     with torch.inference_mode(stage == "device"):
         model = Odd(lambda name: torch.zeros_like(odd(name, 0)).to(DEVICE), ODD)
     wrong = []
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage=stage, verify=verify) as receiver:
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage, verify=verify) as receiver:
         for version in (1, 2):
             report = receiver.receive_weights()
             receiver.commit()
@@ -365,7 +365,7 @@ def send_unreadable(rank: int, meeting: Meeting, kind: str) -> list[str]:
         local = values("embed", 1)[:36].to(DEVICE)
         whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((37, 16)), stride=(16, 1))
         model.embed = nn.Parameter(whole, requires_grad=False)
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20) as sender:
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=60) as sender:
         meeting.say("address", sender.address)
         try:
             sender.send_weights(1)
@@ -376,7 +376,7 @@ def send_unreadable(rank: int, meeting: Meeting, kind: str) -> list[str]:
 
 def receive_unreadable(rank: int, meeting: Meeting, stage: str) -> str:
     model = build("plain", 1, where=DEVICE)
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage=stage) as receiver:
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver:
         try:
             receiver.receive_weights()
         except (epload.LoadError, ValueError) as error:
@@ -417,7 +417,7 @@ def send_halves(rank: int, meeting: Meeting, folder: Path) -> list[str]:
         model.upper.copy_(torch.full((4, 8), 1.001))
         model.lower.copy_(torch.full((4, 8), 2.002))
     with epload.WeightSender(
-        model, ("127.0.0.1", 0), receivers=2, timeout=20, mapping=HALVES, names_from=folder
+        model, ("127.0.0.1", 0), receivers=2, timeout=60, mapping=HALVES, names_from=folder
     ) as sender:
         meeting.say("address", sender.address)
         return [outcome(lambda: sender.send_weights(1))]
@@ -425,7 +425,7 @@ def send_halves(rank: int, meeting: Meeting, folder: Path) -> list[str]:
 
 def receive_halves(rank: int, meeting: Meeting, where: str) -> list[float]:
     model = Odd(lambda name: torch.zeros(8, 8).to(where), ["both"])
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage="none") as receiver:
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage="none") as receiver:
         receiver.receive_weights()
         return sorted(set(model.get_parameter("both").cpu().flatten().tolist()))
 
