@@ -11,6 +11,8 @@
 
 #include <exception>
 #include <map>
+#include <mutex>
+#include <set>
 #include <tuple>
 #include <vector>
 
@@ -32,6 +34,32 @@ const Sharing& sharing_of(const char* op, c10::Device device) {
   const auto& driver = sharing(device.type());
   TORCH_CHECK(driver.share != nullptr, op, ": memory of ", device, " cannot be shared between processes");
   return driver;
+}
+
+// Where memory of other processes is that is open.
+class Opened {
+ public:
+  void add(const void* memory) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    memory_.insert(memory);
+  }
+  void remove(const void* memory) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    memory_.erase(memory);
+  }
+  bool has(const void* memory) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return memory_.count(memory) > 0;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::set<const void*> memory_;
+};
+
+Opened& opened() {
+  static auto* const one = new Opened; // tensors may outlive static destructors
+  return *one;
 }
 
 std::string to_hex(const std::array<char, kHandleBytes>& bytes) {
@@ -109,10 +137,12 @@ at::Tensor open_memory(const std::string& handle, int64_t nbytes, c10::Device de
   void* memory = nullptr;
   const auto obstacle = driver.open(bytes, memory);
   TORCH_CHECK(obstacle.empty(), "memory of another process cannot be opened on ", device, ": ", obstacle);
+  opened().add(memory);
   const auto close = [device, close = driver.close, owner = getpid()](void* data) {
     if (getpid() != owner) {
       return; // a child of a fork has never had it
     }
+    opened().remove(data);
     try {
       const c10::DeviceGuard closed_there(device);
       close(data);
@@ -129,7 +159,9 @@ at::Tensor open_memory(const std::string& handle, int64_t nbytes, c10::Device de
 
 // See ops.py.
 void close_memory(const at::Tensor& memory) {
+  check_memory("close_memory", memory, 0);
   auto* const storage = memory.storage().unsafeGetStorageImpl();
+  TORCH_CHECK_VALUE(opened().has(storage->data()), "close_memory: expected memory that open_memory has opened");
   storage->set_data_ptr_noswap(at::DataPtr(nullptr, memory.device()));
   storage->set_nbytes(0);
 }

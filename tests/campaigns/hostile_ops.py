@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -159,6 +160,8 @@ class Setting:
         self.digests = ops.prepare_digests(self.listed, self.which, self.copies)
         self.prepared = ops.prepare_copies(self.listed, self.which, self.copies, 16)
         pipes = [self._make_pipe()] if op in PIPE_OPS else []
+        if op in SHARING_OPS:
+            self._share()
         far = torch.tensor([[1, 0, FLOAT, 1, 400, 4, 1]])
         self.objects: dict[str, list[Any]] = {
             "lists": [other, foreign, nothing, odd],
@@ -174,7 +177,32 @@ class Setting:
         self.pipe = ops.device_pipe(torch.device(DEVICE), 1, 4096)
         return self.pipe
 
+    def _share(self) -> None:
+        """Has another process share memory, as none opens its own."""
+        self.on_device = [tensor.to(DEVICE) for tensor in self.tensors]
+        self.lender = subprocess.Popen(
+            [sys.executable, "-c", LENDER], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.lender.stdout is not None
+        handle, nbytes = self.lender.stdout.readline().split()
+        self.lent: list[Any] = [handle, int(nbytes)]
 
+    def open(self) -> Tensor:
+        memory: Tensor = torch.ops.epload_test.open_memory(*self.lent, torch.device(DEVICE))
+        return memory
+
+
+LENDER = """
+import sys, torch
+from support import fakedev
+fakedev.setup("nccl")
+from epload.native import ops
+tensor = torch.zeros(4, device="fakedev:0")
+_, (handle,), (nbytes,) = ops.share_memory([tensor])
+print(handle, nbytes, flush=True)
+sys.stdin.read()
+"""
 GROUP = "0"
 """The name that torch gives the default group."""
 
@@ -187,6 +215,9 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "write_from_device": lambda s: [s.descriptors, s.files, s.offsets, s.origins, s.on_device, s.copies, s.pipe],
     "upload": lambda s: [[s.bucket], torch.tensor([[0, 0]]), s.on_device, s.copies, s.pipe],
     "download": lambda s: [s.on_device, s.copies, [s.bucket], torch.tensor([[0, 0]]), s.pipe],
+    "share_memory": lambda s: [s.on_device],
+    "open_memory": lambda s: [*s.lent, torch.device(DEVICE)],
+    "close_memory": lambda s: [s.open()],
     "read_ranges": lambda s: [s.descriptors, torch.tensor([[0, 16, 8, 8], [0, 100, 0, 8]]), s.bucket, 2, True],
     "read_regions": lambda s: [s.descriptors, s.files, s.offsets, s.origins, s.tensors, s.copies, 2, False],
     "tensor_list": lambda s: [ops._C.register_tensors(s.tensors), s.layouts],
@@ -214,6 +245,8 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
 """For each op the arguments of a call that is right."""
 PIPE_OPS = ("device_pipe", "read_to_device", "write_from_device", "upload", "download")
 """Those for the fake accelerator."""
+SHARING_OPS = ("share_memory", "open_memory", "close_memory")
+"""Those for a fake accelerator with the library for CUDA, which shares memory."""
 
 
 def arguments(op: str) -> str:
@@ -222,6 +255,9 @@ def arguments(op: str) -> str:
     call = getattr(torch.ops.epload, op).default
     if op in PIPE_OPS:
         fakedev.setup("hccl")  # whose ops are those of the library that is shipped
+    if op in SHARING_OPS:
+        fakedev.setup("nccl")
+        call = getattr(torch.ops.epload_test, op).default
     setting = Setting(op)
     call(*CALLS[op](setting))  # which is refused by none
     calls = refused = 0

@@ -189,11 +189,8 @@ def download(sources: Sequence[Tensor], copies: Tensor, targets: Sequence[Tensor
 
 
 def share_memory(tensors: Sequence[Tensor]) -> tuple[Tensor, list[str], list[int]]:
-    """Returns by what other processes of the machine open the memory of tensors on one device, at least one.
-
-    Returns:
-        int64 CPU tensor [n, 2]: for each tensor the allocation that its first element is in, and where (bytes); -1 and 0 for an
-        empty one. Then the handle of each allocation, and its bytes.
+    """Returns by what other processes open the memory of tensors on one device: int64 CPU tensor [n, 2], for each tensor the
+    allocation that it begins in, and where (bytes), -1 and 0 for an empty one; the handle of each allocation; its bytes.
 
     Raises:
         RuntimeError: some of the memory cannot be shared; with the reason.
@@ -204,17 +201,8 @@ def share_memory(tensors: Sequence[Tensor]) -> tuple[Tensor, list[str], list[int
 
 
 def open_memory(handle: str, nbytes: int, device: torch.device) -> Tensor:
-    """Opens an allocation of another process that is still there, until :func:`close_memory` or the last reference is gone.
-
-    The other process must not free the memory before that.
-
-    Args:
-        handle: as from :func:`share_memory`.
-        nbytes: of the allocation.
-        device: on which the memory is to be used. It may be another one's, which this one reaches.
-
-    Returns:
-        uint8 [nbytes].
+    """Opens an allocation of another process, which must not free it before :func:`close_memory` or the last reference is gone,
+    as uint8 [nbytes] that is used on ``device``. It may be on another one, which this one reaches.
 
     Raises:
         RuntimeError: it cannot be opened; with the reason.
@@ -225,7 +213,7 @@ def open_memory(handle: str, nbytes: int, device: torch.device) -> Tensor:
 
 
 def close_memory(memory: Tensor) -> None:
-    """Closes what :func:`open_memory` has opened. Nothing may use it or a view of it any more, also nothing that is queued."""
+    """Closes what :func:`open_memory` has opened, else ValueError. Nothing may use it any more, also nothing that is queued."""
     _close_memory(memory)
 
 
@@ -497,11 +485,7 @@ def allocate_like(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.d
 
 
 def cuda_obstacle(device: torch.device) -> str:
-    """Why the CUDA kernels do not run on a device; empty if they do. If there is a reason, a warning says it once.
-
-    Raises:
-        ValueError: ``device`` is not a CUDA device.
-    """
+    """Returns why the CUDA kernels do not run on a device, and warns of it once; empty if they do. ValueError unless it is CUDA's."""
     return str(_cuda_obstacle(device))
 
 
