@@ -485,7 +485,7 @@ def allocate_like(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.d
 
 
 def cuda_obstacle(device: torch.device) -> str:
-    """Returns why the CUDA kernels do not run on a device, and warns of it once; empty if they do. ValueError unless it is CUDA's."""
+    """Why the CUDA kernels do not run on a device, of which a warning says it once; empty if they do. ValueError for another one."""
     return str(_cuda_obstacle(device))
 
 
