@@ -106,6 +106,7 @@ def refusals(rank: int, meeting: Meeting) -> list[str]:
             RuntimeError,
             "cannot be opened on fakedev:0",
         ),
+        (lambda: ops.close_memory(here), ValueError, "expected memory that open_memory has opened"),
         (
             lambda: ops.open_memory(handle, 0, torch.device(DEVICE)),
             ValueError,

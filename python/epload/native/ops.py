@@ -485,7 +485,7 @@ def allocate_like(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.d
 
 
 def cuda_obstacle(device: torch.device) -> str:
-    """Why the CUDA kernels do not run on a device, of which a warning says it once; empty if they do. ValueError for another one."""
+    """Returns why the CUDA kernels do not run on a CUDA device (ValueError for others), and warns once; empty if they do."""
     return str(_cuda_obstacle(device))
 
 
