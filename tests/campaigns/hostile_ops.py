@@ -246,7 +246,7 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
 PIPE_OPS = ("device_pipe", "read_to_device", "write_from_device", "upload", "download")
 """Those for the fake accelerator."""
 SHARING_OPS = ("share_memory", "open_memory", "close_memory")
-"""Those for a fake accelerator with the library for CUDA, which shares memory."""
+"""Ops for a fake accelerator with the library for CUDA, which shares memory."""
 
 
 def arguments(op: str) -> str:
