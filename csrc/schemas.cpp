@@ -1,5 +1,4 @@
 // The schemas of torch.ops.epload. Implementations are registered where they are defined.
-#include "cpu/prepared.h"
 #include "device/pipe.h"
 
 #include <torch/library.h>
@@ -36,7 +35,6 @@ void define_shared_memory(torch::Library& m) {
 } // namespace
 
 TORCH_LIBRARY(epload, m) {
-  epload::register_prepared_classes();
   epload::register_device_pipe_class();
   m.def(
       "coalesced_bcast(Tensor(a!)[] tensors, int src, str inter_group, str intra_group, int bucket_bytes, "
@@ -50,36 +48,6 @@ TORCH_LIBRARY(epload, m) {
   m.def(
       "read_regions(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor(a!)[] targets, "
       "Tensor copies, int threads, bool direct=False) -> (int, int, int, int)");
-  m.def(
-      "tensor_list(int ticket, __torch__.torch.classes.epload.Layouts? known=None) -> "
-      "(__torch__.torch.classes.epload.TensorList, bool)");
-  m.def("layouts(__torch__.torch.classes.epload.TensorList tensors) -> __torch__.torch.classes.epload.Layouts");
-  m.def(
-      "has_layouts(__torch__.torch.classes.epload.TensorList tensors, __torch__.torch.classes.epload.Layouts layouts) "
-      "-> "
-      "bool");
-  m.def(
-      "prepare_copies(__torch__.torch.classes.epload.TensorList tensors, int[] which, Tensor copies, int nbytes) -> "
-      "__torch__.torch.classes.epload.PreparedCopies");
-  m.def(
-      "pack_prepared(Tensor(a!) bucket, __torch__.torch.classes.epload.TensorList tensors, "
-      "__torch__.torch.classes.epload.PreparedCopies copies) -> ()");
-  m.def(
-      "unpack_prepared(Tensor bucket, __torch__.torch.classes.epload.TensorList tensors, "
-      "__torch__.torch.classes.epload.PreparedCopies copies) -> ()");
-  m.def(
-      "prepare_reads(__torch__.torch.classes.epload.TensorList tensors, int[] which, Tensor copies, Tensor files, "
-      "Tensor offsets, Tensor origins, int file_count) -> __torch__.torch.classes.epload.PreparedReads");
-  m.def(
-      "read_prepared(int[] descriptors, __torch__.torch.classes.epload.TensorList tensors, "
-      "__torch__.torch.classes.epload.PreparedReads reads, int threads, bool direct=False) -> "
-      "(int, int, int, int)");
-  m.def(
-      "prepare_digests(__torch__.torch.classes.epload.TensorList tensors, int[] which, Tensor copies) -> "
-      "__torch__.torch.classes.epload.PreparedDigests");
-  m.def(
-      "digest_prepared(__torch__.torch.classes.epload.TensorList tensors, "
-      "__torch__.torch.classes.epload.PreparedDigests digests) -> Tensor");
   m.def(
       "relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes, Tensor? board=None, "
       "float seconds=0, int[]? post=None) -> int");

@@ -359,7 +359,7 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> read_ranges(
       buffer.device());
   const auto file_count = static_cast<int64_t>(descriptors.size());
   const Reads reads(decode_ranges(ranges, file_count, buffer.numel()), file_count);
-  const Memory memory{{static_cast<char*>(buffer.data_ptr())}, [&](int64_t) -> const at::Tensor& { return buffer; }};
+  const Memory memory{{static_cast<char*>(buffer.data_ptr())}, buffer};
   const auto outcome = reads.run(descriptors, memory, threads, direct);
   mark_written(buffer);
   return outcome.as_tuple();

@@ -89,7 +89,7 @@ Memory memory_of(at::TensorList tensors, const std::vector<RegionCopy>& copies) 
   for (const auto& copy : copies) {
     data[copy.tensor] = static_cast<char*>(tensors[copy.tensor].data_ptr());
   }
-  return {std::move(data), [tensors](int64_t i) -> const at::Tensor& { return tensors[i]; }};
+  return {std::move(data), tensors};
 }
 
 Region::Region(const at::Tensor& tensor, const RegionCopy& copy) : tensor_(copy.tensor) {
@@ -106,7 +106,7 @@ void Region::copy(
   if (converts()) {
     auto moved = *converting_;
     moved.bucket_offset -= skipped;
-    copy_one_aten(bucket, memory.tensor(tensor_), moved, direction);
+    copy_one_aten(bucket, memory.tensors[tensor_], moved, direction);
     return;
   }
   auto* const begin = static_cast<char*>(bucket.data_ptr()) + (strided_.bucket - skipped);

@@ -1,4 +1,4 @@
-// Regions of CPU tensors in two steps: what depends on layouts alone, which can be kept, and the copies themselves.
+// Regions of CPU tensors, and their copies.
 #pragma once
 
 #include "../region_copy.h"
@@ -8,19 +8,19 @@
 #include <c10/util/ArrayRef.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <vector>
 
 namespace epload {
 
-// The memory of some tensors: where the data of each begins, and the tensor itself, for regions that convert.
+// The memory of some tensors, which outlive it: where the data of each begins, and the tensors, for regions that
+// convert.
 struct Memory {
   std::vector<char*> data;
-  std::function<const at::Tensor&(int64_t)> tensor;
+  at::TensorList tensors;
 };
 
-// The memory of those tensors that the copies name. The tensors outlive it.
+// The memory of those tensors that the copies name.
 Memory memory_of(at::TensorList tensors, const std::vector<RegionCopy>& copies);
 
 // One region of a tensor, of which only the layout is used.

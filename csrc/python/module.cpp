@@ -4,10 +4,8 @@
 #include "../safetensors_header.h"
 #include "../schedule.h"
 #include "columns.h"
-#include "containers.h"
 #include "names.h"
 #include "places.h"
-#include "tensors.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -175,18 +173,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("extent_of", &extent_of, py::arg("shape"), py::arg("itemsize"), py::arg("room"));
   define_schedule(m);
   m.def("safetensors_entries", &safetensors_entries, py::arg("header"));
-  m.def("dict_addresses", &epload::dict_addresses, py::arg("dicts"));
-  m.def("dict_contents", &epload::dict_contents, py::arg("dicts"));
-  m.def("weakref_attributes", &epload::weakref_attributes, py::arg("references"), py::arg("name"));
-  m.def("slot_addresses", &epload::slot_addresses, py::arg("objects"), py::arg("slot"));
-  m.def("slot_values", &epload::slot_values, py::arg("objects"), py::arg("slot"));
-  m.def("nonempty", &epload::nonempty, py::arg("containers"));
-  m.def("find_modules", &epload::find_modules, py::arg("root"));
-  m.def("named_values", &epload::named_values, py::arg("prefixes"), py::arg("dicts"));
-  m.def("attributes", &epload::attributes, py::arg("objects"), py::arg("names"));
   m.def("number_by_digits", &epload::number_by_digits, py::arg("names"));
   m.def("group_names", &epload::group_names, py::arg("names"), py::arg("kind_of"), py::arg("matches"));
   m.def("select_places", &epload::select_places, py::arg("placed"), py::arg("target_of"), py::arg("wanted"));
-  m.def("register_tensors", &epload::register_tensors, py::arg("tensors"));
-  m.def("tensor_kinds", &epload::tensor_kinds, py::arg("tensors"), py::arg("slot"));
 }

@@ -42,7 +42,7 @@ WAYS = (
 def at_unpack(number: int, action: Callable[[], None]) -> Iterator[None]:
     """``action`` is called in place of the unpacking of one bucket."""
     calls = 0
-    unpack = ops.unpack_prepared
+    unpack = ops.unpack
 
     def one(*args: Any) -> None:
         nonlocal calls
@@ -52,7 +52,7 @@ def at_unpack(number: int, action: Callable[[], None]) -> Iterator[None]:
         else:
             unpack(*args)
 
-    with mock.patch.object(ops, "unpack_prepared", side_effect=one):
+    with mock.patch.object(ops, "unpack", side_effect=one):
         yield
 
 

@@ -75,9 +75,6 @@ def test_digests_are_those_of_the_regions(problem: Problem) -> None:
     ]
     digests = ops.digest_tensors(tensors, table).tolist()
     assert [digest & (1 << 64) - 1 for digest in digests] == [ops.checksum(box.contiguous()) for box in boxes]
-    listed, _ = ops.tensor_list(tensors)
-    prepared = ops.prepare_digests(listed, range(len(tensors)), table)
-    assert ops.digest_prepared(listed, prepared).tolist() == digests
     for row, number in zip(table, table[:, 0].tolist(), strict=True):
         row[0] = dtypes.code(tensors[number].dtype)
     assert ops.digest_bucket(bucket, table).tolist() == digests

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.fx import operator_schemas
 
 from epload.native import ops
@@ -30,25 +29,6 @@ from support.region_copies import (
 @given(problems(), st.booleans())
 def test_equal_to_plain_torch(problem: Problem, unpack: bool) -> None:
     check_equal(problem, unpack, ops.unpack if unpack else ops.pack)
-
-
-def unpack_prepared(bucket: Tensor, tensors: list[Tensor], copies: Tensor) -> None:
-    """Prepared among others and in another order; used for these, after it was for others of equal layouts."""
-    others = [torch.empty(t.untyped_storage().nbytes() // t.itemsize, dtype=t.dtype) for t in tensors]
-    others = [o.as_strided(t.shape, t.stride(), t.storage_offset()) for o, t in zip(others, tensors, strict=True)]
-    more = torch.zeros(3)
-    listed, *_ = ops.tensor_list([*others[::-1], more])
-    regions = ops.prepare_copies(listed, range(len(tensors))[::-1], copies, bucket.numel())
-    ops.unpack_prepared(bucket, listed, regions)
-    backwards = [*tensors[::-1], more]
-    again, _ = ops.tensor_list(backwards, ops.layouts(listed))
-    ops.unpack_prepared(bucket, again, regions)
-
-
-@settings(max_examples=200, deadline=None)
-@given(problems())
-def test_what_is_prepared_is_equal_to_plain_torch(problem: Problem) -> None:
-    check_equal(problem, True, unpack_prepared)
 
 
 @settings(max_examples=100, deadline=None)

@@ -36,7 +36,7 @@ class Plan:
 
 def failed(rank: int) -> list[str]:
     tensor, bucket = torch.zeros(ELEMENTS, device=DEVICE), torch.zeros(Bucket.nbytes, dtype=torch.uint8)
-    shards = Shards(Plan(), [tensor], None, False, "rank 0", 1)
+    shards = Shards(Plan(), [tensor], False, "rank 0", 1)
     bucket[64:].view(torch.float32).fill_(7.0)
     stream = shards._stream
     assert stream is not None

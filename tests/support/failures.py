@@ -71,7 +71,7 @@ class Failing(Checkpoint):
 
 
 @contextmanager
-def unpack_breaks_once(rank: int, op: str = "unpack_prepared") -> Iterator[None]:
+def unpack_breaks_once(rank: int, op: str = "unpack") -> Iterator[None]:
     """``op``: the one that unpacks; the default is that on CPU."""
 
     def once(*args: Any) -> None:

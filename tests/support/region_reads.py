@@ -86,7 +86,6 @@ class Files:
 
     def check(self, rows: Sequence[Row], targets: Sequence[Tensor], threads: int = 2) -> int:
         """Reads, and compares the targets' whole storages with what slicing and ``copy_`` do; returns bytes read."""
-        unread = [storage_of(target).clone() for target in targets]
         before = [same_storage(target) for target in targets]
         for row in rows:
             place = box(before[row.target], row.at, row.size)
@@ -96,18 +95,6 @@ class Files:
         assert (bad, offset, error) == (-1, 0, 0)
         for i, (target, expected) in enumerate(zip(targets, before, strict=True)):
             assert torch.equal(storage_of(target), storage_of(expected)), f"target {i}"
-        reads, layouts = None, None
-        for _ in range(2):  # prepared for some tensors, used for them and for others
-            others = [same_storage(target) for target in targets]
-            for other, blank in zip(others, unread, strict=True):
-                storage_of(other).copy_(blank)
-            listed, *_ = ops.tensor_list(others, layouts)
-            layouts = ops.layouts(listed)
-            if reads is None:
-                reads = ops.prepare_reads(listed, range(len(targets)), table, *where, len(self.descriptors))
-            assert ops.read_prepared(self.descriptors, listed, reads, threads) == (nbytes, -1, 0, 0)
-            for i, (other, expected) in enumerate(zip(others, before, strict=True)):
-                assert torch.equal(storage_of(other), storage_of(expected)), f"prepared target {i}"
         self.check_digests(rows, [targets[row.target].dtype for row in rows], threads)
         return nbytes
 

@@ -24,7 +24,7 @@ from epload.model.targets import Targets, collect
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.plan import LoadPlan, make_plan
-from epload.transport.local import Local, _PreparedLocal
+from epload.transport.local import Local
 from epload.verify.proof import SAMPLED, Proof
 from support import ranks
 from support.checks import all_fine
@@ -58,7 +58,7 @@ def flips_in_shard(active: bool, name_of_victim: Callable[[Sequence[Tensor]], bo
     done = not active
 
     def then_flip(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(local: _PreparedLocal, of: int | range, *args: Any) -> Any:
+        def call(local: Local, of: int | range, *args: Any) -> Any:
             nonlocal done
             result = inner(local, of, *args)
             for number in [of] if isinstance(of, int) else of:
@@ -71,8 +71,8 @@ def flips_in_shard(active: bool, name_of_victim: Callable[[Sequence[Tensor]], bo
         return call
 
     with (
-        mock.patch.object(_PreparedLocal, "unpack", then_flip(_PreparedLocal.unpack)),
-        mock.patch.object(_PreparedLocal, "read", then_flip(_PreparedLocal.read)),
+        mock.patch.object(Local, "unpack", then_flip(Local.unpack)),
+        mock.patch.object(Local, "read", then_flip(Local.read)),
     ):
         yield
     assert done or not active, "nothing was flipped"
@@ -240,11 +240,11 @@ def test_sampling_proves_one_piece_in_sixteen(from_file: bool, tmp_path: Path) -
     checkpoint, targets, plan = planned(model, tmp_path if from_file else None)
     found = 0
     for name, value in model.state_dict().items():
-        local = Local.on_cpu(plan, targets.local(), None)
+        local = Local(plan, targets.local())
         full = Proof(plan, [0], sampled=False)
         list(full.check(0, full.claims(local), checkpoint, checkpoint.manifest))
         value += 1
-        sampled, local = Proof(plan, [0], sampled=True), Local.on_cpu(plan, targets.local(), None)
+        sampled, local = Proof(plan, [0], sampled=True), Local(plan, targets.local())
         try:
             list(sampled.check(0, sampled.claims(local), checkpoint, checkpoint.manifest))
         except LoadError as error:
@@ -260,7 +260,7 @@ def test_what_differs_is_found_and_nothing_else(from_file: bool, sampled: bool, 
     """Of two ranks that hold the same, and of one that has the end of every tenth tensor wrong, with samples of every one."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((1 + i * 7 % 90,), float(i))) for i in range(60)])
     checkpoint, targets, plan = planned(model, tmp_path if from_file else None)
-    one, local = Proof(plan, [0], sampled), Local.on_cpu(plan, targets.local(), None)
+    one, local = Proof(plan, [0], sampled), Local(plan, targets.local())
     right = one.claims(local)[0]
     for value in list(model.parameters())[:: 1 if sampled else 10]:
         value.data[-1] += 1
@@ -287,7 +287,7 @@ def test_a_file_that_ends_before_it_is_proven_is_named(tmp_path: Path) -> None:
     checkpoint, targets = Checkpoint.open(tmp_path), collect(model, None, None)
     plan = make_plan(checkpoint.manifest, targets, resolve_mapping("auto", model, targets.index), 512)
     one = Proof(plan, [0], sampled=False)
-    claims = one.claims(Local.on_cpu(plan, targets.local(), None))
+    claims = one.claims(Local(plan, targets.local()))
     list(one.check(0, claims, checkpoint, checkpoint.manifest))
     os.truncate(tmp_path / "model-0.safetensors", 1500)
     with pytest.raises(CheckpointError, match=r"model-0\.safetensors was truncated \(\d+ bytes, now 1500\)"):

@@ -11,7 +11,7 @@ from torch import Tensor
 from epload.checkpoint.byte_store import ByteStore
 from epload.checkpoint.manifest import Manifest
 from epload.core.pieces import Piece
-from epload.core.regions import BoundRegions, Regions
+from epload.core.regions import Regions
 from epload.errors import CheckpointError
 from epload.native.ops import Pipe
 
@@ -85,7 +85,7 @@ class Checkpoint(ABC):
         """
         return False
 
-    def read_regions(self, regions: Regions | BoundRegions) -> int | None:
+    def read_regions(self, regions: Regions) -> int | None:
         """Reads regions of tensors from files directly into a model's tensors, on CPU or, if they have a pipe, on its device.
 
         Returns:

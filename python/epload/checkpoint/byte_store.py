@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epload.core.copy_table import ALIGNMENT
-from epload.core.regions import BoundRegions, Regions
+from epload.core.regions import Regions
 from epload.errors import CheckpointError
 
 _STREAM_BYTES = 256 << 10
@@ -134,7 +134,7 @@ class ByteStore(ABC):
             CheckpointError: a file has changed, cannot be read or ends too early.
         """
 
-    def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions | BoundRegions) -> int:
+    def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions) -> int:
         """Reads regions of tensors into a model's. This implementation has a buffer of about SPAN_BYTES, in which it reads what
         each region spans in its tensor.
 

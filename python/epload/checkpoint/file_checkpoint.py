@@ -14,7 +14,7 @@ from epload.checkpoint.manifest import FileFacts, FileLayout, Manifest, TensorLo
 from epload.core.columns import column
 from epload.core.copy_table import CopyTable
 from epload.core.pieces import Piece, Pieces
-from epload.core.regions import BoundRegions, Regions
+from epload.core.regions import Regions
 from epload.errors import CheckpointError
 from epload.native.ops import Pipe
 
@@ -56,7 +56,7 @@ class FileCheckpoint(Checkpoint):
         self._store.read_regions(locations.file, locations.offset, regions)
         return True
 
-    def read_regions(self, regions: Regions | BoundRegions) -> int | None:
+    def read_regions(self, regions: Regions) -> int | None:
         locations = self._locations
         parts = regions if locations.chunks is None else regions.split(locations.chunks)
         return None if parts is None else self._store.read_regions(locations.file, locations.offset, parts)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint.byte_store import ByteStore, Folder, StoredFile
-from epload.core.regions import BoundRegions, Regions
+from epload.core.regions import Regions
 from epload.errors import CheckpointError
 from epload.files import open_regular
 from epload.native import ops
@@ -238,11 +238,8 @@ class LocalStore(ByteStore):
         descriptors = self._descriptors(ranges[:, 0])
         self._check(ops.read_ranges(descriptors, ranges, buffer, self._threads, self.direct_io))
 
-    def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions | BoundRegions) -> int:
+    def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions) -> int:
         descriptors = self._descriptors(files[regions.origins[:, 0]])
-        if isinstance(regions, BoundRegions):
-            reads = regions.regions.reads(regions.tensors, files, offsets, len(descriptors))
-            return self._check(ops.read_prepared(descriptors, regions.tensors, reads, self._threads, self.direct_io))
         targets, copies, origins, pipe = regions
         table = descriptors, files, offsets, origins, targets, copies.rows
         if pipe is not None:

@@ -17,7 +17,7 @@ from epload.core import dtypes
 from epload.core.copy_table import CopyTable
 from epload.core.pieces import Piece, Pieces, Quantization
 from epload.core.placement import Box, box_of_range, box_slices, boxes_of_range, row_major_strides
-from epload.core.regions import BoundRegions, Regions
+from epload.core.regions import Regions
 from epload.errors import CheckpointError
 from epload.native import ops
 
@@ -134,8 +134,8 @@ class StateDictCheckpoint(Checkpoint):
             self._release(pieces, self._consumed)
         return True
 
-    def read_regions(self, regions: Regions | BoundRegions) -> int | None:
-        if not isinstance(regions, Regions) or regions.pipe is None or self._consumed is not None:
+    def read_regions(self, regions: Regions) -> int | None:
+        if regions.pipe is None or self._consumed is not None:
             return None
         which, tensor = torch.unique(regions.origins[:, 0], return_inverse=True)
         sources = [_bytes_of(self._tensors[self._names[i]]) for i in which.tolist()]

@@ -15,7 +15,6 @@ from epload.staging.device import DeviceStaging, StagingNeeds
 from epload.staging.device_resources import DeviceResources
 from epload.staging.shared_memory import NodeMemory, NodeSharing
 from epload.transport.device_plan import DevicePlan
-from epload.transport.local import PreparedPlan
 from epload.verify.proof import Proof
 
 
@@ -37,7 +36,6 @@ class Resources:
         self.sharing: NodeSharing | None = None
         """Memory that the ranks of a node are about to share, between two rounds."""
         self.device = DeviceResources(stream)
-        self.prepared: PreparedPlan | None = None
         self.device_plan: DevicePlan | None = None
         self._proof: Proof | None = None
 
@@ -121,4 +119,4 @@ class Resources:
     def close(self) -> None:
         """Frees everything."""
         self.forget_staging()
-        self.prepared = self.device_plan = self._proof = None
+        self.device_plan = self._proof = None

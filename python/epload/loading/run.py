@@ -128,11 +128,7 @@ class LoadRun:
                 report.stream = resources.device.describe_stream(load.device)
             scales = dequantize.scale_tensors(self._plan.targets, len(targets.names), load.device)
             tensors = targets.local() + scales
-            if load.device != CPU:
-                return Local(self._plan, tensors)
-            local = Local.on_cpu(self._plan, tensors, resources.prepared)
-            resources.prepared = local.prepared
-            return local
+            return Local(self._plan, tensors)
 
     def _route(self, readers: str) -> RoutePlan:
         return self._router.resolve(self._load.device, readers, self._shared)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from math import prod
 from typing import Any
 
@@ -22,7 +23,6 @@ from torch.distributed.tensor import Placement as TorchPlacement
 
 from epload.core.placement import Layout, Placement, Replicated, Sharded, owned_shape
 from epload.errors import ModelMismatch
-from epload.native.extension import _C
 
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _PRIVATE_PATH_TESTED = {(2, 13), (2, 14)}
@@ -191,10 +191,7 @@ def local_tensors(tensors: list[Tensor], private: bool | None = None) -> list[Te
     with torch.no_grad():
         if not private:
             return [_to_local(t) for t in tensors]
-        found, others = _C.slot_values(tensors, DTensor._local_tensor)
-        for i in others:
-            found[i] = _to_local(tensors[i])
-        return found
+        return [t._local_tensor if type(t) is DTensor else _to_local(t) for t in tensors]
 
 
 def _to_local(tensor: Tensor) -> Tensor:
@@ -208,37 +205,48 @@ def kinds(tensors: list[Any]) -> tuple[Sequence[int], Sequence[int]]:
     Returns:
         The kind of each tensor, and of each kind the index of the first tensor.
     """
-    if private_path_available():
-        return _C.tensor_kinds(tensors, DTensor._spec)
-    return range(len(tensors)), range(len(tensors))
+    if not private_path_available():
+        return range(len(tensors)), range(len(tensors))
+    numbers: dict[tuple[object, ...], int] = {}
+    firsts: list[int] = []
+    kind_of: list[int] = []
+    for i, t in enumerate(tensors):
+        key = type(t), t.dtype, t.device, id(t._spec) if type(t) is DTensor else None
+        number = numbers.setdefault(key, len(firsts))
+        if number == len(firsts):
+            firsts.append(i)
+        kind_of.append(number)
+    return kind_of, firsts
 
 
 class MetadataRecord:
     """The shapes, dtypes, devices and layouts of many tensors, to check later that they are unchanged.
 
-    On the private path a DTensor's metadata is its spec and its local tensor, compared by address. A match proves nothing once an
-    object that was at the address is gone. So the record keeps the specs, which refer to no tensor, and fails every check after
-    one of the local tensors has been freed; it does not keep those alive.
+    On the private path a DTensor's metadata is its spec and its local tensor, compared by identity. The record keeps the specs,
+    which refer to no tensor. It does not keep the local tensors alive: as another one may get the same id, it fails every check
+    after one of them has been freed.
     """
 
     def __init__(self, tensors: list[Tensor], private: bool | None = None) -> None:
         self._private = private_path_available() if private is None else private
-        dtensors = [t for t in tensors if type(t) is DTensor] if self._private else []
-        self._specs = [t._spec for t in dtensors]
         self._freed: list[object] = []
-        self._local_tensors = [weakref.ref(t._local_tensor, self._freed.append) for t in dtensors]
+        self._local_tensors = [
+            weakref.ref(t._local_tensor, self._freed.append) for t in tensors if self._private and type(t) is DTensor
+        ]
         self._metadata = self._read(tensors)
 
     def matches(self, tensors: list[Tensor]) -> bool:
-        """Whether these tensors have the recorded metadata, in the recorded order."""
+        """Returns True if these tensors have the recorded metadata, in the recorded order."""
         return self._read(tensors) == self._metadata and not self._freed
 
     def _read(self, tensors: list[Tensor]) -> object:
         if not self._private:
             return [_metadata(t) for t in tensors]
-        specs, others = _C.slot_addresses(tensors, DTensor._spec)
-        local, _ = _C.slot_addresses(tensors, DTensor._local_tensor)
-        return specs, local, [_metadata(tensors[i]) for i in others]
+        is_dtensor = [type(t) is DTensor for t in tensors]
+        dtensors: list[Any] = list(compress(tensors, is_dtensor))
+        others = [t for t in tensors if type(t) is not DTensor] if len(dtensors) < len(tensors) else []
+        specs, local = [t._spec for t in dtensors], [id(t._local_tensor) for t in dtensors]
+        return is_dtensor, specs, local, [_metadata(t) for t in others]
 
 
 def _metadata(t: Tensor) -> tuple[object, ...]:

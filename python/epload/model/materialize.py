@@ -21,7 +21,6 @@ from epload.model import dtensor
 from epload.model.modules import Modules
 from epload.model.targets import Targets
 from epload.native import ops
-from epload.native.extension import _C
 
 _THREADS = 4
 """Touch the memory of a model on CPU for the first time."""
@@ -115,9 +114,8 @@ def _plain_meta_ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 def _can_be_built(tensors: list[Tensor]) -> bool:
     """Whether the private path can build such tensors: no subclass other than DTensor, nor a DTensor over one."""
-    local_tensors, others = _C.slot_values(tensors, DTensor._local_tensor)
-    kinds = {*map(type, local_tensors), *(type(tensors[i]) for i in others)}
-    return kinds <= {Tensor, nn.Parameter, type(None)}
+    kinds = {type(tensor._local_tensor if type(tensor) is DTensor else tensor) for tensor in tensors}
+    return kinds <= {Tensor, nn.Parameter}
 
 
 class _Materialization:
@@ -134,10 +132,9 @@ class _Materialization:
         self._device = device
 
     def run(self, modules: Modules) -> None:
-        containers = modules.unique_containers
-        others: list[dict[str, Any]] = [containers.buffers[i] for i in _C.nonempty(containers.buffers)]
-        owners: list[dict[str, Any]] = [containers.parameters[i] for i in _C.nonempty(containers.parameters)]
-        parameters = _values(owners)
+        others: list[dict[str, Any]] = [module._buffers for module in modules.unique if module._buffers]
+        owners: list[dict[str, Any]] = [module._parameters for module in modules.unique if module._parameters]
+        parameters = [parameter for owned in owners for parameter in owned.values()]
         tensors = [tensor for tensor in parameters if type(tensor) is DTensor]
         kinds, firsts = dtensor.kinds(tensors)
         on_meta = [tensors[i].is_meta for i in firsts]
@@ -184,9 +181,9 @@ class _Materialization:
         return device_of(tensor, self._offloaded, self._device)
 
     def _give_storage(self, parameters: list[DTensor], dtype: torch.dtype, device: torch.device) -> None:
-        on_meta, _ = _C.slot_values(parameters, DTensor._local_tensor)
+        on_meta = [parameter._local_tensor for parameter in parameters]
         local_tensors = ops.allocate_like(on_meta, dtype, device, _THREADS)
-        specs, _ = _C.slot_values(parameters, DTensor._spec)
+        specs = [parameter._spec for parameter in parameters]
         alike = {id(spec): _with_dtype(spec, dtype) for spec in {id(spec): spec for spec in specs}.values()}
         make, swap = DTensor.__new__, torch._C._swap_tensor_impl
         for parameter, local, old in zip(parameters, local_tensors, specs, strict=True):
@@ -227,23 +224,16 @@ def _reset(group: Any, even: bool) -> None:
             and parameters[0]._sharded_param_data.is_meta
         ):
             return
-        managed, pinned, data = _C.attributes(parameters, ["sharded_param", "pin_memory", "_sharded_param_data"])
-        local_tensors, _ = _C.slot_values(managed, DTensor._local_tensor)
-        columns = zip(parameters, pinned, data, local_tensors, strict=True)
         # FSDP's own tensor, on meta since the model is, has the size of a padded shard.
         parameters = [
             parameter
-            for parameter, pin, kept, local in columns
-            if pin or not kept.is_meta or local is None or kept.numel() != local.numel()
+            for parameter in parameters
+            if parameter.pin_memory
+            or not (data := parameter._sharded_param_data).is_meta
+            or data.numel() != parameter.sharded_param._local_tensor.numel()
         ]
     for parameter in parameters:
         parameter.reset_sharded_param()
-
-
-def _values(owners: list[dict[str, Any]]) -> list[Any]:
-    if all(issubclass(kind, dict) for kind in {*map(type, owners)}):
-        return _C.dict_contents(owners)[1]
-    return [value for owned in owners for value in owned.values()]  # of TorchScript
 
 
 def _empty_like(meta: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,21 +1,20 @@
-"""Remembers the targets of a model, so that a reload only checks that the model is unchanged.
+"""Keeps the targets of a model, so that a reload only checks that the model is unchanged.
 
-Why: collecting the targets of a model of 18,867 parameters and 25,000 modules takes 110 to 130 ms, and the reload
-itself 80 ms. The check takes 5 ms with the native functions of ``_C``, which prefetch the small objects that they
-visit, and 35 ms in plain Python.
+Why: collecting the targets of a model of 18,867 parameters and 25,000 modules takes as long as the reload itself. The check takes
+a tenth of that.
 
 When: at the end of the load that has collected the targets, when storage has taken the place of meta tensors.
 
-How: the check visits no module. It compares the dicts in which modules keep their children, parameters and buffers: keys and
-values, by address. An address identifies an object only while the object lives. So a snapshot
-  - holds the dicts of parameters and buffers and all their keys, none of which refers to a module;
+How: the check compares the dicts in which modules keep their children, parameters and buffers: keys, and ids of values.
+An id identifies an object only while the object lives. So a snapshot
+  - holds the dicts of parameters and buffers, none of which refers to a module;
   - refers weakly to the modules (through FSDP's state each of them keeps the whole model alive) and to the local tensors of
     DTensors, and is invalid once one of them is freed;
   - releases what it holds when the model is freed.
-load_state_dict hooks that are added later are detected as well: such a module has to be loaded through them.
-A new parameter may have the address of an old one: tensors are taken from the dicts at every load, and their shapes,
-dtypes, devices and layouts are compared (see ``MetadataRecord``). It would not do to refer weakly to the parameters
-themselves: ``torch.utils.swap_tensors`` refuses tensors that have weak references.
+load_state_dict hooks that are added later are detected as well.
+A new parameter may get the id of an old one: tensors are taken from the dicts at every load, and their shapes, dtypes, devices
+and layouts are compared (see ``MetadataRecord``). The snapshot does not refer weakly to the parameters themselves, since
+``torch.utils.swap_tensors`` refuses tensors that have weak references.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ from torch.utils.hooks import RemovableHandle
 
 from epload.model.devices import Devices
 from epload.model.dtensor import MetadataRecord
-from epload.model.modules import Containers, Modules
+from epload.model.modules import Modules
 from epload.model.state_dict import describe_custom_loading
 from epload.model.targets import Targets
-from epload.native.extension import _C
 
 
 class Snapshot:
@@ -50,8 +48,7 @@ class Snapshot:
         """
         self._modules: _ModuleRecord | None = None
         # Aliases depend on addresses of storages, and modules that customize their state dict may return anything.
-        containers = modules.unique_containers
-        if targets.has_aliases or not targets.plain or not _are_dicts(containers) or _have_meta_buffers(containers):
+        if targets.has_aliases or not targets.plain or not _are_dicts(modules) or _have_meta_buffers(modules):
             return
         self._modules = _ModuleRecord(model, modules, targets)
         self._options = options
@@ -81,54 +78,61 @@ class Snapshot:
 
 
 class _ModuleRecord:
-    """The containers of a model's modules and what was in them, to check that they hold the same."""
+    """The dicts of a model's modules and what was in them, to check that they hold the same."""
 
     def __init__(self, model: nn.Module, modules: Modules, targets: Targets) -> None:
         """Raises KeyError if a target is not a tensor of one of the modules."""
-        unique, containers = modules.unique, modules.unique_containers
-        parents, with_buffers = _C.nonempty(containers.children), _C.nonempty(containers.buffers)
+        unique = modules.unique
         self._freed: list[object] = []
         self._references = [weakref.ref(module, self._freed.append) for module in unique]
-        self._parents = [weakref.ref(unique[i]) for i in parents]
-        tensor_dicts: list[Any] = containers.parameters + containers.buffers
-        self._tensor_dicts = [tensor_dicts[i] for i in _C.nonempty(tensor_dicts)]
-        self._empty = _without(tensor_dicts, _C.nonempty(tensor_dicts)) + _without(containers.children, parents)
-        self._empty += containers.state_dict_hooks
-        self._non_persistent = [containers.non_persistent[i] for i in with_buffers]
-        self._non_persistent_names = list(map(frozenset, self._non_persistent))
+        self._parents = [weakref.ref(module) for module in unique if module._modules]
+        self._tensor_dicts: list[Any] = [m._parameters for m in unique if m._parameters]
+        self._tensor_dicts += [m._buffers for m in unique if m._buffers]
+        self._empty: list[Any] = [m._modules for m in unique if not m._modules]
+        self._empty += [m._parameters for m in unique if not m._parameters]
+        self._empty += [m._buffers for m in unique if not m._buffers]
+        self._empty += [m._state_dict_hooks for m in unique]
+        self._non_persistent = [
+            (m._non_persistent_buffers_set, {*m._non_persistent_buffers_set}) for m in unique if m._buffers
+        ]
         self.model = weakref.ref(model, _clearing(self._tensor_dicts, self._empty))
 
-        child_dicts = [containers.children[i] for i in parents]
-        self._child_addresses = _C.dict_addresses(child_dicts)
-        self._tensor_addresses, tensors = _C.dict_contents(self._tensor_dicts)
-        self._keys = list(chain.from_iterable((*child_dicts, *self._tensor_dicts)))  # kept alive
+        self._children = self._read_children()
+        self._names, self._ids, _ = self._read_tensors()
         self._next_hook_id = RemovableHandle.next_id
-        self._positions: list[int] | None = None
-        """The position of each target among all tensors; None if the targets are all tensors, in this order."""
-        ids = list(map(id, tensors))
-        if ids != list(map(id, targets.tensors)):
-            first = {number: i for i, number in reversed(list(enumerate(ids)))}
-            self._positions = [first[id(tensor)] for tensor in targets.tensors]
+        first = {number: i for i, number in reversed(list(enumerate(self._ids)))}
+        self._positions = [first[id(tensor)] for tensor in targets.tensors]
+        """The position of each target among all tensors."""
 
     def unchanged_tensors(self) -> list[Tensor] | None:
-        """The tensors of the targets as they are now, None if a module has changed."""
+        """Returns the tensors of the targets as they are now, None if a module has changed."""
         if self._freed:
             return None
-        child_addresses = _C.dict_addresses(_C.weakref_attributes(self._parents, "_modules"))
-        tensor_addresses, tensors = _C.dict_contents(self._tensor_dicts)
+        names, ids, tensors = self._read_tensors()
         if not (
-            child_addresses == self._child_addresses
-            and tensor_addresses == self._tensor_addresses
-            and not _C.nonempty(self._empty)
-            and self._non_persistent == self._non_persistent_names
+            ids == self._ids
+            and names == self._names
+            and self._read_children() == self._children
+            and not any(self._empty)
+            and all(now == then for now, then in self._non_persistent)
             and not self._has_custom_loading()
             and not self._freed
         ):
             return None
-        return tensors if self._positions is None else list(map(tensors.__getitem__, self._positions))
+        return [tensors[i] for i in self._positions]
+
+    def _read_children(self) -> tuple[list[str], list[int]]:
+        """Returns the names and the ids of the children of all modules."""
+        dicts = [module._modules for reference in self._parents if (module := reference()) is not None]
+        return list(chain.from_iterable(dicts)), list(map(id, chain.from_iterable(map(dict.values, dicts))))
+
+    def _read_tensors(self) -> tuple[list[str], list[int], list[Any]]:
+        """Returns the names of all tensors in their dicts, their ids, and the tensors or None."""
+        tensors = list(chain.from_iterable(map(dict.values, self._tensor_dicts)))
+        return list(chain.from_iterable(self._tensor_dicts)), list(map(id, tensors)), tensors
 
     def _has_custom_loading(self) -> bool:
-        """Whether a module has got a load_state_dict hook that might change values.
+        """Returns True if a module has got a load_state_dict hook that might change values.
 
         Takes 31 ms, so it looks only if a hook of any kind was registered in this process since it last looked, as in a
         training step.
@@ -142,25 +146,19 @@ class _ModuleRecord:
         return False
 
 
-def _without(items: list[Any], places: list[int]) -> list[Any]:
-    """The items that are not at these places, which are in ascending order."""
-    rest = []
-    for begin, end in zip([0, *(place + 1 for place in places)], [*places, len(items)], strict=True):
-        rest += items[begin:end]
-    return rest
-
-
-def _are_dicts(containers: Containers) -> bool:
-    """Whether all containers are dicts, unlike those of TorchScript."""
-    kinds = {*map(type, containers.children), *map(type, containers.parameters), *map(type, containers.buffers)}
+def _are_dicts(modules: Modules) -> bool:
+    """Returns True if all modules keep their children and tensors in dicts, unlike those of TorchScript."""
+    kinds = {kind for m in modules.unique for kind in (type(m._modules), type(m._parameters), type(m._buffers))}
     return all(issubclass(kind, dict) for kind in kinds)
 
 
-def _have_meta_buffers(containers: Containers) -> bool:
-    """Whether a non-persistent buffer is on meta."""
-    owners = [(containers.buffers[i], containers.non_persistent[i]) for i in _C.nonempty(containers.non_persistent)]
-    found = [buffers.get(name) for buffers, names in owners for name in names]
-    return any(buffer is not None and buffer.is_meta for buffer in found)
+def _have_meta_buffers(modules: Modules) -> bool:
+    """Returns True if a non-persistent buffer is on meta."""
+    return any(
+        buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
+        for module in modules.unique
+        for name, buffer in module._buffers.items()
+    )
 
 
 def _clearing(*lists: list[Any]) -> Callable[[object], None]:

@@ -23,7 +23,6 @@ from epload.errors import LoadError, ModelMismatch
 from epload.model import dtensor
 from epload.model.modules import Modules, NamedModule
 from epload.model.poison import is_poisoned
-from epload.native.extension import _C
 
 NamedTensor = tuple[str, Tensor]
 
@@ -70,17 +69,15 @@ def read_state(model: nn.Module, modules: Modules) -> tuple[list[str], list[Tens
     names: list[str] = []
     tensors: list[Tensor] = []
     indirect = IndirectState()
-    prefixes, containers = modules.prefixes, modules.containers
-    begin = 0
-    for i in [*_C.nonempty(containers.buffers), len(prefixes)]:
-        found = _C.named_values(prefixes[begin : i + 1], containers.parameters[begin : i + 1])
-        names += found[0]
-        tensors += found[1]
-        if i < len(prefixes):
-            persistent = _persistent(indirect, prefixes[i], containers.buffers[i], containers.non_persistent[i])
+    for prefix, module in modules.named:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                names.append(prefix + name)
+                tensors.append(parameter)
+        if module._buffers:
+            persistent = _persistent(indirect, prefix, module._buffers, module._non_persistent_buffers_set)
             names += persistent
             tensors += persistent.values()
-        begin = i + 1
     if indirect.unsaved_meta:  # except those that the state dict has under another name
         saved = set(map(id, tensors))
         indirect.unsaved_meta = {name: t for name, t in indirect.unsaved_meta.items() if id(t) not in saved}
@@ -100,24 +97,28 @@ def read_state(model: nn.Module, modules: Modules) -> tuple[list[str], list[Tens
 def _customizing(modules: Modules) -> list[NamedModule]:
     """The modules that customize their state dict, parents first."""
     classes = {cls for cls in modules.classes if _has_own_state(cls)}
-    places = set(_C.nonempty(modules.containers.state_dict_hooks))
-    if classes:
-        places.update(i for i, module in enumerate(modules.all) if type(module) in classes)
-    return [(modules.prefixes[i], modules.all[i]) for i in sorted(places)]
+    return [each for each in modules.named if each[1]._state_dict_hooks or type(each[1]) in classes]
 
 
 def _with_custom_loading(modules: Modules) -> list[NamedModule]:
     """The modules with a load_state_dict hook, or such a method of their own, that might change values, parents first."""
     classes = {cls for cls in modules.classes if _custom_load_method(cls)}  # type: ignore[arg-type]  # a class is hashable
-    places = {i for i, module in enumerate(modules.all) if type(module) in classes} if classes else set()
-    for column in (modules.containers.load_pre_hooks, modules.containers.load_post_hooks):
-        hooked = _C.nonempty(column)
-        hooks = _C.dict_contents([column[i] for i in hooked])[1]
-        # FSDP adds hooks with the same code to every module with a parameter.
-        by_code = dict(zip([id(getattr(hook, "__code__", hook)) for hook in hooks], hooks, strict=True))
-        if any(map(_custom_hook, by_code.values())):
-            places.update(i for i in hooked if any(map(_custom_hook, column[i].values())))
-    return [(modules.prefixes[i], modules.all[i]) for i in sorted(places)]
+    found = []
+    harmless: set[int] = set()
+    for prefix, module in modules.named:
+        hooks = chain(module._load_state_dict_pre_hooks.values(), module._load_state_dict_post_hooks.values())
+        custom = type(module) in classes
+        for hook in hooks:
+            # FSDP adds hooks with the same code to every module with a parameter.
+            code = id(getattr(hook, "__code__", hook))
+            if code not in harmless:
+                if _custom_hook(hook):
+                    custom = True
+                else:
+                    harmless.add(code)
+        if custom:
+            found.append((prefix, module))
+    return found
 
 
 def _persistent(

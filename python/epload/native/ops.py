@@ -10,7 +10,6 @@ from torch import Tensor
 
 from epload.native import fakes
 from epload.native.build import load_native_library
-from epload.native.extension import _C
 
 load_native_library()
 fakes.register()
@@ -28,16 +27,6 @@ _close_memory = torch.ops.epload.close_memory.default
 _open_memory = torch.ops.epload.open_memory.default
 _read_ranges = torch.ops.epload.read_ranges.default
 _read_regions = torch.ops.epload.read_regions.default
-_tensor_list = torch.ops.epload.tensor_list.default
-_layouts = torch.ops.epload.layouts.default
-_has_layouts = torch.ops.epload.has_layouts.default
-_prepare_copies = torch.ops.epload.prepare_copies.default
-_pack_prepared = torch.ops.epload.pack_prepared.default
-_unpack_prepared = torch.ops.epload.unpack_prepared.default
-_prepare_reads = torch.ops.epload.prepare_reads.default
-_read_prepared = torch.ops.epload.read_prepared.default
-_prepare_digests = torch.ops.epload.prepare_digests.default
-_digest_prepared = torch.ops.epload.digest_prepared.default
 _relay = torch.ops.epload.relay.default
 _checksum = torch.ops.epload.checksum.default
 _digest_tensors = torch.ops.epload.digest_tensors.default
@@ -48,12 +37,6 @@ _cuda_obstacle = torch.ops.epload.cuda_obstacle.default
 _board_post = torch.ops.epload.board_post.default
 _board_wait = torch.ops.epload.board_wait.default
 
-TensorList: TypeAlias = torch.ScriptObject
-Layouts: TypeAlias = torch.ScriptObject
-PreparedCopies: TypeAlias = torch.ScriptObject
-PreparedReads: TypeAlias = torch.ScriptObject
-PreparedDigests: TypeAlias = torch.ScriptObject
-"""Objects of classes in csrc/cpu/tensor_list.h and prepared.h, opaque to Python."""
 Pipe: TypeAlias = torch.ScriptObject
 """Of the class in csrc/device/pipe.h: what crosses between the host and a device goes through its pinned pieces, on its streams.
 What is on the current stream of the device comes before what an op sends through a pipe, and what comes there later after it."""
@@ -267,118 +250,6 @@ def read_regions(
     """
     outcome = _read_regions(descriptors, files, offsets, origins, targets, copies, threads, direct)
     return tuple(map(int, outcome))  # type: ignore[return-value]
-
-
-def tensor_list(tensors: list[Tensor], known: Layouts | None = None) -> tuple[TensorList, bool]:
-    """The CPU tensors that a load writes to, passed to the native library once. The result keeps them alive.
-
-    As a ``Tensor[]`` argument of every op they would cost more than all other work on them, so ``_C`` registers them and the op
-    takes a ticket.
-
-    Args:
-        known: the :func:`layouts` of another list. If they fit, what was prepared for that list is valid for this one too.
-
-    Returns:
-        the list; whether a tensor is of a class that wraps other tensors, so that nothing can be prepared for the list.
-
-    Raises:
-        TypeError: an item is not a tensor.
-    """
-    listed, foreign = _tensor_list(_C.register_tensors(tensors), known)
-    return listed, bool(foreign)
-
-
-def layouts(tensors: TensorList) -> Layouts:
-    """The dtypes, shapes and strides of the tensors: ``known`` if they fit it.
-
-    Raises:
-        ValueError: a tensor is of a class that wraps other tensors.
-    """
-    found: Layouts = _layouts(tensors)
-    return found
-
-
-def has_layouts(tensors: TensorList, known: Layouts) -> bool:
-    """Whether the list was made with these layouts and fits them, so that what was prepared for them is valid."""
-    return bool(_has_layouts(tensors, known))
-
-
-def prepare_copies(tensors: TensorList, which: Sequence[int], copies: Tensor, nbytes: int) -> PreparedCopies:
-    """Prepares :func:`unpack_prepared` of buckets of ``nbytes``. The result keeps no tensor alive.
-
-    Args:
-        which: indices of tensors.
-        copies: as for :func:`unpack`; column 0 counts in ``which``.
-
-    Raises:
-        ValueError: as for :func:`unpack`.
-    """
-    prepared: PreparedCopies = _prepare_copies(tensors, which, copies, nbytes)
-    return prepared
-
-
-def pack_prepared(bucket: Tensor, tensors: TensorList, copies: PreparedCopies) -> None:
-    """:func:`pack` with the result of :func:`prepare_copies`. Raises as :func:`unpack_prepared` does."""
-    _pack_prepared(bucket, tensors, copies)
-
-
-def unpack_prepared(bucket: Tensor, tensors: TensorList, copies: PreparedCopies) -> None:
-    """:func:`unpack` with the result of :func:`prepare_copies`.
-
-    Raises:
-        ValueError: the copies were prepared for other layouts, or the memory of a tensor cannot be used.
-    """
-    _unpack_prepared(bucket, tensors, copies)
-
-
-def prepare_reads(
-    tensors: TensorList,
-    which: Sequence[int],
-    copies: Tensor,
-    files: Tensor,
-    offsets: Tensor,
-    origins: Tensor,
-    file_count: int,
-) -> PreparedReads:
-    """Prepares :func:`read_prepared` from ``file_count`` files. The result keeps no tensor alive.
-
-    Args:
-        which: indices of tensors.
-        copies, files, offsets, origins: as for :func:`read_regions`; column 0 of ``copies`` counts in ``which``.
-
-    Raises:
-        ValueError: as for :func:`read_regions`.
-    """
-    prepared: PreparedReads = _prepare_reads(tensors, which, copies, files, offsets, origins, file_count)
-    return prepared
-
-
-def read_prepared(
-    descriptors: Sequence[int], tensors: TensorList, reads: PreparedReads, threads: int, direct: bool = False
-) -> tuple[int, int, int, int]:
-    """:func:`read_regions` with the result of :func:`prepare_reads`. Raises as :func:`unpack_prepared` does."""
-    outcome = _read_prepared(descriptors, tensors, reads, threads, direct)
-    return tuple(map(int, outcome))  # type: ignore[return-value]
-
-
-def prepare_digests(tensors: TensorList, which: Sequence[int], copies: Tensor) -> PreparedDigests:
-    """Prepares :func:`digest_prepared`. The result keeps no tensor alive.
-
-    Args:
-        which: indices of tensors.
-        copies: as for :func:`digest_tensors`; column 0 counts in ``which``.
-
-    Raises:
-        ValueError: as for :func:`digest_tensors`.
-    """
-    prepared: PreparedDigests = _prepare_digests(tensors, which, copies)
-    return prepared
-
-
-def digest_prepared(tensors: TensorList, digests: PreparedDigests) -> Tensor:
-    """:func:`digest_tensors` with the result of :func:`prepare_digests`. Raises as :func:`unpack_prepared` does."""
-    found: Tensor = _digest_prepared(tensors, digests)
-    return found
 
 
 def relay(

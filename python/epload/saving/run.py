@@ -156,7 +156,7 @@ class SaveRun:
         seen = control.settle(
             "finding the folder", None, folder.exists, lambda views: [views[r] for r in control.ranks]
         )
-        shards = Shards(plan, tensors, None, False, f"rank {control.rank}", len(self._topology.node))
+        shards = Shards(plan, tensors, False, f"rank {control.rank}", len(self._topology.node))
         if all(seen):
             self._write_own(plan, layout, shards)
         else:

@@ -1,7 +1,7 @@
 """The local tensors that a sync packs or fills, or a save packs, on CPU and on a device.
 
-On CPU, what depends on the tensors' layouts is prepared natively once, and kept. Between host memory and a device, regions cross
-through the device's pipe, on a stream of the shards' own; the host waits for it in the end.
+Between host memory and a device, regions cross through the device's pipe, on a stream of the shards' own; the host waits for
+it in the end.
 """
 
 from __future__ import annotations
@@ -51,16 +51,6 @@ class PackPlan(Protocol):
         ...
 
 
-class PreparedExchange:
-    """What is prepared of a plan for CPU tensors of some layouts. Keeps no tensor alive."""
-
-    def __init__(self, plan: PackPlan, layouts: ops.Layouts) -> None:
-        self.plan = plan
-        self.layouts = layouts
-        self.copies: dict[int, ops.PreparedCopies] = {}
-        """Of each bucket."""
-
-
 class Shards:
     """The local tensors of one rank, for one sync."""
 
@@ -68,7 +58,6 @@ class Shards:
         self,
         plan: PackPlan,
         tensors: list[Tensor],
-        known: PreparedExchange | None,
         prove: bool,
         who: str,
         ranks: int,
@@ -78,7 +67,6 @@ class Shards:
         Args:
             plan: whose buckets' targets count in ``tensors``.
             tensors: on CPU, on one accelerator, or on both.
-            known: of the sync before.
             prove: whether each copy is followed by a comparison of digests.
             who: whose they are, for messages.
             ranks: of this node, which share its processors.
@@ -88,24 +76,15 @@ class Shards:
         self._tensors = tensors
         self._prove = prove
         self._who = who
-        self.prepared: PreparedExchange | None = None
-        """For the next sync."""
         self.pipe: DevicePipe | None = None
         """For the next sync."""
         self._stream: torch.Stream | None = None
         """Of the device, unless ``direct``."""
         device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
-        if device is not None:
-            if not direct:
-                self.pipe = DevicePipe.of(device, ranks)
-                self._stream = torch.Stream(device)
-                self._stream.wait_stream(torch.accelerator.current_stream(device))
-            return
-        self._list, foreign = ops.tensor_list(tensors, known.layouts if known is not None else None)
-        if not foreign:
-            if known is None or known.plan is not plan or not ops.has_layouts(self._list, known.layouts):
-                known = PreparedExchange(plan, ops.layouts(self._list))
-            self.prepared = known
+        if device is not None and not direct:
+            self.pipe = DevicePipe.of(device, ranks)
+            self._stream = torch.Stream(device)
+            self._stream.wait_stream(torch.accelerator.current_stream(device))
 
     def pack(self, number: int, bucket: Tensor) -> None:
         """Copies this rank's boxes of a bucket into it, behind its header."""
@@ -141,13 +120,12 @@ class Shards:
         planned = self._plan.buckets[number]
         if not planned.targets:
             return
-        if not bucket.is_cpu:
+        if not bucket.is_cpu or self._stream is None:
             direction.plain(bucket, [self._tensors[target] for target in planned.targets], planned.copies.rows)
-        elif self.prepared is not None:
-            direction.prepared(bucket, self._list, self._copies(self.prepared, number, planned))
         else:
             on_cpu, on_device = self._divide(planned)
-            if self._stream is not None and self.pipe is not None and on_device is not None:
+            if on_device is not None:
+                assert self.pipe is not None
                 with self._stream:
                     direction.through_pipe(bucket, *on_device, self.pipe.native)
             if on_cpu is not None:
@@ -155,13 +133,6 @@ class Shards:
         if self._prove:
             self.finish()
             self._compare(number, bucket.cpu(), direction.done)
-
-    def _copies(self, prepared: PreparedExchange, number: int, planned: PackBucket) -> ops.PreparedCopies:
-        copies = prepared.copies.get(number)
-        if copies is None:
-            copies = ops.prepare_copies(self._list, planned.targets, planned.copies.rows, planned.nbytes)
-            prepared.copies[number] = copies
-        return copies
 
     def _divide(self, planned: PackBucket) -> list[tuple[list[Tensor], CopyTable] | None]:
         """The tensors and copies of a bucket on CPU, and those on the device; None for none."""
@@ -193,7 +164,6 @@ class Shards:
 
 
 class _Direction(NamedTuple):
-    prepared: Callable[[Tensor, ops.TensorList, ops.PreparedCopies], None]
     through_pipe: Callable[[Tensor, list[Tensor], CopyTable, ops.Pipe], None]
     plain: Callable[[Tensor, list[Tensor], Tensor], None]
     """Where the bucket is where the tensors are."""
@@ -209,5 +179,5 @@ def _upload(bucket: Tensor, tensors: list[Tensor], copies: CopyTable, pipe: ops.
     ops.upload([bucket], copies.in_bucket(), tensors, copies.rows, pipe)
 
 
-_PACK = _Direction(ops.pack_prepared, _download, ops.pack, "packed")
-_UNPACK = _Direction(ops.unpack_prepared, _upload, ops.unpack, "unpacked")
+_PACK = _Direction(_download, ops.pack, "packed")
+_UNPACK = _Direction(_upload, ops.unpack, "unpacked")

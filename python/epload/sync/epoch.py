@@ -25,7 +25,7 @@ from epload.planning.streams import ExchangePlan, Members
 from epload.planning.waves import Wave
 from epload.staging.device_pipe import DevicePipe
 from epload.staging.host_ring import HostRing
-from epload.staging.shards import PreparedExchange, Shards
+from epload.staging.shards import Shards
 from epload.staging.shared_memory import NodeMemory
 from epload.sync.device_route import DeviceRoute, MemorySink
 from epload.sync.pulling import Puller, SharedMemory
@@ -79,8 +79,6 @@ class Epoch:
     """Copies a part of each version, or all of it, out of the memory of senders; None on a rank that does not."""
     not_pulled: str
     """Why none does that, if it seemed possible; equal on all ranks."""
-    _prepared: dict[bool, PreparedExchange] = field(default_factory=dict, init=False)
-    """Kept for the next version: for the buckets that land, and for the others."""
     pipe: DevicePipe | None = None
     """Kept for the next version."""
     _waves_before: int = field(default=0, init=False)
@@ -275,15 +273,12 @@ class Epoch:
         return next(len(node) for node in nodes if self.rank in node)
 
     def shards(self, tensors: list[Tensor], verify: str) -> Shards:
-        """The tensors of one version. What is prepared for them is kept."""
+        """Returns the tensors of one version."""
         return self._shards_of(self.plan, tensors, verify)
 
     def _shards_of(self, plan: ExchangePlan, tensors: list[Tensor], verify: str) -> Shards:
         direct = self.route is not None and (self.sends or self.memory is None)
-        prepared = self._prepared.get(plan is self.plan)
-        shards = Shards(plan, tensors, prepared, verify == "full", f"rank {self.rank}", self._node_size, direct)
-        if shards.prepared is not None:
-            self._prepared[plan is self.plan] = shards.prepared
+        shards = Shards(plan, tensors, verify == "full", f"rank {self.rank}", self._node_size, direct)
         self.pipe = shards.pipe or self.pipe
         return shards
 

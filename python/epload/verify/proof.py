@@ -62,7 +62,7 @@ class Proof:
             self._sent_tables = self._encoded_tables(local.tensors)
         parts: dict[int, list[Tensor]] = {rank: [] for rank in self._verifiers}
         for regions in self._local_regions:
-            parts[self._verifier(regions.bucket)].append(local.digests(*regions))
+            parts[self._verifier(regions.bucket)].append(local.digests(regions.targets, regions.table))
         return {rank: digests.encode(self._sent_tables[rank], part) for rank, part in parts.items()}
 
     @cached_property

@@ -2,7 +2,7 @@
 
 #include "../../../csrc/bucket_plan.h"
 #include "../../../csrc/cpu/file_digests.h"
-#include "../../../csrc/cpu/prepared.h"
+#include "../../../csrc/cpu/reads.h"
 #include "../../../csrc/digest.h"
 #include "../../../csrc/region_copy.h"
 #include "../../../csrc/safetensors_header.h"
@@ -84,54 +84,35 @@ Block exactly(size_t nbytes) {
 
 constexpr std::array kDtypes = {at::kFloat, at::kByte, at::kShort, at::kBFloat16, at::kDouble};
 
-// Prepared regions fill the tensors from the bucket, and from a file of the same bytes, as the copies did.
-void prepared_case(
+// A file of the same bytes as the bucket has the same digests, and fills the tensors as the bucket did.
+void file_case(
     const at::Tensor& bucket,
     const std::vector<at::Tensor>& tensors,
-    const at::Tensor& table,
     const std::vector<epload::RegionCopy>& copies,
     const std::vector<uint64_t>& expected) {
-  std::vector<int64_t> which, offsets;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    which.push_back(static_cast<int64_t>(which.size()));
-  }
-  for (const auto& copy : copies) {
-    offsets.push_back(copy.bucket_offset);
-  }
-  const auto clear = [&] {
-    for (const auto& tensor : tensors) {
-      if (tensor.nbytes() > 0) {
-        std::memset(tensor.data_ptr(), 0x11, tensor.nbytes());
-      }
-    }
-  };
-  const epload::TensorList listed(tensors, {});
-  const epload::PreparedCopies prepared(listed, which, table, bucket.numel());
-  const epload::PreparedReads reads(listed, which, table, std::vector<int64_t>(copies.size()), offsets, 1);
-  const epload::PreparedDigests digests(listed, which, table);
-  const epload::TensorList again(tensors, listed.layouts());
-  clear();
-  prepared.unpack(bucket, again);
-  require(epload::digest_tensors(tensors, copies) == expected, "prepared copies unpack the same");
   const int file = memfd_create("bucket", 0);
   require(write(file, bucket.const_data_ptr(), bucket.nbytes()) == static_cast<ssize_t>(bucket.nbytes()), "a file");
+  const std::vector<int64_t> files(copies.size());
   std::vector<at::ScalarType> dtypes;
   for (const auto& copy : copies) {
     dtypes.push_back(tensors[copy.tensor].scalar_type());
   }
-  require(digests.digests(again) == expected, "prepared digests are the same");
   for (const int64_t piece_bytes : {16, 1 << 10}) { // so that regions are digested in parts, and whole
-    const auto in_file =
-        epload::digest_files({file}, std::vector<int64_t>(copies.size()), copies, dtypes, 1, false, piece_bytes);
+    const auto in_file = epload::digest_files({file}, files, copies, dtypes, 1, false, piece_bytes);
     require(in_file.outcome.file == -1, "all is digested");
     require(copies.size() != 1 || in_file.digests == expected, "what was unpacked has the digests of the file");
   }
-  clear();
-  const auto outcome = reads.run({file}, again, 1, false);
+  for (const auto& tensor : tensors) {
+    if (tensor.nbytes() > 0) {
+      std::memset(tensor.data_ptr(), 0x11, tensor.nbytes());
+    }
+  }
+  const epload::Reads reads(files, 1, tensors, copies);
+  const auto outcome = reads.run({file}, epload::memory_of(tensors, copies), 1, false);
   close(file);
   require(outcome.file == -1, "all is read");
   // Random rows may lie on one another, and are read in the order of the file.
-  require(copies.size() != 1 || epload::digest_tensors(tensors, copies) == expected, "prepared reads read the same");
+  require(copies.size() != 1 || epload::digest_tensors(tensors, copies) == expected, "reads fill as copies do");
 }
 
 } // namespace
@@ -170,7 +151,7 @@ void copy_table_case(const uint8_t* data, size_t size) {
     epload::region_copy(bucket, tensors, copies, epload::Direction::kUnpack);
     const auto expected = epload::digest_tensors(tensors, copies);
     require(expected.size() == copies.size(), "a digest for each row");
-    prepared_case(bucket, tensors, table, copies, expected);
+    file_case(bucket, tensors, copies, expected);
     for (const auto& copy : copies) {
       const auto sent = epload::digest_unpacked(bucket, copy, tensors[copy.tensor].scalar_type());
       require(copies.size() != 1 || sent == expected.front(), "what was unpacked has the digest of the bucket");

@@ -156,7 +156,7 @@ void cold_file() {
   require(write(file, expected, nbytes) == nbytes, "a file");
   const auto buffer = at::empty({nbytes}, at::kByte);
   auto* const memory = static_cast<char*>(buffer.mutable_data_ptr());
-  const epload::Memory into{{memory}, [&](int64_t) -> const at::Tensor& { return buffer; }};
+  const epload::Memory into{{memory}, buffer};
   for (const bool cold : {true, false}) {
     if (cold) {
       fsync(file);
