@@ -116,6 +116,9 @@ $(VENV)-verl/ready: tests/verl/requirements.txt
 test-verl: build $(VENV)-verl/ready ## test ranks that are Ray actors, and a backend of verl's checkpoint engine, in their own environment
 	cd tests/verl && $(call ALONE,$(VENV)-verl)
 
+measure: ## print the size of the repository and of its structure, each with its limit
+	$(PYTHON) tests/support/house.py
+
 lint: $(VENV)/ready ## run ruff, mypy (strict, on python/), the import-order check and clang-format
 	$(RUN)/ruff check $(SOURCES)
 	$(RUN)/ruff format --check $(SOURCES)

@@ -14,8 +14,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "epload"
 SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu")
 FRAGMENTS = (
-    "Of What Whether How That Those By In On At With To From For Which Who Whose Where When As If So Not".split()
-)
+    "Of", "What", "Whether", "How", "That", "Those", "By", "In", "On", "At", "With", "To", "From", "For", "Which", "Who", "Whose",
+    "Where", "When", "As", "If", "So", "Not",
+)  # fmt: skip
 """No docstring begins with one of these words: it is a sentence, which begins with a verb or its subject."""
 
 
@@ -67,7 +68,11 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Yields the line and the text of each docstring, those under attributes included."""
     for node in ast.walk(parse(path)):
         for inner in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
-            if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant) and isinstance(inner.value.value, str):
+            if (
+                isinstance(inner, ast.Expr)
+                and isinstance(inner.value, ast.Constant)
+                and isinstance(inner.value.value, str)
+            ):
                 yield inner.lineno, inner.value.value
 
 
@@ -110,14 +115,20 @@ def table() -> dict[str, tuple[int, int]]:
     fan_out = {name: len(imports(name)) for name in modules() if name != "epload"}
     return {
         "lines in python/ and csrc/": (lines(files("python", "csrc"), SOURCES), 29_000),
-        "syntax nodes of python/epload": (sum(sum(1 for _ in ast.walk(parse(p))) for p in PACKAGE.rglob("*.py")), 150_000),
+        "syntax nodes of python/epload": (
+            sum(sum(1 for _ in ast.walk(parse(p))) for p in PACKAGE.rglob("*.py")),
+            150_000,
+        ),
         "classes": (sum(map(len, names.values())), 210),
         "class names used twice": (sum(len(places) > 1 for places in names.values()), 0),
         "floors of the import graph": (floors(), 10),
         "largest fan-out of a module": (max(fan_out.values()), 20),
         "lines of tests": (lines(files("tests"), (".py",)), 27_000),
         "docstrings that begin with a fragment": (len(fragments(PACKAGE)), 0),
-        "words in docs/": (sum(len(path.read_text().split()) for path in files("docs") if path.suffix == ".md"), 22_000),
+        "words in docs/": (
+            sum(len(path.read_text().split()) for path in files("docs") if path.suffix == ".md"),
+            22_000,
+        ),
     }
 
 
@@ -127,7 +138,10 @@ def main() -> None:
         print(f"{what:40}{now:>10,}{limit:>10,}")
     twice = {name: places for name, places in class_names().items() if len(places) > 1}
     wide = Counter({name: len(imports(name)) for name in modules() if name != "epload"})
-    print("\nclass names used twice:", ", ".join(f"{name} ({', '.join(places)})" for name, places in sorted(twice.items())))
+    print(
+        "\nclass names used twice:",
+        ", ".join(f"{name} ({', '.join(places)})" for name, places in sorted(twice.items())),
+    )
     print("largest fan-out:", ", ".join(f"{name} {count}" for name, count in wide.most_common(8)))
     packages = Counter({p.name: lines(list(p.rglob("*.py")), (".py",)) for p in PACKAGE.iterdir() if p.is_dir()})
     print("lines:", ", ".join(f"{name} {count:,}" for name, count in packages.most_common()))

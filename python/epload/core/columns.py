@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from ctypes import string_at
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -49,6 +50,28 @@ def numbered_rows(columns: Sequence[Tensor]) -> Tensor:
     for values in others:
         first = numbered(first * (int(values.max()) + 1 if len(values) else 1) + values)
     return first
+
+
+def expand(counts: Tensor, template: Tensor) -> tuple[Tensor, Tensor]:
+    """Lists the entries of rows that each have those of a template, where the entries of all templates follow one another.
+
+    Args:
+        counts: int64 [k], the number of entries of each template.
+        template: int64 [n], the template of each row.
+
+    Returns:
+        int64 [m]: each row's entries, one after the other; int64 [m]: the row of each.
+    """
+    each = counts[template]
+    row = torch.repeat_interleave(arange(len(template)), each)
+    within = arange(len(row)) - (each.cumsum(0) - each)[row]
+    return (counts.cumsum(0) - counts)[template[row]] + within, row
+
+
+def padded(rows: Sequence[tuple[int, ...]]) -> Tensor:
+    """Returns rows of different lengths as int64 [n, length of the longest]. Shorter rows end with -1."""
+    width = max(map(len, rows), default=1) or 1
+    return column(list(chain.from_iterable(row + (-1,) * (width - len(row)) for row in rows))).reshape(-1, width)
 
 
 def first_of_each(numbers: Tensor) -> Tensor:

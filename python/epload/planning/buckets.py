@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
-from epload.core.columns import arange, column, first_of_each, from_raw, numbered_rows, to_raw
+from epload.core.columns import arange, column, expand, first_of_each, from_raw, numbered_rows, to_raw
 from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata, Pieces
 from epload.core.placement import OwnedRegion, owned_parts, owned_regions
@@ -123,9 +123,8 @@ def make_buckets(
 
 def _places_of_slots(slots: Slots, chosen: Selection) -> tuple[Tensor, Tensor]:
     """A slot has copies for each place of its tensor: pair p is of the p-th slot and place returned. Mostly it has one."""
-    each = chosen.first.diff()[slots.tensor]
-    slot_of = torch.repeat_interleave(arange(len(each)), each)
-    return slot_of, arange(len(slot_of)) + (chosen.first[slots.tensor] - each.cumsum(0) + each)[slot_of]
+    place, slot_of = expand(chosen.first.diff(), slots.tensor)
+    return slot_of, place
 
 
 def _copies_of_classes(
@@ -146,13 +145,8 @@ def _copies_of_classes(
     ]
     table = torch.tensor([row for rows in rows_of for row in rows], dtype=torch.int64, device="cpu")
     count = column([len(rows) for rows in rows_of])
-    begin = count.cumsum(0) - count
-
-    # Row r of the result is row `within` of the class of pair `pair`.
-    pair = torch.repeat_interleave(arange(len(class_of)), count[class_of])
-    within = arange(len(pair)) - (count[class_of].cumsum(0) - count[class_of])[pair]
-    rows = table.reshape(-1, CopyTable.columns(dims))[begin[class_of[pair]] + within]
-    return CopyTable(rows), pair
+    which, pair = expand(count, class_of)
+    return CopyTable(table.reshape(-1, CopyTable.columns(dims))[which]), pair
 
 
 def _rows(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
-from epload.core.columns import column, first_of_each, numbered, numbered_rows
+from epload.core.columns import column, expand, first_of_each, padded
 from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata
 from epload.core.placement import Box
@@ -24,7 +24,7 @@ from epload.planning.buckets import HEADER_BYTES
 from epload.planning.cells import SPLIT_BYTES, Slot, make_slots, merge_boxes
 from epload.planning.pulls import Reach, divide, fitting_senders, lent_bytes, plan_pulls, slots_of
 from epload.planning.schedule import MAX_WAVE_BYTES, wave_limit
-from epload.planning.shares import NO_PART, Outline, Share, copies_of_box
+from epload.planning.shares import NO_PART, CopyTemplates, Outline, Share, copies_of_box, number_alike
 from epload.planning.streams import ExchangeBuckets, ExchangePlan, Members, Stream
 
 LEAST_BUCKET_BYTES = 4 << 20
@@ -112,12 +112,9 @@ class _Kinds:
 
     def __init__(self, manifest: Metadata, members: Members, outlines: Mapping[int, Outline]) -> None:
         self.manifest, self._members, self._outlines = manifest, members, outlines
-        key = numbered_rows([manifest.kinds.shape_of, manifest.kinds.dtype_of])
-        for outline in {id(each.class_of): each for each in outlines.values()}.values():
-            key = numbered(key * (len(outline.boxes) + 1) + outline.class_of - NO_PART)
-        self.of = key
+        self.of = number_alike(manifest.kinds, outlines.values())
         """int64 [t], of each tensor."""
-        first = first_of_each(key)
+        first = first_of_each(self.of)
         self.first: list[int] = first.tolist()
         """The first tensor of each kind."""
         classes = {id(each): each.class_of[first].tolist() for each in outlines.values()}
@@ -209,7 +206,7 @@ class _Rows:
         node_sets = {nodes: i for i, nodes in enumerate(dict.fromkeys(slot.nodes for slot in flat))}
         self.node_sets = list(node_sets)
         node_set = column([node_sets[slot.nodes] for slot in flat])
-        owners = _table([slot.owners for slot in flat])
+        owners = padded([slot.owners for slot in flat])
         sharers = column([len(slot.owners) for slot in flat])
         if rank in members.senders:
             candidates = (owners == rank).any(1).nonzero().flatten()
@@ -217,12 +214,8 @@ class _Rows:
             mine = next(number for number, node in enumerate(members.nodes) if rank in node)
             wanted = torch.tensor([mine in nodes for nodes in node_sets], dtype=torch.bool)
             candidates = wanted[node_set].nonzero().flatten() if flat else node_set
-        # Row r is candidate `within` of the kind of its tensor.
-        count = torch.bincount(kind_of_slot[candidates], minlength=len(slots))
-        each = count[kinds.of]
-        tensor = torch.repeat_interleave(torch.arange(len(kinds.of)), each)
-        within = torch.arange(len(tensor)) - (each.cumsum(0) - each)[tensor]
-        slot = candidates[(count.cumsum(0) - count)[kinds.of[tensor]] + within]
+        which, tensor = expand(torch.bincount(kind_of_slot[candidates], minlength=len(slots)), kinds.of)
+        slot = candidates[which]
         owner = owners[slot, tensor % sharers[slot]]
         if rank in members.senders:
             sent = owner == rank
@@ -258,39 +251,21 @@ class _Rows:
         self.streams = [Stream(number // sets, self.node_sets[number % sets]) for number in streams.tolist()]
 
 
-def _table(rows: Sequence[tuple[int, ...]]) -> Tensor:
-    """int64 [n, most of a row]. Shorter rows end with -1."""
-    most = max(map(len, rows), default=1) or 1
-    return column(list(chain.from_iterable(row + (-1,) * (most - len(row)) for row in rows))).reshape(-1, most)
-
-
 def _make_copies(
     kinds: _Kinds, slots: Sequence[Sequence[Slot]], rows: _Rows, share: Share, sends: bool
 ) -> tuple[CopyTable, Tensor]:
     """This rank's copies of all rows; and for each copy its row."""
-    dims = max((len(part.local_start) for parts in share.classes for part in parts), default=1) or 1
-    table: list[list[int]] = []
-    place: list[int] = []
-    counts = []
+    templates = CopyTemplates(share)
     needed = torch.bincount(rows.slot, minlength=len(rows.slots)).tolist()
     kind_of_slot, class_of_kind = rows.kind_of_slot.tolist(), share.class_of[column(kinds.first)].tolist()
     for number, slot in enumerate(rows.slots):
         kind = kind_of_slot[number]
         found = []
         if needed[number] and (class_of := class_of_kind[kind]) != NO_PART:
-            found = copies_of_box(slot.start, slot.size, share, class_of, kinds.dtypes[kind], dims, sends)
-        counts.append(len(found))
-        table += [row for row, _ in found]
-        place += [at for _, at in found]
-    count = column(counts)
-    first = count.cumsum(0) - count
-    each = count[rows.slot]
-    row_of = torch.repeat_interleave(torch.arange(len(rows.slot)), each)
-    within = torch.arange(len(row_of)) - (each.cumsum(0) - each)[row_of]
-    which = first[rows.slot[row_of]] + within
-    copies = CopyTable(torch.tensor(table, dtype=torch.int64).reshape(-1, CopyTable.columns(dims))[which])
+            found = copies_of_box(slot.start, slot.size, share, class_of, kinds.dtypes[kind], sends)
+        templates.add(found)
+    copies, row_of = templates.expand(rows.tensor, rows.slot)
     copies.offset.add_(rows.offset[row_of])
-    copies.target[:] = _table(share.targets)[rows.tensor[row_of], column(place)[which]]
     return copies, row_of
 
 

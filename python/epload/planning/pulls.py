@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from epload.core.columns import arange, column
+from epload.core.columns import column, expand
 from epload.core.copy_table import CopyTable
 from epload.core.placement import Box, intersect
 from epload.core.views import Shape
 from epload.errors import LoadError
 from epload.planning.cells import Slot
-from epload.planning.shares import NO_PART, Outline, Share, copies_of_box
+from epload.planning.shares import NO_PART, CopyTemplates, Outline, Share, copies_of_box
 
 Reach = Mapping[int, Sequence[int]]
 """The senders whose memory all ranks of a receiving node can open, by the number of the node."""
@@ -80,26 +80,13 @@ class Pulls:
         targets = zip(tensor.tolist(), parts, strict=True)
         local = column([shared.targets[t][shared.classes[number][part].place] for (t, (number, part)) in targets])
         keys = list(zip(box.tolist(), parts, layout[local].tolist(), strict=True))
-        dims = max((len(part.local_start) for part in chain.from_iterable(self.share.classes)), default=1) or 1
-        made: dict[tuple[int, tuple[int, int], int], tuple[int, int]] = {}
-        table: list[list[int]] = []
-        place: list[int] = []
+        templates = CopyTemplates(self.share)
+        numbers: dict[tuple[int, tuple[int, int], int], int] = {}
         for t, key in zip(tensor.tolist(), keys, strict=True):
-            if key not in made:
-                found = self._copies_of_box(t, key, shared, layouts[key[2]], dims)
-                made[key] = len(table), len(found)
-                table += [row for row, _ in found]
-                place += [at for _, at in found]
-        first, count = (column([made[key][i] for key in keys]) for i in (0, 1))
-        of = torch.repeat_interleave(arange(len(keys)), count)
-        which = first[of] + arange(len(of)) - (count.cumsum(0) - count)[of]
-        width = CopyTable.columns(dims)
-        copies = CopyTable(column(list(chain.from_iterable(table))).reshape(-1, width)[which])
-        numbers = [
-            self.share.targets[t][at] for t, at in zip(tensor[of].tolist(), column(place)[which].tolist(), strict=True)
-        ]
-        copies.target[:] = column(numbers)
-        return copies, local[of]
+            if key not in numbers:
+                numbers[key] = templates.add(self._copies_of_box(t, key, shared, layouts[key[2]]))
+        copies, row = templates.expand(tensor, column([numbers[key] for key in keys]))
+        return copies, local[row]
 
     @staticmethod
     def _part(shared: Share, number: int, box: Box) -> tuple[int, int]:
@@ -107,7 +94,7 @@ class Pulls:
         return number, next(i for i, part in enumerate(shared.classes[number]) if intersect(box, part.box) == box)
 
     def _copies_of_box(
-        self, tensor: int, key: tuple[int, tuple[int, int], int], shared: Share, layout: Strided, dims: int
+        self, tensor: int, key: tuple[int, tuple[int, int], int], shared: Share, layout: Strided
     ) -> list[tuple[list[int], int]]:
         (start, size), (number, at), _ = self.boxes[key[0]], key[1], key[2]
         part = shared.classes[number][at]
@@ -127,7 +114,6 @@ class Pulls:
             self.share,
             int(self.share.class_of[tensor]),
             layout.dtype,
-            dims,
             once=False,
             strides=tuple(strides),
         )
@@ -212,12 +198,9 @@ def _expand(pulled: Sequence[PulledBox], kind_of: Tensor, kinds: int) -> tuple[T
     of_kind: list[list[int]] = [[] for _ in range(kinds)]
     for i, box_of_kind in enumerate(pulled):
         of_kind[box_of_kind.kind].append(i)
-    count = column([len(some) for some in of_kind])
     flat = column(list(chain.from_iterable(of_kind)))
-    each = count[kind_of]
-    tensor = torch.repeat_interleave(arange(len(kind_of)), each)
-    within = arange(len(tensor)) - (each.cumsum(0) - each)[tensor]
-    box = flat[(count.cumsum(0) - count)[kind_of[tensor]] + within]
+    which, tensor = expand(column([len(some) for some in of_kind]), kind_of)
+    box = flat[which]
     owner_lists = [box_of_kind.owners for box_of_kind in pulled]
     first = column([0, *map(len, owner_lists)]).cumsum(0)
     owners = column(list(chain.from_iterable(owner_lists)))

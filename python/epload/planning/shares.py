@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from epload.core import dtypes as dtype_names
+from epload.core.columns import column, expand, numbered, numbered_rows, padded
+from epload.core.copy_table import CopyTable
+from epload.core.pieces import Kinds
 from epload.core.placement import Box, OwnedRegion, intersect, owned_parts, owned_regions, row_major_strides
 from epload.core.views import Shape, View
 from epload.mapping.place import Place
@@ -111,6 +115,11 @@ class Share:
         """The distinct boxes of each class."""
         return tuple(tuple(dict.fromkeys(part.box for part in parts)) for parts in self.classes)
 
+    @cached_property
+    def dims(self) -> int:
+        """The most dims of a local tensor, at least 1."""
+        return max((len(part.local_start) for part in chain.from_iterable(self.classes)), default=1) or 1
+
     def outline(self) -> Outline:
         """What others need to know of it."""
         return Outline(self.class_of, self.boxes, self.dtypes, self.mixed)
@@ -161,6 +170,14 @@ class Outline:
         boxes, names, mixed = json.loads(zlib.decompress(rest))
         as_boxes = tuple(tuple((tuple(start), tuple(size)) for start, size in of_class) for of_class in boxes)
         return cls(class_of, as_boxes, tuple(map(dtype_names.from_name, names)), tuple(mixed))
+
+
+def number_alike(kinds: Kinds, outlines: Iterable[Outline]) -> Tensor:
+    """Numbers tensors that all ranks divide alike: of one shape and dtype, and in one class of each outline. int64 [t]."""
+    key = numbered_rows([kinds.shape_of, kinds.dtype_of])
+    for outline in {id(each.class_of): each for each in outlines}.values():
+        key = numbered(key * (len(outline.boxes) + 1) + outline.class_of - NO_PART)
+    return key
 
 
 def digest_of(content: bytes) -> str:
@@ -280,7 +297,6 @@ def copies_of_box(
     share: Share,
     number: int,
     dtype: torch.dtype,
-    dims: int,
     once: bool,
     whole: Shape | None = None,
     strides: Shape | None = None,
@@ -292,7 +308,6 @@ def copies_of_box(
         start, size: of the box.
         number: of the tensor's class in the share.
         dtype: of the bucket's elements.
-        dims: of the table.
         once: whether one copy of each element is enough, as for a rank that packs them; else all parts have theirs.
         whole: the tensor's shape, if it is the tensor that lies in the bucket.
         strides: of the box in the bucket, in elements, if it is not packed.
@@ -305,9 +320,39 @@ def copies_of_box(
             continue
         local, extent = part.within(*shared)
         steps = sum((a - b) * stride for a, b, stride in zip(shared[0], first, strides, strict=True))
-        fill = [0] * (dims - len(local))
+        fill = [0] * (share.dims - len(local))
         row = [0, steps * dtype.itemsize, dtype_names.code(dtype), len(local), *local, *fill, *extent, *fill]
         found.append((row + [0 if dim < 0 else strides[dim] for dim in part.dims] + fill, part.place))
         if once and shared == (start, size):
             return found[-1:]
     return found
+
+
+class CopyTemplates:
+    """Copies that are equal for thousands of tensors but for their targets and offsets, each listed once."""
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+        self._table: list[list[int]] = []
+        self._places: list[int] = []
+        self._counts: list[int] = []
+
+    def add(self, copies: Sequence[tuple[list[int], int]]) -> int:
+        """Adds a template, the result of :func:`copies_of_box`, and returns its number."""
+        self._table += [row for row, _ in copies]
+        self._places += [place for _, place in copies]
+        self._counts.append(len(copies))
+        return len(self._counts) - 1
+
+    def expand(self, tensor: Tensor, template: Tensor) -> tuple[CopyTable, Tensor]:
+        """Returns the copies of rows, whose targets are the share's local tensors, and the row of each copy.
+
+        Args:
+            tensor: int64 [n], the tensor of each row.
+            template: int64 [n], the template of each row.
+        """
+        which, row = expand(column(self._counts), template)
+        width = CopyTable.columns(self._share.dims)
+        copies = CopyTable(column(list(chain.from_iterable(self._table))).reshape(-1, width)[which])
+        copies.target[:] = padded(self._share.targets)[tensor[row], column(self._places)[which]]
+        return copies, row

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes as dtype_names
+from epload.core.columns import column, expand
 from epload.core.copy_table import ALIGNMENT, CopyTable
+from epload.core.pieces import Kinds
 from epload.core.placement import row_major_strides
 from epload.core.views import Shape
 from epload.errors import ModelMismatch
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.cells import Slot, make_slots
-from epload.planning.shares import NO_PART, Outline, Share, copies_of_box
+from epload.planning.shares import NO_PART, CopyTemplates, Outline, Share, copies_of_box, number_alike
 from epload.saving.layout import FilesLayout
 
 BUCKET_BYTES = 16 << 20
@@ -102,11 +104,10 @@ def plan_writes(
     Raises:
         ModelMismatch: no rank has some elements of a tensor, or a tensor's dtype does not convert to that in the file.
     """
-    kinds = _kinds(shapes, dtypes, outlines)
-    dims = max((len(part.local_start) for parts in share.classes for part in parts), default=1) or 1
-    rows = _Rows(dims)
-    for tensors in kinds:
-        first = tensors[0]
+    kind_of = number_alike(Kinds.of(shapes, dtypes), outlines.values())
+    rows = _Rows(share)
+    for tensors in torch.split(kind_of.argsort(stable=True), torch.bincount(kind_of).tolist()):
+        first = int(tensors[0])
         number = int(share.class_of[first])
         held = [
             ((of,), outline.boxes[int(outline.class_of[first])])
@@ -129,57 +130,38 @@ def plan_writes(
             raise ModelMismatch(
                 f"{names[first]} is {dtype_names.name(share.dtypes[number])}, which cannot be saved as {dtype_names.name(dtype)}"
             )
-        ids = torch.tensor(tensors, dtype=torch.int64)
         for slot in slots:
             if rank in slot.owners:
                 turn = slot.owners.index(rank)
-                mine = ids[ids % len(slot.owners) == turn]
+                mine = tensors[tensors % len(slot.owners) == turn]
                 if len(mine):
-                    rows.add(mine, slot, shape, dtype, share, number)
-    return rows.plan(layout, share)
-
-
-def _kinds(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], outlines: Mapping[int, Outline]) -> list[list[int]]:
-    """The tensors that are divided alike: of one shape and dtype, and in one class of each rank's share."""
-    forms: dict[object, int] = {}
-    pairs = zip(shapes, dtypes, strict=True)
-    key = torch.tensor([forms.setdefault(pair, len(forms)) for pair in pairs], dtype=torch.int64)
-    for outline in {id(each.class_of): each for each in outlines.values()}.values():
-        _, key = torch.unique(key * (len(outline.boxes) + 1) + outline.class_of - NO_PART, return_inverse=True)
-    found: dict[int, list[int]] = {}
-    for tensor, kind in enumerate(key.tolist()):
-        found.setdefault(kind, []).append(tensor)
-    return list(found.values())
+                    rows.add(mine, slot, shape, dtype, number)
+    return rows.plan(layout)
 
 
 class _Rows:
     """The slots that a rank writes. What is equal for all tensors of a kind is listed once, as a template."""
 
-    def __init__(self, dims: int) -> None:
-        self._dims = dims
+    def __init__(self, share: Share) -> None:
+        self._share = share
         self._tensors: list[Tensor] = []
         self._nbytes: list[int] = []
         """Of each template's slot."""
-        self._copies: list[list[int]] = []
-        self._in_tensors: list[list[int]] = []
+        self._copies = CopyTemplates(share)
+        self._in_tensors = CopyTemplates(share)
         """The same as they lie in the whole tensor."""
-        self._places: list[int] = []
-        self._copy_counts: list[int] = []
         self._runs: list[Tensor] = []
 
-    def add(self, tensors: Tensor, slot: Slot, shape: Shape, dtype: torch.dtype, share: Share, number: int) -> None:
+    def add(self, tensors: Tensor, slot: Slot, shape: Shape, dtype: torch.dtype, number: int) -> None:
         """Adds a slot of some tensors of a kind, whose class in the share has this number."""
-        found = copies_of_box(slot.start, slot.size, share, number, dtype, self._dims, once=True)
+        box = slot.start, slot.size, self._share, number, dtype, True
+        self._copies.add(copies_of_box(*box))
+        self._in_tensors.add(copies_of_box(*box, whole=shape))
         self._tensors.append(tensors)
         self._nbytes.append(prod(slot.size) * dtype.itemsize)
-        self._copies += [row for row, _ in found]
-        whole = copies_of_box(slot.start, slot.size, share, number, dtype, self._dims, once=True, whole=shape)
-        self._in_tensors += [row for row, _ in whole]
-        self._places += [place for _, place in found]
-        self._copy_counts.append(len(found))
         self._runs.append(_runs(slot, shape, dtype.itemsize))
 
-    def plan(self, layout: FilesLayout, share: Share) -> WritePlan:
+    def plan(self, layout: FilesLayout) -> WritePlan:
         if not self._tensors:
             return WritePlan((), 0)
         tensor = torch.cat(self._tensors)
@@ -200,7 +182,9 @@ class _Rows:
         ends = sizes.cumsum(0)
         first = ends - sizes
         offset = begins - torch.repeat_interleave(begins[first], sizes) + HEADER_BYTES
-        copies, in_files, of_copy = self._expand_copies(tensor, template, offset, share)
+        copies, of_copy = self._copies.expand(tensor, template)
+        copies.offset.add_(offset[of_copy])
+        in_files, _ = self._in_tensors.expand(tensor, template)
         origins = torch.stack([layout.file[tensor[of_copy]], layout.offset[tensor[of_copy]] + in_files.offset], 1)
         runs, of_run = self._expand_runs(tensor, template, offset, layout)
         copy_ends = [0, *torch.searchsorted(of_copy, ends).tolist()]
@@ -212,27 +196,11 @@ class _Rows:
         )
         return WritePlan(buckets, int(nbytes.sum()))
 
-    def _expand_copies(
-        self, tensor: Tensor, template: Tensor, offset: Tensor, share: Share
-    ) -> tuple[CopyTable, CopyTable, Tensor]:
-        """The copies of all rows, packed and in whole tensors, and for each its row."""
-        which, row = _expand(torch.tensor(self._copy_counts, dtype=torch.int64), template)
-        table, whole = (
-            CopyTable(torch.tensor(rows, dtype=torch.int64).reshape(-1, CopyTable.columns(self._dims))[which])
-            for rows in (self._copies, self._in_tensors)
-        )
-        table.offset.add_(offset[row])
-        width = max(map(len, share.targets))
-        targets = torch.tensor([(*of, *(-1,) * (width - len(of))) for of in share.targets], dtype=torch.int64)
-        table.target[:] = targets[tensor[row], torch.tensor(self._places, dtype=torch.int64)[which]]
-        whole.target[:] = table.target
-        return table, whole, row
-
     def _expand_runs(
         self, tensor: Tensor, template: Tensor, offset: Tensor, layout: FilesLayout
     ) -> tuple[Tensor, Tensor]:
         """The runs of all rows, and for each its row."""
-        which, row = _expand(torch.tensor(list(map(len, self._runs)), dtype=torch.int64), template)
+        which, row = expand(column(list(map(len, self._runs))), template)
         runs = torch.cat(self._runs)[which]
         file = layout.file[tensor[row]]
         return torch.stack(
@@ -243,16 +211,6 @@ class _Rows:
 def _slices(ends: list[int]) -> list[slice]:
     """Returns the slice between each end and the next."""
     return list(starmap(slice, pairwise(ends)))
-
-
-def _expand(counts: Tensor, template: Tensor) -> tuple[Tensor, Tensor]:
-    """For rows that each have the entries of a template, of which ``counts`` has the lengths: all their entries, and for each
-    its row."""
-    first = counts.cumsum(0) - counts
-    each = counts[template]
-    row = torch.repeat_interleave(torch.arange(len(template)), each)
-    within = torch.arange(len(row)) - (each.cumsum(0) - each)[row]
-    return first[template[row]] + within, row
 
 
 def _runs(slot: Slot, shape: Shape, itemsize: int) -> Tensor:
