@@ -4,8 +4,6 @@
 #include "../safetensors_header.h"
 #include "../schedule.h"
 #include "columns.h"
-#include "names.h"
-#include "places.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -173,7 +171,4 @@ PYBIND11_MODULE(_C, m) {
   m.def("extent_of", &extent_of, py::arg("shape"), py::arg("itemsize"), py::arg("room"));
   define_schedule(m);
   m.def("safetensors_entries", &safetensors_entries, py::arg("header"));
-  m.def("number_by_digits", &epload::number_by_digits, py::arg("names"));
-  m.def("group_names", &epload::group_names, py::arg("names"), py::arg("kind_of"), py::arg("matches"));
-  m.def("select_places", &epload::select_places, py::arg("placed"), py::arg("target_of"), py::arg("wanted"));
 }

@@ -1,5 +1,4 @@
 from collections.abc import Sequence
-from typing import Any
 
 torch_version: str
 version: str
@@ -33,20 +32,3 @@ def safetensors_entries(
 ) -> (
     tuple[list[str], list[tuple[str, tuple[int, ...]]], bytearray, bytearray, bytearray, tuple[int, int] | None] | None
 ): ...
-def number_by_digits(names: list[str]) -> tuple[list[int], list[int]]: ...
-def group_names(
-    names: list[str], kind_of: list[int], matches: list[tuple[Any, ...] | None]
-) -> tuple[list[tuple[list[int], list[int], list[int]]], list[int]]: ...
-def select_places(
-    placed: list[tuple[tuple[str, Any], ...]], target_of: dict[str, int], wanted: list[int]
-) -> tuple[
-    bytearray,
-    bytearray,
-    bytearray,
-    bytearray,
-    list[Any],
-    list[tuple[int, int, str, Any]],
-    dict[int, str],
-    list[int],
-    list[int],
-]: ...

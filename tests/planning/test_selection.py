@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epload import _C, Manifest, ModelMismatch
+from epload import Manifest, ModelMismatch
 from epload.core import dtypes
-from epload.core.columns import from_raw
 from epload.core.views import View
 from epload.mapping.place import Place
 from epload.model.targets import Targets
@@ -91,42 +88,6 @@ def test_names_that_are_equal_need_not_be_one_object() -> None:
     assert again is not NAMES[0]
     placed: Placed = [((NAMES[0], VIEWS[0]), (again, VIEWS[1]))]
     assert select(*of_bfloat16(placed), placed, set()).chosen.target.tolist() == [0, 0]
-
-
-def test_code_that_runs_in_between_may_change_the_list() -> None:
-    """The hash of a name, or a finalizer, may run any code."""
-    placed: Placed = []
-
-    class Name(str):
-        def __hash__(self) -> int:
-            placed.clear()
-            gc.collect()
-            return hash(str(self))
-
-    for i in range(100):
-        placed.append(((Name(f"name {i}"), View((i,), (1,), 0, (1,))),))  # which nothing else keeps alive
-    target_of = {f"name {i}": i for i in range(100)}
-    *_, target, view, views, _, _, _, _ = _C.select_places(placed, target_of, [])
-    assert from_raw(target).tolist() == from_raw(view).tolist() == list(range(100))
-    assert [each.start for each in views] == [(i,) for i in range(100)]
-    assert not placed
-
-
-@pytest.mark.parametrize(
-    ("placed", "target_of", "error", "text"),
-    [
-        ([[]], {}, TypeError, "expected tuples, got list"),
-        ([("ab",)], {}, TypeError, "expected tuples, got str"),
-        ([(("a",),)], {"a": 0}, TypeError, "expected places of 2 fields, got 1"),
-        ([((3, None),)], {3: 0}, TypeError, "expected names to be str, got int"),
-        ([(("a", None),)], {}, KeyError, "a"),
-        ([(("a", None),)], {"a": "b"}, TypeError, "int"),
-        ([(("a", None),)], {"a": 2**64}, OverflowError, "too"),
-    ],
-)
-def test_anything_else_is_refused(placed: Any, target_of: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        _C.select_places(placed, target_of, [])
 
 
 TYPES = [torch.bfloat16, torch.float32, torch.int8, torch.bool, torch.float8_e4m3fn]

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from epload.core.views import Assembly, Shape
 from epload.errors import ModelMismatch
 from epload.mapping.operations import Concatenate, ConversionTargets, Stack, TensorLists
-from epload.mapping.rules import Convert, expand, ignores_digits, split_scope
-from epload.native.extension import _C
+from epload.mapping.rules import Convert, expand, ignores_digits, number_by_digits, split_scope
 
 _INDEX = "(?P<index>"
 
@@ -64,27 +63,37 @@ def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tupl
     constant = not any("\\" in target for convert in converts for target in convert.targets)
     # What is found in one name holds for all that differ from it only in digits.
     if constant and ignores_digits(*sources):
-        kinds, firsts = _C.number_by_digits(names)
+        kinds, firsts = number_by_digits(names)
     else:
         kinds = firsts = list(range(len(names)))
     found = [_find(rules, names[first]) for first in firsts]
-    numbers = {id(convert): number for number, convert in enumerate(converts)}
-    matches = [
-        match and (numbers[id(match.convert)], match.input, *match.span, *match.place, match.targets[0])
-        for match in found
-    ]
-    try:
-        grouped, others = _C.group_names(names, kinds, matches)
-    except ValueError as error:
-        raise ModelMismatch(str(error)) from error
-    groups = []
-    for columns in grouped:
-        first = columns[0][0]
-        name, match = names[first], found[kinds[first]]
-        assert match is not None
+    groups: dict[tuple[int, str], Group] = {}
+    others = []
+    for i, (name, kind) in enumerate(zip(names, kinds, strict=True)):
+        match = found[kind]
+        if match is None:
+            others.append(i)
+            continue
         before, after = name[: match.span[0]], name[match.span[1] :]
-        groups.append(Group(match.convert, tuple(f"{before}{target}{after}" for target in match.targets), *columns))
-    return groups, others
+        key = id(match.convert), f"{before}{match.targets[0]}{after}"
+        group = groups.get(key)
+        if group is None:
+            targets = tuple(f"{before}{target}{after}" for target in match.targets)
+            group = groups[key] = Group(match.convert, targets, [], [], [])
+        group.sources.append(i)
+        group.inputs.append(match.input)
+        group.indices.append(_index(name, *match.place))
+    return list(groups.values()), others
+
+
+def _index(name: str, begin: int | None, end: int | None) -> int:
+    """Returns the integer in ``name[begin:end]``, -1 if ``begin`` is None."""
+    if begin is None:
+        return -1
+    try:
+        return int(name[begin:end])
+    except ValueError:
+        raise ModelMismatch(f"expected an integer as the index in {name!r}, got {name[begin:end]!r}") from None
 
 
 def _find(rules: Sequence[tuple[Convert, int, re.Pattern[str]]], name: str) -> _Match | None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from epload.mapping.operations import Operation
-from epload.native.extension import _C
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,26 @@ def apply_renames(renames: Iterable[Rename], names: Sequence[str]) -> list[str]:
     """One of ``renamed`` for all that differ only in digits; empty if not known."""
     for rename in renames:
         if ignores_digits(rename.source, *rename.scopes):
-            examples = examples or [renamed[first] for first in _C.number_by_digits(renamed)[1]]
+            examples = examples or [renamed[first] for first in number_by_digits(renamed)[1]]
             if not rename.matches_any(examples):
                 continue
         renamed, examples = rename.apply(renamed), []
     return renamed
+
+
+_ALL_ZERO = str.maketrans("123456789", "0" * 9)
+
+
+def number_by_digits(names: Iterable[str]) -> tuple[list[int], list[int]]:
+    """Numbers names so that those that differ only in ASCII digits have one number.
+
+    Returns:
+        The number of each name, and for each number the index of its first name.
+    """
+    numbers: dict[str, int] = {}
+    kinds = [numbers.setdefault(name.translate(_ALL_ZERO), len(numbers)) for name in names]
+    firsts = dict(zip(reversed(kinds), reversed(range(len(kinds))), strict=True))
+    return kinds, [firsts[number] for number in range(len(numbers))]
 
 
 @cache

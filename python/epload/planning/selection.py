@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
-from epload.core.columns import arange, column, from_raw
+from epload.core.columns import arange, column
 from epload.core.pieces import Metadata, distinct_values
 from epload.core.views import View
 from epload.errors import ModelMismatch
 from epload.mapping.place import Place
 from epload.model.targets import Targets
-from epload.native.extension import _C
 
 
 class Twin(NamedTuple):
@@ -65,11 +64,34 @@ def select(manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]]
     Raises:
         ModelMismatch: a tied name would fill other elements than those that the checkpoint has under another name.
     """
-    found = _C.select_places(placed, targets.index, list(wanted))
-    tensor, first, target, view, views, left_out, filled, tied, unplaced = found
-    chosen = Selection(from_raw(tensor), from_raw(first), from_raw(target), from_raw(view), views)
-    twins = _twins(manifest, targets, placed, filled, left_out)
-    return Choice(chosen, tuple(manifest.names[i] for i in tied), twins, unplaced)
+    index = targets.index
+    tensor: list[int] = []
+    first = [0]
+    target_of: list[int] = []
+    view_of: list[int] = []
+    views: dict[int, tuple[int, View]] = {}  # by id; equal views of different tensors are mostly one object
+    filled: dict[int, str] = {}
+    left_out: list[tuple[int, int, str, View]] = []
+    tied, unplaced = [], []
+    for i, places in enumerate(placed):
+        for name, view in places:
+            target = index[name]
+            if filled.setdefault(target, name) != name:
+                left_out.append((target, i, name, view))
+                continue
+            target_of.append(target)
+            view_of.append(views.setdefault(id(view), (len(views), view))[0])
+        if not places:
+            unplaced.append(i)
+        if len(target_of) > first[-1] or i in wanted:
+            tensor.append(i)
+            first.append(len(target_of))
+        elif places:
+            tied.append(manifest.names[i])
+    chosen = Selection(
+        column(tensor), column(first), column(target_of), column(view_of), [view for _, view in views.values()]
+    )
+    return Choice(chosen, tuple(tied), _twins(manifest, targets, placed, filled, left_out), unplaced)
 
 
 def _twins(
