@@ -207,7 +207,7 @@ def _targets(found: list[Row], floor: float | None) -> Table:
 
     one, every, auto = (f"epload_modes:{mode}" for mode in ("one/two_level", "every/auto", "auto/auto"))
     library = "epload_library:auto"
-    checked = "epload_verified:one/two_level, verify="
+    checked = "epload_verified:one/two_level, verify=True"
     rows = (
         ("reload, one reader, over the floor", "<= 1.5", ratio("reload", one, None)),
         ("reload, every rank reads, over the floor", "<= 0.9", ratio("reload", every, None)),
@@ -216,9 +216,8 @@ def _targets(found: list[Row], floor: float | None) -> Table:
         ("from meta, torch over one reader", ">= 19", ratio("meta", "set_model_state_dict", one)),
         ("from meta, torch over auto", ">= 25", ratio("meta", "set_model_state_dict", auto)),
         ("from nothing, transformers over auto", ">= 10", ratio("library", "transformers_from_pretrained", library)),
-        ("reload, one reader, verify=buckets over off", "<= 1.15", ratio("reload", f"{checked}buckets", one)),
-        ("reload, one reader, verify=full over off", "<= 1.4", ratio("reload", f"{checked}full", one)),
-        ("from meta, one reader, verify=full over off", "<= 1.4", ratio("meta", f"{checked}full", one)),
+        ("reload, one reader, verify=True over False", "<= 1.4", ratio("reload", checked, one)),
+        ("from meta, one reader, verify=True over False", "<= 1.4", ratio("meta", checked, one)),
         ("materialize over to_empty", "<= 0.33", ratio("materialize", "epload", "to_empty")),
     )
     return Table("Targets", ("ratio of medians", "target", "measured"), [[*row[:2], times(row[2])] for row in rows])

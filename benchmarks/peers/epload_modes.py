@@ -25,7 +25,7 @@ _ONLY_RELOAD = ("one/flat", "one/striped", "partitioned/two_level", "partitioned
 MODE_CASES = dict.fromkeys(_ONLY_RELOAD, ("reload",))
 
 
-def load(job: Job, readers: str, algorithm: str, as_dict: bool = False, verify: str = "off") -> None:
+def load(job: Job, readers: str, algorithm: str, as_dict: bool = False, verify: bool = False) -> None:
     """Reloads reuse one loader and its buffers; a load from meta is the only one of its loader, as in ``epload.load``."""
     checkpoint: Any = job.folder
     if as_dict:

@@ -39,7 +39,7 @@ def load_state(
     readers: str = "auto",
     algorithm: str = "auto",
     bucket_bytes: int | None = None,
-    verify: str = "off",
+    verify: bool = False,
     timeout: timedelta | float | None = None,
     progress: bool = True,
 ) -> LoadReport:

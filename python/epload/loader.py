@@ -55,7 +55,7 @@ def load(
     readers: str = "auto",
     algorithm: str = "auto",
     bucket_bytes: int | None = None,
-    verify: str = "off",
+    verify: bool = False,
     timeout: timedelta | float | None = None,
     stream: torch.Stream | None = None,
     direct_io: bool = True,
@@ -111,7 +111,7 @@ class HierarchicalLoader:
         readers: str = "auto",
         algorithm: str = "auto",
         bucket_bytes: int | None = None,
-        verify: str = "off",
+        verify: bool = False,
         timeout: timedelta | float | None = None,
         stream: torch.Stream | None = None,
         direct_io: bool = True,
@@ -134,9 +134,8 @@ class HierarchicalLoader:
                 (each rank, if they cannot share memory). None is 64 MiB; in host memory 48 MiB with ``"one"``, ``"per_node"``
                 or ``"flat"``, and with ``"partitioned"`` or ``"auto"`` on more than 16 nodes 4 MiB per node, at most 512 MiB;
                 for buckets on a device that cross nodes 256 MiB.
-            verify: ``"buckets"``: every bucket carries a checksum, which each node checks before it unpacks. ``"full"``: after
-                the load, ranks prove their shards against the checkpoint, which is read once more, by all ranks that have it
-                together; nothing is left for checksums to find. ``"sample"``: checksums, and a sixteenth is proven.
+            verify: after the load, ranks prove their shards against the checkpoint, which is read once more, by all ranks that
+                have it together.
             timeout: seconds (or timedelta) without progress after which a load has failed; 30 minutes if None. A step that
                 moves bytes has what they take at 10 MB/s on top.
             stream: of the models' device: all device work but the copies from host memory is on it, between a wait for the
@@ -144,7 +143,7 @@ class HierarchicalLoader:
             direct_io: whether files of local disks are read past the page cache (``O_DIRECT``) where they are not in it, which
                 takes a small part of the CPU time and leaves the cache as it is. If False, they are in the cache afterwards,
                 as far as there is memory, where the next load finds them. Not where bytes are read again: with
-                ``verify="full"`` or ``"sample"``, and with ``"every"`` if ranks of a node keep the same ones.
+                ``verify=True``, and with ``"every"`` if ranks of a node keep the same ones.
             progress: a bar on rank ``src`` when standard error is a terminal or in a notebook; else log records at INFO, one
                 every 5 s.
 

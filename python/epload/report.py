@@ -68,7 +68,7 @@ class TransferReport:
     broadcasts that it took part in."""
     peak_staging: int = 0
     """Bytes of this rank's staging buffers, on the host and on the device together."""
-    verify: str = "off"
+    verify: bool = False
     """The ``verify`` option."""
     warnings: list[str] = field(default_factory=list)
     """Likely mistakes. Each was also issued as a Python warning."""

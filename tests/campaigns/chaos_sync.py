@@ -51,7 +51,7 @@ class Fault(NamedTuple):
     victim: str
     wave: int
     stage: str
-    verify: str
+    verify: bool
     place: str
     """One of ``PLACES``."""
 
@@ -65,7 +65,7 @@ class Fault(NamedTuple):
             phase = "data"
         if victim == "trainer 1" and phase == "offer":  # the first rank offers
             phase = "ready"
-        stage, verify = chance.choice(("host", "none")), chance.choice(("off", "buckets", "full"))
+        stage, verify = chance.choice(("host", "none")), chance.choice((False, True))
         return cls(kind, phase, victim, chance.randrange(4), stage, verify, chance.choice(PLACES))
 
     @property

@@ -36,7 +36,7 @@ def test_a_file_is_loaded_as_it_is_or_refused(content: bytes, bucket_bytes: int)
         path.write_bytes(content)
         try:
             report = epload.load(
-                filled, path, strict=False, bucket_bytes=bucket_bytes, readers="one", verify="full", progress=False
+                filled, path, strict=False, bucket_bytes=bucket_bytes, readers="one", verify=True, progress=False
             )
         except LoadError:
             return

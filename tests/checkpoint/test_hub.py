@@ -239,7 +239,7 @@ def _load(rank: int, address: str, caches: list[Path], readers: str) -> list[str
     torch.manual_seed(0)
     with pointing(address, caches[rank // 2 % len(caches)]):
         model: nn.Module = meta_net()
-        with HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, verify="full", progress=False) as loader:
+        with HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, verify=True, progress=False) as loader:
             for _ in range(2):
                 loader.load(model, "hf://org/name")
     return list(wrong(model, state_for(1)))

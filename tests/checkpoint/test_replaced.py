@@ -143,7 +143,7 @@ def test_a_proof_reads_what_lies_at_the_path(tmp_path: Path) -> None:
         mock.patch.object(LoadRun, "_prove", hook),
         pytest.raises(CheckpointError, match="was replaced by another file"),
     ):
-        _loader(verify="full").load(model, path)
+        _loader(verify=True).load(model, path)
 
 
 def test_a_checkpoint_that_is_kept_and_whose_file_changes(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ STEPS = (
 
 def killed_at(rank: int, victim: int, step: str, nodes: list[list[int]], forks: bool = False) -> Raised | None:
     loader = HierarchicalLoader(
-        Topology.from_nodes(nodes), readers="one", bucket_bytes=BUCKET, verify="full", timeout=60.0
+        Topology.from_nodes(nodes), readers="one", bucket_bytes=BUCKET, verify=True, timeout=60.0
     )
     if rank == victim and forks:
         fork_a_child()

@@ -97,7 +97,7 @@ def test_whoever_is_killed(victim: int, readers: str, algorithm: str, tmp_path: 
 def killed_in_the_last_one(rank: int) -> tuple[Raised, list[str]] | None:
     """Rank 0 reads: it waits for no header, and goes on to the proof, which copies from the device."""
     loader = HierarchicalLoader(
-        Topology.from_nodes(NODES[4]), readers="one", bucket_bytes=BUCKET, verify="full", timeout=90.0
+        Topology.from_nodes(NODES[4]), readers="one", bucket_bytes=BUCKET, verify=True, timeout=90.0
     )
     model = meta_net()
     with mock.patch.object(ops, "coalesced_bcast", Broadcasts()) as counted:

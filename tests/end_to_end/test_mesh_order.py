@@ -120,7 +120,7 @@ def wrong(model: Net, version: int = 0) -> list[str]:
 def load_and_save(rank: int, parallelize: Parallelize, readers: str, folder: str) -> list[str]:
     # What is loaded ...
     model = meta_model(parallelize)
-    epload.load(model, f"{folder}/model.safetensors", readers=readers, progress=False, verify="full")
+    epload.load(model, f"{folder}/model.safetensors", readers=readers, progress=False, verify=True)
     problems = wrong(model)
     # ... what is saved of a model that torch has sharded itself ...
     sharded = reference(1)

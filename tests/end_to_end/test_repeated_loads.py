@@ -22,8 +22,8 @@ from support.small_model import BUCKET, NODES, meta_net, state_for, wrong
 WARM, LOADS = 10, 20
 WAYS: dict[str, list[dict[str, Any]]] = {
     "auto": [{}],
-    "one, proven": [{"readers": "one", "verify": "full"}],
-    "partitioned, striped, checked": [{"readers": "partitioned", "algorithm": "striped", "verify": "buckets"}],
+    "one, proven": [{"readers": "one", "verify": True}],
+    "partitioned, striped, checked": [{"readers": "partitioned", "algorithm": "striped", "verify": True}],
     "flat": [{"readers": "one", "algorithm": "flat"}],
     "two timeouts": [{"timeout": 60}, {"timeout": 90}],
 }

@@ -60,13 +60,13 @@ def test_a_closed_loader_frees_its_memory_and_loads_no_more() -> None:
 def test_load_takes_the_options_of_the_loader_and_of_its_load() -> None:
     model = nn.ParameterDict({"a": torch.zeros(3), "b": torch.zeros(2), "c": torch.zeros(1)})
     state = {"a": torch.arange(3.0), "b": torch.arange(4.0), "d": torch.zeros(1)}
-    options = {"readers": "one", "algorithm": "flat", "verify": "buckets", "progress": False, "bucket_bytes": 4096}
+    options = {"readers": "one", "algorithm": "flat", "verify": True, "progress": False, "bucket_bytes": 4096}
     with pytest.raises(epload.ModelMismatch, match=r"\bb\b"):
         epload.load(model, state, strict=False, **options)  # type: ignore[arg-type]
     report = epload.load(model, state, strict=False, ignore_mismatched_shapes=True, **options)  # type: ignore[arg-type]
     assert torch.equal(model["a"].detach(), state["a"])
     assert (report.missing_keys, report.unexpected_keys, report.mismatched_keys) == (["c"], ["d"], ["b"])
-    assert (report.readers, report.algorithm, report.verify) == ("one", "", "buckets"), "one rank sends nothing"
+    assert (report.readers, report.algorithm, report.verify) == ("one", "", True), "one rank sends nothing"
     with pytest.raises(ValueError, match="algorithm"):
         epload.load(model, state, algorithm="none")
     with pytest.raises(TypeError, match="deadline"):

@@ -69,7 +69,7 @@ def _hooked(rank: int) -> list[str]:
         for readers in ("one", "every"):
             for lost in (False, True):
                 model = on_meta(lambda: Net(**options)) if lost else Net(**options)  # noqa: B023  (called at once)
-                report = loader(readers=readers, verify="full").load(
+                report = loader(readers=readers, verify=True).load(
                     model, state if rank == 0 or readers == "every" else None
                 )
                 case = f"{options} {readers} {lost}"
@@ -135,7 +135,7 @@ def test_a_module_that_does_not_take_what_it_shows_is_an_error() -> None:
     torch.manual_seed(0)
     state = {name: tensor.clone() for name, tensor in Ignores().state_dict().items()}
     with pytest.raises(epload.LoadError, match="shards differ"):
-        epload.load(Ignores(), state, verify="full", progress=False)
+        epload.load(Ignores(), state, verify=True, progress=False)
     hollow = on_meta(lambda: nn.Sequential(Ignores()))
     with pytest.raises(epload.LoadError, match="left parameters uninitialized"):
         epload.load(

@@ -60,7 +60,7 @@ def main(rank: int, ranks: int, folder: str, stage: str, transport: str) -> None
             receivers=ranks - EACH,
             topology=topology,
             timeout=60,
-            verify="full",
+            verify=True,
             transport=transport,
         )
         with sender:
@@ -77,7 +77,7 @@ def main(rank: int, ranks: int, folder: str, stage: str, transport: str) -> None
         while not address.exists() and time.monotonic() < until:
             time.sleep(0.01)
         receiver = epload.WeightReceiver(
-            model, address.read_text(), topology=topology, timeout=60, stage=stage, verify="full"
+            model, address.read_text(), topology=topology, timeout=60, stage=stage, verify=True
         )
         with receiver:
             for version in (1, 2):

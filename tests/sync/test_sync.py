@@ -57,10 +57,10 @@ def receive(
     ("trainer", "engine", "dtype", "options"),
     [
         (("fsdp", 2, None), ("tp0", 2, None), torch.float32, {}),
-        (("fsdp", 3, [[0, 1], [2]]), ("tp1", 2, [[0], [1]]), torch.bfloat16, {"verify": "full"}),
-        (("tp1", 2, [[0], [1]]), ("fsdp", 4, [[0, 1], [2, 3]]), torch.float32, {"stage": "none", "verify": "full"}),
-        (("plain", 1, None), ("plain", 2, [[0], [1]]), torch.float32, {"stage": "none", "verify": "buckets"}),
-        (("tp0", 2, None), ("fsdp", 3, [[0, 1], [2]]), torch.bfloat16, {"stage": "device", "verify": "full"}),
+        (("fsdp", 3, [[0, 1], [2]]), ("tp1", 2, [[0], [1]]), torch.bfloat16, {"verify": True}),
+        (("tp1", 2, [[0], [1]]), ("fsdp", 4, [[0, 1], [2, 3]]), torch.float32, {"stage": "none", "verify": True}),
+        (("plain", 1, None), ("plain", 2, [[0], [1]]), torch.float32, {"stage": "none", "verify": True}),
+        (("tp0", 2, None), ("fsdp", 3, [[0, 1], [2]]), torch.bfloat16, {"stage": "device", "verify": True}),
     ],
     ids=["fsdp to tp", "three to two nodes", "tp to fsdp in place", "plain", "tp to fsdp beside"],
 )

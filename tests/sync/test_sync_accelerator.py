@@ -97,7 +97,7 @@ def receive(
     ],
 )  # fmt: skip
 def test_models_on_a_device(
-    trainer: Any, engines: list[Any], verify: str, options: Any, transport: str, semantics: str
+    trainer: Any, engines: list[Any], verify: bool, options: Any, transport: str, semantics: str
 ) -> None:
     setup = partial(fakedev.setup, semantics, shares=False)
     layout, world, nodes, where = trainer
@@ -128,7 +128,7 @@ def test_which_ranks_reach_each_other_from_their_devices(kinds: list[str], place
     assert bool(found) == bool(expected)
 
 
-def send_one(rank: int, meeting: Meeting, timeout: float, verify: str = "off") -> tuple[str, float]:
+def send_one(rank: int, meeting: Meeting, timeout: float, verify: bool = False) -> tuple[str, float]:
     """The transport or the error, and the seconds."""
     model = build("plain", 1, where=DEVICE)
     with (
@@ -194,7 +194,7 @@ def receive_flipped(rank: int, meeting: Meeting) -> str:
     with (
         many_waves(),
         mock.patch.object(MemorySink, "_copy", staticmethod(flips)),
-        epload.WeightReceiver(model, meeting.hear("address"), timeout=30, verify="buckets") as receiver,
+        epload.WeightReceiver(model, meeting.hear("address"), timeout=30, verify=True) as receiver,
     ):
         try:
             receiver.receive_weights()

@@ -95,7 +95,7 @@ def on_device(parallelize: Parallelize, model: Any) -> Any:
 
 
 def train(
-    rank: int, meeting: Meeting, kind: str, parallelize: Parallelize, receivers: int, verify: str = "off"
+    rank: int, meeting: Meeting, kind: str, parallelize: Parallelize, receivers: int, verify: bool = False
 ) -> list[str]:
     quiet()
     model = parallelize(random(kind, 0))
@@ -112,7 +112,7 @@ def serve(rank: int, meeting: Meeting, kind: str, parallelize: Parallelize, pull
     quiet()
     model = parallelize(build(kind))
     wrong = []
-    options: Any = {"stage": "device", "verify": "full"} if pulls else {}
+    options: Any = {"stage": "device", "verify": True} if pulls else {}
     with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, **options) as receiver:
         for version in VERSIONS:
             report = receiver.receive_weights(version)

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, LocalModules, Topology
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, LocalModules, Topology, WeightSender
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import Targets, collect
@@ -25,7 +25,7 @@ from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.plan import LoadPlan, make_plan
 from epload.transport.local import Local
-from epload.verify.proof import SAMPLED, Proof
+from epload.verify.proof import Proof
 from support import ranks
 from support.checks import all_fine
 from support.small_model import BUCKET, NODES, State, meta_net, only_readers, state_for, wrong
@@ -41,7 +41,7 @@ WAYS = (
 )
 
 
-def loader_for(way: tuple[str, str], verify: str, bucket_bytes: int = BUCKET) -> HierarchicalLoader:
+def loader_for(way: tuple[str, str], verify: bool = True, bucket_bytes: int = BUCKET) -> HierarchicalLoader:
     nodes = Topology.from_nodes(NODES)
     return HierarchicalLoader(
         nodes, readers=way[0], algorithm=way[1], bucket_bytes=bucket_bytes, verify=verify, timeout=30
@@ -133,13 +133,12 @@ def outcome(action: Callable[[], Any]) -> str:
 def good_loads(rank: int, path: Path, state: State) -> list[str]:
     problems = []
     for way in WAYS:
-        for verify, source in (("buckets", only_readers(state, way[0])), ("full", path), ("sample", path)):
+        for verify in (False, True):
             model = meta_net()
-            report = loader_for(way, verify).load(model, source)
+            report = loader_for(way, verify).load(model, path)
             what = f"{way} {verify}"
             problems += [f"{what}: {text}" for text in wrong(model, state)]
-            looked = verify in ("sample", "full") or (verify == "buckets" and report.readers != "every")
-            if report.verify != verify or (report.phases["verify"].seconds > 0) != looked:
+            if report.verify != verify or (report.phases["verify"].seconds > 0) != verify:
                 problems.append(f"{what}: {report.verify} {report.phases['verify']}, readers {report.readers}")
     return problems
 
@@ -152,7 +151,7 @@ def test_what_is_right_is_not_doubted(tmp_path: Path) -> None:
 def flipped_in_shard(rank: int, path: Path, state: State) -> list[str]:
     problems = []
     for way in WAYS:
-        model, loader = meta_net(), loader_for(way, "full")
+        model, loader = meta_net(), loader_for(way)
 
         def embedding(target: Tensor) -> bool:
             return target.ndim == 2 and target.shape[1] == 6 and target.dtype == torch.float32 and target.shape[0] <= 4
@@ -163,8 +162,6 @@ def flipped_in_shard(rank: int, path: Path, state: State) -> list[str]:
             problems.append(f"{way}: {text}")
         loader.load(model, path)
         problems += [f"{way}, after that: {text}" for text in wrong(model, state)]
-    with flips_in_shard(rank == 3, embedding):
-        loader_for(WAYS[0], "buckets").load(meta_net(), path)  # nothing looks at the shards
     return problems
 
 
@@ -177,7 +174,7 @@ def stages_of_other_dims(rank: int, path: Path, state: State) -> list[str]:
     """Two ranks have five dims, two have one, all in one bucket; the third load is proven by what the first two have kept."""
     mine = ("patch", "bias") if rank < 2 else ("bias", "scale")
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros_like(state[name])) for name in mine})
-    loader = loader_for(("one", "two_level"), "full")
+    loader = loader_for(("one", "two_level"))
     problems = []
     for _ in range(2):
         loader.load(model, path, local_modules=[LocalModules("")])
@@ -197,32 +194,30 @@ def test_ranks_with_other_dims_are_proven(tmp_path: Path) -> None:
 def flipped_on_the_way(rank: int, path: Path) -> list[tuple[str, str]]:
     problems = []
     for way in (("one", "two_level"), ("one", "striped"), ("one", "flat"), ("partitioned", "striped")):
-        loader = loader_for(way, "buckets", 4 * BUCKET)
+        loader = loader_for(way, bucket_bytes=4 * BUCKET)
         with flips_on_the_way(rank == 2):
             problems.append((str(way), outcome(lambda loader=loader: loader.load(meta_net(), path))))
         loader.load(meta_net(), path)
     return problems
 
 
-def test_a_bit_that_flips_on_the_way_is_found_before_unpacking(tmp_path: Path) -> None:
+def test_a_bit_that_flips_on_the_way_is_found(tmp_path: Path) -> None:
     save_file(state_for(1), tmp_path / "model.safetensors")
     for results in zip(*ranks.run(4, flipped_on_the_way, tmp_path / "model.safetensors"), strict=True):
         assert len({text for _, text in results}) == 1, results
-        assert "is not as rank" in results[0][1], results
-        assert "rank 2 found that bucket" in results[0][1], results
+        assert "after the load, shards differ from" in results[0][1], results
 
 
 def flipped_while_read(rank: int, path: Path) -> list[str]:
     problems = []
     for way in (("one", "two_level"), ("per_node", "two_level"), ("partitioned", "striped")):
-        loader = loader_for(way, "full")
+        loader = loader_for(way)
         with flips_while_read(rank == 0):
             problems.append(outcome(lambda loader=loader: loader.load(meta_net(), path)))
     return problems
 
 
 def test_a_bit_that_flips_while_it_is_read_is_found(tmp_path: Path) -> None:
-    """The checksum of its bucket is right, but not what the file says."""
     save_file(state_for(1), tmp_path / "model.safetensors")
     for results in zip(*ranks.run(4, flipped_while_read, tmp_path / "model.safetensors"), strict=True):
         assert len(set(results)) == 1, results
@@ -235,34 +230,13 @@ SOURCES = pytest.mark.parametrize("from_file", [False, True])
 
 
 @SOURCES
-def test_sampling_proves_one_piece_in_sixteen(from_file: bool, tmp_path: Path) -> None:
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((4,), float(i))) for i in range(160)])
-    checkpoint, targets, plan = planned(model, tmp_path if from_file else None)
-    found = 0
-    for name, value in model.state_dict().items():
-        local = Local(plan, targets.local())
-        full = Proof(plan, [0], sampled=False)
-        list(full.check(0, full.claims(local), checkpoint, checkpoint.manifest))
-        value += 1
-        sampled, local = Proof(plan, [0], sampled=True), Local(plan, targets.local())
-        try:
-            list(sampled.check(0, sampled.claims(local), checkpoint, checkpoint.manifest))
-        except LoadError as error:
-            assert f" {name} on rank 0;" in str(error)  # noqa: PT017
-            found += 1
-        value -= 1
-    assert found == len(targets.names) // SAMPLED
-
-
-@SOURCES
-@pytest.mark.parametrize("sampled", [False, True])
-def test_what_differs_is_found_and_nothing_else(from_file: bool, sampled: bool, tmp_path: Path) -> None:
-    """Of two ranks that hold the same, and of one that has the end of every tenth tensor wrong, with samples of every one."""
+def test_what_differs_is_found_and_nothing_else(from_file: bool, tmp_path: Path) -> None:
+    """Two ranks hold the same, and one has the end of every tenth tensor wrong."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((1 + i * 7 % 90,), float(i))) for i in range(60)])
     checkpoint, targets, plan = planned(model, tmp_path if from_file else None)
-    one, local = Proof(plan, [0], sampled), Local(plan, targets.local())
+    one, local = Proof(plan, [0]), Local(plan, targets.local())
     right = one.claims(local)[0]
-    for value in list(model.parameters())[:: 1 if sampled else 10]:
+    for value in list(model.parameters())[::10]:
         value.data[-1] += 1
     wrong_too = one.claims(local)[0]
     list(one.check(0, {0: right, 7: right}, checkpoint, checkpoint.manifest))
@@ -273,8 +247,7 @@ def test_what_differs_is_found_and_nothing_else(from_file: bool, sampled: bool, 
     assert listed is not None, failure
     names = listed[1].split(", ")
     assert all(re.fullmatch(r"\d+ on rank 3", text) for text in names), "and of no other rank"
-    named = {text.split()[0] for text in names}
-    assert len(named) in (3, 4) if sampled else named == {f"{i}" for i in range(0, 60, 10)}
+    assert {text.split()[0] for text in names} == {f"{i}" for i in range(0, 60, 10)}
 
 
 def test_a_file_that_ends_before_it_is_proven_is_named(tmp_path: Path) -> None:
@@ -286,7 +259,7 @@ def test_a_file_that_ends_before_it_is_proven_is_named(tmp_path: Path) -> None:
         save_file(part, tmp_path / f"model-{number}.safetensors")
     checkpoint, targets = Checkpoint.open(tmp_path), collect(model, None, None)
     plan = make_plan(checkpoint.manifest, targets, resolve_mapping("auto", model, targets.index), 512)
-    one = Proof(plan, [0], sampled=False)
+    one = Proof(plan, [0])
     claims = one.claims(Local(plan, targets.local()))
     list(one.check(0, claims, checkpoint, checkpoint.manifest))
     os.truncate(tmp_path / "model-0.safetensors", 1500)
@@ -298,7 +271,7 @@ def cast(rank: int, path: Path, state: State) -> list[str]:
     """Into bfloat16, of which a proof has to convert what it reads."""
     problems = []
     for way in WAYS:
-        model, loader = meta_net(), loader_for(way, "full")
+        model, loader = meta_net(), loader_for(way)
         loader.load(model, path, dtype=torch.bfloat16)
         problems += [f"{way}: {text}" for text in wrong(model, state, torch.bfloat16)]
         with flips_in_shard(rank == 3, lambda target: target.dtype == torch.bfloat16):
@@ -323,7 +296,7 @@ def nan_places(rank: int, folder: Path, state: State) -> list[str]:
         shape = state["w"].shape
         place = torch.empty(shape[::-1], dtype=wanted).T if turned else torch.empty(shape, dtype=wanted)
         model = torch.nn.ParameterDict({"w": torch.nn.Parameter(place)})
-        loader = loader_for(("one", "two_level"), "full")
+        loader = loader_for(("one", "two_level"))
         for _ in range(2):
             text = outcome(lambda loader=loader, model=model, source=source: loader.load(model, only_readers(source)))
             problems += [f"{wanted} {turned}: {text}"] if text != "fine" else []
@@ -357,24 +330,25 @@ def planned(model: nn.Module, folder: Path | None) -> tuple[Checkpoint, Targets,
     )
 
 
-def consumed(rank: int) -> list[str]:
+def consumed(rank: int) -> str:
     source = Checkpoint.from_state_dict(state_for(), consume=True)
-    problems = []
-    for verify in ("sample", "full"):
-        try:
-            loader_for(WAYS[0], verify).load(meta_net(), only_readers(source))
-        except ValueError as error:
-            problems.append(str(error))
-    loader_for(WAYS[0], "buckets").load(meta_net(), only_readers(source))
-    return problems
+    with pytest.raises(ValueError, match="verify=True reads the checkpoint again") as refusal:
+        loader_for(WAYS[0]).load(meta_net(), only_readers(source))
+    loader_for(WAYS[0], verify=False).load(meta_net(), only_readers(source))
+    return str(refusal.value)
 
 
 def test_what_can_be_read_only_once_cannot_be_verified() -> None:
-    for problems in ranks.run(4, consumed):
-        assert len(problems) == 2
-        assert all("leave out consume=True" in text for text in problems)
+    assert all("leave out consume=True" in text for text in ranks.run(4, consumed))
 
 
-def test_only_known_words() -> None:
-    with pytest.raises(ValueError, match="expected verify to be one of off, buckets, sample, full, got 'on'"):
-        HierarchicalLoader(verify="on")
+@pytest.mark.parametrize(("verify", "advice"), [("full", "True to"), ("off", "False not to"), (1, "True to")])
+def test_verify_is_a_bool(verify: Any, advice: str) -> None:
+    for make in (
+        HierarchicalLoader,
+        lambda **options: WeightSender(nn.Linear(2, 2), "127.0.0.1:0", receivers=1, **options),
+    ):
+        with pytest.raises(
+            TypeError, match=f"expected verify to be a bool, got {verify!r}; pass verify={advice} prove"
+        ):
+            make(verify=verify)

@@ -87,7 +87,7 @@ def step(manager: CheckpointEngineManager, actors: Group, rollout: Group, number
 
 
 def test_each_step_arrives_in_every_rank_of_the_rollout(cluster: str, tmp_path: Path) -> None:
-    options = {"timeout": 60.0, "verify": "full", "host": "127.0.0.1"}
+    options = {"timeout": 60.0, "verify": True, "host": "127.0.0.1"}
     actors = Group([Worker.remote(True, rank, 2, str(tmp_path / "store"), options) for rank in range(2)])
     rollout = [Worker.remote(False, rank, 2, "", options) for rank in range(2)]
     config = SimpleNamespace(backend="epload", custom_backend_module=MODULE)

@@ -57,7 +57,7 @@ def load(rank: int, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("extra", [{}, {"verify": "full"}], ids=["plain", "proven"])
+@pytest.mark.parametrize("extra", [{}, {"verify": True}], ids=["plain", "proven"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_is_as_vllm_loads_it(name: str, extra: dict[str, Any], tmp_path: Path) -> None:
     """2 tensor- and expert-parallel ranks."""

@@ -24,7 +24,7 @@ _MOST_SHOWN = 5
 
 
 def load_engine(
-    engine: EngineModel, checkpoint: Any, *, strict: bool = True, verify: str = "off", progress: bool = False
+    engine: EngineModel, checkpoint: Any, *, strict: bool = True, verify: bool = False, progress: bool = False
 ) -> LoadReport:
     """Fills an engine's model from a checkpoint. Each rank calls this for itself, and reads only what its model keeps.
 

@@ -3,7 +3,7 @@
     checkpoint_engine:
       backend: epload
       custom_backend_module: epload.compat.verl_checkpoint_engine
-      engine_kwargs: {epload: {timeout: 600, verify: buckets}}
+      engine_kwargs: {epload: {timeout: 600, verify: true}}
 
 verl gives full tensors to every rank of the actor, and takes full tensors in every rank of the rollout. Each actor rank keeps an
 equal part of them in host memory and sends that part, and each byte enters a node of the rollout once.
@@ -38,7 +38,7 @@ class EploadCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """One rank of the actor, or of the rollout. Connections are kept from step to step, until ranks of the rollout change."""
 
     def __init__(
-        self, bucket_size: int, is_master: bool = False, timeout: float = _TIMEOUT, verify: str = "off", host: str = ""
+        self, bucket_size: int, is_master: bool = False, timeout: float = _TIMEOUT, verify: bool = False, host: str = ""
     ) -> None:
         """
         Args:

@@ -111,10 +111,9 @@ class InputReader:
             return None
         opened = Checkpoint.open(given, self.manifest, request.prefix, request.variant, self._progress)
         checkpoint = self._keep(opened, given)
-        if checkpoint.read_once and options.proves:
+        if checkpoint.read_once and options.verify:
             raise ValueError(
-                f"verify={options.verify!r} reads the checkpoint again after the load, but this one can be read only once: "
-                "leave out consume=True, or pass verify='buckets'"
+                "verify=True reads the checkpoint again after the load, but this one can be read once: leave out consume=True"
             )
         return checkpoint
 

@@ -14,7 +14,7 @@ from epload.model.expert_parallel import ExpertParallelSpec
 from epload.model.initialization import InitMissing
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.schedule import ALGORITHMS, READERS
-from epload.verify.proof import VERIFY
+from epload.verify.proof import check_verify
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,13 @@ class Options:
     src: int
     bucket_bytes: int | None
     """None for the default of the load's route; see ``default_wave_bytes``."""
-    verify: str
+    verify: bool
     direct_io: bool = True
 
     def __post_init__(self) -> None:
         """Raises ValueError, TypeError."""
-        for name, allowed in (
-            ("readers", ("auto", *READERS)), ("algorithm", ("auto", *ALGORITHMS)), ("verify", VERIFY),
-        ):  # fmt: skip
+        check_verify(self.verify)
+        for name, allowed in (("readers", ("auto", *READERS)), ("algorithm", ("auto", *ALGORITHMS))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"expected {name} to be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if self.readers == "per_node" and self.algorithm == "flat":
@@ -53,16 +52,6 @@ class Options:
     def sent_algorithm(self) -> str:
         """The algorithm for buckets that move between ranks."""
         return "two_level" if self.algorithm == "auto" else self.algorithm
-
-    @property
-    def checksums(self) -> bool:
-        """Whether buckets carry checksums. Where every byte is proven after the load there is nothing left for them to find."""
-        return self.verify in ("buckets", "sample")
-
-    @property
-    def proves(self) -> bool:
-        """Whether shards are compared with the checkpoint after the load."""
-        return self.verify in ("sample", "full")
 
 
 @dataclass(frozen=True)

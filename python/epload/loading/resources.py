@@ -107,7 +107,7 @@ class Resources:
     def proof(self, load: AgreedLoad, verifiers: tuple[int, ...]) -> Proof:
         """The proof of a plan, kept for the next load of the same plan."""
         if self._proof is None or not self._proof.fits(load.plan, verifiers):
-            self._proof = Proof(load.plan, verifiers, self._options.verify == "sample")
+            self._proof = Proof(load.plan, verifiers)
         return self._proof
 
     def forget_staging(self) -> None:

@@ -100,7 +100,7 @@ class LoadRun:
                 steps = share(self._request.model, load.missing.holders, self._topology, stream)
             self._report.transport_steps += steps
         names = partial(plan.describe, load.manifest)
-        self._framing = Framing(plan.identity, names, self._topology.rank, self._control, self._options.checksums)
+        self._framing = Framing(plan.identity, names, self._topology.rank, self._control)
         with Progress(plan.nbytes, show_progress) as bar:
             readers, begin = self._choose_readers(bar)
             if self._topology.rank == self._topology.ranks[0]:
@@ -208,15 +208,13 @@ class LoadRun:
         checkpoint = load.inputs.checkpoint if flow.reads else None
         if checkpoint is not None:
             # A proof reads all bytes once more.
-            again = self._options.proves or (flow.readers == "every" and self._reads_repeat())
+            again = self._options.verify or (flow.readers == "every" and self._reads_repeat())
             readers = len({*flow.turns} & {*self._topology.node})
             threads = None if load.device == CPU else read_threads(readers)
             checkpoint.configure_reads(self._options.direct_io and not again, threads)
         staging = self._resources.device.staging
         pipe = staging.pipe.native if staging is not None and staging.pipe is not None else None
-        source = (
-            CheckpointSource(self._plan, checkpoint, pipe, self._options.checksums) if checkpoint is not None else None
-        )
+        source = CheckpointSource(self._plan, checkpoint, pipe) if checkpoint is not None else None
         context = TransferContext(self._plan, flow, source, self._framing, self._control, report)
         if flow.readers == "every":
             # Not memory that the ranks of a node share: each would read buckets of its own into it.
@@ -267,7 +265,7 @@ class LoadRun:
     def _finish(self, readers: tuple[int, ...]) -> None:
         """``readers``: the ranks that have read."""
         self._load_staged_modules()
-        if self._options.proves:
+        if self._options.verify:
             self._prove(readers)
         self._control.doing = "initializes what the checkpoint lacks"
         scalings = self._plan.scalings
@@ -298,7 +296,7 @@ class LoadRun:
         }
         for each in targets.staged_modules:
             each.load_staging(staging)
-            if self._options.proves:
+            if self._options.verify:
                 each.read_back(staging)
         check_staged_filled(local_tensors(list(targets.staged_meta.values())), targets.staged_modules)
 

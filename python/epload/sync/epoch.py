@@ -37,8 +37,8 @@ from epload.transport.engine import Engine
 from epload.transport.framing import Framing
 from epload.transport.movers import Relay
 from epload.transport.transfers import run_transfer, through_memory
+from epload.verify.proof import check_verify
 
-VERIFY = ("off", "buckets", "full")
 _CLOSING_SECONDS = 2.0
 """The longest that a sender waits, after a failed version, until receivers have closed its memory."""
 
@@ -48,13 +48,11 @@ class SyncOptions:
     """Of a sender or a receiver."""
 
     timeout: timedelta
-    verify: str
-    """One of ``VERIFY``."""
+    verify: bool
 
     def __post_init__(self) -> None:
-        """Raises ValueError."""
-        if self.verify not in VERIFY:
-            raise ValueError(f"expected verify to be one of {', '.join(VERIFY)}, got {self.verify!r}")
+        """Raises TypeError."""
+        check_verify(self.verify)
 
 
 @dataclass(eq=False)
@@ -173,11 +171,11 @@ class Epoch:
         self.control.settle("planning copies between devices", failure)
         self._digests = digests
 
-    def _moved_shards(self, tensors: list[Tensor], verify: str) -> Shards | None:
+    def _moved_shards(self, tensors: list[Tensor], verify: bool) -> Shards | None:
         """The tensors that buckets are packed from or unpacked into; None if there are no buckets."""
         return self.shards(tensors, verify) if self.plan.node_sets else None
 
-    def _pulling(self, tensors: list[Tensor] | None, verify: str) -> AbstractContextManager[None]:
+    def _pulling(self, tensors: list[Tensor] | None, verify: bool) -> AbstractContextManager[None]:
         puller = self.puller
         if puller is None:
             return nullcontext()
@@ -186,7 +184,7 @@ class Epoch:
             buckets = dict(self._in_memory(self._landing_waves))
             self.pipe = DevicePipe.of(puller.device, self._node_size)
         pipe = self.pipe if puller.lands else None
-        return puller.copying(tensors or [], buckets, pipe, verify != "off", self.control)
+        return puller.copying(tensors or [], buckets, pipe, verify, self.control)
 
     def _close_after_failure(self, version: int) -> None:
         """Receivers say that they have closed the memory of senders; these wait for them, so that whoever catches the error may
@@ -221,7 +219,7 @@ class Epoch:
         version: int,
         shards: Shards | None,
         report: SyncReport,
-        verify: str,
+        verify: bool,
         show_progress: bool,
     ) -> None:
         if not self.plan.node_sets:  # receivers copy all of it out of the memory of senders
@@ -229,7 +227,7 @@ class Epoch:
         control, plan = self.control, self.plan
         roles = ExchangeRoles(plan, self.members, self.rank)
         framing = Framing(
-            plan.identity, plan.describe, self.rank, control, verify != "off", version=version, ends_in_order=False
+            plan.identity, plan.describe, self.rank, control, verify, version=version, ends_in_order=False
         )
         source = ShardSource(shards) if shards is not None and self.sends else None
         sink = ShardSink(None if self.sends else shards)
@@ -272,17 +270,17 @@ class Epoch:
         nodes = members.sender_nodes if self.sends else members.nodes
         return next(len(node) for node in nodes if self.rank in node)
 
-    def shards(self, tensors: list[Tensor], verify: str) -> Shards:
+    def shards(self, tensors: list[Tensor], verify: bool) -> Shards:
         """Returns the tensors of one version."""
         return self._shards_of(self.plan, tensors, verify)
 
-    def _shards_of(self, plan: ExchangePlan, tensors: list[Tensor], verify: str) -> Shards:
+    def _shards_of(self, plan: ExchangePlan, tensors: list[Tensor], verify: bool) -> Shards:
         direct = self.route is not None and (self.sends or self.memory is None)
-        shards = Shards(plan, tensors, verify == "full", f"rank {self.rank}", self._node_size, direct)
+        shards = Shards(plan, tensors, verify, f"rank {self.rank}", self._node_size, direct)
         self.pipe = shards.pipe or self.pipe
         return shards
 
-    def unpack(self, tensors: list[Tensor], verify: str) -> None:
+    def unpack(self, tensors: list[Tensor], verify: bool) -> None:
         """Copies a version out of the node's memory."""
         for plan, waves in ((self.plan, self.waves), (self.plan.landing, self._landing_waves)):
             if plan is None or not waves:

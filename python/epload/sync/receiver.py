@@ -82,7 +82,7 @@ class WeightReceiver:
         node: str = "",
         timeout: timedelta | float | None = None,
         stage: str = "host",
-        verify: str = "off",
+        verify: bool = False,
         progress: bool = False,
     ) -> None:
         """Collective over the engine's ranks; arguments equal on all of them, but for ``target``, ``engine`` and ``node``.
@@ -258,7 +258,7 @@ class WeightReceiver:
 
         Raises:
             ValueError: no version was received since the last commit.
-            LoadError: with ``verify="full"``, the target does not hold what has arrived.
+            LoadError: with ``verify=True``, the target does not hold what has arrived.
         """
         if self._stage == "none":
             return
@@ -270,7 +270,7 @@ class WeightReceiver:
         self._tear()
         if self._stage == "device":
             assert self._arrival is not None
-            self._arrival.copy_into(tensors, self._options.verify == "full")
+            self._arrival.copy_into(tensors, self._options.verify)
         else:
             self._epoch.unpack(tensors, self._options.verify)
         self._target.finish()

@@ -79,7 +79,7 @@ class WeightSender:
         timeout: timedelta | float | None = None,
         snapshot: str = "none",
         transport: str = "auto",
-        verify: str = "off",
+        verify: bool = False,
         progress: bool = False,
     ) -> None:
         """Collective over the topology's ranks; arguments equal on all of them.
@@ -99,9 +99,8 @@ class WeightSender:
                 returns as soon as the model may change again.
             transport: ``"auto"``: from device to device over their backend, such as NCCL, where all ranks of both jobs have their
                 tensors on one; else through host memory, over gloo. ``"host"``: always that.
-            verify: ``"buckets"``: every bucket carries a checksum, which each receiving node checks. ``"full"``: besides, digests
-                prove that buckets hold what the sender's shards do, and the receiver's tensors what the buckets do. Equal in both
-                jobs.
+            verify: proves that receivers hold what the sender's shards do: by digests that each bucket holds what it was packed
+                from, by its checksum that it has arrived so, and by digests that it was unpacked so. Equal in both jobs.
             progress: a bar on the first rank when standard error is a terminal.
 
         Raises:

@@ -62,7 +62,7 @@ class Framing:
         names: Callable[[Sequence[int]], str],
         rank: int,
         control: Control,
-        checked: bool,
+        checked: bool = False,
         version: int = 0,
         ends_in_order: bool = True,
     ) -> None:
@@ -71,7 +71,7 @@ class Framing:
             identity: index and fingerprint of a bucket's header, equal on all ranks that send or receive it.
             names: what is in some consecutive buckets, for messages.
             control: where failures are told.
-            checked: whether buckets carry a checksum. Equal on all ranks.
+            checked: True if buckets carry a checksum, for a plan whose receivers cannot read the source. Equal on all ranks.
             version: of the weights.
             ends_in_order: whether all ranks receive a bucket from whoever aborts the transfer. Otherwise a failure is raised, and
                 the ranks are interrupted.
@@ -103,7 +103,7 @@ class Framing:
             text = str(failure).encode(errors="backslashreplace")[:nbytes]
             source.write(_bytes(text), buffer[HEADER_BYTES : HEADER_BYTES + len(text)])
             status, nbytes = STATUS_ABORT, len(text)
-        checksum = ops.checksum(source.as_read(buffer)) if self.checked else 0
+        checksum = ops.checksum(buffer[HEADER_BYTES:].cpu()) if self.checked else 0
         source.write(_bytes(self._header(number, status, nbytes, checksum).pack()), buffer[:HEADER_BYTES])
         return failure
 

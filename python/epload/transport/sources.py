@@ -29,11 +29,6 @@ class BucketSource(Protocol):
         """
         ...
 
-    def as_read(self, buffer: Tensor) -> Tensor:
-        """The bytes behind the header of the bucket that was filled last, on CPU: as they were before they went to a device, if
-        they come from the host."""
-        ...
-
     def write(self, data: Tensor, buffer: Tensor) -> None:
         """Copies bytes of the host into a part of a bucket, which may be on a device. ``data`` may be changed afterwards."""
         ...
@@ -42,9 +37,6 @@ class BucketSource(Protocol):
 class HostSource:
     """Base of each :class:`BucketSource` that fills buckets in host memory, or on the current stream."""
 
-    def as_read(self, buffer: Tensor) -> Tensor:
-        return buffer[HEADER_BYTES:].cpu()
-
     def write(self, data: Tensor, buffer: Tensor) -> None:
         buffer.copy_(data)
 
@@ -52,16 +44,14 @@ class HostSource:
 class CheckpointSource:
     """Buckets of a checkpoint that this rank has opened."""
 
-    def __init__(self, plan: LoadPlan, checkpoint: Checkpoint, pipe: Pipe | None, checked: bool) -> None:
+    def __init__(self, plan: LoadPlan, checkpoint: Checkpoint, pipe: Pipe | None) -> None:
         """
         Args:
             pipe: of the device that the buckets are on, if they are on one.
-            checked: whether buckets carry a checksum, and so are filled in host memory first.
         """
         self._plan = plan
         self._checkpoint = checkpoint
         self._pipe = pipe
-        self._checked = checked
         self._host = torch.empty(0, dtype=torch.uint8, device="cpu")
         """A bucket, where none is filled on the device."""
 
@@ -71,15 +61,12 @@ class CheckpointSource:
             self._checkpoint.fill(buffer, pieces)
             return
         assert self._pipe is not None
-        if not self._checked and self._checkpoint.fill_on_device(buffer, pieces, self._pipe):
+        if self._checkpoint.fill_on_device(buffer, pieces, self._pipe):
             return
         if self._host.numel() == 0:
             self._host = torch.empty(self._plan.largest, dtype=torch.uint8, device="cpu")
         self._checkpoint.fill(self._host[: buffer.nbytes], pieces)
         self.write(self._host[HEADER_BYTES : buffer.nbytes], buffer[HEADER_BYTES:])
-
-    def as_read(self, buffer: Tensor) -> Tensor:
-        return (buffer if buffer.is_cpu else self._host[: buffer.nbytes])[HEADER_BYTES:]
 
     def write(self, data: Tensor, buffer: Tensor) -> None:
         if buffer.is_cpu:

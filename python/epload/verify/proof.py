@@ -17,37 +17,38 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
 from epload.core.copy_table import CopyTable
-from epload.core.pieces import Pieces
 from epload.errors import LoadError
 from epload.native import ops
-from epload.planning.buckets import Bucket
 from epload.planning.plan import LoadPlan
 from epload.transport.local import Local
 from epload.verify import digests
 from epload.verify.digests import BucketClaims, LocalRegions
 
-VERIFY = ("off", "buckets", "sample", "full")
-SAMPLED = 16
-"""With "sample", one in this many pieces of tensors is proven; which ones depends only on the plan."""
 _MAX_CACHED_ROWS = 1 << 20
 """The claims of at most this many regions are kept decoded for the next proof, at about 100 bytes each."""
 _MAX_SHOWN = 10
 
 
+def check_verify(verify: object) -> None:
+    """Raises TypeError unless the option is a bool."""
+    if not isinstance(verify, bool):
+        advice = "False not to" if verify == "off" else "True to"
+        raise TypeError(
+            f"expected verify to be a bool, got {verify!r}; pass verify={advice} prove what the tensors hold"
+        )
+
+
 class Proof:
     """Proves the loads of one plan. Equal on all ranks except for the shards; what depends only on the plan is computed once."""
 
-    def __init__(self, plan: LoadPlan, verifiers: Sequence[int], sampled: bool) -> None:
+    def __init__(self, plan: LoadPlan, verifiers: Sequence[int]) -> None:
         """
         Args:
             plan: of the loads.
             verifiers: ranks that can read the checkpoint; they take buckets in turn.
-            sampled: prove one in :data:`SAMPLED` pieces only.
         """
         self._plan = plan
         self._verifiers = tuple(verifiers)
-        self._interval = SAMPLED if sampled else 1
-        self._phase = int.from_bytes(plan.fingerprint[:4], "little") % self._interval
         self._sent_tables: dict[int, bytes] = {}
         self._received: tuple[dict[int, bytes], list[BucketClaims]] = {}, []
         """The tables of the last proof, encoded and decoded."""
@@ -69,7 +70,7 @@ class Proof:
     def _local_regions(self) -> list[LocalRegions]:
         found = []
         for index, bucket in enumerate(self._plan.buckets):
-            copies = bucket.copies.select(self._selected(bucket, bucket.copies.offset))
+            copies = bucket.copies.clone()
             if len(copies):
                 targets = [bucket.targets[t] for t in copies.renumber_targets()]
                 found.append(LocalRegions(index, targets, copies.rows))
@@ -135,8 +136,7 @@ class Proof:
         if from_files is not None:
             return from_files
         bucket = self._plan.buckets[claims.bucket]
-        columns = self._plan.pieces(bucket).columns
-        checkpoint.fill(scratch, Pieces(columns[self._selected(bucket, columns[:, 2])]))
+        checkpoint.fill(scratch, self._plan.pieces(bucket))
         return ops.digest_bucket(scratch, claims.table)
 
     def _nbytes(self, claims: BucketClaims) -> int:
@@ -153,14 +153,6 @@ class Proof:
 
     def _verifier(self, bucket: int) -> int:
         return self._verifiers[bucket % len(self._verifiers)]
-
-    def _selected(self, bucket: Bucket, offsets: Tensor) -> Tensor:
-        """Indices of those offsets in a bucket that are in pieces to be proven."""
-        if self._interval == 1:
-            return torch.arange(len(offsets))
-        begins = self._plan.pieces(bucket).columns[:, 2].contiguous()
-        slot = torch.searchsorted(begins, offsets.contiguous(), right=True) - 1 + bucket.slots.start
-        return ((slot + self._phase) % self._interval == 0).nonzero().view(-1)
 
 
 def _ranks(ranks: set[int]) -> str:

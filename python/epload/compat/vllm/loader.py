@@ -21,14 +21,14 @@ LOAD_FORMAT = "epload"
 class EploadModelLoader(BaseModelLoader):  # type: ignore[misc]
     """Each worker reads from the checkpoint what its part of the model keeps, and nothing else.
 
-    ``--model-loader-extra-config '{"verify": "full"}'`` proves the result against the checkpoint. With ``"strict": false``,
+    ``--model-loader-extra-config '{"verify": true}'`` proves the result against the checkpoint. With ``"strict": false``,
     parameters that the checkpoint lacks are no error; they are none by default for a quantized model.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
         options: dict[str, Any] = dict(load_config.model_loader_extra_config or {})
-        self._verify = options.pop("verify", "off")
+        self._verify = options.pop("verify", False)
         self._strict = options.pop("strict", None)
         if options:
             raise ValueError(

@@ -53,7 +53,7 @@ class EploadInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
     address: str
     timeout: float = _TIMEOUT
-    verify: str = "off"
+    verify: bool = False
     stage: str = "host"
     strict: bool = True
 
@@ -116,7 +116,7 @@ class EploadTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     receivers: int
     """Workers of all engines."""
     timeout: float = _TIMEOUT
-    verify: str = "off"
+    verify: bool = False
     stage: str = "host"
     strict: bool = True
 
