@@ -36,5 +36,5 @@ def test_on_64_nodes(
     readers: str, algorithm: str, bucket_bytes: int | None, device: torch.device, only_src: bool, megabytes: int
 ) -> None:
     topology: Any = SimpleNamespace(nodes=tuple((2 * i, 2 * i + 1) for i in range(64)), ranks=tuple(range(128)), rank=0)
-    router = Router(topology, Options(readers, algorithm, 0, bucket_bytes, "off"))
+    router = Router(topology, Options(readers, algorithm, 0, bucket_bytes, False))
     assert router.wave_bytes(device, only_src) == megabytes << 20

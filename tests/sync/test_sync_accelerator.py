@@ -80,16 +80,16 @@ def receive(
 @pytest.mark.parametrize(
     ("trainer", "engines", "verify", "options", "transport"),
     [
-        (FSDP, [(*TP, "host")], "full", {}, CCL),
-        (FSDP, [(*TP, "none")], "full", {}, CCL),
-        (("fsdp", 3, [[0, 1], [2]], DEVICE), [("tp0", 4, [[0, 1], [2, 3]], DEVICE, "none")], "buckets", {}, CCL),
-        (("tp1", 2, [[0], [1]], DEVICE), [("fsdp", 3, [[0, 1], [2]], DEVICE, "host")], "off", {}, CCL),
-        (FSDP, [(*TP, "host"), ("plain", 1, None, DEVICE, "none")], "buckets", {}, CCL),
-        (FSDP, [(*TP, "none")], "full", {"transport": "host"}, "host"),
-        (FSDP, [(*TP, "host")], "full", {"snapshot": "host"}, "host"),
-        (("plain", 1, None, DEVICE), [("tp0", 2, None, "cpu", "none")], "buckets", {}, "host"),
-        (("tp0", 2, None, "cpu"), [("plain", 1, None, DEVICE, "none")], "full", {}, "host"),
-        (FSDP, [("plain", 1, None, DEVICE, "none"), ("plain", 1, None, "cpu", "host")], "off", {}, "host"),
+        (FSDP, [(*TP, "host")], True, {}, CCL),
+        (FSDP, [(*TP, "none")], True, {}, CCL),
+        (("fsdp", 3, [[0, 1], [2]], DEVICE), [("tp0", 4, [[0, 1], [2, 3]], DEVICE, "none")], True, {}, CCL),
+        (("tp1", 2, [[0], [1]], DEVICE), [("fsdp", 3, [[0, 1], [2]], DEVICE, "host")], False, {}, CCL),
+        (FSDP, [(*TP, "host"), ("plain", 1, None, DEVICE, "none")], True, {}, CCL),
+        (FSDP, [(*TP, "none")], True, {"transport": "host"}, "host"),
+        (FSDP, [(*TP, "host")], True, {"snapshot": "host"}, "host"),
+        (("plain", 1, None, DEVICE), [("tp0", 2, None, "cpu", "none")], True, {}, "host"),
+        (("tp0", 2, None, "cpu"), [("plain", 1, None, DEVICE, "none")], True, {}, "host"),
+        (FSDP, [("plain", 1, None, DEVICE, "none"), ("plain", 1, None, "cpu", "host")], False, {}, "host"),
     ],
     ids=[
         "host", "none", "nodes in place", "nodes", "engines that differ", "host transport", "snapshot", "trainer", "engine",
@@ -206,7 +206,7 @@ def receive_flipped(rank: int, meeting: Meeting) -> str:
 def test_a_bit_that_changes_on_its_way_into_host_memory_is_found() -> None:
     setup = partial(fakedev.setup, "nccl", shares=False)
     sent, received = run(
-        [Job(1, send_one, (30, "buckets"), setup=setup), Job(1, receive_flipped, setup=setup)],
+        [Job(1, send_one, (30, True), setup=setup), Job(1, receive_flipped, setup=setup)],
     )
     assert "its checksum is not" in received[0]
     assert sent[0][0] == received[0]

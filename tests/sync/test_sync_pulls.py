@@ -97,12 +97,12 @@ def receive(
 @pytest.mark.parametrize(
     ("trainer", "engines", "dtype", "verify"),
     [
-        (("fsdp", 2), [("tp0", 2)], torch.float32, "off"),
-        (("fsdp", 3), [("tp1", 2)], torch.bfloat16, "full"),
-        (("tp1", 2), [("plain", 1), ("fsdp", 2)], torch.float32, "full"),
-        (("plain", 1), [("tp0", 3)], torch.bfloat16, "buckets"),
-        (("plain", 2), [("plain", 1)], torch.float32, "full"),
-        (("tp0", 2), [("tp1", 2)], torch.float32, "off"),
+        (("fsdp", 2), [("tp0", 2)], torch.float32, False),
+        (("fsdp", 3), [("tp1", 2)], torch.bfloat16, True),
+        (("tp1", 2), [("plain", 1), ("fsdp", 2)], torch.float32, True),
+        (("plain", 1), [("tp0", 3)], torch.bfloat16, True),
+        (("plain", 2), [("plain", 1)], torch.float32, True),
+        (("tp0", 2), [("tp1", 2)], torch.float32, False),
     ],
     ids=["fsdp to tp", "narrower", "two engines", "one to three", "replicas", "rows to columns"],
 )

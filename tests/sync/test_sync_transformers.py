@@ -156,7 +156,7 @@ def test_engines_get_the_models_that_the_library_makes(kind: str, tmp_path: Path
 def test_engines_on_the_devices_of_the_trainer(kind: str) -> None:
     """They copy what they need out of its memory."""
     setup = partial(fakedev.setup, "nccl")
-    jobs = [Job(2, train, (kind, partial(on_device, FSDP), 3, "full"), setup=setup)]
+    jobs = [Job(2, train, (kind, partial(on_device, FSDP), 3, True), setup=setup)]
     for world, engine in ((2, TORCH_TP), (1, as_it_is)):
         jobs.append(Job(world, serve, (kind, partial(on_device, engine), True), setup=setup))
     all_fine([wrong for job in run(jobs) for wrong in job])
