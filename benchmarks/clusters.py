@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from epload.planning.costs import StoreRates
-from epload.planning.simulator import Cluster
+from simulator import Cluster
 
 GBIT = 1e9 / 8
 
