@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from epload.planning.costs import StoreRates
+from costs import StoreRates
 from simulator import Cluster
 
 GBIT = 1e9 / 8

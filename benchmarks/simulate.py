@@ -23,7 +23,7 @@ import simulate_sync
 from cases import PIECE
 from clusters import MODELS, NODES, SOURCES, STORAGES, Model, Node, cluster
 from control_bed import FIRST_ROUNDS
-from epload.planning.costs import StoreRates
+from costs import StoreRates
 from epload.planning.traffic import traffic
 from simulator import Cluster, flat_traffic, predict
 from summary import Row, median

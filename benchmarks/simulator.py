@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from epload.planning import costs
-from epload.planning.costs import INFINITE, Rates, StoreRates
+import costs
+from costs import INFINITE, Rates, StoreRates
 from epload.planning.schedule import Flow, buckets_per_wave, default_wave_bytes, wave_limit
 from epload.planning.streams import ExchangePlan, Members
 from epload.planning.traffic import Traffic

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import costs
 import launch
 import simulate_sync
-from epload.planning import costs
-from epload.planning.costs import StoreRates, agreement
+from costs import StoreRates, agreement
 from epload.planning.exchange import plan_exchange
 from epload.planning.schedule import Flow
 from epload.planning.shares import whole_share

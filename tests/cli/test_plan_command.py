@@ -49,10 +49,13 @@ def test_one_rank_is_what_loads_report(plain: Path) -> None:
         with epload.HierarchicalLoader(readers=mode["readers"]) as loader:
             report = loader.load(make_plain(), plain)
         assert (found["nbytes"], found["tensors"], mode["buckets"]) == (report.nbytes, report.tensors, report.buckets)
-        assert mode["staging"] in (0, report.peak_staging)
+        assert mode["staging"] == report.peak_staging
         assert mode["read"] == report.nbytes
     assert found["owned"] == {"0": found["nbytes"]}
     assert [mode["readers"] for mode in found["modes"] if mode["staging"] == 0] == ["every"]
+    with epload.HierarchicalLoader() as loader:
+        report = loader.load(make_plain(), plain)
+    assert (found["choice"], found["reason"]) == (report.readers, report.reason)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=3", "replicate=2,fsdp=2", "fsdp=8"])
@@ -94,6 +97,25 @@ def test_links_carry_the_bytes_of_other_nodes(plain: Path) -> None:
     assert modes["per_node"]["read"] == 2 * found["nbytes"]
     for readers in ("per_node", "every"):
         assert modes[readers]["received"] == modes[readers]["sent"] == [0, 0]
+
+
+def make_long() -> nn.Module:
+    return nn.Linear(20_000_000, 1)
+
+
+def test_auto_does_not_have_each_node_read_everything(tmp_path: Path) -> None:
+    """Of a file without data, as only its header is read."""
+    described = {
+        "weight": {"dtype": "F32", "shape": [1, 20_000_000], "data_offsets": [0, 80_000_000]},
+        "bias": {"dtype": "F32", "shape": [1], "data_offsets": [80_000_000, 80_000_004]},
+    }
+    header = json.dumps(described).encode()
+    with open(tmp_path / "m.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 80_000_004)
+    arguments = [tmp_path / "m.safetensors", "--model", f"{__name__}:make_long", "--ranks", "1"]
+    choices = {n: plan(*arguments, "--mesh", f"replicate={n},fsdp=1", "--nodes", str(n))["choice"] for n in (4, 5)}
+    assert choices == {4: "every", 5: "partitioned"}
 
 
 def test_what_would_fail(plain: Path, tmp_path: Path) -> None:

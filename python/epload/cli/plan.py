@@ -18,6 +18,7 @@ from epload.loading.hints import check_match
 from epload.mapping.mapping import Mapping, ignored_keys
 from epload.mapping.resolve import resolve_mapping, with_quantization_of
 from epload.model.targets import Targets, collect
+from epload.planning.choose import choose_readers
 from epload.planning.plan import LoadPlan, make_plan
 from epload.planning.schedule import READERS, buckets_per_wave, default_wave_bytes, wave_limit
 from epload.planning.traffic import traffic
@@ -79,6 +80,9 @@ class JobPlan:
     owned: dict[int, int]
     """Bytes of the local shards, by rank, of the ranks that were planned."""
     modes: list[Mode]
+    choice: str
+    """What ``readers="auto"`` chooses if every rank sees the checkpoint."""
+    reason: str
 
 
 @click.command()
@@ -94,10 +98,10 @@ class JobPlan:
 def plan(checkpoint: str, model: str | None, mesh: str, nodes: int, ranks: int, variant: str, as_json: bool) -> int:
     """Show what a load would do: no ranks or accelerators needed.
 
-    Key fit, bytes per rank, and for each choice of readers buckets, staging memory, and bytes read and over links. CHECKPOINT is
-    as for inspect; only headers are read. The model is built on the meta device and parallelized by FSDP2 over each layer (axes
-    replicate and fsdp) and by the tensor-parallel plan that a transformers model declares (tp). A function that takes an
-    argument gets the mesh, and returns the model already parallelized. Exits with 1 if the load would fail.
+    Key fit, bytes per rank, for each choice of readers buckets, staging memory, and bytes read and over links; and what "auto"
+    chooses. CHECKPOINT is as for inspect; only headers are read. The model is built on the meta device and parallelized by FSDP2
+    over each layer (axes replicate and fsdp) and by the tensor-parallel plan that a transformers model declares (tp). A function
+    that takes an argument gets the mesh, and returns the model already parallelized. Exits with 1 if the load would fail.
     """
     sizes = parse_mesh(mesh)
     world = prod(sizes.values())
@@ -136,13 +140,18 @@ def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Nodes, r
         others = {rank: as_seen_by(targets, sizes, rank) for rank in ranks[1:]}
     make = partial(_plan, manifest, mapping, nodes)
     first = make(targets, "every")[0]
-    owned = {0: first.owned} | {rank: make(each, "every")[0].owned for rank, each in others.items()}
-    every_rank = [owned[max(rank for rank in ranks if rank <= each)] for node in nodes for each in node]
+    plans = {0: first} | {rank: make(each, "every")[0] for rank, each in others.items()}
+    objects = manifest.in_object_storage
+    kept = {rank: each.spanned if objects else each.owned for rank, each in plans.items()}
+    by_node = [[kept[max(rank for rank in ranks if rank <= each)] for each in node] for node in nodes]
     payload = first.slots.payload
-    read = {"one": payload, "per_node": len(nodes) * payload, "partitioned": payload, "every": sum(every_rank)}
+    read = {"one": payload, "per_node": len(nodes) * payload, "partitioned": payload, "every": sum(map(sum, by_node))}
     modes = [_mode(readers, *make(targets, readers), nodes, read[readers]) for readers in READERS]
+    all_read = manifest.locations is not None or sum(map(len, nodes)) == 1
+    choice = choose_readers(payload, by_node, all_read=all_read, objects=objects, src=0)
     fit = _fit(manifest, first, mapping, sorted(targets.unsaved_meta))
-    return JobPlan(fit, payload, first.slots.tensor_count, owned, modes)
+    owned = {rank: each.owned for rank, each in plans.items()}
+    return JobPlan(fit, payload, first.slots.tensor_count, owned, modes, *choice)
 
 
 def _plan(manifest: Manifest, mapping: Mapping, nodes: Nodes, targets: Targets, readers: str) -> tuple[LoadPlan, int]:
@@ -195,15 +204,16 @@ def _print(found: JobPlan, job: str, some: bool) -> None:
     show()
     lines = [
         [
-            mode.readers, f"{mode.buckets:,}",
+            mode.readers + " *" * (mode.readers == found.choice), f"{mode.buckets:,}",
             *map(size, (mode.bucket_bytes, mode.staging, mode.read, max(mode.received), max(mode.sent))),
         ]
         for mode in found.modes
     ]  # fmt: skip
     columns = ("readers", "buckets", "largest", "staging", "read", "link in", "link out")
     show(table(columns, lines, right=range(1, 7)))
+    show()
+    show(found.reason)
     if found.fit.error:
-        show()
         show(f"This load would fail: {found.fit.error}")
 
 
