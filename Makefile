@@ -177,7 +177,7 @@ bench: $(BENCH_VENV)/built ## benchmark every loader over loopback; writes table
 bench-quick: $(BENCH_VENV)/built ## the same with a twelfth of the tensors; writes to benchmarks/results/; under 10 minutes
 	$(BENCH)/python benchmarks/bench_load.py --quick
 
-bench-net: $(BENCH_VENV)/built ## benchmark over shaped links (root), then simulate; writes tables and plots to docs/
+bench-net: $(BENCH_VENV)/built ## benchmark over shaped links (root), then simulate; writes tables and plots to docs/ and benchmarks/
 	$(BENCH)/python benchmarks/bench_net.py --docs
 	$(BENCH)/python benchmarks/simulate.py --docs
 
@@ -201,7 +201,7 @@ bench-sync: $(BENCH_VENV)/built ## benchmark live sync over loopback and shaped 
 bench-save: $(BENCH_VENV)/built ## benchmark saves of an FSDP2 model; a table into docs/
 	$(BENCH)/python benchmarks/bench_save.py --docs
 
-simulate: $(BENCH_VENV)/built ## run the simulator alone on the measurements in docs/; takes seconds
+simulate: $(BENCH_VENV)/built ## run the simulator alone on the measurements in docs/; writes benchmarks/simulation.md; takes seconds
 	$(BENCH)/python benchmarks/simulate.py --docs
 
 gpu-check: ## on a machine with an NVIDIA GPU: build, test, sanitize, trace and benchmark with PYTHON's own torch

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS, Bed, Cluster, Rank, Sample, preload
+from costs import StoreRates, agreement
 from epload.control import tree as trees
 from epload.control.rounds import decide_on_reports, encode_report
-from epload.planning.costs import StoreRates, agreement
 from store_replay import replay
 from summary import facts
 from tables import Table, provenance, seconds, write

@@ -1,7 +1,7 @@
 """Loads from a store that takes 1 ms for each request, where the ranks keep strided parts of 12 KB: requests and seconds.
 
     python benchmarks/bench_slow_store.py              # 8 ranks as 2 nodes x 4, 604 MB in one file
-    python benchmarks/bench_slow_store.py --layers 4   # little of each rank, so that auto does not try other readers
+    python benchmarks/bench_slow_store.py --layers 4   # little of each rank
 
 A preloaded library (slow_store.c) delays each call that reads the checkpoint; the bytes come out of the page cache. Each mode has
 a loader of its own. Requests are those of all ranks from opening the file to the end of the load. The shards are compared with

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from epload.planning.costs import StoreRates
-from epload.planning.simulator import Cluster
+from costs import StoreRates
+from simulator import Cluster
 
 GBIT = 1e9 / 8
 

@@ -28,8 +28,7 @@ from epload.control.control import Control
 from epload.errors import LoadError, RemoteFailure
 
 RELOAD_ROUNDS, FIRST_ROUNDS = 2, 4
-"""Agreement rounds of a load of a known checkpoint into a known model, and of a first load. Where ranks try other readers on the
-first waves, each trial ends in a round more."""
+"""Agreement rounds of a load of a known checkpoint into a known model, and of a first load."""
 PATIENCE = timedelta(minutes=5)
 COMMANDS = {"get": 2, "multi_get": 2}
 """Commands of one call, where they are not one."""

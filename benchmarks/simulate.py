@@ -1,7 +1,7 @@
 """Compares epload's simulator with the results of bench_net.py, then simulates 8 to 16,384 accelerators. Takes seconds.
 
     python benchmarks/simulate.py --net docs/net.json --load docs/load.json
-    python benchmarks/simulate.py --docs             # write tables and plots to docs/
+    python benchmarks/simulate.py --docs             # write tables and plots to simulation.md
 
 Syncs are in simulate_sync.py.
 
@@ -23,8 +23,9 @@ import simulate_sync
 from cases import PIECE
 from clusters import MODELS, NODES, SOURCES, STORAGES, Model, Node, cluster
 from control_bed import FIRST_ROUNDS
-from epload.planning.costs import StoreRates
-from epload.planning.simulator import Cluster, predict, traffic
+from costs import StoreRates
+from epload.planning.traffic import traffic
+from simulator import Cluster, flat_traffic, predict
 from summary import Row, median
 from tables import Table, seconds, write
 
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for JSON results and plots"
     )
-    parser.add_argument("--docs", action="store_true", help="write tables and plots to docs/")
+    parser.add_argument("--docs", action="store_true", help="write tables and plots to simulation.md")
     options = parser.parse_args()
     for path in (options.net, options.load, options.control, options.sync):
         if not path.exists():
@@ -76,13 +77,13 @@ def main() -> None:
     ]
     for table in synced:
         table.show()
-    folder = ROOT / "docs" if options.docs else options.out
+    folder = ROOT / "benchmarks" if options.docs else options.out
     for node in NODES:
         plots.scale(results, node.name, folder / f"simulated-{node.name.lower()}.png")
     plots.check(checked, folder / "simulated-check.png")
     (options.out / "simulated.json").write_text(json.dumps({"check": checked, "scale": results}, indent=1))
     if options.docs:
-        page = ROOT / "docs" / "simulation.md"
+        page = folder / "simulation.md"
         write(page, "check", [table.markdown() for table in shown[:2]])
         write(page, "sync", [table.markdown() for table in synced])
         write(page, "steps", [shown[2].markdown()])
@@ -148,7 +149,8 @@ def _compare(run: Row, row: Row, bed: Cluster) -> Row:
     readers, _, algorithm = mode.partition("/")
     nodes = [range(first, first + bed.ranks) for first in range(0, bed.world, bed.ranks)]
     buckets, per_wave = run["buckets"]["partitioned" if readers == "partitioned" else "one"]
-    moved = traffic(buckets, per_wave, nodes, readers, algorithm)
+    flat = algorithm == "flat"
+    moved = flat_traffic(sum(buckets), nodes) if flat else traffic(buckets, per_wave, nodes, readers, algorithm)
     seconds = predict(mode, run["nbytes"], run["tensors"], bed)
     return {
         "shape": run["shape"], "nodes": run["nodes"], "mode": row["title"], "measured": row["median"],

@@ -8,9 +8,9 @@ docs/sync.json, the numbers in clusters.py, and the coefficients of agreement fr
 from __future__ import annotations
 
 from clusters import NODES, cluster
-from epload.planning.costs import StoreRates
+from costs import StoreRates
 from epload.planning.schedule import SYNC_WAVE_BYTES, wave_limit
-from epload.planning.simulator import Cluster, SyncLoad, predict_sync
+from simulator import Cluster, SyncLoad, predict_sync
 from summary import Row
 from tables import Table, seconds, times
 

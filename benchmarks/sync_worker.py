@@ -30,11 +30,11 @@ from epload.planning.exchange import plan_exchange
 from epload.planning.plan import make_plan
 from epload.planning.schedule import SYNC_WAVE_BYTES
 from epload.planning.shares import Outline, share_of_targets
-from epload.planning.simulator import waves
 from epload.planning.streams import Members
 from epload.saving.catalog import catalog
 from epload.sync.targets import ModelTarget
 from measure import link_bytes
+from simulator import waves
 from sync_peers import SyncJob, box_of, cut, local
 from worker import Worker, main
 from workload import Size, meta_model, sharded_model

@@ -28,7 +28,7 @@ from epload.mapping.mapping import Mapping
 from epload.model.modules import Modules
 from epload.model.targets import collect
 from epload.planning.plan import make_plan
-from epload.planning.simulator import waves
+from simulator import waves
 
 FILE = "model.safetensors"
 

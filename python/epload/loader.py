@@ -124,7 +124,9 @@ class HierarchicalLoader:
             src: global rank that reads (``readers="one"``) and on whose rail the leaders are.
             readers: ``"one"`` rank ``src`` reads; ``"per_node"`` each node's leader reads, and nothing crosses nodes;
                 ``"partitioned"`` readers take turns, and each byte is read once; ``"every"`` each rank reads what it keeps.
-                ``"auto"`` chooses by what the first waves of the load show.
+                ``"auto"`` is ``"every"`` if every rank can read the checkpoint, unless they would read its bytes too often:
+                from object storage more than 1.25 times, from files more than 4 times; then it is ``"partitioned"``. If not
+                every rank can read it, it is ``"one"``.
             algorithm: ``"two_level"``, ``"striped"`` or ``"flat"`` (one group, for comparison). ``"auto"`` is ``"two_level"``.
                 For a model on a device it is ``"striped"`` if every rank has a network card of its own, and buckets that do not
                 cross nodes go through memory that a node's ranks share, out of which each copies what it keeps.

@@ -21,7 +21,6 @@ from epload import Checkpoint, CheckpointError, HierarchicalLoader, Topology
 from epload.checkpoint.local_store import LocalFile
 from epload.cli.main import main
 from epload.compat.dcp import StorageReader
-from epload.forecast.cluster_file import ClusterFile
 from epload.observe.trace import Trace
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
@@ -155,7 +154,6 @@ def _other_files(folder: Path) -> None:
     save_file(STATE, folder / "model.safetensors")
     refusals: list[tuple[Any, type[Exception]]] = [
         (lambda: Trace.load(fifo), OSError),
-        (lambda: ClusterFile.read(fifo), OSError),
         (lambda: epload.convert(folder / "model.safetensors", folder / "out", files=[fifo]), OSError),
         (lambda: epload.save(nn.Linear(3, 4), folder / "saved", names_from=fifo), CheckpointError),
         (lambda: epload.save(nn.Linear(3, 4), folder / "saved", files=[fifo]), ValueError),
@@ -165,7 +163,7 @@ def _other_files(folder: Path) -> None:
             call()
     for command in (
         ["inspect", str(fifo)], ["verify", str(fifo)], ["diff", str(fifo), str(fifo)], ["trace", str(fifo)],
-        ["convert", str(fifo), str(folder / "out")], ["simulate", str(fifo)],
+        ["convert", str(fifo), str(folder / "out")],
     ):  # fmt: skip
         result = CliRunner().invoke(main, command)
         assert result.exit_code in (1, 2), result.output

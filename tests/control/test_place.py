@@ -12,11 +12,11 @@ from torch.distributed import TCPStore
 
 from bench_control import check, idle, loads, start, sum_operations
 from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS, Bed, Cluster
+from costs import StoreRates, agreement
 from epload.control.heartbeat import Heartbeats
 from epload.control.place import FreeStore
 from epload.control.tree import Tree
 from epload.control.waiter import Alarm, Waiter
-from epload.planning.costs import StoreRates, agreement
 from store_replay import replay
 
 SECONDS = 20.0

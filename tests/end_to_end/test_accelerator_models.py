@@ -1,10 +1,12 @@
 """What models need besides plain shards, for models on a device: fp8 with scales, buffers that some rank lacks, readers chosen by
-trial. On a fake asynchronous accelerator."""
+the loader. On a fake asynchronous accelerator."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from epload import HierarchicalLoader, Topology
-from epload.planning import choose, costs
+from epload.planning import choose
 from support import fakedev, ranks
 from support import fp8 as fp8
 from support.accelerator import DEVICE, NODES, SEMANTICS, meta_net, wrong
@@ -78,23 +80,21 @@ def test_a_buffer_comes_from_the_rank_that_has_it(semantics: str) -> None:
 
 
 def _chosen(rank: int, folder: Path) -> list[str]:
-    """Also when the trials are worth it, and end in the middle of the load."""
     problems = []
     for nodes in ([[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 1, 2, 3]]):
         loader = HierarchicalLoader(Topology.from_nodes(nodes), bucket_bytes=BUCKET)
-        for number, worth in enumerate((False, True)):
-            if worth:
-                choose.SMALL_BYTES, costs.MIN_SECONDS_FOR_TRIAL = 0, 0.0
+        for number, way in enumerate(("every", "partitioned")):
             model = meta_net()
-            report = loader.load(model, folder / f"{number}.safetensors")
-            problems += [f"{nodes}, worth {worth}: {text}" for text in wrong(model, state_for(number))]
-            if not report.reason or report.readers == "auto" or report.buckets < 10:
+            strict = mock.patch.multiple(choose, SMALL_BYTES=-1, MAX_FILE_READS=0.5)
+            with strict if way == "partitioned" else nullcontext():
+                report = loader.load(model, folder / f"{number}.safetensors")
+            problems += [f"{nodes}, {way}: {text}" for text in wrong(model, state_for(number))]
+            if report.readers != way or not report.reason.startswith(f"auto -> {way}: ") or report.buckets < 10:
                 problems.append(f"{nodes}: {report} chose {report.reason!r}")
-        choose.SMALL_BYTES, costs.MIN_SECONDS_FOR_TRIAL = 64 << 20, 1.0
     return problems
 
 
-def test_readers_chosen_by_trial(tmp_path: Path) -> None:
+def test_readers_chosen_by_the_loader(tmp_path: Path) -> None:
     for number in (0, 1):
         save_file(state_for(number), tmp_path / f"{number}.safetensors")
     all_fine(ranks.run(4, _chosen, tmp_path, setup=fakedev.setup))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from epload import HierarchicalLoader, Topology
@@ -72,6 +74,18 @@ def test_groups_are_made_where_bytes_use_them(nodes: Nodes, options: dict[str, A
 
 def test_ranks_that_share_no_memory_make_a_group_after_all() -> None:
     all_fine(ranks.run(3, loads, [[0, 1, 2]], {"readers": "one"}, True, False))
+
+
+def of_a_file(rank: int, path: Path) -> list[str]:
+    topology = Topology.from_nodes([[0, 1], [2]])
+    model = meta_net()
+    report = HierarchicalLoader(topology, timeout=60.0).load(model, path)
+    return wrong(model, state_for(1)) + topology.groups.names + ([] if report.readers == "every" else [report.reason])
+
+
+def test_auto_that_has_every_rank_read_makes_none(tmp_path: Path) -> None:
+    save_file(state_for(1), tmp_path / "model.safetensors")
+    all_fine(ranks.run(3, of_a_file, tmp_path / "model.safetensors"))
 
 
 def on_a_device(rank: int, options: dict[str, Any]) -> list[str]:

@@ -18,8 +18,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
     ("readers", "algorithm", "bucket_bytes", "device", "only_src", "megabytes"),
     [
         ("partitioned", "auto", None, CPU, False, 256),
-        ("auto", "auto", None, CPU, False, 256),
-        ("auto", "auto", None, CPU, True, 48),  # "one", of which a wave is one bucket
+        ("auto", "auto", None, CPU, False, 256),  # "partitioned", unless it is "every"
+        ("auto", "auto", None, CPU, True, 48),  # "one"
         ("partitioned", "auto", None, CPU, True, 256),
         ("one", "auto", None, CPU, False, 48),
         ("every", "auto", None, CPU, False, 64),
@@ -27,7 +27,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
         ("partitioned", "striped", None, CPU, False, 256),
         ("partitioned", "auto", None, CUDA, False, 256),
         ("one", "auto", None, CUDA, False, 256),
-        ("auto", "auto", None, CUDA, False, 64),  # most of them are "every"
+        ("auto", "auto", None, CUDA, False, 256),
         ("auto", "auto", None, CUDA, True, 256),
         ("auto", "auto", 5 << 20, CPU, False, 5),
     ],
@@ -37,4 +37,4 @@ def test_on_64_nodes(
 ) -> None:
     topology: Any = SimpleNamespace(nodes=tuple((2 * i, 2 * i + 1) for i in range(64)), ranks=tuple(range(128)), rank=0)
     router = Router(topology, Options(readers, algorithm, 0, bucket_bytes, False))
-    assert router.wave_bytes(device, only_src) == megabytes << 20
+    assert router.wave_bytes(device, router.planned_readers(only_src)) == megabytes << 20

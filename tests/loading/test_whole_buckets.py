@@ -40,7 +40,7 @@ def whole_buckets(rank: int, path: Path) -> list[str]:
     torch.distributed.barrier()
     loader = HierarchicalLoader(Topology.from_nodes([[0, 1, 2]]), bucket_bytes=BUCKET, timeout=60.0)
     model = meta_net()
-    with mock.patch("epload.loading.run.choose_readers", return_value=("every", "for this test")):
+    with mock.patch("epload.loading.agreement.choose_readers", return_value=("every", "for this test")):
         report = loader.load(model, WholeBuckets(path, 0.02 * rank))
     return wrong(model, state_for(1)) + ([] if report.readers == "every" else [report.readers])
 

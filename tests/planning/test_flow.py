@@ -303,10 +303,10 @@ def test_a_chunk_is_a_small_part_of_what_a_node_reads_of_a_wave(nodes: int, buck
         assert chunk == replace(flow, readers="one").chunk_bytes(1 << 40)
 
 
-@pytest.mark.parametrize("readers", ["one", "per_node", "partitioned", "every", "auto"])
+@pytest.mark.parametrize("readers", ["one", "per_node", "partitioned", "every"])
 def test_waves_grow_with_the_nodes_that_read(readers: str) -> None:
     """By default, on the host, up to 512 MiB; each of up to 128 nodes then has a bucket of its own. With one, 48 MiB."""
-    several = readers in ("partitioned", "auto")
+    several = readers == "partitioned"
     for nodes, megabytes, buckets in (
         (1, 64, 1), (2, 64, 2), (16, 64, 16), (17, 68, 17), (128, 512, 128), (129, 512, 16), (2048, 512, 16)
     ):  # fmt: skip
@@ -331,11 +331,10 @@ def test_wave_limit(total: int, most: int) -> None:
 def test_buckets_per_wave(nodes: Nodes, wave: int) -> None:
     for readers in ("one", "per_node", "every"):
         assert buckets_per_wave(nodes, readers, wave) == 1
-    for readers in ("partitioned", "auto"):
-        count = buckets_per_wave(nodes, readers, wave)
-        assert 1 <= count <= sum(map(len, nodes))
-        assert count == 1 or wave // count >= MIN_PART_BYTES
-        assert count <= len(nodes) or count % len(nodes) == 0
+    count = buckets_per_wave(nodes, "partitioned", wave)
+    assert 1 <= count <= sum(map(len, nodes))
+    assert count == 1 or wave // count >= MIN_PART_BYTES
+    assert count <= len(nodes) or count % len(nodes) == 0
 
 
 @pytest.mark.parametrize(("wave", "count"), [(4, 1), (8, 2), (12, 2), (16, 4), (64, 4)])

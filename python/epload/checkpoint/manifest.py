@@ -129,6 +129,11 @@ class Manifest:
         return hashlib.blake2b(self.compact, digest_size=16).hexdigest()
 
     @property
+    def in_object_storage(self) -> bool:
+        """True if the files are objects, each of which has an identity and needs no samples."""
+        return self.locations is not None and any(not facts.samples for facts in self.locations.files)
+
+    @property
     def version(self) -> str:
         """Equal for two manifests only if their files have the same names and facts."""
         _, files, _ = self.provenance
@@ -223,11 +228,6 @@ class TensorLocations:
         """Whether files with these facts, under an index with this digest, hold the same tensors at the same locations."""
         layout = [(facts.nbytes, facts.header) for facts in files]
         return index == self.index and layout == [(facts.nbytes, facts.header) for facts in self.files]
-
-    @property
-    def are_objects(self) -> bool:
-        """Whether the files are in object storage, where each has an identity and needs no samples."""
-        return any(not facts.samples for facts in self.files)
 
     def of_tensor(self, number: int) -> tuple[object, ...]:
         """Where one tensor is; equal for two of the same shape and dtype only if they are the same bytes."""

@@ -7,14 +7,12 @@ from contextlib import suppress
 import click
 import torch
 
-from epload.cli.bench.command import bench
 from epload.cli.convert import convert
 from epload.cli.diff import diff
 from epload.cli.doctor import doctor
 from epload.cli.inspect import inspect
 from epload.cli.output import Commands, facts, json_option, print_json, show
 from epload.cli.plan import plan
-from epload.cli.simulate import simulate
 from epload.cli.trace import trace
 from epload.cli.verify import verify
 from epload.native.info import build_info
@@ -46,5 +44,5 @@ def info(as_json: bool) -> None:
         show(facts([(key, str(value)) for key, value in build_info().items()]))
 
 
-for command in (inspect, verify, diff, plan, simulate, doctor, bench, trace, convert):
+for command in (inspect, verify, diff, plan, doctor, trace, convert):
     main.add_command(command)

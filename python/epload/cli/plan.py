@@ -1,23 +1,88 @@
-"""``epload plan``: what a load would do, without its ranks."""
+"""``epload plan``: what a load would do, without its ranks. The plans and the schedule are those of real loads."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
-from pathlib import Path
 
 import click
 
 from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.manifest import Manifest
+from epload.cli.hypothetical import Factory, Sizes, as_seen_by, find_factory, first_rank, parse_mesh
 from epload.cli.output import count, facts, json_option, print_json, show, size, table, variant_option
-from epload.forecast.cluster_file import ClusterFile
-from epload.forecast.forecast import Fit, Forecast, forecast
-from epload.forecast.hypothetical import find_factory, parse_mesh
-from epload.planning.schedule import READERS
-from epload.planning.simulator import Cluster
+from epload.errors import ModelMismatch
+from epload.loading.hints import check_match
+from epload.mapping.mapping import Mapping, ignored_keys
+from epload.mapping.resolve import resolve_mapping, with_quantization_of
+from epload.model.targets import Targets, collect
+from epload.planning.choose import choose_readers
+from epload.planning.plan import LoadPlan, make_plan
+from epload.planning.schedule import READERS, buckets_per_wave, default_wave_bytes, wave_limit
+from epload.planning.traffic import traffic
+from epload.planning.waves import wave_bytes
 
 _LISTED = 5
 """Keys that are shown of each kind."""
+Nodes = Sequence[Sequence[int]]
+"""The ranks of each node."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a checkpoint's keys fit a model."""
+
+    matched: int
+    """Checkpoint tensors that are loaded."""
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: dict[str, str]
+    tied: int
+    """Checkpoint tensors left out because another name of the same parameter is in it."""
+    ignored: int
+    """Missing and unexpected keys that the mapping says to ignore."""
+    casts: int
+    """Checkpoint tensors whose dtype is converted."""
+    initialized: list[str]
+    """Buffers on meta that no checkpoint has. Unless the model's class fills them, as those of transformers do, a load needs
+    ``init_missing=``; this does not try it."""
+    error: str
+    """What a load with ``strict=True`` would raise; empty if nothing."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What one choice of readers moves, in bytes."""
+
+    readers: str
+    buckets: int
+    bucket_bytes: int
+    """Size of the largest bucket."""
+    staging: int
+    """Size of a node's staging buffers."""
+    read: int
+    """Read from the checkpoint by all ranks together."""
+    received: list[int]
+    """For each node, bytes over its link from other nodes."""
+    sent: list[int]
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """A load by all ranks of a job."""
+
+    fit: Fit
+    nbytes: int
+    """Size of what is loaded."""
+    tensors: int
+    owned: dict[int, int]
+    """Bytes of the local shards, by rank, of the ranks that were planned."""
+    modes: list[Mode]
+    choice: str
+    """What ``readers="auto"`` chooses if every rank sees the checkpoint."""
+    reason: str
 
 
 @click.command()
@@ -27,66 +92,124 @@ _LISTED = 5
     "--mesh", default="fsdp=1", show_default=True, help="Axes and sizes: replicate, fsdp, tp; or your function's."
 )
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes, with equally many ranks.")
-@click.option("--readers", type=click.Choice(READERS), multiple=True, help="Compare only these; may be repeated.")
-@click.option(
-    "--link", type=float, default=1.25, show_default=True, help="GB/s of a node's link, each way; an assumption."
-)
-@click.option("--storage", type=float, default=2.0, show_default=True, help="GB/s that a node reads; an assumption.")
-@click.option("--cluster", type=click.Path(path_type=Path, dir_okay=False), help="Rates from this TOML file instead.")
 @click.option("--ranks", type=click.IntRange(1), default=8, show_default=True, help="Plan at most so many ranks.")
 @variant_option
 @json_option
-def plan(
-    checkpoint: str, model: str | None, mesh: str, nodes: int, readers: tuple[str, ...], link: float, storage: float,
-    cluster: Path | None, ranks: int, variant: str, as_json: bool,
-) -> int:  # fmt: skip
+def plan(checkpoint: str, model: str | None, mesh: str, nodes: int, ranks: int, variant: str, as_json: bool) -> int:
     """Show what a load would do: no ranks or accelerators needed.
 
-    Key fit, bytes per rank and link, buckets, predicted seconds of each mode and what "auto" would choose. CHECKPOINT is as for
-    inspect; only headers are read. The model is built on the meta device and parallelized by FSDP2 over each layer (axes
-    replicate and fsdp) and by the tensor-parallel plan that a transformers model declares (tp). A function that takes an
-    argument gets the mesh, and returns the model already parallelized. Exits with 1 if the load would fail.
+    Key fit, bytes per rank, for each choice of readers buckets, staging memory, and bytes read and over links; and what "auto"
+    chooses. CHECKPOINT is as for inspect; only headers are read. The model is built on the meta device and parallelized by FSDP2
+    over each layer (axes replicate and fsdp) and by the tensor-parallel plan that a transformers model declares (tp). A function
+    that takes an argument gets the mesh, and returns the model already parallelized. Exits with 1 if the load would fail.
     """
     sizes = parse_mesh(mesh)
     world = prod(sizes.values())
     if world % nodes:
         raise click.UsageError(f"expected as many ranks on each of {nodes} nodes, got a mesh of {world}")
-    if min(link, storage) <= 0:
-        raise click.UsageError(f"expected rates above 0, got --link {link:g} --storage {storage:g}")
-    assumed = Cluster(nodes, world // nodes, link=link * 1e9, storage=storage * 1e9)
-    if cluster is not None:
-        assumed = replace(ClusterFile.read(cluster).cluster, nodes=nodes, ranks=world // nodes)
+    per_node = world // nodes
     opened = Checkpoint.open(checkpoint, variant=variant)
     opened.close()
-    chosen = sorted({i * (world - 1) // max(min(ranks, world) - 1, 1) for i in range(min(ranks, world))})
-    found = forecast(opened.manifest, find_factory(model or checkpoint), sizes, assumed, readers or READERS, chosen)
+    planned = sorted({i * (world - 1) // max(min(ranks, world) - 1, 1) for i in range(min(ranks, world))})
+    on_nodes = [range(first, first + per_node) for first in range(0, world, per_node)]
+    found = plan_job(opened.manifest, find_factory(model or checkpoint), sizes, on_nodes, planned)
     if as_json:
-        print_json({"world": world, "nodes": nodes, "cluster": asdict(assumed), **asdict(found)})
+        print_json({"world": world, "nodes": nodes, **asdict(found)})
     else:
-        _print(found, mesh, assumed)
+        _print(found, f"mesh {mesh}: {count(world, 'rank')} on {count(nodes, 'node')}", len(planned) < world)
     return 1 if found.fit.error else 0
 
 
-def _print(found: Forecast, mesh: str, cluster: Cluster) -> None:
-    owned, some = found.owned.values(), len(found.owned) < cluster.world
+# ---- planning ----
+
+
+def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Nodes, ranks: Sequence[int]) -> JobPlan:
+    """Plans a load into the model that a factory makes.
+
+    Args:
+        ranks: those to plan, in ascending order, with rank 0. Others are taken to keep as much as the one before them.
+
+    Raises:
+        ModelMismatch: the checkpoint does not fit the model, by other than missing, unexpected or mismatched keys.
+    """
+    with first_rank(sizes) as mesh:
+        model = factory(mesh)
+        targets = collect(model)
+        mapping = resolve_mapping("auto", model, targets.index, manifest.names)
+        manifest = with_quantization_of(model, manifest)
+        others = {rank: as_seen_by(targets, sizes, rank) for rank in ranks[1:]}
+    make = partial(_plan, manifest, mapping, nodes)
+    first = make(targets, "every")[0]
+    plans = {0: first} | {rank: make(each, "every")[0] for rank, each in others.items()}
+    objects = manifest.in_object_storage
+    kept = {rank: each.spanned if objects else each.owned for rank, each in plans.items()}
+    by_node = [[kept[max(rank for rank in ranks if rank <= each)] for each in node] for node in nodes]
+    payload = first.slots.payload
+    read = {"one": payload, "per_node": len(nodes) * payload, "partitioned": payload, "every": sum(map(sum, by_node))}
+    modes = [_mode(readers, *make(targets, readers), nodes, read[readers]) for readers in READERS]
+    all_read = manifest.locations is not None or sum(map(len, nodes)) == 1
+    choice = choose_readers(payload, by_node, all_read=all_read, objects=objects, src=0)
+    fit = _fit(manifest, first, mapping, sorted(targets.unsaved_meta))
+    owned = {rank: each.owned for rank, each in plans.items()}
+    return JobPlan(fit, payload, first.slots.tensor_count, owned, modes, *choice)
+
+
+def _plan(manifest: Manifest, mapping: Mapping, nodes: Nodes, targets: Targets, readers: str) -> tuple[LoadPlan, int]:
+    """The plan for a model on CPU, and the number of buckets in a wave."""
+    wave = wave_limit(manifest.nbytes, default_wave_bytes(len(nodes), readers, on_host=True))
+    per_wave = buckets_per_wave(nodes, readers, wave)
+    return make_plan(manifest, targets, mapping, wave // per_wave), per_wave
+
+
+def _mode(readers: str, plan: LoadPlan, per_wave: int, nodes: Nodes, read: int) -> Mode:
+    moved = traffic([bucket.nbytes for bucket in plan.buckets], per_wave, nodes, readers)
+    staging = 0 if readers == "every" else 2 * wave_bytes(plan, per_wave)
+    return Mode(readers, len(plan.buckets), plan.largest, staging, read, moved.received, moved.sent)
+
+
+def _fit(manifest: Manifest, plan: LoadPlan, mapping: Mapping, initialized: list[str]) -> Fit:
+    ignored = set(ignored_keys(mapping, manifest.names, plan.missing, plan.unexpected))
+    error = ""
+    try:
+        check_match(manifest, plan, mapping, strict=True, ignore_mismatched_shapes=False)
+    except ModelMismatch as mismatch:
+        error = str(mismatch)
+    return Fit(
+        matched=plan.slots.tensor_count,
+        missing=[name for name in plan.missing if name not in ignored],
+        unexpected=[name for name in plan.unexpected if name not in ignored],
+        mismatched=plan.mismatched,
+        tied=len(plan.tied),
+        ignored=len(ignored),
+        casts=plan.casts,
+        initialized=initialized,
+        error=error,
+    )
+
+
+# ---- printing ----
+
+
+def _print(found: JobPlan, job: str, some: bool) -> None:
+    """``some``: whether not all ranks were planned."""
+    owned = found.owned.values()
     each = " to ".join(dict.fromkeys((size(min(owned)), size(max(owned)))))
     rows = [
-        ("job", f"mesh {mesh}: {count(cluster.world, 'rank')} on {count(cluster.nodes, 'node')}"),
+        ("job", job),
         ("loads", f"{count(found.tensors, 'tensor')}, {size(found.nbytes)}"),
-        ("per rank", each + (f" (of the {len(found.owned)} ranks planned)" if some else "")),
+        ("per rank", each + (f" (of the {len(owned)} ranks planned)" if some else "")),
         *_fit_rows(found.fit),
-        ("assumed", f"a node's link {size(cluster.link)}/s, a node reads {size(cluster.storage)}/s"),
     ]
     show(facts(rows))
     show()
     lines = [
         [
-            mode.readers + (" *" if mode.readers == found.choice else ""), f"{mode.seconds:.3g}", f"{mode.buckets:,}",
-            size(mode.bucket_bytes), size(mode.staging), size(max(mode.received)), size(max(mode.sent)),
+            mode.readers + " *" * (mode.readers == found.choice), f"{mode.buckets:,}",
+            *map(size, (mode.bucket_bytes, mode.staging, mode.read, max(mode.received), max(mode.sent))),
         ]
         for mode in found.modes
     ]  # fmt: skip
-    columns = ("readers", "seconds", "buckets", "largest", "staging", "link in", "link out")
+    columns = ("readers", "buckets", "largest", "staging", "read", "link in", "link out")
     show(table(columns, lines, right=range(1, 7)))
     show()
     show(found.reason)

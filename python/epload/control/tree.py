@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from epload.planning.costs import FAN_OUT
-
+FAN_OUT = 32
+"""Children of a leader in the tree of nodes. The views of so many are one call to the store."""
 Bundle = dict[str, list[int]]
 """Each distinct view with the ranks that have it, ascending."""
 

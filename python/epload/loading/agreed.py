@@ -20,6 +20,8 @@ class Draft:
 
     manifest: Manifest
     mapping: Mapping
+    readers: str
+    """Those for which buckets are sized."""
     per_wave: int
     bucket_bytes: int
     options: str
@@ -68,10 +70,14 @@ class AgreedLoad:
     manifest: Manifest
     plan: LoadPlan
     per_wave: int
+    readers: str
+    """Not ``"auto"``."""
+    reason: str
+    """Why these, with ``"auto"``; else empty."""
     all_read: bool
     """Whether every rank has opened the checkpoint."""
-    owned: list[int]
-    """Bytes that each rank copies into its shards, in the order of the ranks."""
+    kept: list[int]
+    """Bytes that each rank reads if all read what they keep, in the order of the ranks."""
     missing_keys: list[str]
     mismatched_keys: list[str]
     """Names of the model, on whichever rank."""

@@ -40,6 +40,7 @@ from epload.mapping.resolve import resolve_mapping, with_quantization_of
 from epload.model.devices import CPU
 from epload.model.targets import Targets
 from epload.observe.events import Events
+from epload.planning.choose import choose_readers
 from epload.planning.plan import LoadPlan, make_plan
 from epload.planning.schedule import wave_limit
 from epload.planning.waves import wave_bytes
@@ -139,9 +140,9 @@ class Agreement:
         if self._topology.rank != self._options.src:
             manifest = manifest.with_provenance(opening.manifest.about)
         assert opening.planned is not None
-        _, all_read, owned, _ = opening.planned
+        _, all_read, kept, _ = opening.planned
         draft = replace(draft, manifest=manifest)
-        return self._agreed(request, inputs, opening, draft, plan, all_read, owned, offers={}, missing=None)
+        return self._agreed(request, inputs, opening, draft, plan, all_read, kept, offers={}, missing=None)
 
     # ---- opening ----
 
@@ -203,7 +204,7 @@ class Agreement:
             view["seed"] = torch.initial_seed()
         if proposal is not None:
             assert inputs is not None
-            view["plan"] = self._describe_plan(inputs, proposal.plan)
+            view["plan"] = self._describe_plan(inputs, proposal.draft, proposal.plan)
             if inputs.checkpoint is not None or self._router.may_read(inputs.device):
                 view["version"] = proposal.draft.manifest.version
         if len(self._topology.ranks) > 1:
@@ -213,16 +214,16 @@ class Agreement:
                 assert inputs.checkpoint is not None
                 ours = inputs.checkpoint.manifest
                 view["manifest"] = len(ours.compact), ours.identity, ours.provenance
-                if self._common != ours.identity and not self._router.needs_groups(inputs.device):
+                only_src = ours.locations is None
+                if self._common != ours.identity and not self._router.needs_groups(inputs.device, only_src):
                     view["content"] = b64encode(ours.compact).decode()
         return view
 
     def _describe_options(self, device: torch.device) -> str:
         """What ranks must agree on before they can so much as share the manifest."""
-        by_node = " by node" if device != CPU and self._router.stages_on_host(device) else ""
         o = self._options
         return (
-            f"readers={o.readers} algorithm={o.sent_algorithm}{by_node} src={o.src} bucket_bytes={o.bucket_bytes} "
+            f"readers={o.readers} algorithm={o.algorithm} src={o.src} bucket_bytes={o.bucket_bytes} "
             f"device={device.type} verify={o.verify}"
         )
 
@@ -273,15 +274,15 @@ class Agreement:
             wanted = self._wanted_by_any(draft, inputs) if inputs.local_modules else frozenset()
             plan, failure = attempt(lambda: self._make_checked_plan(request, inputs, draft, wanted))
         offer = None
-        if plan is not None and draft is not None and self._router.stages_on_host(inputs.device):
+        if plan is not None and draft is not None and self._router.stages_on_host(inputs.device, draft.readers):
             offer = self._resources.begin_sharing(wave_bytes(plan, draft.per_wave))
         missing = None
         if opening.meta and plan is not None and not (inputs.local_modules or plan.missing or plan.mismatched):
             missing, unprepared = attempt(
                 lambda: initialize(request, inputs, plan, set(), opening.holders, opening.seed)
             )
-        view = [*self._describe_plan(inputs, plan), offer]
-        fingerprints, all_read, all_owned, mismatches, offers = self._control.settle(
+        view = [*self._describe_plan(inputs, draft, plan), offer]
+        fingerprints, all_read, kept, mismatches, offers = self._control.settle(
             "planning", unprepared, view,
             lambda views: [*self._compare_plans(views), collect_offers({rank: view[-1] for rank, view in views.items()})],
             patience=2,
@@ -294,11 +295,11 @@ class Agreement:
         assert draft is not None
         if inputs.local_modules:
             self._tied.compare_anywhere(inputs.checkpoint, draft.manifest, plan.twins)
-        return self._agreed(request, inputs, opening, draft, plan, all_read, all_owned, offers, missing)
+        return self._agreed(request, inputs, opening, draft, plan, all_read, kept, offers, missing)
 
     def _agreed(
         self, request: Request, inputs: LocalInputs, opening: Opening, draft: Draft, plan: LoadPlan, all_read: bool,
-        owned: list[int], offers: dict[str, Any], missing: Missing | None,
+        kept: list[int], offers: dict[str, Any], missing: Missing | None,
     ) -> AgreedLoad:  # fmt: skip
         assert self.inputs.manifest is not None
         self._common = self.inputs.manifest.identity
@@ -309,30 +310,45 @@ class Agreement:
                 opening.seed,
             )  # fmt: skip
         ignored = ignored_keys(draft.mapping, draft.manifest.names, missing_keys, plan.unexpected)
+        readers, reason = self._choose_readers(draft.manifest, plan, all_read, kept)
         return AgreedLoad(
-            inputs, draft.manifest, plan, draft.per_wave, all_read, owned, missing_keys, mismatched_keys,
+            inputs, draft.manifest, plan, draft.per_wave, readers, reason, all_read, kept, missing_keys, mismatched_keys,
             ignored, missing, prepared=opening.planned is not None, offers=offers,
         )  # fmt: skip
 
-    def _describe_plan(self, inputs: LocalInputs, plan: LoadPlan | None) -> list[Any]:
+    def _choose_readers(self, manifest: Manifest, plan: LoadPlan, all_read: bool, kept: list[int]) -> tuple[str, str]:
+        """The readers, and why. Equal on all ranks, which have agreed on what it depends on."""
+        if self._options.readers != "auto":
+            return self._options.readers, ""
+        of_rank = dict(zip(self._topology.ranks, kept, strict=True))
+        by_node = [[of_rank[rank] for rank in node] for node in self._topology.nodes]
+        return choose_readers(
+            plan.slots.payload, by_node, all_read=all_read, objects=manifest.in_object_storage, src=self._options.src
+        )
+
+    def _describe_plan(self, inputs: LocalInputs, draft: Draft | None, plan: LoadPlan | None) -> list[Any]:
         """A rank's part of the planning round."""
-        fingerprint, owned = (plan.fingerprint.hex(), plan.owned) if plan is not None else ("", 0)
-        return [fingerprint, inputs.checkpoint is not None, owned, self._meshes.of(inputs.targets)]
+        fingerprint, kept = "", 0
+        if draft is not None and plan is not None:
+            fingerprint = plan.fingerprint.hex()
+            kept = plan.spanned if draft.manifest.in_object_storage else plan.owned
+        return [fingerprint, inputs.checkpoint is not None, kept, self._meshes.of(inputs.targets)]
 
     def _make_draft(self, request: Request, inputs: LocalInputs, known: Manifest, same_content: bool) -> Draft:
         manifest = self.inputs.join(inputs, request.checkpoint, known, same_content)
         mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names)
         self.inputs.manifest = manifest
         manifest = with_quantization_of(request.model, manifest)
-        wave = wave_limit(manifest.nbytes, self._router.wave_bytes(inputs.device, only_src=manifest.locations is None))
-        per_wave = self._router.buckets_per_wave(inputs.device, wave)
-        bucket_bytes = wave // per_wave if self._router.stages_on_host(inputs.device) else wave
+        device, readers = inputs.device, self._router.planned_readers(only_src=manifest.locations is None)
+        wave = wave_limit(manifest.nbytes, self._router.wave_bytes(device, readers))
+        per_wave = self._router.buckets_per_wave(device, readers, wave)
+        bucket_bytes = wave // per_wave if self._router.stages_on_host(device, readers) else wave
         options = (
-            f"{self._describe_options(inputs.device)} strict={request.strict} "
+            f"{self._describe_options(device)} strict={request.strict} "
             f"ignore_mismatched_shapes={request.ignore_mismatched_shapes} prefix={request.prefix!r} "
             f"variant={request.variant!r} mapping={mapping}"
         )
-        return Draft(manifest, mapping, per_wave, bucket_bytes, options)
+        return Draft(manifest, mapping, readers, per_wave, bucket_bytes, options)
 
     def _make_checked_plan(
         self, request: Request, inputs: LocalInputs, draft: Draft, wanted: frozenset[int]

@@ -47,8 +47,7 @@ class Resources:
 
     @property
     def _shares_memory(self) -> bool:
-        options = self._options
-        return options.algorithm != "flat" and options.readers != "every" and len(self._topology.ranks) > 1
+        return self._options.algorithm != "flat" and len(self._topology.ranks) > 1
 
     def _has_memory(self, nbytes: int) -> bool:
         return self.memory is not None and self.memory.nbytes >= nbytes
@@ -93,12 +92,8 @@ class Resources:
 
     def reserve_staging(self, load: AgreedLoad, shared: bool) -> DeviceStaging:
         """Staging on the load's device. ``shared``: whether there is memory that the ranks of a node share."""
-        readers = self._options.readers
-        if readers == "auto":
-            readers = "every" if load.all_read else "one"
-        flow = self._router.flow(load.device, readers, shared)
-        # With "auto", buckets may move between ranks once the trials are over.
-        in_buckets = not flow.shared and self._options.readers != "every"
+        flow = self._router.flow(load.device, load.readers, shared)
+        in_buckets = not flow.shared and load.readers != "every"
         stripes = len(self._topology.node) * STRIPE_ALIGNMENT  # as many bytes as make whole ones of any bucket
         nbytes = -(-load.plan.largest // stripes) * stripes if in_buckets else 0
         ranks = len(self._topology.node) if flow.shared or flow.reads else 0

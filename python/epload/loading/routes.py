@@ -50,38 +50,45 @@ class Router:
         return cards.count(device) >= len(self._topology.node)
 
     def may_read(self, device: torch.device) -> bool:
-        """Whether this rank may be asked to read. With ``readers="auto"`` each rank may that can."""
+        """Whether this rank may be asked to read. With ``"auto"`` each rank may that can."""
         readers = "every" if self._options.readers == "auto" else self._options.readers
         return self.flow(device, readers, shared=True).reads
 
-    def stages_on_host(self, device: torch.device) -> bool:
-        """Whether buckets may be staged in host memory, where a buffer holds several."""
-        readers = "one" if self._options.readers == "auto" else self._options.readers
-        return device == CPU or self._by_node(readers)
+    def planned_readers(self, only_src: bool) -> str:
+        """The readers for which buckets are sized. With ``"auto"`` the ranks choose once they have agreed on the plan, which has
+        the buckets; ``"every"`` takes any. ``only_src``: only rank ``src`` has the checkpoint."""
+        if self._options.readers != "auto":
+            return self._options.readers
+        return "one" if only_src else "partitioned"
 
-    def wave_bytes(self, device: torch.device, only_src: bool) -> int:
-        """Most bytes of a wave, or of a device's bucket. ``only_src``: with ``"auto"``, only rank ``src`` has the checkpoint."""
+    def stages_on_host(self, device: torch.device, readers: str) -> bool:
+        """Whether buckets are staged in host memory, where a buffer holds several."""
+        return readers != "every" and (device == CPU or self._by_node(readers))
+
+    def wave_bytes(self, device: torch.device, readers: str) -> int:
+        """Most bytes of a wave, or of a device's bucket."""
         options = self._options
         if options.bucket_bytes is not None:
             return options.bucket_bytes
-        one = options.sent_algorithm == "flat" or (options.readers == "auto" and only_src)
-        readers = "one" if one else options.readers
-        return default_wave_bytes(len(self._topology.nodes), readers, self.stages_on_host(device))
+        on_host = self.stages_on_host(device, readers)
+        readers = "one" if options.sent_algorithm == "flat" else readers
+        return default_wave_bytes(len(self._topology.nodes), readers, on_host)
 
-    def buckets_per_wave(self, device: torch.device, wave_bytes: int) -> int:
+    def buckets_per_wave(self, device: torch.device, readers: str, wave_bytes: int) -> int:
         """Buckets in a wave: those that share a staging buffer, or on a device one for each leader that reads."""
-        if self.stages_on_host(device):
-            return buckets_per_wave(self._topology.nodes, self._options.readers, wave_bytes)
-        return len(self._topology.nodes) if self._options.readers in ("partitioned", "auto") else 1
+        if self.stages_on_host(device, readers):
+            return buckets_per_wave(self._topology.nodes, readers, wave_bytes)
+        return len(self._topology.nodes) if readers == "partitioned" else 1
 
-    def needs_groups(self, device: torch.device) -> bool:
-        """Whether any byte of a load goes over process groups. None does where each rank reads what it keeps, nor where no bucket
-        crosses nodes and the ranks of a node share memory, unless they turn out to share none."""
-        options = self._options
-        inside = len(self._topology.nodes) == 1 or options.readers == "per_node"
-        return options.readers != "every" and not (
-            inside and self.stages_on_host(device) and options.algorithm != "flat"
-        )
+    def needs_groups(self, device: torch.device, only_src: bool) -> bool:
+        """Whether any byte of a load surely goes over process groups. None does where each rank reads what it keeps, as most do
+        with ``"auto"``, nor where no bucket crosses nodes and the ranks of a node share memory, unless they turn out to share
+        none."""
+        readers = self.planned_readers(only_src)
+        if readers == "every" or (self._options.readers == "auto" and not only_src):
+            return False
+        inside = len(self._topology.nodes) == 1 or readers == "per_node"
+        return not (inside and self.stages_on_host(device, readers) and self._options.algorithm != "flat")
 
     def manifest_route(self, device: torch.device) -> Route:
         """The route from rank ``src`` for the manifest, and for buckets that are not striped. Collective where its groups are not

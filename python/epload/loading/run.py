@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 
 from epload.cluster.topology import Topology
@@ -25,9 +24,7 @@ from epload.observe.events import Events
 from epload.observe.progress import Progress
 from epload.observe.slow import describe_slow, pace, slow_readers
 from epload.observe.trace import Trace
-from epload.planning.choose import LoadProfile, WaveMeasurement, choose_readers
-from epload.planning.schedule import READERS
-from epload.planning.waves import Wave, group_buckets, make_waves, wave_bytes
+from epload.planning.waves import group_buckets, make_waves, wave_bytes
 from epload.report import LoadReport
 from epload.staging.affinity import read_threads
 from epload.staging.device_ring import DeviceRing
@@ -67,17 +64,18 @@ class LoadRun:
         self._load = load
         self._report = report
         self._plan = load.plan
-        self._waves_moved = 0
-        """Waves of this load that have gone through the node's memory."""
 
     def run(self, show_progress: bool) -> None:
         """Raises LoadError; tensors may have been materialized and partly written."""
         load, plan, resources = self._load, self._plan, self._resources
         self._memory: NodeMemory | None = None
+        on_host = self._router.stages_on_host(load.device, load.readers)
+        if not on_host:
+            resources.end_sharing()
         sharing = resources.sharing
         if sharing is not None:  # all ranks have agreed on the plan, and replace their memory
             resources.memory = None
-        elif self._router.stages_on_host(load.device):
+        elif on_host:
             self._memory = resources.reserve_memory(wave_bytes(plan, load.per_wave))
         fine = sharing is not None and sharing.accept(load.offers)
         local, failure = attempt(lambda: self._materialize(fine or self._shared))
@@ -102,10 +100,12 @@ class LoadRun:
         names = partial(plan.describe, load.manifest)
         self._framing = Framing(plan.identity, names, self._topology.rank, self._control)
         with Progress(plan.nbytes, show_progress) as bar:
-            readers, begin = self._choose_readers(bar)
+            route, report = self._router.resolve(load.device, load.readers, self._shared), self._report
+            report.readers, report.algorithm = load.readers, route.flow.algorithm if route.sends else ""
+            report.reason = "; ".join(filter(None, (load.reason, route.note)))
             if self._topology.rank == self._topology.ranks[0]:
-                logger.info("readers=%s%s", readers, f" ({self._report.reason})" if self._report.reason else "")
-            self._move(self._route(readers), range(begin, len(plan.buckets)), bar, last=True)
+                logger.info("readers=%s%s", load.readers, f" ({report.reason})" if report.reason else "")
+            self._move(route, bar)
 
     # ---- before data moves ----
 
@@ -130,80 +130,25 @@ class LoadRun:
             tensors = targets.local() + scales
             return Local(self._plan, tensors)
 
-    def _route(self, readers: str) -> RoutePlan:
-        return self._router.resolve(self._load.device, readers, self._shared)
-
-    def _choose_readers(self, bar: Progress) -> tuple[str, int]:
-        """Who reads, and the first bucket that the trials have left."""
-        load, plan, topology = self._load, self._plan, self._topology
-        readers, begin, why = self._options.readers, 0, ""
-        if readers == "auto" and not load.all_read:
-            readers, why = "one", f"auto -> one: only rank {self._options.src} is known to have the checkpoint"
-        elif readers == "auto" and load.manifest.locations is not None and load.manifest.locations.are_objects:
-            readers, why = "partitioned", "auto -> partitioned: each byte is fetched from object storage once"
-        elif readers == "auto":
-
-            def trial(way: str) -> list[WaveMeasurement]:
-                nonlocal begin
-                buckets = range(begin, min(begin + load.per_wave, len(plan.buckets)))
-                begin = buckets.stop
-                return self._move(self._route(way), buckets, bar)
-
-            nodes = topology.nodes
-            profile = LoadProfile(
-                total=plan.nbytes,
-                owned=load.owned,
-                node_of=[next(i for i, node in enumerate(nodes) if rank in node) for rank in topology.ranks],
-                reader=topology.ranks.index(self._options.src),
-                waves=-(-len(plan.buckets) // load.per_wave),
-                wave_bytes=plan.largest * load.per_wave,
-                candidates=[way for way in READERS if way != "per_node" or self._options.algorithm != "flat"],
-            )
-            readers, why = choose_readers(profile, trial)
-        self._report.reason = why
-        return readers, begin
-
     # ---- moving ----
 
-    def _move(self, route: RoutePlan, buckets: range, bar: Progress, last: bool = False) -> list[WaveMeasurement]:
-        """Moves some buckets, and ends in a round where all ranks hear of a failure; returns what each rank measured.
-
-        ``last``: these are the last of the load, so that all that comes after the data follows before that round.
-        """
+    def _move(self, route: RoutePlan, bar: Progress) -> None:
+        """Moves all buckets and does all that comes after the data, then ends in a round where all ranks hear of a failure."""
         report, flow = self._report, route.flow
-        report.readers, report.algorithm = flow.readers, flow.algorithm if route.sends else ""
-        transfer = self._make_transfer(route, buckets)
-        before = replace(report.phases["read"]), replace(report.phases["inter_node"])
-        run_transfer(transfer, self._control, self._topology.groups, bar)
-        failure = None
-        if last:
-            report.reason = "; ".join(filter(None, (report.reason, route.note)))
-            self._finish(flow.turns)
-            self._gather_events()
-            # The last thing before all ranks agree that the load has ended well.
-            _, failure = attempt(lambda: self._load.inputs.check_unchanged("; the model may be partly overwritten"))
-        read, crossed = report.phases["read"], report.phases["inter_node"]
-        # Not what was read along with a rank's own parts: the rate is to be that of useful bytes.
-        own = sum(self._plan.owned_by_bucket[number] for number in buckets) if flow.readers == "every" else None
-        measured = [
-            own if own is not None else read.nbytes - before[0].nbytes, read.seconds - before[0].seconds,
-            crossed.nbytes - before[1].nbytes, crossed.seconds - before[1].seconds,
-        ]  # fmt: skip
-        if last:
-            slow = self._control.settle(
-                "the transfer", failure, pace(read.nbytes, read.seconds),
-                lambda views: list(slow_readers(views).items()), patience=2, last=True,
-            )  # fmt: skip
-            if slow and self._topology.rank == self._topology.ranks[0]:
-                logger.warning("%s", describe_slow(dict(slow)))
-            return []
-        # What ranks have measured decides how the rest is moved.
-        views = self._control.settle(
-            "the transfer", failure, measured, lambda views: [views[rank] for rank in self._topology.ranks], patience=2
-        )
-        return [WaveMeasurement(*view) for view in views]
+        run_transfer(self._make_transfer(route), self._control, self._topology.groups, bar)
+        self._finish(flow.turns)
+        self._gather_events()
+        # The last thing before all ranks agree that the load has ended well.
+        _, failure = attempt(lambda: self._load.inputs.check_unchanged("; the model may be partly overwritten"))
+        read = report.phases["read"]
+        slow = self._control.settle(
+            "the transfer", failure, pace(read.nbytes, read.seconds),
+            lambda views: list(slow_readers(views).items()), patience=2, last=True,
+        )  # fmt: skip
+        if slow and self._topology.rank == self._topology.ranks[0]:
+            logger.warning("%s", describe_slow(dict(slow)))
 
-    def _make_transfer(self, route: RoutePlan, buckets: range) -> Engine | direct_read.DirectRead:
+    def _make_transfer(self, route: RoutePlan) -> Engine | direct_read.DirectRead:
         load, flow, report = self._load, route.flow, self._report
         checkpoint = load.inputs.checkpoint if flow.reads else None
         if checkpoint is not None:
@@ -217,27 +162,26 @@ class LoadRun:
         source = CheckpointSource(self._plan, checkpoint, pipe) if checkpoint is not None else None
         context = TransferContext(self._plan, flow, source, self._framing, self._control, report)
         if flow.readers == "every":
-            # Not memory that the ranks of a node share: each would read buckets of its own into it.
             assert checkpoint is not None
-            buffer = self._memory.buffers[0] if self._memory is not None and not self._memory.shared else None
             on_host = load.device == CPU
             limit = direct_read.READ_BYTES if on_host else direct_read.DEVICE_READ_BYTES
-            groups = group_buckets(buckets, self._plan.owned_by_bucket, limit, load.per_wave)
             sink = HostSink(self._local, report) if on_host else self._device_sink()
-            return direct_read.DirectRead(context, checkpoint, groups, sink, buffer)
+            kept = self._plan.owned_by_bucket
+            groups = group_buckets(range(len(kept)), kept, limit)
+            return direct_read.DirectRead(context, checkpoint, groups, sink)
         if route.on_host:
-            return self._through_memory(context, route, make_waves(self._plan, buckets, load.per_wave))
+            return self._through_memory(context, route)
         assert staging is not None
         ring = DeviceRing(staging, flow, report, "inter_node" if flow.crosses else "intra_node")
         mover = Collective(context, flow, ring, route.routes, staging.stream) if route.routes else None
-        return Engine(context, make_waves(self._plan, buckets), ring, mover, self._device_sink())
+        return Engine(context, make_waves(self._plan), ring, mover, self._device_sink())
 
     def _reads_repeat(self) -> bool:
         """Whether ranks of this node keep the same bytes, which each of them reads: the page cache then saves the disk work."""
-        owned = dict(zip(self._topology.ranks, self._load.owned, strict=True))
-        return sum(owned[rank] for rank in self._topology.node) > 1.25 * self._plan.nbytes
+        kept = dict(zip(self._topology.ranks, self._load.kept, strict=True))
+        return sum(kept[rank] for rank in self._topology.node) > 1.25 * self._plan.nbytes
 
-    def _through_memory(self, context: TransferContext, route: RoutePlan, waves: list[Wave]) -> Engine:
+    def _through_memory(self, context: TransferContext, route: RoutePlan) -> Engine:
         """A transfer through the node's memory, and from there to the device if the model is on one."""
         assert self._memory is not None
         plan, flow, load = self._plan, route.flow, self._load
@@ -250,8 +194,7 @@ class LoadRun:
             return Relay(context, ring, next(iter(route.routes.values())), chunk, words, seconds)
 
         sink = HostSink(self._local, self._report) if load.device == CPU else self._device_sink()
-        before, self._waves_moved = self._waves_moved, self._waves_moved + len(waves)
-        return through_memory(context, self._memory, waves, sink, connect, before)
+        return through_memory(context, self._memory, make_waves(plan, load.per_wave), sink, connect)
 
     def _device_sink(self) -> DeviceSink:
         resources = self._resources

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -98,6 +99,13 @@ class LoadPlan:
     def owned(self) -> int:
         """Bytes of the checkpoint that this rank copies into its shards."""
         return sum(self.owned_by_bucket)
+
+    @cached_property
+    def spanned(self) -> int:
+        """Bytes from the first to the last of each region that this rank copies: what it reads where gaps are read along."""
+        return (
+            int(CopyTable.concatenate([bucket.copies for bucket in self.buckets]).spans().sum()) if self.buckets else 0
+        )
 
     @property
     def largest(self) -> int:

@@ -183,7 +183,7 @@ class Flow:
 
 def buckets_per_wave(nodes: Sequence[Sequence[int]], readers: str, wave_bytes: int) -> int:
     """How many readers share a wave: a whole number of ranks a node where that leaves each enough."""
-    if readers not in ("partitioned", "auto"):
+    if readers != "partitioned":
         return 1
     ranks = sum(map(len, nodes))
     most = max(1, min(ranks, wave_bytes // MIN_PART_BYTES))
@@ -199,8 +199,7 @@ def default_wave_bytes(nodes: int, readers: str, on_host: bool) -> int:
     """Most bytes of a wave where the caller gives no limit.
 
     In host memory, where several readers' buckets share a wave, it has room for one of each of ``nodes`` nodes. With fewer, the
-    hops from the readers of one wave to those of the next are not hidden, and can take as long as the wave. With ``"auto"`` on a
-    device most loads are ``"every"``, which has no use for large buckets.
+    hops from the readers of one wave to those of the next are not hidden, and can take as long as the wave.
     """
     if not on_host and nodes > 1 and readers in ("one", "partitioned"):
         return DEVICE_WAVE_BYTES

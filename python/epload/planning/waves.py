@@ -38,22 +38,22 @@ class Wave:
         return _aligned(self.ends[-1])
 
 
-def make_waves(plan: LoadPlan, buckets: range, per_wave: int = 1) -> list[Wave]:
-    """Divides some of a plan's buckets into waves of ``per_wave``; the last may have fewer."""
-    waves = []
-    for index, first in enumerate(range(buckets.start, buckets.stop, per_wave)):
-        numbers = range(first, min(first + per_wave, buckets.stop))
+def make_waves(plan: LoadPlan, per_wave: int = 1) -> list[Wave]:
+    """Divides a plan's buckets into waves of ``per_wave``; the last may have fewer."""
+    waves, count = [], len(plan.buckets)
+    for index, first in enumerate(range(0, count, per_wave)):
+        numbers = range(first, min(first + per_wave, count))
         waves.append(Wave.of(index, numbers, [plan.buckets[number].nbytes for number in numbers]))
     return waves
 
 
 def wave_bytes(plan: LoadPlan, per_wave: int) -> int:
     """Bytes of the largest wave."""
-    return max((wave.nbytes for wave in make_waves(plan, range(len(plan.buckets)), per_wave)), default=0)
+    return max((wave.nbytes for wave in make_waves(plan, per_wave)), default=0)
 
 
-def group_buckets(numbers: range, nbytes: Sequence[int], limit: int, least: int = 1) -> list[range]:
-    """Divides consecutive buckets into groups of at most ``limit`` bytes, unless ``least`` buckets have more.
+def group_buckets(numbers: range, nbytes: Sequence[int], limit: int) -> list[range]:
+    """Divides consecutive buckets into groups of at most ``limit`` bytes, unless one bucket has more.
 
     Args:
         nbytes: what counts of each bucket of the plan, which may be less than its size.
@@ -61,7 +61,7 @@ def group_buckets(numbers: range, nbytes: Sequence[int], limit: int, least: int 
     groups: list[range] = []
     total = 0
     for number in numbers:
-        if not groups or (len(groups[-1]) >= least and total + nbytes[number] > limit):
+        if not groups or total + nbytes[number] > limit:
             groups.append(range(number, number))
             total = 0
         groups[-1] = range(groups[-1].start, number + 1)

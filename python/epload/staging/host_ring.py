@@ -31,7 +31,7 @@ class HostRing:
         Args:
             memory: with buffers for the largest wave.
             timeout: of one wait for another rank of the node.
-            waves_before: number of waves of this load that went through the same memory before; no rank uses them any more.
+            waves_before: number of waves of this sync that went through the same memory before; no rank uses them any more.
         """
         self._memory = memory
         self._flow = flow

@@ -32,18 +32,14 @@ class DirectRead:
         checkpoint: Checkpoint,
         groups: Sequence[range],
         sink: DirectSink,
-        buffer: Tensor | None,
     ) -> None:
-        """
-        Args:
-            groups: numbers of buckets that are read together.
-            buffer: host memory for the largest bucket, for a checkpoint that gives whole buckets only; None to make it.
-        """
+        """``groups``: numbers of buckets that are read together."""
         self._context = context
         self._checkpoint = checkpoint
         self._groups = groups
         self._sink = sink
-        self._buffer = buffer
+        self._buffer: Tensor | None = None
+        """Host memory for one bucket, for a checkpoint that gives whole buckets only."""
         self.broken = False
         """Whether it was interrupted, so that the buffers may still be in use."""
 
@@ -111,6 +107,7 @@ class DirectRead:
         if self._buffer is None:
             largest = max(bucket.nbytes for bucket in plan.buckets)
             self._buffer = torch.empty(largest, dtype=torch.uint8)
+            self._context.report.peak_staging += largest
         buffer = self._buffer[: bucket.nbytes]
         step = "read"
         try:

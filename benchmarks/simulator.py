@@ -1,7 +1,7 @@
 """Simulates a load or a sync on an assumed cluster, with the same schedule and cost functions that a real load uses. Pure.
 
-:func:`traffic` follows every bucket through :class:`~epload.planning.schedule.Flow` and counts the bytes over each node's link,
-:func:`sync_traffic` along the paths of its stream. :func:`predict` and :func:`predict_sync` return seconds.
+:func:`sync_traffic` counts the bytes over each node's link, as :func:`epload.planning.traffic.traffic` does for a load.
+:func:`predict` and :func:`predict_sync` return seconds.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from epload.planning import costs
-from epload.planning.costs import INFINITE, Rates, StoreRates
+import costs
+from costs import INFINITE, Rates, StoreRates
 from epload.planning.schedule import Flow, buckets_per_wave, default_wave_bytes, wave_limit
 from epload.planning.streams import ExchangePlan, Members
+from epload.planning.traffic import Traffic
 
 Nodes = Sequence[Sequence[int]]
 """The global ranks of each node."""
@@ -69,14 +70,6 @@ class Cluster:
         return self.nodes * self.ranks
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """For each node, bytes that it receives from and sends to other nodes."""
-
-    received: list[int] = field(default_factory=list)
-    sent: list[int] = field(default_factory=list)
-
-
 def waves(total: int, nodes: Nodes, readers: str, on_device: bool = False, most: int = 0) -> tuple[int, int]:
     """The bytes of a wave and the number of buckets in it, as the loader chooses them for ``total`` bytes. On a device each
     bucket moves alone. ``most``: bytes, instead of the default."""
@@ -84,53 +77,15 @@ def waves(total: int, nodes: Nodes, readers: str, on_device: bool = False, most:
     return size, 1 if on_device else buckets_per_wave(nodes, readers, size)
 
 
-def traffic(
-    buckets: Sequence[int], per_wave: int, nodes: Nodes, readers: str, algorithm: str, src: int = 0, shared: bool = True
-) -> Traffic:
-    """Bytes that each node receives from and sends to other nodes in a load.
-
-    Args:
-        buckets: bytes of each bucket, in order.
-        per_wave: number of buckets in a wave.
-        nodes: the global ranks of each node.
-        readers: the ``readers`` of the load, but not ``"auto"``.
-        algorithm: the ``algorithm`` of the load, but not ``"auto"``.
-        src: global rank of the source.
-        shared: whether the ranks of a node share staging buffers.
-    """
+def flat_traffic(total: int, nodes: Nodes) -> Traffic:
+    """Returns the bytes over each node's link where rank 0 sends ``total`` bytes to all ranks by gloo's broadcast."""
     moved = Traffic([0] * len(nodes), [0] * len(nodes))
     node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
-    ranks = sorted(node_of)
-    flows = {
-        rank: Flow(tuple(map(tuple, nodes)), rank, src, readers, algorithm, shared and algorithm != "flat")
-        for rank in ranks
-    }
-    if not flows[src].crosses:
-        return moved
-    for first in range(0, len(buckets), per_wave):
-        wave, end = [], 0
-        for number in range(first, min(first + per_wave, len(buckets))):
-            wave.append((number, end, end + buckets[number]))
-            end += buckets[number]
-        if algorithm == "flat":
-            for number, begin, stop in wave:
-                for sender, receiver in costs.tree_edges(ranks, flows[src].reader(number)):
-                    _count(moved, node_of[sender], node_of[receiver], stop - begin)
-            continue
-        for rank, flow in flows.items():
-            if rank in flow.relays:
-                for begin, stop, source, _, target, _ in flow.steps(wave):
-                    if source >= 0:
-                        moved.received[node_of[rank]] += stop - begin
-                    if target >= 0:
-                        moved.sent[node_of[rank]] += stop - begin
+    for sender, receiver in costs.tree_edges(sorted(node_of), 0):
+        if node_of[sender] != node_of[receiver]:
+            moved.sent[node_of[sender]] += total
+            moved.received[node_of[receiver]] += total
     return moved
-
-
-def _count(moved: Traffic, sender: int, receiver: int, nbytes: int) -> None:
-    if sender != receiver:
-        moved.sent[sender] += nbytes
-        moved.received[receiver] += nbytes
 
 
 def predict(mode: str, total: int, tensors: int, cluster: Cluster, owned: Sequence[int] = ()) -> float:

@@ -1,7 +1,5 @@
 """The cost functions of docs/algorithms.md: seconds that a load takes in each mode. Pure.
 
-``choose.py`` calls them with rates measured on the first waves of a load, ``simulator.py`` with those assumed for a cluster.
-
 Sizes are in bytes, rates in bytes/s, times in seconds. Parameters that several functions share:
     total: bytes of the checkpoint.
     owned: for each rank, bytes of its local shards.
@@ -16,12 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MEMORY_RATE = 2e9
-"""Rate at which a rank unpacks from host memory, a low estimate (measured: 2.6e9 in pieces of 12 kB on 2 busy cores)."""
-MIN_SECONDS_FOR_TRIAL = 1.0
-"""A load that is predicted to end sooner than this does not try another mode on one of its waves."""
-FAN_OUT = 32
-"""Children of a leader in the tree of nodes. The views of so many are one call to the store."""
+from epload.control.tree import FAN_OUT
+
 INFINITE = float("inf")
 
 
@@ -33,7 +27,7 @@ class Rates:
     """For each rank, the rate at which it reads while all ranks read."""
     link: float
     """Over one node's link, each way. Infinite if there is one node."""
-    unpack: float = MEMORY_RATE
+    unpack: float = INFINITE
     """From a staging buffer into one rank's shards, after the last bucket has arrived."""
     intra: float = INFINITE
     """Into one rank from the others of its node. Infinite if they share staging buffers."""
@@ -118,9 +112,8 @@ def sync(
     return moving + around
 
 
-def per_node(total: int, owned: Sequence[int], readers: Sequence[float], rates: Rates | None = None) -> float:
+def per_node(total: int, owned: Sequence[int], readers: Sequence[float], rates: Rates) -> float:
     """One rank of each node reads everything. ``readers``: the rate of each. The slowest node decides."""
-    rates = rates or Rates((), INFINITE)
     return max(total / min(readers), total / rates.intra) + max(owned, default=0) / rates.unpack
 
 
@@ -215,13 +208,3 @@ def agreement(nodes: int, ranks: int, rounds: int, store: StoreRates) -> Agreeme
         levels += 1
     server = operations * store.operation + rounds * store.round
     return Agreement(operations, most, server, server + rounds * (levels * store.level + ranks * store.rank))
-
-
-def describe_choice(readers: str, predictions: dict[str, float], reason: str) -> str:
-    """The choice in words, e.g. ``auto -> every: predicted 0.8 s, partitioned 2.1 s (reason)``.
-
-    ``predictions`` are the seconds of each mode.
-    """
-    others = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in predictions.items() if name != readers)
-    own = f": predicted {predictions[readers]:.2g} s" if readers in predictions else ""
-    return f"auto -> {readers}{own}{', ' + others if others else ''} ({reason})"

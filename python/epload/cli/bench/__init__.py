@@ -1,1 +1,0 @@
-"""``epload bench``: the command, and what each of its ranks runs."""

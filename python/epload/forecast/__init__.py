@@ -1,1 +1,0 @@
-"""What a load would do on ranks and clusters that are not there."""

@@ -1,0 +1,45 @@
+"""Counts the bytes that a load moves between nodes, along the same schedule. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from epload.planning.schedule import Flow
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """For each node, bytes that it receives from and sends to other nodes."""
+
+    received: list[int]
+    sent: list[int]
+
+
+def traffic(
+    buckets: Sequence[int], per_wave: int, nodes: Sequence[Sequence[int]], readers: str, algorithm: str = "two_level",
+    src: int = 0,
+) -> Traffic:  # fmt: skip
+    """Returns the bytes over each node's link in a load whose nodes share staging buffers.
+
+    Args:
+        buckets: bytes of each bucket, in order.
+        per_wave: number of buckets in a wave.
+        nodes: the global ranks of each node.
+        readers: not ``"auto"``.
+        algorithm: ``"two_level"`` or ``"striped"``.
+        src: global rank of the source.
+    """
+    moved = Traffic([0] * len(nodes), [0] * len(nodes))
+    flows = [Flow(tuple(map(tuple, nodes)), rank, src, readers, algorithm, True) for node in nodes for rank in node]
+    relays = [flow for flow in flows if flow.crosses and flow.rank in flow.relays]
+    for first in range(0, len(buckets), per_wave) if relays else ():
+        wave, end = [], 0
+        for number in range(first, min(first + per_wave, len(buckets))):
+            wave.append((number, end, end + buckets[number]))
+            end += buckets[number]
+        for flow in relays:
+            for begin, stop, source, _, target, _ in flow.steps(wave):
+                moved.received[flow.node] += (stop - begin) * (source >= 0)
+                moved.sent[flow.node] += (stop - begin) * (target >= 0)
+    return moved
