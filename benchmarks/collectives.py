@@ -56,7 +56,7 @@ def _ring(topology: epload.Topology) -> Collective:
     at = order.index(topology.rank)
     before = order[at - 1] if at else -1
     after = order[at + 1] if at + 1 < len(order) else -1
-    name = topology.flat_route(0).inter_group
+    name = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     staging = torch.empty(BUCKET, dtype=torch.uint8)
 
     def run(tensors: list[Tensor]) -> None:
@@ -66,6 +66,22 @@ def _ring(topology: epload.Topology) -> Collective:
                 ops.pack(staging, bucket, table)
             ops.relay(staging, torch.tensor([[0, nbytes, before, -1, after, -1]]), name, "", CHUNK)
             if at:
+                ops.unpack(staging, bucket, table)
+
+    return run
+
+
+def _tree(topology: epload.Topology) -> Collective:
+    """Broadcasts buckets with gloo's own algorithm, a tree over all ranks."""
+    staging = torch.empty(BUCKET, dtype=torch.uint8)
+
+    def run(tensors: list[Tensor]) -> None:
+        for bucket, table in _buckets(tensors):
+            nbytes = int(table[-1, 1]) + bucket[-1].nbytes
+            if topology.rank == 0:
+                ops.pack(staging, bucket, table)
+            dist.broadcast(staging[:nbytes], 0)
+            if topology.rank != 0:
                 ops.unpack(staging, bucket, table)
 
     return run
@@ -93,7 +109,7 @@ def _buckets(tensors: list[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
 
 COLLECTIVES: dict[str, Callable[[epload.Topology], Collective]] = {
     "one broadcast per tensor": _per_parameter,
-    "buckets, flat tree (gloo)": partial(_op, "flat"),
+    "buckets, flat tree (gloo)": _tree,
     "buckets, flat ring (like NCCL)": _ring,
     "buckets, two_level": partial(_op, "two_level"),
     "buckets, striped": partial(_op, "striped"),

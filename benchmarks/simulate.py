@@ -25,7 +25,7 @@ from clusters import MODELS, NODES, SOURCES, STORAGES, Model, Node, cluster
 from control_bed import FIRST_ROUNDS
 from costs import StoreRates
 from epload.planning.traffic import traffic
-from simulator import Cluster, flat_traffic, predict
+from simulator import Cluster, predict
 from summary import Row, median
 from tables import Table, seconds, write
 
@@ -149,8 +149,7 @@ def _compare(run: Row, row: Row, bed: Cluster) -> Row:
     readers, _, algorithm = mode.partition("/")
     nodes = [range(first, first + bed.ranks) for first in range(0, bed.world, bed.ranks)]
     buckets, per_wave = run["buckets"]["partitioned" if readers == "partitioned" else "one"]
-    flat = algorithm == "flat"
-    moved = flat_traffic(sum(buckets), nodes) if flat else traffic(buckets, per_wave, nodes, readers, algorithm)
+    moved = traffic(buckets, per_wave, nodes, readers, algorithm)
     seconds = predict(mode, run["nbytes"], run["tensors"], bed)
     return {
         "shape": run["shape"], "nodes": run["nodes"], "mode": row["title"], "measured": row["median"],

@@ -77,17 +77,6 @@ def waves(total: int, nodes: Nodes, readers: str, on_device: bool = False, most:
     return size, 1 if on_device else buckets_per_wave(nodes, readers, size)
 
 
-def flat_traffic(total: int, nodes: Nodes) -> Traffic:
-    """Returns the bytes over each node's link where rank 0 sends ``total`` bytes to all ranks by gloo's broadcast."""
-    moved = Traffic([0] * len(nodes), [0] * len(nodes))
-    node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
-    for sender, receiver in costs.tree_edges(sorted(node_of), 0):
-        if node_of[sender] != node_of[receiver]:
-            moved.sent[node_of[sender]] += total
-            moved.received[node_of[receiver]] += total
-    return moved
-
-
 def predict(mode: str, total: int, tensors: int, cluster: Cluster, owned: Sequence[int] = ()) -> float:
     """Seconds of a load.
 
@@ -128,7 +117,7 @@ def _transfer_seconds(mode: str, total: int, tensors: int, cluster: Cluster, own
         count = tensors if mode == "tensor ring" else buckets
         latency = c.nodes * c.hop + (c.world - c.nodes) * c.hop_inside
         return costs.flat_ring(total, count, replace(rates, link=_all_links(c)), one_reads, latency)
-    if mode == "tree" or algorithm == "flat":
+    if mode == "tree":
         copies, inside = costs.tree_copies(nodes, 0)
         return costs.flat_tree(total, copies, inside, rates, one_reads, wave) + max(owned) / c.unpack
     overhead = buckets * (c.message + c.header_wait)

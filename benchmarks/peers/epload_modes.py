@@ -11,7 +11,7 @@ TITLE = "epload"
 MODES = {
     f"{readers}/{algorithm}": {"readers": readers, "algorithm": algorithm}
     for readers, algorithms in {
-        "one": ("flat", "two_level", "striped"),
+        "one": ("two_level", "striped"),
         "partitioned": ("two_level", "striped"),
         "per_node": ("auto",),
         "every": ("auto",),
@@ -21,7 +21,7 @@ MODES = {
 } | {"auto, a dict on rank 0": {"readers": "auto", "algorithm": "auto", "as_dict": True}}
 
 # Loads from meta differ only in the transfer, which reloads measure.
-_ONLY_RELOAD = ("one/flat", "one/striped", "partitioned/two_level", "partitioned/striped", "per_node/auto")
+_ONLY_RELOAD = ("one/striped", "partitioned/two_level", "partitioned/striped", "per_node/auto")
 MODE_CASES = dict.fromkeys(_ONLY_RELOAD, ("reload",))
 
 

@@ -21,18 +21,15 @@
 namespace epload {
 namespace {
 
-enum class Algorithm { kTwoLevel, kStriped, kFlat };
+enum class Algorithm { kTwoLevel, kStriped };
 
 Algorithm algorithm_of(const std::string& name) {
   if (name == "two_level") {
     return Algorithm::kTwoLevel;
   }
-  if (name == "striped") {
-    return Algorithm::kStriped;
-  }
   TORCH_CHECK_VALUE(
-      name == "flat", "coalesced_bcast: expected algorithm 'two_level', 'striped' or 'flat', got '", name, "'");
-  return Algorithm::kFlat;
+      name == "striped", "coalesced_bcast: expected algorithm 'two_level' or 'striped', got '", name, "'");
+  return Algorithm::kStriped;
 }
 
 // Where this rank stands, and the groups over which it sends and receives.
@@ -45,12 +42,7 @@ class Route {
       const std::string& intra_group,
       Algorithm algorithm,
       int64_t leader)
-      : inter_(inter_group, device), intra_(intra_group, device), flat_(algorithm == Algorithm::kFlat) {
-    TORCH_CHECK_VALUE(
-        !flat_ || !intra_.present(),
-        "coalesced_bcast: algorithm 'flat' takes one group of all ranks as inter_group and no intra_group, got '",
-        intra_group,
-        "'");
+      : inter_(inter_group, device), intra_(intra_group, device) {
     if (!inter_.present() && !intra_.present()) {
       TORCH_CHECK_VALUE(src >= 0, "coalesced_bcast: expected src as a global rank, got ", src);
       return; // a job of one rank
@@ -75,7 +67,7 @@ class Route {
 
   // Copies the source's bytes to every rank.
   void broadcast(const at::Tensor& flat) const {
-    if (!flat_ && (inter_.present() ? inter_ : intra_).relays()) {
+    if ((inter_.present() ? inter_ : intra_).relays()) {
       relay(flat, relay_steps(position_, flat.numel(), kOpAlignment, kRelayChunk), inter_, intra_, kRelayChunk);
       return;
     }
@@ -149,7 +141,6 @@ class Route {
   }
 
   Group inter_, intra_;
-  bool flat_;
   Position position_{};
 };
 
@@ -246,8 +237,8 @@ void broadcast_buckets(at::TensorList tensors, const BucketPlan& plan, const Rou
 // in the same order. `src` is a global rank. `inter_group` has one leader per node, `src` among them, and is empty on a
 // rank that leads no node; `intra_group` has this node's ranks and is empty if there is only one. `leader` is the
 // global rank of this node's leader; -1 derives it: `src` on its own node, elsewhere the node's lowest rank. With
-// algorithm "flat", `inter_group` is the one group of all ranks. With "striped", it is this rank's rail, on which is
-// the rank of every node that comes at the same place in its `intra_group`, and `leader` the one of the source's node.
+// "striped", `inter_group` is this rank's rail, on which is the rank of every node that comes at the same place in its
+// `intra_group`, and `leader` the one of the source's node.
 // Throws ValueError before anything has moved.
 void coalesced_bcast(
     at::TensorList tensors,

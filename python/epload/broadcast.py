@@ -48,7 +48,7 @@ def coalesced_bcast(
             CPU tensors.
         algorithm: ``"two_level"`` sends each bucket along the leaders of the nodes and then inside each node. ``"striped"``
             splits each bucket among the ranks of a node, each of which sends its part to its counterpart on the next node;
-            if node sizes differ, ``"two_level"`` is used instead. ``"flat"`` is one broadcast over all ranks.
+            if node sizes differ, ``"two_level"`` is used instead.
         stream: the stream for all device work. Default: the current stream. Must be None for CPU tensors.
         check: compare ``src``, ``bucket_bytes``, ``algorithm`` and the tensors' shapes and dtypes on all ranks. Ranks that
             disagree would otherwise hang or exchange wrong data. A list that all ranks have agreed on is not compared
@@ -103,11 +103,9 @@ def _broadcast(
         raise failure
     if algorithm == "striped" and not topology.even:
         algorithm = "two_level"
-    routes = {"flat": topology.flat_route, "striped": topology.striped_route, "two_level": topology.route}
-    route = routes[algorithm](src)
-    leader = -1 if algorithm == "flat" else route.leader
+    route = (topology.striped_route if algorithm == "striped" else topology.route)(src)
     ops.coalesced_bcast(
-        tensors, src, route.inter_group, route.intra_group, bucket_bytes, algorithm, stream, leader=leader
+        tensors, src, route.inter_group, route.intra_group, bucket_bytes, algorithm, stream, leader=route.leader
     )
 
 

@@ -127,14 +127,14 @@ class HierarchicalLoader:
                 ``"auto"`` is ``"every"`` if every rank can read the checkpoint, unless they would read its bytes too often:
                 from object storage more than 1.25 times, from files more than 4 times; then it is ``"partitioned"``. If not
                 every rank can read it, it is ``"one"``.
-            algorithm: ``"two_level"``, ``"striped"`` or ``"flat"`` (one group, for comparison). ``"auto"`` is ``"two_level"``.
+            algorithm: ``"two_level"`` or ``"striped"``. ``"auto"`` is ``"two_level"``.
                 For a model on a device it is ``"striped"`` if every rank has a network card of its own, and buckets that do not
                 cross nodes go through memory that a node's ranks share, out of which each copies what it keeps.
             bucket_bytes: size of a bucket; each rank has two, but for a model on a device with ``"every"``, where there are none.
                 A rank that brings bytes from the host to a device has up to 64 MiB of pinned memory for that. Where a node's
                 ranks share staging buffers, it is the size of the buckets that move together, and the node has twice that
-                (each rank, if they cannot share memory). None is 64 MiB; in host memory 48 MiB with ``"one"``, ``"per_node"``
-                or ``"flat"``, and with ``"partitioned"`` or ``"auto"`` on more than 16 nodes 4 MiB per node, at most 512 MiB;
+                (each rank, if they cannot share memory). None is 64 MiB; in host memory 48 MiB with ``"one"`` or
+                ``"per_node"``, and with ``"partitioned"`` or ``"auto"`` on more than 16 nodes 4 MiB per node, at most 512 MiB;
                 for buckets on a device that cross nodes 256 MiB.
             verify: after the load, ranks prove their shards against the checkpoint, which is read once more, by all ranks that
                 have it together.

@@ -64,8 +64,8 @@ class TransferReport:
     buckets: int = 0
     """Number of buckets that they were packed into."""
     transport_steps: int = 0
-    """Number of messages that this rank sent and received, including the manifest's. With ``algorithm="flat"``, number of
-    broadcasts that it took part in."""
+    """Number of messages that this rank sent and received, including the manifest's; on a device, of broadcasts that it
+    took part in."""
     peak_staging: int = 0
     """Bytes of this rank's staging buffers, on the host and on the device together."""
     verify: bool = False
@@ -257,7 +257,7 @@ class LoadReport(TransferReport):
     reason: str = ""
     """Why these readers and this algorithm were used, if they were chosen by ``"auto"`` or differ from those asked for."""
     algorithm: str = ""
-    """How buckets were sent from rank to rank: ``"two_level"``, ``"striped"`` or ``"flat"``. Empty where none was sent: each rank
+    """How buckets were sent from rank to rank: ``"two_level"`` or ``"striped"``. Empty where none was sent: each rank
     read its own shards, or the ranks of a node took theirs out of memory that they share."""
     topology: str = ""
     """The topology that the load used, e.g. ``"Topology(4+4 ranks, rank 0)"``: ranks of each node, and this rank."""

@@ -17,10 +17,10 @@ from epload.planning.exchange import plan_exchange
 from epload.planning.schedule import Flow
 from epload.planning.shares import whole_share
 from epload.planning.streams import Members
-from epload.planning.traffic import Traffic, traffic
+from epload.planning.traffic import traffic
 from epload.sync.transfer import ExchangeRoles
 from netbed import INTERFACE, NetBed
-from simulator import Cluster, SyncLoad, flat_traffic, predict, predict_sync, sync_traffic
+from simulator import Cluster, SyncLoad, predict, predict_sync, sync_traffic
 from support.testbed import require
 from sync_planning import Tensors
 from workload import Size, plan_buckets
@@ -36,7 +36,6 @@ def test_the_flat_tree_of_gloo() -> None:
     assert costs.tree_copies(nodes_of(4, 2), 0) == (4, 1)
     assert costs.tree_copies(nodes_of(8, 1), 0) == (3, 0)
     assert sorted(receiver for _, receiver in costs.tree_edges(range(7), 3)) == [0, 1, 2, 4, 5, 6]
-    assert flat_traffic(1000, nodes_of(4, 2)) == Traffic([0, 2000, 2000, 2000], [4000, 2000, 0, 0])
 
 
 # ---- seconds ----
@@ -155,8 +154,7 @@ def test_simulated_bytes_match_the_link_counters(shape: tuple[int, int], tmp_pat
         readers, _, algorithm = sample["entry"].removeprefix("epload_modes:").partition("/")
         readers, algorithm = readers.replace("auto", "every"), algorithm.replace("auto", "two_level")
         buckets, per_wave = plan_buckets(Path(folders[0]), size, nodes, readers)
-        flat = algorithm == "flat"
-        simulated = flat_traffic(sum(buckets), nodes) if flat else traffic(buckets, per_wave, nodes, readers, algorithm)
+        simulated = traffic(buckets, per_wave, nodes, readers, algorithm)
         for node, counted in enumerate(sample["links"]):
             for direction, got, want in zip(
                 ("received", "sent"), counted, (simulated.received[node], simulated.sent[node]), strict=True

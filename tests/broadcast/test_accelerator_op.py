@@ -143,15 +143,15 @@ def wrong_use(rank: int) -> tuple[list[str], dict[str, str]]:
     ascend_group = str(ascend.group.group_name)  # type: ignore[union-attr]
     two = [f"{fakedev.NAME}:1", DEVICE]
     elsewhere = torch.Stream(other.device)
-    refused("op, devices", two, lambda t: ops.coalesced_bcast([*t, other], 0, everyone, "", 100, "flat"))
-    refused("op, stream", two, lambda t: ops.coalesced_bcast(t, 0, everyone, "", 100, "flat", elsewhere))
-    refused("one rank, devices", two, lambda t: ops.coalesced_bcast([*t, other], 0, "", "", 100, "flat"))
-    refused("one rank, stream", two, lambda t: ops.coalesced_bcast(t, 0, "", "", 100, "flat", elsewhere))
+    refused("op, devices", two, lambda t: ops.coalesced_bcast([*t, other], 0, everyone, "", 100, "two_level"))
+    refused("op, stream", two, lambda t: ops.coalesced_bcast(t, 0, everyone, "", 100, "two_level", elsewhere))
+    refused("one rank, devices", two, lambda t: ops.coalesced_bcast([*t, other], 0, "", "", 100, "two_level"))
+    refused("one rank, stream", two, lambda t: ops.coalesced_bcast(t, 0, "", "", 100, "two_level", elsewhere))
     for what, group, parts in (
         ("no backend", host_group, [host_group, fakedev.NAME]),
         ("hccl", ascend_group, ["HCCL", "EPLOAD_NPU=1"]),
     ):
-        refused(what, parts, lambda t: ops.coalesced_bcast(t, 0, group, "", 100, "flat"))  # noqa: B023
+        refused(what, parts, lambda t: ops.coalesced_bcast(t, 0, group, "", 100, "two_level"))  # noqa: B023
         refused(f"{what}, node", parts, lambda t: ops.coalesced_bcast(t, 0, "", group, 100, "two_level"))  # noqa: B023
     return wrong, texts
 
@@ -170,7 +170,7 @@ def in_a_group_of_its_own(rank: int) -> list[str]:
     """The job has no backend for the device, the topology's group has."""
     topo = Topology.from_nodes([[0, 1], [2]], dist.new_group(backend=fakedev.BACKENDS))
     wrong = []
-    for src, algorithm in ((0, "two_level"), (2, "flat")):
+    for src, algorithm in ((0, "two_level"), (2, "striped")):
         wrong += contract.exchange(rank, src, topo, contract.SHAPES, src, DEVICE, algorithm=algorithm)
     return wrong
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import product
 from typing import Any
 
 import torch
@@ -15,11 +14,9 @@ from support import ranks
 from support.broadcasts import SHAPES
 
 
-def _messages(topo: Topology, rank: int, algorithm: str) -> list[str]:
-    """What moves a bucket from rank 0: one broadcast if flat; else each rank passes it on in the chain of the leaders and in
+def _messages(topo: Topology, rank: int) -> list[str]:
+    """What moves a bucket from rank 0: each rank passes it on in the chain of the leaders and in
     that of its node."""
-    if algorithm == "flat":
-        return ["c10d::broadcast_"]
     chains = [topo.leaders(0), topo.node]
     sends = sum(rank in chain and rank != chain[-1] for chain in chains)
     return ["c10d::recv_"] * (rank != 0) + ["c10d::send"] * sends
@@ -29,15 +26,15 @@ def count_steps(rank: int) -> list[str]:
     wrong = []
     for nodes in ([[0, 1], [2]], [[0, 1, 2]]):
         topo = Topology.from_nodes(nodes)
-        for algorithm, bucket_bytes in product(("two_level", "flat"), (100, 1 << 20)):
+        for bucket_bytes in (100, 1 << 20):
             tensors = [torch.ones(shape) for shape in (*SHAPES, (90,), (3, 17))]
-            options: dict[str, Any] = {"topology": topo, "bucket_bytes": bucket_bytes, "algorithm": algorithm}
+            options: dict[str, Any] = {"topology": topo, "bucket_bytes": bucket_bytes}
             coalesced_bcast(tensors, **options)
             extents = [_C.extent_of(list(t.shape), 4, bucket_bytes) for t in tensors]
             buckets = len(_C.plan_buckets(extents, bucket_bytes, _C.OP_ALIGNMENT, 0)[1])
-            messages = _messages(topo, rank, algorithm)
+            messages = _messages(topo, rank)
             text = _unexpected(messages * buckets, tensors, **options)
-            wrong += [f"{nodes} {algorithm} {bucket_bytes}, {buckets} buckets: {text}"] if text else []
+            wrong += [f"{nodes} {bucket_bytes}, {buckets} buckets: {text}"] if text else []
     return wrong
 
 
@@ -64,8 +61,8 @@ def test_profiler_sees_the_steps_of_the_plan_and_no_more() -> None:
 def count_default_buckets(rank: int) -> list[str]:
     tensors = [torch.zeros(5 << 20, dtype=torch.uint8) for _ in range(5)]
     topo = Topology.from_nodes([[0, 1]])
-    coalesced_bcast(tensors, topology=topo, algorithm="flat")
-    text = _unexpected(["c10d::broadcast_"] * 2, tensors, topology=topo, algorithm="flat")
+    coalesced_bcast(tensors, topology=topo)
+    text = _unexpected(_messages(topo, rank) * 2, tensors, topology=topo)
     return [text] if text else []
 
 

@@ -24,7 +24,7 @@ def wrong_arguments(rank: int) -> tuple[list[str], dict[str, str]]:
     see.check("no tensor", "TypeError", ["list", "item 1"], [one, [1.0]])
     for src in (3, -1, 10**9):
         see.check(f"src {src}", "ValueError", [str(src), "[0, 1, 2]"], [one], src=src)
-    see.check("algorithm", "ValueError", ["ring", "two_level", "flat"], [one], algorithm="ring")
+    see.check("algorithm", "ValueError", ["ring", "two_level", "striped"], [one], algorithm="ring")
     for size in (15, 0, -1):
         see.check(f"bucket {size}", "ValueError", ["16", str(size)], [one], bucket_bytes=size)
     see.check("huge bucket", "ValueError", ["bucket"], [one], bucket_bytes=2**62)
@@ -56,7 +56,9 @@ def mistake_of_one(rank: int) -> tuple[list[str], dict[str, str]]:
     see.check("small bucket", "ValueError", ["16", "rank 2"], [one], bucket_bytes=4 if odd else 64)
     see.check("other src", "ManifestMismatch", ["src", "rank 0", "rank 2"], [one], src=1 if odd else 0)
     see.check("other bucket", "ManifestMismatch", ["bucket_bytes", "rank 2"], [one], bucket_bytes=80 if odd else 96)
-    see.check("algorithm", "ManifestMismatch", ["flat", "rank 2"], [one], algorithm="flat" if odd else "two_level")
+    see.check(
+        "algorithm", "ManifestMismatch", ["striped", "rank 2"], [one], algorithm="striped" if odd else "two_level"
+    )
     two = torch.zeros(3, 2)
     see.check("count", "ManifestMismatch", ["2 tensors", "3", "rank 2"], [one, two] + [two] * odd)
     see.check("fewer", "ManifestMismatch", ["2 tensors", "1", "rank 2"], [one, two][: 1 if odd else 2])

@@ -60,7 +60,7 @@ def uneven_groups(rank: int) -> list[str]:
     if rank in (0, 2):  # torch counts the groups of a rank, so that it would hang had epload added to them unequally
         dist.new_group([0, 2], use_local_synchronization=True)
     wrong += exchange(rank, 3, topo, SHAPES, 2, bucket_bytes=100)
-    wrong += exchange(rank, 1, topo, SHAPES, 3, algorithm="flat")
+    wrong += exchange(rank, 1, topo, SHAPES, 3)
     everyone = dist.new_group()  # the user's own still work
     total = torch.tensor([rank])
     dist.all_reduce(total, group=everyone)

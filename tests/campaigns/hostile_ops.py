@@ -93,7 +93,7 @@ def tensors_of_every_kind() -> list[Tensor]:
 
 NUMBERS = [0, 1, -1, 2, 3, 7, 64, 2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**62, INT64_MAX, -INT64_MAX - 1, -(2**32)]
 FLOATS = [0.0, -1.0, float("nan"), float("inf"), -float("inf"), 1e-300, 1e308, 1e9]
-TEXTS = ["", "0", "default_pg", "two_level", "striped", "flat", "\0", "x" * 10_000, "\N{SNOWMAN}"]
+TEXTS = ["", "0", "default_pg", "two_level", "striped", "\0", "x" * 10_000, "\N{SNOWMAN}"]
 OBJECTS: list[Any] = [None, "text", object(), b"bytes", [], {}, 1.5]
 
 
@@ -186,7 +186,7 @@ GROUP = "0"
 """The name that torch gives the default group."""
 
 CALLS: dict[str, Callable[[Setting], list[Any]]] = {
-    "coalesced_bcast": lambda s: [s.tensors, 0, GROUP, "", 64, "flat", None],
+    "coalesced_bcast": lambda s: [s.tensors, 0, GROUP, "", 64, "two_level", None],
     "pack": lambda s: [s.bucket, s.tensors, s.copies],
     "unpack": lambda s: [s.bucket, s.tensors, s.copies],
     "device_pipe": lambda s: [torch.device(DEVICE), 1, 4096],

@@ -78,7 +78,6 @@ def wrong_nodes(rank: int) -> dict[str, tuple[str, str]]:
     for src in (-1, 3, 10**12):
         seen[f"leaders {src}"] = raised(lambda src=src: topo.leaders(src))  # type: ignore[misc]
         seen[f"route {src}"] = raised(lambda src=src: topo.route(src))  # type: ignore[misc]
-        seen[f"flat {src}"] = raised(lambda src=src: topo.flat_route(src))  # type: ignore[misc]
     tensors = [torch.full((3,), float(rank))]
     coalesced_bcast(tensors, src=2, topology=topo)
     seen["after"] = ("", str(tensors[0].tolist()))
@@ -145,9 +144,6 @@ def routes(rank: int, nodes: Nodes) -> list[str]:
                     wrong.append(f"{src}: {name} is {found}, expected {members}")
         if topo.route(src) != route:
             wrong.append(f"{src}: groups were made twice")
-        flat = topo.flat_route(src)
-        if flat.intra_group or not flat.inter_group:
-            wrong.append(f"flat {src}: {flat}")
     first, usual = topo.route(0), topo.control.timeout
     topo.control.timeout = timedelta(seconds=77)
     other = topo.route(0)
@@ -186,7 +182,9 @@ def halves(rank: int, nodes: Nodes | None) -> list[str]:
         tensors = [torch.full((40,), float(100 * turn + rank)), torch.tensor(rank)]
         # The halves differ in the number of their calls, so that a hidden common step would hang.
         for _ in range(1 + half):
-            coalesced_bcast(tensors, src=src, topology=topo, bucket_bytes=64, algorithm=["two_level", "flat"][turn % 2])
+            coalesced_bcast(
+                tensors, src=src, topology=topo, bucket_bytes=64, algorithm=["two_level", "striped"][turn % 2]
+            )
         if tensors[0].tolist() != [100 * turn + src] * 40 or int(tensors[1]) != src:
             wrong.append(f"src {src}: {tensors}")
     if (stranger := raised(lambda: coalesced_bcast([torch.zeros(1)], src=4 - 4 * half, topology=topo)))[
@@ -233,8 +231,8 @@ def test_without_a_process_group() -> None:
         assert topo.nodes == ((0,),)
         assert (topo.rank, topo.ranks, topo.node) == (0, (0,), (0,))
         assert topo.leaders(0) == (0,)
-        for route in (topo.route(0), topo.flat_route(0)):
-            assert (route.leader, route.inter_group, route.intra_group) == (0, "", "")
+        route = topo.route(0)
+        assert (route.leader, route.inter_group, route.intra_group) == (0, "", "")
         tensor = torch.arange(4)
         coalesced_bcast([tensor], topology=topo)
         assert tensor.tolist() == [0, 1, 2, 3]

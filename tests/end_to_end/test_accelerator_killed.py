@@ -84,7 +84,7 @@ def test_the_others_raise_and_load_again(semantics: str, when: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("victim", "readers", "algorithm"),
-    [(0, "one", "two_level"), (3, "one", "striped"), (1, "per_node", "two_level"), (2, "partitioned", "flat")],
+    [(0, "one", "two_level"), (3, "one", "striped"), (1, "per_node", "two_level"), (2, "partitioned", "two_level")],
 )
 def test_whoever_is_killed(victim: int, readers: str, algorithm: str, tmp_path: Path) -> None:
     results = ranks.run(

@@ -189,7 +189,7 @@ def _in_the_middle(rank: int, readers: str, algorithm: str) -> Outcome:
         ("one", "striped"),
         ("per_node", "two_level"),
         ("partitioned", "two_level"),
-        ("every", "flat"),
+        ("every", "two_level"),
     ],
 )
 def test_failures_in_the_middle(readers: str, algorithm: str, semantics: str) -> None:

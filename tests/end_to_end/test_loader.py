@@ -31,7 +31,6 @@ TURNS = (0, 2, 1, 3)
 WAYS = (
     ("one", "two_level"),
     ("one", "striped"),
-    ("one", "flat"),
     ("per_node", "two_level"),
     ("partitioned", "two_level"),
     ("partitioned", "striped"),
@@ -231,10 +230,8 @@ def _messages(rank: int, readers: str, algorithm: str, buckets: int) -> Counter[
     """What a rank of 2 nodes x 2 sends and receives: the manifest through the leaders and on in each node; then every bucket
     once between the nodes, through one rank of each or, in stripes, through all; nothing inside a node, which shares memory.
     Where no bucket crosses nodes, the manifest comes with the agreement."""
-    if readers == "every" or (readers == "per_node" and algorithm != "flat"):
+    if readers in ("every", "per_node"):
         return Counter()
-    if algorithm == "flat":
-        return Counter({"c10d::broadcast_": 1 + buckets})
     manifest = {0: (2, 0), 1: (0, 1), 2: (1, 1), 3: (0, 1)}[rank]
     sends = receives = 0
     if readers in ("one", "auto") and (algorithm == "striped" or rank in (0, 2)):

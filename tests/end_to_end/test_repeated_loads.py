@@ -24,7 +24,6 @@ WAYS: dict[str, list[dict[str, Any]]] = {
     "auto": [{}],
     "one, proven": [{"readers": "one", "verify": True}],
     "partitioned, striped, checked": [{"readers": "partitioned", "algorithm": "striped", "verify": True}],
-    "flat": [{"readers": "one", "algorithm": "flat"}],
     "two timeouts": [{"timeout": 60}, {"timeout": 90}],
 }
 

@@ -19,7 +19,6 @@ WAYS = [
     ("per_node", "auto"),
     ("partitioned", "auto"),
     ("one", "striped"),
-    ("one", "flat"),
 ]
 """With those that on CPU are like others, but for a model on a device go another way."""
 
@@ -34,7 +33,7 @@ def test_every_way_from_every_source(world: int, tmp_path: Path) -> None:
     all_fine(ranks.run(world, contract.matrix, world, tmp_path, DEVICE, WAYS, False, setup=fakedev.setup))
 
 
-@pytest.mark.parametrize(("nodes", "algorithm"), [(NODES, "striped"), ([[0, 1, 2], [3]], "two_level"), (NODES, "flat")])
+@pytest.mark.parametrize(("nodes", "algorithm"), [(NODES, "striped"), ([[0, 1, 2], [3]], "two_level")])
 def test_partitioned_reads_each_byte_once_in_the_whole_job(
     nodes: contract.Nodes, algorithm: str, tmp_path: Path
 ) -> None:

@@ -60,7 +60,7 @@ def test_a_closed_loader_frees_its_memory_and_loads_no_more() -> None:
 def test_load_takes_the_options_of_the_loader_and_of_its_load() -> None:
     model = nn.ParameterDict({"a": torch.zeros(3), "b": torch.zeros(2), "c": torch.zeros(1)})
     state = {"a": torch.arange(3.0), "b": torch.arange(4.0), "d": torch.zeros(1)}
-    options = {"readers": "one", "algorithm": "flat", "verify": True, "progress": False, "bucket_bytes": 4096}
+    options = {"readers": "one", "algorithm": "two_level", "verify": True, "progress": False, "bucket_bytes": 4096}
     with pytest.raises(epload.ModelMismatch, match=r"\bb\b"):
         epload.load(model, state, strict=False, **options)  # type: ignore[arg-type]
     report = epload.load(model, state, strict=False, ignore_mismatched_shapes=True, **options)  # type: ignore[arg-type]

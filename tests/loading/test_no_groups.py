@@ -24,7 +24,6 @@ CASES: list[tuple[Nodes, dict[str, Any], bool]] = [
     ([[0, 1, 2, 3]], {"readers": "one"}, False),
     ([[0, 1, 2]], {"readers": "auto", "src": 1}, False),
     ([[0, 1, 2]], {"readers": "partitioned", "algorithm": "striped"}, False),
-    ([[0, 1, 2]], {"readers": "one", "algorithm": "flat"}, True),
     ([[0, 1], [2]], {"readers": "per_node"}, False),
     ([[0, 1], [2]], {"readers": "every"}, False),
     ([[0, 1], [2]], {"readers": "one"}, True),

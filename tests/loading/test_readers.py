@@ -52,7 +52,7 @@ def choices(rank: int, folder: Path) -> list[str]:
     small_waves()
     problems = []
     strict = mock.patch.multiple(choose, SMALL_BYTES=-1, MAX_FILE_READS=0.5)
-    algorithms = ("two_level", "striped", "flat")
+    algorithms = ("two_level", "striped")
     for nodes, algorithm in product(([[0, 1], [2, 3]], [[0, 1, 2], [3]], [[0, 1, 2, 3]]), algorithms):
         for way in ("every", "partitioned", "one"):
             told = mock.patch.object(agreement, "choose_readers", return_value=(way, f"auto -> {way}: told"))
@@ -79,10 +79,10 @@ def test_whatever_auto_chooses_is_loaded_right(tmp_path: Path) -> None:
 # ---- who reads what ----
 
 
-@pytest.mark.parametrize(("nodes", "algorithm"), [(NODES, "striped"), ([[0, 1, 2], [3]], "two_level"), (NODES, "flat")])
+@pytest.mark.parametrize(("nodes", "algorithm"), [(NODES, "striped"), ([[0, 1, 2], [3]], "two_level")])
 def test_partitioned_reads_each_byte_once_in_the_whole_job(nodes: Nodes, algorithm: str, tmp_path: Path) -> None:
     per_rank = ranks.run(4, pieces_read, saved(tmp_path), nodes, algorithm)
-    each_byte_once(per_rank, readers=2 if algorithm == "flat" else 4)
+    each_byte_once(per_rank, readers=4)
 
 
 def test_every_reads_what_it_owns_and_moves_nothing(tmp_path: Path) -> None:

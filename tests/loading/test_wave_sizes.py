@@ -23,7 +23,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
         ("partitioned", "auto", None, CPU, True, 256),
         ("one", "auto", None, CPU, False, 48),
         ("every", "auto", None, CPU, False, 64),
-        ("partitioned", "flat", None, CPU, False, 48),  # no ring of nodes
         ("partitioned", "striped", None, CPU, False, 256),
         ("partitioned", "auto", None, CUDA, False, 256),
         ("one", "auto", None, CUDA, False, 256),

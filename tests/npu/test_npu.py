@@ -81,16 +81,15 @@ def run_ranks(script: str, cann: Path, folder: Path, *words: str) -> list[tuple[
 
 @pytest.mark.parametrize(
     "case",
-    ["op two_level", "op flat", "one two_level", "one striped", "one flat", "per_node two_level", "partitioned two_level",
+    ["op two_level", "one two_level", "one striped", "per_node two_level", "partitioned two_level",
      "partitioned striped", "every two_level"],
 )  # fmt: skip
 def test_on_one_stream_with_two_communicators(case: str, cann: Path, tmp_path: Path) -> None:
     for rank, (answer, lines) in enumerate(run_ranks("rank.py", cann, tmp_path, *case.split())):
         assert answer["wrong"] == []
-        flat = case.endswith("flat")
         leads = rank in (0, 2) or case.endswith("striped")
         moves = not case.startswith("every")  # each rank reads what it owns, so that no group is made
-        expected = (1 if flat or not leads else 2) if moves else 0
+        expected = (2 if leads else 1) if moves else 0
         assert sum(line[0] == "communicator" for line in lines) == expected
         second = lines[answer["begin"] :]  # the groups have their communicators
         ours = answer["stream"]

@@ -76,15 +76,10 @@ def test_the_last_wave_is_announced_at_the_end(receiving: tuple[HostRing, NodeMe
     assert announced(memory) == 1
 
 
-@pytest.mark.parametrize("algorithm", ["striped", "flat"])
-def test_a_wave_is_announced_at_once(algorithm: str) -> None:
-    """If others pass on parts of it too, and wait for this rank's; or the mover can announce nothing."""
-    nodes = ((0, 1), (2, 3)) if algorithm == "striped" else NODES
-    ring, memory = ring_of(Flow(nodes, 1, 0, "one", algorithm, shared=algorithm == "striped"))
-    if algorithm == "striped":
-        memory.board.fail()  # rank 0 of the node is not there
-        with pytest.raises(RemoteFailure):
-            ring.moved(wave(0))
-    else:
+def test_a_wave_is_announced_at_once() -> None:
+    """If others pass on parts of it too, and wait for this rank's."""
+    ring, memory = ring_of(Flow(((0, 1), (2, 3)), 1, 0, "one", "striped", shared=True))
+    memory.board.fail()  # rank 0 of the node is not there
+    with pytest.raises(RemoteFailure):
         ring.moved(wave(0))
     assert announced(memory) == 1

@@ -20,11 +20,9 @@ NODES = {1: [[0]], 2: [[0], [1]], 3: [[0, 1], [2]], 4: [[0, 1], [2, 3]]}
 WAYS = (
     ("one", "two_level"),
     ("one", "striped"),
-    ("one", "flat"),
     ("per_node", "two_level"),
     ("partitioned", "two_level"),
     ("partitioned", "striped"),
-    ("partitioned", "flat"),
     ("every", "two_level"),
 )
 meta_net = partial(small_model.meta_net, where=DEVICE)

@@ -109,7 +109,7 @@ def matrix(rank: int, shapes_of_nodes: list[Nodes], device: str = "cpu") -> list
     salt = 0
     for nodes in shapes_of_nodes:
         topo = Topology.from_nodes(nodes)
-        for src, algorithm in product(topo.ranks, ("two_level", "striped", "flat")):
+        for src, algorithm in product(topo.ranks, ("two_level", "striped")):
             for bucket_bytes in (1000, 1 << 20):
                 salt += 1
                 options = {"bucket_bytes": bucket_bytes, "algorithm": algorithm}
@@ -214,7 +214,6 @@ def raw_op(rank: int, device: str = "cpu") -> list[str]:
     check(
         "wrapper", 3, lambda t: ops.coalesced_bcast(t, 3, name(1, 3), node, 100, "two_level", leader=1 + rank // 2 * 2)
     )
-    check("flat", 2, lambda t: op(t, 2, name(0, 1, 2, 3), "", 1000, "flat"))
     check("one node", 2, lambda t: op(t, 2, "", name(0, 1, 2, 3), 1000, "two_level"))
     check("no node", 3, lambda t: op(t, 3, name(0, 1, 2, 3), "", 1000, "two_level"))
 
@@ -231,12 +230,11 @@ def raw_op(rank: int, device: str = "cpu") -> list[str]:
 
     refused("unknown inter", "no such name", 0, "no such name", node, 100, "two_level")
     refused("unknown intra", "no such name", 0, name(0, 2), "no such name", 100, "two_level")
-    refused("flat with a node", "'flat'", 0, name(0, 1, 2, 3), node, 100, "flat")
     refused("algorithm", "'ring'", 0, name(0, 2), node, 100, "ring")
     refused("bucket", "got 15", 0, name(0, 2), node, 15, "two_level")
     refused("bucket", "got -1", 0, name(0, 2), node, -1, "two_level")
     refused("huge bucket", "bucket", 0, name(0, 2), node, 2**63 - 1, "two_level")
-    refused("src", "src 9", 9, name(0, 1, 2, 3), "", 100, "flat")
+    refused("src", "src 9", 9, name(0, 1, 2, 3), "", 100, "two_level")
     refused("src of one node", "src 9", 9, "", name(0, 1, 2, 3), 100, "striped")
     if rank == 1:
         refused("leader of the source's own rail", "takes as leader", 0, rail, node, 100, "striped", leader=3)

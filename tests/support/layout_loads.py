@@ -30,7 +30,6 @@ NODES: dict[int, tuple[list[list[int]], ...]] = {
 MODES = (
     ("one", "two_level"),
     ("per_node", "two_level"),
-    ("one", "flat"),
     ("partitioned", "two_level"),
     ("every", "two_level"),
     ("partitioned", "striped"),

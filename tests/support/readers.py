@@ -39,13 +39,10 @@ Way = tuple[str, str]
 WAYS: list[Way] = [
     ("partitioned", "two_level"),
     ("partitioned", "striped"),
-    ("partitioned", "flat"),
     ("every", "two_level"),
     ("every", "striped"),
-    ("every", "flat"),
     ("auto", "auto"),
     ("auto", "striped"),
-    ("auto", "flat"),
 ]
 SOURCES = ("file", "folder", "torch", "dict")
 
@@ -138,7 +135,7 @@ def sends(nodes: Nodes, way: str, algorithm: str, device: str) -> bool:
     """Whether any rank sends buckets to another. In a node, ranks share host memory, unless they were told how to send."""
     crosses = len(nodes) > 1 and way != "per_node"
     inside = any(len(node) > 1 for node in nodes)
-    shares = algorithm != "flat" if device == "cpu" else algorithm == "auto"
+    shares = device == "cpu" or algorithm == "auto"
     return way != "every" and (crosses or (inside and not shares))
 
 

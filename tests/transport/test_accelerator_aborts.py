@@ -18,7 +18,6 @@ pytestmark = pytest.mark.usefixtures("fake_device")
     [
         ("one", "two_level"),
         ("one", "striped"),
-        ("one", "flat"),
         ("partitioned", "two_level"),
         ("partitioned", "striped"),
     ],

@@ -33,7 +33,6 @@ from support.small_model import BUCKET, NODES, State, meta_net, only_readers, st
 WAYS = (
     ("one", "two_level"),
     ("one", "striped"),
-    ("one", "flat"),
     ("per_node", "two_level"),
     ("partitioned", "striped"),
     ("every", "two_level"),
@@ -193,7 +192,7 @@ def test_ranks_with_other_dims_are_proven(tmp_path: Path) -> None:
 
 def flipped_on_the_way(rank: int, path: Path) -> list[tuple[str, str]]:
     problems = []
-    for way in (("one", "two_level"), ("one", "striped"), ("one", "flat"), ("partitioned", "striped")):
+    for way in (("one", "two_level"), ("one", "striped"), ("partitioned", "striped")):
         loader = loader_for(way, bucket_bytes=4 * BUCKET)
         with flips_on_the_way(rank == 2):
             problems.append((str(way), outcome(lambda loader=loader: loader.load(meta_net(), path))))

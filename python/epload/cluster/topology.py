@@ -177,12 +177,6 @@ class Topology:
         source_node = next(i for i, node in enumerate(self.nodes) if src in node)
         return Route(src, rail[source_node], self.groups.name(rail), self.groups.name(self.node))
 
-    def flat_route(self, src: int) -> Route:
-        """The route of a broadcast in one group of all ranks. Collective: makes the group if it does not exist."""
-        self.check_source(src)
-        self.groups.make("flat route", (self.ranks,))
-        return Route(src, src, self.groups.name(self.ranks), "")
-
     def retire(self) -> None:
         """Disposes of all groups, as after a failed transfer: the next route makes new ones. On all ranks alike."""
         self.groups.clear()

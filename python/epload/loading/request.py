@@ -37,8 +37,6 @@ class Options:
         for name, allowed in (("readers", ("auto", *READERS)), ("algorithm", ("auto", *ALGORITHMS))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"expected {name} to be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if self.readers == "per_node" and self.algorithm == "flat":
-            raise ValueError("readers='per_node' has no step between nodes, so it does not go with algorithm='flat'")
         if self.bucket_bytes is None:
             return
         if not isinstance(self.bucket_bytes, int) or isinstance(self.bucket_bytes, bool):

@@ -47,7 +47,7 @@ class Resources:
 
     @property
     def _shares_memory(self) -> bool:
-        return self._options.algorithm != "flat" and len(self._topology.ranks) > 1
+        return len(self._topology.ranks) > 1
 
     def _has_memory(self, nbytes: int) -> bool:
         return self.memory is not None and self.memory.nbytes >= nbytes

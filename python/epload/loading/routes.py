@@ -71,7 +71,6 @@ class Router:
         if options.bucket_bytes is not None:
             return options.bucket_bytes
         on_host = self.stages_on_host(device, readers)
-        readers = "one" if options.sent_algorithm == "flat" else readers
         return default_wave_bytes(len(self._topology.nodes), readers, on_host)
 
     def buckets_per_wave(self, device: torch.device, readers: str, wave_bytes: int) -> int:
@@ -88,7 +87,7 @@ class Router:
         if readers == "every" or (self._options.readers == "auto" and not only_src):
             return False
         inside = len(self._topology.nodes) == 1 or readers == "per_node"
-        return not (inside and self.stages_on_host(device, readers) and self._options.algorithm != "flat")
+        return not (inside and self.stages_on_host(device, readers))
 
     def manifest_route(self, device: torch.device) -> Route:
         """The route from rank ``src`` for the manifest, and for buckets that are not striped. Collective where its groups are not
@@ -125,7 +124,7 @@ class Router:
 
     def _routes(self, device: torch.device, flow: Flow, on_host: bool) -> dict[int, Route]:
         src = self._options.src
-        if flow.readers == "every" or (flow.shared and not flow.crosses and flow.algorithm != "flat"):
+        if flow.readers == "every" or (flow.shared and not flow.crosses):
             return {}
         if on_host:
             striped = flow.algorithm == "striped" and flow.crosses
@@ -139,8 +138,6 @@ class Router:
         return {reader: self._route(flow, reader) for reader in flow.turns}
 
     def _route(self, flow: Flow, src: int) -> Route:
-        if flow.algorithm == "flat":
-            return self._topology.flat_route(src)
         return (self._topology.striped_route if flow.algorithm == "striped" else self._topology.route)(src)
 
     def _by_node(self, readers: str) -> bool:

@@ -188,8 +188,6 @@ class LoadRun:
         words = self._memory.board.words
 
         def connect(ring: HostRing, seconds: float) -> Mover:
-            if flow.algorithm == "flat":
-                return Collective(context, flow, ring, route.routes)
             chunk = flow.chunk_bytes(plan.nbytes, plan.largest, load.per_wave)
             return Relay(context, ring, next(iter(route.routes.values())), chunk, words, seconds)
 

@@ -28,7 +28,7 @@ def _coalesced_bcast_fake(
     leader: int = -1,
 ) -> None:
     _refuse_meta("coalesced_bcast", tensors)
-    if algorithm not in ("two_level", "striped", "flat"):
+    if algorithm not in ("two_level", "striped"):
         raise ValueError(f"coalesced_bcast: expected algorithm 'two_level', 'striped' or 'flat', got {algorithm!r}")
 
 

@@ -60,10 +60,10 @@ def coalesced_bcast(
     Args:
         tensors: the same count, dtypes and sizes in the same order on every rank; any strides; one device.
         src: global rank whose values are sent.
-        inter_group: name of the leaders' group, ``""`` on a rank that leads no node. For ``"flat"`` the group of all ranks.
+        inter_group: name of the leaders' group, ``""`` on a rank that leads no node.
         intra_group: name of this node's group, ``""`` for a node of one rank.
         bucket_bytes: size of a flat bucket; a larger tensor is split.
-        algorithm: ``"two_level"``, ``"striped"`` (then inter_group is this rank's rail) or ``"flat"``.
+        algorithm: ``"two_level"``, or ``"striped"``: then inter_group is this rank's rail.
         stream: where all device work goes; the current stream if None. Must be None on CPU.
         leader: global rank of this node's leader; -1 derives ``src`` on its own node, elsewhere the node's lowest rank.
             For ``"striped"`` the rank of the source's node that is on this rank's rail.

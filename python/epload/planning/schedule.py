@@ -16,7 +16,7 @@ from typing import Protocol
 from epload.native.extension import _C
 
 READERS = ("one", "per_node", "partitioned", "every")
-ALGORITHMS = ("two_level", "striped", "flat")
+ALGORITHMS = ("two_level", "striped")
 MIN_WAVES = 3
 MIN_WAVE_BYTES = 8 << 20
 """A load has at least so many waves, unless they would be smaller than this: the first is read before anything can be sent, and
@@ -60,11 +60,6 @@ class Roles(Protocol):
     def relays(self) -> tuple[int, ...]: ...
     @property
     def crosses(self) -> bool: ...
-    @property
-    def aborts_collectives(self) -> bool:
-        """Whether an operation that was aborted may still write to a staging buffer."""
-        ...
-
     def reader(self, bucket: int) -> int: ...
     def steps(self, buckets: Sequence[tuple[int, int, int]]) -> list[Step]: ...
 
@@ -126,8 +121,6 @@ class Flow:
     @cached_property
     def relays(self) -> tuple[int, ...]:
         """The sharers through which bytes come into the staging buffers and go on."""
-        if self.algorithm == "flat":
-            return self.sharers
         if not self.shared:
             return self.sharers if len(self.nodes[self.node]) > 1 or self.crosses else ()
         if not self.crosses:
@@ -138,11 +131,6 @@ class Flow:
     def crosses(self) -> bool:
         """Whether bytes move between nodes."""
         return len(self.nodes) > 1 and self.readers not in ("per_node", "every")
-
-    @property
-    def aborts_collectives(self) -> bool:
-        """Whether an operation that was aborted may still write to a staging buffer: the relay's messages do not."""
-        return self.algorithm == "flat"
 
     @property
     def stripes_multiple(self) -> int:

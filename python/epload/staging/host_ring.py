@@ -40,7 +40,7 @@ class HostRing:
         self._before = waves_before
         # A relay announces a wave with the first messages of the next. Else the ranks that unpack it take the processor first,
         # and the link is idle for a few milliseconds.
-        self._announces_late = flow.relays == (flow.rank,) and not flow.aborts_collectives
+        self._announces_late = flow.relays == (flow.rank,)
         self._unannounced = 0
         """Waves that have arrived, if no rank has been told of the last one."""
 
@@ -136,8 +136,7 @@ class HostRing:
         return False  # other ranks may still write to it
 
     def abandon(self) -> None:
-        if self._flow.aborts_collectives:
-            self._memory.abandon()
+        """Does nothing: once a relay has ended, nothing writes to the buffers."""
 
     def _local_readers(self, wave: Wave) -> list[int]:
         """The ranks that read buckets of a wave into this buffer."""

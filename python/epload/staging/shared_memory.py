@@ -24,7 +24,6 @@ BUFFERS = 2
 """Waves under way at most, unless the memory is to hold all of them."""
 _PAGE = 4096
 _TOKEN_BYTES = 16
-_ABANDONED: list[NodeMemory] = []
 
 
 class NodeMemory:
@@ -66,10 +65,6 @@ class NodeMemory:
             offers = control.settle("sharing memory", None, sharing.offer, collect_offers)
             fine = sharing.accept(offers)
             return sharing.finish(control.settle("sharing memory", None, fine, lambda views: all(views.values())))
-
-    def abandon(self) -> None:
-        """Keeps the memory until the process ends: a transfer that timed out may still write to it."""
-        _ABANDONED.append(self)
 
 
 class NodeSharing:

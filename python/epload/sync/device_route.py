@@ -282,7 +282,7 @@ class Broadcasts:
             # On the current stream, as the op would make another one and the current one wait for each other.
             with context.activity.doing(doing), context.report.timed(phase, doing) as span, stream:
                 try:
-                    broadcast(bucket, Route(hop.root, hop.root, self._route.group(hop), ""), "flat", stream)
+                    broadcast(bucket, Route(hop.root, hop.root, "", self._route.group(hop)), "two_level", stream)
                 except RuntimeError as error:
                     raise explain(context, error, number) from error
                 span.nbytes = bucket.nbytes

@@ -31,7 +31,6 @@ class ExchangeRoles:
     rank: int
 
     crosses = True
-    aborts_collectives = False
 
     @property
     def chunk_bytes(self) -> int:

@@ -67,7 +67,7 @@ class Relay:
 
 
 class Collective:
-    """Broadcasts each bucket from the rank that reads it, on a device's stream or, with ``"flat"``, in host memory."""
+    """Broadcasts each bucket from the rank that reads it, on a device's stream."""
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class Collective:
         flow: Flow,
         ring: Ring,
         routes: Mapping[int, Route],
-        stream: torch.Stream | None = None,
+        stream: torch.Stream,
     ) -> None:
         """
         Args:
             routes: for each rank that reads for this one.
-            stream: on a device, where the broadcasts are.
+            stream: where the broadcasts are.
         """
         self._context = context
         self._flow = flow
@@ -106,10 +106,9 @@ class Collective:
 
 def broadcast(flat: Tensor, route: Route, algorithm: str, stream: torch.Stream | None) -> None:
     """Sends contiguous bytes in place, from ``route.src``, as one bucket."""
-    leader = -1 if algorithm == "flat" else route.leader
     nbytes = max(_C.OP_ALIGNMENT, flat.nbytes)
     ops.coalesced_bcast(
-        [flat], route.src, route.inter_group, route.intra_group, nbytes, algorithm, stream, leader=leader
+        [flat], route.src, route.inter_group, route.intra_group, nbytes, algorithm, stream, leader=route.leader
     )
 
 

@@ -24,9 +24,6 @@ def through_host(compact: bytes, flow: Flow, route: Route, board: Board, limit: 
         limit: seconds that a message may take.
     """
     flat = _tensor(compact)
-    if flow.algorithm == "flat":
-        ops.coalesced_bcast([flat], route.src, route.inter_group, "", flat.nbytes, "flat")
-        return bytes(flat.tolist()), 1
     table = torch.tensor(flow.steps([(0, 0, flat.nbytes)]), dtype=torch.int64)
     steps = ops.relay(
         flat, table, route.inter_group, route.intra_group, flow.chunk_bytes(flat.nbytes), board.words, limit

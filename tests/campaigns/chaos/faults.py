@@ -48,7 +48,6 @@ WAYS = (
     ("partitioned", "striped"),
     ("every", "two_level"),
     ("auto", "auto"),
-    ("one", "flat"),
 )
 _READS = ("fill", "read_regions", "digest_regions")
 _MOVES = ("relay", "coalesced_bcast")
@@ -94,10 +93,10 @@ def _victims(kind: str, way: tuple[str, str]) -> Sequence[int]:
     everyone, leaders = range(WORLD), (0, 2)
     if kind in ("bit in bucket", "full disk") and readers in ("every", "auto"):
         return ()
-    if kind == "bit in bucket" and algorithm != "flat":
+    if kind == "bit in bucket":
         return () if readers == "per_node" else leaders if algorithm == "two_level" else everyone
     if kind == "full disk":
-        return () if algorithm == "flat" else leaders
+        return leaders
     if _AT.get(kind) == _READS:
         return {"one": (0,), "per_node": leaders}.get(readers, everyone)
     return everyone
