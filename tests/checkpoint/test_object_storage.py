@@ -338,7 +338,7 @@ def test_loads_with_faults(readers: str, s3: tuple[Moto, Proxy], tmp_path: Path)
     all_fine(ranks.run(4, _load, s3[1].address, url, readers, "faults"))
 
 
-@pytest.mark.parametrize(("readers", "times"), [("auto", 1), ("one", 1), ("per_node", 2)])
+@pytest.mark.parametrize(("readers", "times"), [("partitioned", 1), ("one", 1), ("per_node", 2)])
 def test_bytes_of_a_job(readers: str, times: int, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
     """Once in the job, or once a node; the header is read by one rank alone."""
     save_file(state_for(1), tmp_path / "model.safetensors")

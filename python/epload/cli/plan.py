@@ -32,7 +32,7 @@ Nodes = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Fit:
-    """How a checkpoint's keys fit a model."""
+    """The fit between a checkpoint's keys and a model's."""
 
     matched: int
     """Checkpoint tensors that are loaded."""
@@ -49,12 +49,12 @@ class Fit:
     """Buffers on meta that no checkpoint has. Unless the model's class fills them, as those of transformers do, a load needs
     ``init_missing=``; this does not try it."""
     error: str
-    """What a load with ``strict=True`` would raise; empty if nothing."""
+    """The error that a load with ``strict=True`` would raise; empty if none."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """What one choice of readers moves, in bytes."""
+    """One choice of readers. Sizes are in bytes."""
 
     readers: str
     buckets: int
@@ -81,7 +81,7 @@ class JobPlan:
     """Bytes of the local shards, by rank, of the ranks that were planned."""
     modes: list[Mode]
     choice: str
-    """What ``readers="auto"`` chooses if every rank sees the checkpoint."""
+    """The readers of ``"auto"``, if every rank sees the checkpoint."""
     reason: str
 
 
@@ -191,7 +191,7 @@ def _fit(manifest: Manifest, plan: LoadPlan, mapping: Mapping, initialized: list
 
 
 def _print(found: JobPlan, job: str, some: bool) -> None:
-    """``some``: whether not all ranks were planned."""
+    """``some``: True if only some of the ranks were planned."""
     owned = found.owned.values()
     each = " to ".join(dict.fromkeys((size(min(owned)), size(max(owned)))))
     rows = [

@@ -67,7 +67,7 @@ def _boxes_within(view: View, dims: Sequence[int], begin: int, end: int) -> Iter
     first = min(max(-(-begin // stride), 0), view.size[dim])
     last = max(min((end - 1 - inner_extent) // stride + 1, view.size[dim]), first)
     partial = {i for i in (first - 1, last, begin // stride, (end - 1) // stride) if 0 <= i < view.size[dim]}
-    for index in sorted(partial - set(range(first, last))):
+    for index in sorted(i for i in partial if not first <= i < last):
         for start, size in _boxes_within(view, inner, begin - index * stride, end - index * stride):
             yield _set(start, dim, index), size
     if first < last:

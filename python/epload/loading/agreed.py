@@ -21,7 +21,7 @@ class Draft:
     manifest: Manifest
     mapping: Mapping
     readers: str
-    """Those for which buckets are sized."""
+    """The readers for which buckets are sized."""
     per_wave: int
     bucket_bytes: int
     options: str
@@ -71,9 +71,9 @@ class AgreedLoad:
     plan: LoadPlan
     per_wave: int
     readers: str
-    """Not ``"auto"``."""
+    """The readers of this load; never ``"auto"``."""
     reason: str
-    """Why these, with ``"auto"``; else empty."""
+    """The reason in words, with ``"auto"``; else empty."""
     all_read: bool
     """Whether every rank has opened the checkpoint."""
     kept: list[int]

@@ -50,7 +50,7 @@ class Router:
         return cards.count(device) >= len(self._topology.node)
 
     def may_read(self, device: torch.device) -> bool:
-        """Whether this rank may be asked to read. With ``"auto"`` each rank may that can."""
+        """True if this rank may be asked to read. With ``"auto"`` each rank may that can."""
         readers = "every" if self._options.readers == "auto" else self._options.readers
         return self.flow(device, readers, shared=True).reads
 
@@ -62,7 +62,7 @@ class Router:
         return "one" if only_src else "partitioned"
 
     def stages_on_host(self, device: torch.device, readers: str) -> bool:
-        """Whether buckets are staged in host memory, where a buffer holds several."""
+        """True if buckets are staged in host memory, where a buffer holds several."""
         return readers != "every" and (device == CPU or self._by_node(readers))
 
     def wave_bytes(self, device: torch.device, readers: str) -> int:
@@ -80,7 +80,7 @@ class Router:
         return len(self._topology.nodes) if readers == "partitioned" else 1
 
     def needs_groups(self, device: torch.device, only_src: bool) -> bool:
-        """Whether any byte of a load surely goes over process groups. None does where each rank reads what it keeps, as most do
+        """True if bytes of a load surely go over process groups. None do where each rank reads what it keeps, as most do
         with ``"auto"``, nor where no bucket crosses nodes and the ranks of a node share memory, unless they turn out to share
         none."""
         readers = self.planned_readers(only_src)
