@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from support import ranks
+from support import house, ranks
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "python" / "epload"
@@ -112,3 +112,7 @@ def test_ranks_start_with_what_tests_import() -> None:
     """A module that sets another list for the server of all ranks would make each import it again, a second each time."""
     [found] = ranks.run(1, what_tests_import)
     assert found == ["epload", "torch._dynamo", "transformers.modeling_utils"]
+
+
+def test_class_names_are_unique() -> None:
+    assert {name: places for name, places in house.class_names().items() if len(places) > 1} == {}

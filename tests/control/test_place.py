@@ -14,7 +14,7 @@ from bench_control import check, idle, loads, start, sum_operations
 from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS, Bed, Cluster
 from costs import StoreRates, agreement
 from epload.control.heartbeat import Heartbeats
-from epload.control.place import FreeStore
+from epload.control.node_connection import FreeStore
 from epload.control.tree import Tree
 from epload.control.waiter import Alarm, Waiter
 from store_replay import replay

@@ -17,7 +17,7 @@ from epload.core.pieces import Piece
 from epload.errors import CheckpointError
 
 
-class Converter(Protocol):
+class TensorConverter(Protocol):
     """The interface of VeOmni's converters, which a model creates in ``_create_checkpoint_tensor_converter``.
 
     ``convert`` returns None or a result with a ``name`` and a ``tensor``. ``finalize`` returns the remaining results.
@@ -45,7 +45,9 @@ class Conversion:
         TypeError: the converter lacks a method.
     """
 
-    def __init__(self, source: Checkpoint, make: Callable[[], Converter | None], rename: Callable[[str], str]) -> None:
+    def __init__(
+        self, source: Checkpoint, make: Callable[[], TensorConverter | None], rename: Callable[[str], str]
+    ) -> None:
         self._source = source
         self._rename = rename
         self._converter: Any = make()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
-from epload.compat.conversion import Conversion, Converted, Converter
+from epload.compat.conversion import Conversion, Converted, TensorConverter
 from epload.core.pieces import Piece, Pieces
 from epload.errors import CheckpointError
 
@@ -45,7 +45,7 @@ class ConvertedCheckpoint(Checkpoint):
         rename: the converter's name for a tensor of the source.
     """
 
-    def __init__(self, source: Any, make: Callable[[], Converter | None], rename: Callable[[str], str]) -> None:
+    def __init__(self, source: Any, make: Callable[[], TensorConverter | None], rename: Callable[[str], str]) -> None:
         self._source = source
         self._make = make
         self._rename = rename

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from epload.control.failure import Alert, Alerts, Failure, Outcomes, describe
 from epload.control.heartbeat import Position
-from epload.control.place import Place
+from epload.control.node_connection import NodeConnection
 from epload.control.processes import LocalProcesses
 from epload.control.rounds import Round, Rounds, decide_on_reports, encode_report
 from epload.control.watch import FAILED, Guard, Watch
@@ -87,16 +87,16 @@ class Control:
         self._failure: Failure | None = None
         """With which the present load has ended."""
         self.store = store
-        self.place: Place | None = None
+        self.place: NodeConnection | None = None
         """None without a store."""
         self.rounds: Rounds | None = None
         if store is not None:
-            self.place = Place(store, ranks, rank)
+            self.place = NodeConnection(store, ranks, rank)
             self.rounds = Rounds(self.place, self.processes, self._failed)
         self.watch = Watch(self)
 
     def join_nodes(self, nodes: Iterable[Iterable[int]], token: str) -> None:
-        """Connects the ranks of each node, once all ranks know the nodes. Arguments are those of :meth:`Place.join_nodes`."""
+        """Connects the ranks of each node, once all ranks know the nodes. See :meth:`NodeConnection.join_nodes`."""
         if self.place is not None:
             with self.watch:
                 self.place.join_nodes(nodes, token, self.timeout, self.processes)

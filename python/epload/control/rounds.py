@@ -20,7 +20,7 @@ from epload.control import tree as trees
 from epload.control.failure import FAILURE, Failure, Outcomes, stack_of
 from epload.control.heartbeat import Position, State
 from epload.control.links import Link
-from epload.control.place import Place
+from epload.control.node_connection import NodeConnection
 from epload.control.processes import LocalProcesses
 from epload.control.tree import Bundle
 from epload.control.waiter import Wait
@@ -103,7 +103,7 @@ class Deadline:
 class Rounds:
     """Runs one rank's part of rounds."""
 
-    def __init__(self, place: Place, processes: LocalProcesses, failed: Callable[[], bool]) -> None:
+    def __init__(self, place: NodeConnection, processes: LocalProcesses, failed: Callable[[], bool]) -> None:
         """``failed``: whether the present attempt is known to have failed."""
         self._tree = place.tree
         self._links = place.links.rounds

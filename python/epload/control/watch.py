@@ -17,7 +17,7 @@ from typing import Protocol
 from epload.control import heartbeat
 from epload.control.failure import Alert, Failure
 from epload.control.heartbeat import Position
-from epload.control.place import Place
+from epload.control.node_connection import NodeConnection
 from epload.control.processes import LocalProcesses, ProcessWatch
 from epload.core import threads
 from epload.core.log import logger
@@ -40,7 +40,7 @@ class Watched(Protocol):
     progress: int
     timeout: timedelta
     processes: LocalProcesses
-    place: Place | None
+    place: NodeConnection | None
 
     @property
     def position(self) -> Position: ...
@@ -116,7 +116,7 @@ class Watch:
             self._thread = None
             self._close()
 
-    def _start(self, place: Place) -> None:
+    def _start(self, place: NodeConnection) -> None:
         """Raises LoadError if a thread cannot run: without it, this rank would not notice that others have failed."""
         self._over = False
         try:
@@ -162,7 +162,7 @@ class Watch:
         for waiting in list(self._guarded):
             waiting.fail()
 
-    def _run(self, place: Place) -> None:
+    def _run(self, place: NodeConnection) -> None:
         control = self._control
         # Ranks that come together hear of one another in the first round: most loads are over before this says anything.
         self._next_beat = time.monotonic() + min(_FIRST_BEAT, control.timeout.total_seconds() / 4)
@@ -192,7 +192,7 @@ class Watch:
                 self.stop()
                 place.alarm.set()
 
-    def _listen(self, watched: ProcessWatch, place: Place) -> None:
+    def _listen(self, watched: ProcessWatch, place: NodeConnection) -> None:
         """Waits until the next heartbeat, or until a process ends; takes in what the node's other ranks say meanwhile."""
         links = {link.fileno(): (rank, link) for rank, link in place.links.watch.items() if not link.closed}
         until = min(self._next_beat, self._next_look)
@@ -204,7 +204,7 @@ class Watch:
                 elif tag == FAILED:
                     self._control.spread(Alert.decode(data), rank)
 
-    def _beat(self, place: Place) -> None:
+    def _beat(self, place: NodeConnection) -> None:
         control = self._control
         position = control.position
         sent = place.heartbeats.beat(position, control.progress, control.doing)

@@ -18,7 +18,7 @@ _INDEX = "(?P<index>"
 
 
 @dataclass
-class Group:
+class ConversionGroup:
     """Checkpoint tensors that one conversion turns into the same targets."""
 
     convert: Convert
@@ -45,7 +45,7 @@ class _Match(NamedTuple):
     """What replaces the match."""
 
 
-def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tuple[list[Group], list[int]]:
+def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tuple[list[ConversionGroup], list[int]]:
     """The groups of all conversions, and the numbers of the tensors that no conversion takes.
 
     Raises:
@@ -67,7 +67,7 @@ def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tupl
     else:
         kinds = firsts = list(range(len(names)))
     found = [_find(rules, names[first]) for first in firsts]
-    groups: dict[tuple[int, str], Group] = {}
+    groups: dict[tuple[int, str], ConversionGroup] = {}
     others = []
     for i, (name, kind) in enumerate(zip(names, kinds, strict=True)):
         match = found[kind]
@@ -79,7 +79,7 @@ def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tupl
         group = groups.get(key)
         if group is None:
             targets = tuple(f"{before}{target}{after}" for target in match.targets)
-            group = groups[key] = Group(match.convert, targets, [], [], [])
+            group = groups[key] = ConversionGroup(match.convert, targets, [], [], [])
         group.sources.append(i)
         group.inputs.append(match.input)
         group.indices.append(_index(name, *match.place))
@@ -136,7 +136,7 @@ class Converter:
             for match in re.finditer(r"\d+", name)
         }
 
-    def convert(self, group: Group, targets: Sequence[str | None]) -> TensorLists:
+    def convert(self, group: ConversionGroup, targets: Sequence[str | None]) -> TensorLists:
         """A list of tensors for each target; sources are numbered within the group.
 
         Args:
@@ -171,7 +171,7 @@ class Converter:
         self._outputs[key] = tensors
         return tensors
 
-    def _check_complete(self, group: Group, target: str, target_shapes: Sequence[Shape | None]) -> None:
+    def _check_complete(self, group: ConversionGroup, target: str, target_shapes: Sequence[Shape | None]) -> None:
         """Raises ModelMismatch unless each input is there once, with each index from 0 to the last."""
         convert = group.convert
         found: dict[tuple[int, int], int] = {}
@@ -204,7 +204,7 @@ class Converter:
             text = f"the checkpoint lacks {missing} of {sum(counts)}, the first is {first}, as renamed"
             raise self.error(group, target, text)
 
-    def error(self, group: Group, target: str, problem: str) -> ModelMismatch:
+    def error(self, group: ConversionGroup, target: str, problem: str) -> ModelMismatch:
         """The error for a target that a group cannot fill."""
         names = [self._names[source] for source in group.sources]
         listed = ", ".join(names if len(names) <= 3 else [*names[:2], "...", names[-1]])

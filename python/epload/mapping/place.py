@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from epload.core.views import Assembly, Shape, View
 from epload.errors import ModelMismatch
-from epload.mapping.conversion import Converter, Group, match_conversions
+from epload.mapping.conversion import ConversionGroup, Converter, match_conversions
 from epload.mapping.mapping import Mapping, Placed
 from epload.mapping.rules import apply_renames
 
@@ -159,7 +159,7 @@ class _Placer:
             ]
         return apply_renames(self.mapping.renames, renamed)
 
-    def _check_used(self, renamed: list[str], groups: list[Group]) -> None:
+    def _check_used(self, renamed: list[str], groups: list[ConversionGroup]) -> None:
         known = {source for mismatch in self.mismatches for source in mismatch.sources}
         lost = [name for i, name in enumerate(self.names) if not self.placed[i] and i not in known]
         if groups or renamed != list(self.names) or not lost:
@@ -207,7 +207,7 @@ class _Placer:
             "change the mapping so that only one does"
         )
 
-    def _convert(self, group: Group) -> None:
+    def _convert(self, group: ConversionGroup) -> None:
         found = [self._find(name) for name in group.targets]
         if not any(found):
             self._place_whole(group.sources, self.names)
@@ -229,7 +229,7 @@ class _Placer:
                 made.append((name, assembly))
         self._add_places(group, made)
 
-    def _add_places(self, group: Group, made: Sequence[tuple[str, Assembly]]) -> None:
+    def _add_places(self, group: ConversionGroup, made: Sequence[tuple[str, Assembly]]) -> None:
         """Places the tensors of a group in what is made of them. The parts of an assembly number these tensors from 0 on."""
         placed, sources = self.placed, group.sources
         if len(made) == 1 and len({position for position, _ in made[0][1].parts}) == len(made[0][1].parts):

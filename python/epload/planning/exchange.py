@@ -73,7 +73,7 @@ def plan_exchange(
         kinds.slots(most, least), reach or {}, fitting_senders(members.senders, outlines, kinds.first, kinds.declared)
     )
     least_bucket = max(limit // MOST_IN_WAVE, LEAST_BUCKET_BYTES)
-    rows = _Rows(members, kinds, slots, rank, waves, least_bucket)
+    rows = _SlotRows(members, kinds, slots, rank, waves, least_bucket)
     sends = rank in members.senders
     copies = _make_copies(kinds, slots, rows, share, sends)
     buckets = _make_buckets(rows, copies, members, rank, sends)
@@ -87,7 +87,7 @@ def plan_exchange(
     landing = None
     if mine and lenders is not None:
         landed = slots_of(mine, len(kinds.first), node)
-        rows_landed = _Rows(members, kinds, landed, rank, waves, least_bucket)
+        rows_landed = _SlotRows(members, kinds, landed, rank, waves, least_bucket)
         buckets_landed, *sources = (
             _make_buckets(rows_landed, _make_copies(kinds, landed, rows_landed, each, once), members, rank, False)
             for each, once in ((share, False), *((lender, True) for lender in lenders.values()))
@@ -193,7 +193,7 @@ class _Kinds:
         return only if only.itemsize < source.itemsize else source
 
 
-class _Rows:
+class _SlotRows:
     """The slots that one rank sends, or its node receives, one entry a slot in each column, ordered by stream."""
 
     def __init__(
@@ -252,7 +252,7 @@ class _Rows:
 
 
 def _make_copies(
-    kinds: _Kinds, slots: Sequence[Sequence[Slot]], rows: _Rows, share: Share, sends: bool
+    kinds: _Kinds, slots: Sequence[Sequence[Slot]], rows: _SlotRows, share: Share, sends: bool
 ) -> tuple[CopyTable, Tensor]:
     """This rank's copies of all rows; and for each copy its row."""
     templates = CopyTemplates(share)
@@ -270,7 +270,7 @@ def _make_copies(
 
 
 def _make_buckets(
-    rows: _Rows, made: tuple[CopyTable, Tensor], members: Members, rank: int, sends: bool
+    rows: _SlotRows, made: tuple[CopyTable, Tensor], members: Members, rank: int, sends: bool
 ) -> ExchangeBuckets:
     """In the order in which the rank sends them, or its node receives them: first what comes from the sender itself, then what
     has come by one node, and so on. So nodes that pass buckets on to each other never wait for each other."""

@@ -22,7 +22,7 @@ from epload.mapping.place import Place
 from epload.recording.mutation import WriteGuard
 from epload.recording.provenance import overlapping, subtract, uncovered
 from epload.recording.targets import EngineTargets
-from epload.recording.tracing import LoadWeights, Refused, Trace, Write
+from epload.recording.tracing import LoadTrace, LoadWeights, Untraceable, Write
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def record(load_weights: LoadWeights, tensors: Metadata, targets: Mapping[str, T
     refused: dict[int, str] = {}
     while True:
         numbers = [number for number in range(len(tensors.names)) if number not in refused]
-        trace = Trace(tensors, numbers, table)
+        trace = LoadTrace(tensors, numbers, table)
         problem = _run(trace, load_weights, first=not refused)
         if problem:
             return _all_whole(tensors, table, problem)
@@ -140,12 +140,12 @@ def record(load_weights: LoadWeights, tensors: Metadata, targets: Mapping[str, T
     return resolver.recording()
 
 
-def _run(trace: Trace, load_weights: LoadWeights, first: bool) -> str:
+def _run(trace: LoadTrace, load_weights: LoadWeights, first: bool) -> str:
     """Runs a trace; returns why nothing can be recorded, or an empty string."""
     problem = ""
     try:
         trace.run(load_weights)
-    except Refused:
+    except Untraceable:
         pass
     except Exception as error:
         if first and not trace.refused and not trace.unattributed:
@@ -167,12 +167,12 @@ def _run(trace: Trace, load_weights: LoadWeights, first: bool) -> str:
     return trace.unattributed or problem
 
 
-def _check_alone(resolver: _Resolver, load_weights: LoadWeights, trace: Trace) -> str:
+def _check_alone(resolver: _Resolver, load_weights: LoadWeights, trace: LoadTrace) -> str:
     """Whether the tensors that go through ``load_weights`` have the same effect without the others; if not, why."""
     alone = sorted(resolver.whole - resolver.refused.keys())
     if not alone:
         return ""
-    again = Trace(resolver.tensors, alone, trace.targets)
+    again = LoadTrace(resolver.tensors, alone, trace.targets)
     if problem := _run(again, load_weights, first=False):
         return problem
     expected, found = (

@@ -17,7 +17,7 @@ from epload.recording.provenance import Region
 
 
 @dataclass(frozen=True)
-class Place:
+class Destination:
     """A region of one target."""
 
     name: str
@@ -66,17 +66,17 @@ class EngineTargets:
         """Whether a storage, given as by :func:`storage_of`, holds targets."""
         return storage in self._by_storage
 
-    def find(self, tensor: Tensor) -> Place | None:
+    def find(self, tensor: Tensor) -> Destination | None:
         """The place of a tensor whose storage holds targets; None if it is not within one of them."""
         for name in self._by_storage[storage_of(tensor)]:
             target = self.tensors[name]
             size, scale = tensor.element_size(), target.element_size()
             if size != scale:
                 whole = Region(tuple(target.shape), tuple(target.stride()), 0)
-                return Place(name, whole.size, whole.strides, whole, False)
+                return Destination(name, whole.size, whole.strides, whole, False)
             offset = int(tensor.storage_offset()) - int(target.storage_offset())
             region = Region(tuple(tensor.shape), tuple(tensor.stride()), offset)
-            place = Place(name, tuple(target.shape), tuple(target.stride()), region, tensor.dtype == target.dtype)
+            place = Destination(name, tuple(target.shape), tuple(target.stride()), region, tensor.dtype == target.dtype)
             try:
                 _ = place.boxes
             except ValueError:

@@ -57,7 +57,7 @@ class Write(NamedTuple):
     """Why there are no ``parts``."""
 
 
-class Refused(Exception):
+class Untraceable(Exception):
     """Ends a ``load_weights`` that does what a recording cannot hold."""
 
 
@@ -81,12 +81,12 @@ class _CheckpointTensor(Tensor):
 
     meta: Tensor
     memory: _Storage
-    run: Trace
+    run: LoadTrace
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def make(meta: Tensor, storage: _Storage, trace: Trace) -> _CheckpointTensor:
+    def make(meta: Tensor, storage: _Storage, trace: LoadTrace) -> _CheckpointTensor:
         made: _CheckpointTensor = Tensor._make_wrapper_subclass(
             _CheckpointTensor,
             meta.shape,
@@ -106,7 +106,7 @@ class _CheckpointTensor(Tensor):
         return trace.dispatch(func, args, kwargs or {})
 
 
-class Trace:
+class LoadTrace:
     """One call of ``load_weights`` with some tensors of a checkpoint."""
 
     def __init__(self, tensors: Metadata, numbers: Sequence[int], targets: EngineTargets) -> None:
@@ -124,7 +124,7 @@ class Trace:
         self._tokens: weakref.WeakSet[_Token] = weakref.WeakSet()
 
     def run(self, load_weights: LoadWeights) -> None:
-        """Raises what ``load_weights`` raises; Refused, too."""
+        """Raises what ``load_weights`` raises; Untraceable, too."""
         with ExitStack() as stack:
             for register in (
                 torch_module.register_module_parameter_registration_hook,
@@ -153,19 +153,19 @@ class Trace:
 
     # ---- refusals ----
 
-    def refuse(self, tensors: Iterable[Any], reason: str) -> Refused:
+    def refuse(self, tensors: Iterable[Any], reason: str) -> Untraceable:
         for tensor in tensors:
             if isinstance(tensor, _CheckpointTensor):
                 for number in tensor.memory.provenance.sources:
                     self.refused.setdefault(number, reason)
-        return Refused(reason)
+        return Untraceable(reason)
 
-    def refuse_all(self, reason: str) -> Refused:
+    def refuse_all(self, reason: str) -> Untraceable:
         self.unattributed = self.unattributed or reason
-        return Refused(reason)
+        return Untraceable(reason)
 
     def refuse_access(self, func: Any, args: Sequence[Any]) -> None:
-        """Raises Refused if an access that is not an operation concerns a fake tensor or memory of the model."""
+        """Raises Untraceable if an access that is not an operation concerns a fake tensor or memory of the model."""
         name = getattr(func, "__name__", "data")
         if any(isinstance(argument, _CheckpointTensor) for argument in args):
             raise self.refuse(args, f"its memory is accessed by {name}")
@@ -338,7 +338,7 @@ class Trace:
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: LoadTrace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
 
@@ -349,7 +349,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Functions(TorchFunctionMode):
     """Refuses what reads or replaces memory without an operation."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: LoadTrace) -> None:
         super().__init__()
         self._trace = trace
 

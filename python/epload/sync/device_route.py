@@ -36,7 +36,7 @@ Family = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Link:
+class DeviceLink:
     """How one rank may reach those of the other job from its device."""
 
     device: torch.device
@@ -47,7 +47,7 @@ class Link:
     """What identifies the device; empty if that is not known."""
 
 
-def link_of(devices: Collection[torch.device]) -> Link | None:
+def link_of(devices: Collection[torch.device]) -> DeviceLink | None:
     """That of a rank whose tensors are on these devices; None unless it is one device, which some backend connects to others."""
     if len(devices) != 1 or not dist.is_available():
         return None
@@ -58,7 +58,7 @@ def link_of(devices: Collection[torch.device]) -> Link | None:
     if device.type == "cpu" or not can_connect(backend):
         return None
     version = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""  # type: ignore[no-untyped-call]
-    return Link(device, backend, f"{device.type} {backend} {version}".strip(), _place_of(device))
+    return DeviceLink(device, backend, f"{device.type} {backend} {version}".strip(), _place_of(device))
 
 
 def _place_of(device: torch.device) -> str:
@@ -110,7 +110,7 @@ class DeviceRoute:
         rank: int,
         control: Control,
         whole: Collection[tuple[int, ...]],
-        link: Link,
+        link: DeviceLink,
     ) -> None:
         """``whole``: the nodes that keep whole versions in host memory, so that one rank for each rail receives."""
         self.backend = link.backend
@@ -236,7 +236,7 @@ def find_route(
     rank: int,
     control: Control,
     whole: Collection[tuple[int, ...]],
-    link: Link | None,
+    link: DeviceLink | None,
     why: str,
 ) -> tuple[DeviceRoute | None, str]:
     """The route from device to device, or why there is none; the same on all ranks.

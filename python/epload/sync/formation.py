@@ -26,7 +26,7 @@ from epload.planning.shares import Outline, Share
 from epload.planning.streams import ExchangePlan, Members
 from epload.planning.waves import Wave
 from epload.staging.shared_memory import BUFFERS, NodeMemory
-from epload.sync.device_route import Link, find_route, obstacle
+from epload.sync.device_route import DeviceLink, find_route, obstacle
 from epload.sync.epoch import Epoch, SyncOptions
 from epload.sync.lobby import Member
 from epload.sync.pulling import Probe, Puller, find_reach
@@ -48,7 +48,7 @@ class Attendee:
     sends: bool
     whole: bool = False
     """True if its node keeps a whole version in memory."""
-    link: Link | None = None
+    link: DeviceLink | None = None
     """None if versions have to pass through host memory to come from or go to its device."""
     probe: Probe | None = None
     """A sender's, unless versions have to pass through host memory."""

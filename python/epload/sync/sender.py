@@ -26,7 +26,7 @@ from epload.model.targets import Targets
 from epload.planning.shares import Share, share_of_targets
 from epload.saving.catalog import catalog
 from epload.saving.model_reader import ModelReader
-from epload.sync.device_route import Link, link_of
+from epload.sync.device_route import DeviceLink, link_of
 from epload.sync.epoch import Epoch, SyncOptions
 from epload.sync.formation import Attendee, describe_ranks, form_epoch
 from epload.sync.lobby import LEASE_SECONDS, Lobby, Member, Offer, Participants, fetch_members, publish_members
@@ -128,9 +128,9 @@ class WeightSender:
         self._known: _Read | None = None
         """What was read of the model for the version before."""
         self._epoch: Epoch | None = None
-        self._link: Link | None = None
+        self._link: DeviceLink | None = None
         """Of this version's tensors."""
-        self._epoch_link: Link | None = None
+        self._epoch_link: DeviceLink | None = None
         """Of those that the epoch was formed with."""
         self._probe: Probe | None = None
         """The probe of this version's tensors; None if versions have to pass through host memory."""

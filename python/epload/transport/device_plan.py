@@ -13,7 +13,7 @@ from epload.native import ops
 from epload.planning.plan import LoadPlan
 
 
-class Part:
+class DevicePart:
     """Regions of a plan's targets; see :class:`~epload.core.regions.Regions`."""
 
     def __init__(self, targets: Sequence[int], copies: CopyTable, origins: Tensor, mask: Tensor) -> None:
@@ -34,7 +34,7 @@ class DevicePlan:
         """``on_cpu``: for each target of the plan."""
         self._plan = plan
         self._on_cpu = on_cpu
-        self._parts: dict[range, tuple[Part, Part]] = {}
+        self._parts: dict[range, tuple[DevicePart, DevicePart]] = {}
 
     @classmethod
     def of(cls, plan: LoadPlan, tensors: Sequence[Tensor], known: DevicePlan | None) -> DevicePlan:
@@ -44,12 +44,15 @@ class DevicePlan:
             return known
         return cls(plan, on_cpu)
 
-    def parts(self, numbers: range) -> tuple[Part, Part]:
+    def parts(self, numbers: range) -> tuple[DevicePart, DevicePart]:
         """Returns what this rank keeps of some buckets on CPU, and on the device."""
         if numbers not in self._parts:
             targets, copies, origins = self._plan.taken(numbers)
             there = torch.tensor([self._on_cpu[target] for target in targets], dtype=torch.bool, device="cpu")[
                 copies.target
             ]
-            self._parts[numbers] = Part(targets, copies, origins, there), Part(targets, copies, origins, ~there)
+            self._parts[numbers] = (
+                DevicePart(targets, copies, origins, there),
+                DevicePart(targets, copies, origins, ~there),
+            )
         return self._parts[numbers]

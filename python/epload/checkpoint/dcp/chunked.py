@@ -11,7 +11,7 @@ import torch
 
 from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.dcp import payload
-from epload.checkpoint.dcp.metadata import Metadata
+from epload.checkpoint.dcp.metadata import DcpMetadata
 from epload.checkpoint.dcp.selection import select
 from epload.checkpoint.manifest import FileFacts, FileLayout, Manifest, TensorLocations
 from epload.core.chunks import Chunks
@@ -31,7 +31,7 @@ class _Tensor:
 
 
 def of_metadata(
-    metadata: Metadata, store: ByteStore, facts: Sequence[FileFacts], source: str, digest: str, prefix: str
+    metadata: DcpMetadata, store: ByteStore, facts: Sequence[FileFacts], source: str, digest: str, prefix: str
 ) -> Manifest:
     """The manifest of the model in a folder with ``.metadata``.
 

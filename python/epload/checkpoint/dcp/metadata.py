@@ -53,7 +53,7 @@ class StoredItem(NamedTuple):
     length: int
 
 
-class Metadata(NamedTuple):
+class DcpMetadata(NamedTuple):
     """What a ``.metadata`` file says, checked."""
 
     tensors: list[SavedTensor]
@@ -67,7 +67,7 @@ class Metadata(NamedTuple):
     """By the name of an entry that is no tensor."""
 
 
-def read_metadata(file: StoredFile) -> Metadata:
+def read_metadata(file: StoredFile) -> DcpMetadata:
     """Raises CheckpointError, if the file is malformed or names what no such file has to; OSError."""
     raw = file.read_whole(MAX_BYTES)
     try:
@@ -122,7 +122,7 @@ class _Tuple(_Record):
         self.state = state
 
 
-def _checked(root: Any) -> Metadata:
+def _checked(root: Any) -> DcpMetadata:
     """Raises any exception."""
     tensors, others = [], []
     for name, entry in _entries(root.state_dict_metadata):
@@ -152,7 +152,7 @@ def _checked(root: Any) -> Metadata:
     paths = {}
     if isinstance(planned, Mapping):
         paths = {str(name): tuple(map(str, path)) for name, path in planned.items() if isinstance(path, tuple)}
-    return Metadata(tensors, others, paths, items, objects)
+    return DcpMetadata(tensors, others, paths, items, objects)
 
 
 def _entries(found: Any) -> Iterator[tuple[str, Any]]:

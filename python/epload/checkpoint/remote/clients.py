@@ -47,14 +47,14 @@ class Replaced(Exception):
     """The object is not the one that was opened."""
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """What no retry helps with; the text says what it is."""
 
 
 class Client(ABC):
     """Access to the objects below one address. Thread-safe. Names are relative to that address.
 
-    All methods raise Absent, Refused, or another exception after which a retry may help.
+    All methods raise Absent, RequestRefused, or another exception after which a retry may help.
     """
 
     @abstractmethod
@@ -170,9 +170,9 @@ class ObstoreClient(Client):
         except errors.PreconditionError as error:
             raise Replaced from error
         except errors.PermissionDeniedError as error:
-            raise Refused("access is denied (403)") from error
+            raise RequestRefused("access is denied (403)") from error
         except errors.UnauthenticatedError as error:
-            raise Refused("the credentials are missing or not valid (401)") from error
+            raise RequestRefused("the credentials are missing or not valid (401)") from error
         except errors.BaseError as error:
             raise _described(str(error)) from error
 
@@ -201,7 +201,7 @@ class FsspecClient(Client):
         except FileNotFoundError as error:
             raise Absent from error
         except PermissionError as error:
-            raise Refused("access is denied") from error
+            raise RequestRefused("access is denied") from error
 
     def list(self) -> list[str] | None:
         if not self._lists:
@@ -212,7 +212,7 @@ class FsspecClient(Client):
         except FileNotFoundError:
             return []
         except PermissionError as error:
-            raise Refused("access is denied") from error
+            raise RequestRefused("access is denied") from error
         return sorted(entry["name"].rpartition("/")[2] for entry in found if entry["type"] == "file")
 
     def _info(self, name: str) -> Any:
@@ -220,7 +220,7 @@ class FsspecClient(Client):
             self._fs.invalidate_cache()
             return self._fs.info(self._path(name))
         except PermissionError as error:
-            raise Refused("access is denied") from error
+            raise RequestRefused("access is denied") from error
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
@@ -241,12 +241,14 @@ def _described(text: str) -> Exception:
         if status == 404:
             return Absent()
         if status < 500 and status not in (408, 425, 429):
-            return Refused(f"the server answered {status}")
+            return RequestRefused(f"the server answered {status}")
         return ConnectionError(f"the server answered {status}")
     if "certificate" in lower or "unknownissuer" in lower:
-        return Refused("its certificate is not valid for it, or not signed by an authority that this machine trusts")
+        return RequestRefused(
+            "its certificate is not valid for it, or not signed by an authority that this machine trusts"
+        )
     if "builder error" in lower:
-        return Refused(
+        return RequestRefused(
             "the client does not take its address; an http:// endpoint has to be allowed, e.g. by AWS_ALLOW_HTTP=true"
         )
     if _TIMEOUT.search(lower):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint.byte_store import ByteStore, Folder, StoredFile
-from epload.checkpoint.remote.clients import Absent, Address, Client, Refused, Replaced, connect
+from epload.checkpoint.remote.clients import Absent, Address, Client, Replaced, RequestRefused, connect
 from epload.errors import CheckpointError
 
 REQUEST_BYTES = 8 << 20
@@ -117,7 +117,7 @@ def retried(call: Callable[[], T], what: str) -> T:
             return call()
         except (Absent, Replaced, CheckpointError):
             raise
-        except Refused as refused:
+        except RequestRefused as refused:
             raise CheckpointError(f"cannot read {what}: {refused}") from None
         except Exception as error:  # each client has its own; what they say may quote credentials
             last = str(error) if type(error) is ConnectionError else type(error).__name__

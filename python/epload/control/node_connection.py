@@ -23,7 +23,7 @@ _CONNECT_SECONDS = 10.0
 """Within which the store's host has to answer."""
 
 
-class Place:
+class NodeConnection:
     """At first each rank is a node of its own, until all know who is where."""
 
     def __init__(self, store: Store, ranks: Iterable[int], rank: int) -> None:
