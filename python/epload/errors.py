@@ -110,7 +110,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def is_known(error: BaseException) -> bool:
-    """Whether the error is epload's own or a caller's mistake: its message suffices, without a class name or a stack."""
+    """Returns True if the error is epload's own or a caller's mistake: its message suffices, without a class name or a stack."""
     return isinstance(error, LoadError) or (type(error).__name__ in _BY_NAME and not isinstance(error, MemoryError))
 
 

@@ -163,7 +163,7 @@ class HierarchicalLoader:
         self._as_pretrained = True
         """See :class:`Request`."""
         self._remembers = True
-        """Whether there will be another load."""
+        """True if there will be another load."""
         self.topology.check_source(src)
         self.stream = stream
         self._streams = [stream] if stream is not None else []

@@ -313,5 +313,5 @@ def show_rate(rate: float) -> str:
 
 
 def _is_profiled() -> bool:
-    """Whether ``torch.profiler`` records. Its native state does not say so where all threads are profiled."""
+    """Returns True if ``torch.profiler`` records. Its native state does not say so where all threads are profiled."""
     return bool(torch.autograd.profiler._is_profiler_enabled)

@@ -160,7 +160,7 @@ class PendingSave:
             self._outcome = error
 
     def done(self) -> bool:
-        """Whether it has ended, so that :meth:`wait` returns at once."""
+        """Returns True if it has ended, so that :meth:`wait` returns at once."""
         return not self._thread.is_alive()
 
     def wait(self) -> SaveReport:

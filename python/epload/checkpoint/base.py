@@ -42,7 +42,7 @@ class Checkpoint(ABC):
     """
 
     read_once: bool = False
-    """Whether its tensors can be read only once."""
+    """True if its tensors can be read only once."""
     _store: ByteStore | None = None
     """The files it was opened from, if any."""
     _opener: ClassVar[Opener]

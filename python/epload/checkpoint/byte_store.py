@@ -111,7 +111,7 @@ class ByteStore(ABC):
     files: Sequence[StoredFile]
     """The files that ranges refer to by index."""
     direct_io: bool = False
-    """Whether large reads of what is not in the page cache go past it, in a store that uses it."""
+    """True if large reads of what is not in the page cache go past it, in a store that uses it."""
     threads: int | None = None
     """Number of threads that read, in a store that has threads; None for the store's own number."""
 

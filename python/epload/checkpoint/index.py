@@ -26,7 +26,7 @@ class Index:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the file is a JSON object with a weight map, which may still be malformed."""
+        """True if the file is a JSON object with a weight map, which may still be malformed."""
         try:
             content = json.loads(self._raw)
         except (ValueError, RecursionError):
@@ -66,7 +66,7 @@ class Index:
         return CheckpointError(f"{self._file}: places {name} in {file_name}, which is not in its folder")
 
     def places(self, name: str, file_name: str) -> bool:
-        """Whether the tensor ``name``, found in a file, is to be read from there. Tensors that the index omits are."""
+        """Returns True if the tensor ``name``, found in a file, is to be read from there. Tensors that the index omits are."""
         return self.weight_map.get(name, file_name) == file_name
 
     def check_complete(self, names: Container[str]) -> None:

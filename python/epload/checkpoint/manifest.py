@@ -225,7 +225,7 @@ class TensorLocations:
     """The parts in which tensors are stored; None if each is stored in one."""
 
     def same_layout(self, index: str, files: Sequence[FileFacts]) -> bool:
-        """Whether files with these facts, under an index with this digest, hold the same tensors at the same locations."""
+        """Returns True if such files, under an index with this digest, hold the same tensors at the same locations."""
         layout = [(facts.nbytes, facts.header) for facts in files]
         return index == self.index and layout == [(facts.nbytes, facts.header) for facts in self.files]
 

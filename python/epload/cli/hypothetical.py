@@ -92,7 +92,7 @@ def find_factory(model: str) -> Factory:
 
 
 def _is_module(name: str) -> bool:
-    """Whether a module of this name can be imported from the present folder."""
+    """Returns True if a module of this name can be imported from the present folder."""
     return all(map(str.isidentifier, name.split("."))) and Path(*name.split(".")).with_suffix(".py").is_file()
 
 

@@ -199,7 +199,7 @@ class Group:
 
     @property
     def on_devices(self) -> bool:
-        """Whether it may have operations that run on devices, and has not been aborted."""
+        """True if it may have operations that run on devices, and has not been aborted."""
         return bool(self._device_backends)
 
     def abort(self) -> None:
@@ -249,7 +249,7 @@ _environment = threading.Lock()
 
 
 def can_connect(backend: str) -> bool:
-    """Whether groups can be made of a backend, and it moves bytes from device to device."""
+    """Returns True if groups can be made of a backend, and it moves bytes from device to device."""
     return backend in ("nccl", "xccl") or (backend != "fake" and backend.upper() in dist.Backend._plugins)
 
 

@@ -40,7 +40,7 @@ class Call:
     thread: threading.Thread = field(default_factory=threading.current_thread)
 
     def distinguishable_from(self, other: Call) -> bool:
-        """Whether all ranks can tell the two calls apart, in whatever order they enter them."""
+        """Returns True if all ranks can tell the two calls apart, in whatever order they enter them."""
         if self.topology is not other.topology:
             ours, theirs = self.topology, other.topology
             return ours.ranks != theirs.ranks or ours.made_by is theirs.made_by
@@ -95,6 +95,6 @@ def _refuse(call: Call, number: int, other: Call) -> Refused:
 
 
 def inside_load(topology: Topology) -> bool:
-    """Whether the calling thread is in a load of this topology, so that its present call is a part of that load."""
+    """Returns True if the calling thread is in a load of this topology, so that its present call is a part of that load."""
     call = _current
     return call is not None and call.topology is topology and call.thread is threading.current_thread()

@@ -53,7 +53,7 @@ class Topology:
         self.groups = GroupCache(backends_of(group) if group is not None else None, rank, control)
         self._loaders = 0
         self.stale = False
-        """Whether a load has failed of which this rank learned while another load may have used the groups."""
+        """True if a load has failed of which this rank learned while another load may have used the groups."""
 
     @classmethod
     def discover(cls, group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None) -> Topology:
@@ -138,7 +138,7 @@ class Topology:
 
     @property
     def even(self) -> bool:
-        """Whether all nodes have equally many ranks."""
+        """True if all nodes have equally many ranks."""
         return len({len(node) for node in self.nodes}) == 1
 
     def check_source(self, src: int) -> None:

@@ -58,7 +58,7 @@ class Conversion:
             raise TypeError(f"expected a converter with {' and '.join(lacking)}, got {self.name}")
 
     def handles(self, number: int) -> bool:
-        """Whether the converter takes the checkpoint's tensor of this number.
+        """Returns True if the converter takes the checkpoint's tensor of this number.
 
         Raises:
             CheckpointError: the converter failed.

@@ -60,7 +60,7 @@ class ConvertedCheckpoint(Checkpoint):
         self._cache: dict[int, Tensor] = {}
         """Converted tensors, by number."""
         self._keep_all = False
-        """Whether the converter needs data to tell shapes, so that all its results stay in memory."""
+        """True if the converter needs data to tell shapes, so that all its results stay in memory."""
         self._pass: Iterator[Converted] | None = None
         self._next = 0
         """Number of the first tensor that the current pass has not reached."""
@@ -207,5 +207,5 @@ class ConvertedCheckpoint(Checkpoint):
 
 
 def _is_for_lack_of_data(error: BaseException | None) -> bool:
-    """Whether the error is likely due to meta tensors."""
+    """Returns True if the error is likely due to meta tensors."""
     return isinstance(error, NotImplementedError) or "meta" in str(error).lower()

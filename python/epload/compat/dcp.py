@@ -203,7 +203,7 @@ class _Items(UserList[ReadItem]):
         return self._items
 
     def same(self, other: object) -> bool:
-        """Whether ``other`` is this, back from a journey on which nobody looked at it."""
+        """Returns True if ``other`` is this, back from a journey on which nobody looked at it."""
         return other is self or (isinstance(other, _Items) and other._items is None and other._pickled == self._pickled)
 
     def __reduce__(self) -> tuple[type[_Items], tuple[None, bytes]]:

@@ -65,7 +65,7 @@ def set_model_state_dict(
 
 
 def _needs_original(model: nn.Module, options: StateDictOptions) -> bool:
-    """Whether only torch's function can find names, layouts or values of the model."""
+    """Returns True if only torch's function can find names, layouts or values of the model."""
     return bool(find_custom_loading(model)) or any(
         isinstance(module, FullyShardedDataParallel) or hasattr(module, options.dsd_fqn_modifiers)
         for module in model.modules()

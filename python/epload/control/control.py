@@ -73,7 +73,7 @@ class Control:
         self._begun = 0
         """Of rounds, in the attempt."""
         self._succeeded = False
-        """Whether this rank has come through the last round of the load."""
+        """True if this rank has come through the last round of the load."""
         self._lock = threading.Lock()
         self._last_number = 0
         """Returned last by :meth:`next_load`."""
@@ -114,7 +114,7 @@ class Control:
         return self._prefix in self._alerts
 
     def must_stop(self) -> bool:
-        """Whether a rank is known to have published a hard failure of the present attempt."""
+        """Returns True if a rank is known to have published a hard failure of the present attempt."""
         return self._alerts.hard(self._prefix)
 
     @property

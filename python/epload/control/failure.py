@@ -38,7 +38,7 @@ class Failure:
     text: str
     rank: int
     clean: bool = False
-    """Whether all ranks are known to have stopped at the same step, so that groups and buffers can be reused."""
+    """True if all ranks are known to have stopped at the same step, so that groups and buffers can be reused."""
 
     def __post_init__(self) -> None:
         if len(self.text) > _MAX_TEXT:
@@ -151,7 +151,7 @@ class Outcomes:
         return self._store().get(key) if self._store().check([key]) else b""
 
     def stopped(self) -> bool:
-        """Whether a rank has published a hard failure after a soft one."""
+        """Returns True if a rank has published a hard failure after a soft one."""
         return bool(self._store().check([f"{self._prefix}stop"]))
 
 
@@ -169,7 +169,7 @@ class Alert:
     prefix: str
     """Of the attempt."""
     hard: bool
-    """Whether all have to stop at once."""
+    """True if all have to stop at once."""
     failure: Failure | None = None
     """If it is known, and short enough for a message: else the store has it."""
 
@@ -196,7 +196,7 @@ class Alerts:
         return prefix in self._known
 
     def hard(self, prefix: str) -> bool:
-        """Whether all have to stop at once."""
+        """Returns True if all have to stop at once."""
         return (known := self._known.get(prefix)) is not None and known.hard
 
     def failure(self, prefix: str) -> Failure | None:

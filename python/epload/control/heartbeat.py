@@ -87,7 +87,7 @@ class Heartbeats:
         self._near = {rank: near for rank, near in self._near.items() if near[0].position[0] >= load}
 
     def due(self, position: Position | None) -> bool:
-        """Whether to post: an interval is over, or this rank has begun to wait in the round at ``position``."""
+        """Returns True if a heartbeat is due: an interval is over, or this rank has begun to wait in the round at ``position``."""
         began_to_wait = position is not None and position != self._posted
         return began_to_wait or time.monotonic() - self._posted_at >= self.interval
 
@@ -115,7 +115,7 @@ class Heartbeats:
         return states
 
     def arrived(self, rank: int, position: Position) -> bool:
-        """Whether a rank is known to have come to the round at ``position``."""
+        """Returns True if a rank is known to have come to the round at ``position``."""
         keys = {self._tree.leader_of[rank], rank}
         beats = [beats[rank][0] for key in keys if rank in (beats := self._read(key)[1])]
         return any(beat.position >= position for beat in beats)

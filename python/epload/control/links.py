@@ -49,7 +49,7 @@ class Link:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         self.process, self.user, _ = struct.unpack("3i", credentials)
         self.closed = False
-        """Whether the other end has closed the connection."""
+        """True if the other end has closed the connection."""
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -76,7 +76,7 @@ class Link:
             self._connection.send(_frame(tag, data), socket.MSG_DONTWAIT)
 
     def is_half_full(self) -> bool:
-        """Whether the other end has left so much unread that there should be no more news of little worth."""
+        """Returns True if the other end has so much unread that unimportant news should wait."""
         (unread,) = struct.unpack("i", fcntl.ioctl(self._connection, termios.TIOCOUTQ, bytes(4)))
         return bool(2 * unread > self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
 

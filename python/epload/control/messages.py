@@ -64,7 +64,7 @@ class MessageStore:
         return (zlib.decompress(value[1:]) if value.startswith(_COMPRESSED) else value[1:]).decode()
 
     def has(self, key: str) -> bool:
-        """Whether ``key`` is set."""
+        """Returns True if ``key`` is set."""
         return bool(self._store.check([key]))
 
     def fill(self, keys: Iterable[str], value: bytes) -> None:

@@ -59,7 +59,7 @@ class Round:
     outcomes: Outcomes
     """Of the present attempt of a load."""
     last: bool
-    """Whether the load has succeeded when the round has."""
+    """True if the load has succeeded when the round has."""
 
     @property
     def step(self) -> int:
@@ -118,7 +118,7 @@ class Rounds:
         self.waits_since = 0.0
         """When this rank began to wait in the present round; 0 if it does not."""
         self.waits_for_outcome = False
-        """Whether the waiter is about to tell the outcome of the present step."""
+        """True if the waiter is about to tell the outcome of the present step."""
         self.events: Events | None = None
         """Where rounds are recorded, if they are."""
 
@@ -214,7 +214,7 @@ class Rounds:
         return self._received[round_.tag][leader].decode()
 
     def _grace(self, round_: Round, deadline: Deadline) -> bool:
-        """Whether to wait on for a rank that itself waits for others, and has to say whom it lacks."""
+        """Returns True if there is time left for a rank that waits for others itself, and has to say which it misses."""
         return deadline.left > -(round_.patience - round_.limit).total_seconds()
 
     def _timeout(self, round_: Round, absent: Sequence[int]) -> WaitTimeout:

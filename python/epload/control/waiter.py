@@ -136,7 +136,7 @@ class Waiter:
 
 
 def _can_block(store: Any) -> bool:
-    """Whether the store is a connection of its own (torch 2.11 cannot make one), in which a wait blocks nobody else."""
+    """Returns True if the store is a connection of its own (torch 2.11 cannot make one), in which a wait blocks nobody else."""
     if not hasattr(store, "clone"):
         return False
     while hasattr(store, "underlying_store"):

@@ -94,7 +94,7 @@ def from_code(number: int) -> torch.dtype:
 
 
 def converts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a load may convert ``source`` to ``target``: they are equal, or both are floats of at least 16 bits.
+    """Returns True if a load may convert ``source`` to ``target``: they are equal, or both are floats of at least 16 bits.
 
     fp8 is not converted, because an fp8 value means nothing without its scale. Nor are integers, bool and complex dtypes.
     """
@@ -102,5 +102,5 @@ def converts(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def is_wide(dtype: torch.dtype) -> bool:
-    """Whether ``dtype`` is a float of at least 16 bits."""
+    """Returns True if ``dtype`` is a float of at least 16 bits."""
     return dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -33,7 +33,7 @@ class Proposal(NamedTuple):
     draft: Draft
     plan: LoadPlan
     joined: bool
-    """Whether this rank has opened the checkpoint for it."""
+    """True if this rank has opened the checkpoint for it."""
 
 
 class Announcement(NamedTuple):
@@ -53,13 +53,13 @@ class Opening(NamedTuple):
     """The manifest's compact form in base64, if it comes with this round and some rank lacks it; else empty."""
     holders: dict[str, int]
     meta: bool
-    """Whether any rank has tensors on meta."""
+    """True if any rank has tensors on meta."""
     seed: int
     """For tensors that are initialized."""
     planned: list[Any] | None
     """If all ranks have proposed the same plan: what the planning round would have decided."""
     traced: bool
-    """Whether any rank asks for events."""
+    """True if any rank asks for events."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class AgreedLoad:
     reason: str
     """The reason in words, with ``"auto"``; else empty."""
     all_read: bool
-    """Whether every rank has opened the checkpoint."""
+    """True if every rank has opened the checkpoint."""
     kept: list[int]
     """Bytes that each rank reads if all read what they keep, in the order of the ranks."""
     missing_keys: list[str]
@@ -85,7 +85,7 @@ class AgreedLoad:
     """Missing and unexpected keys that the mapping says to ignore."""
     missing: Missing
     prepared: bool
-    """Whether nothing has to be made for the model, so that no rank can fail before data moves."""
+    """True if nothing has to be made for the model, so that no rank can fail before data moves."""
     offers: dict[str, Any]
     """Of memory that the ranks of a node share, by the rank that has made it; see ``NodeSharing``."""
 

@@ -32,7 +32,7 @@ class LocalInputs:
     checkpoint: Checkpoint | None
     """None on a rank that has not opened it."""
     local_modules: bool
-    """Whether ranks may hold different modules."""
+    """True if ranks may hold different modules."""
     modules: Modules | None = None
     """Of the model; None if it was not walked, because it has not changed since the load before."""
 

@@ -23,13 +23,13 @@ class RoutePlan:
     routes: Mapping[int, Route]
     """The groups over which a rank's buckets come, by the rank that reads them; empty where nothing moves between ranks."""
     on_host: bool
-    """Whether buckets are staged in host memory; else in buffers on the device."""
+    """True if buckets are staged in host memory; else in buffers on the device."""
     note: str
     """Why another algorithm is used than was asked for; empty if none is."""
 
     @property
     def sends(self) -> bool:
-        """Whether any rank sends buckets to another, rather than to leave them in memory that both share."""
+        """True if any rank sends buckets to another, rather than to leave them in memory that both share."""
         return bool(self.routes) and (self.flow.crosses or any(len(node) > 1 for node in self.flow.nodes))
 
 
@@ -40,10 +40,10 @@ class Router:
         self._topology = topology
         self._options = options
         self.card_each = False
-        """Whether every rank of every node has a network card of its own; agreed on when a load into a device opens."""
+        """True if every rank of every node has a network card of its own; agreed on when a load into a device opens."""
 
     def has_card_each(self, device: torch.device) -> bool:
-        """Whether each rank of this node has a network card, where that decides anything."""
+        """Returns True if each rank of this node has a network card, where that decides anything."""
         nodes, auto = self._topology.nodes, self._options.algorithm == "auto"
         if device == CPU or not auto or len(nodes) == 1 or not self._topology.even:
             return False
@@ -118,7 +118,7 @@ class Router:
         return RoutePlan(flow, self._routes(device, flow, on_host), on_host, note)
 
     def _stripes_by_itself(self, device: torch.device, readers: str) -> bool:
-        """Whether ``"auto"`` sends stripes, over all cards of a node at once."""
+        """Returns True if ``"auto"`` sends stripes, over all cards of a node at once."""
         crosses = len(self._topology.nodes) > 1 and readers in ("one", "partitioned")
         return device != CPU and crosses and self.card_each
 
@@ -141,7 +141,7 @@ class Router:
         return (self._topology.striped_route if flow.algorithm == "striped" else self._topology.route)(src)
 
     def _by_node(self, readers: str) -> bool:
-        """Whether the ranks of a node copy what they keep out of shared host memory, each over its own link to its device:
+        """Returns True if the ranks of a node copy what they keep out of shared host memory, each to its own device:
         where buckets do not cross nodes, unless an algorithm for sending them was asked for."""
         nodes = self._topology.nodes
         crosses = len(nodes) > 1 and readers != "per_node"

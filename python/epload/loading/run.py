@@ -111,7 +111,7 @@ class LoadRun:
 
     @property
     def _shared(self) -> bool:
-        """Whether the ranks of a node share memory."""
+        """True if the ranks of a node share memory."""
         return self._memory is not None and self._memory.shared
 
     def _materialize(self, shared: bool) -> Local:
@@ -177,7 +177,7 @@ class LoadRun:
         return Engine(context, make_waves(self._plan), ring, mover, self._device_sink())
 
     def _reads_repeat(self) -> bool:
-        """Whether ranks of this node keep the same bytes, which each of them reads: the page cache then saves the disk work."""
+        """Returns True if ranks of this node read the same bytes, so that the page cache saves disk work."""
         kept = dict(zip(self._topology.ranks, self._load.kept, strict=True))
         return sum(kept[rank] for rank in self._topology.node) > 1.25 * self._plan.nbytes
 

@@ -28,7 +28,7 @@ class Mapping:
     aliases: tuple[Rename, ...] = ()
     """Renames of the model's names, for wrappers (torch.compile, DDP, PEFT) that add to them. Rules apply to the result."""
     required: bool = True
-    """Whether a mapping of which no rule matches is an error. False for rules that are declared for many checkpoints."""
+    """True if a mapping of which no rule matches is an error. False for rules that are declared for many checkpoints."""
     ignore_unexpected: tuple[str, ...] = ()
     """Regular expressions. An unexpected checkpoint key that matches one, before or after renaming, is no error."""
     ignore_missing: tuple[str, ...] = ()

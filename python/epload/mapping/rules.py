@@ -46,7 +46,7 @@ class Rename:
         ]
 
     def matches_any(self, names: Iterable[str]) -> bool:
-        """Whether :meth:`apply` may change any of these names."""
+        """Returns True if :meth:`apply` may change any of these names."""
         search = re.compile(self.source).search
         parts = (split_scope(name, self.scopes) if self.scopes else ("", name) for name in names)
         return any(prefix is not None and search(rest) for prefix, rest in parts)
@@ -120,7 +120,7 @@ def number_by_digits(names: Iterable[str]) -> tuple[list[int], list[int]]:
 
 @cache
 def ignores_digits(*patterns: str) -> bool:
-    """Whether regular expressions treat all digits alike, so that names that differ only in digits match at the same places.
+    """Returns True if regular expressions treat all digits alike: names that differ only in digits match at the same places.
 
     False if a pattern has a digit, but for names of groups, or refers to what a group has matched.
     """

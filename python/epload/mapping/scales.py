@@ -313,7 +313,7 @@ def _runs_along(shape: Shape, step: int) -> int:
 
 @cache
 def _runs_within_rows(view: View, shape: Shape) -> bool:
-    """Whether every dim of a view runs along one dim of the weight, so that blocks stay blocks."""
+    """Returns True if every dim of a view runs along one dim of the weight, so that blocks stay blocks."""
     if 0 in view.size:
         return True
     strides = row_major_strides(shape)

@@ -90,7 +90,7 @@ def strip_wrappers(name: str, aliases: Iterable[Rename]) -> str:
 
 
 def is_from_package(model: object, package: str) -> bool:
-    """Whether the class of ``model``, or one of its bases, is defined in ``package``."""
+    """Returns True if the class of ``model``, or one of its bases, is defined in ``package``."""
     return any(cls.__module__.split(".")[0] == package for cls in type(model).__mro__)
 
 

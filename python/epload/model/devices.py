@@ -23,7 +23,7 @@ class Devices(NamedTuple):
     materialize_on: torch.device
     """For meta tensors whose own device is not known: the accelerator of the other targets, if any."""
     has_meta: bool
-    """Whether any target is on meta now."""
+    """True if any target is on meta now."""
 
 
 def devices_of(targets: Targets, offloaded: AbstractSet[int], streams: Sequence[torch.Stream]) -> Devices:

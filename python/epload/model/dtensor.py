@@ -32,7 +32,7 @@ _MAX_RANKS_SHOWN = 64
 
 
 def private_path_available() -> bool:
-    """Whether the private paths were tested with this torch."""
+    """Returns True if the private paths were tested with this torch."""
     return _TORCH in _PRIVATE_PATH_TESTED
 
 

@@ -257,19 +257,19 @@ def _owner_of(module: nn.Module, name: str) -> tuple[nn.Module | None, str]:
 
 
 def is_pretrained(kind: type[nn.Module]) -> bool:
-    """Whether the class is a model of transformers."""
+    """Returns True if the class is a model of transformers."""
     transformers = sys.modules.get("transformers.modeling_utils")
     return transformers is not None and issubclass(kind, transformers.PreTrainedModel)
 
 
 def _has_init_weights(module: nn.Module) -> bool:
-    """Whether a model of another library has an ``_init_weights(module)`` like that of transformers."""
+    """Returns True if a model of another library has an ``_init_weights(module)`` like that of transformers."""
     initializer = getattr(type(module), "_init_weights", None)
     return callable(initializer) and len(inspect.signature(initializer).parameters) == 2
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether a module is a layer of PEFT, or of another library (VeOmni) that follows PEFT's LoRA."""
+    """Returns True if a module is a layer of PEFT, or of another library (VeOmni) that follows PEFT's LoRA."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     is_peft = tuners is not None and isinstance(module, tuners.BaseTunerLayer)
     return is_peft or (callable(getattr(type(module), "reset_lora_parameters", None)) and hasattr(module, "lora_A"))

@@ -113,7 +113,7 @@ def _plain_meta_ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _can_be_built(tensors: list[Tensor]) -> bool:
-    """Whether the private path can build such tensors: no subclass other than DTensor, nor a DTensor over one."""
+    """Returns True if the private path can build such tensors: no subclass other than DTensor, nor a DTensor over one."""
     kinds = {type(tensor._local_tensor if type(tensor) is DTensor else tensor) for tensor in tensors}
     return kinds <= {Tensor, nn.Parameter}
 
@@ -198,7 +198,7 @@ class _Materialization:
 
 
 def _is_even(spec: Any) -> bool:
-    """Whether all shards have one size, so that FSDP pads none. ``spec``: a DTensorSpec."""
+    """Returns True if all shards have one size, so that FSDP pads none. ``spec``: a DTensorSpec."""
     shards = [1] * len(spec.shape)
     for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
         if (dim := getattr(placement, "dim", None)) is not None:

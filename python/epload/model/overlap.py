@@ -21,7 +21,7 @@ def storage_key(tensor: Tensor) -> StorageKey:
 
 
 def has_internal_overlap(tensor: Tensor) -> bool:
-    """Whether two elements of a tensor share memory, as in an expanded or unfolded tensor."""
+    """Returns True if two elements of a tensor share memory, as in an expanded or unfolded tensor."""
     dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     extent = 0
     for stride, size in dims:
@@ -55,7 +55,7 @@ def find_overlap(tensors: Sequence[tuple[str, Tensor]]) -> tuple[str, str] | Non
 
 
 def _share_elements(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors whose address ranges overlap share elements. Columns of one matrix do not."""
+    """Returns True if tensors whose address ranges overlap share elements. Columns of one matrix do not."""
     if max(a.numel(), b.numel()) > _MAX_COMPARED_ELEMENTS or a.element_size() != b.element_size():
         return True
     addresses_a = _offsets(a) * a.element_size() + a.data_ptr()

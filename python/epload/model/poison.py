@@ -21,7 +21,7 @@ def poison(tensor: Tensor) -> None:
 
 
 def is_poisoned(tensor: Tensor) -> bool:
-    """Whether any element still holds the pattern. For one-byte integers, where it is an ordinary value: whether all do."""
+    """Returns True if any element still holds the pattern; of one-byte integers, where it is an ordinary value, if all do."""
     if not tensor.numel():
         return False
     integers, pattern = _as_integers(tensor)

@@ -54,7 +54,7 @@ class Targets(IndirectState):
     below_fp32: list[str] = field(default_factory=list)
     """Names of the tensors that it keeps in float32 too, but that have storage in another dtype."""
     has_aliases: bool = False
-    """Whether different objects of the model are the same memory, and therefore one target."""
+    """True if different objects of the model are the same memory, and therefore one target."""
 
     mesh_digest_cache: list[list[tuple[str, Mesh]]] = field(default_factory=list, compare=False)
     """The first result of :meth:`mesh_digests`. Shared by copies of these targets, which reloads make."""
@@ -88,7 +88,7 @@ class Targets(IndirectState):
         return dtensor.local_tensors(self.tensors)
 
     def matches(self, other: Targets) -> bool:
-        """Whether a plan made for ``other`` is valid for these: everything but the tensors themselves is equal."""
+        """Returns True if a plan made for ``other`` is valid for these: everything but the tensors themselves is equal."""
         columns = ("names", "layout", "dtypes", "layouts", "coordinates", "index", "local_only")
         pairs = [(getattr(self, column), getattr(other, column)) for column in columns]
         return all(mine is theirs or mine == theirs for mine, theirs in pairs)
@@ -222,7 +222,7 @@ class _Collector:
         return axis, (id(tensor.device_mesh), id(tensor.placements), tensor.shape, axis)
 
     def _is_alias(self, name: str, tensor: Tensor) -> bool:
-        """Whether a plain tensor is the same memory as an earlier target; if so, its name becomes one of that target's."""
+        """Returns True if a plain tensor is the memory of an earlier target, of which its name then becomes one."""
         _check_loadable(name, tensor)
         if tensor.is_meta or not tensor.numel() or type(tensor) not in (Tensor, nn.Parameter):
             return False

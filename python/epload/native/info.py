@@ -33,7 +33,7 @@ def build_info() -> dict[str, Any]:
 
 
 def has_npu() -> bool:
-    """Whether this build has the Ascend part."""
+    """Returns True if this build has the Ascend part."""
     return bool(_C.torch_npu_version)
 
 

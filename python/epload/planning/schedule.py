@@ -74,7 +74,7 @@ class Flow:
     readers: str
     algorithm: str
     shared: bool
-    """Whether the ranks of a node share their staging buffers; else each has its own and bytes are passed on to it."""
+    """True if the ranks of a node share their staging buffers; else each has its own and bytes are passed on to it."""
 
     @cached_property
     def node(self) -> int:
@@ -109,7 +109,7 @@ class Flow:
 
     @property
     def reads(self) -> bool:
-        """Whether this rank reads."""
+        """True if this rank reads."""
         return self.rank in self.turns
 
     def reader(self, bucket: int) -> int:
@@ -129,7 +129,7 @@ class Flow:
 
     @property
     def crosses(self) -> bool:
-        """Whether bytes move between nodes."""
+        """True if bytes move between nodes."""
         return len(self.nodes) > 1 and self.readers not in ("per_node", "every")
 
     @property

@@ -44,7 +44,7 @@ class Provenance:
     """Where each of its elements comes from, in an index space whose row-major order is that of the storage. None if its
     elements are not elements of checkpoint tensors."""
     exact: bool = True
-    """Whether its dtype holds every value of the checkpoint tensors' dtypes."""
+    """True if its dtype holds every value of the checkpoint tensors' dtypes."""
     reason: str = ""
     """Why there is no assembly."""
 
@@ -143,7 +143,7 @@ def joined(copies: Sequence[tuple[Provenance, Region, Region]], result: Region) 
 
 
 def _is_nested(region: Region) -> bool:
-    """Whether each stride exceeds the extent of all inner dims together, as :meth:`View.within` needs."""
+    """Returns True if each stride exceeds the extent of all inner dims together, as :meth:`View.within` needs."""
     extent = 0
     for stride, size in sorted((s, n) for n, s in zip(region.size, region.strides, strict=True) if n > 1):
         if stride <= extent:

@@ -168,7 +168,7 @@ def _run(trace: LoadTrace, load_weights: LoadWeights, first: bool) -> str:
 
 
 def _check_alone(resolver: _Resolver, load_weights: LoadWeights, trace: LoadTrace) -> str:
-    """Whether the tensors that go through ``load_weights`` have the same effect without the others; if not, why."""
+    """Checks that the tensors that go through ``load_weights`` have the same effect without the others; returns why not."""
     alone = sorted(resolver.whole - resolver.refused.keys())
     if not alone:
         return ""

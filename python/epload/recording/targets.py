@@ -28,7 +28,7 @@ class Destination:
     region: Region
     """Its offset is relative to the target."""
     same_dtype: bool
-    """Whether it is written in the target's dtype."""
+    """True if it is written in the target's dtype."""
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
@@ -63,7 +63,7 @@ class EngineTargets:
         self.device = next((tensor.device for _, tensor in real), torch.device("cpu"))
 
     def __contains__(self, storage: int) -> bool:
-        """Whether a storage, given as by :func:`storage_of`, holds targets."""
+        """Returns True if a storage, given as by :func:`storage_of`, holds targets."""
         return storage in self._by_storage
 
     def find(self, tensor: Tensor) -> Destination | None:

@@ -54,7 +54,7 @@ class Board:
         ops.board_post(self.words, -1, 1)
 
     def reached(self, stage: str, waves: int, ranks: Sequence[int]) -> bool:
-        """Whether each of ``ranks`` has finished ``stage`` of so many waves."""
+        """Returns True if each of ``ranks`` has finished ``stage`` of so many waves."""
         return ops.board_wait(self.words, [self.slot(stage, rank) for rank in ranks], waves, 0.0) == ops.BOARD_REACHED
 
     def wait(self, stage: str, waves: int, ranks: Sequence[int], limit: timedelta) -> None:

@@ -37,7 +37,7 @@ class StagingNeeds(NamedTuple):
     """Those of the node, if this rank brings bytes to the device, which share its processors; else 0."""
 
     def covers(self, other: StagingNeeds) -> bool:
-        """Whether a staging made for these serves a load that needs the other."""
+        """Returns True if a staging made for these serves a load that needs the other."""
         return self.device == other.device and self.nbytes >= other.nbytes and (self.ranks > 0 or other.ranks == 0)
 
 
@@ -125,7 +125,7 @@ class DeviceStaging:
         wait_for(self._arrived, check)
 
     def drained(self, seconds: float) -> bool:
-        """Whether all that is queued on the streams is done, after so long at most."""
+        """Returns True if all that is queued on the streams is done, after so long at most."""
         return all_done(self.device, (self.stream, self.copies), seconds)
 
     def abandon(self) -> None:
@@ -147,7 +147,7 @@ def wait_for(event: torch.Event, check: Callable[[], None]) -> None:
 
 
 def all_done(device: torch.device, streams: Sequence[torch.Stream], seconds: float) -> bool:
-    """Whether all that is queued on the streams is done, after so long at most."""
+    """Returns True if all that is queued on the streams is done, after so long at most."""
     events = [(stream, torch.Event(device)) for stream in streams]
     until = time.monotonic() + seconds
     try:

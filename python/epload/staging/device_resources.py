@@ -41,7 +41,7 @@ class DeviceResources:
         return f"{stream.device} {stream.stream_id}, {'the loader' if self._given is None else 'the caller'}'s"
 
     def serves(self, needs: StagingNeeds) -> bool:
-        """Whether the staging of the load before can be used."""
+        """Returns True if the staging of the load before can be used."""
         return self.staging is not None and self.staging.needs.covers(needs)
 
     def prepare(self, device: torch.device, ranks: int) -> None:

@@ -53,7 +53,7 @@ class HostRing:
             self._wait("checked", count, self._flow.relays)
 
     def _may_acquire(self, wave: Wave) -> bool:
-        """Whether :meth:`acquire` would return at once."""
+        """Returns True if :meth:`acquire` would return at once."""
         count = wave.index + 1 - len(self._memory.buffers)
         return self._reached("unpacked", count, self._flow.sharers) and self._reached(
             "checked", count, self._flow.relays

@@ -25,7 +25,7 @@ class Ring(Protocol):
 
     @property
     def checks_moved(self) -> bool:
-        """Whether headers are checked once a wave has been moved, rather than when it is unpacked. Then a transfer can end in
+        """True if headers are checked once a wave has been moved, rather than when it is unpacked. Then a transfer can end in
         order; otherwise whoever fails interrupts the others."""
         ...
 
@@ -110,7 +110,7 @@ class Ring(Protocol):
         ...
 
     def drained(self) -> bool:
-        """Whether nothing writes to its memory any more, after a transfer that failed. Waits a little for that."""
+        """Returns True if nothing writes to its memory any more, after a transfer that failed. Waits a little for that."""
         ...
 
     def abandon(self) -> None:

@@ -74,7 +74,7 @@ class NodeSharing:
     def __init__(self, nodes: Sequence[Sequence[int]], rank: int, nbytes: int, count: int = BUFFERS) -> None:
         """``nbytes``: of one buffer, and ``count`` of buffers; equal on all ranks of a node."""
         self.trivial = all(len(node) == 1 for node in nodes)
-        """Whether there is nothing to share, nor to agree on."""
+        """True if there is nothing to share, nor to agree on."""
         self.nbytes, self.count = nbytes, count
         self.offer: list[Any] | None = None
         """By which the node's other ranks find the memory that this one has made: process, descriptor, token. For JSON."""
@@ -88,7 +88,7 @@ class NodeSharing:
                 self.offer = [os.getpid(), self._fd, token.hex()]
 
     def accept(self, offers: Mapping[str, list[Any]]) -> bool:
-        """Whether this rank can use its node's memory. ``offers``: by rank, those that were made."""
+        """Returns True if this rank can use its node's memory. ``offers``: by rank, those that were made."""
         made = offers.get(str(self._node[0]))
         if self._mapped is None and made is not None:
             pid, fd, token = made

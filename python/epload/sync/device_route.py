@@ -219,7 +219,7 @@ class DeviceRoute:
         return waves
 
     def _takes(self, number: int) -> bool:
-        """Whether a bucket passes this rank."""
+        """Returns True if a bucket passes this rank."""
         if self._rank in self._members.senders or not self._keeps_whole:
             return True
         owner = self._plan.buckets.streams[self._plan.buckets.stream[number]].owner

@@ -134,7 +134,7 @@ class WeightReceiver:
         # Also if nobody calls close(): else the sender would wait for this rank.
         self._leave = weakref.finalize(self, self._attendance.close)
         self._stale = False
-        """Whether this rank has left an epoch on which the sender may still count."""
+        """True if this rank has left an epoch on which the sender may still count."""
         self._closed = False
         self._epoch: Epoch | None = None
         self._arrival: Arrival | None = None
@@ -148,7 +148,7 @@ class WeightReceiver:
         self.staged: int | None = None
         """That has arrived, and that :meth:`commit` applies."""
         self.torn = False
-        """Whether the target may have weights of two versions: while they are copied in, and if that has failed. The next version
+        """True if the target may have weights of two versions: while they are copied in, and if that has failed. The next version
         that is applied as a whole mends it."""
 
     def _connect(self) -> Store:

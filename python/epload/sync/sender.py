@@ -145,7 +145,7 @@ class WeightSender:
         self._offer: Offer | None = None
         """The last, if receivers took part in it."""
         self._complete = False
-        """Whether they have its version."""
+        """True if they have its version."""
         self._closed = False
         store = self._open_store(host, port)
         self._store = store

@@ -32,7 +32,7 @@ _MOST_SHOWN = 5
 
 class Target(Protocol):
     tears_on_prepare: bool
-    """Whether :meth:`tensors` already changes what an engine computes with."""
+    """True if :meth:`tensors` already changes what an engine computes with."""
 
     @property
     def warnings(self) -> Sequence[str]:

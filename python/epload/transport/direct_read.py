@@ -41,7 +41,7 @@ class DirectRead:
         self._buffer: Tensor | None = None
         """Host memory for one bucket, for a checkpoint that gives whole buckets only."""
         self.broken = False
-        """Whether it was interrupted, so that the buffers may still be in use."""
+        """True if it was interrupted, so that the buffers may still be in use."""
 
     def run(self, bar: Progress) -> None:
         """``bar`` counts bytes.
@@ -68,7 +68,7 @@ class DirectRead:
         self._sink.abandon()
 
     def _step(self, read: Callable[[range], int | None], numbers: range, bar: Progress) -> bool:
-        """Whether the checkpoint can read this way."""
+        """Returns True if the checkpoint can read this way."""
         context = self._context
         if failure := context.framing.remote_failure():
             raise failure

@@ -50,7 +50,7 @@ class Engine:
         self._over = threading.Event()
         """Set when this rank has met such a bucket."""
         self.broken = False
-        """Whether a step failed, so that the buffers may still be in use."""
+        """True if a step failed, so that the buffers may still be in use."""
 
     def run(self, bar: Progress) -> None:
         """``bar`` counts bytes.

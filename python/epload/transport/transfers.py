@@ -26,7 +26,7 @@ class Transfer(Protocol):
 
     @property
     def broken(self) -> bool:
-        """Whether its buffers may still be in use."""
+        """True if its buffers may still be in use."""
         ...
 
     def run(self, bar: Progress) -> None: ...

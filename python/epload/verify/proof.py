@@ -54,7 +54,7 @@ class Proof:
         """The tables of the last proof, encoded and decoded."""
 
     def fits(self, plan: LoadPlan, verifiers: Sequence[int]) -> bool:
-        """Whether this object can prove a load of ``plan``."""
+        """Returns True if this object can prove a load of ``plan``."""
         return plan is self._plan and tuple(verifiers) == self._verifiers
 
     def claims(self, local: Local) -> dict[int, bytes]:

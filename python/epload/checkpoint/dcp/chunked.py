@@ -144,7 +144,7 @@ def _uncovered(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
 
 
 def _is_grid(boxes: Sequence[Box]) -> bool:
-    """Whether boxes are all combinations of intervals of each dim that do not overlap."""
+    """Returns True if boxes are all combinations of intervals of each dim that do not overlap."""
     if not boxes:
         return True
     per_dim = [sorted({(start[d], size[d]) for start, size in boxes}) for d in range(len(boxes[0][0]))]

@@ -209,7 +209,7 @@ def _remember(folder: HubFolder, revision: str, commit: str) -> None:
 
 
 def _may_use_cache(hub: Any, error: Exception) -> bool:
-    """Whether the Hub has given no answer, rather than refused."""
+    """Returns True if the Hub has given no answer, rather than refused."""
     return not isinstance(error, hub.errors.HfHubHTTPError) or error.response.status_code >= 500
 
 

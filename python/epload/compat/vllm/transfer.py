@@ -269,7 +269,7 @@ class VllmModel(EngineModel):
 
 
 def _is_processed(layer: nn.Module) -> bool:
-    """Whether vLLM may change the layer's tensors after loading."""
+    """Returns True if vLLM may change the layer's tensors after loading."""
     method = getattr(layer, "quant_method", None)
     if not isinstance(method, QuantizeMethodBase) or is_deferred_attention_layer(layer):
         return False
