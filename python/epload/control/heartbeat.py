@@ -87,7 +87,7 @@ class Heartbeats:
         self._near = {rank: near for rank, near in self._near.items() if near[0].position[0] >= load}
 
     def due(self, position: Position | None) -> bool:
-        """Returns True if a heartbeat is due: an interval is over, or this rank has begun to wait in the round at ``position``."""
+        """Returns True if a heartbeat is due: after an interval, or once this rank waits in the round at ``position``."""
         began_to_wait = position is not None and position != self._posted
         return began_to_wait or time.monotonic() - self._posted_at >= self.interval
 
