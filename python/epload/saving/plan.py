@@ -20,7 +20,6 @@ from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.placement import row_major_strides
 from epload.core.views import Shape
 from epload.errors import ModelMismatch
-from epload.planning.buckets import HEADER_BYTES
 from epload.planning.cells import Slot, make_slots
 from epload.planning.shares import NO_PART, Outline, Share, copies_of_box
 from epload.saving.layout import FilesLayout
@@ -39,7 +38,7 @@ class WriteBucket:
     """What a rank packs into a buffer, and writes out of it."""
 
     nbytes: int
-    """Of the buffer, whose first ``HEADER_BYTES`` are not used."""
+    """Size of the buffer."""
     rows: CopyTable
     """Targets are numbers of the rank's local tensors."""
     runs: Tensor
@@ -199,7 +198,7 @@ class _Rows:
         _, sizes = torch.unique_consecutive(bucket, return_counts=True)
         ends = sizes.cumsum(0)
         first = ends - sizes
-        offset = begins - torch.repeat_interleave(begins[first], sizes) + HEADER_BYTES
+        offset = begins - torch.repeat_interleave(begins[first], sizes)
         copies, in_files, of_copy = self._expand_copies(tensor, template, offset, share)
         origins = torch.stack([layout.file[tensor[of_copy]], layout.offset[tensor[of_copy]] + in_files.offset], 1)
         runs, of_run = self._expand_runs(tensor, template, offset, layout)
