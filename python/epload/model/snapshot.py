@@ -12,7 +12,7 @@ values, by address. An address identifies an object only while the object lives.
   - refers weakly to the modules (through FSDP's state each of them keeps the whole model alive) and to the local tensors of
     DTensors, and is invalid once one of them is freed;
   - releases what it holds when the model is freed.
-load_state_dict hooks that are added later are detected as well: such a module has to be loaded through them.
+load_state_dict hooks that are added later are detected as well: a module with one that may change values is refused.
 A new parameter may have the address of an old one: tensors are taken from the dicts at every load, and their shapes,
 dtypes, devices and layouts are compared (see ``MetadataRecord``). It would not do to refer weakly to the parameters
 themselves: ``torch.utils.swap_tensors`` refuses tensors that have weak references.
