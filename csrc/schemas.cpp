@@ -82,7 +82,7 @@ TORCH_LIBRARY(epload, m) {
       "__torch__.torch.classes.epload.PreparedDigests digests) -> Tensor");
   m.def(
       "relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes, Tensor? board=None, "
-      "float seconds=0, int[]? post=None) -> int");
+      "float seconds=0) -> int");
   m.def("allocate_like(Tensor[] tensors, ScalarType dtype, Device device, int threads) -> Tensor[]");
   m.def("checksum(Tensor bytes) -> int");
   m.def("digest_tensors(Tensor[] tensors, Tensor copies) -> Tensor");
