@@ -50,7 +50,7 @@ TORCH_LIBRARY(epload, m) {
       "Tensor copies, int threads, bool direct=False) -> (int, int, int, int)");
   m.def(
       "relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes, Tensor? board=None, "
-      "float seconds=0, int[]? post=None) -> int");
+      "float seconds=0) -> int");
   m.def("allocate_like(Tensor[] tensors, ScalarType dtype, Device device, int threads) -> Tensor[]");
   m.def("checksum(Tensor bytes) -> int");
   m.def("digest_tensors(Tensor[] tensors, Tensor copies) -> Tensor");

@@ -81,18 +81,6 @@ void check(
   }
 }
 
-void check_post(const std::optional<at::Tensor>& board, const std::optional<BoardPost>& post) {
-  if (!post.has_value()) {
-    return;
-  }
-  TORCH_CHECK_VALUE(board.has_value(), "relay: expected a board to post on, got none");
-  TORCH_CHECK_VALUE(
-      post->value >= INT32_MIN && post->value <= INT32_MAX,
-      "relay: expected to post a value that fits in an int32, got ",
-      post->value);
-  board_wait(*board, {post->slot}, INT32_MIN, 0); // throws if it is no slot of a board
-}
-
 std::vector<Chunk> cut(const std::vector<RelayStep>& steps, int64_t chunk_bytes) {
   std::vector<Chunk> chunks;
   for (const auto& step : steps) {
@@ -221,19 +209,11 @@ int64_t relay(
     const Group& intra,
     int64_t chunk_bytes,
     const std::optional<at::Tensor>& board,
-    double seconds,
-    std::optional<BoardPost> post) {
+    double seconds) {
   check(bucket, steps, inter, intra, chunk_bytes);
-  check_post(board, post); // now: later, messages would be under way
   TORCH_CHECK_VALUE(seconds >= 0 && seconds < 1e9, "relay: expected a limit of 0 to 1e9 seconds, got ", seconds);
   chunk_bytes = std::min(chunk_bytes, std::max<int64_t>(bucket.numel(), 1)); // so that no sum below overflows
   const auto chunks = cut(steps, chunk_bytes);
-  const auto under_way = [&] {
-    if (post.has_value()) {
-      board_post(*board, post->slot, post->value);
-      post.reset();
-    }
-  };
   int64_t messages = 0;
   Waiter waiter(board, seconds);
   std::vector<Sending> sends;
@@ -244,7 +224,6 @@ int64_t relay(
     }
     auto& inbox = chunk.step->from_inter >= 0 ? from_inter : from_intra;
     if (inbox.sender(chunk) >= 0) {
-      under_way();
       waiter.wait(inbox.next(), "from", inbox.sender(chunk));
       messages += inbox.post_ahead(bucket, chunks); // before sending on, so that the link behind us is never idle
     }
@@ -256,9 +235,7 @@ int64_t relay(
       sends.push_back({intra.send(chunk.of(bucket), chunk.step->to_intra), chunk.step->to_intra});
       ++messages;
     }
-    under_way();
   }
-  under_way(); // there may have been nothing to do
   for (const auto& [work, peer] : sends) {
     waiter.wait(work, "to", peer);
   }
@@ -274,8 +251,7 @@ int64_t relay_op(
     const std::string& intra_group,
     int64_t chunk_bytes,
     const std::optional<at::Tensor>& board,
-    double seconds,
-    at::OptionalIntArrayRef post) {
+    double seconds) {
   const auto* row = numbers_of("relay", "the steps", steps, 2);
   TORCH_CHECK_VALUE(steps.size(1) == 6, "relay: expected steps of 6 numbers, got ", steps.size(1));
   const at::NoGradGuard no_grad;
@@ -283,14 +259,8 @@ int64_t relay_op(
   for (int64_t i = 0; i < steps.size(0); ++i, row += 6) {
     rows.push_back({row[0], row[1], row[2], row[3], row[4], row[5]});
   }
-  std::optional<BoardPost> posted;
-  if (post.has_value()) {
-    TORCH_CHECK_VALUE(post->size() == 2, "relay: expected a slot and a value to post, got ", post->size(), " numbers");
-    posted = BoardPost{(*post)[0], (*post)[1]};
-  }
   const auto device = bucket.device().type();
-  const auto messages =
-      relay(bucket, rows, {inter_group, device}, {intra_group, device}, chunk_bytes, board, seconds, posted);
+  const auto messages = relay(bucket, rows, {inter_group, device}, {intra_group, device}, chunk_bytes, board, seconds);
   mark_written(bucket);
   return messages;
 }

@@ -45,12 +45,9 @@ def save(
 ) -> SaveReport:
     """Saves a sharded model as a folder of safetensors files. Collective over the topology's ranks.
 
-    Each rank writes its own parts to their places in the files. On a shared file system no tensor moves between ranks, and none
-    is put together in memory. The folder appears when it is complete and on disk: a reader finds what was at the path before, or
-    the whole new checkpoint, whenever a rank ends.
-
-    Where nodes do not share a file system, each file system gets the whole checkpoint: the parts go to all nodes, through two
-    buffers of 64 MB on each. The folders then appear one by one.
+    Each rank writes its own parts to their places in the files, on a file system that all ranks see. No tensor moves between
+    ranks, and none is put together in memory. The folder appears when it is complete and on disk: a reader finds what was at the
+    path before, or the whole new checkpoint, whenever a rank ends.
 
     Args:
         model: any mix of DTensors and plain tensors with storage; or a state dict of them, perhaps nested, whose names are joined
@@ -72,8 +69,8 @@ def save(
         What happened, on every rank.
 
     Raises:
-        LoadError: the run failed, the same on every rank; what was at the path is still there, but for nodes with file systems
-            of their own where the folder had appeared already. ModelMismatch: an element of the model would not be saved.
+        LoadError: the run failed, the same on every rank, for example because a rank sees another file system; what was at the
+            path is still there. ModelMismatch: an element of the model would not be saved.
         ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been written.
 
     Example::
@@ -104,9 +101,8 @@ def save_async(
     """Like :func:`save`, but returns once this rank's shards are copied to host memory, and the model may change again.
 
     The copies are in pinned memory if the model is on a device; they take as much memory as the shards until the save has ended.
-    Another save of the process first waits for this one; a load or broadcast meanwhile is refused. No collective of your groups
-    is called in the background; where nodes do not share a file system, epload makes and uses groups of its own. Call
-    :meth:`PendingSave.wait` before the process ends: a save that is cut off leaves what was at the path.
+    Another save of the process first waits for this one; a load or broadcast meanwhile is refused. No collective is called in the
+    background. Call :meth:`PendingSave.wait` before the process ends: a save that is cut off leaves what was at the path.
 
     Example::
 

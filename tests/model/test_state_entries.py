@@ -1,18 +1,25 @@
-"""State-dict entries that are not the model's own storage are loaded as torch loads them, or refused; never counted as loaded."""
+"""State-dict entries that are not the model's own storage are refused by name, and so are modules that load themselves."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 
 import epload
 from epload import Topology
+from epload.checkpoint.manifest import Manifest
+from epload.saving.model_reader import ModelReader
+from epload.sync.targets import ModelTarget
 from support import ranks
-from support.checks import all_fine
+from support.checks import all_fine, local_of
 from support.models import on_meta
 
 
@@ -22,22 +29,22 @@ def loader(**options: Any) -> epload.HierarchicalLoader:
 
 
 class Fused(nn.Module):
-    """Keeps one tensor, and shows three of it. The copies are those of ``clone``, or converted ones."""
+    """Keeps one tensor, and shows three of it: copies, or views."""
 
-    def __init__(self, half: bool = False, views: bool = False) -> None:
+    def __init__(self, views: bool = False, loads: bool = False) -> None:
         super().__init__()
         self.qkv = nn.Parameter(torch.rand(9, 5))
         self.out = nn.Linear(5, 3)
-        self.register_buffer("scale", torch.rand(2), persistent=False)
-        self.half, self.views = half, views
-        self._register_state_dict_hook(_split)
-        self.register_load_state_dict_pre_hook(_fuse)
+        self.views = views
+        self.split = self._register_state_dict_hook(_split)
+        if loads:
+            self.register_load_state_dict_pre_hook(_fuse)
 
 
 def _split(module: Fused, state: dict[str, Tensor], prefix: str, _: object) -> None:
     fused = state.pop(f"{prefix}qkv")
     for name, part in zip("qkv", fused.chunk(3), strict=True):
-        state[f"{prefix}{name}"] = part if module.views else part.bfloat16() if module.half else part.clone()
+        state[f"{prefix}{name}"] = part if module.views else part.clone()
 
 
 def _fuse(module: Fused, state: dict[str, Tensor], prefix: str, *_: object) -> None:
@@ -49,99 +56,125 @@ class Net(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 5)
-        self.layers = nn.ModuleList(Fused(**options) for _ in range(3))
-        self.norm = nn.LayerNorm(3)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Fused):
-            nn.init.constant_(module.scale, 0.5)
+        self.layers = nn.ModuleList([nn.Linear(5, 5), Fused(**options)])
 
 
-def _hooked(rank: int) -> list[str]:
-    problems = []
-    for options in ({}, {"half": True}, {"views": True}):
-        torch.manual_seed(0)
-        source = Net(**options)
-        state = {name: tensor.detach().clone() for name, tensor in source.state_dict().items()}
-        torch.manual_seed(0 if options else rank)
-        expected = Net(**options)
-        expected.load_state_dict(state)
-        for readers in ("one", "every"):
-            for lost in (False, True):
-                model = on_meta(lambda: Net(**options)) if lost else Net(**options)  # noqa: B023  (called at once)
-                report = loader(readers=readers, verify=True).load(
-                    model, state if rank == 0 or readers == "every" else None
-                )
-                case = f"{options} {readers} {lost}"
-                if report.tensors != len(state) or report.missing_keys or report.unexpected_keys:
-                    problems.append(f"{case}: {report}")
-                for name, tensor in model.named_parameters():
-                    if not torch.equal(tensor, expected.get_parameter(name)):
-                        problems.append(f"{case}: {name} differs from what load_state_dict gives")
-    return problems
+class Derived(nn.Module):
+    """Shows a tensor that it computes."""
 
-
-def test_modules_that_show_copies_are_filled_as_torch_fills_them() -> None:
-    all_fine(ranks.run(4, _hooked))
-
-
-def _some_missing(rank: int) -> list[str]:
-    """What the checkpoint lacks keeps its value; on meta there is none."""
-    torch.manual_seed(0)
-    source = Net()
-    state = {name: tensor.detach().clone() for name, tensor in source.state_dict().items() if name != "layers.1.k"}
-    model = Net()
-    before = model.layers[1].qkv.detach().clone()
-    report = loader().load(model, state if rank == 0 else None, strict=False)
-    expected = source.layers[1].qkv.detach().clone()
-    expected[3:6] = before[3:6]
-    problems = [] if report.missing_keys == ["layers.1.k"] else [str(report)]
-    if not torch.equal(model.layers[1].qkv, expected):
-        problems.append(f"layers.1.qkv is {model.layers[1].qkv}")
-    for hook in (None, lambda *_: None):
-        try:
-            loader().load(on_meta(Net), state if rank == 0 else None, strict=False, init_missing=hook)
-            problems.append("loaded a copy that nothing fills")
-        except epload.ModelMismatch as error:
-            if "fills 1 tensor on meta: layers.1.k" not in str(error):
-                problems.append(str(error))
-    return problems
-
-
-def test_copies_that_the_checkpoint_lacks() -> None:
-    all_fine(ranks.run(4, _some_missing))
-
-
-class Ignores(Fused):
-    """Its load_state_dict takes the entries and drops them."""
-
-    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
-        state.setdefault(f"{prefix}qkv", self.qkv.detach().clone())
-        for name in "qkv":
-            state.pop(f"{prefix}{name}", None)
-
-
-class NoCounterpart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.rand(3))
-        self._register_state_dict_hook(lambda module, state, prefix, _: state.update({f"{prefix}twice": module.w * 2}))
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}twice"] = self.w * 2
 
 
-def test_a_module_that_does_not_take_what_it_shows_is_an_error() -> None:
-    source = nn.Sequential(NoCounterpart())
-    with pytest.raises(epload.LoadError, match=r"(?s)0 \(NoCounterpart\).load_state_dict rejected .*twice"):
-        epload.load(nn.Sequential(NoCounterpart()), dict(source.state_dict()), progress=False)
-    torch.manual_seed(0)
-    state = {name: tensor.clone() for name, tensor in Ignores().state_dict().items()}
-    with pytest.raises(epload.LoadError, match="shards differ"):
-        epload.load(Ignores(), state, verify=True, progress=False)
-    hollow = on_meta(lambda: nn.Sequential(Ignores()))
-    with pytest.raises(epload.LoadError, match="left parameters uninitialized"):
-        epload.load(
-            hollow, {f"0.{name}": t for name, t in state.items()}, progress=False,
-            init_missing=lambda module, path, names: module.scale.zero_(),
-        )  # fmt: skip
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.full_like(tensor, i + 1) for i, (name, tensor) in enumerate(model.state_dict().items())}
+
+
+COPIES = "returns copies in its state dict, and filling a copy would not fill the model"
+HOOK = "has a load_state_dict hook (_fuse), which does not run when tensors are filled in place"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "hook": (Net, f"layers.1 (Fused) {COPIES}: layers.1.q, layers.1.k, layers.1.v. Replace the module by"),
+    "method": (lambda: nn.Sequential(Derived()), f"0 (Derived) {COPIES}: 0.twice. Replace the module by"),
+    "the model itself": (Derived, f"the model (Derived) {COPIES}: twice. Call its own load_state_dict"),
+    "load hook": (
+        lambda: Net(views=True, loads=True),
+        f"layers.1 (Fused) {HOOK}: layers.1.out.weight, layers.1.out.bias, ",
+    ),
+}
+
+
+def _refused(rank: int, case: str) -> list[str]:
+    make, text = REFUSED[case]
+    problems = []
+    for kind in ("with storage", "on meta", "sharded"):
+        model = on_meta(make) if kind == "on meta" else make()
+        if kind == "sharded":
+            fully_shard(model)
+        before = [local_of(p).detach().clone() for p in model.parameters()]
+        state = values_of(make())
+        for readers in ("one", "every"):
+            given = state if rank == 0 or readers == "every" else None
+            try:
+                loader(readers=readers).load(model, given, strict=False, init_missing=lambda *_: None)
+                problems.append(f"{kind}, {readers}: loaded")
+            except epload.ModelMismatch as error:
+                if text not in str(error).replace("(FSDP", "("):
+                    problems.append(f"{kind}, {readers}: {error}")
+        after = [local_of(p).detach() for p in model.parameters()]
+        if any(
+            p.is_meta != b.is_meta or (not p.is_meta and not p.equal(b)) for p, b in zip(after, before, strict=True)
+        ):
+            problems.append(f"{kind}: parameters have changed")
+    return problems
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_module_that_cannot_be_filled_in_place_is_refused_by_name(case: str) -> None:
+    all_fine(ranks.run(4, _refused, case))
+
+
+def test_on_one_rank_only() -> None:
+    all_fine(ranks.run(2, _one_refuses))
+
+
+def _one_refuses(rank: int) -> list[str]:
+    """The other rank's model has no hook, and it raises the same."""
+    model = Net()
+    if rank == 0:
+        model.layers[1].split.remove()
+    state = values_of(Net())
+    try:
+        epload.load(model, state if rank == 0 else None, progress=False, timeout=60)
+    except epload.ModelMismatch as error:
+        return [] if f"layers.1 (Fused) {COPIES}" in str(error) else [str(error)]
+    return ["loaded"]
+
+
+def test_ways_to_load_it() -> None:
+    state = values_of(Net())
+    expected = torch.cat([state[f"layers.1.{name}"] for name in "qkv"])
+
+    model = Net(loads=True)
+    fused, model.layers[1] = model.layers[1], nn.Identity()
+    epload.load(model, state, strict=False, progress=False)
+    model.layers[1] = fused
+    fused.load_state_dict({name.removeprefix("layers.1."): state[name] for name in state if "layers.1." in name})
+    assert fused.qkv.equal(expected)
+    assert model.embed.weight.equal(state["embed.weight"])
+
+    model = Net()
+    model.layers[1].split.remove()
+    sources = tuple(rf"layers\.1\.{name}" for name in "qkv")
+    concatenate = epload.mapping.Convert(sources, ("layers.1.qkv",), (epload.mapping.Concatenate(),))
+    epload.load(model, state, mapping=epload.Mapping(converts=(concatenate,)), progress=False)
+    assert model.layers[1].qkv.equal(expected)
+    assert model.layers[1].out.bias.equal(state["layers.1.out.bias"])
+
+
+def test_entries_that_are_the_models_own_under_other_names_are_filled() -> None:
+    for lost in (False, True):
+        model: Any = on_meta(lambda: Net(views=True)) if lost else Net(views=True)
+        state = values_of(Net())
+        report = epload.load(model, state, progress=False, verify=True)
+        assert report.tensors == len(state)
+        assert model.layers[1].qkv.equal(torch.cat([state[f"layers.1.{name}"] for name in "qkv"]))
+
+
+def test_saves_and_senders_read_copies_and_receivers_refuse_them(tmp_path: Path) -> None:
+    model = Net(loads=True)
+    epload.save(model, tmp_path / "c")
+    saved = load_file(tmp_path / "c" / "model.safetensors")
+    assert {name: tensor.tolist() for name, tensor in saved.items()} == {
+        name: tensor.tolist() for name, tensor in model.state_dict().items()
+    }
+    ModelReader(model, filled=False).read()
+    with pytest.raises(epload.ModelMismatch, match=re.escape(HOOK)):
+        ModelTarget(model, "auto", strict=True).share(Manifest((), (), (), ""))
 
 
 class Secretive(nn.Module):
@@ -166,25 +199,6 @@ def test_a_parameter_that_no_state_dict_shows_is_not_left_as_garbage() -> None:
     model = on_meta(Secretive)
     epload.load(model, {"w": torch.zeros(3)}, progress=False, init_missing=lambda m, _, names: m.secret.data.fill_(4))
     assert torch.equal(model.secret, torch.full((2,), 4.0))
-
-
-def _sharded(rank: int) -> list[str]:
-    problems = []
-    for make, text in ((NoCounterpart, "is a copy of a DTensor"), (Net, "layers.0 (Fused) has a load_state_dict hook")):
-        state = {name: tensor.detach().clone() for name, tensor in make().state_dict().items()}
-        model = nn.Sequential(make())
-        fully_shard(model)
-        try:
-            loader().load(model, {f"0.{name}": tensor for name, tensor in state.items()} if rank == 0 else None)
-            problems.append("loaded copies of DTensors")
-        except epload.ModelMismatch as error:
-            if text not in str(error):
-                problems.append(str(error))
-    return problems
-
-
-def test_copies_of_dtensors_are_refused() -> None:
-    all_fine(ranks.run(4, _sharded))
 
 
 def _fsdp1(rank: int) -> list[str]:
@@ -220,70 +234,16 @@ def test_lazy_modules_are_refused_by_name() -> None:
         epload.load(model, {"0.weight": torch.ones(3, 2), "0.bias": torch.ones(3)}, strict=False, progress=False)
 
 
-def test_extra_state_stays_as_it_is() -> None:
+@pytest.mark.parametrize("kept", ["mine", torch.ones(4)], ids=["text", "a tensor"])
+def test_extra_state_stays_as_it_is(kept: Any) -> None:
     class Extra(nn.Linear):
-        kept = "mine"
+        def get_extra_state(self) -> Any:
+            return kept
 
-        def get_extra_state(self) -> str:
-            return self.kept
-
-        def set_extra_state(self, state: str) -> None:
-            self.kept = state
+        def set_extra_state(self, state: Any) -> None:
+            raise AssertionError
 
     model = Extra(2, 3)
     report = epload.load(model, {"weight": torch.ones(3, 2), "bias": torch.ones(3)}, progress=False)
     assert report.tensors == 2
     assert torch.equal(model.weight, torch.ones(3, 2))
-    assert model.kept == "mine"
-
-
-class Halved(nn.Module):
-    """Loads itself: a checkpoint holds twice what it keeps."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(5, 3))
-        self.register_buffer("table", torch.ones(5, 3))
-        if how == "before":
-            self.register_load_state_dict_pre_hook(_halve)
-        else:
-            self.register_load_state_dict_post_hook(_refresh)
-
-
-def _halve(module: Halved, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    state[f"{prefix}w"] = state[f"{prefix}w"] / 2
-
-
-def _refresh(module: Halved, _: object) -> None:
-    module.table.copy_(module.w.detach() * 3)
-
-
-def _self_loading(rank: int) -> list[str]:
-    problems = []
-    for how in ("before", "after"):
-        expected = nn.Sequential(Halved(how), nn.Linear(3, 2))
-        state = {
-            name: torch.arange(float(t.numel())).reshape(t.shape) + i
-            for i, (name, t) in enumerate(expected.state_dict().items())
-        }
-        expected.load_state_dict(state)
-        run = loader()
-        for _ in range(3):
-            model: Any = nn.Sequential(Halved(how), nn.Linear(3, 2))
-            run.load(model, state if rank == 0 else None)
-            for name, tensor in model.state_dict().items():
-                if not torch.equal(tensor, expected.state_dict()[name]):
-                    problems.append(f"{how}: {name} is {tensor}")
-        model = nn.Sequential(Halved(how), nn.Linear(3, 2))
-        fully_shard(model)
-        try:
-            run.load(model, state if rank == 0 else None)
-            problems.append("loaded without the hook")
-        except epload.ModelMismatch as error:
-            if "0 (Halved) has a load_state_dict hook (_" not in str(error):
-                problems.append(str(error))
-    return problems
-
-
-def test_modules_that_load_themselves_do() -> None:
-    all_fine(ranks.run(4, _self_loading))

@@ -1,50 +1,36 @@
-"""Saves where nodes do not share a file system. The path leads through the working directory, which is each node's own."""
+"""Saves where ranks do not see one file system. The path leads through the working directory, which is each node's own."""
 
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
 import epload
-from epload.saving import folder as folders
-from epload.saving import writer
+from epload.saving.folder import check_seen_by_all
 from support import ranks
-from support.synced_models import LAYOUTS, SHAPES, build, values, write
+from support.synced_models import SHAPES, build, values, write
 
 PATH = "/proc/self/cwd/step/1"
 
 
-def save(rank: int, nodes: list[list[int]], disks: list[str], layout: str, in_background: bool) -> epload.SaveReport:
-    """``disks``: the directory of each node."""
-    node = next(i for i, node in enumerate(nodes) if rank in node)
-    os.chdir(disks[node])
-    model = build(layout, dist.get_world_size())
+def save(rank: int, nodes: list[list[int]], disks: list[str], in_background: bool) -> str:
+    """``disks``: the directory of each rank."""
+    os.chdir(disks[rank])
+    model = build("fsdp", dist.get_world_size())
     write(model, 3)
-    topology = epload.Topology.from_nodes(nodes)
-    options = {"topology": topology, "max_shard_bytes": 1 << 14, "timeout": 30}
-    if not in_background:
-        return epload.save(model, PATH, **options)
-    pending = epload.save_async(model, PATH, **options)
-    write(model, 4)
-    return pending.wait()
-
-
-def check_disk(disk: Path, version: int = 3) -> None:
-    assert os.listdir(disk / "step") == ["1"], "nothing is left beside the folder"
-    found = {}
-    for file in (disk / "step" / "1").glob("*.safetensors"):
-        found |= load_file(file)
-    assert found.keys() == SHAPES.keys()
-    for name in SHAPES:
-        assert found[name].equal(values(name, version)), (disk.name, name)
+    options = {"topology": epload.Topology.from_nodes(nodes), "timeout": 30}
+    try:
+        if in_background:
+            epload.save_async(model, PATH, **options).wait()
+        else:
+            epload.save(model, PATH, **options)
+    except epload.LoadError as error:
+        return str(error)
+    return ""
 
 
 def make_disks(folder: Path, names: str) -> list[str]:
@@ -53,126 +39,50 @@ def make_disks(folder: Path, names: str) -> list[str]:
     return [str(folder / name) for name in names]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_disk_has_the_whole_checkpoint(layout: str, tmp_path: Path) -> None:
-    reports = ranks.run(4, save, [[0, 1], [2, 3]], make_disks(tmp_path, "ab"), layout, False)
-    for name in "ab":
-        check_disk(tmp_path / name)
-    nbytes = sum(values(name, 3).nbytes for name in SHAPES)
-    assert sum(report.written for report in reports) == 2 * nbytes, "each byte once on each disk"
-    assert all(report.folders == 2 for report in reports)
-    assert "on each of 2 file systems" in str(reports[0])
-
-
 @pytest.mark.parametrize(
-    ("nodes", "disks"),
+    ("nodes", "disks", "others"),
     [
-        ([[0], [1], [2]], "abb"),  # two nodes share a disk that is not the first one's
-        ([[1, 2], [0]], "ab"),  # the first rank is in the second node
-        ([[0, 1, 2], [3]], "ab"),
-        ([[0], [1, 2], [3]], "aba"),
+        ([[0, 1], [2, 3]], "aabb", "ranks 2, 3 of node 1 do"),
+        ([[0], [1], [2]], "aba", "ranks 1 of node 1 do"),
+        ([[1, 2], [0]], "abb", "ranks 1, 2 of node 0 do"),
+        ([[0, 1], [2]], "aba", "ranks 1 of node 0 do"),  # as in containers with file systems of their own
+        ([[0], [1], [2]], "abc", "ranks 1 of node 1; ranks 2 of node 2 do"),
     ],
 )
 @pytest.mark.parametrize("in_background", [False, True])
-def test_nodes_and_disks(nodes: list[list[int]], disks: str, in_background: bool, tmp_path: Path) -> None:
-    world = sum(map(len, nodes))
-    reports = ranks.run(world, save, nodes, make_disks(tmp_path, disks), "fsdp", in_background)
-    for name in set(disks):
-        check_disk(tmp_path / name)
-    assert [report.folders for report in reports] == [len(set(disks))] * world
-
-
-def failing(rank: int, nodes: list[list[int]], disks: list[str], culprit: int, act: Callable[[], None] | None) -> str:
-    def instead(*args: object) -> None:
-        assert act is not None
-        act()
-
-    try:
-        if rank == culprit and act is not None:
-            with mock.patch.object(writer, "write_all", instead):
-                save(rank, nodes, disks, "fsdp", False)
-        else:
-            save(rank, nodes, disks, "fsdp", False)
-    except (epload.LoadError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def full() -> None:
-    raise OSError(28, "No space left on device")
-
-
-@pytest.mark.parametrize("culprit", [1, 2])
-@pytest.mark.parametrize("act", [kill, full])
-def test_a_rank_fails_while_it_writes(culprit: int, act: Callable[[], None], tmp_path: Path) -> None:
-    disks = make_disks(tmp_path, "ab")
-    dying = [culprit] if act is kill else []
-    texts = ranks.run(4, failing, [[0, 1], [2, 3]], disks, culprit, act, dying=dying, tcp=True)
-    left = [text for rank, text in enumerate(texts) if rank not in dying]
-    assert len(set(left)) == 1, left
-    assert f"rank {culprit}" in left[0]
-    assert ("has exited" if act is kill else "No space left on device") in left[0]
-    assert [os.listdir(tmp_path / disk / "step") for disk in "ab"] == [[], []]
-
-
-def test_a_folder_that_must_not_be_overwritten_on_one_node(tmp_path: Path) -> None:
-    disks = make_disks(tmp_path, "ab")
-    (tmp_path / "b" / "step" / "1").mkdir(parents=True)
-    (tmp_path / "b" / "step" / "1" / "file").touch()
-    texts = ranks.run(4, failing, [[0, 1], [2, 3]], disks, -1, None)
+def test_another_file_system_is_refused(
+    nodes: list[list[int]], disks: str, others: str, in_background: bool, tmp_path: Path
+) -> None:
+    texts = ranks.run(len(disks), save, nodes, make_disks(tmp_path, disks), in_background)
     assert len(set(texts)) == 1
-    assert "exists and is not empty" in texts[0]
-    assert os.listdir(tmp_path / "a" / "step") == []
-    assert os.listdir(tmp_path / "b" / "step") == ["1"]
+    assert f"{others} not see the folder that rank 0 has made there, and nothing was saved" in texts[0]
+    assert "save to a folder that all nodes share" in texts[0]
+    assert not [name for disk in tmp_path.iterdir() for name in os.listdir(disk) if os.listdir(disk / name)]
 
 
-def small_files_fail(rank: int, disks: list[str]) -> str:
-    with (
-        mock.patch.object(folders.NewFolder, "add", side_effect=OSError(28, "No space left on device"))
-        if rank == 2
-        else nullcontext()
-    ):
-        return failing(rank, [[0, 1], [2, 3]], disks, -1, None)
+def save_on_one_node(rank: int, disks: list[str]) -> None:
+    os.chdir(disks[rank])
+    group = dist.new_group([2, 3])
+    if rank >= 2:
+        model = build("plain", 1)
+        write(model, 3)
+        epload.save(model, PATH, topology=epload.Topology.discover(group), timeout=30)
 
 
-def test_no_folder_appears_before_all_can(tmp_path: Path) -> None:
-    texts = ranks.run(4, small_files_fail, make_disks(tmp_path, "ab"))
-    assert len(set(texts)) == 1
-    assert "No space left on device" in texts[0]
-    assert [os.listdir(tmp_path / disk / "step") for disk in "ab"] == [[], []]
+def test_the_ranks_of_one_node_save_to_its_disk(tmp_path: Path) -> None:
+    ranks.run(4, save_on_one_node, make_disks(tmp_path, "aabb"))
+    assert os.listdir(tmp_path / "a") == []
+    found = load_file(tmp_path / "b" / "step" / "1" / "model.safetensors")
+    assert all(found[name].equal(values(name, 3)) for name in SHAPES)
 
 
-def late(rank: int, disks: list[str]) -> epload.SaveReport:
-    """The folder of the first rank is not seen at once by the node of rank 1, which is on the same file system."""
-    asked = iter([False])
-    seen = folders.NewFolder.exists
-
-    def exists(folder: folders.NewFolder) -> bool:
-        return bool(seen.fget(folder)) and next(asked, True)  # type: ignore[attr-defined]
-
-    with mock.patch.object(folders.NewFolder, "exists", property(exists)) if rank == 1 else nullcontext():
-        return save(rank, [[1], [0]], disks * 2, "fsdp", False)
+def test_one_file_system_under_paths_of_several_nodes(tmp_path: Path) -> None:
+    assert ranks.run(3, save, [[0], [1, 2]], make_disks(tmp_path, "aaa"), False) == ["", "", ""]
+    assert os.listdir(tmp_path / "a" / "step") == ["1"]
 
 
-def test_a_folder_that_is_seen_late(tmp_path: Path) -> None:
-    reports = ranks.run(2, late, make_disks(tmp_path, "a"))
-    assert [report.folders for report in reports] == [1, 1]
-    check_disk(tmp_path / "a")
-
-
-def apart(rank: int, disks: list[str]) -> str:
-    return failing(rank, [[0, 1], [2]], [disks[rank] if rank < 2 else disks[0]] * 2, -1, None)
-
-
-def test_ranks_of_a_node_that_see_different_folders(tmp_path: Path) -> None:
-    texts = ranks.run(3, apart, make_disks(tmp_path, "ab"))
-    assert len(set(texts)) == 1
-    assert "ranks 0 and 1 are on one node, but do not see the same folder" in texts[0]
-    assert [os.listdir(folder / "step") for folder in tmp_path.iterdir() if (folder / "step").exists()] in (
-        [[]],
-        [[], []],
-    )
+def test_the_error_names_a_few_of_many_nodes() -> None:
+    nodes = [[rank] for rank in range(100)]
+    with pytest.raises(epload.LoadError, match="; ranks 8 of node 8 and of 91 more nodes do not see") as raised:
+        check_seen_by_all(Path("/a"), nodes, {rank: rank == 0 for rank in range(100)})
+    assert "node 9" not in str(raised.value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -159,45 +158,6 @@ def test_leaders_pass_on_to_their_nodes(world: int) -> None:
     all_fine(ranks.run(world, node_chains, SHAPES[world]))
 
 
-# ---- what is posted ----
-
-
-def posts_under_way(rank: int) -> list[str]:
-    """A rank posts before anything has come, so that others may use the time; with nothing to wait for too."""
-    group = dist.new_group([0, 1])
-    assert dist.group.WORLD is not None
-    store = dist.PrefixStore("posts", dist.group.WORLD.get_group_store())
-    board = torch.zeros(ops.BOARD_FIXED_WORDS + 3, dtype=torch.int32)
-    sent = content()
-    bucket = torch.zeros_like(sent) if rank else sent.clone()
-    step = table([ring_step(rank, 2, 0, 0, SIZE)])
-    problems = []
-    if rank == 0:
-        store.wait(["posted"], timedelta(seconds=30))
-        ops.relay(bucket, step, name_of(group), "", 999, board, 30.0, (2, 5))
-    else:
-
-        def relay() -> None:
-            ops.relay(bucket, step, name_of(group), "", 999, board, 30.0, (2, 5))
-
-        thread = threading.Thread(target=relay)
-        thread.start()
-        if ops.board_wait(board, [2], 5, 20.0) != ops.BOARD_REACHED or bucket.any():
-            problems.append("not posted before the first message came")
-        store.set("posted", "")
-        thread.join()
-    if not torch.equal(bucket, sent):
-        problems.append("other bytes")
-    ops.relay(bucket, table([(0, 8, -1, -1, -1, -1)]), "", "", 999, board, 0.0, (1, 7))
-    if board[ops.BOARD_FIXED_WORDS :].tolist() != [0, 7, 5]:
-        problems.append(f"posted {board}")
-    return problems
-
-
-def test_posts_once_messages_are_under_way() -> None:
-    all_fine(ranks.run(2, posts_under_way))
-
-
 # ---- wrong use ----
 
 
@@ -228,15 +188,6 @@ def wrong_arguments(rank: int) -> list[str]:
     refused("no such group", "no such name", bucket, table([one]), inter="no such name")
     refused("a rank outside its group", "2", bucket, table([(0, 8, -1, -1, 2, -1)]))
     refused("a source outside its group", "2", bucket, table([(0, 8, 2, -1, -1, -1)]))
-    board = torch.zeros(ops.BOARD_FIXED_WORDS + 1, dtype=torch.int32)
-    for on, post, text in (
-        (None, (0, 1), "board"), (board, (1, 1), "slot"), (board, (-1, 1), "slot"), (board, (0, 1 << 31), "int32"),
-    ):  # fmt: skip
-        kind, message = raised(
-            lambda on=on, post=post: ops.relay(bucket, table([one]), pair, "", 10, on, 1.0, post)  # type: ignore[misc]
-        )
-        if kind != "ValueError" or text not in message:
-            problems.append(f"post {post}: {kind} {message}")
     refused("no group", "1", bucket, table([(0, 8, -1, -1, 1, -1)]), inter="")
     problems += check("afterwards", rank, [ring_step(rank, 2, 0, 0, SIZE)], pair, "", 999, [(0, SIZE)] * (rank == 0), 9)
     return problems

@@ -118,7 +118,7 @@ class Agreement:
         known = self.inputs.manifest
         if inputs.checkpoint is not None and self._topology.rank == self._options.src:
             known = inputs.checkpoint.manifest
-        fresh = inputs.devices.has_meta or inputs.targets.unsaved_meta or inputs.targets.staged_modules
+        fresh = inputs.devices.has_meta or inputs.targets.unsaved_meta
         if not self._plans or known is None or fresh or inputs.local_modules:
             return None
         opened = inputs.checkpoint is not None

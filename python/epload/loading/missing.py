@@ -128,9 +128,8 @@ def initialize(
     dtypes |= {name: tensor.dtype for name, tensor in unsaved.items()}
     hooked = request.init_missing is not None
     made = compute(request.model, garbage | unsaved, dtypes, seed, request.parts, not hooked, inputs.modules)
-    copies = {name for module in targets.staged_modules for name in module.names}
-    nobody = sorted(name for name in garbage if name not in made.values and (not hooked or name in copies))
-    if nobody:
+    nobody = sorted(garbage.keys() - made.values.keys())
+    if nobody and not hooked:
         raise unfilled_error(nobody)
     filled = {*made.values}
     return Missing(

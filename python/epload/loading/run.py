@@ -16,10 +16,7 @@ from epload.loading.resources import Resources
 from epload.loading.routes import RoutePlan, Router
 from epload.mapping import dequantize
 from epload.model.devices import CPU
-from epload.model.dtensor import local_tensors
 from epload.model.materialize import materialize
-from epload.model.state_dict import check_staged_filled
-from epload.model.targets import allocate_staging
 from epload.observe.events import Events
 from epload.observe.progress import Progress
 from epload.observe.slow import describe_slow, pace, slow_readers
@@ -121,8 +118,6 @@ class LoadRun:
         with report.timed("materialize"):
             if inputs.devices.has_meta or targets.unsaved_meta:
                 materialize(model, targets, inputs.devices.materialize_on, modules=inputs.modules)
-            if targets.staged_modules:
-                allocate_staging(model, targets)
             if load.device != CPU:
                 report.peak_staging += resources.reserve_staging(load, shared).footprint
                 report.stream = resources.device.describe_stream(load.device)
@@ -205,7 +200,6 @@ class LoadRun:
 
     def _finish(self, readers: tuple[int, ...]) -> None:
         """``readers``: the ranks that have read."""
-        self._load_staged_modules()
         if self._options.verify:
             self._prove(readers)
         self._control.doing = "initializes what the checkpoint lacks"
@@ -225,21 +219,6 @@ class LoadRun:
             control.place.messages.keep_sent()
         if self._topology.rank == first:
             report.merged = Trace.merge(map(Events.decode, received.values()))
-
-    def _load_staged_modules(self) -> None:
-        """Fills the modules that are filled through their own load_state_dict."""
-        targets = self._load.inputs.targets
-        if not targets.staged_modules:
-            return
-        self._control.doing = "calling load_state_dict of modules with state-dict hooks"
-        staging = {
-            name: self._local.tensors[targets.index[name]] for each in targets.staged_modules for name in each.names
-        }
-        for each in targets.staged_modules:
-            each.load_staging(staging)
-            if self._options.verify:
-                each.read_back(staging)
-        check_staged_filled(local_tensors(list(targets.staged_meta.values())), targets.staged_modules)
 
     def _prove(self, readers: tuple[int, ...]) -> None:
         """Before the tensors are scaled or initialized, as the checkpoint knows nothing of that."""

@@ -11,7 +11,7 @@ An id identifies an object only while the object lives. So a snapshot
   - refers weakly to the modules (through FSDP's state each of them keeps the whole model alive) and to the local tensors of
     DTensors, and is invalid once one of them is freed;
   - releases what it holds when the model is freed.
-load_state_dict hooks that are added later are detected as well.
+load_state_dict hooks that are added later are detected as well: a module with one that may change values is refused.
 A new parameter may get the id of an old one: tensors are taken from the dicts at every load, and their shapes, dtypes, devices
 and layouts are compared (see ``MetadataRecord``). The snapshot does not refer weakly to the parameters themselves, since
 ``torch.utils.swap_tensors`` refuses tensors that have weak references.

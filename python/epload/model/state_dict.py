@@ -1,8 +1,8 @@
-"""Reads the state dict of a model, and loads the entries that are not the model's own storage.
+"""Reads the state dict of a model, and refuses models of which a load could not fill every entry in place.
 
-A module may customize its state dict with hooks or overridden methods: one that stores a fused projection may return
-three tensors cut from it. Writing to those would not fill the model. Such a module is loaded as torch loads it: its
-entries go to staging tensors, and these to the module's own ``load_state_dict``.
+A module may customize its state dict with hooks or overridden methods. One that only renames its tensors is filled as any other.
+One that returns copies, such as three tensors cut from a fused projection, or that changes values in its ``load_state_dict``, is
+refused by name: writing to the entries would not fill the model as torch does.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from epload.errors import LoadError, ModelMismatch
+from epload.errors import ModelMismatch
 from epload.model import dtensor
 from epload.model.modules import Modules, NamedModule
-from epload.model.poison import is_poisoned
 
 NamedTensor = tuple[str, Tensor]
 
 _HARMLESS_PACKAGES = ("torch", "transformers", "peft", "accelerate")
 """Packages whose load hooks only rename keys of old checkpoints, or handle sharding, which is done anyway."""
+_EXTRA_STATE = "_extra_state"
+"""Last part of the name under which torch puts what ``get_extra_state`` returns."""
+_MAX_LISTED = 5
+"""Names in an error message."""
 
 
 # ---- reading ----
@@ -35,7 +36,7 @@ _HARMLESS_PACKAGES = ("torch", "transformers", "peft", "accelerate")
 
 @dataclass
 class IndirectState:
-    """What a checkpoint does not fill in place: tensors outside the state dict, and modules with custom loading."""
+    """The tensors of a model that are outside its state dict."""
 
     plain: bool = True
     """Whether there is no module with custom loading, nor one that customizes its state dict."""
@@ -44,13 +45,9 @@ class IndirectState:
     unsaved_meta: dict[str, Tensor] = field(default_factory=dict)
     """Meta tensors that are not in the model's state dict, so that no checkpoint fills them: non-persistent buffers,
     and parameters that a state-dict hook leaves out."""
-    staged_modules: tuple[StagedModule, ...] = ()
-    """Modules that are loaded through their own ``load_state_dict``."""
-    staged_meta: dict[str, Tensor] = field(default_factory=dict)
-    """Meta tensors that are not in the state dict and that only the staged modules can fill."""
 
 
-def read_state(model: nn.Module, modules: Modules) -> tuple[list[str], list[Tensor], IndirectState]:
+def read_state(model: nn.Module, modules: Modules, filled: bool) -> tuple[list[str], list[Tensor], IndirectState]:
     """Reads a model's state: the names of its tensors, the tensors, and what else there is.
 
     If no module customizes its state, takes the tensors from the modules directly, which takes a fifth of the time of
@@ -58,9 +55,10 @@ def read_state(model: nn.Module, modules: Modules) -> tuple[list[str], list[Tens
 
     Args:
         modules: of the model.
+        filled: whether the tensors are to be filled, and not only read.
 
     Raises:
-        ModelMismatch: a module or an entry that cannot be loaded into.
+        ModelMismatch: a module or an entry that cannot be read, or filled.
     """
     for cls, prefix in modules.classes.items():
         check_supported(prefix, cls)
@@ -85,12 +83,12 @@ def read_state(model: nn.Module, modules: Modules) -> tuple[list[str], list[Tens
     if indirect.plain:
         return names, tensors, indirect
     returned = tensor_entries(model)
-    indirect.staged_modules = _find_staged_modules(model, customized, custom_loading, returned)
+    if filled:
+        returned = _fillable(model, customized, custom_loading, returned)
     saved_storage = storage_filter([tensor for _, tensor in returned])
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.is_meta and not saved_storage(tensor):
-            is_staged = any(name.startswith(module.prefix) for module in indirect.staged_modules)
-            (indirect.staged_meta if is_staged else indirect.unsaved_meta)[name] = tensor
+            indirect.unsaved_meta[name] = tensor
     return [name for name, _ in returned], [tensor for _, tensor in returned], indirect
 
 
@@ -218,108 +216,51 @@ def _is_harmless(module: str) -> bool:
     return module.partition(".")[0] in _HARMLESS_PACKAGES
 
 
-# ---- staged modules ----
-
-
-@dataclass(frozen=True)
-class StagedModule:
-    """A module that is loaded through staging tensors and its own ``load_state_dict``."""
-
-    prefix: str
-    """See ``NamedModule``."""
-    module: nn.Module
-    names: tuple[str, ...]
-    """The entries that go through staging tensors, by their names in the model's state dict."""
-
-    def load_staging(self, staging: dict[str, Tensor]) -> None:
-        """Loads the staging tensors, given by name, into the module.
-
-        Raises:
-            LoadError: the module's ``load_state_dict`` failed.
-        """
-        entries: dict[str, Any] = dict(self.module.state_dict())
-        entries.update({name.removeprefix(self.prefix): staging[name] for name in self.names})
-        try:
-            with torch.no_grad():
-                self.module.load_state_dict(entries)
-        except Exception as error:
-            raise LoadError(
-                f"{self.label}.load_state_dict rejected the module's own state dict ({str(error)[:500]}); the checkpoint's "
-                f"tensors for {', '.join(self.names[:5])} must pass through it, since the module has custom state-dict hooks or "
-                "methods"
-            ) from error
-
-    def read_back(self, staging: dict[str, Tensor]) -> None:
-        """Overwrites the staging tensors with the module's present entries, for verification."""
-        entries = dict(tensor_entries(self.module, self.prefix))
-        with torch.no_grad():
-            for name in self.names:
-                staging[name].copy_(entries[name])
-
-    @property
-    def label(self) -> str:
-        """For messages: path and class."""
-        return f"{self.prefix[:-1] or 'the model'} ({type(self.module).__name__})"
-
-
-def _find_staged_modules(
+def _fillable(
     model: nn.Module,
     customized: Sequence[NamedModule],
     custom_loading: Sequence[NamedModule],
     entries: Sequence[NamedTensor],
-) -> tuple[StagedModule, ...]:
-    """The modules with custom loading, and those whose entries are copies.
+) -> list[NamedTensor]:
+    """Returns the entries without extra state, which is not loaded.
 
     Args:
         customized: modules that customize their state, parents first.
         custom_loading: modules with custom loading, parents first.
-        entries: of the whole model, each name once.
+        entries: of the whole model.
 
     Raises:
-        ModelMismatch: a DTensor would have to be staged, or no module returns a copy.
+        ModelMismatch: a module has custom loading, or an entry is not the model's own storage.
     """
-    is_owned = storage_filter([*model.parameters(), *model.buffers()])
-    found: list[StagedModule] = []
-    rest = dict(entries)
     for prefix, module in custom_loading:
-        names = tuple(name for name in rest if name.startswith(prefix))
-        for name in names:
-            if isinstance(rest.pop(name), DTensor):
-                raise ModelMismatch(
-                    f"{describe_custom_loading(prefix[:-1], module)}, which does not run when a DTensor such as {name} is filled "
-                    "in place. Load the model before it is sharded, or remove the hook for the load"
-                )
-        if names:
-            found.append(StagedModule(prefix, module, names))
-    copies = {name: tensor for name, tensor in rest.items() if not is_owned(tensor)}
-    for prefix, module in reversed(customized):
-        if not any(name.startswith(prefix) for name in copies):
-            continue
-        returned = tensor_entries(module, prefix)
-        staged = StagedModule(prefix, module, tuple(n for n, t in returned if n in copies and not is_owned(t)))
-        for name in staged.names:
-            if isinstance(copies.pop(name), DTensor):
-                raise ModelMismatch(
-                    f"{name} in the model's state dict is a copy of a DTensor, made by a hook of {staged.label}, and filling a "
-                    "copy would not fill the model. Load the model before it is sharded, or remove the hook for the load"
-                )
-        if staged.names:
-            found.append(staged)
-    if copies:
-        raise ModelMismatch(
-            f"{', '.join(list(copies)[:5])} in the model's state dict do not share storage with any parameter or buffer, and no "
-            "module with state-dict hooks returns them; filling them would not fill the model"
-        )
-    return tuple(found)
+        if names := [name for name, _ in entries if name.startswith(prefix)]:
+            raise ModelMismatch(
+                f"{describe_custom_loading(prefix[:-1], module)}, which does not run when tensors are filled in place: "
+                f"{_list_with_ways_out(names, prefix)}"
+            )
+    is_owned = storage_filter([*model.parameters(), *model.buffers()])
+    entries = [(name, tensor) for name, tensor in entries if is_owned(tensor) or not name.endswith(_EXTRA_STATE)]
+    copies = [name for name, tensor in entries if not is_owned(tensor)]
+    if not copies:
+        return entries
+    prefix, module, names = "", model, copies
+    for its_prefix, each in customized:  # parents first, so that the innermost module is the last
+        its_entries = tensor_entries(each, its_prefix)
+        if its_copies := [name for name, tensor in its_entries if name in copies and not is_owned(tensor)]:
+            prefix, module, names = its_prefix, each, its_copies
+    raise ModelMismatch(
+        f"{prefix[:-1] or 'the model'} ({type(module).__name__}) returns copies in its state dict, and filling a copy would not "
+        f"fill the model: {_list_with_ways_out(names, prefix)}"
+    )
 
 
-def check_staged_filled(tensors: Sequence[Tensor], modules: Sequence[StagedModule]) -> None:
-    """Raises LoadError if one of these tensors, poisoned before the load, has not been written."""
-    if any(map(is_poisoned, tensors)):
-        raise LoadError(
-            f"load_state_dict of {', '.join(module.label for module in modules)} left parameters uninitialized that are not in "
-            "its state_dict; initialize them before the load"
-        )
+def _list_with_ways_out(names: Sequence[str], prefix: str) -> str:
+    listed = f"{', '.join(names[:_MAX_LISTED])}{', ...' * (len(names) > _MAX_LISTED)}"
+    way = "Replace the module by torch.nn.Identity() for the load, with strict=False, and call its own load_state_dict"
+    return (
+        f"{listed}. {way if prefix else 'Call its own load_state_dict'}; or remove the hook or method for the load, and map the "
+        "checkpoint's names to those of the parameters with mapping="
+    )
 
 
 def storage_filter(tensors: Sequence[Tensor]) -> Callable[[Tensor], bool]:

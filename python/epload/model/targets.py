@@ -21,8 +21,7 @@ from epload.model.dtensor import Mesh
 from epload.model.expert_parallel import ExpertParallelSpec, OuterShard
 from epload.model.flat_state import FlatState
 from epload.model.modules import Modules
-from epload.model.poison import poison
-from epload.model.state_dict import IndirectState, read_state, tensor_at
+from epload.model.state_dict import IndirectState, read_state
 
 
 @dataclass
@@ -116,7 +115,10 @@ def _format(placements: tuple[Placement, ...]) -> str:
 
 
 def collect(
-    model: nn.Module, expert_parallel: ExpertParallelSpec | None = None, modules: Modules | None = None
+    model: nn.Module,
+    expert_parallel: ExpertParallelSpec | None = None,
+    modules: Modules | None = None,
+    filled: bool = True,
 ) -> Targets:
     """Collects the parameters and persistent buffers of a model, under their names in its state dict.
 
@@ -125,37 +127,25 @@ def collect(
     Args:
         expert_parallel: the sharding that the model does not describe itself.
         modules: of the model, if they were just found.
+        filled: whether the tensors are to be filled, and not only read.
 
     Raises:
         ModelMismatch: a placement that cannot be loaded into (Partial); a tensor that is sparse, expanded or without a shape; two
-            that overlap in memory; a model that is flattened (FSDP1); a state-dict entry that is a copy of a DTensor.
+            that overlap in memory; a model that is flattened (FSDP1); if ``filled``, a state-dict entry that is not the model's
+            own storage, or a module that changes values in its ``load_state_dict``.
         ValueError: a pattern of ``expert_parallel`` matches no name.
     """
     modules = modules or Modules(model)
     for module in modules.fsdp:
         module.reshard()
     fsdp_axes = dtensor.fsdp_shard_axes(modules.fsdp)
-    names, tensors, indirect = read_state(model, modules)
+    names, tensors, indirect = read_state(model, modules, filled)
     targets = Targets(**vars(indirect))
     in_module = not isinstance(model, FlatState)
     _Collector(targets, expert_parallel, fsdp_axes, in_module).add_all(names, tensors)
     if expert_parallel is not None:
         expert_parallel.check(targets.names)
     return targets
-
-
-def allocate_staging(model: nn.Module, targets: Targets) -> None:
-    """Replaces the targets of staged modules by staging tensors with the present values.
-
-    Poisons those tensors of the modules that are not in the state dict, to detect later that they were not filled.
-    """
-    for module in targets.staged_modules:
-        for name in module.names:
-            i = targets.index[name]
-            targets.tensors[i] = targets.tensors[i].detach().clone()
-    targets.staged_meta = {name: tensor_at(model, name) for name in targets.staged_meta}
-    for tensor in dtensor.local_tensors(list(targets.staged_meta.values())):
-        poison(tensor)
 
 
 class _Collector:

@@ -260,7 +260,6 @@ def relay(
     chunk_bytes: int,
     board: Tensor | None = None,
     seconds: float = 0.0,
-    post: tuple[int, int] | None = None,
 ) -> int:
     """Receives pieces of ``bucket`` and passes them on, chunk by chunk; returns the number of messages.
 
@@ -271,14 +270,13 @@ def relay(
         chunk_bytes: bytes of a message, equal on all ranks.
         board: given up as soon as a failure is posted on it, also while waiting for a message.
         seconds: that a message may take; 0 for the timeout of its group.
-        post: a slot of the board and what is posted there once the first messages are under way; see :func:`board_post`.
 
     Raises:
-        ValueError: a step outside the bucket, a rank that is not in its group, or ``post`` without a board.
+        ValueError: a step outside the bucket, or a rank that is not in its group.
         RuntimeError: the network failed, a rank did not answer in time, or a failure was posted. No message writes to the
             bucket any more; the groups are of no further use.
     """
-    return int(_relay(bucket, steps, inter_group, intra_group, chunk_bytes, board, seconds, post))
+    return int(_relay(bucket, steps, inter_group, intra_group, chunk_bytes, board, seconds))
 
 
 def checksum(data: Tensor) -> int:

@@ -16,6 +16,8 @@ from epload.saving.layout import NewFile
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Of renameat2(2) on Linux."""
+_MAX_LISTED = 8
+"""Nodes in an error message."""
 
 
 class NewFolder:
@@ -105,28 +107,23 @@ class NewFolder:
         shutil.rmtree(discarded, ignore_errors=True)
 
 
-def lowest_seen(nodes: Sequence[Sequence[int]], seen: Mapping[int, int], path: Path) -> list[int]:
-    """For each node, the first node whose folder it sees: nodes of one file system have one in common.
+def check_seen_by_all(parent: Path, nodes: Sequence[Sequence[int]], seen: Mapping[int, bool]) -> None:
+    """Raises LoadError unless every rank sees the hidden folder that the first rank has made in ``parent``.
+
+    The folder's name is random, so that a rank does not see another one in its place.
 
     Args:
-        seen: for each rank, the first node whose folder it sees; -1 for none.
-
-    Raises:
-        LoadError: ranks of a node see different ones.
+        seen: by rank.
     """
-    found: list[int] = []
-    for node in nodes:
-        numbers = [seen[rank] for rank in node]
-        for rank, number in zip(node, numbers, strict=True):
-            # The node that made a folder is the one that writes into it.
-            made_it = number >= 0 and seen[nodes[number][0]] == number
-            if number != numbers[0] or not made_it:
-                raise LoadError(
-                    f"ranks {node[0]} and {rank} are on one node, but do not see the same folder {path.parent}: mount it for all "
-                    "ranks of a node, or save to another path"
-                )
-        found.append(numbers[0])
-    return found
+    unseen = {number: [rank for rank in node if not seen[rank]] for number, node in enumerate(nodes)}
+    listed = [f"ranks {', '.join(map(str, ranks))} of node {number}" for number, ranks in unseen.items() if ranks]
+    if listed:
+        more = f" and of {len(listed) - _MAX_LISTED} more nodes" if len(listed) > _MAX_LISTED else ""
+        raise LoadError(
+            f"{parent} is on several file systems: {'; '.join(listed[:_MAX_LISTED])}{more} do not see the folder that rank "
+            f"{min(seen)} has made there, and nothing was saved; save to a folder that all nodes share, or save a model that is "
+            "on one node, with topology=Topology.discover(group) over that node's ranks, to its disk"
+        )
 
 
 def sync(path: Path) -> None:

@@ -13,8 +13,10 @@ from epload.model.targets import Targets, collect
 
 
 class ModelReader:
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, filled: bool) -> None:
+        """``filled``: see :func:`epload.model.targets.collect`."""
         self.model = model
+        self._filled = filled
         self._snapshot: Snapshot | None = None
 
     def read(self) -> Targets:
@@ -28,18 +30,18 @@ class ModelReader:
         if known is not None:
             return known[0]
         modules = Modules(self.model)
-        targets, devices = _collect(self.model, modules)
+        targets, devices = _collect(self.model, modules, self._filled)
         self._snapshot = Snapshot(self.model, modules, targets, devices, ())
         return targets
 
 
 def read_once(model: nn.Module) -> Targets:
     """As :meth:`ModelReader.read`, for a model that is not read again."""
-    return _collect(model, Modules(model))[0]
+    return _collect(model, Modules(model), filled=False)[0]
 
 
-def _collect(model: nn.Module, modules: Modules) -> tuple[Targets, Devices]:
-    targets = collect(model, modules=modules)
+def _collect(model: nn.Module, modules: Modules, filled: bool) -> tuple[Targets, Devices]:
+    targets = collect(model, modules=modules, filled=filled)
     set_dtypes(model, modules, targets, None)
     for name, tensor in zip(targets.names, targets.tensors, strict=True):
         if tensor.is_meta:

@@ -22,7 +22,6 @@ from epload.core.pieces import Kinds
 from epload.core.placement import row_major_strides
 from epload.core.views import Shape
 from epload.errors import ModelMismatch
-from epload.planning.buckets import HEADER_BYTES
 from epload.planning.cells import Slot, make_slots
 from epload.planning.shares import NO_PART, CopyTemplates, Outline, Share, copies_of_box, number_alike
 from epload.saving.layout import FilesLayout
@@ -41,7 +40,7 @@ class WriteBucket:
     """What a rank packs into a buffer, and writes out of it."""
 
     nbytes: int
-    """Of the buffer, whose first ``HEADER_BYTES`` are not used."""
+    """Size of the buffer."""
     rows: CopyTable
     """Targets are numbers of the rank's local tensors."""
     runs: Tensor
@@ -181,7 +180,7 @@ class _Rows:
         _, sizes = torch.unique_consecutive(bucket, return_counts=True)
         ends = sizes.cumsum(0)
         first = ends - sizes
-        offset = begins - torch.repeat_interleave(begins[first], sizes) + HEADER_BYTES
+        offset = begins - torch.repeat_interleave(begins[first], sizes)
         copies, of_copy = self._copies.expand(tensor, template)
         copies.offset.add_(offset[of_copy])
         in_files, _ = self._in_tensors.expand(tensor, template)

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from epload.report import TransferReport
-
-PHASES = ("plan", "pack", "move", "write", "sync")
+PHASES = ("plan", "pack", "write", "sync")
 
 
 @dataclass
@@ -30,12 +28,10 @@ class SaveReport:
     seconds: float = 0.0
     """Wall time of the whole save; with :func:`epload.save_async` from its call on."""
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    """Seconds that this rank spent in ``plan`` (names, files and who writes what), ``pack``, ``move`` (between nodes that do not
-    share a file system), ``write`` and ``sync`` (waiting for the disk). Packing, moving and writing overlap."""
+    """Seconds that this rank spent in ``plan`` (names, files and who writes what), ``pack``, ``write`` and ``sync`` (waiting for
+    the disk). Packing and writing overlap."""
     peak_staging: int = 0
-    """Bytes of this rank's buffers, or of its node's."""
-    folders: int = 1
-    """Number of folders that were written: more than one where nodes do not share a file system."""
+    """Bytes of this rank's buffers."""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -46,16 +42,6 @@ class SaveReport:
         finally:
             self.phases[phase] += perf_counter() - began
 
-    def add(self, transfer: TransferReport) -> None:
-        """Adds the phases of moving buckets between nodes."""
-        for of_save, of_transfer in (
-            ("pack", "read"),
-            ("move", "inter_node"),
-            ("move", "intra_node"),
-            ("write", "unpack"),
-        ):
-            self.phases[of_save] += transfer.phases[of_transfer].seconds
-
     def to_dict(self) -> dict[str, Any]:
         """The report as a dict of JSON values."""
         return dict(vars(self))
@@ -63,11 +49,9 @@ class SaveReport:
     def __str__(self) -> str:
         rate = self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
         files = "1 file" if self.files == 1 else f"{self.files} files"
-        places = f", on each of {self.folders} file systems" if self.folders > 1 else ""
         lines = [
             f"saved {self.tensors} tensors, {self.nbytes / 1e6:.1f} MB in {files}, {self.seconds:.3f} s ({rate:.2f} GB/s), to "
-            f"{self.path}{places}"
+            f"{self.path}"
         ]
-        used = {name: seconds for name, seconds in self.phases.items() if seconds or name != "move"}
-        lines += [f"  {name:<6}{seconds:8.3f} s" for name, seconds in used.items()]
+        lines += [f"  {name:<6}{seconds:8.3f} s" for name, seconds in self.phases.items()]
         return "\n".join(lines)

@@ -41,21 +41,17 @@ class Board:
         for stage in STAGES:
             self.post(stage, 0)
 
-    def slot(self, stage: str, rank: int) -> int:
+    def _slot(self, stage: str, rank: int) -> int:
         """The counter of a rank, as the native ops take it."""
         return self._ranks.index(rank) * len(STAGES) + STAGES.index(stage)
 
     def post(self, stage: str, waves: int) -> None:
         """Says that this rank has finished ``stage`` of so many waves."""
-        ops.board_post(self.words, self.slot(stage, self._ranks[self._me]), waves)
+        ops.board_post(self.words, self._slot(stage, self._ranks[self._me]), waves)
 
     def fail(self) -> None:
         """Wakes all that wait, now and later: this rank cannot go on."""
         ops.board_post(self.words, -1, 1)
-
-    def reached(self, stage: str, waves: int, ranks: Sequence[int]) -> bool:
-        """Returns True if each of ``ranks`` has finished ``stage`` of so many waves."""
-        return ops.board_wait(self.words, [self.slot(stage, rank) for rank in ranks], waves, 0.0) == ops.BOARD_REACHED
 
     def wait(self, stage: str, waves: int, ranks: Sequence[int], limit: timedelta) -> None:
         """Returns when each of ``ranks`` has finished ``stage`` of so many waves.
@@ -64,7 +60,7 @@ class Board:
             WaitTimeout: it took longer than ``limit``.
             RemoteFailure: a rank failed, and the node has been told.
         """
-        slots = [self.slot(stage, rank) for rank in ranks]
+        slots = [self._slot(stage, rank) for rank in ranks]
         until = monotonic() + limit.total_seconds()
         behind = 0
         while behind not in (ops.BOARD_REACHED, ops.BOARD_FAILED):

@@ -81,9 +81,6 @@ class DeviceRing:
     def moved(self, wave: Wave) -> None:
         pass
 
-    def end_move(self) -> None:
-        pass
-
     def header(self, wave: Wave, i: int) -> Tensor:
         """Waits for the bucket: one that was aborted must not reach the model, and no rank may begin a broadcast that its reader
         will not join."""

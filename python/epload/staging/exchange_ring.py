@@ -126,9 +126,6 @@ class ExchangeRing:
         staging.moved[place].record(staging.spread)
         self._advance("_moved")
 
-    def end_move(self) -> None:
-        pass
-
     def header(self, wave: Wave, i: int) -> Tensor:
         return self._staging.headers[self._place(wave), i]
 

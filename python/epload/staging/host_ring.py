@@ -8,7 +8,6 @@ from datetime import timedelta
 from torch import Tensor
 
 from epload.control.activity import Activity
-from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.schedule import Roles
 from epload.planning.waves import Wave
@@ -38,11 +37,6 @@ class HostRing:
         self._timeout = timeout
         self._activity = activity
         self._before = waves_before
-        # A relay announces a wave with the first messages of the next. Else the ranks that unpack it take the processor first,
-        # and the link is idle for a few milliseconds.
-        self._announces_late = flow.relays == (flow.rank,)
-        self._unannounced = 0
-        """Waves that have arrived, if no rank has been told of the last one."""
 
     def enter_thread(self) -> None:
         pass
@@ -51,13 +45,6 @@ class HostRing:
         if (count := wave.index + 1 - len(self._memory.buffers)) > 0:
             self._wait("unpacked", count, self._flow.sharers)
             self._wait("checked", count, self._flow.relays)
-
-    def _may_acquire(self, wave: Wave) -> bool:
-        """Returns True if :meth:`acquire` would return at once."""
-        count = wave.index + 1 - len(self._memory.buffers)
-        return self._reached("unpacked", count, self._flow.sharers) and self._reached(
-            "checked", count, self._flow.relays
-        )
 
     def bucket(self, wave: Wave, i: int) -> Tensor:
         return self.buffer(wave)[wave.begins[i] : wave.ends[i]]
@@ -72,32 +59,15 @@ class HostRing:
         self._post("read", wave.index + 1)
 
     def begin_move(self, wave: Wave) -> None:
-        readers = self._local_readers(wave)
-        if self._unannounced and not (self._may_acquire(wave) and self._reached("read", wave.index + 1, readers)):
-            self.end_move()
         self.acquire(wave)
-        self._wait("read", wave.index + 1, readers)
-
-    def announcement(self) -> tuple[int, int] | None:
-        """A slot of the board and what to post there as soon as the next wave is under way, if anything."""
-        if not self._unannounced:
-            return None
-        count, self._unannounced = self._unannounced, 0
-        return self._memory.board.slot("relayed", self._flow.rank), self._before + count
+        self._wait("read", wave.index + 1, self._local_readers(wave))
 
     sent = bucket
 
     def moved(self, wave: Wave) -> None:
-        if self._announces_late:
-            self._unannounced = wave.index + 1
-            return
         self._post("relayed", wave.index + 1)
         # The next wave comes only if no reader aborted this one, and the headers of this one may be in what others received.
         self._wait("relayed", wave.index + 1, self._flow.relays)
-
-    def end_move(self) -> None:
-        if (announcement := self.announcement()) is not None:
-            ops.board_post(self._memory.board.words, *announcement)
 
     def header(self, wave: Wave, i: int) -> Tensor:
         return self.bucket(wave, i)[:HEADER_BYTES]
@@ -144,9 +114,6 @@ class HostRing:
 
     def _post(self, stage: str, count: int) -> None:
         self._memory.board.post(stage, self._before + count)
-
-    def _reached(self, stage: str, count: int, ranks: Sequence[int]) -> bool:
-        return self._memory.board.reached(stage, self._before + count, ranks)
 
     def _wait(self, stage: str, count: int, ranks: Sequence[int]) -> None:
         if not ranks:

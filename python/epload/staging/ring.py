@@ -71,10 +71,6 @@ class Ring(Protocol):
         """This rank has checked the headers of a wave that it moved. ``last``: it moves no more."""
         ...
 
-    def end_move(self) -> None:
-        """This rank moves no more waves."""
-        ...
-
     # Unpacking
     def begin_unpack(self, wave: Wave) -> None:
         """Waits until the whole wave has arrived."""

@@ -117,7 +117,7 @@ class WeightSender:
             raise ValueError(f"expected receivers to be the number of receiving ranks, at least 1, got {receivers!r}")
         self._options = SyncOptions(as_timedelta(timeout), verify)
         self.topology = topology if topology is not None else Topology.default(timeout=self._options.timeout)
-        self._reader = ModelReader(model)
+        self._reader = ModelReader(model, filled=False)
         self._mapping = mapping
         self._names_from = names_from
         self._snapshot = snapshot

@@ -67,7 +67,7 @@ class ModelTarget:
     tears_on_prepare = False
 
     def __init__(self, model: nn.Module, mapping: Mapping | str, strict: bool) -> None:
-        self._reader = ModelReader(model)
+        self._reader = ModelReader(model, filled=True)
         self._mapping = mapping
         self._strict = strict
         self._known: Targets | None = None

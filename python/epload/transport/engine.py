@@ -103,8 +103,6 @@ class Engine:
                     self._over.set()
                     self._ring.end()
                 break
-        if self._move in steps:
-            self._ring.end_move()
 
     # ---- steps ----
 

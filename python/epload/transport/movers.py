@@ -58,7 +58,7 @@ class Relay:
             try:
                 messages = ops.relay(
                     self._ring.buffer(wave), torch.tensor(steps, dtype=torch.int64), self._route.inter_group,
-                    self._route.intra_group, self._chunk_bytes, self._board, self._seconds, self._ring.announcement(),
+                    self._route.intra_group, self._chunk_bytes, self._board, self._seconds,
                 )  # fmt: skip
             except RuntimeError as error:
                 raise explain(self._context, error, numbers[0]) from error
