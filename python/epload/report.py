@@ -24,12 +24,12 @@ _LEAST_SECONDS = 0.0005
 """Phases that took less, and handled no bytes, are not shown."""
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 _COLUMNS = 3
-"""Of the table of phases, besides their names."""
+"""Number of columns in the table of phases, besides their names."""
 
 
 @dataclass
 class Phase:
-    """What this rank spent in one phase of a load. Phases of different buckets overlap."""
+    """Time and bytes of one phase of a load on this rank. Phases of different buckets overlap."""
 
     seconds: float = 0.0
     """Wall time on the host. For device work, this is the time to queue it and to wait for it where that is unavoidable."""
@@ -51,10 +51,10 @@ class Span:
 
 @dataclass(repr=False)
 class TransferReport:
-    """What this rank has moved, and how long that took."""
+    """Reports what this rank has moved, and how long that took."""
 
     phases: dict[str, Phase] = field(default_factory=lambda: {name: Phase() for name in PHASES})
-    """By name, see ``PHASES``."""
+    """The phases by name, see ``PHASES``."""
     seconds: float = 0.0
     """Wall time of the whole operation."""
     nbytes: int = 0
@@ -75,9 +75,9 @@ class TransferReport:
 
     def __post_init__(self) -> None:
         self.events: Events | None = None
-        """Where spans of time are recorded too, if the operation is traced."""
+        """Records spans of time, too, if the operation is traced; else None."""
         self.merged: Trace | None = None
-        """On the first rank, the events of all ranks of a load that was traced."""
+        """The events of all ranks of a load that was traced, on the first rank; else None."""
 
     @contextmanager
     def timed(self, phase: str, detail: str = "", ranks: Sequence[int] = ()) -> Iterator[Span]:
@@ -170,7 +170,7 @@ class TransferReport:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
+        """Returns the report as HTML, for notebooks."""
         rows = [[title, text] for title, text in self._facts()] + [list(row) for row in self._phase_rows()]
         rows += [["warning", warning] for warning in self.warnings]
         lines = []
@@ -188,7 +188,7 @@ class TransferReport:
     # ---- what subclasses say of themselves ----
 
     _phase_titles: ClassVar[Mapping[str, str]] = {name: name for name in PHASES}
-    """What phases are called, for those that are shown."""
+    """Titles of the phases that are shown, by name."""
 
     def _headline(self) -> str:
         return f"{count(self.tensors, 'tensor')}, {show_bytes(self.nbytes)} in {self.seconds:.3f} s"
@@ -199,7 +199,7 @@ class TransferReport:
 
     @property
     def _moved_bytes(self) -> int:
-        """Those that the rate of the whole is of."""
+        """Bytes from which the overall rate is computed."""
         return self.nbytes
 
     # ---- parts ----
@@ -253,11 +253,11 @@ class LoadReport(TransferReport):
     source: str = ""
     """The checkpoint: its path or URL, or what it is instead."""
     readers: str = ""
-    """Which ranks read the checkpoint: ``"one"``, ``"per_node"``, ``"partitioned"`` or ``"every"``."""
+    """The ranks that read the checkpoint: ``"one"``, ``"per_node"``, ``"partitioned"`` or ``"every"``."""
     reason: str = ""
     """Why these readers and this algorithm were used, if they were chosen by ``"auto"`` or differ from those asked for."""
     algorithm: str = ""
-    """How buckets were sent from rank to rank: ``"two_level"`` or ``"striped"``. Empty where none was sent: each rank
+    """The algorithm that sent buckets from rank to rank: ``"two_level"`` or ``"striped"``. Empty where none was sent: each rank
     read its own shards, or the ranks of a node took theirs out of memory that they share."""
     topology: str = ""
     """The topology that the load used, e.g. ``"Topology(4+4 ranks, rank 0)"``: ranks of each node, and this rank."""
@@ -292,7 +292,7 @@ def count(number: int, what: str) -> str:
 
 
 def list_keys(keys: Sequence[str]) -> str:
-    """How many, and the first of them. Empty if there are none."""
+    """Returns the number of keys and the first of them, as text. Empty if there are none."""
     if not keys:
         return ""
     more = f" and {len(keys) - _SHOWN_KEYS:,} more" if len(keys) > _SHOWN_KEYS else ""

@@ -78,10 +78,10 @@ class Checkpoint(ABC):
         return None
 
     def fill_on_device(self, bucket: Tensor, pieces: Sequence[Piece], pipe: Pipe) -> bool:
-        """As :meth:`fill`, into a buffer on a device. False if the checkpoint cannot.
+        """Does what :meth:`fill` does, into a buffer on a device. Returns False if the checkpoint cannot.
 
         Args:
-            pipe: of that device.
+            pipe: the device's pipe.
         """
         return False
 
@@ -108,7 +108,7 @@ class Checkpoint(ABC):
         return None
 
     def changed(self) -> str:
-        """How a file has changed since it was opened, e.g. "PATH was replaced by another file"; empty if none has."""
+        """Returns how a file has changed since it was opened, e.g. "PATH was replaced by another file"; empty if none has."""
         return "" if self._store is None else self._store.changed()
 
     def reopen(self) -> None:
@@ -121,7 +121,7 @@ class Checkpoint(ABC):
             self._store.reopen()
 
     def configure_reads(self, direct: bool, threads: int | None = None) -> None:
-        """How later reads of files are made.
+        """Sets how later reads of files are made.
 
         Args:
             direct: whether they may go past the page cache; see ``HierarchicalLoader``.

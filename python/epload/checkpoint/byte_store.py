@@ -18,7 +18,7 @@ from epload.errors import CheckpointError
 
 _STREAM_BYTES = 256 << 10
 SPAN_BYTES = 64 << 20
-"""In which :meth:`ByteStore.read_regions` reads regions, unless one alone takes more."""
+"""Approximate number of bytes that :meth:`ByteStore.read_regions` reads at a time; one large region may take more."""
 
 
 class StoredFile(ABC):
@@ -60,7 +60,7 @@ class StoredFile(ABC):
 
     @property
     def identity(self) -> str:
-        """What the storage itself identifies the content by, such as an ETag; empty if nothing does."""
+        """The storage's own identifier of the content, such as an ETag; empty if it has none."""
         return ""
 
     @property
@@ -117,7 +117,7 @@ class ByteStore(ABC):
 
     @abstractmethod
     def changed(self) -> str:
-        """How a file is not what it was when it was opened, e.g. "PATH was replaced by another file"; empty if all are."""
+        """Returns how a file has changed since it was opened, e.g. "PATH was replaced by another file"; empty if none has."""
 
     @abstractmethod
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
@@ -193,7 +193,7 @@ class ByteStore(ABC):
 
 
 class Folder(ABC):
-    """Where the files of a checkpoint are. ``str(folder)`` is its path or URL, for error messages."""
+    """The location of a checkpoint's files. ``str(folder)`` is its path or URL, for error messages."""
 
     @abstractmethod
     def names(self, standard: Sequence[str] = ()) -> list[str]:
@@ -207,7 +207,7 @@ class Folder(ABC):
         """
 
     def present(self, names: Sequence[str]) -> set[str]:
-        """Which of these files are in it. Raises as :meth:`names`."""
+        """Returns those of ``names`` that are in the folder. Raises as :meth:`names`."""
         return {*names} & {*self.names()}
 
     @abstractmethod

@@ -31,7 +31,7 @@ _SETTLING_ROUNDS = 5
 
 
 class FileVersion(NamedTuple):
-    """What ``stat`` reports about a file. Equal versions are the same file and, as far as ``stat`` can tell, the same bytes."""
+    """Identifies a file by its ``stat``. Equal versions are the same file and, as far as ``stat`` can tell, the same bytes."""
 
     device: int
     inode: int
@@ -46,7 +46,7 @@ class FileVersion(NamedTuple):
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def difference(self, now: FileVersion) -> str:
-        """What happened to a file that had this version and now has ``now``; empty if nothing did."""
+        """Returns what happened to a file that had this version and now has ``now``; empty if nothing did."""
         if (now.device, now.inode) != (self.device, self.inode):
             return f"was replaced by another file (inode {self.inode}, now {now.inode})"
         if now.nbytes < self.nbytes:
@@ -163,7 +163,7 @@ class LocalFile(StoredFile):
         return path if path.exists() else self.path
 
     def changed(self) -> str:
-        """What happened to the file or its path since it was opened, e.g. "PATH was replaced ..."; empty if nothing did."""
+        """Returns how the file or its path has changed since it was opened, e.g. "PATH was replaced ..."; empty if not."""
         try:
             difference = self.version.difference(FileVersion.of(os.stat(self.path)))
             if not difference and self._fd >= 0:
@@ -257,7 +257,7 @@ class LocalStore(ByteStore):
         return self.threads or READ_THREADS
 
     def _descriptors(self, files: Tensor) -> list[int]:
-        """Of all files, -1 for one that is not among ``files``. Raises CheckpointError."""
+        """Returns the descriptors of all files, -1 for one that is not among ``files``. Raises CheckpointError."""
         if len(self.files) == 1:
             return [self.files[0].fd]
         descriptors = [-1] * len(self.files)

@@ -1,4 +1,4 @@
-"""What a checkpoint contains and where it is stored, in a form that the rank that parsed it sends to the others."""
+"""The manifest of a checkpoint: its content and locations, in a form that the rank that parsed it sends to the others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Manifest:
     source: str
     """The path, or "state dict"; for error messages."""
     locations: TensorLocations | None = None
-    """Where the tensors are in files that other ranks can read without parsing them; None if there are no such files."""
+    """Locations of the tensors in files that other ranks can read without parsing them; None if there are no such files."""
     ignored: tuple[str, ...] = ()
     """Names of entries that hold no tensor, such as ``_extra_state``: listed in reports, otherwise ignored."""
     quantization: Quantization | None = None
@@ -88,8 +88,8 @@ class Manifest:
 
     @property
     def provenance(self) -> list[Any]:
-        """What may differ between two checkpoints with the same tensors at the same locations, as JSON: the source, the facts of
-        its files, and the names of its other entries."""
+        """Facts that may differ between two checkpoints with the same tensors at the same locations, as JSON: the source, the
+        facts of its files, and the names of its other entries."""
         files = None if self.locations is None else [self.locations.index, *map(list, self.locations.files)]
         return [self.source, files, list(self.ignored)]
 
@@ -174,7 +174,7 @@ def _from_runs(runs: list[Any]) -> Tensor:
 
 
 class FileFacts(NamedTuple):
-    """What two ranks compare to make sure that they see the same file."""
+    """Facts that two ranks compare to make sure that they see the same file."""
 
     name: str
     nbytes: int
@@ -201,18 +201,18 @@ class FileLayout:
     dtypes: list[torch.dtype]
     shapes: list[tuple[int, ...]]
     offsets: list[int]
-    """In bytes, from the start of the file."""
+    """Offset of each tensor from the start of the file, in bytes."""
     order: Sequence[int]
     """Indices of the tensors, ordered as their bytes are stored."""
     ignored: Sequence[str] = ()
     """Names of entries that hold no tensor."""
     parts: Sequence[tuple[int, ...]] | None = None
-    """If they are parts of larger tensors, with the same names: where each begins in its tensor, in elements."""
+    """Start of each tensor, in elements, in the larger tensor of the same name that it is a part of; None for whole tensors."""
 
 
 @dataclass(frozen=True)
 class TensorLocations:
-    """Where the tensors of a checkpoint are in its files, and the facts by which another rank recognizes these files."""
+    """Locations of a checkpoint's tensors in its files, and the facts by which another rank recognizes these files."""
 
     files: tuple[FileFacts, ...]
     file: Tensor
@@ -230,7 +230,7 @@ class TensorLocations:
         return index == self.index and layout == [(facts.nbytes, facts.header) for facts in self.files]
 
     def of_tensor(self, number: int) -> tuple[object, ...]:
-        """Where one tensor is; equal for two of the same shape and dtype only if they are the same bytes."""
+        """Returns the location of one tensor; equal for two of the same shape and dtype only if they are the same bytes."""
         chunks = slice(number, number + 1)
         boxes: list[list[int]] = []
         if self.chunks is not None:
@@ -266,7 +266,7 @@ class TensorLocations:
 
     @staticmethod
     def _without_gaps(offset: Tensor, nbytes: Tensor) -> Tensor:
-        """Where each tensor would be if it followed the one before."""
+        """Returns the offset that each tensor would have if it directly followed the one before, in bytes."""
         expected = torch.zeros_like(offset)
         expected[1:] = offset[:-1] + nbytes[:-1]
         return expected

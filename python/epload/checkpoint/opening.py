@@ -343,7 +343,7 @@ def _if_same(known: Manifest, index: str, facts: Sequence[FileFacts], source: st
 
 
 def _layouts(files: Sequence[StoredFile], source: str) -> list[FileLayout] | None:
-    """Of files of one format; None if the tensors are not all byte ranges of them."""
+    """Returns the layouts of files of one format; None if the tensors are not all byte ranges of them."""
     if all(map(_is_safetensors, files)):
         return [safetensors.read_layout(file) for file in files]
     if (one := next(filter(_is_safetensors, files), None)) is not None:

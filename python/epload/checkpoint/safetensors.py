@@ -30,7 +30,7 @@ _SHARD_FILE = re.compile(r"^shard-\d+-model-\d+-of-\d+\.safetensors$")
 _MAX_DIMS = 64
 """The limit of torch."""
 _MAX_INTEGER = 10**30
-"""For dims and offsets: larger than any file, and short enough to print."""
+"""Maximum value of a dim or an offset: larger than any file, and short enough to print."""
 
 
 def file_facts(file: StoredFile) -> FileFacts:

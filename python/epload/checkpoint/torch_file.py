@@ -28,7 +28,7 @@ WRAPPERS = ("state_dict", "model")
 """Keys under which a file may store the state dict, next to an optimizer's state, a step count and the like."""
 _ZIP = b"PK\x03\x04"
 _MAX_DIRECTORY_BYTES = 100_000_000
-"""Of the archive's directory, and of the pickle. Larger ones are loaded by torch as a whole."""
+"""Limit of the archive's directory, and of the pickle. Larger ones are loaded by torch as a whole."""
 _MAX_PICKLE_BYTES = 1_000_000_000
 """Limit of a pickle that torch loads: one that is compressed may claim any size."""
 _LEGACY_PICKLES = 5
@@ -68,7 +68,7 @@ def _pickle_bytes(stream: BinaryIO) -> int:
 
 
 def read_layout(file: StoredFile) -> FileLayout | None:
-    """Where the tensors are, without reading them. None if some are not one byte range each: views that are not contiguous,
+    """Locates the tensors without reading them. Returns None if some are not one byte range each: views that are not contiguous,
     another byte order, the format before torch 1.6, or a torch that does not report offsets.
 
     Raises:
@@ -122,7 +122,7 @@ def locate_tensor(file: StoredFile) -> tuple[torch.dtype, tuple[int, ...], int]:
 
 
 def _byte_range(tensor: Tensor, members: Mapping[int, int]) -> int | None:
-    """Where the bytes of a tensor on meta begin in its file; None if they are not one range. ``members``: of the archive."""
+    """Returns the offset of a meta tensor's bytes in its file; None if they are not one range. ``members``: of the archive."""
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     if not plain or tensor.is_quantized or tensor.dtype not in dtypes.SAFETENSORS.values():
         return None
@@ -288,7 +288,7 @@ def _is_uncompressed(file: StoredFile) -> bool:
 
 
 def _data_begin(file: StoredFile, header: int) -> int:
-    """Where the bytes of a member begin whose local header is at ``header``: a name and padding come before them."""
+    """Returns the offset of the bytes of the member whose local header is at ``header``; a name and padding come before them."""
     local = file.read(header, 30)
     if len(local) < 30 or local[:4] != _ZIP:
         raise CheckpointError(

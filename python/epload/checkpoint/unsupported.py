@@ -23,7 +23,7 @@ _ZERO_FILE = re.compile(
 
 
 def of_file(file: StoredFile) -> str:
-    """For a file that is neither a safetensors file nor an index; empty if it may be a torch file. Raises OSError."""
+    """Returns the error for a file that is neither safetensors nor an index; empty if it may be a torch file. Raises OSError."""
     if file.name.endswith(".json"):
         return f"{file} is a JSON file, which holds no weights: pass the folder it is in, or the file with the weights"
     if file.name == ".metadata" or file.name.endswith(".distcp"):
@@ -37,12 +37,12 @@ def of_file(file: StoredFile) -> str:
 
 
 def lfs_pointer(file: StoredFile, begin: bytes) -> str:
-    """For a file with these first bytes; empty if it is no Git LFS pointer."""
+    """Returns the error for a file with these first bytes; empty if it is not a Git LFS pointer."""
     return f"{file} is {_LFS}" if begin.startswith(b"version https://git-lfs") else ""
 
 
 def of_folder(folder: str, names: Collection[str]) -> str:
-    """For a folder without safetensors files, with files of these names; empty if its torch files may be a checkpoint."""
+    """Returns the error for a folder with these names and no safetensors files; empty if its torch files may be a checkpoint."""
     if any(name.endswith(".distcp") for name in names):
         return (
             f"{folder} has files of a checkpoint of torch.distributed.checkpoint (DCP), but no .metadata: the job ended while it "

@@ -32,14 +32,14 @@ _FILES = 4096
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one check."""
+    """The result of one check."""
 
     check: str
     status: str
     """``"ok"``, ``"warn"`` (slow, or may fail) or ``"fail"`` (loads will fail)."""
     found: str
     advice: str = ""
-    """What to do; empty if nothing."""
+    """The recommended action; empty if there is none."""
 
 
 def check_torch() -> Finding:
@@ -132,7 +132,7 @@ def check_open_files() -> Finding:
 
 
 def check_locked_memory() -> Finding:
-    """What RDMA and pinned buffers need."""
+    """Checks the limit of locked memory, which RDMA and pinned buffers need."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found = f"ulimit -l {_limit(soft // 1024 if soft != resource.RLIM_INFINITY else soft)}"
     if soft == resource.RLIM_INFINITY or not count_rdma(Path("/sys")):
@@ -182,7 +182,7 @@ def check_congestion_control(procfs: Path = Path("/proc")) -> Finding:
 
 
 def check_lookup(lookup: Callable[[str], object] = socket.gethostbyaddr, slow: float = _SLOW_LOOKUP) -> Finding:
-    """Of the name of this machine's own address."""
+    """Checks how long it takes to look up the name of this machine's own address."""
     address = _own_address()
     pool = ThreadPoolExecutor(1)
     begin = perf_counter()
@@ -207,7 +207,7 @@ def check_lookup(lookup: Callable[[str], object] = socket.gethostbyaddr, slow: f
 
 
 def _own_address() -> str:
-    """That of the card by which others are reached. Sends nothing: a datagram socket only looks up the route."""
+    """Returns the address of the NIC by which others are reached. Sends nothing: a datagram socket only looks up the route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("192.0.2.1", 9))  # an address for documentation
         return str(probe.getsockname()[0])

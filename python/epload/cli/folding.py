@@ -34,7 +34,7 @@ def fold(names: Mapping[str, Value]) -> list[tuple[str, Value, int]]:
 
 
 def numbered(names: Iterable[str]) -> dict[str, int]:
-    """How many different numbers follow each prefix, without those further left: ``{"layers": 48, "layers.*.experts": 128}``."""
+    """Counts the different numbers after each prefix, without those further left: ``{"layers": 48, "layers.*.experts": 128}``."""
     found: dict[str, set[str]] = {}
     for name in names:
         for match in _NUMBER.finditer(name):

@@ -69,7 +69,7 @@ def as_seen_by(targets: Targets, sizes: Sizes, rank: int) -> Targets:
 
 
 def find_factory(model: str) -> Factory:
-    """What makes the model on meta, for the mesh of a rank.
+    """Returns a function that makes the model on the meta device, for the mesh of a rank.
 
     Args:
         model: a folder with a config.json or a model on the Hugging Face Hub, for transformers; or ``package.module:name``, a

@@ -71,7 +71,7 @@ Line = tuple[str, tuple[str, tuple[int, ...]], int]
 
 @dataclass(frozen=True)
 class Summary:
-    """Of some tensors of a checkpoint."""
+    """Summarizes some tensors of a checkpoint."""
 
     source: str
     files: dict[str, int]
@@ -80,7 +80,7 @@ class Summary:
     elements: int
     nbytes: int
     dtypes: dict[str, dict[str, int]]
-    """By dtype, the number of tensors and of bytes."""
+    """Number of tensors and of bytes, by dtype."""
     numbered: dict[str, int]
     """Prefixes of names, and how many numbers follow each; see :func:`numbered`."""
     ignored: list[str]

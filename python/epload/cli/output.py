@@ -1,4 +1,4 @@
-"""What all commands share: tables, JSON, sizes in words, and errors as one line."""
+"""Defines what all commands share: tables, JSON, sizes in words, and errors as one line."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Mode:
     read: int
     """Read from the checkpoint by all ranks together."""
     received: list[int]
-    """For each node, bytes over its link from other nodes."""
+    """Bytes that each node receives from other nodes over its link."""
     sent: list[int]
 
 

@@ -1,1 +1,1 @@
-"""Which ranks run on which node, which rank leads each node, and the process groups that follow from it."""
+"""The node topology: the ranks of each node, the rank that leads it, and the process groups that follow from it."""

@@ -13,7 +13,7 @@ _SYSFS = Path("/sys")
 
 
 def count(device: torch.device) -> int:
-    """How many cards the collectives of a device may use at once."""
+    """Returns the number of NICs that the collectives of a device may use at once."""
     if device.type == "npu":  # each has a port for RDMA of its own, which is no device of the host
         return sys.maxsize
     if os.environ.get("NCCL_IB_DISABLE") == "1" or os.environ.get("NCCL_NET") == "Socket":

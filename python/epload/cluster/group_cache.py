@@ -17,7 +17,7 @@ from epload.core import threads
 from epload.errors import LoadError, RemoteFailure, message_of
 
 _GRACE_SECONDS = 0.5
-"""How long a group has to end by itself after it was canceled."""
+"""Seconds that a canceled group has to end by itself."""
 
 
 class GroupCache:
@@ -38,21 +38,21 @@ class GroupCache:
         self._control = control
         self._device = device
         self._groups: dict[tuple[timedelta, tuple[int, ...]], Group] = {}
-        """By timeout, which a group is given when it is made, and ranks."""
+        """Groups that this rank is in, by timeout, which a group is given when it is made, and ranks."""
         self._made: set[tuple[timedelta, tuple[tuple[int, ...], ...]]] = set()
         """Timeouts and families of groups that all ranks of the topology have made."""
         self.count = 0
-        """Of groups that this rank has begun to make; part of the name of the next."""
+        """Number of groups that this rank has begun to make; part of the name of the next."""
         self._agreed: tuple[int, int] | None = None
         """The attempt of a load for which all ranks have the same count."""
 
     @property
     def names(self) -> list[str]:
-        """Of all groups that this rank is in."""
+        """Names of all groups that this rank is in."""
         return [group.name for group in self._groups.values()]
 
     def name(self, ranks: tuple[int, ...]) -> str:
-        """Of the group of ``ranks``; ``""`` if this rank is not in it, or is alone in it."""
+        """Returns the name of the group of ``ranks``; ``""`` if this rank is not in it, or is alone in it."""
         group = self._groups.get((self._control.timeout, ranks))
         return group.name if group is not None else ""
 

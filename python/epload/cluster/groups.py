@@ -30,7 +30,7 @@ from epload.errors import LoadError
 FIRST_POLL, LAST_POLL = 0.001, 0.1
 """Seconds between two checks; doubles in between."""
 _EXIT_SECONDS = 10.0
-"""How long the exit of the process waits for device communicators to be aborted."""
+"""Maximum seconds that process exit waits for device communicators to be aborted."""
 
 
 class GroupStore(Store):
@@ -84,7 +84,7 @@ Backends = Mapping[str, str]
 
 
 def backends_of(group: dist.ProcessGroup) -> Backends:
-    """Those of a group of ``torch.distributed``."""
+    """Returns the backends of a group of ``torch.distributed``."""
     config = dist.get_backend_config(group)
     found = distributed_c10d.BackendConfig(dist.Backend(config)).get_device_backend_map()
     return {str(device): str(backend) for device, backend in found.items()}
@@ -184,7 +184,7 @@ class Group:
 
     @property
     def keys(self) -> list[str]:
-        """Of the store, set by this rank; not needed once all members have made the group."""
+        """Keys in the store that this rank has set; not needed once all members have made the group."""
         return self._store.keys if self._store is not None else []
 
     def cancel(self) -> None:

@@ -1,4 +1,4 @@
-"""How the ranks of a topology find one another: under a number that the store gives out.
+"""Lets the ranks of a topology find one another, under a number that the store gives out.
 
 A number counted by each process would not do: a process that replaces a rank would start counting anew, and wait for the others
 under a number that they never use again.

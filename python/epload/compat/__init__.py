@@ -25,7 +25,7 @@ _REPLACEMENTS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
     ),
     "veomni": (("veomni.models.module_utils",), veomni.rank0_load_and_broadcast_weights),
 }
-"""For each framework, the modules that may define the original (the first that has it is used), and its replacement of the
+"""The modules that may define each framework's original function (the first that has it is used), and its replacement of the
 same name."""
 
 

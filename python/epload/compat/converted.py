@@ -65,7 +65,7 @@ class ConvertedCheckpoint(Checkpoint):
         self._next = 0
         """Number of the first tensor that the current pass has not reached."""
         self.passes = 0
-        """How often the source's data has been converted."""
+        """Number of times that the source's data has been converted."""
 
     @property
     def manifest(self) -> Manifest:
@@ -145,7 +145,7 @@ class ConvertedCheckpoint(Checkpoint):
         return Conversion(self._inner, self._make, self._rename)
 
     def _first_pass(self, conversion: Conversion) -> list[Converted]:
-        """What the converter returns for meta tensors, or if it cannot work on those, for the data."""
+        """Runs the converter on meta tensors, or on the data if it cannot work on those; returns the results."""
         try:
             return list(conversion.run(self._inputs, meta=True))
         except CheckpointError as error:

@@ -43,7 +43,7 @@ _READ_BYTES = 64 << 20
 
 
 class StorageReader(TorchStorageReader):
-    """For ``dcp.load``: reads safetensors checkpoints as ``HuggingFaceStorageReader`` does, and DCP's own folders as
+    """Reads checkpoints for ``dcp.load``: safetensors files as ``HuggingFaceStorageReader`` does, and DCP's own folders as
     ``FileSystemReader`` does, with the same result, planners and collectives. What each rank keeps goes from the files into its
     tensors directly, in large parallel reads. Tensors are converted to the dtype that they are loaded into.
 
@@ -64,9 +64,9 @@ class StorageReader(TorchStorageReader):
         self._path = path
         self._checkpoint: Checkpoint | None = None
         self._number_of: dict[str, int] = {}
-        """Of each tensor, in the manifest."""
+        """Number of each tensor in the manifest, by name."""
         self._planned: _Items | None = None
-        """What this rank's planner asks for."""
+        """The items that this rank's planner asks for."""
 
     # ---- what dcp.load calls, in this order ----
 
@@ -132,7 +132,7 @@ class StorageReader(TorchStorageReader):
     # ---- reading ----
 
     def _in_parts(self, items: Sequence[ReadItem]) -> Iterator[list[ReadItem]]:
-        """Of about ``_READ_BYTES`` each."""
+        """Divides items into parts of about ``_READ_BYTES`` each."""
         assert self._checkpoint is not None
         kinds, part, nbytes = self._checkpoint.manifest.dtypes, [], 0
         for item in items:

@@ -83,7 +83,7 @@ def load_engine(
 def _fill_rest(
     engine: EngineModel, checkpoint: Checkpoint, recording: Recording, parameters: dict[str, int], strict: bool
 ) -> None:
-    """What ``load_weights`` does not just copy."""
+    """Fills everything that ``load_weights`` does not just copy."""
     tensors = engine.tensors()
     recording.fill(tensors)
     whole = [name for group in recording.whole for name in group.names]

@@ -1,1 +1,1 @@
-"""How ranks agree, exchange small messages and learn that another rank failed, over the process group's store."""
+"""Lets ranks agree, exchange small messages and learn that another rank failed, over the process group's store."""

@@ -1,4 +1,4 @@
-"""What this rank is doing, for the errors of ranks that wait for it."""
+"""Tracks this rank's activity, for the errors of ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def working(control: Control, what: str) -> Iterator[Callable[[int], None]]:
 
 
 class Activity:
-    """What each thread of one operation is doing; ``control.doing`` joins it."""
+    """Tracks the activity of each thread of one operation; ``control.doing`` joins them."""
 
     def __init__(self, control: Control, report: TransferReport) -> None:
         self._control = control

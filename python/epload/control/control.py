@@ -28,7 +28,7 @@ from epload.errors import LoadError, RankExited, RemoteFailure, WaitTimeout, mes
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _PUBLISH_SECONDS, _POLL_SECONDS = 5.0, 0.05
-"""How long a rank that was stopped waits for the failure that stopped it, and how often it looks."""
+"""Maximum seconds that a stopped rank waits for the failure that stopped it, and seconds between two checks for it."""
 _LOOK_SECONDS = 0.1
 """Between two questions to the store whether a rank has failed, from a thread that moves data."""
 
@@ -71,7 +71,7 @@ class Control:
         self._step = 1
         """Number of the round that this rank is in, or comes to next, in the attempt."""
         self._begun = 0
-        """Of rounds, in the attempt."""
+        """Number of rounds that this rank has begun in the attempt."""
         self._succeeded = False
         """True if this rank has come through the last round of the load."""
         self._lock = threading.Lock()
@@ -83,9 +83,9 @@ class Control:
         self._looking = threading.Lock()
         """Held by a thread that looks for a failure, and until then by a rank that goes on to another round."""
         self._looked = 0.0
-        """When :meth:`known` last asked the store."""
+        """Value of ``time.monotonic()`` when :meth:`known` last asked the store."""
         self._failure: Failure | None = None
-        """With which the present load has ended."""
+        """The failure with which the present load has ended; None if there is none."""
         self.store = store
         self.place: NodeConnection | None = None
         """None without a store."""
@@ -107,7 +107,7 @@ class Control:
         return self._load, self._attempt, self._begun
 
     def waits_since(self) -> float:
-        """When this rank began to wait in a round; 0 if it does not."""
+        """Returns the value of ``time.monotonic()`` when this rank began to wait in a round; 0 if it does not wait."""
         return self.rounds.waits_since if self.rounds is not None else 0.0
 
     def _failed(self) -> bool:
@@ -123,7 +123,7 @@ class Control:
 
     @property
     def _outcomes(self) -> Outcomes:
-        """Of the present attempt of the load."""
+        """The outcomes of the present attempt of the load."""
         return self._outcomes_of(self._prefix)
 
     def _outcomes_of(self, prefix: str) -> Outcomes:
@@ -210,7 +210,7 @@ class Control:
             self.processes.register(self.place.free_connection(), self.rank)
 
     def close_registry(self) -> None:
-        """When all ranks have come."""
+        """Closes the registry of this machine's processes, once all ranks have come."""
         self.delete_later(self.processes.close_registry())
 
     # ---- failures ----
@@ -234,7 +234,7 @@ class Control:
         return found
 
     def find_failure(self) -> None:
-        """For the watch of a leader: looks for a failure in the store, unless the round hears of one anyway."""
+        """Looks for a failure in the store, for the watch of a leader, unless the round receives one anyway."""
         prefix = self._prefix
         if self.place is None or (self.rounds is not None and self.rounds.waits_for_outcome):
             return
@@ -354,7 +354,7 @@ class Control:
                 raise LoadError(f"{what}: the store is lost: {message_of(lost)} (seen by rank {self.rank})") from lost
 
     def _shared_error(self, error: LoadError) -> Exception:
-        """What all ranks raise, after publishing ``error`` if it is of this rank; later rounds start anew."""
+        """Returns what all ranks raise, after publishing ``error`` if it is this rank's; later rounds belong to a new attempt."""
         failure = self.fail(error) if not isinstance(error, RemoteFailure) else None
         if failure is None:
             failure = self._first(_PUBLISH_SECONDS)

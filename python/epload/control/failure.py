@@ -1,6 +1,6 @@
-"""What went wrong, as all ranks raise it, and how they learn of it.
+"""Defines a failure as all ranks raise it, and how they learn of it.
 
-What each step of a load has come to is one key of the store: the coordinator's decision, or the first failure, whichever was
+The outcome of each step of a load is one key of the store: the coordinator's decision, or the first failure, whichever was
 published first. A step is a round and what a rank does before it. One compare-and-set writes the key, so that all ranks read the
 same outcome, a load cannot both succeed and fail, and a rank that waits for a decision is woken by a failure too.
 
@@ -32,7 +32,7 @@ _MAX_TOLD = 1 << 14
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong, as every rank raises it."""
+    """Describes the error that every rank raises."""
 
     kind: str
     text: str
@@ -164,14 +164,14 @@ def parse(outcome: bytes) -> tuple[Failure, bool]:
 
 @dataclass(frozen=True)
 class Alert:
-    """That an attempt of a load has failed, as the ranks of a node tell one another."""
+    """Notifies the ranks of a node that an attempt of a load has failed."""
 
     prefix: str
-    """Of the attempt."""
+    """Prefix of the attempt's keys."""
     hard: bool
     """True if all have to stop at once."""
     failure: Failure | None = None
-    """If it is known, and short enough for a message: else the store has it."""
+    """The failure, if it is known and short enough for a message; None if it has to be read from the store."""
 
     def encode(self) -> bytes:
         failure = asdict(self.failure) if self.failure is not None else None
@@ -190,7 +190,7 @@ class Alerts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[str, Alert] = {}
-        """By prefix of the attempt."""
+        """Alerts by the prefix of the attempt."""
 
     def __contains__(self, prefix: str) -> bool:
         return prefix in self._known
@@ -200,11 +200,11 @@ class Alerts:
         return (known := self._known.get(prefix)) is not None and known.hard
 
     def failure(self, prefix: str) -> Failure | None:
-        """With which the attempt has failed, if another rank of the node has said so."""
+        """Returns the failure of the attempt; None if no alert has contained it."""
         return known.failure if (known := self._known.get(prefix)) is not None else None
 
     def add(self, alert: Alert) -> Alert | None:
-        """What is known now, if this is news."""
+        """Merges an alert into what is known; returns the result, or None if the alert adds nothing."""
         with self._lock:
             known = self._known.get(alert.prefix, alert)
             merged = Alert(alert.prefix, known.hard or alert.hard, known.failure or alert.failure)

@@ -17,10 +17,10 @@ INTERVAL = 1.0
 _NODES_PER_SECOND, _MAX_INTERVALS = 8, 30
 """A leader posts more rarely the more nodes there are, so that all of them post so many in a second; and at least so often."""
 _LOOK_PER_NODE, _MAX_LOOK = 1 / 128, 1.5
-"""How much more rarely a leader looks for a failure with each node, and seconds between two looks at most."""
+"""Growth, with each node, of the time between a leader's checks for a failure, and maximum of that time; in intervals."""
 _SILENT_INTERVALS = 2.2
 _MAX_SILENCE_SECONDS = 10.0
-"""How long an error waits to find out who is silent."""
+"""Maximum seconds that an error waits to find out which ranks are silent."""
 _MAX_RANKS = 32
 """Ranks described in one error."""
 
@@ -87,7 +87,7 @@ class Heartbeats:
         self._near = {rank: near for rank, near in self._near.items() if near[0].position[0] >= load}
 
     def due(self, position: Position | None) -> bool:
-        """Returns True if a heartbeat is due: after an interval, or once this rank waits in the round at ``position``."""
+        """Returns True if a heartbeat is due: an interval has passed, or the rank began to wait in the round at ``position``."""
         began_to_wait = position is not None and position != self._posted
         return began_to_wait or time.monotonic() - self._posted_at >= self.interval
 
@@ -101,7 +101,7 @@ class Heartbeats:
         self._store().set(f"heartbeat/{self._tree.rank}", json.dumps([self._posts, beats]))
 
     def near(self, ranks: Iterable[int], position: Position) -> State:
-        """As :meth:`far` for ranks of this node; asks nobody."""
+        """Returns what :meth:`far` does, for ranks of this node; does not read the store."""
         known = {rank: self._near[rank][0] for rank in ranks if rank in self._near}
         return [_state(rank, beat, beat.number, position) for rank, beat in sorted(known.items())]
 
@@ -121,7 +121,7 @@ class Heartbeats:
         return any(beat.position >= position for beat in beats)
 
     def _read(self, poster: int) -> tuple[int, dict[int, tuple[Heartbeat, float]]]:
-        """How often a rank has posted; of each rank the last heartbeat and its age in seconds."""
+        """Returns how often a rank has posted, and the last heartbeat of each rank with its age in seconds."""
         value = read_if_set(self._store(), f"heartbeat/{poster}")
         if value is None:
             return 0, {}
@@ -165,7 +165,7 @@ class Heartbeats:
         return self._tree.members if self._tree.leads else (self._tree.leader,)
 
     def _look(self, ranks: Sequence[int]) -> tuple[dict[int, int], dict[int, Heartbeat], set[int]]:
-        """How often each leader of ``ranks`` has posted, the last heartbeats of ``ranks``, and which of those are old."""
+        """Returns how often each leader of ``ranks`` has posted, the last heartbeats of ``ranks``, and which of those are old."""
         limit = _SILENT_INTERVALS * INTERVAL
         posts: dict[int, int] = {}
         found: dict[int, tuple[Heartbeat, float]] = {}

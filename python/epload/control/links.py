@@ -81,13 +81,13 @@ class Link:
         return bool(2 * unread > self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
 
     def receive(self) -> list[tuple[str, bytes]]:
-        """What has arrived since the last call; does not wait."""
+        """Returns the messages that have arrived since the last call; does not wait."""
         while not self.closed and self._read(_CHUNK) == _CHUNK:
             pass
         return self._take_messages()
 
     def receive_hello(self) -> Any:
-        """What the first message says, None until it has arrived; does not wait.
+        """Returns the content of the first message, None until it has arrived; does not wait.
 
         Reads no byte behind it: a message that has been read does not show as one that can be read.
         """
@@ -107,7 +107,7 @@ class Link:
         return None
 
     def _read(self, most: int) -> int:
-        """How many bytes were there to read, of at most so many."""
+        """Reads at most ``most`` bytes without waiting; returns how many there were."""
         try:
             data = self._connection.recv(most, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -24,7 +24,7 @@ _CONNECT_SECONDS = 10.0
 
 
 class NodeConnection:
-    """At first each rank is a node of its own, until all know who is where."""
+    """Connects a rank to its node. Each rank is a node of its own until all ranks know the topology."""
 
     def __init__(self, store: Store, ranks: Iterable[int], rank: int) -> None:
         """``store``: prefixed for the control."""
@@ -34,7 +34,7 @@ class NodeConnection:
         self.messages = MessageStore(store)
         self.links = NodeLinks.none()
         self.waiter: Waiter | None = None
-        """Of a rank that leads its node."""
+        """The waiter of a rank that leads its node; None on other ranks."""
         self._settle(Tree.of([[each] for each in ranks], rank))
 
     def _settle(self, tree: Tree) -> None:
@@ -113,7 +113,7 @@ class FreeStore:
             store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Of a key that is known to be set."""
+        """Returns the value of a key that is known to be set."""
         with self._free() as store:
             return bytes(store.get(key))
 

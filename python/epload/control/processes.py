@@ -30,7 +30,7 @@ class LocalProcesses:
         self._seen = 0
         self._watch: ProcessWatch | None = None
         self._watched = 0
-        """How many processes it watches."""
+        """Number of processes that the watch covers."""
 
     def register(self, store: Store, rank: int) -> None:
         """Adds this process to the machine's list. ``store``: prefixed for this rendezvous alone."""

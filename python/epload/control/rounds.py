@@ -40,11 +40,11 @@ from epload.observe.events import Events
 _MAX_WAIT = 1.0
 """Seconds until a waiting rank looks at what has changed at the latest; nothing of that asks the store."""
 _SAMPLES, _MAX_SAMPLE = 8, 10.0
-"""How often within its limit a leader reads the heartbeats of those that it waits for, and seconds between two times at most."""
+"""Number of times within its limit that a leader reads the heartbeats of those it waits for, and maximum seconds between two."""
 _QUIET_SECONDS = 1.0
 """After which a rank whose leader has not come says in the store that it has come itself."""
 _FAILED = b"x"
-"""In place of a view or a decision, from a rank that has failed."""
+"""Value that replaces a view or a decision after a rank has failed."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Round:
     """Its name in error messages."""
     position: Position
     limit: timedelta
-    """How long a rank is waited for without progress."""
+    """Maximum time without progress that a rank is waited for."""
     outcomes: Outcomes
-    """Of the present attempt of a load."""
+    """The outcomes of the present attempt of a load."""
     last: bool
     """True if the load has succeeded when the round has."""
 
@@ -67,22 +67,22 @@ class Round:
 
     @property
     def tag(self) -> str:
-        """Of its messages within a node, and with a rank the key of a leader's views."""
+        """Tag of the round's messages within a node; with a rank, the key of a leader's views."""
         return f"view/{self.number}"
 
     @property
     def number(self) -> str:
-        """Of the load, the attempt and the round in it."""
+        """The load, the attempt and the round in it, as text."""
         return "{}.{}/{}".format(*self.position)
 
     @property
     def patience(self) -> timedelta:
-        """How long those wait that others have to tell first whom they lack."""
+        """Maximum wait for ranks that first have to report which others are missing."""
         return 1.25 * self.limit + timedelta(seconds=2)
 
 
 class Deadline:
-    """Of a wait: a time without progress."""
+    """The deadline of a wait: limits the time without progress."""
 
     def __init__(self, limit: timedelta) -> None:
         self._seconds = limit.total_seconds()
@@ -116,11 +116,11 @@ class Rounds:
         self._received: dict[str, dict[int, bytes]] = {}
         """Messages by tag and sender."""
         self.waits_since = 0.0
-        """When this rank began to wait in the present round; 0 if it does not."""
+        """Value of ``monotonic()`` when this rank began to wait in the present round; 0 if it does not wait."""
         self.waits_for_outcome = False
         """True if the waiter is about to tell the outcome of the present step."""
         self.events: Events | None = None
-        """Where rounds are recorded, if they are."""
+        """Records the rounds; None if they are not recorded."""
 
     def run(self, round_: Round, view: str, decide: Callable[[Mapping[int, str]], str]) -> str:
         """Returns the coordinator's decision, on every rank.
@@ -168,7 +168,7 @@ class Rounds:
         return decision
 
     def _send(self, round_: Round, rank: int, data: bytes) -> None:
-        """To a rank of this node. If its process has ended, the watch sees that."""
+        """Sends a message to a rank of this node. If that rank's process has ended, the watch detects it."""
         deadline, link = Deadline(round_.limit), self._links[rank]
 
         def wait() -> None:

@@ -16,11 +16,11 @@ from torch.distributed.distributed_c10d import Store
 from epload.core import threads
 
 _SLICE = timedelta(minutes=5)
-"""Of one wait inside the store, which prints a warning whenever it ends without the keys."""
+"""Limit of one wait inside the store, which prints a warning whenever it ends without the keys."""
 _MIN_POLL, _MAX_POLL, _POLL_SHARE = 0.0002, 0.25, 1 / 8
 """Seconds between two checks of a store that can only be polled: limits, and the share of the time waited so far."""
 _GRACE_SECONDS = 5.0
-"""How long a wait that nobody needs any more has to end."""
+"""Seconds that a wait that is no longer needed has to end."""
 
 
 class Alarm:

@@ -33,7 +33,7 @@ BEAT, FAILED = "beat", "failed"
 
 
 class Watched(Protocol):
-    """What a watch needs to know of its rank; a ``Control`` is one."""
+    """The interface of a rank to its watch; implemented by ``Control``."""
 
     rank: int
     doing: str
@@ -57,7 +57,7 @@ class Watched(Protocol):
 
 
 class Concluding(Protocol):
-    """What a guard needs to know of its rank; a ``Control`` is one."""
+    """The interface of a rank to a guard; implemented by ``Control``."""
 
     watch: Watch
 
@@ -239,7 +239,7 @@ class Guard:
     def __init__(self, control: Concluding) -> None:
         self._control = control
         self.failure: Failure | None = None
-        """With which the operation has failed on all ranks; None if it has not, or has succeeded on the others."""
+        """The failure of the operation on all ranks; None if it has not failed, or has succeeded on the others."""
 
     def __enter__(self) -> Guard:
         try:

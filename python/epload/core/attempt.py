@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What the step returns, or the exception that it raised."""
+    """Runs a step; returns its result, or the exception that it raised."""
     try:
         return step(), None
     except Exception as error:

@@ -147,7 +147,7 @@ class Chunks:
     def _overlaps(
         self, tensor: Tensor, low: Tensor, extent: Tensor, start: Tensor, size: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What boxes of tensors share with chunks: numbers of the box and the chunk, and what is common.
+        """Intersects boxes of tensors with chunks: returns numbers of the box and the chunk, and what is common.
 
         Args:
             tensor, low, extent: of each box.

@@ -75,7 +75,7 @@ def padded(rows: Sequence[tuple[int, ...]]) -> Tensor:
 
 
 def first_of_each(numbers: Tensor) -> Tensor:
-    """For each number from 0 on where it is first, if every number up to the largest is there. int64 [n]."""
+    """Returns the first index of each number from 0 on, provided that every number up to the largest occurs. int64 [n]."""
     count = int(numbers.max()) + 1 if len(numbers) else 0
     first = torch.full((count,), len(numbers), device="cpu")
     return first.scatter_reduce(0, numbers, arange(len(numbers)), "amin")

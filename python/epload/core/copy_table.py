@@ -61,7 +61,7 @@ class CopyTable:
 
     @property
     def offset(self) -> Tensor:
-        """In the bucket, bytes."""
+        """Offset in the bucket, in bytes."""
         return self.rows[:, _OFFSET]
 
     @property
@@ -75,17 +75,17 @@ class CopyTable:
 
     @property
     def start(self) -> Tensor:
-        """Of the box in the target, elements."""
+        """Start of the box in the target, in elements."""
         return self.rows[:, _FIXED : _FIXED + self.dims]
 
     @property
     def size(self) -> Tensor:
-        """Of the box, elements."""
+        """Size of the box, in elements."""
         return self.rows[:, _FIXED + self.dims : _FIXED + 2 * self.dims]
 
     @property
     def stride(self) -> Tensor:
-        """Of the box in the bucket, elements."""
+        """Strides of the box in the bucket, in elements."""
         return self.rows[:, _FIXED + 2 * self.dims :]
 
     def clone(self) -> CopyTable:

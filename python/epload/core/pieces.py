@@ -134,7 +134,7 @@ class Piece(NamedTuple):
     tensor_offset: int
     """First byte of the range, from the start of the tensor."""
     bucket_offset: int
-    """Where the range goes, in bytes from the start of the buffer."""
+    """Offset of the range from the start of the buffer, in bytes."""
     nbytes: int
     """Length of the range in bytes."""
 

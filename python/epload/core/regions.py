@@ -12,7 +12,7 @@ from epload.native import ops
 
 
 class Regions(NamedTuple):
-    """What ``ops.unpack`` and ``Checkpoint.read_regions`` take."""
+    """Regions of targets to fill, as ``ops.unpack`` and ``Checkpoint.read_regions`` take them."""
 
     targets: list[Tensor]
     copies: CopyTable
@@ -20,7 +20,7 @@ class Regions(NamedTuple):
     origins: Tensor
     """int64 [n, 2]: the checkpoint tensor that each row of ``copies`` is of, and where in it it starts (bytes)."""
     pipe: ops.Pipe | None = None
-    """How bytes of the host get to targets on a device."""
+    """Pipe through which bytes of the host get to targets on a device."""
 
     def unpack(self, bucket: Tensor) -> None:
         """Copies them out of a bucket (uint8) on the targets' device, or on CPU."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from epload.errors import LoadError
 
 _EXIT_SECONDS = 5.0
-"""How long the exit of the process waits for threads that are still running, as some are after a failed load."""
+"""Maximum seconds that process exit waits for threads that are still running, as some are after a failed load."""
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 

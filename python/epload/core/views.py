@@ -258,11 +258,11 @@ class Loop(NamedTuple):
     """A dim of a strided region that two tensors have in common."""
 
     size: int
-    """In elements, as are the strides."""
+    """Length of the dim; in elements, as are the strides."""
     stride: int
-    """In the storage of the first tensor."""
+    """Stride in the storage of the first tensor."""
     other: int
-    """In the storage of the second."""
+    """Stride in the storage of the second tensor."""
 
 
 def boxes_of_region(
@@ -320,7 +320,7 @@ def _parts(loop: Loop, length: int, start: int, stride: int) -> Iterator[tuple[i
 
 
 def _coalesced(loops: Sequence[Loop]) -> list[Loop]:
-    """By descending stride, and as few as possible."""
+    """Sorts loops by descending stride and merges them into as few as possible."""
     merged: list[Loop] = []
     for loop in sorted((loop for loop in loops if loop.size > 1), key=_stride, reverse=True):
         outer = merged[-1] if merged else None

@@ -37,16 +37,16 @@ class Proposal(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """What the source rank says of its manifest before it sends it."""
+    """Describes the source rank's manifest before it is sent."""
 
     nbytes: int
-    """Of its compact form; 0 if every rank has it, from the load before."""
+    """Size of the compact form in bytes; 0 if every rank has it from the previous load."""
     identity: str
     about: list[Any]
 
 
 class Opening(NamedTuple):
-    """What the ranks have agreed on once all have opened."""
+    """The result that the ranks agree on once all have opened."""
 
     manifest: Announcement
     content: str
@@ -55,9 +55,9 @@ class Opening(NamedTuple):
     meta: bool
     """True if any rank has tensors on meta."""
     seed: int
-    """For tensors that are initialized."""
+    """Seed for tensors that are initialized."""
     planned: list[Any] | None
-    """If all ranks have proposed the same plan: what the planning round would have decided."""
+    """The decision that the planning round would make, if all ranks have proposed the same plan; else None."""
     traced: bool
     """True if any rank asks for events."""
 
@@ -87,9 +87,9 @@ class AgreedLoad:
     prepared: bool
     """True if nothing has to be made for the model, so that no rank can fail before data moves."""
     offers: dict[str, Any]
-    """Of memory that the ranks of a node share, by the rank that has made it; see ``NodeSharing``."""
+    """Offers of memory that the ranks of a node share, by the rank that made it; see ``NodeSharing``."""
 
     @property
     def device(self) -> torch.device:
-        """That the load works on."""
+        """The device that the load works on."""
         return self.inputs.device

@@ -1,4 +1,4 @@
-"""What comes before data moves: opening, sharing the manifest, planning. Each step ends in a round in which all ranks hear of a
+"""Runs the steps before data moves: opening, sharing the manifest, planning. Each ends in a round in which all ranks learn of a
 failure, so that they go on together or not at all."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from epload.transport.movers import SLOWEST
 
 
 def record_events(topology: Topology, report: LoadReport) -> None:
-    """From now on, what this rank does in the load is recorded as events."""
+    """Starts to record, as events, what this rank does in the load."""
     report.events = Events(topology.rank, topology.nodes.index(topology.node))
     if topology.control.rounds is not None:
         topology.control.rounds.events = report.events
@@ -220,7 +220,7 @@ class Agreement:
         return view
 
     def _describe_options(self, device: torch.device) -> str:
-        """What ranks must agree on before they can so much as share the manifest."""
+        """Describes the options that ranks must agree on before they can even share the manifest."""
         o = self._options
         return (
             f"readers={o.readers} algorithm={o.algorithm} src={o.src} bucket_bytes={o.bucket_bytes} "
@@ -365,7 +365,7 @@ class Agreement:
         return plan
 
     def _compare_plans(self, views: dict[int, list[Any]]) -> list[Any]:
-        """On the coordinator; each view is a fingerprint, whether the rank reads, its bytes, and its mesh claims."""
+        """Compares plans, on the coordinator. A view: a fingerprint, True if the rank reads, its bytes, and its mesh claims."""
         ordered = [views[rank] for rank in self._topology.ranks]
         return [
             distinct({rank: view[0] for rank, view in views.items()}),

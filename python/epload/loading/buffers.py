@@ -16,7 +16,7 @@ from epload.model.targets import Targets
 
 
 def find_holders(control: Control, model: nn.Module, targets: Targets) -> dict[str, int]:
-    """For each buffer that some rank lacks, the lowest rank that has it. Collective: one agreement round.
+    """Returns, for each buffer that some rank lacks, the lowest rank that has it. Collective: one agreement round.
 
     Raises:
         ManifestMismatch: a rank that lacks a buffer has it in another dtype or shape.

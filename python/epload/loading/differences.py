@@ -1,4 +1,4 @@
-"""Where the ranks differ: in what they want to load into what, or in the device meshes that they have built."""
+"""Reports where ranks differ: in what they want to load into what, or in the device meshes that they have built."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MAX_VIEWS = 4
 _MAX_LINES = 5
 """Differences that an error shows."""
 _MAX_MESHES, _MAX_RANKS = 4, 16
-"""That an error lists."""
+"""Meshes that an error lists at most, and ranks of each."""
 
 Claims = list[list[Any]]
-"""Of each mesh its digest, and how many ranks of the topology have to report the same."""
+"""Digest of each mesh, and the number of ranks of the topology that have to report the same."""
 
 
 def distinct(views: dict[int, str]) -> dict[str, int]:
@@ -91,7 +91,7 @@ def difference(views: dict[int, list[str]], reference: int) -> ManifestMismatch:
 
 
 class MeshClaims:
-    """What this rank reports of its meshes; kept while the model's meshes are the same."""
+    """Computes what this rank reports of its meshes; cached while the model's meshes are the same."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self._ranks = frozenset(ranks)

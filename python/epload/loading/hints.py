@@ -127,7 +127,7 @@ def prefix_hint(missing: Collection[str], unexpected: Sequence[str], has_rules: 
 
 
 def _matches(pair: tuple[str, str], wanted: set[str], unexpected: Sequence[str]) -> int:
-    """How many unexpected keys a prefix makes match."""
+    """Returns the number of unexpected keys that a change of prefix makes match."""
     removed, added = pair
     return sum(key.startswith(removed) and added + key[len(removed) :] in wanted for key in unexpected)
 

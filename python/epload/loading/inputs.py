@@ -1,4 +1,4 @@
-"""What one rank brings to a load: its model as it was read, and the checkpoint as it was opened."""
+"""Prepares the inputs of one rank to a load: reads its model, and opens the checkpoint."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class LocalInputs:
     local_modules: bool
     """True if ranks may hold different modules."""
     modules: Modules | None = None
-    """Of the model; None if it was not walked, because it has not changed since the load before."""
+    """The model's modules; None if it was not walked, because it has not changed since the previous load."""
 
     @property
     def device(self) -> torch.device:
-        """That the load works on."""
+        """The device that the load works on."""
         return self.devices.load
 
     def check_unchanged(self, consequence: str = "") -> None:
@@ -62,9 +62,9 @@ class InputReader:
         self._router = router
         self.snapshot: Snapshot | None = None
         self.manifest: Manifest | None = None
-        """That of the load before."""
+        """The manifest of the previous load."""
         self._opened: Checkpoint | None = None
-        """What this rank has opened for the present load, unless the caller passed it opened."""
+        """The checkpoint that this rank has opened for the present load, unless the caller passed it opened."""
 
     def read(self, request: Request, streams: Sequence[torch.Stream]) -> LocalInputs:
         """Reads the model, and opens the checkpoint where this rank is the source or has one of its own.
@@ -152,5 +152,5 @@ def _collect(request: Request, modules: Modules) -> Targets:
 
 
 def _asked(request: Request) -> tuple[object, ...]:
-    """What targets depend on besides the model."""
+    """Returns the options on which targets depend, besides the model."""
     return request.dtype, request.parts

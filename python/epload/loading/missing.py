@@ -1,4 +1,4 @@
-"""What the checkpoint does not fill: found out on all ranks, computed by the model, then filled by the caller's hook."""
+"""Handles what the checkpoint does not fill: all ranks agree on it, the model computes it, the caller's hook fills the rest."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from epload.report import LoadReport, list_keys
 
 @dataclass(frozen=True)
 class Missing:
-    """What one rank's model lacks after the data."""
+    """Describes what one rank's model lacks after the data is loaded."""
 
     initialization: Initialization
     """Values that the model computes."""
     unfilled: frozenset[str]
     """Names for a hook to fill: neither the checkpoint nor the model itself does."""
     garbage: frozenset[str]
-    """Those of them that had no storage before the load, so that a hook must fill them."""
+    """Names in ``unfilled`` that had no storage before the load, so that a hook must fill them."""
     holders: dict[str, int]
     """Buffers that no checkpoint holds and some rank lacks, each with a rank that has it. Equal on all ranks."""
     unsaved: frozenset[str] = frozenset()

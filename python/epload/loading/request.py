@@ -1,4 +1,4 @@
-"""What a caller asks for: the options of a loader, and the arguments of one load."""
+"""Defines what a caller asks for: the options of a loader, and the arguments of one load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from epload.verify.proof import check_verify
 
 @dataclass(frozen=True)
 class Options:
-    """Of one loader, equal on all its ranks. See ``HierarchicalLoader``."""
+    """The options of one loader, equal on all its ranks. See ``HierarchicalLoader``."""
 
     readers: str
     """One of READERS, or "auto"."""
@@ -54,7 +54,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be loaded into what, as one rank's caller says it. See ``HierarchicalLoader.load``."""
+    """The arguments of one load, as one rank's caller passes them. See ``HierarchicalLoader.load``."""
 
     model: nn.Module
     checkpoint: Any

@@ -1,4 +1,4 @@
-"""What a loader keeps from load to load: staging memory, and what was computed from the layouts of a model."""
+"""Keeps a loader's resources from load to load: staging memory, and what was computed from the layouts of a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from epload.verify.proof import Proof
 
 
 class Resources:
-    """Of one loader. Everything is made when first needed."""
+    """Holds the resources of one loader. Everything is made when first needed."""
 
     def __init__(
         self,

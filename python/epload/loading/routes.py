@@ -16,10 +16,10 @@ from epload.planning.schedule import Flow, buckets_per_wave, default_wave_bytes
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """How the buckets of a load move. ``routes`` differ from rank to rank; the rest is equal on all but for ``flow.rank``."""
+    """Describes how the buckets of a load move. ``routes`` differ from rank to rank; the rest is equal but for ``flow.rank``."""
 
     flow: Flow
-    """Who reads each bucket, and who passes it on."""
+    """The rank that reads each bucket, and the ranks that pass it on."""
     routes: Mapping[int, Route]
     """The groups over which a rank's buckets come, by the rank that reads them; empty where nothing moves between ranks."""
     on_host: bool

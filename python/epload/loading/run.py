@@ -40,7 +40,7 @@ from epload.transport.transfers import run_transfer, through_memory
 
 
 class LoadRun:
-    """Of one load. Collective; single use: make it, run it."""
+    """Runs one load. Collective; single use: make it, run it."""
 
     def __init__(
         self,

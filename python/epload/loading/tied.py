@@ -82,7 +82,7 @@ class TiedWeights:
 
 
 def _identity(manifest: Manifest) -> tuple[object, ...] | None:
-    """What changes when somebody writes to the checkpoint's files; None if it has none that can be asked."""
+    """Returns a value that changes when the checkpoint's files are written to; None if there are no files to check."""
     if manifest.locations is None:
         return None
     source = Path(manifest.source)

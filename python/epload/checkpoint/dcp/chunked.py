@@ -126,7 +126,7 @@ def _check_covered(found: dict[str, _Tensor], source: str) -> None:
 
 
 def _uncovered(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
-    """How boxes do not cover a shape exactly once; empty if they do."""
+    """Returns why boxes do not cover a shape exactly once; empty if they do."""
     for start, size in boxes:
         if any(a + n > length for a, n, length in zip(start, size, shape, strict=True)):
             return f"has a chunk at {list(start)} of {list(size)}, which reaches outside"

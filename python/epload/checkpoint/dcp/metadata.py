@@ -23,7 +23,7 @@ FILE = ".metadata"
 MAX_BYTES = 2_000_000_000
 """Limit of this file. That of 100,000 tensors in 64 chunks each has about 1 GB."""
 SUFFIX = ".distcp"
-"""Of the files with the data."""
+"""Suffix of the files that hold the data."""
 _DCP = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
     (_DCP, "Metadata"), (_DCP, "TensorStorageMetadata"), (_DCP, "BytesStorageMetadata"), (_DCP, "TensorProperties"),
@@ -54,17 +54,17 @@ class StoredItem(NamedTuple):
 
 
 class DcpMetadata(NamedTuple):
-    """What a ``.metadata`` file says, checked."""
+    """The checked content of a ``.metadata`` file."""
 
     tensors: list[SavedTensor]
     others: list[str]
     """Names of the entries that are no tensors."""
     paths: dict[str, tuple[str, ...]]
-    """For the name of each entry the keys under which it was in the nested state dict; empty if that was not recorded."""
+    """Keys of each entry in the nested state dict, by the entry's name; empty if they were not recorded."""
     items: dict[tuple[str, tuple[int, ...]], StoredItem]
-    """By the name of a tensor and the start of a box."""
+    """Location of each box, by the tensor's name and the start of the box."""
     objects: dict[str, StoredItem]
-    """By the name of an entry that is no tensor."""
+    """Location of each entry that is not a tensor, by name."""
 
 
 def read_metadata(file: StoredFile) -> DcpMetadata:
@@ -184,7 +184,7 @@ def _file_name(text: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    """For messages. Never the text of a nested object, which a small pickle can make as long as it likes."""
+    """Formats a value for messages, without the text of a nested object, which a small pickle can make as long as it likes."""
     if isinstance(value, tuple | list) and len(value) <= 8 and all(isinstance(each, str | int) for each in value):
         return f"[{', '.join(map(_show, value))}]"
     if isinstance(value, str):

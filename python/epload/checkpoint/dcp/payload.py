@@ -1,4 +1,4 @@
-"""Where the elements of saved items lie in the files of a DCP checkpoint.
+"""Locates the elements of saved items in the files of a DCP checkpoint.
 
 An item of ``torch.save`` is a zip archive of its own: a pickle of a few hundred bytes, then the tensor. Items of one shape have
 equal archives but for the tensor's bytes and what follows them. So the pickle is loaded once for each shape, with
@@ -28,13 +28,13 @@ class Item(NamedTuple):
     """One saved chunk."""
 
     name: str
-    """Of its tensor."""
+    """Name of the item's tensor."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: int
     """Index into the files of the store."""
     offset: int
-    """Of the item in its file, in bytes."""
+    """Offset of the item in its file, in bytes."""
     length: int
 
     @property
@@ -43,7 +43,7 @@ class Item(NamedTuple):
 
 
 def locate(items: Sequence[Item], store: ByteStore) -> list[int]:
-    """For each item the offset of its first element in its file, in bytes.
+    """Returns the offset of each item's first element in its file, in bytes.
 
     Raises:
         CheckpointError: an item is not in its file, or is not what the metadata says.

@@ -1,4 +1,4 @@
-"""Which entries of a DCP checkpoint are the model's: jobs save an optimizer's state and the like with the model."""
+"""Selects the model's entries of a DCP checkpoint: jobs save an optimizer's state and the like with the model."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "az", "abfss
 
 
 class Version(NamedTuple):
-    """What identifies the content of an object."""
+    """Identifies the content of an object."""
 
     nbytes: int
     tag: str
@@ -48,7 +48,7 @@ class Replaced(Exception):
 
 
 class RequestRefused(Exception):
-    """What no retry helps with; the text says what it is."""
+    """The request failed in a way that no retry helps with; the text says how."""
 
 
 class Client(ABC):
@@ -234,7 +234,7 @@ class FsspecClient(Client):
 
 
 def _described(text: str) -> Exception:
-    """What a client's text, which may quote the address, says about the failure."""
+    """Returns an exception for a client's error text, without quoting it: it may contain the address."""
     lower = text.lower()
     if match := _STATUS.search(lower):
         status = int(match[1])

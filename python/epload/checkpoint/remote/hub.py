@@ -189,7 +189,7 @@ def _named_in(index: bytes) -> list[str]:
 
 
 def _cached(hub: Any, model: HubModel, variant: str) -> HubFolder | None:
-    """What an earlier download has left."""
+    """Returns the folder that an earlier download has left in the cache; None if there is none."""
     for name in (*file_sets.standard_names(variant), file_sets.CONFIG):
         path = hub.try_to_load_from_cache(model.name, name, revision=model.revision)
         if isinstance(path, str):

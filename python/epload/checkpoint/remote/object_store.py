@@ -24,13 +24,13 @@ REQUEST_BYTES = 8 << 20
 LEAST_REQUEST_BYTES = 2 << 20
 """Requests are smaller than the most where there would be fewer of them than run at once, but not than this."""
 REQUESTS = 16
-"""At once, by each process."""
+"""Number of requests that each process runs at once."""
 ATTEMPTS = 7
 FIRST_PAUSE = 0.2
 """Seconds before the second attempt, on average; each pause is twice the one before, up to LONGEST_PAUSE."""
 LONGEST_PAUSE = 8.0
 _HEAD_BYTES = 128 << 20
-"""Of an object, that are kept; more than any header has."""
+"""Maximum number of bytes that are kept from the start of an object; more than any header has."""
 _GAP_BYTES = 64 << 10
 """A gap that is cheaper to fetch than another request."""
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class ObjectFile(StoredFile):
 
 
 def retried(call: Callable[[], T], what: str) -> T:
-    """What ``call`` returns, after as many attempts as it takes.
+    """Returns the result of ``call``, after up to ATTEMPTS attempts.
 
     Raises:
         Absent, Replaced: as ``call`` does.

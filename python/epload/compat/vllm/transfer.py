@@ -49,7 +49,7 @@ _TIMEOUT = 1800.0
 
 @dataclass
 class EploadInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What the trainer tells the workers. Arguments are those of :class:`epload.WeightReceiver`."""
+    """The arguments that the trainer sends to the workers: those of :class:`epload.WeightReceiver`."""
 
     address: str
     timeout: float = _TIMEOUT
