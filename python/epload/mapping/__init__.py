@@ -1,4 +1,4 @@
-"""How checkpoint keys and layouts map to a model's parameters and buffers.
+"""Maps checkpoint keys and layouts to a model's parameters and buffers.
 
 ``mapping="auto"``, the default of a load, is :func:`from_model`. Pass a :class:`Mapping` where names or layouts differ::
 

@@ -27,22 +27,22 @@ class ConversionGroup:
     sources: list[int]
     """Numbers of the checkpoint tensors; the lists below are parallel to it."""
     inputs: list[int]
-    """Which of the conversion's inputs each tensor belongs to."""
+    """Index of the conversion's input that each tensor belongs to."""
     indices: list[int]
     """Index of each tensor in its input; -1 if the input is not a list."""
 
 
 class _Match(NamedTuple):
-    """What a conversion finds in a name. Spans count characters."""
+    """A match of a conversion in a name. Spans count characters."""
 
     convert: Convert
     input: int
-    """Which of the conversion's inputs it is."""
+    """Index among the conversion's inputs."""
     span: tuple[int, int]
     place: tuple[int, int] | tuple[None, None]
-    """Where the index is, if there is one."""
+    """Span of the index in the name; (None, None) if the pattern has no group ``index``."""
     targets: tuple[str, ...]
-    """What replaces the match."""
+    """Texts that replace the match, one per target of the conversion."""
 
 
 def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tuple[list[ConversionGroup], list[int]]:
@@ -217,7 +217,7 @@ class Converter:
 
 
 def _stacked_count(convert: Convert, target_shapes: Sequence[Shape | None]) -> int | None:
-    """How many tensors the target stacks; None if its shape does not show it."""
+    """Returns the number of tensors that the target stacks; None if its shape does not show it."""
     first = convert.operations[0] if convert.operations else None
     shape = target_shapes[0] if len(target_shapes) == 1 else None
     if not isinstance(first, Stack) or shape is None or not 0 <= first.dim < len(shape):

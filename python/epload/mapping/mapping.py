@@ -34,7 +34,7 @@ class Mapping:
     ignore_missing: tuple[str, ...] = ()
     """Regular expressions. A missing model name that matches one is no error."""
     only: tuple[tuple[str, str], ...] = ()
-    """If not empty: pairs of checkpoint key and model name. Tensors of the model that are not listed are not expected in the
+    """Pairs of checkpoint key and model name. Unless empty, tensors of the model that are not listed are not expected in the
     checkpoint and keep their values. A pair with an empty key is a tensor that is missing from the checkpoint."""
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Placed(Mapping):
     """A mapping whose result is known for one checkpoint and one rank's model."""
 
     places: tuple[tuple[tuple[str, View], ...], ...] = ()
-    """As :func:`epload.mapping.place.place` returns them."""
+    """Places of each checkpoint tensor, as :func:`epload.mapping.place.place` returns them."""
 
 
 def ignored_keys(

@@ -168,7 +168,7 @@ class PermuteForRope(Operation):
     heads: int
     inverse: bool
     inputs: tuple[bool, ...]
-    """Which inputs it applies to."""
+    """True for each input that the operation applies to."""
 
     def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
         if len(self.inputs) != len(inputs) and not all(self.inputs):

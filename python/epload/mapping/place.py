@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint go in a model, by the rules of a mapping. Pure: names and shapes in, regions out."""
+"""Determines where a checkpoint's tensors go in a model, by the rules of a mapping. Pure: names and shapes in, regions out."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ class Rename:
     source: str
     target: str
     scopes: tuple[str, ...] = ()
-    """If not empty, the rule applies only to keys that start with one of these prefixes, and to the rest of such a key."""
+    """Prefixes of keys. Unless empty, the rule applies only to keys that start with one, and to the rest of such a key."""
     when: str = ""
-    """If not empty, the rule applies only if some key (within ``scopes``) of the checkpoint matches this regular expression."""
+    """Regular expression. Unless empty, the rule applies only if it matches some key of the checkpoint (within ``scopes``)."""
     shift: int = 0
     """Added to the integer that the first group of ``source`` matches."""
     divide: int = 1
@@ -78,7 +78,7 @@ class Convert:
     targets: tuple[str, ...]
     operations: tuple[Operation, ...] = ()
     scopes: tuple[str, ...] = ()
-    """If not empty, the rule applies only to keys that start with one of these prefixes, and to the rest of such a key."""
+    """Prefixes of keys. Unless empty, the rule applies only to keys that start with one, and to the rest of such a key."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if there are no sources or targets, a source is not a regular expression, or a target refers to

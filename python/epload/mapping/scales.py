@@ -1,4 +1,4 @@
-"""Which scales a rank needs for the fp8 weights that it widens, and where they go. Pure; ``dequantize`` multiplies by them.
+"""Finds the scales that a rank needs for fp8 weights that it widens, and where they go. Pure; ``dequantize`` multiplies by them.
 
 A weight stored in fp8 with scales fills a wider parameter as ``(weight.float() * scale).to(dtype)``. Scales are sent like any
 tensor; each rank keeps those of the blocks that it owns, in extra tensors that live as long as the load. If the model keeps fp8,
@@ -60,7 +60,7 @@ class Scaling:
     view: View
     """View of the weight in the checkpoint."""
     shape: Shape
-    """Of that weight."""
+    """Shape of that weight."""
     scale: int
     """Index among the targets of the tensor with the scales that this rank needs: a box of all scales."""
     first: Shape
@@ -289,7 +289,7 @@ def _inferred_blocks(shape: Shape, counts: Shape) -> set[Shape]:
 
 
 def indices_in_weight(view: View, shape: Shape, begin: Shape, size: Shape) -> list[Tensor]:
-    """For each dim of a weight of this shape, the index along it of each element of a box of a view of that weight.
+    """Returns, for each dim of a weight of this shape, the index along it of each element of a box of a view of that weight.
 
     The tensors broadcast to ``size``, the size of the box, which starts at ``begin`` in the view.
     """

@@ -21,7 +21,7 @@ class Devices(NamedTuple):
     load: torch.device
     """The accelerator that some targets are on, or will be; the CPU if there is none."""
     materialize_on: torch.device
-    """For meta tensors whose own device is not known: the accelerator of the other targets, if any."""
+    """Device for meta tensors whose own device is not known: the accelerator of the other targets, if any."""
     has_meta: bool
     """True if any target is on meta now."""
 

@@ -27,9 +27,9 @@ class FlatState(nn.Module):
         flat, paths = flatten_state_dict(dict(state))
         tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
         self.others = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
-        """What is no tensor, by name."""
+        """Values that are not tensors, by name."""
         self.paths: dict[str, tuple[Any, ...]] = dict(paths)
-        """For each name its keys in the nested state."""
+        """Keys of each value in the nested state, by its name."""
         if on_meta := next((name for name, tensor in tensors.items() if tensor.is_meta), None):
             raise ValueError(f"{on_meta} is on meta; give it storage first")
         # Not register_buffer(), which refuses names with a dot.

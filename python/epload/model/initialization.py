@@ -36,7 +36,7 @@ InitMissing = Callable[[nn.Module, str, tuple[str, ...]], None]
 
 @dataclass
 class Initialization:
-    """What a model's initializers computed, on one rank."""
+    """The results of a model's initializers, on one rank."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
     """The local tensors, on the CPU, by the names that were passed in."""
@@ -124,7 +124,7 @@ def _rope_lengths(model: nn.Module, computed: Collection[str]) -> list[tuple[nn.
 
 
 def params_ignoring_meta(model: nn.Module, names: Collection[str]) -> set[str]:
-    """Those of a model's parameters, which have storage, that would have storage even if the model had been built on meta.
+    """Returns the names of the parameters (all have storage) that would have storage even if the model had been built on meta.
 
     ``nn.Parameter(torch.Tensor(n))`` ignores the default device and leaves its memory uninitialized. Values that a
     caller has written there cannot be told from garbage, and ``from_pretrained`` initializes such a parameter like any

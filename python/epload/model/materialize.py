@@ -62,7 +62,7 @@ def materialize(
 
 
 def device_of(tensor: Tensor, offloaded: Collection[int], device: torch.device) -> torch.device:
-    """Where a tensor on meta gets storage.
+    """Returns the device on which a tensor on meta gets storage.
 
     Args:
         offloaded: see :func:`cpu_offloaded_ids`.

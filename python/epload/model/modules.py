@@ -51,7 +51,7 @@ class Modules:
 
     @cached_property
     def fsdp(self) -> list[FSDPModule]:
-        """Those that FSDP2 shards."""
+        """The modules that FSDP2 shards."""
         sharded = {cls for cls in self.classes if issubclass(cls, FSDPModule)}
         return [module for module in self.unique if type(module) in sharded]  # type: ignore[misc]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _MAX_COMPARED_ELEMENTS = 1 << 20
-"""Where strides do not decide, tensors of up to this many elements are compared element by element; larger ones count as
+"""Maximum number of elements of tensors that are compared element by element where strides do not decide; larger ones count as
 overlapping."""
 
 StorageKey = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]

@@ -40,9 +40,9 @@ class Skeleton:
         self._full = full
         self._tied = tied
         self._stand_ins: dict[int, nn.Module] = {}
-        """By the id of the original."""
+        """Stand-ins, by the id of the original."""
         self._originals: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
-        """By the id of the stand-in: the original, and the attributes that the stand-in started with."""
+        """Originals, by the id of the stand-in, each with the attributes that the stand-in started with."""
         self._tensors: dict[int, Tensor] = {}
         self._meta_tensors: dict[tuple[Any, ...], Tensor] = {}
 
@@ -79,7 +79,7 @@ class Skeleton:
         return found
 
     def changed_attributes(self) -> list[tuple[nn.Module, str, Any]]:
-        """What initializers have set on modules besides parameters, buffers and children: original module, name, value."""
+        """Returns what initializers set on modules, except parameters, buffers and children: original module, name, value."""
         found = []
         for stand_in in self._stand_ins.values():
             original, before = self._originals[id(stand_in)]

@@ -60,7 +60,7 @@ class Snapshot:
         self._fsdp_modules: list[weakref.ref[Any]] = list(map(weakref.ref, modules.fsdp))
 
     def read(self, model: nn.Module, options: object) -> tuple[Targets, Devices] | None:
-        """What collecting the targets of the model would give, and their devices.
+        """Returns the targets that collecting from the model would give, and their devices.
 
         Reshards FSDP2 modules, as collecting does. None if the targets must be collected: the model is another one or
         has changed, the options differ, or the model does not allow a snapshot.

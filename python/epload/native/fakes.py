@@ -1,4 +1,4 @@
-"""What the ops do with fake tensors and tensors on meta: check what can be checked without data, or refuse them."""
+"""Implements the ops for fake tensors and tensors on meta: checks what can be checked without data, or rejects them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this build of epload has, and whether it can be used here."""
+"""Reports the features of this build of epload, and whether they can be used here."""
 
 from __future__ import annotations
 

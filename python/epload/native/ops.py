@@ -38,10 +38,10 @@ _board_post = torch.ops.epload.board_post.default
 _board_wait = torch.ops.epload.board_wait.default
 
 Pipe: TypeAlias = torch.ScriptObject
-"""Of the class in csrc/device/pipe.h: what crosses between the host and a device goes through its pinned pieces, on its streams.
-What is on the current stream of the device comes before what an op sends through a pipe, and what comes there later after it."""
+"""An object of the class in csrc/device/pipe.h: data crosses between the host and a device through its pinned pieces, on its
+streams. Work already on the device's current stream precedes what an op sends through a pipe; later work there follows it."""
 BOARD_FIXED_WORDS, BOARD_REACHED, BOARD_FAILED = 2, -1, -2
-"""As in csrc/comm/board.h."""
+"""Same values as in csrc/comm/board.h."""
 
 
 def coalesced_bcast(

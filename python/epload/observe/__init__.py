@@ -1,1 +1,1 @@
-"""What can be seen of a load while it runs and afterwards: a progress bar, events, traces and plots."""
+"""Shows a load while it runs and afterwards: a progress bar, events, traces and plots."""

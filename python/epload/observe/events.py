@@ -1,4 +1,4 @@
-"""What one rank did, and when: spans of time by thread. Recorded only in a load that is traced."""
+"""Records what one rank did, and when: spans of time by thread. Only a load that is traced records them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Event(NamedTuple):
     ranks: tuple[int, ...] = ()
     """The ranks that it waited for."""
     name: str = ""
-    """If it is not the phase's."""
+    """Name of the span; empty if it is the phase's."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Events:
     """Equal on ranks whose monotonic clocks are one."""
     spans: list[Event] = field(default_factory=list)
     decided: dict[str, int] = field(default_factory=dict)
-    """On the rank that decides rounds, when it decided each."""
+    """Time in nanoseconds at which each round was decided, by round; empty except on the rank that decides rounds."""
 
     def add(
         self, phase: str, begin: int, nbytes: int = 0, detail: str = "", ranks: tuple[int, ...] = (), name: str = ""

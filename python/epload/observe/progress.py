@@ -60,7 +60,7 @@ class Progress:
             self._bar.clear()
 
     def update(self, nbytes: int) -> None:
-        """So many more bytes are done."""
+        """Adds to the number of bytes that are done."""
         self._done += nbytes
         if self._bar is not None:
             self._bar.update(nbytes)

@@ -11,9 +11,9 @@ _LEAST_BYTES = 64 << 20
 _LEAST_SECONDS = 1.0
 """Reading that took less is nothing to speak of."""
 _FACTOR = 2.0
-"""How much slower than the median is slow."""
+"""A rank is slow if it is at least this many times slower than the median."""
 _STEPS = 4
-"""Of a rate's octave, so that most ranks say the same, and their views travel as one."""
+"""Number of steps per octave of a rate: few, so that most ranks report the same, and their reports travel as one."""
 
 Pace = tuple[int, bool]
 """A rank's read rate on a logarithmic scale, and whether reading took long enough to matter."""
@@ -27,7 +27,7 @@ def pace(nbytes: int, seconds: float) -> Pace | None:
 
 
 def slow_readers(paces: Mapping[int, Sequence[int] | None]) -> dict[int, float]:
-    """How many times slower than the median each slow rank reads, by rank."""
+    """Returns how many times slower than the median each slow rank reads, by rank."""
     known = {rank: of_rank for rank, of_rank in paces.items() if of_rank is not None}
     if not known:
         return {}

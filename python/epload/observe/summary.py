@@ -22,9 +22,9 @@ class PhaseSummary:
     slowest: int
     """The rank with the most seconds."""
     nbytes: int
-    """Of all ranks together."""
+    """Number of bytes of all ranks together."""
     seconds: float
-    """In which any rank was in the phase."""
+    """Seconds in which any rank was in the phase."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TraceSummary:
     accuracy: float
     """Seconds by which clocks may differ."""
     phases: list[PhaseSummary]
-    """In the order in which they began."""
+    """Phases in the order in which they began."""
     waited_for: list[tuple[int, float]]
     """Ranks, and the seconds that others waited for them, summed over these; the most first. A wait for several ranks counts for
     each of them."""

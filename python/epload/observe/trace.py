@@ -22,7 +22,7 @@ _LANES = ("MainThread", "epload-read", "epload-move")
 
 @dataclass(frozen=True)
 class Trace:
-    """Of one load. All times are nanoseconds of the first rank's clock."""
+    """The events of one load. All times are nanoseconds of the first rank's clock."""
 
     ranks: tuple[Events, ...]
     accuracy: dict[int, float]
@@ -125,7 +125,7 @@ def _metadata(rank: int, lane: int, what: str, **args: Any) -> dict[str, Any]:
 
 
 def _offset(other: Events, first: Events) -> tuple[int, float]:
-    """What to add to times of another rank, and by how many seconds that may be off."""
+    """Returns the nanoseconds to add to times of another rank, and the seconds by which that may be off."""
     if other.clock == first.clock:
         return 0, 0.0
     rounds = [(span, first.decided[span.detail]) for span in other.spans if span.detail in first.decided]

@@ -1,1 +1,1 @@
-"""Who reads what, and what each rank takes of it. Pure."""
+"""Plans which ranks read or send what, and what each rank takes of it. Pure."""

@@ -24,7 +24,7 @@ from epload.native.extension import _C
 from epload.planning.selection import Selection
 
 HEADER_BYTES = 64
-"""In front of every bucket's slots."""
+"""Bytes of the header in front of every bucket's slots."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Slots:
 
     @cached_property
     def tensor_count(self) -> int:
-        """How many tensors they are pieces of."""
+        """Number of tensors that they are pieces of."""
         return len(torch.unique(self.tensor))
 
     @cached_property

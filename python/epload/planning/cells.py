@@ -1,4 +1,4 @@
-"""Which boxes of a tensor move from whom to which nodes. Pure: the boxes that ranks have and nodes want in, slots out.
+"""Plans which boxes of a tensor move from which ranks to which nodes. Pure: boxes that ranks have and nodes want in, slots out.
 
 All boundaries of all boxes form a grid, so that a cell of it lies in a box or outside. The cells that some node wants are divided
 among the ranks that have them, and cut to the size of a message's part. Every rank computes the same slots.
@@ -17,7 +17,7 @@ from epload.core.placement import Box, intersect
 from epload.core.views import Shape
 
 SPLIT_BYTES = 64 << 10
-"""Of a cell that several ranks have: each sends a part of it, if the parts have at least so many. Else they take turns."""
+"""Minimum bytes of the part that each rank sends of a cell that several ranks have. If parts were smaller, they take turns."""
 _MOST_MERGED = 256
 """Boxes that are compared with one another. More are the pieces of an interleaved layout, which fill no box."""
 _Index = tuple[int, ...]
@@ -89,7 +89,7 @@ def merge_boxes(boxes: Iterable[Box]) -> tuple[Box, ...]:
 
 
 def _by_boxes(of_each: Iterable[tuple[Sequence[int], Sequence[Box]]]) -> dict[tuple[Box, ...], list[int]]:
-    """Those with equal boxes together."""
+    """Returns the numbers by their boxes; skips those without boxes."""
     found: dict[tuple[Box, ...], list[int]] = defaultdict(list)
     for numbers, boxes in of_each:
         if boxes:
@@ -109,7 +109,7 @@ class _Grid:
         self._cuts = [sorted(of_dim) for of_dim in cuts]
 
     def cells(self, boxes: Iterable[Box]) -> Iterator[_Index]:
-        """Those in some boxes; those in several boxes come once."""
+        """Yields each cell that lies in one or more of the boxes, once."""
         seen: set[_Index] = set()
         for start, size in boxes:
             ranges = (

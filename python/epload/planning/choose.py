@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 SMALL_BYTES = 64 << 20
-"""If no rank reads more than this, every rank reads its own part: nothing else would pay for its buffers and groups."""
+"""Every rank reads its own part if none reads more bytes than this: nothing else would pay for its buffers and groups."""
 MAX_OBJECT_READS = 1.25
 """Times that object storage may be read: nothing is cached there, and each byte takes the network and may be billed."""
 MAX_FILE_READS = 4.0

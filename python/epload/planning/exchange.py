@@ -31,7 +31,7 @@ LEAST_BUCKET_BYTES = 4 << 20
 """A stream is cut into no more buckets than leave them so many, or a ``MOST_IN_WAVE``-th of a wave."""
 MOST_IN_WAVE = 16
 MOST_PARTS_IN_WAVE = 1024
-"""Of pieces that are divided among replicas of the sender."""
+"""Maximum number of parts in a wave, of pieces that are divided among replicas of the sender."""
 MOST_WAVES = 2048
 """Unless waves would have more than ``MAX_WAVE_BYTES``. Each bucket costs every rank of a node some host time whatever its size,
 so that those of a model of a terabyte are larger; two waves are a thousandth of it."""
@@ -119,11 +119,11 @@ class _Kinds:
         """The first tensor of each kind."""
         classes = {id(each): each.class_of[first].tolist() for each in outlines.values()}
         self.class_of = {rank: classes[id(outline)] for rank, outline in outlines.items()}
-        """For each rank the class of each kind."""
+        """Class of each kind, by rank."""
         self.declared = [manifest.dtypes[i] for i in self.first]
         """The senders' dtypes of each kind."""
         self.dtypes = [self._dtype_on_the_way(kind) for kind in range(len(first))]
-        """In which the tensors of each kind move."""
+        """Dtype in which the tensors of each kind move."""
 
     @cached_property
     def _receivers(self) -> list[int]:
@@ -141,7 +141,7 @@ class _Kinds:
         return int(torch.Size(shape).numel()) * self.dtypes[kind].itemsize
 
     def slots(self, limit: int, least: int) -> list[list[Slot]]:
-        """Of a tensor of each kind; see :func:`make_slots`."""
+        """Returns the slots of a tensor of each kind; see :func:`make_slots`."""
         senders = self._alike([(rank,) for rank in self._members.senders])
         nodes = self._alike(self._members.nodes)
         ranks = [tuple(self._members.senders[i] for i in some) for some in senders.values()]
@@ -176,7 +176,7 @@ class _Kinds:
         return () if number == NO_PART else self._outlines[rank].boxes[number]
 
     def _dtype_on_the_way(self, kind: int) -> torch.dtype:
-        """That of all receivers, if it is narrower than the senders', which then convert."""
+        """Returns the dtype of all receivers, if it is narrower than the senders', which then convert; else the senders'."""
         source = self.manifest.dtypes[self.first[kind]]
         wanted = set()
         for rank in self._receivers:
@@ -226,7 +226,7 @@ class _SlotRows:
         self._place(kinds, waves, least, len(members.senders))
 
     def _place(self, kinds: _Kinds, waves: int, least: int, senders: int) -> None:
-        """Where each slot is: which wave's bucket of its stream, and at which offset."""
+        """Assigns each slot to a wave's bucket of its stream, and to an offset in it."""
         itemsize = column([dtype.itemsize for dtype in kinds.dtypes])
         elements = column([torch.Size(slot.size).numel() for slot in self.slots])
         nbytes = (-(-elements * itemsize[self.kind_of_slot] // ALIGNMENT) * ALIGNMENT)[self.slot]
@@ -245,7 +245,7 @@ class _SlotRows:
         """Rows of each bucket end before these; buckets are ordered by stream, then wave."""
         self.begins = self.ends - sizes
         self.offset = at - torch.repeat_interleave(at[self.begins], sizes) + HEADER_BYTES
-        """In the bucket, bytes."""
+        """Offset in the bucket, in bytes."""
         self.bucket_nbytes = (self.offset + nbytes)[self.ends - 1]
         self.bucket_wave, self.bucket_stream = bucket % waves, bucket // waves
         self.streams = [Stream(number // sets, self.node_sets[number % sets]) for number in streams.tolist()]
@@ -272,8 +272,9 @@ def _make_copies(
 def _make_buckets(
     rows: _SlotRows, made: tuple[CopyTable, Tensor], members: Members, rank: int, sends: bool
 ) -> ExchangeBuckets:
-    """In the order in which the rank sends them, or its node receives them: first what comes from the sender itself, then what
-    has come by one node, and so on. So nodes that pass buckets on to each other never wait for each other."""
+    """Returns the buckets in the order in which the rank sends them, or its node receives them: first those that come from the
+    sender itself, then those that have come by one node, and so on. So nodes that pass buckets on to each other never wait for
+    each other."""
     copies, row_of = made
     wave, stream = rows.bucket_wave, rows.bucket_stream
     hops = torch.zeros_like(wave)

@@ -24,7 +24,7 @@ from epload.planning.selection import Selection, Twin, check_dtypes, select
 
 
 class Taken(NamedTuple):
-    """What this rank copies out of some buckets; see :class:`Bucket`."""
+    """The data that this rank copies out of some buckets; see :class:`Bucket`."""
 
     targets: tuple[int, ...]
     copies: CopyTable
@@ -33,7 +33,7 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What moves, in which order, and where it goes on this rank."""
+    """The buckets of a load, the order in which they move, and where they go on this rank."""
 
     buckets: tuple[Bucket, ...]
     slots: Slots
@@ -48,22 +48,22 @@ class LoadPlan:
     tied: tuple[str, ...]
     """Names of the checkpoint left out because another name of the same parameter is in it."""
     twins: tuple[Twin, ...]
-    """Those with what is loaded in their place: the load is right only if the values are equal."""
+    """Tied tensors that are left out, with what is loaded in their place: the load is right only if the values are equal."""
     casts: int
     """Checkpoint tensors whose dtype is converted."""
     targets: Targets
     """Without tensors: the model's, then the side tensors for scales."""
     scalings: tuple[Scaling, ...]
-    """What is multiplied once all data is there."""
+    """Targets that are multiplied by scales once all data is there."""
     owned_by_bucket: tuple[int, ...]
-    """For each bucket, the bytes of it that this rank copies into its shards."""
+    """Number of bytes of each bucket that this rank copies into its shards."""
 
     def pieces(self, bucket: Bucket) -> Pieces:
-        """What a reader has to fill a bucket with."""
+        """Returns the pieces that a reader has to fill a bucket with."""
         return self.slots.pieces[bucket.slots.start : bucket.slots.stop]
 
     def taken(self, numbers: range) -> Taken:
-        """Of several buckets as of one: ``copies`` counts in the targets of all."""
+        """Returns the data of several buckets as if they were one: ``copies`` counts in the targets of all."""
         buckets = self.buckets[numbers.start : numbers.stop]
         if len(buckets) == 1:
             return Taken(buckets[0].targets, buckets[0].copies, buckets[0].origins)
@@ -80,7 +80,7 @@ class LoadPlan:
         )
 
     def identity(self, number: int) -> tuple[int, bytes]:
-        """By which all ranks know a bucket's header: its number, and 16 bytes."""
+        """Returns what identifies a bucket's header on all ranks: its number, and 16 bytes."""
         return number, self.fingerprint[:16]
 
     def describe(self, manifest: Metadata, numbers: Sequence[int]) -> str:
@@ -181,7 +181,7 @@ def _missing(targets: Targets, mapping: Mapping, chosen: Selection, mismatched: 
 
 
 def _fingerprint(manifest: Metadata, targets: Targets, columns: Sequence[Tensor], options: str) -> bytes:
-    """Where tensors go on each rank follows from these and the mapping, which ``options`` names."""
+    """Returns a digest of all that decides where tensors go on each rank; ``options`` names the mapping."""
     digest = hashlib.blake2b(digest_size=32)
     digest.update(manifest.digest)
     digest.update("\n".join(targets.describe()).encode(errors="backslashreplace"))

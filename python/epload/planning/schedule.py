@@ -1,5 +1,5 @@
-"""Who reads which bucket, and which pieces of it each rank receives and passes on. Pure: nodes and numbers in, roles out.
-Stripes, chains and leaders are computed in csrc/schedule.cpp, which the broadcast op uses too.
+"""Determines which rank reads which bucket, and which pieces of it each rank receives and passes on. Pure: nodes and numbers in,
+roles out. Stripes, chains and leaders are computed in csrc/schedule.cpp, which the broadcast op uses too.
 
 Buckets move in waves: consecutive buckets that share a staging buffer. With one reader a wave is one bucket; with several it has
 a bucket for each of them, so that all read, send and receive at once.
@@ -24,19 +24,19 @@ the last unpacked when all else is done."""
 MIN_PART_BYTES = 4 << 20
 """A reader's share of a wave is no smaller, so that its reads stay long, and sending a node's share takes longer than a hop."""
 WAVE_BYTES = 64 << 20
-"""Of a wave, or a device's bucket, unless many nodes read or a device's buckets cross nodes."""
+"""Bytes of a wave, or of a device's bucket, unless many nodes read or a device's buckets cross nodes."""
 HOST_WAVE_BYTES = 48 << 20
-"""Of a wave in host memory that one rank of a node reads. In a first load this memory is new, and the kernel provides it while
-the link waits: on a VM that gets it from its host page by page, that takes half of the transfer. Smaller waves would make later
-loads slower, as ranks wait for one another between them."""
+"""Bytes of a wave in host memory that one rank of a node reads. In a first load this memory is new, and the kernel provides it
+while the link waits: on a VM that gets it from its host page by page, that takes half of the transfer. Smaller waves would make
+later loads slower, as ranks wait for one another between them."""
 SYNC_WAVE_BYTES = 128 << 20
-"""Of a wave of a sync. Between two waves the ranks of a node wait for one another, which takes 1 to 2 ms where cores are few: as
-long as 8 MB over loopback."""
+"""Bytes of a wave of a sync. Between two waves the ranks of a node wait for one another, which takes 1 to 2 ms where cores are
+few: as long as 8 MB over loopback."""
 DEVICE_WAVE_BYTES = 256 << 20
-"""Of a device's bucket that crosses nodes, so that it takes milliseconds. What each costs besides, a collective's start and where
-the host looks at headers that too, is then a few per cent."""
+"""Bytes of a device's bucket that crosses nodes, so that it takes milliseconds. The fixed cost of each, the start of a collective
+and, where the host looks at headers, that too, is then a few percent."""
 MAX_WAVE_BYTES = 512 << 20
-"""Of waves that grow with the number of nodes."""
+"""Maximum bytes of a wave that grows with the number of nodes."""
 MOST_READERS_OF_SOME_NODES = 16
 """Readers that share a wave with no room for one of each node. Each delays the next wave's readers by a hop, and takes a part of
 the reading."""
@@ -50,7 +50,7 @@ Step = tuple[int, int, int, int, int, int]
 
 
 class Roles(Protocol):
-    """What each rank does with the buckets of a transfer, as seen by ``rank``. :class:`Flow` is that of a load."""
+    """The role of each rank with the buckets of a transfer, as seen by ``rank``. :class:`Flow` is that of a load."""
 
     @property
     def rank(self) -> int: ...
@@ -138,7 +138,7 @@ class Flow:
         return len(self.nodes[self.node]) * STRIPE_ALIGNMENT if self.algorithm == "striped" else 1
 
     def steps(self, buckets: Sequence[tuple[int, int, int]]) -> list[Step]:
-        """What this rank, one of ``relays``, does with the buckets of a wave.
+        """Returns the steps that this rank, one of ``relays``, takes with the buckets of a wave.
 
         Each node's leader (or, striped, each rank, with its stripe of every bucket) stands in a ring with those of the other
         nodes, and every bucket goes once around from its reader's node to the one before. A rank takes its own node's buckets
@@ -170,7 +170,7 @@ class Flow:
 
 
 def buckets_per_wave(nodes: Sequence[Sequence[int]], readers: str, wave_bytes: int) -> int:
-    """How many readers share a wave: a whole number of ranks a node where that leaves each enough."""
+    """Returns the number of readers that share a wave: a whole number of ranks a node where that leaves each enough."""
     if readers != "partitioned":
         return 1
     ranks = sum(map(len, nodes))

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are loaded, and into which places of the model."""
+"""Selects the tensors of a checkpoint that are loaded, and their places in the model."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Selection:
 
 
 class Choice(NamedTuple):
-    """What is loaded, and what is not and why."""
+    """The tensors that are loaded, and those that are not and why."""
 
     chosen: Selection
     tied: tuple[str, ...]
     """Names of the checkpoint left out because another name of the same parameter is in it."""
     twins: tuple[Twin, ...]
-    """For what these would fill, the checkpoint tensors that fill it."""
+    """Tied tensors that are left out, each with the checkpoint tensor that fills the same elements."""
     unplaced: list[int]
     """Checkpoint tensors that have no place, by number."""
 
@@ -101,7 +101,7 @@ def _twins(
     filled: dict[int, str],
     left_out: list[tuple[int, int, str, View]],
 ) -> tuple[Twin, ...]:
-    """For what is left out the checkpoint tensor that fills the same elements.
+    """Returns what is left out with the checkpoint tensors that fill the same elements.
 
     Args:
         filled: the name under which a target is filled.

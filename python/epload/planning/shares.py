@@ -1,4 +1,4 @@
-"""What one rank has, or wants, of the tensors that two jobs share: boxes of them, and where each is in a local tensor. Pure."""
+"""Describes what one rank has, or wants, of tensors that two jobs share: boxes, and where each is in a local tensor. Pure."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Part(NamedTuple):
     """A box of a tensor, and the box of a local tensor that has the same elements."""
 
     start: Shape
-    """In the tensor, elements."""
+    """Start in the tensor, in elements."""
     size: Shape
     local_start: Shape
-    """In the local tensor, elements."""
+    """Start in the local tensor, in elements."""
     dims: tuple[int, ...]
-    """For each dim of the local tensor the dim of the tensor along which it runs; -1 if the box has length 1 in it."""
+    """Dim of the tensor along which each dim of the local tensor runs; -1 if the box has length 1 in it."""
     place: int = 0
-    """Which of the tensor's targets the local tensor is, counted among those of the tensor."""
+    """Index of the local tensor among the tensor's targets."""
 
     @property
     def box(self) -> Box:
@@ -104,9 +104,9 @@ class Share:
     """int64 [t], the class of each tensor; ``NO_PART`` if the rank has nothing of it."""
     classes: tuple[tuple[Part, ...], ...]
     dtypes: tuple[torch.dtype, ...]
-    """Of the local tensors of each class."""
+    """Dtype of the local tensors of each class."""
     targets: Sequence[tuple[int, ...]]
-    """For each tensor the local tensors that :attr:`Part.place` counts."""
+    """Local tensors of each tensor, which :attr:`Part.place` counts."""
     mixed: tuple[bool, ...]
     """True for a class whose local tensors have several dtypes; then ``dtypes`` has that of the tensor."""
 
@@ -121,7 +121,7 @@ class Share:
         return max((len(part.local_start) for part in chain.from_iterable(self.classes)), default=1) or 1
 
     def outline(self) -> Outline:
-        """What others need to know of it."""
+        """Returns the part of it that other ranks need to know."""
         return Outline(self.class_of, self.boxes, self.dtypes, self.mixed)
 
     def encode_parts(self) -> bytes:
@@ -240,7 +240,7 @@ class ShareBuilder:
 def share_of_targets(
     shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], targets: Targets, placed: Sequence[tuple[Place, ...]]
 ) -> Share:
-    """What a rank has of the tensors in a model.
+    """Returns the parts that a rank has of the tensors in a model.
 
     Args:
         shapes: of the tensors.

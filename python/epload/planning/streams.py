@@ -1,4 +1,4 @@
-"""What a sync moves, as one rank sees it: who takes part, streams of buckets, and their paths from node to node. Pure."""
+"""Describes a sync as one rank sees it: its participants, streams of buckets, and their paths from node to node. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from epload.planning.pulls import Pulls
 
 @dataclass(frozen=True)
 class Members:
-    """Who takes part. Ranks are numbered over both jobs, senders first."""
+    """The participants. Ranks are numbered over both jobs, senders first."""
 
     sender_nodes: tuple[tuple[int, ...], ...]
     nodes: tuple[tuple[int, ...], ...]
@@ -34,12 +34,12 @@ class Members:
 
     @cached_property
     def rails(self) -> int:
-        """How many ranks of each node send or receive over a network card of their own."""
+        """Number of ranks of each node that send or receive over a NIC of their own."""
         return min(map(len, (*self.sender_nodes, *self.nodes)))
 
     @cached_property
     def rail_of(self) -> dict[int, int]:
-        """Of each rank; a receiver that is in none takes what others of its node receive."""
+        """Rail of each rank; a receiver that is in none takes what others of its node receive."""
         of_senders = {rank: i % self.rails for node in self.sender_nodes for i, rank in enumerate(node)}
         return of_senders | {rank: i for node in self.nodes for i, rank in enumerate(node[: self.rails])}
 
@@ -49,7 +49,7 @@ class Members:
 
 
 class Stream(NamedTuple):
-    """What one rank sends to some nodes."""
+    """The buckets that one rank sends to some nodes."""
 
     owner: int
     nodes: tuple[int, ...]
@@ -61,7 +61,7 @@ class Stream(NamedTuple):
         return self.nodes[first:] + self.nodes[:first]
 
     def hops(self, node: int, wave: int) -> int:
-        """How many nodes a wave's bucket passes through before this one."""
+        """Returns the number of nodes that a wave's bucket passes through before this one."""
         return (self.nodes.index(node) - wave - self.owner) % len(self.nodes)
 
 
@@ -85,7 +85,7 @@ class ExchangeBucket:
 
     @property
     def copies(self) -> CopyTable:
-        """Of a rank that sends it: out of which local tensors it is packed. Of others: into which it is unpacked."""
+        """Copies that pack it out of local tensors, on a rank that sends it; that unpack it into local tensors, on the others."""
         return self._copies[0]
 
     @property
@@ -101,7 +101,7 @@ class ExchangeBuckets(Sequence[ExchangeBucket]):
 
     streams: Sequence[Stream]
     stream: Sequence[int]
-    """Which of the streams a bucket is part of."""
+    """Index of each bucket's stream in ``streams``."""
     wave: Sequence[int]
     nbytes: Sequence[int]
     """Header included."""
@@ -110,7 +110,7 @@ class ExchangeBuckets(Sequence[ExchangeBucket]):
     rows: Tensor
     """int64 [n, 2]: its first row in ``copies``, and the one after its last."""
     copies: CopyTable
-    """Of all buckets."""
+    """Copies of all buckets."""
     _made: dict[int, ExchangeBucket] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
@@ -146,7 +146,7 @@ class ExchangeBuckets(Sequence[ExchangeBucket]):
 
 @dataclass(frozen=True, eq=False)
 class ExchangePlan:
-    """What one rank sends, or its node receives, in the order in which it does."""
+    """The buckets that one rank sends, or its node receives, in the order in which it does."""
 
     buckets: ExchangeBuckets
     waves: tuple[range, ...]
@@ -154,7 +154,7 @@ class ExchangePlan:
     fingerprint: bytes
     """32 bytes over everything that the ranks share."""
     source: str
-    """What the tensors are of; for messages."""
+    """Source of the tensors, for messages."""
     names: tuple[str, ...]
     total: int
     """Bytes of all tensors, as they move."""
@@ -174,7 +174,7 @@ class ExchangePlan:
 
     @property
     def tensors(self) -> int:
-        """How many there are."""
+        """Number of tensors."""
         return len(self.names)
 
     @property
@@ -183,7 +183,7 @@ class ExchangePlan:
         return max(self.buckets.nbytes, default=0)
 
     def identity(self, number: int) -> tuple[int, bytes]:
-        """By which a bucket's header is known on the rank that sends it and those that receive it: its wave, and 16 bytes."""
+        """Returns what identifies a bucket's header on the ranks that send and receive it: its wave, and 16 bytes."""
         return self.buckets.wave[number], self._names_of_streams[self.buckets.stream[number]]
 
     @cached_property

@@ -10,7 +10,7 @@ from epload.planning.schedule import Flow
 
 @dataclass(frozen=True)
 class Traffic:
-    """For each node, bytes that it receives from and sends to other nodes."""
+    """Bytes that each node receives from and sends to other nodes."""
 
     received: list[int]
     sent: list[int]

@@ -1,4 +1,4 @@
-"""What operations write, and a guard over what an engine writes by itself."""
+"""Determines what operations write, and guards what an engine writes by itself."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class WriteGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._targets = targets
         self._boxes = boxes
         self.written: dict[str, list[Box]] = {}
-        """By target, the boxes that were written. Writes from other threads are not seen."""
+        """Boxes that were written, by target. Writes from other threads are not seen."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""Which elements of which checkpoint tensors a tensor that was derived from them holds. Pure."""
+"""Tracks which elements of which checkpoint tensors a derived tensor holds. Pure."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Region(NamedTuple):
 
 
 class NotViews(Exception):
-    """What a tensor holds cannot be said in views of checkpoint tensors; the text says why."""
+    """Raised if the content of a tensor cannot be expressed in views of checkpoint tensors; the text says why."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Of a whole storage, of which tensors are regions."""
+    """The origin of the elements of a whole storage, of which tensors are regions."""
 
     sources: frozenset[int]
     """The checkpoint tensors that it depends on, by number."""
     assembly: Assembly | None
-    """Where each of its elements comes from, in an index space whose row-major order is that of the storage. None if its
-    elements are not elements of checkpoint tensors."""
+    """Origin of each element, in an index space whose row-major order is that of the storage. None if its elements are not
+    elements of checkpoint tensors."""
     exact: bool = True
     """True if its dtype holds every value of the checkpoint tensors' dtypes."""
     reason: str = ""
@@ -70,7 +70,7 @@ class Provenance:
         return Provenance(self.sources, self.assembly, lossless)
 
     def copied(self, region: Region, shape: Shape, strides: Shape, into: Region) -> list[tuple[int, View]]:
-        """What a copy of a region of this storage to a region of another tensor fills: boxes of that tensor by source.
+        """Returns what a copy of a region of this storage to a region of another tensor fills: boxes of that tensor by source.
 
         Args:
             shape: of the other tensor.
@@ -117,12 +117,12 @@ class Provenance:
 
 
 def copy_of(parent: Provenance, region: Region, result: Region) -> Provenance:
-    """Of a new storage with a copy of a region, whose layout is ``result``."""
+    """Returns the provenance of a new storage with a copy of a region, whose layout is ``result``."""
     return joined([(parent, region, result)], result)
 
 
 def joined(copies: Sequence[tuple[Provenance, Region, Region]], result: Region) -> Provenance:
-    """Of a new storage that copies of regions of others fill.
+    """Returns the provenance of a new storage that copies of regions of others fill.
 
     Args:
         copies: of each what is copied, and the region of the new storage that it fills.

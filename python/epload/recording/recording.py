@@ -39,9 +39,9 @@ class Whole:
     """Checkpoint tensors that have to go through the engine's own ``load_weights``, all of them in one call."""
 
     names: tuple[str, ...]
-    """In the order of the checkpoint."""
+    """Names of the tensors, in the order of the checkpoint."""
     reason: str
-    """What is not a view or a plain copy, for messages."""
+    """Reason why they are not views or plain copies, for messages."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Recording:
     """The effect of one ``load_weights``."""
 
     regions: tuple[tuple[Place, ...], ...]
-    """For each tensor of the checkpoint the boxes of targets that it fills, as :func:`epload.mapping.place.place` gives
-    them. No two overlap. The dtype is converted to the target's. Empty for tensors in ``whole`` and ``unused``."""
+    """Boxes of targets that each tensor of the checkpoint fills, as :func:`epload.mapping.place.place` gives them. No two
+    overlap. The dtype is converted to the target's. Empty for tensors in ``whole`` and ``unused``."""
     whole: tuple[Whole, ...]
     fills: tuple[Fill, ...]
-    """To be applied in this order. They do not overlap ``regions``."""
+    """Constants, to be written in this order. They do not overlap ``regions``."""
     unused: tuple[str, ...]
     """Checkpoint tensors that have no effect here: another rank's experts, another stage's layers."""
     unwritten: dict[str, tuple[Box, ...]]
@@ -61,7 +61,7 @@ class Recording:
     written: frozenset[str]
     """Targets that something was seen to write. Tensors in ``unseen`` may write others."""
     unseen: tuple[str, ...]
-    """Those in ``whole`` of which it is not known what they write."""
+    """Tensors in ``whole`` whose writes are not known."""
 
     def unfilled(self, parameters: Mapping[str, int], loaded: Mapping[str, Sequence[Box]]) -> list[str]:
         """The parameters that keep other values than those of the checkpoint, in part or as a whole.

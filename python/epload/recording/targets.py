@@ -22,9 +22,9 @@ class Destination:
 
     name: str
     shape: Shape
-    """Of the target."""
+    """Shape of the target."""
     strides: Shape
-    """Of the target."""
+    """Strides of the target."""
     region: Region
     """Its offset is relative to the target."""
     same_dtype: bool

@@ -39,16 +39,16 @@ _READ_NO_VALUES = {
 _LEAVE_TORCH = {
     Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.__array__, Tensor.__dlpack__, Tensor.data.__set__,  # type: ignore[attr-defined]
 }  # fmt: skip
-"""What reads or replaces a tensor's memory without an operation."""
+"""Functions that read or replace a tensor's memory without an operation."""
 
 
 class Write(NamedTuple):
-    """What one operation writes into one target."""
+    """The writes of one operation to one target."""
 
     target: str
     boxes: tuple[Box, ...]
     parts: tuple[tuple[int, View], ...] = ()
-    """For each box the checkpoint tensor that fills it, by number; empty if the values are computed."""
+    """Number and view of the checkpoint tensor that fills each box; empty if the values are computed."""
     sources: frozenset[int] = frozenset()
     """The checkpoint tensors that the values depend on."""
     value: float | None = None

@@ -1,8 +1,8 @@
-"""Where the threads that read for an accelerator run: on the CPUs of its NUMA node, from which pinned memory is allocated too.
+"""Runs the threads that read for an accelerator on the CPUs of its NUMA node, from which pinned memory is allocated too.
 
-Known for CUDA devices, by their PCI address. Threads of other devices, of a virtual machine that says nothing about its nodes, or
-of a process that may use few of the CPUs there, stay where the system puts them. All of this is for speed: what the system does
-not say or allow is left as it is.
+The node is known for CUDA devices, by their PCI address. Threads of other devices, of a virtual machine that says nothing about
+its nodes, or of a process that may use few of the CPUs there, stay where the system puts them. All of this is for speed: what
+the system does not say or allow is left as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SYSFS = Path("/sys")
 
 
 def read_threads(readers: int) -> int:
-    """How many threads each of ``readers`` ranks of this node reads with, from 2 to 16: one for each CPU of the rank.
+    """Returns the number of threads that each of ``readers`` ranks of this node reads with, from 2 to 16: one a CPU of the rank.
 
     A rank that may use all CPUs shares them with the others. One that may not has its own, as launchers give them.
     """

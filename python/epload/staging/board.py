@@ -18,7 +18,7 @@ _SLICE = 1.0
 
 
 class Board:
-    """For each rank of a node and each stage, how many waves it has finished. Shared by threads and processes alike."""
+    """Counts the waves that each rank of a node has finished in each stage. Threads and processes can share it."""
 
     def __init__(self, words: Tensor, ranks: Sequence[int], rank: int) -> None:
         """``words``: int32, zeros."""
@@ -28,7 +28,7 @@ class Board:
 
     @classmethod
     def alone(cls) -> Board:
-        """For a rank that shares none."""
+        """Returns a board for a rank that shares none."""
         return cls(torch.zeros(cls.size(1), dtype=torch.int32), (0,), 0)
 
     @staticmethod

@@ -1,5 +1,5 @@
-"""What a load into a device needs there: its stream, the pipe through which bytes come from the host, and the device buffers of
-buckets that move between ranks, with the events that say when a buffer may be used again.
+"""Holds what a load into a device needs there: its stream, the pipe through which bytes come from the host, and the device
+buffers of buckets that move between ranks, with the events that say when a buffer may be used again.
 
 A bucket is filled through the pipe on the stream for copies; everything after that is on the load's one stream. While a buffer is
 in use, the other is filled.
@@ -23,18 +23,18 @@ BUCKETS = 2
 _POLL_SECONDS = 50e-6
 """Between two looks at an event; a bucket takes some milliseconds."""
 DRAIN_SECONDS = 0.5
-"""What a communicator that was aborted may take to leave the device."""
+"""Maximum seconds that an aborted communicator may take to leave the device."""
 _ABANDONED: list[DeviceStaging] = []
 
 
 class StagingNeeds(NamedTuple):
-    """What a load needs of a staging."""
+    """The device resources that a load requires."""
 
     device: torch.device
     nbytes: int
-    """Of one device buffer; 0 where no bucket comes to the device."""
+    """Bytes of one device buffer; 0 where no bucket comes to the device."""
     ranks: int
-    """Those of the node, if this rank brings bytes to the device, which share its processors; else 0."""
+    """Number of ranks of the node, which share its processors, if this rank brings bytes to the device; else 0."""
 
     def covers(self, other: StagingNeeds) -> bool:
         """Returns True if a staging made for these serves a load that needs the other."""
@@ -50,16 +50,16 @@ class DeviceStaging:
         self.device = device = needs.device
         self.stream = stream
         self.copies = torch.Stream(device)
-        """What buckets are filled on, so that it goes on beside the load's stream."""
+        """Stream on which buckets are filled, concurrently with the load's stream."""
         self.pipe = DevicePipe.of(device, needs.ranks) if needs.ranks > 0 else None
         self.header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         with stream:  # so that what was here before is over before a bucket is
             count = BUCKETS if needs.nbytes > 0 else 0
             self.buckets = [torch.empty(needs.nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
         self._filled = [torch.Event(device) for _ in self.buckets]
-        """By buffer: what filled it last."""
+        """Event of the last fill of each buffer."""
         self._used = [torch.Event(device) for _ in self.buckets]
-        """By buffer: the last use of what was in it."""
+        """Event of the last use of each buffer's content."""
         for used in self._used:
             used.record(stream)
         self._arrived = torch.Event(device)
@@ -87,7 +87,7 @@ class DeviceStaging:
             self.stream.wait_stream(caller)
 
     def leave(self) -> None:
-        """What the caller queues from now on comes after this load, and so does the memory's next use."""
+        """Orders what the caller queues from now on, and the memory's next use, after this load."""
         self.stream.wait_stream(self.copies)
         caller = torch.accelerator.current_stream(self.device)
         if caller != self.stream:

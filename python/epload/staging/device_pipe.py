@@ -12,9 +12,10 @@ from epload.native import ops
 from epload.staging.affinity import near, read_threads
 
 PINNED_BYTES = 64 << 20
-"""Of a pipe, at most."""
+"""Maximum bytes of a pipe."""
 _PIECE_BYTES = 4 << 20
-"""Of a piece, at most; each thread has two. 8 threads with 4 MiB took 51.9 of the 54.8 GB/s of an H200's link, 1 MiB 38 to 48."""
+"""Maximum bytes of a piece; each thread has two. 8 threads with 4 MiB took 51.9 of the 54.8 GB/s of an H200's link; with 1 MiB,
+38 to 48."""
 _ALIGNMENT = 4096
 _pipes: weakref.WeakValueDictionary[torch.device, DevicePipe] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -27,7 +28,7 @@ class DevicePipe:
         piece = min(_PIECE_BYTES, PINNED_BYTES // (2 * threads) // _ALIGNMENT * _ALIGNMENT)
         with near(device):
             self.native = ops.device_pipe(device, threads, piece)
-            """For the ops."""
+            """The pipe as the ops take it."""
         self.footprint = 2 * threads * piece
         """Bytes of pinned memory. As much may be taken on the device, for what does not cross straight to its tensor."""
 

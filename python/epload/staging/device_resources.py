@@ -1,4 +1,4 @@
-"""What a loader keeps on a device from load to load: its stream and its staging buffers."""
+"""Holds what a loader keeps on a device from load to load: its stream and its staging buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from epload.staging.device_pipe import DevicePipe
 
 
 class DeviceResources:
-    """Of one loader; made when first needed."""
+    """The device resources of one loader, made when first needed."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
         """``stream``: that which the caller gave, if any."""
@@ -36,7 +36,7 @@ class DeviceResources:
         return self._own[device]
 
     def describe_stream(self, device: torch.device) -> str:
-        """For the report."""
+        """Describes the stream for the report."""
         stream = self.stream(device)
         return f"{stream.device} {stream.stream_id}, {'the loader' if self._given is None else 'the caller'}'s"
 

@@ -33,13 +33,13 @@ class ExchangeStaging:
         """
         self.device = device
         self.entry, self.spread, self.local = (torch.Stream(device) for _ in range(3))
-        """What comes straight from a sender; what is passed on, between nodes and inside the node; packing and unpacking."""
+        """Streams: for data from a sender; for data passed on, between nodes and inside the node; for packing and unpacking."""
         with self.local:
             self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         self.headers = torch.empty(BUFFERS, most, HEADER_BYTES, dtype=torch.uint8, pin_memory=True)
-        """Of the buckets in each buffer, once they have arrived."""
+        """Headers of the buckets in each buffer, once they have arrived."""
         self.filled, self.moved, self.unpacked = ([torch.Event(device) for _ in range(BUFFERS)] for _ in range(3))
-        """By buffer: packed; passed on and received; unpacked."""
+        """Events of each buffer: packed; passed on and received; unpacked."""
 
     @property
     def streams(self) -> tuple[torch.Stream, ...]:
@@ -51,7 +51,7 @@ class ExchangeStaging:
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def enter(self) -> None:
-        """What the caller has queued on its current stream comes before what follows."""
+        """Orders what follows after what the caller has queued on its current stream."""
         caller = torch.accelerator.current_stream(self.device)
         for stream in self.streams:
             stream.wait_stream(caller)
@@ -184,7 +184,7 @@ class ExchangeRing:
             self._turn.notify_all()
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """For another thread of this rank, which in turn waits for others no longer than it may."""
+        """Waits for another thread of this rank, whose own waits for others are limited in time."""
         with self._turn:
             self._turn.wait_for(lambda: self._failed or condition())
         self._check()

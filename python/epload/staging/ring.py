@@ -39,7 +39,7 @@ class Ring(Protocol):
         ...
 
     def read_buffer(self, wave: Wave, i: int) -> Tensor:
-        """Where the bucket at position ``i`` of the wave is read to; uint8."""
+        """Returns the buffer that the bucket at position ``i`` of the wave is read into; uint8."""
         ...
 
     def ready(self, wave: Wave) -> None:
@@ -52,7 +52,7 @@ class Ring(Protocol):
         ...
 
     def bucket(self, wave: Wave, i: int) -> Tensor:
-        """Where the bucket at position ``i`` is moved from and to, and unpacked from; uint8."""
+        """Returns the buffer that the bucket at position ``i`` is moved from and to, and unpacked from; uint8."""
         ...
 
     def sent(self, wave: Wave, i: int) -> Tensor:
@@ -81,7 +81,7 @@ class Ring(Protocol):
         ...
 
     def verified(self, wave: Wave) -> None:
-        """Those checksums are right; returns when all of the wave's are."""
+        """This rank has found those checksums right; returns when all of the wave's are."""
         ...
 
     def unpacked(self, wave: Wave) -> None:

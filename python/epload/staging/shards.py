@@ -47,7 +47,7 @@ class PackPlan(Protocol):
         ...
 
     def describe(self, numbers: Sequence[int]) -> str:
-        """What is in some consecutive buckets, for messages."""
+        """Describes the content of some consecutive buckets, for messages."""
         ...
 
 
@@ -77,9 +77,9 @@ class Shards:
         self._prove = prove
         self._who = who
         self.pipe: DevicePipe | None = None
-        """For the next sync."""
+        """Pipe of the device, kept for the next sync; None if there is no device or ``direct`` is set."""
         self._stream: torch.Stream | None = None
-        """Of the device, unless ``direct``."""
+        """Stream of the device; None if there is no device or ``direct`` is set."""
         device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
         if device is not None and not direct:
             self.pipe = DevicePipe.of(device, ranks)
@@ -166,9 +166,9 @@ class Shards:
 class _Direction(NamedTuple):
     through_pipe: Callable[[Tensor, list[Tensor], CopyTable, ops.Pipe], None]
     plain: Callable[[Tensor, list[Tensor], Tensor], None]
-    """Where the bucket is where the tensors are."""
+    """Called if the bucket is on the device of the tensors."""
     done: str
-    """In messages."""
+    """Past participle for messages."""
 
 
 def _download(bucket: Tensor, tensors: list[Tensor], copies: CopyTable, pipe: ops.Pipe) -> None:

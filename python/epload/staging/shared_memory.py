@@ -49,7 +49,7 @@ class NodeMemory:
 
     @classmethod
     def private(cls, rank: int, nbytes: int, shared: bool = False, count: int = BUFFERS) -> NodeMemory:
-        """For one rank alone; ``shared`` if it is all of its node, and the other nodes share theirs."""
+        """Returns memory for one rank alone; ``shared`` if it is all of its node, and the other nodes share theirs."""
         memory = torch.empty(_total(1, nbytes, count), dtype=torch.uint8)
         memory[: _head_bytes(1)] = 0
         return cls(memory, nbytes, (rank,), rank, shared, count)
@@ -77,7 +77,7 @@ class NodeSharing:
         """True if there is nothing to share, nor to agree on."""
         self.nbytes, self.count = nbytes, count
         self.offer: list[Any] | None = None
-        """By which the node's other ranks find the memory that this one has made: process, descriptor, token. For JSON."""
+        """Process, descriptor and token by which the node's other ranks find the memory that this one has made. For JSON."""
         self._rank = rank
         self._node = next(node for node in nodes if rank in node)
         self._fd = -1

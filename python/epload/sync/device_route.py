@@ -1,5 +1,5 @@
-"""How a version moves from device to device: a bucket goes from its sender to a node, from there to the other nodes that need it,
-and to the ranks of each node, over the broadcasts of the devices' own backend, such as NCCL or HCCL."""
+"""Moves a version from device to device: a bucket goes from its sender to a node, from there to the other nodes that need it, and
+to the ranks of each node, over the broadcasts of the devices' own backend, such as NCCL or HCCL."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ Family = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class DeviceLink:
-    """How one rank may reach those of the other job from its device."""
+    """The connection by which one rank's device may reach the ranks of the other job."""
 
     device: torch.device
     backend: str
     kind: str
     """Device, backend and its version: equal on ranks that can reach each other."""
     place: str
-    """What identifies the device; empty if that is not known."""
+    """Identity of the device; empty if it is not known."""
 
 
 def link_of(devices: Collection[torch.device]) -> DeviceLink | None:
-    """That of a rank whose tensors are on these devices; None unless it is one device, which some backend connects to others."""
+    """Returns the link of a rank with tensors on these devices; None unless it is one device that a backend connects."""
     if len(devices) != 1 or not dist.is_available():
         return None
     (device,) = devices
@@ -101,7 +101,7 @@ _ENTRY, _RAIL, _NODE = range(3)
 
 
 class DeviceRoute:
-    """Of one epoch, on one rank."""
+    """The route of one epoch, on one rank."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class DeviceRoute:
         self._keeps_whole = any(rank in node for node in whole)
         self._control = control
         self._hops: dict[int, list[Hop]] = {}
-        """Of each of the plan's streams."""
+        """Hops of each of the plan's streams, by its number."""
         self.waves = self._make_waves()
         self._turn_of = {rank: i + j for i, node in enumerate(members.sender_nodes) for j, rank in enumerate(node)}
         self._families = list(self._make_families())
@@ -153,7 +153,7 @@ class DeviceRoute:
         self.groups.make("connecting devices", *self._families)
 
     def engine(self, context: TransferContext, sink: Sink) -> Engine:
-        """Of one version."""
+        """Returns the engine that moves one version."""
         seconds = message_timeout(context.control, self.waves).total_seconds()
         ring = ExchangeRing(self.staging, context.flow, context.report, seconds, verifies=not self._keeps_whole)
         mover = Broadcasts(context, ring, self) if self.waves else None
@@ -187,7 +187,7 @@ class DeviceRoute:
         return tuple(sorted(self._members.nodes[node][rail] for node in nodes))
 
     def hops(self, number: int) -> list[Hop]:
-        """What this rank does with a bucket."""
+        """Returns the hops of a bucket that this rank takes part in."""
         stream = self._plan.buckets.stream[number]
         if stream not in self._hops:
             self._hops[stream] = list(self._find_hops(self._plan.buckets.streams[stream]))

@@ -85,10 +85,10 @@ class EngineTarget:
         self._engine = engine
         self._strict = strict
         self._parameters = engine.parameter_ids()
-        """As they are while the engine has not taken tied ones apart to load them."""
+        """Ids of the parameters, by name, before the engine has taken tied ones apart to load them."""
         self._recording: Recording | None = None
         self._names: list[str] = []
-        """Of the targets that are filled directly; they come first among the local tensors."""
+        """Names of the targets that are filled directly; they come first among the local tensors."""
         self._layouts: list[_Layout] = []
         self._whole: list[tuple[str, torch.Size, torch.dtype]] = []
         self._full: list[Tensor] = []

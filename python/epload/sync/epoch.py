@@ -45,7 +45,7 @@ _CLOSING_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """Of a sender or a receiver."""
+    """The options of a sender or a receiver."""
 
     timeout: timedelta
     verify: bool
@@ -57,7 +57,7 @@ class SyncOptions:
 
 @dataclass(eq=False)
 class Epoch:
-    """What stays the same from version to version. Collective over the epoch's ranks: make it, then sync versions."""
+    """The state that stays the same from version to version. Collective over the epoch's ranks: make it, then sync versions."""
 
     number: int
     control: Control

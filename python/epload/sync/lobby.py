@@ -1,4 +1,4 @@
-"""Who takes part in a sync: receivers join, the sender offers a version, receivers accept, the sender names those that take part.
+"""Determines the participants of a sync: receivers join, the sender offers a version, receivers accept, the sender names them.
 
 All of it is in the store of :mod:`epload.sync.store`. A receiver waits without asking; only the sender's first rank, alone, looks
 again and again while it waits for receivers.
@@ -31,7 +31,7 @@ LEASE_SECONDS = 10.0
 """A receiver that has been silent for so long is dropped."""
 _BEAT_SECONDS = 2.0
 _KEPT_OFFERS = 8
-"""Whose keys stay in the store, for receivers that are behind."""
+"""Number of offers whose keys stay in the store, for receivers that are behind."""
 _MOST_SHOWN = 8
 """Engines that one message lists."""
 _FIRST_POLL, _LAST_POLL, _POLL_SHARE = 0.0005, 0.25, 1 / 8
@@ -76,7 +76,7 @@ class Participants:
     manifest: str
     """Name of the manifest among the store's contents."""
     senders: int
-    """How many ranks send; theirs come before the receivers'."""
+    """Number of ranks that send; they are numbered before the receivers."""
 
 
 def publish_members(store: Store, members: Sequence[Member]) -> str:
@@ -108,13 +108,13 @@ class Attendance:
         self._waiter = Waiter(connect(), self._alarm)
         self._waiter.start()
         self._waits: dict[str, Wait] = {}
-        """Not over yet: a wait cannot be taken back, and the next one comes after it."""
+        """Unfinished waits, by key: a wait cannot be taken back, and the next one comes after it."""
         self._beats = connect()
         self._over = threading.Event()
         self._accepted: Offer | None = None
-        """Of which it is not known yet who takes part."""
+        """Accepted offer whose participants are not known yet."""
         self._members: tuple[str, tuple[Member, ...]] = ("", ())
-        """Those of the last offer, under their name."""
+        """Receivers of the last offer, after their name in the store."""
         self.number, self._next = answered(self._join, timeout)
         self._thread = threads.start("epload-lease", self._beat)
 
@@ -160,7 +160,7 @@ class Attendance:
             self._store.add(f"accepted/{offer.number}", 1)
 
     def wait_for_participants(self, offer: Offer, timeout: timedelta) -> Participants | None:
-        """Who takes part; None if this rank came too late for this offer, or was taken for dead.
+        """Returns the participants; None if this rank came too late for this offer, or was taken for dead.
 
         Raises:
             LoadError: the sender has given up the offer; the store is lost; or nothing was said within ``timeout``.
@@ -224,14 +224,14 @@ class Lobby:
         self._store = store
         self._expected = expected
         self._members: dict[int, Member] = {}
-        """By number; of a rank that joined again the last, for the one before no longer has a rank that would come."""
+        """Members by number; only the last of a rank that joined again, since no rank would come for the one before."""
         self._numbers: dict[tuple[str, int], int] = {}
-        """By engine and rank."""
+        """Numbers of members, by engine and rank."""
         self._seen = 0
         self._gone: set[int] = set()
         """Numbers of members that have left."""
         self._silent: set[int] = set()
-        """Those that were silent when they were looked at last."""
+        """Numbers of members that were silent, or had left, when last checked."""
         self._beats: dict[int, tuple[bytes | None, float]] = {}
         """The last beat of a member, and when it was first seen."""
         self._required: tuple[str, ...] | None = None

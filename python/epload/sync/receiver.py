@@ -43,7 +43,7 @@ STAGES = ("host", "device", "none")
 
 @dataclass(frozen=True)
 class EngineRank:
-    """Whose ranks commit together, where ``torch.distributed`` does not say it."""
+    """Identifies the engine, whose ranks commit together, and a rank of it, where ``torch.distributed`` does not."""
 
     name: str
     """Unique among the engines of a sender."""
@@ -144,9 +144,9 @@ class WeightReceiver:
         self._manifest: Manifest | None = None
         self._share: Share | None = None
         self.version: int | None = None
-        """That the target holds as a whole; None before the first, and while the target is torn."""
+        """Version that the target holds as a whole; None before the first, and while the target is torn."""
         self.staged: int | None = None
-        """That has arrived, and that :meth:`commit` applies."""
+        """Version that has arrived, and that :meth:`commit` applies; None if there is none."""
         self.torn = False
         """True if the target may have weights of two versions: while they are copied in, and if that has failed. The next version
         that is applied as a whole mends it."""

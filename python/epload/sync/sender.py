@@ -37,7 +37,7 @@ from epload.sync.store import Address, connect, format_address, parse_address, p
 SNAPSHOTS = ("none", "host")
 TRANSPORTS = ("auto", "host")
 _FAILED_SECONDS = 3.0
-"""That the store outlives a failed version, as ranks that have ended do not say that they know of it."""
+"""Seconds that the store outlives a failed version, as ranks that have ended do not say that they know of it."""
 
 
 class _Read(NamedTuple):
@@ -126,12 +126,12 @@ class WeightSender:
         self._made_by = threading.current_thread()
         self._first = self.topology.rank == self.topology.ranks[0]
         self._known: _Read | None = None
-        """What was read of the model for the version before."""
+        """The model as it was read for the previous version, if any."""
         self._epoch: Epoch | None = None
         self._link: DeviceLink | None = None
-        """Of this version's tensors."""
+        """Link of this version's tensors."""
         self._epoch_link: DeviceLink | None = None
-        """Of those that the epoch was formed with."""
+        """Link of the tensors that the epoch was formed with."""
         self._probe: Probe | None = None
         """The probe of this version's tensors; None if versions have to pass through host memory."""
         self._epoch_shares = False
@@ -150,7 +150,7 @@ class WeightSender:
         store = self._open_store(host, port)
         self._store = store
         self.address: str = format_address(host, store.port)
-        """At which receivers find this sender."""
+        """Address at which receivers find this sender."""
         self._lobby = Lobby(store, receivers) if self._first else None
 
     def _open_store(self, host: str, port: int) -> TCPStore:
@@ -272,7 +272,7 @@ class WeightSender:
         return _Read(targets, manifest, share, added)
 
     def _tensors_of(self, targets: Targets) -> list[Tensor]:
-        """What is sent: the model's own local tensors, or a copy of them in host memory."""
+        """Returns the tensors to send: the model's own local tensors, or a copy of them in host memory."""
         return self._snapshot_of(targets.local()) if self._snapshot == "host" else targets.local()
 
     def _snapshot_of(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -322,7 +322,7 @@ class WeightSender:
         return Participants(said["epoch"], members, said["manifest"], said["senders"])
 
     def _gather(self, version: int, manifest: Manifest) -> dict[str, Any]:
-        """On the first rank: offers a version, and waits for receivers."""
+        """Offers a version, and waits for receivers. Called on the first rank."""
         assert self._lobby is not None
         control = self.topology.control
         offer = self._lobby.offer(version)

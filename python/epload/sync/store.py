@@ -25,11 +25,11 @@ PROTOCOL = 5
 Address = str | tuple[str, int]
 _GREETING = "epload"
 _GREETING_SECONDS = 10.0
-"""How long a store that answers may take to say what it is."""
+"""Maximum seconds that a store that answers may take to identify itself."""
 _FIRST_PAUSE, _LAST_PAUSE = 0.05, 1.0
 """Seconds between two attempts to connect."""
 _PART_BYTES = 4 << 20
-"""Of one value; the store accepts up to 8 MiB."""
+"""Maximum bytes of one value; the store accepts up to 8 MiB."""
 
 
 def parse_address(address: Address) -> tuple[str, int]:
@@ -122,7 +122,7 @@ def _check_greeting(store: TCPStore, where: str) -> None:
 
 
 def answered(call: Callable[[], T], timeout: timedelta) -> T:
-    """What a call of the store returns. In a thread, as a host that has stopped would let it wait without end.
+    """Returns the result of a call of the store. It runs in a thread, as a host that has stopped would let it wait without end.
 
     Raises:
         LoadError: it takes longer than ``timeout``.

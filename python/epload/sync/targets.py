@@ -1,4 +1,4 @@
-"""What a receiver fills: a model's tensors, or full tensors that an engine takes one after the other."""
+"""Defines the targets that a receiver fills: a model's tensors, or full tensors that an engine takes one after the other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from epload.sync.arrival import TensorFacts
 from epload.sync.epoch import Epoch
 
 _BATCH_BYTES = 64 << 20
-"""Of full tensors that are made at once."""
+"""Maximum bytes of full tensors that are made at once, unless one is larger."""
 _MOST_SHOWN = 5
 
 
@@ -40,12 +40,12 @@ class Target(Protocol):
         ...
 
     def share(self, manifest: Manifest) -> Share:
-        """What this rank wants of the sender's tensors. Raises ModelMismatch if they do not fit."""
+        """Returns the parts of the sender's tensors that this rank needs. Raises ModelMismatch if they do not fit."""
         ...
 
     @property
     def devices(self) -> set[torch.device]:
-        """Of the local tensors that the share counts, once :meth:`share` was called."""
+        """Devices of the local tensors that the share counts, once :meth:`share` was called."""
         ...
 
     def tensors(self) -> list[Tensor]:

@@ -17,8 +17,8 @@ from epload.transport.sinks import PlainSink
 from epload.transport.sources import HostSource
 
 _CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 16 << 20
-"""Of a message: small where nodes pass it on, so that filling a chain of them takes little time; else large, since each wakes
-threads at both ends."""
+"""Bytes of a message: small where nodes pass it on, so that filling a chain of them takes little time; else large, since each
+wakes threads at both ends."""
 _NO_RANK = -1
 
 
@@ -34,7 +34,7 @@ class ExchangeRoles:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of a message; equal on all ranks."""
+        """Bytes of a message; equal on all ranks."""
         return _CHUNK_BYTES if len(self.members.nodes) > 1 else _LONE_CHUNK_BYTES
 
     @property
@@ -43,7 +43,7 @@ class ExchangeRoles:
 
     @cached_property
     def number(self) -> int:
-        """That of this rank's node among the receiving nodes."""
+        """Number of this rank's node among the receiving nodes."""
         return next(number for number, node in enumerate(self.members.nodes) if self.rank in node)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What the parts of one transfer share on one rank."""
+"""Defines the state that the parts of one transfer share on one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epload.transport.sources import BucketSource
 
 
 class MovedBucket(Protocol):
-    """What a transfer needs to know of a bucket of its plan."""
+    """The attributes of a plan's bucket that a transfer needs."""
 
     @property
     def nbytes(self) -> int:
@@ -24,7 +24,7 @@ class MovedBucket(Protocol):
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """What this rank copies it into, if anything."""
+        """Numbers of the targets that this rank copies it into, if any."""
         ...
 
 
@@ -45,7 +45,7 @@ class TransferContext:
     """None on a rank that fills no bucket."""
     framing: Framing
     control: Control
-    """Where failures are published."""
+    """Control through which failures are published."""
     report: TransferReport
     activity: Activity = field(init=False)
 

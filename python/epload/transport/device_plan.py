@@ -1,4 +1,4 @@
-"""Which regions a rank keeps on a device and which on CPU, worked out once per plan."""
+"""Determines which regions a rank keeps on a device and which on CPU, once per plan."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from epload.transport.framing import list_numbers
 from epload.transport.sinks import DirectSink
 
 READ_BYTES = 64 << 20
-"""That a rank reads in one call, about. With less, threads that read spend more of their time waiting for one another at the end
-of a call."""
+"""Approximate number of bytes that a rank reads in one call. With less, threads that read spend more of their time waiting for
+one another at the end of a call."""
 DEVICE_READ_BYTES = 512 << 20
 """The same for tensors on a device: at 50 GB/s, 10 ms."""
 
@@ -88,7 +88,7 @@ class DirectRead:
             raise self._context.framing.describe_failure("read", culprits, error) from error
 
     def _locate(self, numbers: range, checkpoint: Checkpoint, error: Exception) -> tuple[range, Exception]:
-        """Of which of the buckets the error is: they are read once more, one by one."""
+        """Reads the buckets once more, one by one; returns the first that fails, or all if none does, and the error."""
         for number in numbers if len(numbers) > 1 else ():
             alone = range(number, number + 1)
             _, again = attempt(partial(self._sink.read, alone, checkpoint))

@@ -40,13 +40,13 @@ class Engine:
         self._mover = mover
         self._sink = sink
         self._read_outcomes: dict[int, LoadError | None] = {}
-        """For each bucket that this rank has read, why it is one that aborts the transfer, or None."""
+        """Error that aborts the transfer, or None, for each bucket that this rank has read."""
         self._checked: set[int] = set()
         """Waves whose headers were checked."""
         self._aborted = math.inf
         """The first wave with a bucket that aborts the transfer."""
         self._failure: LoadError | None = None
-        """What went wrong on this rank, or what the bucket says that aborted the transfer."""
+        """Error of this rank, or the one in the bucket that aborted the transfer."""
         self._over = threading.Event()
         """Set when this rank has met such a bucket."""
         self.broken = False

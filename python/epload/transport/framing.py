@@ -1,4 +1,4 @@
-"""What stands in front of a bucket's bytes: written by its reader, checked by everybody who receives it.
+"""Defines the header in front of a bucket's bytes: written by its reader, checked by every rank that receives it.
 
 A reader that cannot go on, or has heard of a rank that cannot, sends its bucket with an abort status and the error's text in
 place of data.
@@ -34,11 +34,11 @@ class BucketHeader:
     nbytes: int
     """Bytes that follow the header; of an aborted bucket, the length of the error's text."""
     checksum: int
-    """Of the bytes that follow; 0 when not computed."""
+    """Checksum of the bytes that follow; 0 when not computed."""
     fingerprint: bytes
     """16 bytes of the plan."""
     version: int = 0
-    """Of the weights, where there are versions."""
+    """Version of the weights, where there are versions; else 0."""
 
     def pack(self) -> bytes:
         fields = self.index, self.status, self.nbytes, self.checksum, self.fingerprint, self.version
@@ -108,7 +108,7 @@ class Framing:
         return failure
 
     def check(self, number: int, header: Tensor, body: Tensor) -> RemoteFailure | None:
-        """What the reader of a bucket that has arrived says went wrong.
+        """Returns the failure that the reader of a bucket that has arrived reports; None if it reports none.
 
         Args:
             header: the bucket's first HEADER_BYTES, on CPU.
@@ -154,8 +154,8 @@ class Framing:
         return failure
 
     def publish_failure(self, what: str, numbers: Sequence[int], error: Exception) -> LoadError:
-        """As :meth:`describe_failure`, and publishes it, so that the readers end the transfer. This rank goes on until then.
-        Raises it where transfers do not end in order."""
+        """Publishes the error of :meth:`describe_failure` and returns it: readers end the transfer, and this rank goes on until
+        then. Raises it where transfers do not end in order."""
         failure = self.describe_failure(what, numbers, error)
         if not self._ends_in_order:
             raise failure

@@ -120,7 +120,7 @@ def broadcast_steps(route: Route, flow: Flow, nbytes: int) -> int:
 
 
 def explain(context: TransferContext, error: RuntimeError, number: int) -> LoadError:
-    """What it means that a message did not arrive."""
+    """Returns the error for a message that did not arrive."""
     text = message_of(error)
     if "given up" in text:
         return RemoteFailure(text)
@@ -131,7 +131,7 @@ def explain(context: TransferContext, error: RuntimeError, number: int) -> LoadE
 
 
 def _peers(steps: list[Step]) -> str:
-    """From and to whom this rank passes bytes."""
+    """Describes which ranks this rank receives bytes from and sends them to."""
     sources = sorted({rank for step in steps for rank in step[2:4] if rank >= 0})
     sinks = sorted({rank for step in steps for rank in step[4:6] if rank >= 0})
     return f"from ranks {sources} to ranks {sinks}"

@@ -44,7 +44,7 @@ class DirectSink(Sink, Protocol):
 
 
 class PlainSink:
-    """What a :class:`Sink` is that is done with a bucket when :meth:`Sink.unpack` returns."""
+    """Implements what is common to every :class:`Sink` that is done with a bucket when :meth:`Sink.unpack` returns."""
 
     def entered(self) -> AbstractContextManager[None]:
         return nullcontext()

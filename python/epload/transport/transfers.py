@@ -57,7 +57,7 @@ def through_memory(
 
 
 def message_timeout(control: Control, waves: Sequence[Wave]) -> timedelta:
-    """What a message may take, of a transfer of these waves."""
+    """Returns the time that a message may take, in a transfer of these waves."""
     largest = max((wave.nbytes for wave in waves), default=0)
     return control.timeout + timedelta(seconds=largest / SLOWEST)
 

@@ -56,7 +56,7 @@ def find_non_finite(checkpoint: Checkpoint, progress: Callable[[int], object] | 
 
 
 def _real(values: Tensor) -> Tensor:
-    """In a dtype for which torch has isnan and isinf: complex numbers as pairs, float8 as float32."""
+    """Converts to a dtype for which torch has isnan and isinf: complex numbers to pairs, float8 to float32."""
     if values.is_complex():
         return torch.view_as_real(values)
     return values.float() if values.dtype.itemsize == 1 else values

@@ -19,7 +19,7 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 class Kind(NamedTuple):
-    """What a checkpoint's header says of a tensor."""
+    """The dtype and shape of a tensor in a checkpoint's header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """How the values of one tensor differ in two checkpoints."""
+    """The difference between the values of one tensor in two checkpoints."""
 
     name: str
     differing: int
@@ -42,7 +42,7 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class HeaderDifferences:
-    """What the headers of two checkpoints say, each list in the order of the first that has the names."""
+    """The result of comparing the headers of two checkpoints, each list in the order of the first that has the names."""
 
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
@@ -131,7 +131,7 @@ def _read(checkpoint: Checkpoint, number: int, begin: int, elements: int) -> Ten
 
 
 def _differences(a: Tensor, b: Tensor, rtol: float, atol: float) -> tuple[Tensor, Tensor]:
-    """Which elements differ, and the absolute difference of each."""
+    """Returns which elements differ, and the absolute difference of each."""
     if not (rtol or atol) and not any(t.dtype.is_floating_point or t.dtype.is_complex for t in (a, b)):
         return _differing_integers(a, b), (_wide(a) - _wide(b)).abs()
     x, y = _wide(a), _wide(b)

@@ -23,7 +23,7 @@ class LocalRegions(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Which rows of a table of regions, and which of a rank's digests, belong together."""
+    """The rows of a table of regions and the digests of a rank that belong together."""
 
     rank: int
     digests: slice
@@ -32,7 +32,7 @@ class Claim(NamedTuple):
 
 
 class BucketClaims(NamedTuple):
-    """What all ranks claim to hold of one bucket."""
+    """The parts of one bucket that all ranks claim to hold."""
 
     bucket: int
     table: Tensor
@@ -91,7 +91,7 @@ def decode(message: bytes) -> tuple[bytes, Tensor]:
 
 
 def claims_by_bucket(tables: Mapping[int, bytes]) -> dict[int, tuple[Tensor, list[Claim]]]:
-    """For each bucket one table of all regions, and who claims which.
+    """Returns for each bucket one table of all regions, and the claims of each rank.
 
     Args:
         tables: what :func:`encode_tables` returned on each rank.
