@@ -116,3 +116,7 @@ def test_ranks_start_with_what_tests_import() -> None:
 
 def test_class_names_are_unique() -> None:
     assert {name: places for name, places in house.class_names().items() if len(places) > 1} == {}
+
+
+def test_docstrings_are_sentences() -> None:
+    assert house.fragments(house.PACKAGE) == []

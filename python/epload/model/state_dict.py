@@ -39,7 +39,7 @@ class IndirectState:
     """The tensors of a model that are outside its state dict."""
 
     plain: bool = True
-    """Whether there is no module with custom loading, nor one that customizes its state dict."""
+    """True if no module has custom loading or customizes its state dict."""
     unsaved_buffers: set[str] = field(default_factory=set)
     """Names of non-persistent buffers with storage. No checkpoint has them, and other ranks may lack them."""
     unsaved_meta: dict[str, Tensor] = field(default_factory=dict)

@@ -175,17 +175,17 @@ def _kept_in_fp32(source: Any, manifest: Manifest, dtype: torch.dtype) -> set[st
 
 
 class _Chunk(NamedTuple):
-    """What is read at once."""
+    """A byte range of one tensor that is read at once."""
 
     tensor: int
     begin: int
-    """In the tensor; bytes."""
+    """Offset in the tensor, in bytes."""
     nbytes: int
     have: torch.dtype
     wanted: torch.dtype
     file: int
     offset: int
-    """In the file."""
+    """Offset in the file, in bytes."""
 
     @property
     def written(self) -> int:
@@ -193,7 +193,7 @@ class _Chunk(NamedTuple):
 
 
 def _chunks(old: Manifest, new: Manifest, layout: FilesLayout) -> list[_Chunk]:
-    """In the order of the files."""
+    """Divides all tensors into chunks, in the order of the files."""
     found = []
     places = zip(layout.file.tolist(), layout.offset.tolist(), strict=True)
     tensors = zip(old.dtypes, new.dtypes, old.nbytes_of(), places, strict=True)
@@ -277,7 +277,7 @@ class _Ranks:
             )
 
     def part(self, count: int, whole: bool) -> slice:
-        """What this process does of so many things; the first all of them if they are a ``whole``."""
+        """Returns the part of ``count`` things that this process does. The first process does all of them if they are a ``whole``."""
         if self._topology is None:
             return slice(count)
         if whole:

@@ -15,7 +15,7 @@ from epload.errors import LoadError
 from epload.saving.layout import NewFile
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-"""Of renameat2(2) on Linux."""
+"""Constants of renameat2(2) on Linux."""
 _MAX_LISTED = 8
 """Nodes in an error message."""
 
@@ -49,7 +49,7 @@ class NewFolder:
 
     @property
     def exists(self) -> bool:
-        """Whether this process sees the hidden folder."""
+        """True if this process sees the hidden folder."""
         return self.temporary.is_dir()
 
     def add_files(self, files: Sequence[NewFile]) -> None:

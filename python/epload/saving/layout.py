@@ -19,7 +19,7 @@ from epload.core.views import Shape
 INDEX = "model.safetensors.index.json"
 _NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
 _HEADER_ALIGNMENT = 8
-"""To which a header is padded, so that tensors are aligned."""
+"""Bytes; a header is padded to a multiple of it, so that tensors are aligned."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class NewFile:
     header: bytes
     """All that precedes the tensors."""
     nbytes: int
-    """Of the whole file."""
+    """Size of the whole file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class FilesLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(file.nbytes for file in self.files)
 
 

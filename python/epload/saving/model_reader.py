@@ -36,7 +36,7 @@ class ModelReader:
 
 
 def read_once(model: nn.Module) -> Targets:
-    """As :meth:`ModelReader.read`, for a model that is not read again."""
+    """Reads a model that is not read again, as :meth:`ModelReader.read` does."""
     return _collect(model, Modules(model), filled=False)[0]
 
 

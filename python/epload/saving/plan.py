@@ -1,4 +1,4 @@
-"""Which rank writes which part of which tensor to which bytes of a file. Pure: every rank divides the tensors alike.
+"""Plans which part of which tensor each rank writes to a file. Pure: every rank divides the tensors alike.
 
 A tensor's elements are written once: ranks that have the same ones take parts of them, or turns from tensor to tensor. A rank
 packs its parts into buckets in the order of the files, and writes each bucket's runs of bytes to where they belong.
@@ -27,17 +27,17 @@ from epload.planning.shares import NO_PART, CopyTemplates, Outline, Share, copie
 from epload.saving.layout import FilesLayout
 
 BUCKET_BYTES = 16 << 20
-"""After as many, its runs included, a bucket is full."""
+"""A bucket is full once it has so many, its runs included."""
 RUN_BYTES = 4 * 8
 SLOT_BYTES = 4 << 20
-"""Of what is packed as a whole, at most."""
+"""Maximum bytes of a slot, which is packed as a whole."""
 LEAST_BYTES = 16 << 10
-"""Of the parts that ranks with the same elements write of them."""
+"""Minimum bytes of the parts into which ranks with the same elements divide them."""
 
 
 @dataclass(eq=False)
 class WriteBucket:
-    """What a rank packs into a buffer, and writes out of it."""
+    """A buffer that a rank packs and writes to files."""
 
     nbytes: int
     """Size of the buffer."""
@@ -72,7 +72,7 @@ class WritePlan:
 
     buckets: tuple[WriteBucket, ...]
     nbytes: int
-    """That this rank writes."""
+    """Bytes that this rank writes."""
 
     @property
     def largest(self) -> int:
@@ -80,7 +80,7 @@ class WritePlan:
         return max((bucket.nbytes for bucket in self.buckets), default=0)
 
     def describe(self, numbers: Sequence[int]) -> str:
-        """For error messages."""
+        """Names some buckets in error messages."""
         return f"bucket {', '.join(map(str, numbers))} of the save"
 
 
@@ -145,7 +145,7 @@ class _Rows:
         self._share = share
         self._tensors: list[Tensor] = []
         self._nbytes: list[int] = []
-        """Of each template's slot."""
+        """Bytes of each template's slot."""
         self._copies = CopyTemplates(share)
         self._in_tensors = CopyTemplates(share)
         """The same as they lie in the whole tensor."""

@@ -41,7 +41,7 @@ class SaveOptions:
     overwrite: bool
 
     def read(self, model: nn.Module | FlatState) -> Source:
-        """What is saved. Raises ValueError, TypeError or LoadError."""
+        """Reads what is saved. Raises ValueError, TypeError or LoadError."""
         limit = self.max_shard_bytes
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
             raise ValueError(f"expected max_shard_bytes to be a number of bytes, at least 1, got {limit!r}")
@@ -66,7 +66,7 @@ class SaveRun:
         self._topology = topology
         self._control = topology.control
         self._first = topology.rank == topology.ranks[0]
-        """Whether this rank makes the folder, and has it appear."""
+        """True on the rank that makes the folder and renames it in the end."""
         self._options = options
         self._report = report
         self._folder: NewFolder | None = None
@@ -178,7 +178,7 @@ class SaveRun:
 
 
 def _outlines(views: dict[int, Any]) -> list[Any]:
-    """What each rank has, with equal parts once. Raises ValueError if the ranks do not save the same."""
+    """Collects the outlines of all ranks, equal parts once. Raises ValueError if the ranks do not save the same."""
     first = min(views)
     for rank, view in views.items():
         if view[0] != views[first][0]:

@@ -1,4 +1,4 @@
-"""What a save reads of a model: its tensors, under which names and as which dtypes they are saved, and its configuration."""
+"""Reads a model to be saved: its tensors, the names and dtypes under which they are saved, and its configuration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Source:
 
     targets: Targets
     manifest: Manifest
-    """Of the checkpoint, equal on all ranks."""
+    """The checkpoint's manifest, equal on all ranks."""
     shapes: tuple[Shape, ...]
     """Shapes of its tensors without padding, which are written. Padding is rows of zeros at the end."""
     share: Share
