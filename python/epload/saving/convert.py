@@ -277,7 +277,7 @@ class _Ranks:
             )
 
     def part(self, count: int, whole: bool) -> slice:
-        """Returns the part of ``count`` things that this process does. The first process does all of them if they are a ``whole``."""
+        """Returns which of ``count`` things this process does; if they are a ``whole``, the first process does all."""
         if self._topology is None:
             return slice(count)
         if whole:
