@@ -22,7 +22,7 @@ from epload.cluster.groups import Group
 from epload.control.control import Control
 from epload.native import ops
 from epload.staging import shared_memory
-from epload.transport.local import _PreparedLocal
+from epload.transport.local import Local
 from netbed import slow_link
 
 WORLD = 4
@@ -131,7 +131,7 @@ class Moments:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        owners: dict[str, Any] = dict.fromkeys(_READS, FileCheckpoint) | dict.fromkeys(_WRITES, _PreparedLocal)
+        owners: dict[str, Any] = dict.fromkeys(_READS, FileCheckpoint) | dict.fromkeys(_WRITES, Local)
         owners |= dict.fromkeys(("open_registry", "agree", "close_registry"), Control)
         owners |= dict.fromkeys(("make", "register"), Group) | {"start": Thread}
         with ExitStack() as stack:
@@ -141,7 +141,7 @@ class Moments:
             yield
 
 
-def _flip_in(local: _PreparedLocal, of: int | range, *_: Any) -> bool:
+def _flip_in(local: Local, of: int | range, *_: Any) -> bool:
     """In what was taken out of a bucket, or some buckets."""
     for number in [of] if isinstance(of, int) else of:
         for tensor in local.regions(number).targets:
