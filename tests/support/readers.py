@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from epload import HierarchicalLoader, LoadReport, Topology
 from epload.checkpoint.file_checkpoint import FileCheckpoint
-from epload.core.regions import BoundRegions, Regions
+from epload.core.regions import Regions
 from epload.planning import schedule
 from epload.transport import direct_read
 from support.checks import all_fine
@@ -277,7 +277,7 @@ def differences_are_reported(outcomes: Sequence[Outcome], folder: Path, readers:
 class FailingRegions(Failing):
     """A source that can read regions, and fails at one."""
 
-    def read_regions(self, regions: Regions | BoundRegions) -> int | None:
+    def read_regions(self, regions: Regions) -> int | None:
         self.calls += 1
         if self.calls == self._bucket + 1:
             raise self._error
