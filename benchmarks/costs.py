@@ -24,19 +24,19 @@ class Rates:
     """Rates (bytes/s) and latencies (seconds) of a cluster, measured or assumed."""
 
     read: Sequence[float]
-    """For each rank, the rate at which it reads while all ranks read."""
+    """Rate of each rank while all ranks read."""
     link: float
     """Over one node's link, each way. Infinite if there is one node."""
     unpack: float = INFINITE
-    """From a staging buffer into one rank's shards, after the last bucket has arrived."""
+    """Rate from a staging buffer into one rank's shards, after the last bucket has arrived."""
     intra: float = INFINITE
-    """Into one rank from the others of its node. Infinite if they share staging buffers."""
+    """Rate into one rank from the others of its node. Infinite if they share staging buffers."""
     hop: float = 0.0
     """Seconds from a chunk's arrival at a rank to its departure."""
     message: float = 0.0
     """Seconds that each bucket's collective takes at any size."""
     in_turn: bool = False
-    """Whether a bucket's steps between and inside nodes follow one another, as on one stream of a device."""
+    """True if a bucket's steps between and inside nodes follow one another, as on one stream of a device."""
 
     def moving(self, crossing: float, spreading: float) -> float:
         """Seconds of the steps between and inside nodes together, from those of each."""
@@ -135,7 +135,7 @@ def flat_tree(total: int, copies: int, inside: int, rates: Rates, reader: float,
 
 
 def tree_copies(nodes: Sequence[Sequence[int]], src: int) -> tuple[int, int]:
-    """In gloo's binomial tree, how many copies leave the busiest node, and how often ``src`` sends inside its own node.
+    """Counts, in gloo's binomial tree, the copies that leave the busiest node, and those that ``src`` sends inside its own node.
 
     Args:
         nodes: the global ranks of each node.
@@ -167,16 +167,16 @@ def tree_edges(ranks: Sequence[int], src: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class StoreRates:
-    """What agreement costs, in seconds, measured by bench_control.py."""
+    """Seconds that agreement costs, as measured by bench_control.py."""
 
     operation: float = 0.0
-    """Of the store's server, for one operation of many."""
+    """Seconds of the store's server for one operation of many."""
     round: float = 0.0
-    """Of the store's server, for one round besides: each operation that comes alone wakes it."""
+    """Seconds of the store's server for one round besides: each operation that comes alone wakes it."""
     rank: float = 0.0
-    """Of the coordinator, for the view of one rank in one round."""
+    """Seconds of the coordinator for the view of one rank in one round."""
     level: float = 0.0
-    """From the views of one level of the tree to those of the next."""
+    """Seconds from the views of one level of the tree to those of the next."""
 
 
 @dataclass(frozen=True)
@@ -184,9 +184,9 @@ class Agreement:
     """The agreement rounds of one load."""
 
     operations: int
-    """Of the store, by all ranks."""
+    """Operations of the store, by all ranks."""
     most: int
-    """By one rank."""
+    """The most operations of one rank."""
     server: float
     """Seconds for which the store's server computes."""
     seconds: float

@@ -54,10 +54,10 @@ class Cluster:
     rounds: int = 0
     """Agreement rounds of the load."""
     on_device: bool = False
-    """Whether buckets move from device to device, one after another on one stream, read by the leaders; else through host memory
+    """True if buckets move from device to device, one after another on one stream, read by the leaders; else through host memory
     that a node's ranks share."""
     overlap: bool = False
-    """Whether, on devices, what crosses nodes and what moves inside them are on two streams."""
+    """True if, on devices, what crosses nodes and what moves inside them are on two streams."""
     header_wait: float = 0.0
     """Time for which devices are idle after each bucket, where the host looks at its header before the next one moves."""
     wave: int = 0
@@ -139,7 +139,7 @@ def _all_links(cluster: Cluster) -> float:
 
 @dataclass(frozen=True)
 class SyncLoad:
-    """What a sync of one version moves, in bytes, as its plans have it."""
+    """The bytes that a sync of one version moves, as its plans have it."""
 
     total: int
     received: int

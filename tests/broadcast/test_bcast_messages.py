@@ -15,7 +15,7 @@ from support.broadcasts import SHAPES
 
 
 def _messages(topo: Topology, rank: int) -> list[str]:
-    """What moves a bucket from rank 0: each rank passes it on in the chain of the leaders and in
+    """Returns the calls that move a bucket from rank 0: each rank passes it on in the chain of the leaders and in
     that of its node."""
     chains = [topo.leaders(0), topo.node]
     sends = sum(rank in chain and rank != chain[-1] for chain in chains)
@@ -39,7 +39,7 @@ def count_steps(rank: int) -> list[str]:
 
 
 def _unexpected(messages: list[str], tensors: list[Tensor], **options: Any) -> str:
-    """What a profiler sees of a call if it is not these calls of c10d and no collective."""
+    """Returns what a profiler sees of a call if it is not these calls of c10d and no collective."""
     with (
         CommDebugMode() as comm,
         torch.profiler.profile(

@@ -104,7 +104,7 @@ def make_long() -> nn.Module:
 
 
 def test_auto_does_not_have_each_node_read_everything(tmp_path: Path) -> None:
-    """Of a file without data, as only its header is read."""
+    """Plans a file without data, as only its header is read."""
     described = {
         "weight": {"dtype": "F32", "shape": [1, 20_000_000], "data_offsets": [0, 80_000_000]},
         "bias": {"dtype": "F32", "shape": [1], "data_offsets": [80_000_000, 80_000_004]},

@@ -81,7 +81,7 @@ def plain_net() -> nn.Module:
 
 
 def between_loads(rank: int, folder: Path, states: list[State], way: tuple[str, str]) -> list[str]:
-    """What a training loop may do to a model that is loaded again and again; every load has to be seen in the model."""
+    """Changes a model between loads as a training loop may; every load has to be seen in the model."""
     model = plain_net()
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=way[0], algorithm=way[1], bucket_bytes=256)
     problems = []
@@ -173,7 +173,7 @@ def test_tensors_that_no_load_could_fill_are_left_alone(readers: str, tmp_path: 
 
 
 def two_models(rank: int, folder: Path) -> list[str]:
-    """In turns, by one loader, from files that lie otherwise: with a header of another length, and in two parts."""
+    """One loader loads in turns from files that lie otherwise: with a header of another length, and in two parts."""
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="every", bucket_bytes=BUCKET)
     models = [meta_net(), meta_net()]
     problems = []
