@@ -20,7 +20,7 @@ def main(checkpoint: str, path: str) -> None:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    report = epload.load(model, checkpoint, trace=True)
+    report = epload.load(model, checkpoint, options=epload.LoadOptions(trace=True))
 
     report.trace(path)  # open it with https://ui.perfetto.dev, or read `epload trace load.json`
     tokens = torch.arange(64).reshape(2, 32)

@@ -31,9 +31,10 @@ def load(job: Job, readers: str, algorithm: str, as_dict: bool = False, verify: 
     if as_dict:
         with job.phase("read"):
             checkpoint = load_file(job.file) if job.rank == 0 else None
-    options: dict[str, Any] = {"readers": readers, "algorithm": algorithm, "verify": verify, "progress": False}
+    options: dict[str, Any] = {"readers": readers, "verify": verify, "progress": False}
     if job.case == "reload":
-        loader = job.keep.get("loader") or epload.HierarchicalLoader(job.topology, **options)
+        loader = job.keep.get("loader") or epload.HierarchicalLoader(job.topology, algorithm=algorithm, **options)
         job.keep["loader"], job.keep["report"] = loader, loader.load(job.model, checkpoint)
     else:
-        job.keep["report"] = epload.load(job.model, checkpoint, topology=job.topology, **options)
+        rare = epload.LoadOptions(algorithm=algorithm)
+        job.keep["report"] = epload.load(job.model, checkpoint, topology=job.topology, options=rare, **options)

@@ -9,6 +9,7 @@ from epload.core.pieces import Piece, Pieces
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
 from epload.load_state import load_state
 from epload.loader import HierarchicalLoader, load
+from epload.loading.request import LoadOptions
 from epload.mapping import Mapping
 from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.native.extension import _C
@@ -31,6 +32,7 @@ __all__ = [
     "EngineRank",
     "HierarchicalLoader",
     "LoadError",
+    "LoadOptions",
     "LoadReport",
     "LocalModules",
     "Manifest",

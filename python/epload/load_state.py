@@ -20,6 +20,7 @@ from epload.core.attempt import attempt
 from epload.core.default_device import on_cpu
 from epload.errors import CheckpointError, ModelMismatch, message_of
 from epload.loader import load
+from epload.loading.request import LoadOptions
 from epload.mapping.mapping import Mapping as Rules
 from epload.model.flat_state import FlatState, assign
 from epload.report import LoadReport
@@ -84,9 +85,11 @@ def load_state(
     values, missing = _agree_on_values(topology, flat, source, others, src, strict, failure, as_timedelta(timeout))
     assert flat is not None
     report = load(
-        flat, source, mapping=Rules(), strict=strict, prefix="" if isinstance(source, dict) else ROOT,
-        variant=variant, topology=topology, src=src, readers=readers, algorithm=algorithm, bucket_bytes=bucket_bytes,
+        flat, source, mapping=Rules(), strict=strict, variant=variant, topology=topology, readers=readers,
         verify=verify, timeout=timeout, progress=progress,
+        options=LoadOptions(
+            src=src, algorithm=algorithm, bucket_bytes=bucket_bytes, prefix="" if isinstance(source, dict) else ROOT
+        ),
     )  # fmt: skip
     for name, value in values.items():
         assign(state, flat.paths[name], value)

@@ -22,8 +22,9 @@ from epload.cluster.topology import Topology, as_timedelta
 from epload.core import garbage_collection, log
 from epload.core.default_device import on_cpu
 from epload.core.log import logger
-from epload.loading.agreement import Agreement, record_events
-from epload.loading.request import Options, Request
+from epload.loading.agreement import Agreement
+from epload.loading.recorder import record_events
+from epload.loading.request import LoadOptions, Options, Request
 from epload.loading.resources import Resources
 from epload.loading.routes import Router
 from epload.loading.run import LoadRun
@@ -45,26 +46,40 @@ def load(
     ignore_mismatched_shapes: bool = False,
     dtype: DTypes = None,
     init_missing: InitMissing | None = None,
-    outer_shards: Sequence[OuterShard] = (),
-    local_modules: Sequence[LocalModules] = (),
-    prefix: str = "",
     variant: str = "",
-    trace: bool = False,
-    topology: Topology | None = None,
-    src: int = 0,
     readers: str = "auto",
-    algorithm: str = "auto",
-    bucket_bytes: int | None = None,
     verify: bool = False,
     timeout: timedelta | float | None = None,
-    stream: torch.Stream | None = None,
-    direct_io: bool = True,
+    topology: Topology | None = None,
     progress: bool = True,
+    options: LoadOptions | None = None,
 ) -> LoadReport:
     """Loads a checkpoint into a sharded model, once. Collective over the topology's ranks.
 
-    The first arguments, up to ``trace``, are those of :meth:`HierarchicalLoader.load`, the others those of
-    :class:`HierarchicalLoader`, which loads again and again without making its buffers anew.
+    :class:`HierarchicalLoader` loads again and again without making its buffers anew, and explains its arguments, which have the
+    same names, at more length.
+
+    Args:
+        model: any mix of DTensors and plain tensors; on meta, materialized or already used.
+        checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere.
+        mapping: how checkpoint names become regions of the model's tensors; by default what the model declares.
+        strict: whether missing and unexpected keys are an error.
+        ignore_mismatched_shapes: whether parameters that have another shape in the checkpoint are treated as missing.
+        dtype: the dtype of floating-point parameters on meta, or a dict from regular expressions to dtypes.
+        init_missing: called as ``hook(module, path, names)`` for what neither the checkpoint nor the model fills.
+        variant: which set of weights of a folder to load, e.g. ``"fp16"``.
+        readers: which ranks read: ``"every"``, ``"one"``, ``"per_node"``, ``"partitioned"``, or ``"auto"``, which chooses.
+        verify: whether ranks prove their shards against the checkpoint afterwards.
+        timeout: seconds (or timedelta) without progress after which the load has failed; 30 minutes if None.
+        topology: discovered over the whole job if None.
+        progress: whether rank ``src`` shows a bar, or logs the progress.
+        options: what is rarely needed.
+
+    Returns:
+        What happened, on every rank.
+
+    Raises:
+        LoadError, ValueError, TypeError: as :meth:`HierarchicalLoader.load`.
 
     Example::
 
@@ -72,17 +87,19 @@ def load(
         if dist.get_rank() == 0:
             print(report)
     """
+    options = LoadOptions() if options is None else options
+    if not isinstance(options, LoadOptions):
+        raise TypeError(f"expected options to be epload.LoadOptions, got {options!r}")
     loader = HierarchicalLoader(
-        topology, src=src, readers=readers, algorithm=algorithm, bucket_bytes=bucket_bytes, verify=verify,
-        timeout=timeout, stream=stream, direct_io=direct_io, progress=progress,
+        topology, src=options.src, readers=readers, algorithm=options.algorithm, bucket_bytes=options.bucket_bytes,
+        verify=verify, timeout=timeout, stream=options.stream, direct_io=options.direct_io, progress=progress,
     )  # fmt: skip
     with loader:
         loader._remembers = False
         return loader.load(
-            model, checkpoint, mapping=mapping, strict=strict,
-            ignore_mismatched_shapes=ignore_mismatched_shapes, dtype=dtype, init_missing=init_missing,
-            outer_shards=outer_shards, local_modules=local_modules, prefix=prefix, variant=variant,
-            trace=trace,
+            model, checkpoint, mapping=mapping, strict=strict, ignore_mismatched_shapes=ignore_mismatched_shapes,
+            dtype=dtype, init_missing=init_missing, outer_shards=options.outer_shards,
+            local_modules=options.local_modules, prefix=options.prefix, variant=variant, trace=options.trace,
         )  # fmt: skip
 
 
@@ -171,7 +188,7 @@ class HierarchicalLoader:
         self._control = self.topology.control
         self._router = Router(self.topology, self.options)
         self._resources = Resources(self.topology, self.options, self._router, stream)
-        self._agreement = Agreement(self.topology, self.options, self._router, self._resources, self.number)
+        self._agreement = Agreement(self.topology, self.options, self._router, self.number)
 
     def close(self) -> None:
         """Frees pinned and shared memory, and whatever else is kept for the next load. Not collective. May be called again."""
@@ -305,7 +322,6 @@ class HierarchicalLoader:
         finally:
             if self._control.rounds is not None:
                 self._control.rounds.events = None
-            self._resources.end_sharing()
             self._agreement.inputs.close_checkpoint()
         plan, ignored = load.plan, set(load.ignored_keys)
         report.missing_keys = [key for key in load.missing_keys if key not in ignored]

@@ -64,8 +64,7 @@ class TransferReport:
     buckets: int = 0
     """Number of buckets that they were packed into."""
     transport_steps: int = 0
-    """Number of messages that this rank sent and received, including the manifest's; on a device, of broadcasts that it
-    took part in."""
+    """Number of messages that this rank sent and received; on a device, of broadcasts that it took part in."""
     peak_staging: int = 0
     """Bytes of this rank's staging buffers, on the host and on the device together."""
     verify: bool = False
@@ -124,8 +123,8 @@ class TransferReport:
     def _traced(self) -> Trace | None:
         if self.events is None:
             raise ValueError(
-                "expected the report of a load that was traced, got one of a load that was not: pass trace=True to load(), or "
-                "set EPLOAD_TRACE to a folder"
+                "expected the report of a load that was traced, got one of a load that was not: pass trace=True to the load "
+                "(options=epload.LoadOptions(trace=True) to epload.load), or set EPLOAD_TRACE to a folder"
             )
         return self.merged
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import epload
-from epload import Checkpoint, CheckpointError, HierarchicalLoader, Mapping, ModelMismatch
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadOptions, Mapping, ModelMismatch
 from epload.mapping import Rename
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
@@ -197,10 +197,14 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "dtype by number": (_linear, {"dtype": {0: torch.float32}}, "a dict from regular expressions to dtypes"),
     "bucket_bytes": (
         _linear,
-        {"bucket_bytes": "500MB"},
+        {"options": LoadOptions(bucket_bytes="500MB")},
         r"bucket_bytes to be a number of bytes as an int.*got '500MB'",
     ),
-    "bucket_bytes, half": (_linear, {"bucket_bytes": 1e6}, "bucket_bytes to be a number of bytes as an int"),
+    "bucket_bytes, half": (
+        _linear,
+        {"options": LoadOptions(bucket_bytes=1e6)},
+        "bucket_bytes to be a number of bytes as an int",
+    ),
     "timeout": (
         _linear,
         {"timeout": "5 minutes"},
@@ -226,7 +230,7 @@ def test_arguments_that_look_odd_and_are_not() -> None:
         dtype={"weight": torch.float32},
         timeout=timedelta(seconds=5),
         progress=False,
-        bucket_bytes=500,
+        options=LoadOptions(bucket_bytes=500),
     )
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import epload
-from epload import Checkpoint, CheckpointError, LoadError
+from epload import Checkpoint, CheckpointError, LoadError, LoadOptions
 from epload.checkpoint.local_store import LocalFile
 from epload.checkpoint.safetensors import read_layout
 from support.checkpoints import entry, header
@@ -36,7 +36,13 @@ def test_a_file_is_loaded_as_it_is_or_refused(content: bytes, bucket_bytes: int)
         path.write_bytes(content)
         try:
             report = epload.load(
-                filled, path, strict=False, bucket_bytes=bucket_bytes, readers="one", verify=True, progress=False
+                filled,
+                path,
+                strict=False,
+                readers="one",
+                verify=True,
+                progress=False,
+                options=LoadOptions(bucket_bytes=bucket_bytes),
             )
         except LoadError:
             return

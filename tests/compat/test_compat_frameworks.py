@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import epload
-from epload import OuterShard
+from epload import LoadOptions, OuterShard
 from epload.compat import accelerate as our_accelerate
 from epload.compat import skyrl, veomni, verl
 from support import ranks
@@ -119,7 +119,12 @@ def _accelerate_experts(rank: int, folder: Path) -> list[str]:
     accelerator = SimpleNamespace(is_main_process=rank == 0, device=torch.device("cpu"))
     full = {"experts.gate_up": experts[0]}  # what rank 0's model is made of
     fsdp_utils.fsdp2_load_full_state_dict(accelerator, theirs, on_rank_0(full))
-    epload.load(ours, folder / "fused.safetensors", outer_shards=[OuterShard("gate_up", on["ep"])], strict=False)
+    epload.load(
+        ours,
+        folder / "fused.safetensors",
+        strict=False,
+        options=LoadOptions(outer_shards=[OuterShard("gate_up", on["ep"])]),
+    )
     problems = [] if torch.equal(local_of(theirs.experts.gate_up), experts[0].chunk(2)[rank // 2]) else ["the original"]
     return problems + (
         [] if torch.equal(local_of(ours.experts.gate_up), experts[rank % 2].chunk(2)[rank // 2]) else ["ours"]

@@ -22,7 +22,7 @@ from epload.control.heartbeat import Heartbeats
 from epload.control.rounds import Round
 from epload.control.tree import Tree
 from epload.native import ops
-from epload.staging.board import Board
+from epload.staging.shared_memory import NodeMemory
 from support import ranks
 from support.failures import Raised, Slow, check_raised, raised_by
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
@@ -273,7 +273,7 @@ def given_up(rank: int) -> str:
     steps = torch.tensor([[0, 1 << 20, 1 - rank if rank == 0 else -1, -1, -1 if rank == 0 else 0, -1]])
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        board = Board.alone()
+        board = NodeMemory.private(0, 1).board
         threading.Timer(0.5, board.fail).start()
         kind, text, seconds = raised_by(
             lambda: ops.relay(bucket, steps, group.group_name, "", 1 << 16, board.words, 60.0)

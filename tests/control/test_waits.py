@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from epload import HierarchicalLoader, Topology, coalesced_bcast
 from epload.control.control import Control
-from epload.staging.shared_memory import NodeSharing
 from support import ranks
 from support.failures import Raised, check_raised, raised_by
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
@@ -166,8 +165,6 @@ def at(step: str, action: Callable[..., Any]) -> Iterator[None]:
         if step == "making groups":
             for place in (dist, dist.distributed_c10d):
                 stack.enter_context(mock.patch.object(place, "ProcessGroupGloo", action))
-        if step == "sharing memory":
-            stack.enter_context(mock.patch.object(NodeSharing, "accept", action))
         stack.enter_context(mock.patch.object(Control, "settle", settle_or_act))
         yield
 

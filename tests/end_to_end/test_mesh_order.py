@@ -264,7 +264,13 @@ def outer_shard(rank: int) -> str:
     model = Expert()
     shard = epload.OuterShard("experts", named([1, 0], "ep"))
     try:
-        epload.load(model, {"experts": torch.arange(12.0).view(4, 3)}, outer_shards=[shard], progress=False, timeout=30)
+        epload.load(
+            model,
+            {"experts": torch.arange(12.0).view(4, 3)},
+            progress=False,
+            timeout=30,
+            options=epload.LoadOptions(outer_shards=[shard]),
+        )
     except ValueError as error:
         return str(error)
     return f"loaded {model.experts.tolist()}"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import epload
-from epload import HierarchicalLoader, Topology
+from epload import HierarchicalLoader, LoadOptions, Topology
 from support import ranks
 from support.checks import all_fine
 from support.small_model import BUCKET, meta_net, only_readers, state_for, wrong
@@ -60,7 +60,8 @@ def test_a_closed_loader_frees_its_memory_and_loads_no_more() -> None:
 def test_load_takes_the_options_of_the_loader_and_of_its_load() -> None:
     model = nn.ParameterDict({"a": torch.zeros(3), "b": torch.zeros(2), "c": torch.zeros(1)})
     state = {"a": torch.arange(3.0), "b": torch.arange(4.0), "d": torch.zeros(1)}
-    options = {"readers": "one", "algorithm": "two_level", "verify": True, "progress": False, "bucket_bytes": 4096}
+    rare = LoadOptions(algorithm="two_level", bucket_bytes=4096)
+    options = {"readers": "one", "verify": True, "progress": False, "options": rare}
     with pytest.raises(epload.ModelMismatch, match=r"\bb\b"):
         epload.load(model, state, strict=False, **options)  # type: ignore[arg-type]
     report = epload.load(model, state, strict=False, ignore_mismatched_shapes=True, **options)  # type: ignore[arg-type]
@@ -68,6 +69,8 @@ def test_load_takes_the_options_of_the_loader_and_of_its_load() -> None:
     assert (report.missing_keys, report.unexpected_keys, report.mismatched_keys) == (["c"], ["d"], ["b"])
     assert (report.readers, report.algorithm, report.verify) == ("one", "", True), "one rank sends nothing"
     with pytest.raises(ValueError, match="algorithm"):
-        epload.load(model, state, algorithm="none")
+        epload.load(model, state, options=LoadOptions(algorithm="none"))
     with pytest.raises(TypeError, match="deadline"):
         epload.load(model, state, deadline=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="options"):
+        epload.load(model, state, options={"src": 0})  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import epload
-from epload import Checkpoint, HierarchicalLoader, Topology
+from epload import Checkpoint, HierarchicalLoader, LoadOptions, Topology
 from epload.native import ops
 from support import ranks
 from support.checks import all_fine
@@ -333,11 +333,13 @@ def test_a_consumed_source_can_be_retried() -> None:
 def test_failures_without_a_process_group() -> None:
     model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(400))})
     state = {"w": torch.arange(400.0)}
-    failure = outcome(lambda: epload.load(model, Failing(state, RuntimeError("stop")), bucket_bytes=BUCKET))
+    failure = outcome(
+        lambda: epload.load(model, Failing(state, RuntimeError("stop")), options=LoadOptions(bucket_bytes=BUCKET))
+    )
     assert failure is not None
     assert failure[0] == "LoadError"
     assert "rank 0 could not read bucket 3 (w of state dict): RuntimeError: stop" in failure[1]
-    epload.load(model, state, bucket_bytes=BUCKET)
+    epload.load(model, state, options=LoadOptions(bucket_bytes=BUCKET))
     assert torch.equal(model["w"].detach(), state["w"])
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import epload
-from epload import Checkpoint, HierarchicalLoader, LocalModules, Manifest, ModelMismatch
+from epload import Checkpoint, HierarchicalLoader, LoadOptions, LocalModules, Manifest, ModelMismatch
 from epload.core.pieces import Piece
 from epload.errors import LoadError
 from support import ranks
@@ -168,7 +168,12 @@ def _stages(rank: int) -> list[str]:
         whole |= {"embed.weight": torch.ones(5, 3), "head.weight": head}
         stage = Stage(rank)
         try:
-            epload.load(stage, whole if rank == 0 else None, local_modules=[LocalModules("")], progress=False)
+            epload.load(
+                stage,
+                whole if rank == 0 else None,
+                progress=False,
+                options=LoadOptions(local_modules=[LocalModules("")]),
+            )
             results.append("loaded" if all(bool((p == 1).all()) for p in stage.parameters()) else "wrong")
         except LoadError as error:
             results.append(str(error))

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard
 
 import epload
-from epload import HierarchicalLoader, Topology
+from epload import HierarchicalLoader, LoadOptions, Topology
 from epload.mapping.precision import set_dtypes
 from epload.model.dtensor import private_path_available
 from epload.model.materialize import materialize
@@ -334,7 +334,7 @@ def test_one_process() -> None:
         assert model.angles.dtype == torch.float32
         assert not dist.is_initialized()
         full = full_state(model, 1)
-        epload.load(model, full, bucket_bytes=BUCKET)
+        epload.load(model, full, options=LoadOptions(bucket_bytes=BUCKET))
         assert wrong(model, full) == []
     assert models[0] == models[1]
 

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import epload
-from epload import HierarchicalLoader, LoadError, LoadReport, Topology
+from epload import HierarchicalLoader, LoadError, LoadOptions, LoadReport, Topology
 from epload.observe import events as events_module
 from epload.observe.events import ROUND, Event, Events
 from epload.observe.plot import rate_over_time
@@ -138,13 +138,13 @@ def test_a_trace_is_what_was_saved(folder: Path, tmp_path: Path) -> None:
 def test_a_load_that_was_not_traced_says_how() -> None:
     report = epload.load(Net(), state_for(1))
     for write in (report.trace, report.plot):
-        with pytest.raises(ValueError, match=r"trace=True to load\(\), or set EPLOAD_TRACE"):
+        with pytest.raises(ValueError, match=r"trace=True\) to epload.load\), or set EPLOAD_TRACE"):
             write("x.json")
     assert not Path("x.json").exists()
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
-    report = epload.load(Net(), state_for(1), trace=True)
+    report = epload.load(Net(), state_for(1), options=LoadOptions(trace=True))
     with mock.patch.dict("sys.modules", {"matplotlib.figure": None}), pytest.raises(ImportError, match="pip install"):
         report.plot(tmp_path / "x.png")
     report.trace(tmp_path / "alone.json")

@@ -1,9 +1,9 @@
-"""The values of an agreement: what a rank proposes, what the ranks have agreed on after each round, and in the end."""
+"""Defines what ranks tell each other before data moves, and what they have agreed on in the end."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -15,51 +15,88 @@ from epload.planning.plan import LoadPlan
 
 
 @dataclass(frozen=True)
+class OpeningMessage:
+    """A rank's message once it has read its model, and opened the checkpoint if it is the source or has its own."""
+
+    loader: int
+    """The number of the loader among those of its topology."""
+    options: str
+    groups: int
+    """The number of process groups that the topology has made."""
+    meta: bool
+    """True if the rank has tensors on meta."""
+    lacks_buffers: bool
+    """True if non-persistent buffers are on meta."""
+    trace: bool
+    cards: bool
+    """True if each rank of the node has a network card."""
+    seed: int
+    known: str
+    """Identity of the manifest of the rank's previous load; empty if there is none."""
+    identity: str = ""
+    """Identity of the source's manifest; the following fields are the source's as well."""
+    provenance: list[Any] = field(default_factory=list)
+    content: str = ""
+    """The manifest's compact form in base64."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The decision on all opening messages."""
+
+    identity: str
+    provenance: list[Any]
+    """The source's, as in its message."""
+    content: str
+    """The source's; empty if all ranks have the manifest from the load before."""
+    uneven: bool
+    """True if some ranks have buffers that others lack."""
+    meta: bool
+    """True if any rank has tensors on meta."""
+    seed: int
+    """Seed for tensors that are initialized."""
+    groups: int
+    card_each: bool
+    """True if each rank has a network card of its own."""
+    trace: bool
+    """True if any rank asks for events."""
+
+
+@dataclass(frozen=True)
+class PlanMessage:
+    """A rank's message once it has planned."""
+
+    fingerprint: str
+    """The plan's; empty if there is none."""
+    reads: bool
+    """True if the rank has opened the checkpoint."""
+    nbytes: int
+    """Bytes that the rank reads if all read what they keep."""
+    meshes: list[list[Any]]
+    """See :class:`~epload.loading.differences.MeshClaims`."""
+
+
+@dataclass(frozen=True)
+class PlanDecision:
+    """The decision on all plan messages."""
+
+    fingerprints: dict[str, int]
+    """Each distinct one with the first rank that has it."""
+    all_read: bool
+    nbytes: list[int]
+    """The bytes of each rank, in the order of the ranks."""
+    mismatched_meshes: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
 class Draft:
     """Everything that a plan follows from, besides the model."""
 
     manifest: Manifest
     mapping: Mapping
-    readers: str
-    """The readers for which buckets are sized."""
     per_wave: int
     bucket_bytes: int
     options: str
-
-
-class Proposal(NamedTuple):
-    """A plan made before the ranks have agreed on anything: of the checkpoint and the model of the load before."""
-
-    draft: Draft
-    plan: LoadPlan
-    joined: bool
-    """True if this rank has opened the checkpoint for it."""
-
-
-class Announcement(NamedTuple):
-    """Describes the source rank's manifest before it is sent."""
-
-    nbytes: int
-    """Size of the compact form in bytes; 0 if every rank has it from the previous load."""
-    identity: str
-    about: list[Any]
-
-
-class Opening(NamedTuple):
-    """The result that the ranks agree on once all have opened."""
-
-    manifest: Announcement
-    content: str
-    """The manifest's compact form in base64, if it comes with this round and some rank lacks it; else empty."""
-    holders: dict[str, int]
-    meta: bool
-    """True if any rank has tensors on meta."""
-    seed: int
-    """Seed for tensors that are initialized."""
-    planned: list[Any] | None
-    """The decision that the planning round would make, if all ranks have proposed the same plan; else None."""
-    traced: bool
-    """True if any rank asks for events."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +121,6 @@ class AgreedLoad:
     ignored_keys: list[str]
     """Missing and unexpected keys that the mapping says to ignore."""
     missing: Missing
-    prepared: bool
-    """True if nothing has to be made for the model, so that no rank can fail before data moves."""
-    offers: dict[str, Any]
-    """Offers of memory that the ranks of a node share, by the rank that made it; see ``NodeSharing``."""
 
     @property
     def device(self) -> torch.device:

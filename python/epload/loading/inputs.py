@@ -117,18 +117,18 @@ class InputReader:
             )
         return checkpoint
 
-    def join(self, inputs: LocalInputs, given: Any, manifest: Manifest, same_content: bool) -> Manifest:
-        """Opens the checkpoint on the other ranks that read, by the source's manifest, or by one of the same layout."""
+    def join(self, inputs: LocalInputs, given: Any, source: Manifest) -> Manifest:
+        """Opens the checkpoint on the other ranks that read, by the source's manifest. Returns the manifest to plan with."""
         auto = self._options.readers == "auto"
-        if auto and manifest.locations is None:
-            return manifest
-        if self._router.may_read(inputs.device) and inputs.checkpoint is None:
+        joins = self._router.may_read(inputs.device) and inputs.checkpoint is None
+        if joins and not (auto and source.locations is None):
             try:
-                inputs.checkpoint = self._keep(Checkpoint.join(given, manifest, self._progress, same_content), given)
+                inputs.checkpoint = self._keep(Checkpoint.join(given, source, self._progress), given)
             except (CheckpointError, TypeError):
                 if not auto:
                     raise
-        return inputs.checkpoint.manifest if inputs.checkpoint is not None else manifest
+        self.manifest = inputs.checkpoint.manifest if inputs.checkpoint is not None else source
+        return self.manifest
 
     def _progress(self, nbytes: int) -> None:
         self._topology.control.progress += nbytes

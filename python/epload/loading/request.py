@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,38 @@ from torch import nn
 
 from epload.mapping.mapping import Mapping
 from epload.mapping.precision import DTypes
-from epload.model.expert_parallel import ExpertParallelSpec
+from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
 from epload.model.initialization import InitMissing
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.schedule import ALGORITHMS, READERS
 from epload.verify.proof import check_verify
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """The options of :func:`epload.load` that are rarely needed.
+
+    :class:`epload.HierarchicalLoader` and its ``load`` have arguments of the same names, and say more about them.
+    """
+
+    src: int = 0
+    """The global rank that reads if one does, and on whose rail the leaders are."""
+    algorithm: str = "auto"
+    """``"two_level"``, ``"striped"`` or ``"auto"``: how buckets move between nodes."""
+    bucket_bytes: int | None = None
+    """The size of a bucket; None for the default of the load's route."""
+    direct_io: bool = True
+    """True if files that are not in the page cache are read past it."""
+    stream: torch.Stream | None = None
+    """The stream for all work on the model's device; None makes one."""
+    outer_shards: Sequence[OuterShard] = ()
+    """Tensors of the model that are this rank's part of larger ones, though they do not say so."""
+    local_modules: Sequence[LocalModules] = ()
+    """Modules that hold what other ranks need not have."""
+    prefix: str = ""
+    """The place of the model in the saved state dict of a DCP folder."""
+    trace: bool = False
+    """True to record what each rank does when, for the report's ``trace`` and ``plot``."""
 
 
 @dataclass(frozen=True)

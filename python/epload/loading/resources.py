@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from epload.cluster.topology import Topology
@@ -13,7 +11,7 @@ from epload.loading.routes import Router
 from epload.planning.schedule import STRIPE_ALIGNMENT
 from epload.staging.device import DeviceStaging, StagingNeeds
 from epload.staging.device_resources import DeviceResources
-from epload.staging.shared_memory import NodeMemory, NodeSharing
+from epload.staging.shared_memory import NodeMemory
 from epload.transport.device_plan import DevicePlan
 from epload.verify.proof import Proof
 
@@ -33,8 +31,6 @@ class Resources:
         self._options = options
         self._router = router
         self.memory: NodeMemory | None = None
-        self.sharing: NodeSharing | None = None
-        """Memory that the ranks of a node are about to share, between two rounds."""
         self.device = DeviceResources(stream)
         self.device_plan: DevicePlan | None = None
         self._proof: Proof | None = None
@@ -45,44 +41,11 @@ class Resources:
         if self.memory is not None:
             self.memory.board.clear()
 
-    @property
-    def _shares_memory(self) -> bool:
-        return len(self._topology.ranks) > 1
-
-    def _has_memory(self, nbytes: int) -> bool:
-        return self.memory is not None and self.memory.nbytes >= nbytes
-
-    def begin_sharing(self, nbytes: int) -> list[Any] | None:
-        """This rank's offer of host staging with buffers of at least ``nbytes``, for the next round, if it has one to make; see
-        :class:`NodeSharing`."""
-        self.end_sharing()
-        if self._has_memory(nbytes) or not self._shares_memory:
-            return None
-        self.sharing = NodeSharing(self._topology.nodes, self._topology.rank, nbytes)
-        return self.sharing.offer
-
-    def finish_sharing(self, all_fine: bool) -> NodeMemory:
-        """``all_fine``: whether every rank has accepted the offers."""
-        assert self.sharing is not None
-        self.memory, self.sharing = self.sharing.finish(all_fine), None
-        return self.memory
-
-    def end_sharing(self) -> None:
-        """Takes back an offer that was not finished."""
-        if self.sharing is not None:
-            self.sharing.close()
-            self.sharing = None
-
     def reserve_memory(self, nbytes: int) -> NodeMemory:
         """Host staging with buffers of at least ``nbytes``. Collective when there is none yet."""
-        if self._has_memory(nbytes):
-            assert self.memory is not None
-            return self.memory
-        self.memory = None  # before more is allocated
-        if self._shares_memory:
+        if self.memory is None or self.memory.nbytes < nbytes:
+            self.memory = None  # before more is allocated
             self.memory = NodeMemory.for_node(self._topology.control, self._topology.nodes, nbytes)
-        else:
-            self.memory = NodeMemory.private(self._topology.rank, nbytes)
         return self.memory
 
     def prepare_staging(self, device: torch.device) -> None:
@@ -107,7 +70,6 @@ class Resources:
 
     def forget_staging(self) -> None:
         """After a failed transfer: the next load makes new staging memory."""
-        self.end_sharing()
         self.memory = None
         self.device.forget()
 

@@ -11,7 +11,7 @@ from epload.cluster import cards
 from epload.cluster.topology import Route, Topology
 from epload.loading.request import Options
 from epload.model.devices import CPU
-from epload.planning.schedule import Flow, buckets_per_wave, default_wave_bytes
+from epload.planning.schedule import Flow, buckets_per_wave, default_wave_bytes, wave_limit
 
 
 @dataclass(frozen=True)
@@ -65,36 +65,18 @@ class Router:
         """True if buckets are staged in host memory, where a buffer holds several."""
         return readers != "every" and (device == CPU or self._by_node(readers))
 
-    def wave_bytes(self, device: torch.device, readers: str) -> int:
-        """Most bytes of a wave, or of a device's bucket."""
-        options = self._options
-        if options.bucket_bytes is not None:
-            return options.bucket_bytes
-        on_host = self.stages_on_host(device, readers)
-        return default_wave_bytes(len(self._topology.nodes), readers, on_host)
+    def bucket_sizes(self, device: torch.device, readers: str, nbytes: int) -> tuple[int, int]:
+        """Returns the number of buckets in a wave and the most bytes of a bucket, for a checkpoint of ``nbytes``.
 
-    def buckets_per_wave(self, device: torch.device, readers: str, wave_bytes: int) -> int:
-        """Buckets in a wave: those that share a staging buffer, or on a device one for each leader that reads."""
-        if self.stages_on_host(device, readers):
-            return buckets_per_wave(self._topology.nodes, readers, wave_bytes)
-        return len(self._topology.nodes) if readers == "partitioned" else 1
-
-    def needs_groups(self, device: torch.device, only_src: bool) -> bool:
-        """True if bytes of a load surely go over process groups. None do where each rank reads what it keeps, as most do
-        with ``"auto"``, nor where no bucket crosses nodes and the ranks of a node share memory, unless they turn out to share
-        none."""
-        readers = self.planned_readers(only_src)
-        if readers == "every" or (self._options.readers == "auto" and not only_src):
-            return False
-        inside = len(self._topology.nodes) == 1 or readers == "per_node"
-        return not (inside and self.stages_on_host(device, readers))
-
-    def manifest_route(self, device: torch.device) -> Route:
-        """The route from rank ``src`` for the manifest, and for buckets that are not striped. Collective where its groups are not
-        there yet."""
-        if device == CPU and self._options.sent_algorithm == "striped":
-            return self._topology.route(self._options.src)
-        return self._route(self.flow(device, "one", shared=device == CPU), self._options.src)
+        The buckets of a wave share a staging buffer; on a device there is one for each leader that reads.
+        """
+        nodes, on_host = self._topology.nodes, self.stages_on_host(device, readers)
+        most = self._options.bucket_bytes or default_wave_bytes(len(nodes), readers, on_host)
+        wave = wave_limit(nbytes, most)
+        if on_host:
+            per_wave = buckets_per_wave(nodes, readers, wave)
+            return per_wave, wave // per_wave
+        return len(nodes) if readers == "partitioned" else 1, wave
 
     def flow(self, device: torch.device, readers: str, shared: bool) -> Flow:
         """``shared``: whether the ranks of a node have memory that they share."""
@@ -128,7 +110,7 @@ class Router:
             return {}
         if on_host:
             striped = flow.algorithm == "striped" and flow.crosses
-            route = self._topology.striped_route(src) if striped else self.manifest_route(device)
+            route = (self._topology.striped_route if striped else self._topology.route)(src)
             return {reader: replace(route, src=reader) for reader in flow.turns}
         if len(self._topology.ranks) == 1:
             return {}

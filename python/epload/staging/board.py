@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from time import monotonic
 
-import torch
 from torch import Tensor
 
 from epload.errors import RemoteFailure, WaitTimeout
@@ -25,11 +24,6 @@ class Board:
         self.words = words
         self._ranks = list(ranks)
         self._me = self._ranks.index(rank)
-
-    @classmethod
-    def alone(cls) -> Board:
-        """Returns a board for a rank that shares none."""
-        return cls(torch.zeros(cls.size(1), dtype=torch.int32), (0,), 0)
 
     @staticmethod
     def size(ranks: int) -> int:

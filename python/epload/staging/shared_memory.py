@@ -10,8 +10,8 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -59,71 +59,32 @@ class NodeMemory:
         cls, control: Control, nodes: Sequence[Sequence[int]], nbytes: int, count: int = BUFFERS
     ) -> NodeMemory:
         """Shared by the node's ranks, or private for every rank of the job if any cannot share. Collective."""
-        with NodeSharing(nodes, control.rank, nbytes, count) as sharing:
-            if sharing.trivial:
-                return sharing.finish(True)
-            offers = control.settle("sharing memory", None, sharing.offer, collect_offers)
-            fine = sharing.accept(offers)
-            return sharing.finish(control.settle("sharing memory", None, fine, lambda views: all(views.values())))
+        rank, node = control.rank, next(node for node in nodes if control.rank in node)
+        if all(len(node) == 1 for node in nodes):
+            return cls.private(rank, nbytes, True, count)
+        total = _total(len(node), nbytes, count)
+        offer: list[Any] | None = None
+        mapped: mmap.mmap | None = None
+        with ExitStack() as stack:
+            if rank == node[0] and len(node) > 1:
+                with suppress(OSError):  # the others find no offer
+                    fd, mapped, token = _make(total)
+                    stack.callback(os.close, fd)
+                    offer = [os.getpid(), fd, token.hex()]
+            offers = control.settle("sharing memory", None, offer, _made)
+            if mapped is None and len(node) > 1 and (theirs := offers.get(str(node[0]))) is not None:
+                pid, fd, token = theirs
+                mapped = _open(pid, fd, token, total)
+            usable = len(node) == 1 or mapped is not None
+            shared = control.settle("sharing memory", None, usable, lambda views: all(views.values()))
+        if not shared or mapped is None:
+            return cls.private(rank, nbytes, shared, count)
+        return cls(torch.frombuffer(mapped, dtype=torch.uint8), nbytes, node, rank, True, count)
 
 
-class NodeSharing:
-    """Making a node's memory, in two rounds of all ranks: in the first they exchange :attr:`offer`, in the second what
-    :meth:`accept` has returned. A context manager, or :meth:`close` it."""
-
-    def __init__(self, nodes: Sequence[Sequence[int]], rank: int, nbytes: int, count: int = BUFFERS) -> None:
-        """``nbytes``: of one buffer, and ``count`` of buffers; equal on all ranks of a node."""
-        self.trivial = all(len(node) == 1 for node in nodes)
-        """True if there is nothing to share, nor to agree on."""
-        self.nbytes, self.count = nbytes, count
-        self.offer: list[Any] | None = None
-        """Process, descriptor and token by which the node's other ranks find the memory that this one has made. For JSON."""
-        self._rank = rank
-        self._node = next(node for node in nodes if rank in node)
-        self._fd = -1
-        self._mapped: mmap.mmap | None = None
-        if rank == self._node[0] and len(self._node) > 1:
-            with suppress(OSError):  # the others find no offer
-                self._fd, self._mapped, token = _make(_total(len(self._node), nbytes, count))
-                self.offer = [os.getpid(), self._fd, token.hex()]
-
-    def accept(self, offers: Mapping[str, list[Any]]) -> bool:
-        """Returns True if this rank can use its node's memory. ``offers``: by rank, those that were made."""
-        made = offers.get(str(self._node[0]))
-        if self._mapped is None and made is not None:
-            pid, fd, token = made
-            self._mapped = _open(pid, fd, token, _total(len(self._node), self.nbytes, self.count))
-        return len(self._node) == 1 or self._mapped is not None
-
-    def finish(self, all_fine: bool) -> NodeMemory:
-        """Ends the offer: whoever wanted the memory has mapped it. ``all_fine``: whether every rank has accepted."""
-        if not all_fine or len(self._node) == 1:
-            self.close()
-            return NodeMemory.private(self._rank, self.nbytes, all_fine, self.count)
-        assert self._mapped is not None
-        memory, self._mapped = torch.frombuffer(self._mapped, dtype=torch.uint8), None
-        self.close()
-        return NodeMemory(memory, self.nbytes, self._node, self._rank, True, self.count)
-
-    def close(self) -> None:
-        """Takes back the offer, and drops what was accepted."""
-        if self._mapped is not None:
-            self._mapped.close()
-            self._mapped = None
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __enter__(self) -> NodeSharing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def collect_offers(views: Mapping[int, list[Any] | None]) -> dict[str, list[Any]]:
-    """The offers that were made, as :meth:`NodeSharing.accept` takes them."""
-    return {str(rank): offer for rank, offer in views.items() if offer is not None}
+def _made(offers: dict[int, list[Any] | None]) -> dict[str, list[Any]]:
+    """The offers that were made."""
+    return {str(rank): offer for rank, offer in offers.items() if offer is not None}
 
 
 def _rounded(nbytes: int) -> int:

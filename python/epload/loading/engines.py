@@ -1,0 +1,80 @@
+"""Makes the engine of one load: each rank reads for itself, or buckets pass through the node's memory or through a device's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from epload.cluster.topology import Topology
+from epload.loading.agreed import AgreedLoad
+from epload.loading.request import Options
+from epload.loading.resources import Resources
+from epload.loading.routes import RoutePlan
+from epload.model.devices import CPU
+from epload.planning.waves import group_buckets, make_waves
+from epload.report import LoadReport
+from epload.staging.affinity import read_threads
+from epload.staging.device_ring import DeviceRing
+from epload.transport.context import TransferContext
+from epload.transport.device_plan import DevicePlan
+from epload.transport.direct_read import DEVICE_READ_BYTES, READ_BYTES, DirectRead
+from epload.transport.engine import Engine
+from epload.transport.framing import Framing
+from epload.transport.local import Local
+from epload.transport.movers import Collective, Relay
+from epload.transport.sinks import DeviceSink, HostSink
+from epload.transport.sources import CheckpointSource
+from epload.transport.transfers import through_memory
+
+
+def make_engine(
+    load: AgreedLoad,
+    route: RoutePlan,
+    local: Local,
+    topology: Topology,
+    options: Options,
+    resources: Resources,
+    report: LoadReport,
+) -> Engine | DirectRead:
+    """Returns what fills this rank's tensors, and passes on what other ranks need."""
+    plan, flow, staging = load.plan, route.flow, resources.device.staging
+    checkpoint = load.inputs.checkpoint if flow.reads else None
+    source = None
+    if checkpoint is not None:
+        # A proof reads all bytes once more.
+        again = options.verify or (flow.readers == "every" and _reads_repeat(load, topology))
+        readers = len({*flow.turns} & {*topology.node})
+        threads = None if load.device == CPU else read_threads(readers)
+        checkpoint.configure_reads(options.direct_io and not again, threads)
+        pipe = staging.pipe.native if staging is not None and staging.pipe is not None else None
+        source = CheckpointSource(plan, checkpoint, pipe)
+    framing = Framing(plan.identity, partial(plan.describe, load.manifest), topology.rank, topology.control)
+    context = TransferContext(plan, flow, source, framing, topology.control, report)
+    sink: HostSink | DeviceSink = HostSink(local, report)
+    if load.device != CPU:
+        assert staging is not None
+        resources.device_plan = DevicePlan.of(plan, local.tensors, resources.device_plan)
+        sink = DeviceSink(resources.device_plan, local, staging, report)
+    if flow.readers == "every":
+        assert checkpoint is not None
+        limit = READ_BYTES if load.device == CPU else DEVICE_READ_BYTES
+        groups = group_buckets(range(len(plan.buckets)), plan.owned_by_bucket, limit)
+        return DirectRead(context, checkpoint, groups, sink)
+    if not route.on_host:
+        assert staging is not None
+        ring = DeviceRing(staging, flow, report, "inter_node" if flow.crosses else "intra_node")
+        mover = Collective(context, flow, ring, route.routes, staging.stream) if route.routes else None
+        return Engine(context, make_waves(plan), ring, mover, sink)
+    memory = resources.memory
+    assert memory is not None
+
+    chunk = flow.chunk_bytes(plan.nbytes, plan.largest, load.per_wave)
+    return through_memory(
+        context, memory, make_waves(plan, load.per_wave), sink,
+        lambda ring, seconds: Relay(context, ring, next(iter(route.routes.values())), chunk, memory.board.words, seconds),
+    )  # fmt: skip
+
+
+def _reads_repeat(load: AgreedLoad, topology: Topology) -> bool:
+    """Returns True if ranks of this node read the same bytes, so that the page cache saves disk work."""
+    nbytes = dict(zip(topology.ranks, load.kept, strict=True))
+    return sum(nbytes[rank] for rank in topology.node) > 1.25 * load.plan.nbytes

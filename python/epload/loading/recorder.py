@@ -1,0 +1,28 @@
+"""Records what the ranks of a traced load do when, and brings it to the first rank."""
+
+from __future__ import annotations
+
+from epload.cluster.topology import Topology
+from epload.observe.events import Events
+from epload.observe.trace import Trace
+from epload.report import LoadReport
+
+
+def record_events(topology: Topology, report: LoadReport) -> None:
+    """Starts to record, as events, what this rank does in the load."""
+    report.events = Events(topology.rank, topology.nodes.index(topology.node))
+    if topology.control.rounds is not None:
+        topology.control.rounds.events = report.events
+
+
+def gather_events(topology: Topology, report: LoadReport) -> None:
+    """Gives the first rank the events of all, if the load is traced. Collective."""
+    control, first = topology.control, topology.ranks[0]
+    if report.events is None:
+        return
+    control.settle("comparing clocks", None, patience=2)  # of which every rank has recorded when it came and left
+    received = control.exchange("the trace", {first: report.events.encode()})
+    if control.place is not None:
+        control.place.messages.keep_sent()
+    if topology.rank == first:
+        report.merged = Trace.merge(map(Events.decode, received.values()))
