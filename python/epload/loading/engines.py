@@ -15,13 +15,11 @@ from epload.report import LoadReport
 from epload.staging.affinity import read_threads
 from epload.staging.device_ring import DeviceRing
 from epload.transport.context import TransferContext
-from epload.transport.device_plan import DevicePlan
 from epload.transport.direct_read import DEVICE_READ_BYTES, READ_BYTES, DirectRead
 from epload.transport.engine import Engine
 from epload.transport.framing import Framing
 from epload.transport.local import Local
 from epload.transport.movers import Collective, Relay
-from epload.transport.sinks import DeviceSink, HostSink
 from epload.transport.sources import CheckpointSource
 from epload.transport.transfers import through_memory
 
@@ -49,27 +47,22 @@ def make_engine(
         source = CheckpointSource(plan, checkpoint, pipe)
     framing = Framing(plan.identity, partial(plan.describe, load.manifest), topology.rank, topology.control)
     context = TransferContext(plan, flow, source, framing, topology.control, report)
-    sink: HostSink | DeviceSink = HostSink(local, report)
-    if load.device != CPU:
-        assert staging is not None
-        resources.device_plan = DevicePlan.of(plan, local.tensors, resources.device_plan)
-        sink = DeviceSink(resources.device_plan, local, staging, report)
     if flow.readers == "every":
         assert checkpoint is not None
         limit = READ_BYTES if load.device == CPU else DEVICE_READ_BYTES
         groups = group_buckets(range(len(plan.buckets)), plan.owned_by_bucket, limit)
-        return DirectRead(context, checkpoint, groups, sink)
+        return DirectRead(context, checkpoint, groups, local)
     if not route.on_host:
         assert staging is not None
         ring = DeviceRing(staging, flow, report, "inter_node" if flow.crosses else "intra_node")
         mover = Collective(context, flow, ring, route.routes, staging.stream) if route.routes else None
-        return Engine(context, make_waves(plan), ring, mover, sink)
+        return Engine(context, make_waves(plan), ring, mover, local)
     memory = resources.memory
     assert memory is not None
 
     chunk = flow.chunk_bytes(plan.nbytes, plan.largest, load.per_wave)
     return through_memory(
-        context, memory, make_waves(plan, load.per_wave), sink,
+        context, memory, make_waves(plan, load.per_wave), local,
         lambda ring, seconds: Relay(context, ring, next(iter(route.routes.values())), chunk, memory.board.words, seconds),
     )  # fmt: skip
 

@@ -12,7 +12,6 @@ from epload.planning.schedule import STRIPE_ALIGNMENT
 from epload.staging.device import DeviceStaging, StagingNeeds
 from epload.staging.device_resources import DeviceResources
 from epload.staging.shared_memory import NodeMemory
-from epload.transport.device_plan import DevicePlan
 from epload.verify.proof import Proof
 
 
@@ -32,7 +31,6 @@ class Resources:
         self._router = router
         self.memory: NodeMemory | None = None
         self.device = DeviceResources(stream)
-        self.device_plan: DevicePlan | None = None
         self._proof: Proof | None = None
 
     def clear_board(self) -> None:
@@ -76,4 +74,4 @@ class Resources:
     def close(self) -> None:
         """Frees everything."""
         self.forget_staging()
-        self.device_plan = self._proof = None
+        self._proof = None

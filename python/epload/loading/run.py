@@ -86,7 +86,7 @@ class LoadRun:
                 report.peak_staging += resources.reserve_staging(load, shared).footprint
                 report.stream = resources.device.describe_stream(load.device)
             scales = dequantize.scale_tensors(self._plan.targets, len(targets.names), load.device)
-            return Local(self._plan, targets.local() + scales)
+            return Local(self._plan, targets.local() + scales, resources.device.staging if load.device != CPU else None)
 
     def _move(self, route: RoutePlan, bar: Progress) -> None:
         """Moves all buckets and does all that comes after the data, then ends in a round where all ranks hear of a failure."""

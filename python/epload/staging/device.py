@@ -124,9 +124,9 @@ class DeviceStaging:
         self._arrived.record(self.stream)
         wait_for(self._arrived, check)
 
-    def drained(self, seconds: float) -> bool:
-        """Returns True if all that is queued on the streams is done, after so long at most."""
-        return all_done(self.device, (self.stream, self.copies), seconds)
+    def drained(self) -> bool:
+        """Returns True if all that is queued on the streams is done, after ``DRAIN_SECONDS`` at most."""
+        return all_done(self.device, (self.stream, self.copies), DRAIN_SECONDS)
 
     def abandon(self) -> None:
         """Keeps the memory until the process ends: a transfer that failed may still use it."""

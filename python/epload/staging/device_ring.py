@@ -13,7 +13,7 @@ from epload.planning.schedule import Flow
 from epload.planning.waves import Wave
 from epload.report import TransferReport
 from epload.staging.affinity import move_thread
-from epload.staging.device import DRAIN_SECONDS, DeviceStaging
+from epload.staging.device import DeviceStaging
 
 
 class DeviceRing:
@@ -45,41 +45,36 @@ class DeviceRing:
         torch.accelerator.set_stream(self._staging.copies)  # of the thread that reads, until it ends
         move_thread(self._staging.device)
 
-    def acquire(self, wave: Wave) -> None:
-        if self._wait_for(lambda: self._released > wave.index - len(self._staging.buckets)):
-            self._staging.wait_until_used(self._place(wave), self._check)
-
-    def ready(self, wave: Wave) -> None:
-        self._staging.filled(self._place(wave))
-        with self._turn:
-            self._ready = wave.index
-            self._turn.notify_all()
-
-    def begin_move(self, wave: Wave) -> None:
-        self._join(wave)
-
-    def begin_unpack(self, wave: Wave) -> None:
-        self._join(wave)
-
-    def _join(self, wave: Wave) -> None:
-        """The stream waits for what this rank reads."""
-        if wave.index <= self._joined or self._flow.reader(wave.numbers[0]) != self._flow.rank:
-            return
-        if self._wait_for(lambda: self._ready >= wave.index):
+    def wait(self, step: str, wave: Wave) -> None:
+        if step == "read":
+            if self._wait_for(lambda: self._released > wave.index - len(self._staging.buckets)):
+                self._staging.wait_until_used(self._place(wave), self._check)
+        elif step == "end":
+            # A reader does not wait for the headers of its own buckets. If another rank ends while it receives the last ones,
+            # this rank has to notice here: what comes later may wait for the stream in the driver.
+            with self._report.timed(self._phase):
+                self._staging.wait(self._check)
+        elif wave.index > self._joined and self._reads(wave) and self._wait_for(lambda: self._ready >= wave.index):
             self._staging.wait_until_filled(self._place(wave))
             self._joined = wave.index
+
+    def done(self, step: str, wave: Wave, last: bool = False) -> None:
+        if step == "read":
+            self._staging.filled(self._place(wave))
+        if step == "unpack":
+            self._staging.used(self._place(wave))
+        with self._turn:
+            self._ready = wave.index if step == "read" else self._ready
+            self._released = wave.index + 1 if step == "unpack" else self._released
+            self._turn.notify_all()
 
     def bucket(self, wave: Wave, i: int) -> Tensor:
         return self._staging.buckets[self._place(wave)][: wave.ends[i]]
 
-    read_buffer = bucket
-
-    def sent(self, wave: Wave, i: int) -> Tensor:
+    def sent(self, wave: Wave) -> Tensor:
+        """Returns the bucket, and bytes without meaning behind it that make whole stripes of it."""
         multiple = self._flow.stripes_multiple
-        return self._staging.buckets[self._place(wave)][: -(-wave.ends[i] // multiple) * multiple]
-
-    def moved(self, wave: Wave) -> None:
-        pass
+        return self._staging.buckets[self._place(wave)][: -(-wave.ends[0] // multiple) * multiple]
 
     def header(self, wave: Wave, i: int) -> Tensor:
         """Waits for the bucket: one that was aborted must not reach the model, and no rank may begin a broadcast that its reader
@@ -87,44 +82,21 @@ class DeviceRing:
         with self._report.timed(self._phase):
             return self._staging.fetch_header(self._place(wave), self._check)
 
-    def checked(self, wave: Wave, last: bool) -> None:
-        pass
+    def verify(self, wave: Wave, check: Callable[[int], None]) -> None:
+        if not self._reads(wave):
+            check(0)
 
-    def to_verify(self, wave: Wave) -> list[int]:
-        return [0] if self._flow.reader(wave.numbers[0]) != self._flow.rank else []
-
-    def verified(self, wave: Wave) -> None:
-        pass
-
-    def unpacked(self, wave: Wave) -> None:
-        self._staging.used(self._place(wave))
-
-    def release(self, wave: Wave) -> None:
+    def stop(self, failed: bool = True) -> None:
         with self._turn:
-            self._released = wave.index + 1
+            self._failed, self._ended = self._failed or failed, self._ended or not failed
             self._turn.notify_all()
-
-    def finish(self) -> None:
-        """A reader does not wait for the headers of its own buckets. If another rank ends while it receives the last ones, this
-        rank has to notice here: what comes later may wait for the stream in the driver."""
-        with self._report.timed(self._phase):
-            self._staging.wait(self._check)
-
-    def end(self) -> None:
-        with self._turn:
-            self._ended = True
-            self._turn.notify_all()
-
-    def fail(self) -> None:
-        with self._turn:
-            self._failed = True
-            self._turn.notify_all()
-
-    def drained(self) -> bool:
-        return self._staging.drained(DRAIN_SECONDS)
 
     def abandon(self) -> None:
-        self._staging.abandon()
+        if not self._staging.drained():
+            self._staging.abandon()
+
+    def _reads(self, wave: Wave) -> bool:
+        return self._flow.reader(wave.numbers[0]) == self._flow.rank
 
     def _place(self, wave: Wave) -> int:
         """The number of its device buffer."""

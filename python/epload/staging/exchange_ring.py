@@ -88,88 +88,65 @@ class ExchangeRing:
         torch.accelerator.set_device_index(self._staging.device)
         move_thread(self._staging.device)
 
-    # Reading
-    def acquire(self, wave: Wave) -> None:
-        torch.accelerator.set_stream(self._staging.local)  # of the thread that packs, until it ends
-        self._wait_until(lambda: self._released > wave.index - BUFFERS)
-
-    def read_buffer(self, wave: Wave, i: int) -> Tensor:
-        return self.bucket(wave, i)
-
-    def ready(self, wave: Wave) -> None:
-        self._staging.filled[self._place(wave)].record(self._staging.local)
-        self._advance("_ready")
-
-    # Moving
-    def begin_move(self, wave: Wave) -> None:
+    def wait(self, step: str, wave: Wave) -> None:
         staging, place = self._staging, self._place(wave)
-        if self._reads(wave):
+        if step == "read":
+            torch.accelerator.set_stream(staging.local)  # of the thread that packs, until it ends
+        if step == "unpack":
+            with self._report.timed("inter_node"):
+                self._wait_until(lambda: self._moved > wave.index)
+                self._wait_for(staging.moved[place], wave)
+        elif step == "end":
+            for stream in staging.streams:
+                event = torch.Event(staging.device)
+                event.record(stream)
+                self._wait_for(event, None)
+        elif step == "move" and self._reads(wave):
             self._wait_until(lambda: self._ready > wave.index)
             staging.entry.wait_event(staging.filled[place])
-            return
-        self._wait_until(lambda: self._released > wave.index - BUFFERS)
-        for stream in (staging.entry, staging.spread):
-            stream.wait_event(staging.unpacked[place])
+        else:
+            self._wait_until(lambda: self._released > wave.index - BUFFERS)
+            for stream in (staging.entry, staging.spread) if step == "move" else ():
+                stream.wait_event(staging.unpacked[place])
+
+    def done(self, step: str, wave: Wave, last: bool = False) -> None:
+        staging, place = self._staging, self._place(wave)
+        if step == "read":
+            staging.filled[place].record(staging.local)
+        elif step == "move":
+            if not self._reads(wave):
+                with staging.spread:
+                    for i in range(len(wave.numbers)):
+                        header = self.bucket(wave, i)[:HEADER_BYTES]
+                        staging.headers[place, i].copy_(header, non_blocking=True)
+            staging.moved[place].record(staging.spread)
+        elif step == "unpack":
+            staging.unpacked[place].record(staging.local)
+        with self._turn:
+            self._ready += step == "read"
+            self._moved += step == "move"
+            self._released += step == "unpack"
+            self._turn.notify_all()
 
     def bucket(self, wave: Wave, i: int) -> Tensor:
         return self._staging.buffers[self._place(wave)][wave.begins[i] : wave.ends[i]]
 
-    sent = bucket
-
-    def moved(self, wave: Wave) -> None:
-        staging, place = self._staging, self._place(wave)
-        if not self._reads(wave):
-            with staging.spread:
-                for i in range(len(wave.numbers)):
-                    header = self.bucket(wave, i)[:HEADER_BYTES]
-                    staging.headers[place, i].copy_(header, non_blocking=True)
-        staging.moved[place].record(staging.spread)
-        self._advance("_moved")
-
     def header(self, wave: Wave, i: int) -> Tensor:
         return self._staging.headers[self._place(wave), i]
 
-    def checked(self, wave: Wave, last: bool) -> None:
-        pass
+    def verify(self, wave: Wave, check: Callable[[int], None]) -> None:
+        if self._verifies and not self._reads(wave):
+            for i in range(len(wave.numbers)):
+                check(i)
 
-    # Unpacking
-    def begin_unpack(self, wave: Wave) -> None:
-        with self._report.timed("inter_node"):
-            self._wait_until(lambda: self._moved > wave.index)
-            self._wait_for(self._staging.moved[self._place(wave)], wave)
-
-    def to_verify(self, wave: Wave) -> list[int]:
-        return list(range(len(wave.numbers))) if self._verifies and not self._reads(wave) else []
-
-    def verified(self, wave: Wave) -> None:
-        pass
-
-    def unpacked(self, wave: Wave) -> None:
-        self._staging.unpacked[self._place(wave)].record(self._staging.local)
-
-    def release(self, wave: Wave) -> None:
-        self._advance("_released")
-
-    # Ending
-    def finish(self) -> None:
-        for stream in self._staging.streams:
-            event = torch.Event(self._staging.device)
-            event.record(stream)
-            self._wait_for(event, None)
-
-    def end(self) -> None:
-        self.fail()
-
-    def fail(self) -> None:
+    def stop(self, failed: bool = True) -> None:
         with self._turn:
             self._failed = True
             self._turn.notify_all()
 
-    def drained(self) -> bool:
-        return all_done(self._staging.device, self._staging.streams, DRAIN_SECONDS)
-
     def abandon(self) -> None:
-        _ABANDONED.append(self._staging)
+        if not all_done(self._staging.device, self._staging.streams, DRAIN_SECONDS):
+            _ABANDONED.append(self._staging)
 
     def _place(self, wave: Wave) -> int:
         """The number of its buffer."""
@@ -177,11 +154,6 @@ class ExchangeRing:
 
     def _reads(self, wave: Wave) -> bool:
         return self._flow.reader(wave.numbers[0]) == self._flow.rank
-
-    def _advance(self, what: str) -> None:
-        with self._turn:
-            setattr(self, what, getattr(self, what) + 1)
-            self._turn.notify_all()
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         """Waits for another thread of this rank, whose own waits for others are limited in time."""

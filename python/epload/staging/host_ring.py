@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch import Tensor
@@ -15,6 +15,10 @@ from epload.staging.shared_memory import NodeMemory
 
 _ENDED = 1 << 30
 """The count that a rank posts when it takes no further part."""
+
+
+_STAGES = {"read": "read", "move": "relayed", "check": "checked", "unpack": "unpacked"}
+"""The board's stage that each step has done."""
 
 
 class HostRing:
@@ -41,10 +45,20 @@ class HostRing:
     def enter_thread(self) -> None:
         pass
 
-    def acquire(self, wave: Wave) -> None:
-        if (count := wave.index + 1 - len(self._memory.buffers)) > 0:
+    def wait(self, step: str, wave: Wave) -> None:
+        if step in ("read", "move") and (count := wave.index + 1 - len(self._memory.buffers)) > 0:
             self._wait("unpacked", count, self._flow.sharers)
             self._wait("checked", count, self._flow.relays)
+        if step == "unpack":
+            self._wait("relayed", wave.index + 1, self._flow.relays)
+        if step in ("move", "unpack"):
+            self._wait("read", wave.index + 1, self._local_readers(wave))
+
+    def done(self, step: str, wave: Wave, last: bool = False) -> None:
+        self._post(_STAGES[step], _ENDED if last else wave.index + 1)
+        if step == "move":
+            # The next wave comes only if no reader aborted this one, and the headers of this one may be in what others received.
+            self._wait("relayed", wave.index + 1, self._flow.relays)
 
     def bucket(self, wave: Wave, i: int) -> Tensor:
         return self.buffer(wave)[wave.begins[i] : wave.ends[i]]
@@ -53,57 +67,22 @@ class HostRing:
         """The whole buffer of a wave."""
         return self._memory.buffers[wave.index % len(self._memory.buffers)]
 
-    read_buffer = bucket
-
-    def ready(self, wave: Wave) -> None:
-        self._post("read", wave.index + 1)
-
-    def begin_move(self, wave: Wave) -> None:
-        self.acquire(wave)
-        self._wait("read", wave.index + 1, self._local_readers(wave))
-
-    sent = bucket
-
-    def moved(self, wave: Wave) -> None:
-        self._post("relayed", wave.index + 1)
-        # The next wave comes only if no reader aborted this one, and the headers of this one may be in what others received.
-        self._wait("relayed", wave.index + 1, self._flow.relays)
-
     def header(self, wave: Wave, i: int) -> Tensor:
         return self.bucket(wave, i)[:HEADER_BYTES]
 
-    def checked(self, wave: Wave, last: bool) -> None:
-        self._post("checked", _ENDED if last else wave.index + 1)
-
-    def begin_unpack(self, wave: Wave) -> None:
-        self._wait("relayed", wave.index + 1, self._flow.relays)
-        self._wait("read", wave.index + 1, self._local_readers(wave))
-
-    def to_verify(self, wave: Wave) -> list[int]:
+    def verify(self, wave: Wave, check: Callable[[int], None]) -> None:
         sharers = self._flow.sharers
-        return [i for i, number in enumerate(wave.numbers) if sharers[number % len(sharers)] == self._flow.rank]
-
-    def verified(self, wave: Wave) -> None:
+        for i, number in enumerate(wave.numbers):
+            if sharers[number % len(sharers)] == self._flow.rank:
+                check(i)
         self._post("verified", wave.index + 1)
-        self._wait("verified", wave.index + 1, self._flow.sharers)
+        self._wait("verified", wave.index + 1, sharers)
 
-    def unpacked(self, wave: Wave) -> None:
-        self._post("unpacked", wave.index + 1)
-
-    def release(self, wave: Wave) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass  # a mover returns when messages have been sent
-
-    def end(self) -> None:
-        self._post("unpacked", _ENDED)
-
-    def fail(self) -> None:
-        self._memory.board.fail()
-
-    def drained(self) -> bool:
-        return False  # other ranks may still write to it
+    def stop(self, failed: bool = True) -> None:
+        if failed:
+            self._memory.board.fail()
+        else:
+            self._post("unpacked", _ENDED)
 
     def abandon(self) -> None:
         """Does nothing: once a relay has ended, nothing writes to the buffers."""

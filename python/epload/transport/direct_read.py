@@ -14,7 +14,7 @@ from epload.errors import LoadError
 from epload.observe.progress import Progress
 from epload.transport.context import TransferContext
 from epload.transport.framing import list_numbers
-from epload.transport.sinks import DirectSink
+from epload.transport.local import Local
 
 READ_BYTES = 64 << 20
 """Approximate number of bytes that a rank reads in one call. With less, threads that read spend more of their time waiting for
@@ -31,17 +31,15 @@ class DirectRead:
         context: TransferContext,
         checkpoint: Checkpoint,
         groups: Sequence[range],
-        sink: DirectSink,
+        local: Local,
     ) -> None:
         """``groups``: numbers of buckets that are read together."""
         self._context = context
         self._checkpoint = checkpoint
         self._groups = groups
-        self._sink = sink
+        self._local = local
         self._buffer: Tensor | None = None
         """Host memory for one bucket, for a checkpoint that gives whole buckets only."""
-        self.broken = False
-        """True if it was interrupted, so that the buffers may still be in use."""
 
     def run(self, bar: Progress) -> None:
         """``bar`` counts bytes.
@@ -50,22 +48,19 @@ class DirectRead:
             LoadError: another rank failed, or this rank could not read.
         """
         try:
-            with self._sink.entered():
+            with self._local.entered():
                 for numbers in self._groups:
                     if not self._step(self._read_regions, numbers, bar):
                         for number in numbers:
                             self._step(self._read_whole, range(number, number + 1), bar)
         except LoadError:  # a checkpoint that cannot be read, or another rank's failure: what was queued is in order
             raise
-        except BaseException:
-            self.broken = True
+        except BaseException:  # interrupted: something may still write to the buffers
+            self._local.abandon()
             raise
 
     def fail(self) -> None:
         """Nothing here waits for another rank."""
-
-    def abandon(self) -> None:
-        self._sink.abandon()
 
     def _step(self, read: Callable[[range], int | None], numbers: range, bar: Progress) -> bool:
         """Returns True if the checkpoint can read this way."""
@@ -82,7 +77,10 @@ class DirectRead:
 
     def _read_regions(self, numbers: range) -> int | None:
         try:
-            return self._sink.read(numbers, self._checkpoint)
+            with self._context.report.timed("read", list_numbers("bucket", numbers)) as span:
+                nbytes = self._local.read(numbers, self._checkpoint)
+                span.nbytes = nbytes or 0
+            return nbytes
         except Exception as error:
             culprits, error = self._locate(numbers, self._checkpoint, error)
             raise self._context.framing.describe_failure("read", culprits, error) from error
@@ -91,7 +89,7 @@ class DirectRead:
         """Reads the buckets once more, one by one; returns the first that fails, or all if none does, and the error."""
         for number in numbers if len(numbers) > 1 else ():
             alone = range(number, number + 1)
-            _, again = attempt(partial(self._sink.read, alone, checkpoint))
+            _, again = attempt(partial(self._local.read, alone, checkpoint))
             if again is not None:
                 return alone, again
         return numbers, error
@@ -115,7 +113,7 @@ class DirectRead:
                 self._context.source.fill(number, buffer)
                 span.nbytes = bucket.nbytes
             step = "unpack"
-            self._sink.unpack(number, buffer)
+            self._local.unpack(number, buffer)
         except Exception as error:
             raise self._context.framing.describe_failure(step, [number], error) from error
         return bucket.nbytes

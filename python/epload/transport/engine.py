@@ -49,8 +49,6 @@ class Engine:
         """Error of this rank, or the one in the bucket that aborted the transfer."""
         self._over = threading.Event()
         """Set when this rank has met such a bucket."""
-        self.broken = False
-        """True if a step failed, so that the buffers may still be in use."""
 
     def run(self, bar: Progress) -> None:
         """``bar`` counts bytes.
@@ -64,26 +62,22 @@ class Engine:
                 with self._sink.entered():
                     pipeline.run(self._lanes(), self._stop, self._ring.enter_thread)
                     if self._mover is not None:
-                        self._ring.finish()
+                        self._ring.wait("end", self._waves[-1])
         except BaseException:
-            self.broken = not self._ring.drained()
+            self._ring.abandon()
+            self._sink.abandon()
             raise
         if self._failure is not None:
             raise self._failure
 
     def fail(self) -> None:
         """Wakes all waits: another rank cannot go on. Thread-safe."""
-        self._ring.fail()
-
-    def abandon(self) -> None:
-        """Keeps buffers that may still be in use until the process ends."""
-        self._ring.abandon()
-        self._sink.abandon()
+        self._ring.stop()
 
     def _stop(self, error: BaseException) -> None:
         """This rank cannot go on: the others hear why first, then its own waits are woken."""
         self._context.control.fail(error)
-        self._ring.fail()
+        self._ring.stop()
 
     # ---- lanes ----
 
@@ -101,7 +95,7 @@ class Engine:
             if not all(step(wave) for step in steps):
                 if steps[-1] == self._unpack:
                     self._over.set()
-                    self._ring.end()
+                    self._ring.stop(failed=False)
                 break
 
     # ---- steps ----
@@ -110,19 +104,19 @@ class Engine:
         mine = self._context.read_here(wave.numbers)
         if not mine:
             return True
-        self._ring.acquire(wave)
+        self._ring.wait("read", wave)
         if self._over.is_set():
             return False
         with self._report.timed("read", list_numbers("bucket", [wave.numbers[i] for i in mine])) as span:
             for i in mine:
                 span.nbytes += self._fill(wave, i)
-        self._ring.ready(wave)
+        self._ring.done("read", wave)
         return all(self._read_outcomes[wave.numbers[i]] is None for i in mine)
 
     def _fill(self, wave: Wave, i: int) -> int:
         """Returns the bytes read."""
         number = wave.numbers[i]
-        buffer = self._ring.read_buffer(wave, i)
+        buffer = self._ring.bucket(wave, i)
         assert self._context.source is not None
         with self._context.activity.doing(f"reads bucket {number}"):
             failure = self._context.framing.fill(number, buffer, self._context.source)
@@ -134,18 +128,18 @@ class Engine:
 
     def _move(self, wave: Wave) -> bool:
         assert self._mover is not None
-        self._ring.begin_move(wave)
+        self._ring.wait("move", wave)
         self._mover.move(wave)
-        self._ring.moved(wave)
+        self._ring.done("move", wave)
         if not self._ring.checks_moved:
             return True
         self._check(wave)
         last = wave.index >= self._aborted
-        self._ring.checked(wave, last)
+        self._ring.done("check", wave, last)
         return not last
 
     def _unpack(self, wave: Wave) -> bool:
-        self._ring.begin_unpack(wave)
+        self._ring.wait("unpack", wave)
         self._check(wave)
         if wave.index >= self._aborted:
             return False
@@ -154,8 +148,7 @@ class Engine:
         with self._report.timed("unpack", list_numbers("bucket", wave.numbers)) as span:
             for i, number in enumerate(wave.numbers):
                 span.nbytes += self._take(wave, i, number)
-        self._ring.unpacked(wave)
-        self._ring.release(wave)
+        self._ring.done("unpack", wave)
         return True
 
     def _check(self, wave: Wave) -> None:
@@ -177,11 +170,13 @@ class Engine:
 
     def _verify(self, wave: Wave) -> None:
         with self._report.timed("verify", list_numbers("bucket", wave.numbers)) as span:
-            for i in self._ring.to_verify(wave):
+
+            def check(i: int) -> None:
                 number, bucket = wave.numbers[i], self._ring.bucket(wave, i)
                 self._context.framing.verify(number, self._context.flow.reader(number), bucket.cpu())
                 span.nbytes += bucket.nbytes - HEADER_BYTES
-        self._ring.verified(wave)
+
+            self._ring.verify(wave, check)
 
     def _take(self, wave: Wave, i: int, number: int) -> int:
         """Returns the bytes of the bucket."""

@@ -1,45 +1,81 @@
-"""The local tensors that a load fills."""
+"""This rank's tensors of a load, on CPU, on a device, or on both."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.core.regions import Regions
 from epload.native import ops
 from epload.planning.plan import LoadPlan
+from epload.staging.affinity import near
+from epload.staging.device import DeviceStaging
 
 
 class Local:
-    """The local tensors of a plan's targets, for one load."""
+    """The local tensors of a plan's targets, for one load. See :class:`~epload.transport.sinks.Sink`.
 
-    def __init__(self, plan: LoadPlan, tensors: list[Tensor]) -> None:
+    What goes to a device is on the staging's stream. Bytes of the host get there through the staging's pipe, and no more than
+    what this rank keeps.
+    """
+
+    def __init__(self, plan: LoadPlan, tensors: list[Tensor], staging: DeviceStaging | None = None) -> None:
+        """``staging``: of the device that tensors are on; None if all are on CPU."""
         self.tensors = tensors
         self._plan = plan
+        self._staging = staging
 
-    def regions(self, number: int) -> Regions:
-        """All that this rank takes out of a bucket."""
-        return self._regions(range(number, number + 1))
-
-    def _regions(self, numbers: range) -> Regions:
-        targets, copies, origins = self._plan.taken(numbers)
-        return Regions([self.tensors[t] for t in targets], copies, origins)
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        if self._staging is None:
+            yield
+            return
+        with near(self._staging.device), self._staging.entered():
+            yield
 
     def unpack(self, number: int, bucket: Tensor) -> None:
-        """Takes it out of the bucket, which is on the tensors' device."""
-        if self._plan.buckets[number].targets:
-            self.regions(number).unpack(bucket)
+        for regions in self.regions(range(number, number + 1)):
+            on_cpu = regions.targets[0].is_cpu
+            regions.unpack(bucket.cpu() if on_cpu else bucket)
 
     def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
-        """Reads it for some buckets, on CPU; returns the bytes read, None if the checkpoint cannot.
+        """Reads what this rank keeps of some buckets; returns the bytes read, None if the checkpoint gives whole buckets only.
 
         Raises:
             CheckpointError: a file is gone, cannot be read or ends too early.
         """
-        regions = self._regions(numbers)
-        return checkpoint.read_regions(regions) if regions.targets else 0
+        total = 0
+        for regions in self.regions(numbers):
+            nbytes = checkpoint.read_regions(regions)
+            if nbytes is None:
+                return None
+            total += nbytes
+        return total
+
+    def abandon(self) -> None:
+        if self._staging is not None and not self._staging.drained():
+            self._staging.abandon()
+
+    def regions(self, numbers: range) -> list[Regions]:
+        """Returns what this rank takes out of some buckets: the regions on CPU and those on the device, where there are any."""
+        targets, copies, origins = self._plan.taken(numbers)
+        pipe = self._staging.pipe if self._staging is not None else None
+        native = pipe.native if pipe is not None else None
+        tensors = [self.tensors[target] for target in targets]
+        on_cpu = [tensor.is_cpu for tensor in tensors]
+        if all(on_cpu) or not any(on_cpu):
+            return [Regions(tensors, copies, origins, None if on_cpu[0] else native)] if tensors else []
+        mask = torch.tensor(on_cpu, dtype=torch.bool, device="cpu")[copies.target]
+        found = []
+        for rows, of_part in ((mask, None), (~mask, native)):
+            part = copies.select(rows)
+            some = [tensors[i] for i in part.renumber_targets()]
+            found.append(Regions(some, part, origins[rows], of_part))
+        return found
 
     def digests(self, which: Sequence[int], table: Tensor) -> Tensor:
         """Returns the digests of regions of these tensors; see ``ops.digest_tensors``.

@@ -14,8 +14,8 @@ from epload.native import ops
 from epload.native.extension import _C
 from epload.planning.schedule import Flow, Step
 from epload.planning.waves import Wave
+from epload.staging.device_ring import DeviceRing
 from epload.staging.host_ring import HostRing
-from epload.staging.ring import Ring
 from epload.transport.context import TransferContext
 
 SLOWEST = 10e6
@@ -73,7 +73,7 @@ class Collective:
         self,
         context: TransferContext,
         flow: Flow,
-        ring: Ring,
+        ring: DeviceRing,
         routes: Mapping[int, Route],
         stream: torch.Stream,
     ) -> None:
@@ -92,7 +92,7 @@ class Collective:
     def move(self, wave: Wave) -> None:
         flow, report = self._flow, self._context.report
         for i, number in enumerate(wave.numbers):
-            reader, bucket = flow.reader(number), self._ring.sent(wave, i)
+            reader, bucket = flow.reader(number), self._ring.sent(wave)
             doing = f"broadcasts bucket {number} from rank {reader}"
             with self._context.activity.doing(doing):
                 try:

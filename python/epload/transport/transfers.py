@@ -24,14 +24,10 @@ Connect = Callable[[HostRing, float], Mover]
 class Transfer(Protocol):
     """An :class:`Engine`, or a direct read."""
 
-    @property
-    def broken(self) -> bool:
-        """True if its buffers may still be in use."""
-        ...
-
     def run(self, bar: Progress) -> None: ...
-    def fail(self) -> None: ...
-    def abandon(self) -> None: ...
+    def fail(self) -> None:
+        """Wakes all waits: another rank cannot go on. Thread-safe."""
+        ...
 
 
 def through_memory(
@@ -68,10 +64,5 @@ def run_transfer(transfer: Transfer, control: Control, groups: GroupCache, bar: 
     Raises:
         LoadError: as the transfer's own ``run``.
     """
-    try:
-        with control.watch.guards(transfer, groups):
-            transfer.run(bar)
-    except BaseException:
-        if transfer.broken:
-            transfer.abandon()
-        raise
+    with control.watch.guards(transfer, groups):
+        transfer.run(bar)
