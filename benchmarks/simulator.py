@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import costs
 from costs import INFINITE, Rates, StoreRates
-from epload.planning.schedule import Flow, buckets_per_wave, default_wave_bytes, wave_limit
+from epload.planning.schedule import WAVE_BYTES, Flow, buckets_per_wave, wave_limit
 from epload.planning.streams import ExchangePlan, Members
 from epload.planning.traffic import Traffic
 
@@ -73,7 +73,7 @@ class Cluster:
 def waves(total: int, nodes: Nodes, readers: str, on_device: bool = False, most: int = 0) -> tuple[int, int]:
     """The bytes of a wave and the number of buckets in it, as the loader chooses them for ``total`` bytes. On a device each
     bucket moves alone. ``most``: bytes, instead of the default."""
-    size = wave_limit(total, most or default_wave_bytes(len(nodes), readers, not on_device))
+    size = wave_limit(total, most or WAVE_BYTES)
     return size, 1 if on_device else buckets_per_wave(nodes, readers, size)
 
 

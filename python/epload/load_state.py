@@ -23,6 +23,7 @@ from epload.loader import load
 from epload.loading.request import LoadOptions
 from epload.mapping.mapping import Mapping as Rules
 from epload.model.flat_state import FlatState, assign
+from epload.planning.schedule import WAVE_BYTES
 from epload.report import LoadReport
 
 _MOST_SHOWN = 5
@@ -39,7 +40,7 @@ def load_state(
     src: int = 0,
     readers: str = "auto",
     algorithm: str = "auto",
-    bucket_bytes: int | None = None,
+    bucket_bytes: int = WAVE_BYTES,
     verify: bool = False,
     timeout: timedelta | float | None = None,
     progress: bool = True,

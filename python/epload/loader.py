@@ -33,6 +33,7 @@ from epload.mapping.precision import DTypes, below_fp32_warning
 from epload.model.devices import check_stream
 from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
 from epload.model.initialization import InitMissing
+from epload.planning.schedule import WAVE_BYTES
 from epload.redact import redact, redact_url
 from epload.report import LoadReport, count, list_keys
 
@@ -127,7 +128,7 @@ class HierarchicalLoader:
         src: int = 0,
         readers: str = "auto",
         algorithm: str = "auto",
-        bucket_bytes: int | None = None,
+        bucket_bytes: int = WAVE_BYTES,
         verify: bool = False,
         timeout: timedelta | float | None = None,
         stream: torch.Stream | None = None,
@@ -144,15 +145,14 @@ class HierarchicalLoader:
                 ``"auto"`` is ``"every"`` if every rank can read the checkpoint, unless they would read its bytes too often:
                 from object storage more than 1.25 times, from files more than 4 times; then it is ``"partitioned"``. If not
                 every rank can read it, it is ``"one"``.
-            algorithm: ``"two_level"`` or ``"striped"``. ``"auto"`` is ``"two_level"``.
-                For a model on a device it is ``"striped"`` if every rank has a network card of its own, and buckets that do not
-                cross nodes go through memory that a node's ranks share, out of which each copies what it keeps.
+            algorithm: how buckets move between nodes: ``"two_level"`` through one rank of each, ``"striped"`` in as many stripes
+                as a node has ranks. ``"auto"`` is ``"striped"`` for a model on a device, unless node sizes differ, else
+                ``"two_level"``; and buckets that do not cross nodes go through memory that a node's ranks share, out of which
+                each copies what it keeps.
             bucket_bytes: size of a bucket; each rank has two, but for a model on a device with ``"every"``, where there are none.
                 A rank that brings bytes from the host to a device has up to 64 MiB of pinned memory for that. Where a node's
                 ranks share staging buffers, it is the size of the buckets that move together, and the node has twice that
-                (each rank, if they cannot share memory). None is 64 MiB; in host memory 48 MiB with ``"one"`` or
-                ``"per_node"``, and with ``"partitioned"`` or ``"auto"`` on more than 16 nodes 4 MiB per node, at most 512 MiB;
-                for buckets on a device that cross nodes 256 MiB.
+                (each rank, if they cannot share memory).
             verify: after the load, ranks prove their shards against the checkpoint, which is read once more, by all ranks that
                 have it together.
             timeout: seconds (or timedelta) without progress after which a load has failed; 30 minutes if None. A step that
@@ -298,7 +298,6 @@ class HierarchicalLoader:
         options = self.options
         report = LoadReport(
             readers=options.readers,
-            algorithm=options.sent_algorithm,
             verify=options.verify,
             topology=repr(self.topology),
         )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from unittest import mock
 
 import pytest
 
 from epload import HierarchicalLoader, Topology
-from epload.cluster import cards
 from support import fakedev, ranks
 from support.accelerator import NODES, SEMANTICS, for_readers, meta_net, wrong
 from support.checks import all_fine
@@ -17,44 +15,27 @@ from support.small_model import BUCKET, state_for
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
-REASON = "auto -> striped: every rank has a network card of its own"
 
-
-def _chosen(rank: int, nodes: list[list[int]], per_rank: list[int]) -> list[tuple[str, str, bool]]:
+def _chosen(rank: int, nodes: list[list[int]]) -> list[tuple[str, bool]]:
     found = []
-    with mock.patch.object(cards, "count", return_value=per_rank[rank]):
-        for readers in ("one", "partitioned", "auto", "per_node", "every"):
-            loader = HierarchicalLoader(Topology.from_nodes(nodes), readers=readers, bucket_bytes=BUCKET)
-            for salt in (1, 2):
-                model = meta_net()
-                report = loader.load(model, for_readers(state_for(salt), readers))
-                fine = not wrong(model, state_for(salt))
-            found.append((report.algorithm, report.reason, fine))
+    for readers in ("one", "partitioned", "auto", "per_node", "every"):
+        loader = HierarchicalLoader(Topology.from_nodes(nodes), readers=readers, bucket_bytes=BUCKET)
+        for salt in (1, 2):
+            model = meta_net()
+            report = loader.load(model, for_readers(state_for(salt), readers))
+            fine = not wrong(model, state_for(salt))
+        found.append((report.algorithm, fine))
     return found
 
 
 @pytest.mark.parametrize(
-    ("nodes", "per_rank", "striped"),
-    [
-        (NODES[4], [2, 2, 2, 2], True),
-        (NODES[4], [2, 3, 4, 2], True),
-        (NODES[4], [2, 2, 1, 2], False),
-        ([[0, 1, 2], [3]], [9, 9, 9, 9], False),
-        ([[0, 1, 2, 3]], [4, 4, 4, 4], False),
-    ],
+    ("nodes", "algorithm"), [(NODES[4], "striped"), ([[0, 1, 2], [3]], "two_level"), ([[0, 1, 2, 3]], "")]
 )
-def test_auto_stripes_where_every_rank_has_a_card(nodes: list[list[int]], per_rank: list[int], striped: bool) -> None:
-    per_rank_found = ranks.run(4, _chosen, nodes, per_rank, setup=fakedev.setup)
-    assert all(fine for found in per_rank_found for _, _, fine in found)
-    for one, partitioned, auto, per_node, every in per_rank_found:
-        for algorithm, reason, _ in (one, partitioned):
-            assert algorithm == ("striped" if striped else "two_level" if len(nodes) > 1 else "")
-            assert (REASON in reason) == striped
-        assert auto[0] == one[0], "of the dicts that ranks have, one is sent"
-        assert (REASON in auto[1]) == striped
-        for algorithm, reason, _ in (per_node, every):
-            assert algorithm == "", "no bucket is sent from rank to rank"
-            assert REASON not in reason
+def test_auto_stripes_buckets_that_cross_nodes_of_one_size(nodes: list[list[int]], algorithm: str) -> None:
+    for found in ranks.run(4, _chosen, nodes, setup=fakedev.setup):
+        assert all(fine for _, fine in found)
+        # Of the dicts that ranks have with "auto", one is sent; with "per_node" and "every" no bucket is sent from rank to rank.
+        assert [used for used, _ in found] == [algorithm] * 3 + [""] * 2
 
 
 def _queued(rank: int, semantics: str) -> list[str]:

@@ -21,7 +21,6 @@ from epload.planning.schedule import (
     STRIPE_ALIGNMENT,
     Flow,
     buckets_per_wave,
-    default_wave_bytes,
 )
 from epload.planning.schedule import wave_limit as limit_of
 
@@ -301,20 +300,6 @@ def test_a_chunk_is_a_small_part_of_what_a_node_reads_of_a_wave(nodes: int, buck
         assert chunk <= max(bucket * max(per_wave // nodes, 1) / 16, 512 << 10)
     else:
         assert chunk == replace(flow, readers="one").chunk_bytes(1 << 40)
-
-
-@pytest.mark.parametrize("readers", ["one", "per_node", "partitioned", "every"])
-def test_waves_grow_with_the_nodes_that_read(readers: str) -> None:
-    """By default, on the host, up to 512 MiB; each of up to 128 nodes then has a bucket of its own. With one, 48 MiB."""
-    several = readers == "partitioned"
-    for nodes, megabytes, buckets in (
-        (1, 64, 1), (2, 64, 2), (16, 64, 16), (17, 68, 17), (128, 512, 128), (129, 512, 16), (2048, 512, 16)
-    ):  # fmt: skip
-        crosses = nodes > 1 and readers in ("one", "partitioned")
-        assert default_wave_bytes(nodes, readers, on_host=False) == (256 << 20 if crosses else 64 << 20)
-        wave = default_wave_bytes(nodes, readers, on_host=True)
-        assert wave == (megabytes if several else 64 if readers == "every" else 48) << 20
-        assert buckets_per_wave([[rank] for rank in range(nodes)], readers, wave) == (buckets if several else 1)
 
 
 @given(st.integers(0, 1 << 45), st.integers(1, 1 << 35))

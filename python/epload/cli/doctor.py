@@ -21,7 +21,7 @@ import torch.distributed as dist
 from epload.cli.output import count, json_option, print_json, show, size, table
 from epload.cluster.cards import count_rdma
 from epload.native.info import build_info
-from epload.planning.schedule import MAX_WAVE_BYTES, SYNC_WAVE_BYTES
+from epload.planning.schedule import SYNC_WAVE_BYTES
 
 _SLOW_LOOKUP = 0.5
 """Seconds; a TCPStore looks up the name of the peer's address for each connection."""
@@ -108,8 +108,6 @@ def check_shared_memory(memory: Path = Path("/proc/meminfo"), group: Path = Path
     found = f"anonymous files, {size(free)} of memory available"
     if free < 2 * SYNC_WAVE_BYTES:
         return Finding("shared memory", "warn", found, f"staging buffers of a node want {size(2 * SYNC_WAVE_BYTES)}")
-    if free < 2 * MAX_WAVE_BYTES:
-        return Finding("shared memory", "ok", found, f"jobs of 128 and more nodes want {size(2 * MAX_WAVE_BYTES)}")
     return Finding("shared memory", "ok", found)
 
 
@@ -163,7 +161,7 @@ def check_cards(sysfs: Path = Path("/sys")) -> Finding:
         cards.append(
             f"{card.name} {int(speed) / 1000:g} Gbit/s" if speed.isdecimal() else f"{card.name} of unknown speed"
         )
-    rdma = count_rdma(sysfs, os.environ.get("NCCL_IB_HCA", ""))
+    rdma = count_rdma(sysfs)
     cards += [count(rdma, "RDMA port")] * bool(rdma)
     if not cards:
         return Finding(

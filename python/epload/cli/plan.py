@@ -20,7 +20,7 @@ from epload.mapping.resolve import resolve_mapping, with_quantization_of
 from epload.model.targets import Targets, collect
 from epload.planning.choose import choose_readers
 from epload.planning.plan import LoadPlan, make_plan
-from epload.planning.schedule import READERS, buckets_per_wave, default_wave_bytes, wave_limit
+from epload.planning.schedule import READERS, WAVE_BYTES, buckets_per_wave, wave_limit
 from epload.planning.traffic import traffic
 from epload.planning.waves import wave_bytes
 
@@ -156,7 +156,7 @@ def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Nodes, r
 
 def _plan(manifest: Manifest, mapping: Mapping, nodes: Nodes, targets: Targets, readers: str) -> tuple[LoadPlan, int]:
     """The plan for a model on CPU, and the number of buckets in a wave."""
-    wave = wave_limit(manifest.nbytes, default_wave_bytes(len(nodes), readers, on_host=True))
+    wave = wave_limit(manifest.nbytes, WAVE_BYTES)
     per_wave = buckets_per_wave(nodes, readers, wave)
     return make_plan(manifest, targets, mapping, wave // per_wave), per_wave
 

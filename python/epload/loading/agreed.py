@@ -28,8 +28,6 @@ class OpeningMessage:
     lacks_buffers: bool
     """True if non-persistent buffers are on meta."""
     trace: bool
-    cards: bool
-    """True if each rank of the node has a network card."""
     seed: int
     known: str
     """Identity of the manifest of the rank's previous load; empty if there is none."""
@@ -56,8 +54,6 @@ class Opening:
     seed: int
     """Seed for tensors that are initialized."""
     groups: int
-    card_each: bool
-    """True if each rank has a network card of its own."""
     trace: bool
     """True if any rank asks for events."""
 

@@ -114,14 +114,12 @@ class Agreement:
                 meta=any(message.meta for message in everyone),
                 seed=source.seed,
                 groups=max(message.groups for message in everyone),
-                card_each=all(message.cards for message in everyone),
                 trace=any(message.trace for message in everyone),
             )
             return asdict(opening)
 
         message = asdict(self._opening_message(request, inputs)) if inputs is not None else None
         opening = Opening(**self._control.settle("opening the checkpoint", failure, message, decide))
-        self._router.card_each = opening.card_each
         self._topology.groups.agree(opening.groups)
         return opening
 
@@ -136,7 +134,6 @@ class Agreement:
             meta=lacks_buffers or inputs.devices.has_meta,
             lacks_buffers=lacks_buffers,
             trace=request.trace,
-            cards=self._router.has_card_each(inputs.device),
             seed=torch.initial_seed(),
             known=self.inputs.manifest.identity if self.inputs.manifest is not None else "",
         )

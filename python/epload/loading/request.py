@@ -14,7 +14,7 @@ from epload.mapping.precision import DTypes
 from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
 from epload.model.initialization import InitMissing
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.schedule import ALGORITHMS, READERS
+from epload.planning.schedule import ALGORITHMS, READERS, WAVE_BYTES
 from epload.verify.proof import check_verify
 
 
@@ -29,8 +29,8 @@ class LoadOptions:
     """The global rank that reads if one does, and on whose rail the leaders are."""
     algorithm: str = "auto"
     """``"two_level"``, ``"striped"`` or ``"auto"``: how buckets move between nodes."""
-    bucket_bytes: int | None = None
-    """The size of a bucket; None for the default of the load's route."""
+    bucket_bytes: int = WAVE_BYTES
+    """The size of a bucket; 64 MiB by default."""
     direct_io: bool = True
     """True if files that are not in the page cache are read past it."""
     stream: torch.Stream | None = None
@@ -54,8 +54,7 @@ class Options:
     algorithm: str
     """One of ALGORITHMS, or "auto"."""
     src: int
-    bucket_bytes: int | None
-    """None for the default of the load's route; see ``default_wave_bytes``."""
+    bucket_bytes: int
     verify: bool
     direct_io: bool = True
 
@@ -65,19 +64,12 @@ class Options:
         for name, allowed in (("readers", ("auto", *READERS)), ("algorithm", ("auto", *ALGORITHMS))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"expected {name} to be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if self.bucket_bytes is None:
-            return
         if not isinstance(self.bucket_bytes, int) or isinstance(self.bucket_bytes, bool):
             raise TypeError(
                 f"expected bucket_bytes to be a number of bytes as an int, such as 500 * 10**6, got {self.bucket_bytes!r}"
             )
         if self.bucket_bytes < HEADER_BYTES + 16:
             raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + 16}, got {self.bucket_bytes}")
-
-    @property
-    def sent_algorithm(self) -> str:
-        """The algorithm for buckets that move between ranks."""
-        return "two_level" if self.algorithm == "auto" else self.algorithm
 
 
 @dataclass(frozen=True)

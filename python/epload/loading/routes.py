@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from epload.cluster import cards
 from epload.cluster.topology import Route, Topology
 from epload.loading.request import Options
 from epload.model.devices import CPU
-from epload.planning.schedule import Flow, buckets_per_wave, default_wave_bytes, wave_limit
+from epload.planning.schedule import Flow, buckets_per_wave, wave_limit
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,6 @@ class Router:
     def __init__(self, topology: Topology, options: Options) -> None:
         self._topology = topology
         self._options = options
-        self.card_each = False
-        """True if every rank of every node has a network card of its own; agreed on when a load into a device opens."""
-
-    def has_card_each(self, device: torch.device) -> bool:
-        """Returns True if each rank of this node has a network card, where that decides anything."""
-        nodes, auto = self._topology.nodes, self._options.algorithm == "auto"
-        if device == CPU or not auto or len(nodes) == 1 or not self._topology.even:
-            return False
-        return cards.count(device) >= len(self._topology.node)
 
     def may_read(self, device: torch.device) -> bool:
         """True if this rank may be asked to read. With ``"auto"`` each rank may that can."""
@@ -71,8 +61,7 @@ class Router:
         The buckets of a wave share a staging buffer; on a device there is one for each leader that reads.
         """
         nodes, on_host = self._topology.nodes, self.stages_on_host(device, readers)
-        most = self._options.bucket_bytes or default_wave_bytes(len(nodes), readers, on_host)
-        wave = wave_limit(nbytes, most)
+        wave = wave_limit(nbytes, self._options.bucket_bytes)
         if on_host:
             per_wave = buckets_per_wave(nodes, readers, wave)
             return per_wave, wave // per_wave
@@ -80,12 +69,7 @@ class Router:
 
     def flow(self, device: torch.device, readers: str, shared: bool) -> Flow:
         """``shared``: whether the ranks of a node have memory that they share."""
-        algorithm = self._options.sent_algorithm
-        if self._stripes_by_itself(device, readers):
-            algorithm = "striped"
-        elif algorithm == "striped" and self._why_not_striped(device, readers, shared):
-            algorithm = "two_level"
-        topology = self._topology
+        topology, algorithm = self._topology, self._algorithm(device, readers, shared)[0]
         shared = shared and (device == CPU or self._by_node(readers))
         return Flow(topology.nodes, topology.rank, self._options.src, readers, algorithm, shared)
 
@@ -93,16 +77,26 @@ class Router:
         """Collective where groups are not there yet."""
         flow = self.flow(device, readers, shared)
         on_host = device == CPU or flow.shared
-        why = self._why_not_striped(device, readers, shared) if self._options.sent_algorithm == "striped" else ""
-        note = f"two_level in place of striped, as {why}" if why else ""
-        if self._stripes_by_itself(device, readers):
-            note = "auto -> striped: every rank has a network card of its own"
-        return RoutePlan(flow, self._routes(device, flow, on_host), on_host, note)
+        return RoutePlan(
+            flow, self._routes(device, flow, on_host), on_host, self._algorithm(device, readers, shared)[1]
+        )
 
-    def _stripes_by_itself(self, device: torch.device, readers: str) -> bool:
-        """Returns True if ``"auto"`` sends stripes, over all cards of a node at once."""
-        crosses = len(self._topology.nodes) > 1 and readers in ("one", "partitioned")
-        return device != CPU and crosses and self.card_each
+    def _algorithm(self, device: torch.device, readers: str, shared: bool) -> tuple[str, str]:
+        """Returns the algorithm, and why it is not the one that was asked for."""
+        asked, topology = self._options.algorithm, self._topology
+        if asked == "auto":
+            crosses = len(topology.nodes) > 1 and readers in ("one", "partitioned")
+            return ("striped" if device != CPU and crosses and topology.even else "two_level"), ""
+        if asked == "two_level" or readers == "every" or len(topology.ranks) == 1:
+            return asked, ""
+        why = ""
+        if not topology.even:
+            why = "node sizes differ"
+        elif device == CPU and not shared:
+            why = "the ranks of a node share no memory"
+        elif device != CPU and readers == "per_node":
+            why = "no bucket crosses nodes"
+        return ("two_level", f"two_level in place of striped, as {why}") if why else (asked, "")
 
     def _routes(self, device: torch.device, flow: Flow, on_host: bool) -> dict[int, Route]:
         src = self._options.src
@@ -129,13 +123,3 @@ class Router:
         crosses = len(nodes) > 1 and readers != "per_node"
         several = any(len(node) > 1 for node in nodes)
         return self._options.algorithm == "auto" and several and not crosses and readers != "every"
-
-    def _why_not_striped(self, device: torch.device, readers: str, shared: bool) -> str:
-        """Empty if nothing speaks against it. Where no bucket moves between ranks, nothing does."""
-        if readers == "every" or len(self._topology.ranks) == 1:
-            return ""
-        if not self._topology.even:
-            return "node sizes differ"
-        if device == CPU:
-            return "" if shared else "the ranks of a node share no memory"
-        return "no bucket crosses nodes" if readers == "per_node" else ""

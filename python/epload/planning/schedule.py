@@ -24,19 +24,12 @@ the last unpacked when all else is done."""
 MIN_PART_BYTES = 4 << 20
 """A reader's share of a wave is no smaller, so that its reads stay long, and sending a node's share takes longer than a hop."""
 WAVE_BYTES = 64 << 20
-"""Bytes of a wave, or of a device's bucket, unless many nodes read or a device's buckets cross nodes."""
-HOST_WAVE_BYTES = 48 << 20
-"""Bytes of a wave in host memory that one rank of a node reads. In a first load this memory is new, and the kernel provides it
-while the link waits: on a VM that gets it from its host page by page, that takes half of the transfer. Smaller waves would make
-later loads slower, as ranks wait for one another between them."""
+"""Maximum bytes of a load's wave, or of a device's bucket, if the caller gives none."""
 SYNC_WAVE_BYTES = 128 << 20
 """Bytes of a wave of a sync. Between two waves the ranks of a node wait for one another, which takes 1 to 2 ms where cores are
 few: as long as 8 MB over loopback."""
-DEVICE_WAVE_BYTES = 256 << 20
-"""Bytes of a device's bucket that crosses nodes, so that it takes milliseconds. The fixed cost of each, the start of a collective
-and, where the host looks at headers, that too, is then a few percent."""
 MAX_WAVE_BYTES = 512 << 20
-"""Maximum bytes of a wave that grows with the number of nodes."""
+"""Maximum bytes of a wave that grows with the number of bytes of a sync."""
 MOST_READERS_OF_SOME_NODES = 16
 """Readers that share a wave with no room for one of each node. Each delays the next wave's readers by a hop, and takes a part of
 the reading."""
@@ -181,18 +174,3 @@ def buckets_per_wave(nodes: Sequence[Sequence[int]], readers: str, wave_bytes: i
 def wave_limit(total: int, most: int) -> int:
     """Bytes of a wave in a load of ``total`` bytes."""
     return min(most, max(MIN_WAVE_BYTES, total // MIN_WAVES))
-
-
-def default_wave_bytes(nodes: int, readers: str, on_host: bool) -> int:
-    """Most bytes of a wave where the caller gives no limit.
-
-    In host memory, where several readers' buckets share a wave, it has room for one of each of ``nodes`` nodes. With fewer, the
-    hops from the readers of one wave to those of the next are not hidden, and can take as long as the wave.
-    """
-    if not on_host and nodes > 1 and readers in ("one", "partitioned"):
-        return DEVICE_WAVE_BYTES
-    if not on_host or readers == "every":
-        return WAVE_BYTES
-    if readers in ("one", "per_node"):
-        return HOST_WAVE_BYTES
-    return min(max(WAVE_BYTES, nodes * MIN_PART_BYTES), MAX_WAVE_BYTES)
