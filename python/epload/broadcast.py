@@ -17,7 +17,7 @@ from epload.control.control import Control
 from epload.errors import ManifestMismatch
 from epload.model.devices import check_backend, check_stream
 from epload.native import ops
-from epload.planning.schedule import ALGORITHMS
+from epload.planning.algorithms import ALGORITHMS
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 DEFAULT_BUCKET_BYTES_ON_CPU = 16 << 20
@@ -101,9 +101,9 @@ def _broadcast(
         _check_same_list(topology.control, tensors, options, failure)
     elif failure is not None:
         raise failure
-    if algorithm == "striped" and not topology.even:
+    if ALGORITHMS[algorithm].striped and not topology.even:
         algorithm = "two_level"
-    route = (topology.striped_route if algorithm == "striped" else topology.route)(src)
+    route = topology.route(src, algorithm)
     ops.coalesced_bcast(
         tensors, src, route.inter_group, route.intra_group, bucket_bytes, algorithm, stream, leader=route.leader
     )

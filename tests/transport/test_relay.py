@@ -18,7 +18,8 @@ from torch import Tensor
 
 from epload import _C
 from epload.native import ops
-from epload.planning.schedule import STRIPE_ALIGNMENT, Flow
+from epload.planning.algorithms import STRIPE_ALIGNMENT
+from epload.planning.schedule import Flow
 from support import ranks
 from support.checks import all_fine
 

@@ -16,6 +16,7 @@ from epload.cluster.rendezvous import rendezvous
 from epload.control.control import DEFAULT_TIMEOUT, Control
 from epload.errors import ManifestMismatch
 from epload.native.extension import _C
+from epload.planning.algorithms import ALGORITHMS
 
 
 @dataclass(frozen=True)
@@ -151,31 +152,23 @@ class Topology:
         self.check_source(src)
         return tuple(_C.leaders(self.nodes, src))
 
-    def route(self, src: int) -> Route:
-        """The route of a two-level broadcast from ``src``. Collective: makes its groups if they do not exist."""
-        leaders = self.leaders(src)
-        self.groups.make("route", (leaders,), self.nodes)
-        leader = leaders[self.nodes.index(self.node)]
-        return Route(src, leader, self.groups.name(leaders), self.groups.name(self.node))
-
-    def striped_route(self, src: int) -> Route:
-        """The route of a striped broadcast; ``inter_group`` is this rank's rail, ``leader`` its rank on the source's node.
-
-        Collective: makes a group for every rail if they do not exist.
+    def route(self, src: int, algorithm: str = "two_level") -> Route:
+        """The route of a broadcast from ``src``. Collective: makes its groups if they do not exist.
 
         Raises:
-            ValueError: node sizes differ, so that rails would have different lengths.
+            ValueError: ``src`` is in no node, or node sizes differ, so that there are no stripes.
         """
         self.check_source(src)
-        if not self.even:
+        chosen = ALGORITHMS[algorithm]
+        if chosen.striped and not self.even:
             raise ValueError(
-                f"algorithm 'striped' expects nodes of equal size, got {list(map(list, self.nodes))}; use 'two_level'"
+                f"algorithm '{algorithm}' expects nodes of equal size, got {list(map(list, self.nodes))}; use 'two_level'"
             )
-        rails = tuple(map(tuple, _C.rails(self.nodes)))
-        self.groups.make("striped route", rails, self.nodes)
-        rail = next(rail for rail in rails if self.rank in rail)
-        source_node = next(i for i, node in enumerate(self.nodes) if src in node)
-        return Route(src, rail[source_node], self.groups.name(rail), self.groups.name(self.node))
+        between = chosen.groups(self.nodes, src)
+        self.groups.make("route", between, self.nodes)
+        mine = next((ranks for ranks in between if self.rank in ranks), (self.rank,))
+        leader = chosen.leader(self.nodes, src, self.rank)
+        return Route(src, leader, self.groups.name(mine), self.groups.name(self.node))
 
     def retire(self) -> None:
         """Disposes of all groups, as after a failed transfer: the next route makes new ones. On all ranks alike."""

@@ -13,8 +13,9 @@ from epload.mapping.mapping import Mapping
 from epload.mapping.precision import DTypes
 from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
 from epload.model.initialization import InitMissing
+from epload.planning.algorithms import ALGORITHMS
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.schedule import ALGORITHMS, READERS, WAVE_BYTES
+from epload.planning.schedule import READERS, WAVE_BYTES
 from epload.verify.proof import check_verify
 
 

@@ -8,7 +8,7 @@ from epload.cluster.topology import Topology
 from epload.loading.agreed import AgreedLoad
 from epload.loading.request import Options
 from epload.loading.routes import Router
-from epload.planning.schedule import STRIPE_ALIGNMENT
+from epload.planning.algorithms import STRIPE_ALIGNMENT
 from epload.staging.device import DeviceStaging, StagingNeeds
 from epload.staging.device_resources import DeviceResources
 from epload.staging.shared_memory import NodeMemory

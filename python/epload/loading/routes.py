@@ -103,18 +103,14 @@ class Router:
         if flow.readers == "every" or (flow.shared and not flow.crosses):
             return {}
         if on_host:
-            striped = flow.algorithm == "striped" and flow.crosses
-            route = (self._topology.striped_route if striped else self._topology.route)(src)
+            route = self._topology.route(src, flow.algorithm if flow.crosses else "two_level")
             return {reader: replace(route, src=reader) for reader in flow.turns}
         if len(self._topology.ranks) == 1:
             return {}
         if flow.readers == "per_node":
-            route = self._route(flow, src)
+            route = self._topology.route(src, flow.algorithm)
             return {route.leader: replace(route, src=route.leader, inter_group="")}
-        return {reader: self._route(flow, reader) for reader in flow.turns}
-
-    def _route(self, flow: Flow, src: int) -> Route:
-        return (self._topology.striped_route if flow.algorithm == "striped" else self._topology.route)(src)
+        return {reader: self._topology.route(reader, flow.algorithm) for reader in flow.turns}
 
     def _by_node(self, readers: str) -> bool:
         """Returns True if the ranks of a node copy what they keep out of shared host memory, each to its own device:

@@ -14,9 +14,9 @@ from itertools import zip_longest
 from typing import Protocol
 
 from epload.native.extension import _C
+from epload.planning.algorithms import ALGORITHMS, STRIPE_ALIGNMENT, Algorithm
 
 READERS = ("one", "per_node", "partitioned", "every")
-ALGORITHMS = ("two_level", "striped")
 MIN_WAVES = 3
 MIN_WAVE_BYTES = 8 << 20
 """A load has at least so many waves, unless they would be smaller than this: the first is read before anything can be sent, and
@@ -33,7 +33,6 @@ MAX_WAVE_BYTES = 512 << 20
 MOST_READERS_OF_SOME_NODES = 16
 """Readers that share a wave with no room for one of each node. Each delays the next wave's readers by a hop, and takes a part of
 the reading."""
-STRIPE_ALIGNMENT = 64
 _MAX_FILL = 1 / 128
 _MAX_WAVE_FILL = 1 / 16
 _CHUNK_BYTES = (512 << 10, 16 << 20)
@@ -68,6 +67,10 @@ class Flow:
     algorithm: str
     shared: bool
     """True if the ranks of a node share their staging buffers; else each has its own and bytes are passed on to it."""
+
+    @property
+    def _algorithm(self) -> Algorithm:
+        return ALGORITHMS[self.algorithm]
 
     @cached_property
     def node(self) -> int:
@@ -118,7 +121,7 @@ class Flow:
             return self.sharers if len(self.nodes[self.node]) > 1 or self.crosses else ()
         if not self.crosses:
             return ()
-        return self.sharers if self.algorithm == "striped" else (self.leaders[self.node],)
+        return self._algorithm.relays(self.sharers, self.leaders[self.node])
 
     @property
     def crosses(self) -> bool:
@@ -128,7 +131,7 @@ class Flow:
     @property
     def stripes_multiple(self) -> int:
         """Bytes; a bucket whose size is a multiple has equal stripes, which the ranks of a node gather at once."""
-        return len(self.nodes[self.node]) * STRIPE_ALIGNMENT if self.algorithm == "striped" else 1
+        return len(self.nodes[self.node]) * STRIPE_ALIGNMENT if self._algorithm.striped else 1
 
     def steps(self, buckets: Sequence[tuple[int, int, int]]) -> list[Step]:
         """Returns the steps that this rank, one of ``relays``, takes with the buckets of a wave.
@@ -142,10 +145,8 @@ class Flow:
             buckets: number of the bucket, begin and end in the wave.
         """
         read_on = [(self._node_of[self.reader(number)], begin, end) for number, begin, end in buckets]
-        striped = self.algorithm == "striped"
-        return _C.wave_steps(
-            self.nodes, self.src, self.rank, striped, self.shared, self.crosses, read_on, STRIPE_ALIGNMENT
-        )
+        striped, crosses = self._algorithm.striped, self.crosses
+        return _C.wave_steps(self.nodes, self.src, self.rank, striped, self.shared, crosses, read_on, STRIPE_ALIGNMENT)
 
     def chunk_bytes(self, total: int, bucket: int = 0, per_wave: int = 1) -> int:
         """Bytes of a message: large, but so that filling the longest chain takes little of the time of ``total`` bytes.

@@ -12,6 +12,7 @@ from epload.cluster.topology import Route
 from epload.errors import LoadError, RemoteFailure, WaitTimeout, message_of
 from epload.native import ops
 from epload.native.extension import _C
+from epload.planning.algorithms import ALGORITHMS
 from epload.planning.schedule import Flow, Step
 from epload.planning.waves import Wave
 from epload.staging.device_ring import DeviceRing
@@ -115,7 +116,7 @@ def broadcast(flat: Tensor, route: Route, algorithm: str, stream: torch.Stream |
 def broadcast_steps(route: Route, flow: Flow, nbytes: int) -> int:
     """Number of broadcasts that a rank takes part in for a bucket of so many bytes."""
     node = sorted(flow.nodes[flow.node]) if route.intra_group else []
-    striped = flow.algorithm == "striped"
+    striped = ALGORITHMS[flow.algorithm].striped
     return _C.broadcast_count(nbytes, striped, bool(route.inter_group), node, flow.rank, route.src, route.leader)
 
 
