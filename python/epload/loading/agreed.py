@@ -69,7 +69,7 @@ class PlanMessage:
     nbytes: int
     """Bytes that the rank reads if all read what they keep."""
     meshes: list[list[Any]]
-    """See :class:`~epload.loading.differences.MeshClaims`."""
+    """See :func:`~epload.loading.differences.mesh_claims`."""
 
 
 @dataclass(frozen=True)

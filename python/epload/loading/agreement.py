@@ -19,12 +19,12 @@ from epload.errors import ManifestMismatch, ModelMismatch
 from epload.loading.agreed import AgreedLoad, Draft, Opening, OpeningMessage, PlanDecision, PlanMessage
 from epload.loading.buffers import find_holders
 from epload.loading.differences import (
-    MeshClaims,
     check_same_loader,
     check_same_options,
     distinct,
     explain_difference,
     find_mesh_mismatches,
+    mesh_claims,
     raise_mesh_mismatch,
 )
 from epload.loading.hints import check_match
@@ -52,7 +52,6 @@ class Agreement:
         self._options = options
         self._router = router
         self._loader = loader
-        self._meshes = MeshClaims(topology.ranks)
         self._tied = TiedWeights(self._control, options.src)
         self._plan: tuple[tuple[object, ...], Targets, LoadPlan] | None = None
         self._closed = False
@@ -171,7 +170,9 @@ class Agreement:
         if draft is not None:
             wanted = self._wanted_by_any(draft, inputs) if inputs.local_modules else frozenset[int]()
             plan, failure = attempt(lambda: self._make_checked_plan(request, inputs, draft, wanted))
-        message = PlanMessage("", inputs.checkpoint is not None, 0, self._meshes.of(inputs.targets))
+        message = PlanMessage(
+            "", inputs.checkpoint is not None, 0, mesh_claims(inputs.targets, {*self._topology.ranks})
+        )
         if plan is not None and draft is not None:
             nbytes = plan.spanned if draft.manifest.in_object_storage else plan.owned
             message = replace(message, fingerprint=plan.fingerprint.hex(), nbytes=nbytes)

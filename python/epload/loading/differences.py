@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Set
 from typing import Any
 
 from epload.checkpoint.manifest import Manifest
@@ -90,19 +91,9 @@ def difference(views: dict[int, list[str]], reference: int) -> ManifestMismatch:
 # ---- device meshes ----
 
 
-class MeshClaims:
-    """Computes what this rank reports of its meshes; cached while the model's meshes are the same."""
-
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self._ranks = frozenset(ranks)
-        self._known: tuple[object, Claims] | None = None
-
-    def of(self, targets: Targets) -> Claims:
-        """Their size does not depend on the number of ranks."""
-        claims = targets.mesh_digests()
-        if self._known is None or self._known[0] is not claims:
-            self._known = claims, [[digest, sum(rank in self._ranks for rank in mesh.ranks)] for digest, mesh in claims]
-        return self._known[1]
+def mesh_claims(targets: Targets, ranks: Set[int]) -> Claims:
+    """Returns what this rank reports of its meshes. Its size does not depend on the number of ranks."""
+    return [[digest, len(ranks & set(mesh.ranks))] for digest, mesh in targets.mesh_digests()]
 
 
 def find_mesh_mismatches(claims: dict[int, Claims]) -> dict[str, list[int]]:
