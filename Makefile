@@ -170,38 +170,38 @@ $(BENCH_VENV)/built: benchmarks/requirements.txt $(NATIVE) CMakeLists.txt setup.
 	EPLOAD_CUDA=$(EPLOAD_CUDA) $(BENCH)/pip install --quiet -e .
 	touch $@
 
-bench: $(BENCH_VENV)/built ## benchmark every loader over loopback; writes tables and plots to docs/
+bench: $(BENCH_VENV)/built ## benchmark every loader over loopback; writes benchmarks/results.md, data/ and README.md
 	$(BENCH)/python benchmarks/bench_load.py --docs
 	$(BENCH)/python benchmarks/bench_few.py --docs
 
 bench-quick: $(BENCH_VENV)/built ## the same with a twelfth of the tensors; writes to benchmarks/results/; under 10 minutes
 	$(BENCH)/python benchmarks/bench_load.py --quick
 
-bench-net: $(BENCH_VENV)/built ## benchmark over shaped links (root), then simulate; writes tables and plots to docs/ and benchmarks/
+bench-net: $(BENCH_VENV)/built ## benchmark over shaped links (root), then simulate; writes benchmarks/results.md and data/
 	$(BENCH)/python benchmarks/bench_net.py --docs
 	$(BENCH)/python benchmarks/simulate.py --docs
 
 bench-net-quick: $(BENCH_VENV)/built ## the same with 2 and 4 nodes and 80 MB (root); writes to benchmarks/results/
 	$(BENCH)/python benchmarks/bench_net.py --quick
 
-bench-control: $(BENCH_VENV)/built ## benchmark the control plane with 4 to 512 ranks; tables and a plot into docs/
+bench-control: $(BENCH_VENV)/built ## benchmark the control plane with 4 to 512 ranks; writes benchmarks/results.md and data/
 	$(BENCH)/python benchmarks/bench_control.py --docs
 
-bench-slow-store: $(BENCH_VENV)/built ## benchmark loads from a store that takes 1 ms a request; a table into docs/
+bench-slow-store: $(BENCH_VENV)/built ## benchmark loads from a store that takes 1 ms a request; writes benchmarks/results.md
 	$(BENCH)/python benchmarks/bench_slow_store.py --docs
 
-bench-cold: $(BENCH_VENV)/built ## benchmark reloads from a cold disk and of larger checkpoints (17 GB of disk); tables into docs/
+bench-cold: $(BENCH_VENV)/built ## benchmark reloads from a cold disk and of larger checkpoints (17 GB of disk); writes benchmarks/results.md
 	$(BENCH)/python benchmarks/bench_cold.py --docs
 	$(BENCH)/python benchmarks/bench_cold.py --layers 78 --files 6 --modes auto --repeat 3 --docs
 	$(BENCH)/python benchmarks/bench_cold.py --layers 52 --warm --modes auto --repeat 5 --docs
 
-bench-sync: $(BENCH_VENV)/built ## benchmark live sync over loopback and shaped links (root); tables into docs/
+bench-sync: $(BENCH_VENV)/built ## benchmark live sync over loopback and shaped links (root); writes benchmarks/results.md
 	$(BENCH)/python benchmarks/bench_sync.py --docs
 
-bench-save: $(BENCH_VENV)/built ## benchmark saves of an FSDP2 model; a table into docs/
+bench-save: $(BENCH_VENV)/built ## benchmark saves of an FSDP2 model; writes benchmarks/results.md
 	$(BENCH)/python benchmarks/bench_save.py --docs
 
-simulate: $(BENCH_VENV)/built ## run the simulator alone on the measurements in docs/; writes benchmarks/simulation.md; takes seconds
+simulate: $(BENCH_VENV)/built ## run the simulator alone on the measurements in benchmarks/data/; writes benchmarks/results.md; takes seconds
 	$(BENCH)/python benchmarks/simulate.py --docs
 
 gpu-check: ## on a machine with an NVIDIA GPU: build, test, sanitize, trace and benchmark with PYTHON's own torch

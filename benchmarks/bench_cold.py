@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for the JSON results"
     )
-    parser.add_argument("--docs", action="store_true", help="write the table to docs/")
+    parser.add_argument("--docs", action="store_true", help="write the table to benchmarks/results.md")
     options = parser.parse_args()
     if "RANK" in os.environ:
         Worker(options).run()
@@ -88,7 +88,7 @@ def main() -> None:
     table = compared(results, options)
     table.show()
     if options.docs:
-        write(ROOT / "docs" / "performance.md", mark, [provenance(results), table.markdown()])
+        write(mark, [provenance(results), table.markdown()])
 
 
 def size_of(options: argparse.Namespace) -> Size:

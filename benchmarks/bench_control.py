@@ -15,7 +15,6 @@ import json
 import statistics
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from epload.control import tree as trees
 from epload.control.rounds import decide_on_reports, encode_report
 from store_replay import replay
 from summary import facts
-from tables import Table, provenance, seconds, write
+from tables import DATA, Table, provenance, seconds, write
 
 LOADS = 5
 ROUNDS = 8
@@ -72,7 +71,9 @@ def main() -> None:
     parser.add_argument("--late", type=float, default=3.0, help="seconds that one rank comes late")
     parser.add_argument("--processes", type=int, default=32, help="that the ranks are threads of")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument("--docs", action="store_true", help="measure 4 to 512 ranks; write tables and a plot to docs/")
+    parser.add_argument(
+        "--docs", action="store_true", help="measure 4 to 512 ranks; write benchmarks/results.md and data/"
+    )
     options = parser.parse_args()
     preload()
     if not options.docs:
@@ -90,13 +91,12 @@ def main() -> None:
         "replays": replays,
         "rates": rates,
     }
-    docs = Path(__file__).parents[1] / "docs"
-    (docs / "control.json").write_text(json.dumps(results, indent=1) + "\n")
+    (DATA / "control.json").write_text(json.dumps(results, indent=1) + "\n")
     texts = [provenance(results), *(table.markdown() for table in (measured(runs), compared(runs, replays, rates)))]
-    write(docs / "performance.md", "control", texts)
+    write("control", texts)
     import plots  # matplotlib, which tests of the rest do not have
 
-    plots.control(runs, docs / "control.png")
+    plots.control(runs, DATA / "control.png")
 
 
 # ---- measuring ----

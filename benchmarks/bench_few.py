@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for the JSON results"
     )
-    parser.add_argument("--docs", action="store_true", help="write the tables to docs/")
+    parser.add_argument("--docs", action="store_true", help="write the tables to benchmarks/results.md")
     options = parser.parse_args()
     options.cases, options.slow_repeat = "floor,reload", options.repeat
     began = monotonic()
@@ -49,8 +49,7 @@ def main() -> None:
     for table in shown:
         table.show()
     if options.docs:
-        page = ROOT / "docs" / "performance.md"
-        write(page, "few", [provenance(results), *(table.markdown() for table in shown)])
+        write("few", [provenance(results), *(table.markdown() for table in shown)])
 
 
 def compared(results: Row) -> Table:

@@ -26,7 +26,7 @@ import summary
 from collectives import COLLECTIVES
 from launch import Outcome, Plan
 from summary import Row, by_case, median
-from tables import Table, megabytes, provenance, seconds, times, write
+from tables import DATA, Table, megabytes, provenance, seconds, times, write
 from workload import Size, meta_model
 
 FLOORS = ("flat 16 MiB", "two-level 16 MiB", "flat 64 MiB", "two-level 64 MiB")
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for JSON results and plots"
     )
-    parser.add_argument("--docs", action="store_true", help="write tables and plots to docs/")
+    parser.add_argument("--docs", action="store_true", help="write benchmarks/results.md, data/ and README.md")
     options = parser.parse_args()
     if options.quick:
         options.layers, options.repeat, options.slow_repeat = 4, 3, 3
@@ -231,11 +231,10 @@ def times_of(row: Row) -> list[str]:
 
 
 def write_docs(results: Row, shown: list[Table]) -> None:
-    plots.load(results, ROOT / "docs" / "load.png")
-    (ROOT / "docs" / "load.json").write_text(json.dumps({k: v for k, v in results.items() if k != "samples"}, indent=1))
-    page = ROOT / "docs" / "performance.md"
-    write(page, "load", [provenance(results), *(table.markdown() for table in shown)])
-    write(ROOT / "README.md", "measured", [provenance(results), _summary(results["rows"]).markdown()])
+    plots.load(results, DATA / "load.png")
+    (DATA / "load.json").write_text(json.dumps({k: v for k, v in results.items() if k != "samples"}, indent=1))
+    write("load", [provenance(results), *(table.markdown() for table in shown)])
+    write("measured", [provenance(results), _summary(results["rows"]).markdown()], ROOT / "README.md")
 
 
 def _summary(found: list[Row]) -> Table:

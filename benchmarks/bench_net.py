@@ -28,7 +28,7 @@ from collectives import COLLECTIVES
 from launch import Outcome, Plan
 from netbed import INTERFACE, NetBed, available
 from summary import Row, by_case
-from tables import Table, provenance, seconds, times, write
+from tables import DATA, Table, provenance, seconds, times, write
 from workload import Size, meta_model, plan_buckets
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for JSON results and plots"
     )
-    parser.add_argument("--docs", action="store_true", help="write tables and plots to docs/")
+    parser.add_argument("--docs", action="store_true", help="write benchmarks/results.md and data/")
     options = parser.parse_args()
     if why := available():
         raise SystemExit(f"bench_net.py needs a testbed: {why}")
@@ -71,9 +71,9 @@ def main() -> None:
         table.show()
     plots.net(results, options.out / "net.png")
     if options.docs:
-        plots.net(results, ROOT / "docs" / "net.png")
-        (ROOT / "docs" / "net.json").write_text(json.dumps(results, indent=1))
-        write(ROOT / "docs" / "performance.md", "net", [provenance(results), *(table.markdown() for table in shown)])
+        plots.net(results, DATA / "net.png")
+        (DATA / "net.json").write_text(json.dumps(results, indent=1))
+        write("net", [provenance(results), *(table.markdown() for table in shown)])
 
 
 def measure(options: argparse.Namespace, shape: str, layers: int, others: bool, temporary: Path) -> Row:

@@ -35,7 +35,6 @@ from summary import facts
 from tables import Table, provenance, seconds, times, write
 from workload import Size, sharded_model
 
-ROOT = Path(__file__).parents[1]
 RANKS = 4
 CHUNK = 4 << 20
 FLOOR, OURS = "floor: pwrite and fsync", "epload.save"
@@ -142,7 +141,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--slow-repeat", type=int, default=3, help="runs of the other loaders")
     parser.add_argument("--data", type=Path, help="directory to save to; temporary by default")
-    parser.add_argument("--docs", action="store_true", help="write the table to docs/")
+    parser.add_argument("--docs", action="store_true", help="write the table to benchmarks/results.md")
     options = parser.parse_args()
     if "RANK" in os.environ:
         worker(options)
@@ -163,7 +162,7 @@ def main() -> None:
     table.show()
     if options.docs:
         about = facts(found["nbytes"], found["tensors"]) | {"minutes": (monotonic() - began) / 60}
-        write(ROOT / "docs" / "saving.md", "save", [provenance(about), table.markdown()])
+        write("save", [provenance(about), table.markdown()])
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ import slow_store
 from summary import facts
 from tables import Table, provenance, seconds, write
 
-ROOT = Path(__file__).parents[1]
 MODES = ("every", "per_node", "partitioned", "one", "auto")
 NODES, RANKS = 2, 4
 PART = 12 << 10
@@ -49,7 +48,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated")
     parser.add_argument("--json", type=Path, help="file for what was measured")
-    parser.add_argument("--docs", action="store_true", help="write the table to docs/")
+    parser.add_argument("--docs", action="store_true", help="write the table to benchmarks/results.md")
     options = parser.parse_args()
     if "RANK" in os.environ:
         run_rank(options)
@@ -64,7 +63,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(samples))
     if options.docs:
-        write(ROOT / "docs" / "performance.md", "slow-store", [provenance(results), table.markdown()])
+        write("slow-store", [provenance(results), table.markdown()])
 
 
 def launch(options: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]]]:

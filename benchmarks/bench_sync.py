@@ -11,7 +11,7 @@ version has other values, and counts only after every shard has been compared bi
 processes; the first version of each is not counted. Over links, no sync can take less than the bound: the largest of the bytes
 that a node needs over its link's rate, and of all bytes over the rate of all the trainer's links.
 
-Cases of earlier runs stay in the JSON and in the docs, each with its command.
+Cases of earlier runs stay in the JSON and on the page, each with its command.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import sync_planning
 from launch import Outcome, Plan
 from netbed import INTERFACE, NetBed, available
 from summary import Row, by_case, median
-from tables import Table, provenance, seconds, times, write
+from tables import DATA, Table, provenance, seconds, times, write
 from workload import Size, meta_model
 
 ROOT = Path(__file__).parents[1]
@@ -58,12 +58,12 @@ def main() -> None:
     )
     parser.add_argument("--peers", default="", help="comma-separated file names in sync_peers/; all by default")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for the JSON")
-    parser.add_argument("--docs", action="store_true", help="write JSON and tables to docs/")
+    parser.add_argument("--docs", action="store_true", help="write benchmarks/results.md and data/")
     options = parser.parse_args()
     cases = options.cases.split(",")
     if set(cases) - {"loopback", PLANNING} and (why := available()):
         raise SystemExit(f"bench_sync.py needs a testbed: {why}; or pass --cases loopback,{PLANNING}")
-    folders = [options.out, *([ROOT / "docs"] if options.docs else [])]
+    folders = [options.out, *([DATA] if options.docs else [])]
     options.out.mkdir(parents=True, exist_ok=True)
     for case in cases:
         run = measure_planning() if case == PLANNING else measure(options, case)
@@ -82,7 +82,7 @@ def main() -> None:
     reached = targets(runs)
     reached.show()
     if options.docs:
-        write(ROOT / "docs" / "performance.md", "sync", [reached.markdown(), *texts])
+        write("sync", [reached.markdown(), *texts])
 
 
 def measure(options: argparse.Namespace, case: str) -> Row:

@@ -1,7 +1,7 @@
 """Compares epload's simulator with the results of bench_net.py, then simulates 8 to 16,384 accelerators. Takes seconds.
 
-    python benchmarks/simulate.py --net docs/net.json --load docs/load.json
-    python benchmarks/simulate.py --docs             # write tables and plots to simulation.md
+    python benchmarks/simulate.py --net benchmarks/data/net.json --load benchmarks/data/load.json
+    python benchmarks/simulate.py --docs             # write tables to results.md, plots to data/
 
 Syncs are in simulate_sync.py.
 
@@ -27,7 +27,7 @@ from costs import StoreRates
 from epload.planning.traffic import traffic
 from simulator import Cluster, predict
 from summary import Row, median
-from tables import Table, seconds, write
+from tables import DATA, Table, seconds, write
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = FIRST_ROUNDS
@@ -46,16 +46,14 @@ ACCELERATORS = [8 << i for i in range(12)]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--net", type=Path, default=ROOT / "docs" / "net.json", help="results of bench_net.py")
-    parser.add_argument("--load", type=Path, default=ROOT / "docs" / "load.json", help="results of bench_load.py")
-    parser.add_argument(
-        "--control", type=Path, default=ROOT / "docs" / "control.json", help="results of bench_control.py"
-    )
-    parser.add_argument("--sync", type=Path, default=ROOT / "docs" / "sync.json", help="results of bench_sync.py")
+    parser.add_argument("--net", type=Path, default=DATA / "net.json", help="results of bench_net.py")
+    parser.add_argument("--load", type=Path, default=DATA / "load.json", help="results of bench_load.py")
+    parser.add_argument("--control", type=Path, default=DATA / "control.json", help="results of bench_control.py")
+    parser.add_argument("--sync", type=Path, default=DATA / "sync.json", help="results of bench_sync.py")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for JSON results and plots"
     )
-    parser.add_argument("--docs", action="store_true", help="write tables and plots to simulation.md")
+    parser.add_argument("--docs", action="store_true", help="write benchmarks/results.md and data/")
     options = parser.parse_args()
     for path in (options.net, options.load, options.control, options.sync):
         if not path.exists():
@@ -77,19 +75,19 @@ def main() -> None:
     ]
     for table in synced:
         table.show()
-    folder = ROOT / "benchmarks" if options.docs else options.out
+    folder = DATA if options.docs else options.out
     for node in NODES:
         plots.scale(results, node.name, folder / f"simulated-{node.name.lower()}.png")
     plots.check(checked, folder / "simulated-check.png")
     (options.out / "simulated.json").write_text(json.dumps({"check": checked, "scale": results}, indent=1))
     if options.docs:
-        page = folder / "simulation.md"
-        write(page, "check", [table.markdown() for table in shown[:2]])
-        write(page, "sync", [table.markdown() for table in synced])
-        write(page, "steps", [shown[2].markdown()])
-        write(page, "wins", [table.markdown() for table in shown[3:]])
+        write("simulated-check", [table.markdown() for table in shown[:2]])
+        write("simulated-sync", [table.markdown() for table in synced])
+        write("simulated-steps", [shown[2].markdown()])
+        write("simulated-modes", [table.markdown() for table in shown[3:]])
         write(
-            page, "sources", ["| what | source |", "|---|---|", *(f"| {what} | {source} |" for what, source in SOURCES)]
+            "simulated-sources",
+            ["| what | source |", "|---|---|", *(f"| {what} | {source} |" for what, source in SOURCES)],
         )
 
 

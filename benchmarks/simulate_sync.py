@@ -2,7 +2,7 @@
 
 Inputs for the testbed: the rate of a link, which is that of the raw messages in the smaller case, where each link carries every
 byte once; and the planning and unpacking phases of the same run. For clusters: the bytes and waves of the plans in
-docs/sync.json, the numbers in clusters.py, and the coefficients of agreement from bench_control.py.
+data/sync.json, the numbers in clusters.py, and the coefficients of agreement from bench_control.py.
 """
 
 from __future__ import annotations

@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+RESULTS = Path(__file__).parent / "results.md"
+"""The page of all tables, each between markers of its own."""
+DATA = Path(__file__).parent / "data"
+"""JSON and plots of the tables."""
+
 
 @dataclass
 class Table:
@@ -33,7 +38,7 @@ class Table:
         return f"**{self.title}**\n\n{body}\n"
 
 
-def write(page: Path, mark: str, texts: Sequence[str]) -> None:
+def write(mark: str, texts: Sequence[str], page: Path = RESULTS) -> None:
     """Replaces the text between ``<!-- begin MARK -->`` and ``<!-- end MARK -->``. Raises ValueError without these markers."""
     begin, end = f"<!-- begin {mark} -->", f"<!-- end {mark} -->"
     old = page.read_text()

@@ -93,11 +93,45 @@ def whole(node: int) -> str:
     return arrow(WIDTH / 2 + (60 if node else -60), 50, buffer_x(node) + 2 * SEGMENT, BUFFER - 4, width=4)
 
 
+def label(x: float, y: float, width: float, title: str, *lines: str, color: str = "none") -> list[str]:
+    """A box with a title and smaller lines in it."""
+    height = 28 + 15 * len(lines)
+    parts = [box(x, y, width, height, color), text(x + width / 2, y + 18, title, size=14)]
+    return [*parts, *(text(x + width / 2, y + 34 + 15 * i, line, size=11) for i, line in enumerate(lines))]
+
+
+def architecture() -> list[str]:
+    """From a checkpoint and a model to filled shards."""
+    read, move, unpack, color = 8, 151, 294, SHARDS[0]
+    return [
+        *label(8, 4, 118, "checkpoint", "names and shapes"),
+        *label(294, 4, 118, "model", "each rank's regions"),
+        *label(151, 40, 118, "plan", "what goes where"),
+        arrow(126, 26, 151, 52),
+        arrow(294, 26, 269, 52),
+        text(WIDTH / 2, 104, "all ranks agree, then", size=11),
+        arrow(WIDTH / 2, 110, WIDTH / 2, 126),
+        *label(read, 128, 118, "read", "files, objects, a dict"),
+        *label(move, 128, 118, "move", "from rank to rank"),
+        *label(unpack, 128, 118, "unpack", "one native call"),
+        arrow(67, 47, 67, 126, color, 3),
+        arrow(126, 150, 151, 150, color, 3),
+        arrow(269, 150, 294, 150, color, 3),
+        text(138, 188, "buckets", size=11),
+        text(281, 188, "buckets", size=11),
+        arrow(353, 171, 353, 206, color, 3),
+        *label(unpack, 208, 118, "local shards"),
+        text(140, 220, "with readers=every, each rank", size=11),
+        text(140, 235, "reads straight into its shards", size=11),
+    ]
+
+
 def pictures() -> dict[str, list[str]]:
     own = [arrow(60 + 75 * i + 37, 50, rank_x(i) + 44, RANK - 3, color) for i, color in enumerate(SHARDS)]
     turns = [read(i, i // 2, color) for i, color in enumerate(SHARDS)]
     sent = [arrow(60 + 75 * i + 35, 56, buffer_x(0) + (i + 0.5) * SEGMENT, BUFFER - 3, c) for i, c in enumerate(SHARDS)]
     return {
+        "architecture": architecture(),
         "every": [*checkpoint(), *nodes(buffers=False), *own],
         "per_node": [*checkpoint(), *nodes(buffers=True), whole(0), whole(1)],
         "partitioned": [*checkpoint(), *nodes(buffers=True), *turns, *between_nodes(both_ways=True)],

@@ -1,4 +1,4 @@
-"""Links out of docs/, which work in the repository, are text on the site."""
+"""Makes links out of docs/, which work in the repository, text on the site: the path within the repository."""
 
 import re
 from pathlib import Path
@@ -16,6 +16,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             return link[0]
         if not target.exists():
             raise FileNotFoundError(f"{page.file.src_uri} links to {link[2]}, which does not exist")
-        return f"`{link[1]}`"
+        path = target.relative_to(Path(config.docs_dir).resolve().parent)
+        return f"`{path}`" if link[1] in str(path) else f"{link[1]} (`{path}`)"
 
     return _OUTSIDE.sub(text, markdown)

@@ -39,8 +39,8 @@ launch.run(plan, folder / "run", outcome)
 
 
 def example() -> str:
-    """The peer that docs/performance.md shows."""
-    found = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "performance.md").read_text(), re.S)
+    """Returns the peer that benchmarks/results.md shows."""
+    found = re.search(r"```python\n(.*?)```", (BENCHMARKS / "results.md").read_text(), re.S)
     assert found
     return found[1]
 
@@ -76,9 +76,9 @@ def test_tables_are_written_between_their_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- begin x -->\nold\n<!-- end x -->\nafter\n")
     table = tables.Table("T", ("what", "s"), [["one | two", "1.0"], ["none", "FAILED: why"]])
-    tables.write(page, "x", [table.markdown()])
+    tables.write("x", [table.markdown()], page)
     text = page.read_text()
     assert text.startswith("before\n<!-- begin x -->\n**T**\n\n| what | s |\n| --- | ---: |\n| one / two | 1.0 |\n")
     assert text.endswith("| none | FAILED: why |\n<!-- end x -->\nafter\n")
     with pytest.raises(ValueError, match="begin y"):
-        tables.write(page, "y", [])
+        tables.write("y", [], page)

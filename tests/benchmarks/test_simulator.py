@@ -168,7 +168,7 @@ def test_simulated_bytes_match_the_link_counters(shape: tuple[int, int], tmp_pat
 
 def test_simulated_syncs_agree_with_measured_ones() -> None:
     """Within 5 %: less than what a link takes besides the bytes, so that the bound alone is not within."""
-    runs = json.loads((Path(__file__).parents[2] / "docs" / "sync.json").read_text())
+    runs = json.loads((Path(__file__).parents[2] / "benchmarks" / "data" / "sync.json").read_text())
     checked = simulate_sync.check(runs)
     assert len(checked) == 4
     for row in checked:

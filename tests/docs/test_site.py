@@ -81,6 +81,21 @@ def test_the_pictures_are_those_that_are_drawn() -> None:
     assert drawn == {path.stem: path.read_text() for path in (DOCS / "images").glob("*.svg")}
 
 
+def table_rows(path: Path) -> list[list[str]]:
+    lines = path.read_text().splitlines()
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("| ")]
+
+
+def test_the_quoted_numbers_are_those_of_the_results() -> None:
+    """Each row of the page is part of rows of the results that have the same label."""
+    results: dict[str, set[str]] = {}
+    for label, *cells in table_rows(ROOT / "benchmarks" / "results.md"):
+        results.setdefault(label, set()).update(cells)
+    quoted = [row for row in table_rows(DOCS / "performance.md") if re.search(r"\d", "".join(row[1:]))]
+    assert len(quoted) > 30
+    assert [row for row in quoted if not {*row[1:]} <= results.get(row[0], set()) | {""}] == []
+
+
 def documented(page: str) -> list[str]:
     return re.findall(r"^::: ([\w.]+)$", (DOCS / "api" / page).read_text(), re.MULTILINE)
 
