@@ -8,7 +8,7 @@ import pytest
 
 from epload.mapping import Convert, Rename
 from epload.mapping.conversion import match_conversions
-from epload.mapping.rules import apply_renames, ignores_digits
+from epload.mapping.mapping import number_by_digits
 
 
 @pytest.mark.parametrize(
@@ -45,24 +45,10 @@ def test_a_conversion_has_sources_and_targets() -> None:
     ],
 )  # fmt: skip
 def test_patterns_that_treat_all_digits_alike(pattern: str, expected: bool) -> None:
-    assert ignores_digits(pattern) == expected
+    assert (number_by_digits(["a1", "a2"], pattern) == ([0, 0], [0])) == expected
 
 
 NAMES = [f"{scope}layers.{layer}.{leaf}" for scope in ("", "m1.") for layer in (1, 2, 12) for leaf in ("w_g", "norm.b")]
-
-
-@pytest.mark.parametrize(
-    "rename",
-    [
-        Rename(r"layers\.1\.", "first."), Rename(r"layers\.\d\.", "one."), Rename(r"_g$", "_h"), Rename("^layers", "l"),
-        Rename("nothing", "x"), Rename("norm", "n", ("m1.",)), Rename("norm", "n", when=r"\.12\."),
-        Rename(r"layers\.(\d+)", r"layers.\1", shift=-1), Rename(r"^(.*)\.norm", r"\1.n"),
-    ],
-)  # fmt: skip
-def test_renames_do_the_same_together_as_alone(rename: Rename) -> None:
-    assert apply_renames([rename], NAMES) == rename.apply(NAMES)
-    both = apply_renames([rename, Rename("w_h", "found"), Rename("one", "1"), Rename("n", "z")], NAMES)
-    assert both == Rename("n", "z").apply(Rename("one", "1").apply(Rename("w_h", "found").apply(rename.apply(NAMES))))
 
 
 @pytest.mark.parametrize(

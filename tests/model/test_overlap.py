@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import epload
 from epload import HierarchicalLoader
-from epload.model import overlap
+from epload.model import memory
 
 
 class Holder(nn.Module):
@@ -101,4 +101,4 @@ def test_a_buffer_that_is_saved_under_one_of_its_names() -> None:
 )
 def test_overlaps_are_those_of_the_elements(shape: list[int], strides: list[int]) -> None:
     tensor = torch.arange(128).as_strided(shape, strides[: len(shape)])
-    assert overlap.has_internal_overlap(tensor) is (len(torch.unique(tensor)) < tensor.numel())
+    assert memory.has_internal_overlap(tensor) is (len(torch.unique(tensor)) < tensor.numel())

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 import epload
 from epload.model.initialization import compute_missing
-from epload.model.poison import is_poisoned, poison
+from epload.model.memory import is_poisoned, poison
 from support import ranks
 from support.checks import all_fine
 from support.initialized_models import llama, loader

@@ -12,10 +12,9 @@ from torch import nn
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import declared_quantization
 from epload.core.dtypes import FP8
-from epload.mapping.adapters import adapter_pairs
 from epload.mapping.mapping import Mapping
 from epload.mapping.transformers import from_transformers
-from epload.mapping.wrappers import is_from_package, unwrap
+from epload.mapping.wrappers import adapter_pairs, is_from_package, unwrap
 
 
 def from_model(model: nn.Module, names: Collection[str] | None = None) -> Mapping:
