@@ -114,14 +114,8 @@ class Converter:
         }
 
     def convert(self, group: ConversionGroup, targets: Sequence[str | None]) -> TensorLists:
-        """Returns a list of tensors for each target; sources are numbered within the group.
-
-        Args:
-            targets: names of the targets in the model; None for those that it lacks.
-
-        Raises:
-            ModelMismatch: tensors of the group are missing or duplicate, or an operation cannot be applied.
-        """
+        """Returns a list of tensors for each target, whose name in the model is None if it lacks it; sources are numbered within
+        the group. Raises ModelMismatch for tensors that are missing or duplicate, or an operation that cannot be applied."""
         shapes = [self._shapes[source] for source in group.sources]
         target_shapes = [None if name is None else self._targets.get(name) for name in targets]
         key = (id(group.convert), tuple(group.inputs), tuple(group.indices), tuple(shapes), tuple(target_shapes))

@@ -133,13 +133,7 @@ class Placed(Mapping):
 def ignored_keys(
     mapping: Mapping, names: Sequence[str], missing: Iterable[str], unexpected: Iterable[str]
 ) -> list[str]:
-    """Returns the missing and unexpected keys that the mapping ignores.
-
-    Args:
-        names: all keys of the checkpoint.
-        missing: names of the model that the checkpoint does not fill.
-        unexpected: keys of the checkpoint that the model has no place for.
-    """
+    """Returns which missing names of the model and unexpected keys of the checkpoint, among all its ``names``, are ignored."""
     missing, unexpected = list(missing), set(unexpected)
     ignored = []
     if mapping.ignore_missing and missing:
@@ -178,13 +172,8 @@ def apply_renames(renames: Iterable[Rename], names: Iterable[str]) -> list[str]:
 
 
 def number_by_digits(names: Iterable[str], *patterns: str) -> tuple[list[int], list[int]]:
-    """Numbers names so that those that differ only in ASCII digits have one number, if regular expressions treat them alike.
-
-    Patterns do, unless they have a digit other than in the name of a group, or refer to what a group has matched.
-
-    Returns:
-        The number of each name, and for each number the index of its first name.
-    """
+    """Returns the number of each name, and for each number the index of its first name. Names that differ only in ASCII digits
+    have one number if regular expressions treat all digits alike."""
     alike = not any(re.search(r"[0-9]|\(\?P=|\\N", re.sub(r"\(\?P<\w+>", "", pattern)) for pattern in patterns)
     zeros = str.maketrans("123456789", "0" * 9) if alike else {}
     first: dict[str, int] = {}

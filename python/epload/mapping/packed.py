@@ -45,13 +45,10 @@ _ANY_LAYOUT = re.compile("|".join(pattern for pattern, *_ in _LAYOUTS))
 def find_packed(
     manifest: Metadata, mapping: Mapping, targets: Targets, unfilled: Iterable[str], unexpected: Collection[str]
 ) -> tuple[str, str] | None:
-    """Returns the name of a floating-point tensor of the model that nothing fills because its weight is packed in the
-    checkpoint, and what the weight is there; None if there is no such tensor.
+    """Returns the name of a floating-point tensor of the model that nothing fills because its weight is packed in the checkpoint,
+    and what the weight is there; None if there is no such tensor.
 
-    Args:
-        unfilled: first names of targets that nothing fills, or that have another shape in the checkpoint.
-        unexpected: names of the checkpoint that the model has no place for.
-    """
+    ``unfilled``: first names of targets that nothing fills, or that have another shape in the checkpoint."""
     names = {*unfilled}
     wide = {i for i, name in enumerate(targets.names) if name in names and dtypes.is_wide(targets.dtypes[i])}
     if not wide:

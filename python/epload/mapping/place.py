@@ -38,8 +38,7 @@ def place(
     """Returns the places that each checkpoint tensor fills; empty if the model has no place for it.
 
     Args:
-        names: names of the checkpoint's tensors.
-        shapes: their shapes.
+        names, shapes: of the checkpoint's tensors.
         targets: global shapes of the model's tensors by name.
         mismatches: if given, targets of mismatched shape are appended to it and left out, instead of raising.
 

@@ -37,13 +37,8 @@ A dtype for a transformers model means what ``from_pretrained(dtype=)`` makes of
 def set_dtypes(
     model: nn.Module, modules: Modules, targets: Targets, requested: DTypes, as_pretrained: bool = True
 ) -> None:
-    """Sets the dtypes that tensors on meta get. Notes which tensors ``from_pretrained`` keeps in float32, and which of them have
-    storage in a narrower dtype.
-
-    Args:
-        modules: those of the model.
-        targets: of the model, with the dtypes that its tensors have. Changed in place.
-        as_pretrained: False to give transformers models no dtypes but those that they have.
+    """Sets in ``targets`` the dtypes that tensors on meta get. Notes which tensors ``from_pretrained`` keeps in float32, and
+    which of them have storage in a narrower dtype.
 
     Raises:
         ValueError: a parameter has storage in another dtype than the requested one, or a pattern matches no name.
@@ -93,12 +88,8 @@ def kept_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -
 def kept_by_config(config: Mapping[str, Any], manifest: Metadata, dtype: torch.dtype) -> set[str]:
     """Returns the names of checkpoint tensors that ``from_pretrained`` keeps in float32 if it loads the checkpoint as this dtype.
 
-    Args:
-        config: the content of its ``config.json``, which names a class of transformers. No code next to it is run.
-
-    Raises:
-        ValueError: the class is unknown, or the checkpoint does not fit it, so that this cannot be told.
-    """
+    ``config`` is that of its ``config.json``, which names a class of transformers. No code next to it is run. Raises ValueError
+    if the class is unknown, or the checkpoint does not fit it."""
     try:
         import transformers
 

@@ -67,14 +67,10 @@ class Scaling:
 def with_scales(
     manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]]
 ) -> tuple[Targets, tuple[Scaling, ...]]:
-    """Returns the targets, followed by one for each scale that fp8 weights need for wider targets, and what to multiply.
+    """Returns the targets, followed by one for each scale that fp8 weights need for wider targets, and what to multiply. Adds the
+    places of the scales to ``placed``.
 
-    Args:
-        placed: the places of each checkpoint tensor; those of the scales are added.
-
-    Raises:
-        ModelMismatch: a weight without its scale, a scale without its weight, of another dtype or of the wrong shape; names them.
-    """
+    Raises ModelMismatch for a weight without its scale, a scale without its weight, of another dtype or of the wrong shape."""
     scaled = f"{SUFFIXES[0]}\n" in "\n".join((*manifest.names, ""))  # at once takes a fifth of the time
     if not scaled and set(dtypes.FP8).isdisjoint(manifest.kinds.dtypes):
         return targets, ()

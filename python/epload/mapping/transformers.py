@@ -54,12 +54,8 @@ def from_transformers(model: Any) -> Mapping:
 def checkpoint_form(
     model: Any, tensors: MappingType[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> tuple[list[str], list[tuple[int, ...]]]:
-    """Returns names and shapes of the tensors in the checkpoints that the library saves of a model.
-
-    Args:
-        model: a transformers model without wrappers.
-        tensors: dtype and shape of each of its tensors, by their names without wrappers.
-    """
+    """Returns names and shapes of the tensors in the checkpoints that the library saves of a model, whose tensors have these
+    dtypes and shapes by their names without wrappers."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in tensors.items()}

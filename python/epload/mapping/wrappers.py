@@ -106,15 +106,8 @@ def is_from_package(model: object, package: str) -> bool:
 def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence[str]) -> NamePairs:
     """Returns each key of an adapter file with its model name; nothing if the checkpoint is not one, or the model has no adapter.
 
-    The tensors are those of the active adapter. PEFT says under which key each is saved.
-
-    Args:
-        names: names of the model's tensors.
-        checkpoint: names of the checkpoint's tensors.
-
-    Raises:
-        ModelMismatch: it is an adapter file, but several adapters are active, or base weights are still on meta.
-    """
+    The tensors are those of the active adapter. PEFT says under which key each is saved. Raises ModelMismatch if several adapters
+    are active, or base weights are still on meta."""
     if not checkpoint or not all(name.startswith(_PREFIX) for name in checkpoint):
         return ()
     modules = ((path, module) for path, module in model.named_modules() if is_from_package(module, "peft"))
@@ -178,12 +171,7 @@ def names_added_by_adapters(model: nn.Module, names: Collection[str]) -> frozens
     """Returns which of a model's tensors a checkpoint of it lacks: those of adapters, and of modules in ``modules_to_save`` all
     but what the model computes with, which is the copy of the active adapter.
 
-    Args:
-        names: names of the model's tensors.
-
-    Raises:
-        ModelMismatch: an active adapter is not merged, so that the base weights are not what the model computes with.
-    """
+    Raises ModelMismatch if an active adapter is not merged, so that the base weights are not what the model computes with."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     base_part: dict[str, str] = {}
     """Where the tensors are that a checkpoint has, by the prefix of the module that adds others."""

@@ -29,13 +29,8 @@ def devices_of(targets: Targets, offloaded: AbstractSet[int], streams: Sequence[
     """Returns the devices for loading these targets. A plain tensor on meta goes to the accelerator of the other targets or of
     their meshes, otherwise to the streams' device.
 
-    Args:
-        offloaded: ids of the parameters that FSDP keeps on the CPU.
-        streams: the loader's, those that the caller gave.
-
-    Raises:
-        ValueError: targets are on two accelerators, or a stream is on a device where they are not.
-    """
+    ``offloaded``: ids of the parameters that FSDP keeps on the CPU. ``streams``: those that the caller gave. Raises ValueError if
+    targets are on two accelerators, or a stream is on a device where they are not."""
     kinds: dict[tuple[torch.device, str, bool], str] = {}
     """First target on each device, with each type of mesh, offloaded or not."""
     for name, tensor in zip(targets.names, targets.tensors, strict=True):

@@ -46,12 +46,10 @@ def fsdp_shard_axes(modules: Iterable[FSDPModule]) -> dict[int, int]:
     """Returns the mesh axis along which FSDP shards each parameter, by the parameter's id; only for parameters whose placements
     or coordinates do not describe their shards.
 
-    FSDP assigns shards by rank in its process group, which has its ranks in ascending order whatever their order in the mesh.
-
-    FSDP shards what tensor parallelism left to a rank, which makes a _StridedShard whose split factor is the number of shards of
-    that dim on other axes. torch 2.11 does not count axes that are themselves a _StridedShard (a fused projection), and reports a
-    Shard; :func:`layout_of` corrects that.
-    """
+    FSDP assigns shards by rank in its process group, which has its ranks in ascending order whatever their order in the mesh. It
+    shards what tensor parallelism left to a rank, which makes a _StridedShard whose split factor is the number of shards of that
+    dim on other axes. torch 2.11 does not count axes that are themselves a _StridedShard, and reports a Shard; :func:`layout_of`
+    corrects that."""
     groups = [group for module in modules for group in parameter_groups(module)]
     return {
         id(fsdp_param.sharded_param): _axis_of_group(fsdp_param.sharded_param, group.mesh_info)

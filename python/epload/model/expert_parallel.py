@@ -29,11 +29,8 @@ class OuterShard:
     def enclosing_layout(
         self, name: str, layout: Layout, coordinate: tuple[int, ...]
     ) -> tuple[Layout, tuple[int, ...]]:
-        """Returns the layout of the larger tensor, which this mesh shards first, and this rank's coordinate in it.
-
-        Raises:
-            ValueError: the mesh is not 1-d, lacks this rank, or is not in ascending order; or the tensor has no dim ``dim``.
-        """
+        """Returns the layout of the larger tensor, which this mesh shards first, and this rank's coordinate in it. Raises
+        ValueError if the mesh is not 1-d, lacks this rank, or is not in ascending order, or the tensor has no dim ``dim``."""
         mesh_coordinate = self.mesh.get_coordinate()
         if self.mesh.ndim != 1 or mesh_coordinate is None:
             raise ValueError(

@@ -71,17 +71,11 @@ def compute_missing(
 
     Args:
         missing: the model's tensors to initialize, plain or DTensors, by name. Only their shapes and layouts are used.
-        dtypes: the dtype of each.
         seed: equal on all ranks.
         expert_parallel: sharding that the model does not describe; different shards get different random numbers.
         adapters: whether to initialize what adapters add, too.
-        modules: of the model, if they were collected already.
 
-    Returns:
-        The tensors that the model could compute, which may be none.
-
-    Raises:
-        ModelMismatch: an initializer failed.
+    Returns the tensors that the model could compute, which may be none. Raises ModelMismatch if an initializer failed.
     """
     result = Initialization()
     if not missing:

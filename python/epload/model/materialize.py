@@ -37,16 +37,12 @@ def materialize(
     private: bool | None = None,
     modules: Modules | None = None,
 ) -> None:
-    """Replaces meta tensors by uninitialized ones, and leaves other tensors alone.
+    """Replaces meta tensors by uninitialized ones, and updates the targets accordingly.
 
     Keeps ties and the identity of DTensor parameters; plain tensors become new objects, as with ``to_empty``.
     Parameters that FSDP offloads and DTensors on a CPU mesh are allocated on the CPU, all others on ``device``.
 
-    Args:
-        targets: of this model; gives the dtypes. Updated where an object had to be replaced.
-        private: forces (True) or forbids (False) the private path; None decides by the torch version.
-        modules: of the model, if they are the same as when the targets were collected.
-    """
+    ``private`` forces or forbids the private path; None decides by the torch version."""
     if not targets.unsaved_meta and not any(tensor.is_meta for tensor in targets.tensors):
         return
     modules = modules or Modules(model)

@@ -110,14 +110,9 @@ def collect(
     modules: Modules | None = None,
     filled: bool = True,
 ) -> Targets:
-    """Collects the parameters and persistent buffers of a model, under their names in its state dict.
+    """Collects the parameters and persistent buffers of a model, under their names in its state dict, to be filled or only read.
 
     First reshards every FSDP2 module: a forward pass leaves the root unsharded, and writes to it would be lost.
-
-    Args:
-        expert_parallel: the sharding that the model does not describe itself.
-        modules: of the model, if they were just found.
-        filled: whether the tensors are to be filled, and not only read.
 
     Raises:
         ModelMismatch: a placement that cannot be loaded into (Partial); a tensor that is sparse, expanded or without a shape; two
