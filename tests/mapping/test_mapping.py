@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Pretr
 from epload import Mapping, ModelMismatch
 from epload.core.views import View
 from epload.mapping import Concatenate, Convert, Rename, Reshape, Split, Stack, Transpose, Unstack, from_model
-from epload.mapping.place import reverse
+from epload.mapping.conversion import match_conversions
+from epload.mapping.mapping import number_by_digits
 from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import collect
 from support.mappings import Shapes, assemble, box, place, shapes_of
@@ -43,33 +44,20 @@ def tensor(number: int, *shape: int) -> Tensor:
 def take_apart(mapping: Mapping, state: dict[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
     """The checkpoint from the model: every region copied the other way."""
     dtype = next(iter(state.values())).dtype
-    regions = reverse(mapping, list(shapes), list(shapes.values()), shapes_of(state))
-    made = {name: torch.full(shapes[name], -1, dtype=dtype) for name in regions}
-    for name, places in regions.items():
+    parts = {name: torch.full(shape, -1, dtype=dtype) for name, shape in shapes.items()}
+    for part, places in zip(parts.values(), place(mapping, shapes, shapes_of(state)), strict=True):
         for target, view in places:
-            made[name].as_strided(view.size, view.strides, view.offset).copy_(state[target][box(view.start, view.size)])
-    return made
+            part.as_strided(view.size, view.strides, view.offset).copy_(state[target][box(view.start, view.size)])
+    return parts
 
 
 def equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return set(got) == set(expected) and all(torch.equal(got[name], value) for name, value in expected.items())
 
 
-def test_identity() -> None:
-    sources = {"a": tensor(1, 3, 4), "b.c": tensor(2), "d": tensor(3, 0, 2)}
-    assert equal(assemble(Mapping(), sources, shapes_of(sources)), sources)
-
-
 def test_what_the_model_does_not_have() -> None:
     sources: Shapes = {"a": (2,), "stray": (3,), "layer.experts.0.gate.weight": (1, 2)}
     assert place(EXPERTS, sources, {"a": (2,)}) == [(("a", View((0,), (2,), 0, (1,))),), (), ()]
-
-
-def test_rename() -> None:
-    mapping = Mapping(renames=(Rename(r"^transformer\.", "model."), Rename(r"\.h\.(\d+)\.", r".layers.\1.")))
-    w, v = tensor(1, 2, 3), tensor(2, 4)
-    got = assemble(mapping, {"transformer.h.10.w": w, "same": v}, {"model.layers.10.w": (2, 3), "same": (4,)})
-    assert equal(got, {"model.layers.10.w": w, "same": v})
 
 
 def test_a_name_whose_new_form_the_model_lacks_stays() -> None:
@@ -79,81 +67,81 @@ def test_a_name_whose_new_form_the_model_lacks_stays() -> None:
     assert equal(assemble(mapping, {"gamma": value}, {"gamma": (2,), "weight": (2,)}), {"weight": value})
 
 
-def test_a_conversion_whose_targets_the_model_lacks_leaves_names_as_they_are() -> None:
-    downs = {f"experts.{i}.down.weight": tensor(i, 3, 4) for i in range(3)}
-    assert equal(assemble(EXPERTS, downs, shapes_of(downs)), downs)
-
-
 def test_the_base_model_comes_with_and_without_its_head() -> None:
     mapping = Mapping(base_model_prefix="model")
     w, head = tensor(1, 2), tensor(2, 3)
     for source in ("model.w", "w"):
         for target in ("model.w", "w"):
-            assert equal(
-                assemble(mapping, {source: w, "head": head}, {target: (2,), "head": (3,)}), {target: w, "head": head}
-            )
+            expected = {target: w, "head": head}
+            assert equal(assemble(mapping, {source: w, "head": head}, shapes_of(expected)), expected)
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
-def test_stack(order: list[int]) -> None:
-    downs = [tensor(i, 3, 4) for i in range(3)]
-    sources = {f"layers.7.experts.{i}.down.weight": downs[i] for i in order}
-    got = assemble(EXPERTS, sources, {"layers.7.experts.down": (3, 3, 4)})
-    assert equal(got, {"layers.7.experts.down": torch.stack(downs)})
+def one_of(convert: Convert) -> Mapping:
+    return Mapping(converts=(convert,))
 
 
-def test_stack_along_an_inner_dim() -> None:
-    mapping = Mapping(converts=(Convert((r"e(?P<index>\d+)",), ("all",), (Stack(1),)),))
-    parts = [tensor(i, 2, 3) for i in range(4)]
-    got = assemble(mapping, {f"e{i}": part for i, part in enumerate(parts)}, {"all": (2, 4, 3)})
-    assert equal(got, {"all": torch.stack(parts, dim=1)})
+WHOLE = {"a": tensor(1, 3, 4), "b.c": tensor(2), "d": tensor(3, 0, 2), "experts.0.down.weight": tensor(4, 3)}
+DOWNS = [tensor(i, 3, 4) for i in range(3)]
+GATES, UPS = [tensor(i, 3, 4) for i in range(12)], [tensor(100 + i, 2, 4) for i in range(12)]
+Q, K, V = tensor(1, 4, 3), tensor(2, 2, 3), tensor(3, 1, 3)
+QKV = {"l.q.weight": Q, "l.k.weight": K, "l.v.weight": V}
+Case = tuple[Mapping, dict[str, Tensor], dict[str, Tensor]]
+ASSEMBLED: dict[str, Case] = {
+    "identity": (Mapping(), WHOLE, WHOLE),
+    "targets that the model lacks": (EXPERTS, WHOLE, WHOLE),
+    "renames": (
+        Mapping(renames=(Rename(r"^transformer\.", "model."), Rename(r"\.h\.(\d+)\.", r".layers.\1."))),
+        {"transformer.h.10.w": Q, "same": V}, {"model.layers.10.w": Q, "same": V},
+    ),
+    "stack": (
+        EXPERTS, {f"l.7.experts.{i}.down.weight": DOWNS[i] for i in (2, 0, 1)}, {"l.7.experts.down": torch.stack(DOWNS)}
+    ),
+    "stack along an inner dim": (
+        one_of(Convert((r"e(?P<index>\d+)",), ("all",), (Stack(1),))),
+        {f"e{i}": part for i, part in enumerate(DOWNS)}, {"all": torch.stack(DOWNS, dim=1)},
+    ),
+    "stack of 0-d": (
+        one_of(Convert((r"scale\.(?P<index>\d+)",), ("scales",), (Stack(),))),
+        {f"scale.{i}": tensor(i) for i in range(3)}, {"scales": torch.tensor([0.0, 1000.0, 2000.0], dtype=torch.float64)},
+    ),
+    "concatenation of unequal parts": (EXPERTS, QKV, {"l.qkv.weight": torch.cat([Q, K, V])}),
+    "concatenation along an inner dim": (
+        one_of(Convert(("q", "k", "v"), ("qkv",), (Concatenate(1),))),
+        {"v": V.T, "q": Q.T, "k": K.T}, {"qkv": torch.cat([Q.T, K.T, V.T], 1)},
+    ),
+    "stack and concatenation": (
+        EXPERTS,
+        {f"l.experts.{i}.up.weight": UPS[i] for i in reversed(range(12))}
+        | {f"l.experts.{i}.gate.weight": GATES[i] for i in range(12)},
+        {"l.experts.gate_up": torch.stack([torch.cat(pair) for pair in zip(GATES, UPS, strict=True)])},
+    ),
+    "rename, then stack, of two layers": (
+        Mapping((Rename("block_sparse_moe", "mlp"),), EXPERTS.converts),
+        {f"{n}.block_sparse_moe.experts.{i}.down.weight": down + n for n in range(2) for i, down in enumerate(DOWNS)},
+        {f"{n}.mlp.experts.down": torch.stack(DOWNS) + n for n in range(2)},
+    ),
+    "split into the targets' sizes": (
+        one_of(Convert((r"qkv\.weight$",), ("q.weight", "k.weight", "v.weight"), (Split(0, "targets"),))),
+        {"l.qkv.weight": torch.cat([Q, K, V])}, QKV,
+    ),
+    "split into sizes": (
+        one_of(Convert((r"qkv\.weight$",), ("q.weight", "k.weight", "v.weight"), (Split(0, (4, 2, 1)),))),
+        {"l.qkv.weight": torch.cat([Q, K, V])}, QKV,
+    ),
+    "split as torch.chunk does": (
+        one_of(Convert(("both",), ("up", "gate"), (Split(0),))), {"both": tensor(1, 5)},
+        {"up": tensor(1, 5)[:3], "gate": tensor(1, 5)[3:]},
+    ),
+    "a model that lacks some of the targets": (
+        one_of(Convert(("both",), ("up", "gate"), (Split(0),))), {"both": tensor(1, 4)}, {"gate": tensor(1, 4)[2:]}
+    ),
+}  # fmt: skip
 
 
-def test_stack_of_0d() -> None:
-    mapping = Mapping(converts=(Convert((r"scale\.(?P<index>\d+)",), ("scales",), (Stack(),)),))
-    parts = [tensor(i) for i in range(3)]
-    got = assemble(mapping, {f"scale.{i}": part for i, part in enumerate(parts)}, {"scales": (3,)})
-    assert equal(got, {"scales": torch.stack(parts)})
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_concat_of_unequal_parts(dim: int) -> None:
-    mapping = Mapping(converts=(Convert(("q.weight", "k.weight", "v.weight"), ("qkv.weight",), (Concatenate(dim),)),))
-    parts = {
-        name: tensor(i, *((size, 5) if dim == 0 else (5, size)))
-        for i, (name, size) in enumerate({"v": 1, "q": 4, "k": 2}.items())
-    }
-    expected = torch.cat([parts["q"], parts["k"], parts["v"]], dim)
-    sources = {f"attn.{name}.weight": part for name, part in parts.items()}
-    got = assemble(mapping, sources, {"attn.qkv.weight": tuple(expected.shape)})
-    assert equal(got, {"attn.qkv.weight": expected})
-
-
-def test_stack_and_concat() -> None:
-    gates, ups = [tensor(i, 3, 4) for i in range(12)], [tensor(100 + i, 2, 4) for i in range(12)]
-    sources = {f"l.experts.{i}.up.weight": ups[i] for i in reversed(range(12))}
-    sources |= {f"l.experts.{i}.gate.weight": gates[i] for i in range(12)}
-    got = assemble(EXPERTS, sources, {"l.experts.gate_up": (12, 5, 4)})
-    stacked = torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
-    assert equal(got, {"l.experts.gate_up": stacked})
-
-
-def test_rename_then_merge() -> None:
-    mapping = Mapping((Rename("block_sparse_moe", "mlp"),), EXPERTS.converts)
-    downs = [tensor(i, 2, 2) for i in range(2)]
-    sources = {f"l.block_sparse_moe.experts.{i}.down.weight": down for i, down in enumerate(downs)}
-    got = assemble(mapping, sources, {"l.mlp.experts.down": (2, 2, 2)})
-    assert equal(got, {"l.mlp.experts.down": torch.stack(downs)})
-
-
-def test_several_modules_at_once() -> None:
-    sources, expected = {}, {}
-    for layer in range(3):
-        downs = [tensor(10 * layer + i, 2, 3) for i in range(2)]
-        sources |= {f"{layer}.experts.{i}.down.weight": down for i, down in enumerate(downs)}
-        sources[f"{layer}.norm"] = expected[f"{layer}.norm"] = tensor(50 + layer, 5)
-        expected[f"{layer}.experts.down"] = torch.stack(downs)
-    assert equal(assemble(EXPERTS, sources, shapes_of(expected)), expected)
+@pytest.mark.parametrize("case", ASSEMBLED)
+def test_regions_assemble_what_torch_computes(case: str) -> None:
+    mapping, sources, expected = ASSEMBLED[case]
+    assert equal(assemble(mapping, sources, shapes_of(expected)), expected)
 
 
 def experts(count: Sequence[int], kinds: Sequence[str] = ("gate", "up"), shape: tuple[int, ...] = (2, 4)) -> Shapes:
@@ -265,30 +253,6 @@ def test_refusals_name_the_keys(case: str) -> None:
     assert [text for text in message if text not in str(caught.value)] == [], str(caught.value)
 
 
-def one_of(mapping_of: Convert) -> Mapping:
-    return Mapping(converts=(mapping_of,))
-
-
-def test_split() -> None:
-    q, k, v = tensor(1, 4, 3), tensor(2, 2, 3), tensor(3, 1, 3)
-    by_target = one_of(Convert((r"qkv\.weight$",), ("q.weight", "k.weight", "v.weight"), (Split(0, "targets"),)))
-    expected = {"l.q.weight": q, "l.k.weight": k, "l.v.weight": v}
-    fused = {"l.qkv.weight": torch.cat([q, k, v])}
-    assert equal(assemble(by_target, fused, shapes_of(expected)), expected)
-    given = one_of(Convert((r"qkv\.weight$",), ("q.weight", "k.weight", "v.weight"), (Split(0, (4, 2, 1)),)))
-    assert equal(assemble(given, fused, shapes_of(expected)), expected)
-    halves = {"up": tensor(4, 2, 3), "gate": tensor(5, 2, 2)}
-    chunked = one_of(Convert(("both",), ("up", "gate"), (Split(1),)))
-    assert equal(assemble(chunked, {"both": torch.cat(list(halves.values()), 1)}, shapes_of(halves)), halves)
-
-
-def test_a_stage_that_lacks_some_of_the_targets() -> None:
-    mapping = one_of(Convert(("both",), ("up", "gate"), (Split(0),)))
-    assert equal(assemble(mapping, {"both": tensor(1, 4)}, {"gate": (2,)}), {"gate": tensor(1, 4)[2:]})
-    with pytest.raises(ModelMismatch, match="cannot make both from the model, which has 2 of its 4 elements"):
-        reverse(mapping, ["both"], [(4,)], {"gate": (2,)})
-
-
 def test_fused_experts_to_one_module_each() -> None:
     """Fused in the file, gate and up interleaved by row and transposed; one module an expert in the model."""
     gates, ups = [tensor(i, 3, 4) for i in range(5)], [tensor(50 + i, 3, 4) for i in range(5)]
@@ -305,20 +269,6 @@ def test_fused_experts_to_one_module_each() -> None:
     assert equal(got, expected)
     local = {name: t for name, t in expected.items() if ".1." in name or ".4." in name}  # this rank's experts only
     assert equal(assemble(mapping, {"l.experts.gate_up": torch.stack(pairs)}, shapes_of(local)), local)
-
-
-def test_reverse_gives_the_file_back() -> None:
-    mapping = Mapping((Rename("^old[.]", "new."),), EXPERTS.converts)
-    file = {
-        f"old.experts.{i}.{part}.weight": tensor(10 * i + n, 2, 3)
-        for i in range(3)
-        for n, part in enumerate(["gate", "up"])
-    }
-    file |= {f"old.{part}.weight": tensor(100 + n, n + 1, 4) for n, part in enumerate("qkv")} | {"norm": tensor(7, 5)}
-    model: Shapes = {"new.experts.gate_up": (3, 4, 3), "new.qkv.weight": (6, 4), "norm": (5,)}
-    state = assemble(mapping, file, model)
-    assert set(state) == set(model)
-    assert equal(take_apart(mapping, state, shapes_of(file)), file)
 
 
 def test_from_model_gives_what_auto_uses() -> None:
@@ -392,12 +342,9 @@ def test_a_plain_model_does_not_import_transformers(monkeypatch: pytest.MonkeyPa
             lambda: Mapping(ignore_missing="head"),
             r"ignore_missing of a Mapping to be a tuple of str, got 'head'; write \('head',\)",
         ),
-        (lambda: Mapping(ignore_unexpected=r"^mtp"), "ignore_unexpected of a Mapping"),
         (lambda: Mapping(renames=Rename("a", "b")), r"renames of a Mapping to be a tuple of Rename, .* write \("),
         (lambda: Mapping(renames=("a", "b")), r"renames of a Mapping to be a tuple of Rename, got \('a', 'b'\)$"),
-        (lambda: Mapping(converts=Convert(("a",), ("b",))), "converts of a Mapping"),
         (lambda: Convert("a$", ("b",)), "sources of a Convert to be a tuple of str"),
-        (lambda: Convert(("a$",), "b"), "targets of a Convert to be a tuple of str"),
         (lambda: Convert(("a$",), ("b",), Concatenate(0)), "operations of a Convert"),
         (lambda: Rename("a", "b", scopes="model."), "scopes of a Rename"),
     ],
@@ -405,3 +352,66 @@ def test_a_plain_model_does_not_import_transformers(monkeypatch: pytest.MonkeyPa
 def test_a_tuple_of_one_without_its_comma(make: Callable[[], object], text: str) -> None:
     with pytest.raises(TypeError, match=text):
         make()
+
+
+# ---- rules ----
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Rename("(a", "b"),
+        lambda: Rename("a", "b", when="*"),
+        lambda: Rename("(a)", r"\2"),
+        lambda: Rename("(a)", r"\g<layer>"),
+        lambda: Convert(("a", "b["), ("c",)),
+        lambda: Convert(("(a)", "b"), (r"\1",)),
+    ],
+)
+def test_a_rule_is_checked_when_made(make: Callable[[], object]) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"expected valid regular expressions, and targets that refer to groups they define, got (Rename|Convert)",
+    ):
+        make()
+
+
+def test_a_conversion_has_sources_and_targets() -> None:
+    for sources, targets in (((), ("a",)), (("a",), ())):
+        with pytest.raises(ValueError, match="expected at least one source and one target"):
+            Convert(sources, targets)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (r"experts\.(?P<index>\d+)\.gate", True), (r"(?P<g0>^model\.norm(?!\w))", True), (r"[^.]+\.[^.]*$", True),
+        (r"layers\.1\.", False), (r"\d{2}\.", False), (r"(\d)\.\1", False), (r"(?P<a>\d)\.(?P=a)", False),
+        (r"[2-5]\.", False), (r"[0-9]", False), (r"\x31\.", False), (r"\N{DIGIT ONE}\.", False),
+    ],
+)  # fmt: skip
+def test_patterns_that_treat_all_digits_alike(pattern: str, expected: bool) -> None:
+    assert (number_by_digits(["a1", "a2"], pattern) == ([0, 0], [0])) == expected
+
+
+NAMES = [f"{scope}layers.{layer}.{leaf}" for scope in ("", "m1.") for layer in (1, 2, 12) for leaf in ("w_g", "norm.b")]
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        Convert((r"layers\.(?P<index>\d+)\.w",), ("w",)),
+        Convert((r"layers\.(?P<index>\d+)\.w", "norm"), ("w",), (), ("m1.", "")),
+        Convert((r"layers\.(?P<index>1)\.w",), ("w",)), Convert((r"layers\.(\d+)\.norm",), (r"norm.\1",)),
+    ],
+)  # fmt: skip
+def test_conversions_find_in_names_together_what_they_find_alone(convert: Convert) -> None:
+    groups, others = match_conversions([convert], NAMES)
+    found = {i: (group.targets, number, index) for group in groups
+             for i, number, index in zip(group.sources, group.inputs, group.indices, strict=True)}  # fmt: skip
+    assert found
+    assert sorted([*found, *others]) == list(range(len(NAMES)))
+    for i, name in enumerate(NAMES):
+        alone, _ = match_conversions([convert], [name])
+        expected = [(group.targets, group.inputs[0], group.indices[0]) for group in alone]
+        assert expected == ([found[i]] if i in found else [])

@@ -85,11 +85,6 @@ def rename(model: Any) -> None:
     model.inner[1]._parameters["scale"] = model.inner[1]._parameters.pop("weight")
 
 
-def swap_persistence(model: Any) -> None:
-    model.register_buffer("saved", model.saved, persistent=False)
-    model.register_buffer("unsaved", model.unsaved, persistent=True)
-
-
 def other_size(model: Any) -> None:
     model.inner[0].weight.data = torch.zeros(4, 3)
 
@@ -135,14 +130,6 @@ def test_changes_are_noticed(change: str) -> None:
     CHANGES[change](model)
     assert snapshot.read(model, None) is None
     assert snapshot.read(model, None) is None, "nor is the change accepted the second time"
-
-
-def test_two_buffers_that_change_roles_are_noticed() -> None:
-    model = Small()
-    snapshot, before = snapshot_of(model), collect(model)
-    swap_persistence(model)
-    assert set(collect(model).names) != set(before.names)
-    assert snapshot.read(model, None) is None
 
 
 def test_other_models_and_other_dtypes_are_not_taken_for_it() -> None:
@@ -203,13 +190,6 @@ def test_scripted_modules_are_read_anew() -> None:
     assert snapshot_of(model).read(model, None) is None
 
 
-def test_a_model_does_not_keep_the_snapshots_before() -> None:
-    model = Small()
-    snapshots = [weakref.ref(snapshot_of(model)) for _ in range(3)]
-    gc.collect()
-    assert [snapshot() for snapshot in snapshots] == [None] * 3
-
-
 def test_a_child_that_has_died_is_missed_wherever_the_next_one_lies() -> None:
     model = Small()
     snapshot = snapshot_of(model)
@@ -218,16 +198,6 @@ def test_a_child_that_has_died_is_missed_wherever_the_next_one_lies() -> None:
         places["relu"] = None
         places["relu"] = nn.ReLU()
         assert snapshot.read(model, None) is None
-
-
-def test_a_model_in_the_place_of_a_dead_one_is_read_anew() -> None:
-    model = Small()
-    snapshot = snapshot_of(model)
-    del model
-    for _ in range(20):
-        other = Small()
-        assert snapshot.read(other, None) is None
-        del other
 
 
 # ---- on ranks ----
@@ -268,14 +238,6 @@ def reparallelized(rank: int) -> list[str]:
     replicated = distribute_tensor(torch.zeros(6, 4), mesh, [Replicate()])
     check("another placement, swapped in", mlp, lambda: swap_in(replicated))
     check("another device, swapped in", mlp, lambda: swap_in(replicated.to("meta")))
-
-    def exchange(what: str, value: object) -> None:
-        kept.append(getattr(mlp[0].weight, what))
-        setattr(mlp[0].weight, what, value)
-
-    mlp[0].weight = nn.Parameter(replicated)
-    check("another local tensor, within", mlp, lambda: exchange("_local_tensor", torch.empty(6, 4)))
-    check("another layout, within", mlp, lambda: exchange("_spec", weight._spec))
     offloaded = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False))
     check("offloaded", offloaded, lambda: None, noticed=False)
     return problems
@@ -338,31 +300,23 @@ def both_ways(rank: int) -> list[str]:
     model = meta_net().to_empty(device="cpu")
     tensors: list[Tensor] = [*model.parameters(), *model.buffers(), torch.zeros(()), nn.Parameter(torch.zeros(3))]
     for placements in ([Shard(0), Shard(0)], [Replicate(), Shard(1)], [Replicate(), Replicate()]):
-        made = distribute_tensor(torch.zeros(5, 3), mesh, placements)
-        tensors += [made, nn.Parameter(made), made.to("meta")]
+        tensor = distribute_tensor(torch.zeros(5, 3), mesh, placements)
+        tensors += [tensor, nn.Parameter(tensor), tensor.to("meta"), tensor.double()]
     problems = []
-    for one, other in zip(
+    local = zip(
         dtensor.local_tensors(tensors, private=True), dtensor.local_tensors(tensors, private=False), strict=True
-    ):
-        if (one.shape, one.dtype, one.device, one.requires_grad) != (other.shape, other.dtype, other.device, False):
-            problems.append(f"{one} {other}")
-        if not one.is_meta and one.data_ptr() != other.data_ptr():
+    )
+    for a, b in local:
+        if (a.shape, a.dtype, a.device, a.requires_grad) != (b.shape, b.dtype, b.device, False):
+            problems.append(f"{a} {b}")
+        if not a.is_meta and a.data_ptr() != b.data_ptr():
             problems.append("not the same memory")
-    for private in (True, False):
-        record = dtensor.MetadataRecord(tensors, private)
-        if not record.matches([*tensors]):
-            problems.append(f"private={private}: not equal to itself")
-        for i, tensor in enumerate(tensors):
-            for what, other in ("dtype", tensor.to(torch.float64)), ("device", tensor.to("meta")):
-                if (tensor.dtype, tensor.device) == (other.dtype, other.device):
-                    continue
-                if record.matches([*tensors[:i], other, *tensors[i + 1 :]]):
-                    problems.append(f"private={private}: another {what} of tensor {i} is unnoticed")
-        for i, one in enumerate(tensors[-9::3]):
-            if [dtensor.MetadataRecord([one], private).matches([t]) for t in tensors[-9::3]] != [
-                i == j for j in range(3)
-            ]:
-                problems.append(f"private={private}: placements are not distinguished")
+    public = dtensor.metadata(tensors, private=False)
+    private = dtensor.metadata(tensors, private=True)
+    for i in range(len(tensors)):
+        for j in range(len(tensors)):
+            if (public[i] == public[j]) != (private[i] == private[j]):
+                problems.append(f"only one way distinguishes {tensors[i]} and {tensors[j]}")
     return problems
 
 

@@ -7,18 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import epload
 from epload import LocalModules, Topology
 from support import ranks
 from support.checks import all_fine, as_bytes, bits, differences, full_values, local_of
 from support.models import Block, Mlp, Rotary, Tied, mesh, on_meta, tp_then_fsdp
-from support.pretrained import small_llama
 
 NODES = [[0, 1], [2, 3]]
 
@@ -164,15 +162,6 @@ def test_accelerate_3740_pytorch_134095_136228_n_d_meshes_and_uneven_shards() ->
     all_fine(ranks.run(4, _meshes))
 
 
-def _offloaded(rank: int) -> list[str]:
-    policy = CPUOffloadPolicy(pin_memory=False)
-    return like_sharding_the_loaded_model(partial(Mlp, 7, 5, 3), partial(fsdp, offload_policy=policy))
-
-
-def test_parameters_offloaded_to_cpu() -> None:
-    all_fine(ranks.run(4, _offloaded))
-
-
 def _dtypes(rank: int) -> list[str]:
     """The checkpoint is fp32, the model bf16; and an integer where the model wants a float."""
     problems = []
@@ -233,55 +222,3 @@ def _pipeline(rank: int, folder: Path) -> list[str]:
 def test_pipeline_stages(tmp_path: Path) -> None:
     save_file(full_values(on_meta(lambda: Stages(range(5)))), tmp_path / "all.safetensors")
     all_fine(ranks.run(4, _pipeline, tmp_path))
-
-
-def _lora(rank: int, folder: Path) -> list[str]:
-    import peft
-
-    problems = []
-    base = small_llama().from_pretrained(folder)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-    model: Any = on_meta(lambda: peft.get_peft_model(small_llama(), config))
-    fully_shard(model.base_model.model.model.layers[0], mesh=mesh(("all", 4)))
-    fsdp(model)
-
-    def init(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
-        for name in names:
-            if "lora" in path or "lora" in name:
-                nn.init.zeros_(module.get_parameter(name))
-            else:
-                base._init_weights(module)  # the rotary buffers
-
-    report = loader().load(model, folder, strict=False, init_missing=init)
-    if report.unexpected_keys or not report.missing_keys or not all(".lora_" in name for name in report.missing_keys):
-        problems.append(str(report))
-    state = model.state_dict()
-    for name, value in base.state_dict().items():
-        inner = f"base_model.model.{name}"
-        found = state.get(inner, state.get(inner.replace("_proj.weight", "_proj.base_layer.weight")))
-        part = value.chunk(4)
-        mine = part[rank] if rank < len(part) else value[:0]
-        if found is None or not torch.equal(as_bytes(local_of(found)), as_bytes(mine)):
-            problems.append(f"{name} differs")
-    if any(p.requires_grad != ("lora_" in name) for name, p in model.named_parameters()):
-        problems.append("frozen and trained parameters are mixed up")
-    return problems
-
-
-def test_lora_wrapped_base_weights(tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="peft is not installed: pip install -r requirements-dev.txt")
-    torch.manual_seed(0)
-    small_llama().save_pretrained(tmp_path)
-    all_fine(ranks.run(4, _lora, tmp_path))
-
-
-def test_a_compiled_model(tmp_path: Path) -> None:
-    model = small_llama()
-    model.save_pretrained(tmp_path)
-    other: Any = torch.compile(small_llama())
-    report = epload.load(other, tmp_path, progress=False)
-    assert not report.missing_keys
-    assert not report.unexpected_keys
-    for name, value in model.state_dict().items():
-        found: Tensor = other.state_dict()[f"_orig_mod.{name}"]
-        assert torch.equal(found, value), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from epload.core.placement import owned_regions
 from epload.mapping import Mapping
-from epload.mapping.place import reverse
+from epload.mapping.place import place
 from epload.model.targets import collect
 
 
@@ -48,9 +49,14 @@ def checkpoint_of(model: nn.Module, mapping: Mapping, like: dict[str, Tensor]) -
     """The checkpoint, of names and shapes ``like`` one that could be loaded, that holds what the model holds."""
     state = full_state(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    regions = reverse(mapping, list(like), [tuple(tensor.shape) for tensor in like.values()], shapes)
+    placed = place(mapping, list(like), [tuple(tensor.shape) for tensor in like.values()], shapes)
     made = {}
-    for name, places in regions.items():
+    for name, places in zip(like, placed, strict=True):
+        if not places:
+            continue
+        assert sum(prod(view.size) for _, view in places) == like[name].numel(), (
+            f"{name} is not all in the model, or twice"
+        )
         made[name] = torch.empty(like[name].shape, dtype=state[places[0][0]].dtype)
         for target, view in places:
             made[name].as_strided(view.size, view.strides, view.offset).copy_(

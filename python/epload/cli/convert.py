@@ -14,7 +14,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.cli.output import json_option, print_json, show, variant_option
 from epload.cluster.topology import Topology
 from epload.core import dtypes
-from epload.mapping.rules import Rename
+from epload.mapping.mapping import Rename
 from epload.observe.progress import Progress
 from epload.saving.convert import convert as rewrite
 

@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from epload.compat.converted import ConvertedCheckpoint
 from epload.compat.tied_embeddings import find_tied_embeddings, tie
 from epload.loader import load
-from epload.mapping.mapping import Mapping
+from epload.mapping.mapping import Mapping, Rename
 from epload.mapping.resolve import from_model
-from epload.mapping.rules import Rename
 from epload.mapping.wrappers import BASE_LAYER, PEFT_ALIASES, strip_wrappers, wrapper_aliases
 from epload.model.expert_parallel import OuterShard
 

@@ -19,8 +19,7 @@ from epload.loading.request import Request
 from epload.model.dtensor import local_tensors
 from epload.model.initialization import Initialization, init_missing_calls, params_ignoring_meta
 from epload.model.initialization import compute_missing as compute
-from epload.model.overlap import has_internal_overlap
-from epload.model.poison import is_poisoned, poison
+from epload.model.memory import has_internal_overlap, is_poisoned, poison
 from epload.model.state_dict import storage_filter, tensor_at
 from epload.planning.plan import LoadPlan
 from epload.report import LoadReport, list_keys

@@ -15,7 +15,7 @@ from epload.loading.recorder import gather_events
 from epload.loading.request import Options, Request
 from epload.loading.resources import Resources
 from epload.loading.routes import RoutePlan, Router
-from epload.mapping import dequantize
+from epload.mapping import scales as fp8_scales
 from epload.model.devices import CPU
 from epload.model.materialize import materialize
 from epload.observe.progress import Progress
@@ -85,7 +85,7 @@ class LoadRun:
             if load.device != CPU:
                 report.peak_staging += resources.reserve_staging(load, shared).footprint
                 report.stream = resources.device.describe_stream(load.device)
-            scales = dequantize.scale_tensors(self._plan.targets, len(targets.names), load.device)
+            scales = fp8_scales.scale_tensors(self._plan.targets, len(targets.names), load.device)
             return Local(self._plan, targets.local() + scales, resources.device.staging if load.device != CPU else None)
 
     def _move(self, route: RoutePlan, bar: Progress) -> None:
@@ -114,7 +114,7 @@ class LoadRun:
         self._control.doing = "initializes what the checkpoint lacks"
         scalings = self._plan.scalings
         with self._resources.device.entered() if scalings and self._load.device != CPU else nullcontext():
-            dequantize.multiply(scalings, self._plan.targets, self._local.tensors)
+            fp8_scales.multiply(scalings, self._plan.targets, self._local.tensors)
         fill_missing(self._request, self._load.inputs, self._load.missing, self._topology.rank, self._report)
 
     def _prove(self, readers: tuple[int, ...]) -> None:

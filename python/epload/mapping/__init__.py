@@ -18,10 +18,9 @@
     epload.load(model, "checkpoint/", mapping=mapping)
 """
 
-from epload.mapping.mapping import Mapping
+from epload.mapping.mapping import Convert, Mapping, Rename
 from epload.mapping.operations import Concatenate, Operation, Reshape, Split, Stack, Transpose, Unstack
 from epload.mapping.resolve import from_model
-from epload.mapping.rules import Convert, Rename
 
 __all__ = [
     "Concatenate",

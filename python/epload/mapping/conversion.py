@@ -7,12 +7,12 @@ from collections.abc import Mapping as MappingType
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from epload.core.views import Assembly, Shape
 from epload.errors import ModelMismatch
+from epload.mapping.mapping import Convert, expand, number_by_digits, split_scope
 from epload.mapping.operations import Concatenate, ConversionTargets, Stack, TensorLists
-from epload.mapping.rules import Convert, expand, ignores_digits, number_by_digits, split_scope
 
 _INDEX = "(?P<index>"
 
@@ -32,21 +32,8 @@ class ConversionGroup:
     """Index of each tensor in its input; -1 if the input is not a list."""
 
 
-class _Match(NamedTuple):
-    """A match of a conversion in a name. Spans count characters."""
-
-    convert: Convert
-    input: int
-    """Index among the conversion's inputs."""
-    span: tuple[int, int]
-    place: tuple[int, int] | tuple[None, None]
-    """Span of the index in the name; (None, None) if the pattern has no group ``index``."""
-    targets: tuple[str, ...]
-    """Texts that replace the match, one per target of the conversion."""
-
-
 def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tuple[list[ConversionGroup], list[int]]:
-    """The groups of all conversions, and the numbers of the tensors that no conversion takes.
+    """Returns the groups of all conversions, and the numbers of the tensors that no conversion takes.
 
     Raises:
         ModelMismatch: what a conversion takes for an index is no integer.
@@ -56,60 +43,50 @@ def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tupl
         for convert in converts
         for number in sorted(range(len(convert.sources)), key=lambda number: -len(convert.sources[number]))
     ]
-    if not rules:
-        return [], list(range(len(names)))
-    names = list(names)
     sources = [text for convert in converts for text in (*convert.sources, *convert.scopes)]
-    constant = not any("\\" in target for convert in converts for target in convert.targets)
-    # What is found in one name holds for all that differ from it only in digits.
-    if constant and ignores_digits(*sources):
-        kinds, firsts = number_by_digits(names)
-    else:
-        kinds = firsts = list(range(len(names)))
-    found = [_find(rules, names[first]) for first in firsts]
+    if any("\\" in target for convert in converts for target in convert.targets):
+        sources.append("0")  # a target may hold digits of the name
+    # The match in one name holds for all that differ from it only in digits.
+    kinds, firsts = number_by_digits(names, *sources)
+    matches = [_first_match(rules, names[first]) for first in firsts]
     groups: dict[tuple[int, str], ConversionGroup] = {}
     others = []
     for i, (name, kind) in enumerate(zip(names, kinds, strict=True)):
-        match = found[kind]
-        if match is None:
+        if (rule := matches[kind]) is None:
             others.append(i)
             continue
-        before, after = name[: match.span[0]], name[match.span[1] :]
-        key = id(match.convert), f"{before}{match.targets[0]}{after}"
-        group = groups.get(key)
-        if group is None:
-            targets = tuple(f"{before}{target}{after}" for target in match.targets)
-            group = groups[key] = ConversionGroup(match.convert, targets, [], [], [])
-        group.sources.append(i)
-        group.inputs.append(match.input)
-        group.indices.append(_index(name, *match.place))
+        convert, number, match, offset = rule
+        before, after = name[: match.start() + offset], name[match.end() + offset :]
+        targets = [expand(match, target) for target in convert.targets]
+        key = id(convert), f"{before}{targets[0]}{after}"
+        if key not in groups:
+            full = tuple(f"{before}{target}{after}" for target in targets)
+            groups[key] = ConversionGroup(convert, full, [], [], [])
+        groups[key].sources.append(i)
+        groups[key].inputs.append(number)
+        groups[key].indices.append(_index(name, match, offset) if "index" in match.re.groupindex else -1)
     return list(groups.values()), others
 
 
-def _index(name: str, begin: int | None, end: int | None) -> int:
-    """Returns the integer in ``name[begin:end]``, -1 if ``begin`` is None."""
-    if begin is None:
-        return -1
+def _index(name: str, match: re.Match[str], offset: int) -> int:
+    """Returns the integer at the group ``index`` of a match, which may be in a name that differs only in digits."""
+    begin, end = match.span("index")
+    text = name[begin + offset : end + offset] if begin >= 0 else ""
     try:
-        return int(name[begin:end])
+        return int(text)
     except ValueError:
-        raise ModelMismatch(f"expected an integer as the index in {name!r}, got {name[begin:end]!r}") from None
+        raise ModelMismatch(f"expected an integer as the index in {name!r}, got {text!r}") from None
 
 
-def _find(rules: Sequence[tuple[Convert, int, re.Pattern[str]]], name: str) -> _Match | None:
-    """The first rule that matches: a conversion, the number of one of its sources, and the pattern of that."""
+def _first_match(
+    rules: Sequence[tuple[Convert, int, re.Pattern[str]]], name: str
+) -> tuple[Convert, int, re.Match[str], int] | None:
+    """Returns the first rule that matches: the conversion, the number of its source, the match, and where the text starts that
+    the match is in."""
     for convert, number, pattern in rules:
-        prefix, rest = split_scope(name, convert.scopes) if convert.scopes else ("", name)
-        if prefix is None or not (match := pattern.search(rest)):
-            continue
-        begin, end = match.span()
-        place: tuple[int, int] | tuple[None, None] = (None, None)
-        if "index" in pattern.groupindex:
-            first, last = match.span("index")
-            # Of a group that took no part in the match, the empty text, which is no index.
-            place = (first + len(prefix), last + len(prefix)) if first >= 0 else (0, 0)
-        targets = tuple(expand(match, target) for target in convert.targets)
-        return _Match(convert, number, (begin + len(prefix), end + len(prefix)), place, targets)
+        prefix, rest = split_scope(name, convert.scopes)
+        if prefix is not None and (match := pattern.search(rest)):
+            return convert, number, match, len(prefix)
     return None
 
 
@@ -137,19 +114,13 @@ class Converter:
         }
 
     def convert(self, group: ConversionGroup, targets: Sequence[str | None]) -> TensorLists:
-        """A list of tensors for each target; sources are numbered within the group.
-
-        Args:
-            targets: names of the targets in the model; None for those that it lacks.
-
-        Raises:
-            ModelMismatch: tensors of the group are missing or duplicate, or an operation cannot be applied.
-        """
+        """Returns a list of tensors for each target, whose name in the model is None if it lacks it; sources are numbered within
+        the group. Raises ModelMismatch for tensors that are missing or duplicate, or an operation that cannot be applied."""
         shapes = [self._shapes[source] for source in group.sources]
         target_shapes = [None if name is None else self._targets.get(name) for name in targets]
         key = (id(group.convert), tuple(group.inputs), tuple(group.indices), tuple(shapes), tuple(target_shapes))
-        if (known := self._outputs.get(key)) is not None:
-            return known
+        if key in self._outputs:
+            return self._outputs[key]
         present = next(filter(None, targets))
         self._check_complete(group, present, target_shapes)
         tensors: TensorLists = [[] for _ in group.convert.sources]
@@ -161,9 +132,9 @@ class Converter:
                 tensors = operation(tensors, ConversionTargets(target_shapes, group.convert.targets))
         except ValueError as error:
             raise self.error(group, present, str(error)) from error
-        lists = ["{index}" in target for target in group.convert.targets]
-        if len(tensors) != len(lists) or any(
-            len(output) != 1 and not many for output, many in zip(tensors, lists, strict=False)
+        patterns = group.convert.targets
+        if len(tensors) != len(patterns) or any(
+            len(output) != 1 and "{index}" not in pattern for output, pattern in zip(tensors, patterns, strict=True)
         ):
             count = sum(map(len, tensors))
             problem = f"expected one tensor for each target, but the operations make {count}; add Stack or Concatenate"
@@ -174,15 +145,13 @@ class Converter:
     def _check_complete(self, group: ConversionGroup, target: str, target_shapes: Sequence[Shape | None]) -> None:
         """Raises ModelMismatch unless each input is there once, with each index from 0 to the last."""
         convert = group.convert
-        found: dict[tuple[int, int], int] = {}
-        for source, key in zip(group.sources, zip(group.inputs, group.indices, strict=True), strict=True):
-            number, index = key
+        sources: dict[tuple[int, int], int] = {}
+        for source, number, index in zip(group.sources, group.inputs, group.indices, strict=True):
             if index < 0 and _INDEX in convert.sources[number]:
                 raise self.error(group, target, f"{self._names[source]} has index {index}, expected 0 or more")
-            if key in found:
-                both = f"{self._names[found[key]]} and {self._names[source]}"
+            if (other := sources.setdefault((number, index), source)) != source:
+                both = f"{self._names[other]} and {self._names[source]}"
                 raise self.error(group, target, f"{both} are for the same part of it")
-            found[key] = source
         count = max(group.indices) + 1
         if (stacked := _stacked_count(convert, target_shapes)) is not None:
             if count > stacked:
@@ -190,22 +159,20 @@ class Converter:
                 raise self.error(group, target, f"{name} has index {count - 1}, but the last index is {stacked - 1}")
             count = stacked
         optional = bool(convert.operations) and convert.operations[0].optional_inputs
-        required = convert.sources[:1] if optional else convert.sources
-        counts = [count if _INDEX in pattern else 1 for pattern in required]
-        if missing := sum(counts) - sum(number < len(required) for number, _ in found):
-            every = (
-                (number, index)
-                for number, pattern in enumerate(required)
-                for index in (range(count) if _INDEX in pattern else [-1])
-            )
-            number, index = next(key for key in every if key not in found)
+        required = [
+            (number, index)
+            for number, pattern in enumerate(convert.sources[:1] if optional else convert.sources)
+            for index in (range(count) if _INDEX in pattern else [-1])
+        ]
+        if missing := [key for key in required if key not in sources]:
+            number, index = missing[0]
             first = re.sub(r"\(\?P<index>[^)]*\)", str(index), convert.sources[number])
             first = re.sub(r"\(\?[^)]*\)|[\\^$]", "", first)
-            text = f"the checkpoint lacks {missing} of {sum(counts)}, the first is {first}, as renamed"
+            text = f"the checkpoint lacks {len(missing)} of {len(required)}, the first is {first}, as renamed"
             raise self.error(group, target, text)
 
     def error(self, group: ConversionGroup, target: str, problem: str) -> ModelMismatch:
-        """The error for a target that a group cannot fill."""
+        """Returns the error for a target that a group cannot fill."""
         names = [self._names[source] for source in group.sources]
         listed = ", ".join(names if len(names) <= 3 else [*names[:2], "...", names[-1]])
         shape = self._targets.get(target)

@@ -1,4 +1,4 @@
-"""A mapping: the rules that map checkpoint keys and layouts to a model, and what they make of keys. See ``place`` for layouts."""
+"""A mapping and its rules: :class:`Rename` for checkpoint keys, :class:`Convert` for layouts. See ``place`` for the result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,80 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from epload.core.views import View
-from epload.mapping.rules import Convert, Rename, apply_renames, check_tuples
+from epload.mapping.operations import Operation
+
+
+@dataclass(frozen=True)
+class Rename:
+    """Replaces the first match of the regular expression ``source`` in a checkpoint key by ``target``, as re.sub does."""
+
+    source: str
+    target: str
+    scopes: tuple[str, ...] = ()
+    """Prefixes of keys. Unless empty, the rule applies only to keys that start with one, and to the rest of such a key."""
+    when: str = ""
+    """Regular expression. Unless empty, the rule applies only if it matches some key of the checkpoint (within ``scopes``)."""
+    shift: int = 0
+    """Added to the integer that the first group of ``source`` matches."""
+    divide: int = 1
+    """Divides that integer, after the shift, rounding down."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if a pattern is not a regular expression, ``target`` refers to a group that it lacks, or
+        ``divide`` is less than 1, and TypeError if ``scopes`` is not a tuple of strings."""
+        check_tuples(self, scopes=str)
+        if self.divide < 1:
+            raise ValueError(f"expected divide to be at least 1, got {self}")
+        _check(self, (self.source,), (self.target,))
+        _check(self, (self.when,), ())
+
+    def apply(self, names: Sequence[str]) -> list[str]:
+        """Returns all names; those that match are renamed."""
+        parts = [split_scope(name, self.scopes) for name in names]
+        if self.when and not any(prefix is not None and re.search(self.when, rest) for prefix, rest in parts):
+            return list(names)
+        search = re.compile(self.source).search
+        return [
+            prefix + self._replace(rest, match) if prefix is not None and (match := search(rest)) else name
+            for name, (prefix, rest) in zip(names, parts, strict=True)
+        ]
+
+    def _replace(self, name: str, match: re.Match[str]) -> str:
+        target = self.target
+        if self.shift or self.divide > 1:
+            target = target.replace(r"\1", str((int(match[1]) + self.shift) // self.divide))
+        return name[: match.start()] + expand(match, target) + name[match.end() :]
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Makes tensors of the model from checkpoint tensors by operations that move elements and compute no values.
+
+    Each pattern in ``sources`` is one input. A group named ``index`` in it (an expert's number) makes that input a list of
+    tensors. Each entry of ``targets`` replaces the match, as in re.sub, and gives the name of one output; ``{index}`` in it
+    makes that output a list. ``operations`` turn inputs into outputs::
+
+        Convert(
+            (r"experts\\.(?P<index>\\d+)\\.gate\\.weight$", r"experts\\.(?P<index>\\d+)\\.up\\.weight$"),
+            ("experts.gate_up",),
+            (Stack(0), Concatenate(1)),
+        )
+        Convert((r"qkv\\.weight$",), ("q.weight", "k.weight", "v.weight"), (Split(0, "targets"),))
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    operations: tuple[Operation, ...] = ()
+    scopes: tuple[str, ...] = ()
+    """Prefixes of keys. Unless empty, the rule applies only to keys that start with one, and to the rest of such a key."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if there are no sources or targets, a source is not a regular expression, or a target refers to
+        a group that a source lacks, and TypeError if a field is not a tuple of what it should hold."""
+        check_tuples(self, sources=str, targets=str, operations=Operation, scopes=str)
+        if not self.sources or not self.targets:
+            raise ValueError(f"expected at least one source and one target, got {self}")
+        _check(self, self.sources, self.targets)
 
 
 @dataclass(frozen=True)
@@ -60,27 +133,22 @@ class Placed(Mapping):
 def ignored_keys(
     mapping: Mapping, names: Sequence[str], missing: Iterable[str], unexpected: Iterable[str]
 ) -> list[str]:
-    """The missing and unexpected keys that the mapping ignores.
-
-    Args:
-        names: all keys of the checkpoint.
-        missing: names of the model that the checkpoint does not fill.
-        unexpected: keys of the checkpoint that the model has no place for.
-    """
-    found = []
-    if mapping.ignore_missing and (missing := list(missing)):
-        unwrapped = apply_renames(mapping.aliases, missing)
+    """Returns which missing names of the model and unexpected keys of the checkpoint, among all its ``names``, are ignored."""
+    missing, unexpected = list(missing), set(unexpected)
+    ignored = []
+    if mapping.ignore_missing and missing:
         search = _any_of(mapping.ignore_missing).search
-        found += [name for name, inner in zip(missing, unwrapped, strict=True) if search(inner)]
-    if mapping.ignore_unexpected and (unexpected := set(unexpected)):
-        renamed = apply_renames((*mapping.aliases, *mapping.renames), names)
+        unwrapped = apply_renames(mapping.aliases, missing)
+        ignored += [name for name, inner in zip(missing, unwrapped, strict=True) if search(inner)]
+    if mapping.ignore_unexpected and unexpected:
         search = _any_of(mapping.ignore_unexpected).search
-        found += [a for a, b in zip(names, renamed, strict=True) if a in unexpected and (search(a) or search(b))]
-    return found
+        renamed = apply_renames((*mapping.aliases, *mapping.renames), names)
+        ignored += [a for a, b in zip(names, renamed, strict=True) if a in unexpected and (search(a) or search(b))]
+    return ignored
 
 
 def rename_keys(mapping: Mapping, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The checkpoint keys after all renames, and the patterns of rules that match no key. For error messages."""
+    """Returns the checkpoint keys after all renames, and the patterns of rules that match no key. For error messages."""
     renamed, unused = list(names), []
     for rename in mapping.renames:
         before, renamed = renamed, rename.apply(renamed)
@@ -93,3 +161,58 @@ def rename_keys(mapping: Mapping, names: Sequence[str]) -> tuple[list[str], list
 
 def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(f"({pattern})" for pattern in patterns))
+
+
+def apply_renames(renames: Iterable[Rename], names: Iterable[str]) -> list[str]:
+    """Returns the names after all renames, in order."""
+    renamed = list(names)
+    for rename in renames:
+        renamed = rename.apply(renamed)
+    return renamed
+
+
+def number_by_digits(names: Iterable[str], *patterns: str) -> tuple[list[int], list[int]]:
+    """Returns the number of each name, and for each number the index of its first name. Names that differ only in ASCII digits
+    have one number if regular expressions treat all digits alike."""
+    alike = not any(re.search(r"[0-9]|\(\?P=|\\N", re.sub(r"\(\?P<\w+>", "", pattern)) for pattern in patterns)
+    zeros = str.maketrans("123456789", "0" * 9) if alike else {}
+    first: dict[str, int] = {}
+    indices = [first.setdefault(name.translate(zeros), i) for i, name in enumerate(names)]
+    numbers = {index: number for number, index in enumerate(first.values())}
+    return [numbers[index] for index in indices], list(first.values())
+
+
+def expand(match: re.Match[str], target: str) -> str:
+    """Returns ``match.expand(target)``, without parsing a target that has no references."""
+    return match.expand(target) if "\\" in target else target
+
+
+def split_scope(name: str, scopes: Sequence[str]) -> tuple[str | None, str]:
+    """Returns the first of ``scopes`` that the name starts with ("" if there are none), and the rest of the name; (None, name)
+    if it starts with none of them."""
+    if not scopes:
+        return "", name
+    scope = next((scope for scope in scopes if name.startswith(scope)), None)
+    return scope, name[len(scope or "") :]
+
+
+def check_tuples(rule: object, **kinds: type) -> None:
+    """Raises TypeError if a field of a rule is not a tuple (or a list) of a type. A string would be taken for many."""
+    for field, kind in kinds.items():
+        value = getattr(rule, field)
+        if not isinstance(value, tuple | list) or not all(isinstance(item, kind) for item in value):
+            hint = f"; write ({value!r},)" if isinstance(value, kind) else ""
+            raise TypeError(
+                f"expected {field} of a {type(rule).__name__} to be a tuple of {kind.__name__}, got {value!r}{hint}"
+            )
+
+
+def _check(rule: Rename | Convert, sources: tuple[str, ...], targets: tuple[str, ...]) -> None:
+    for source in sources:
+        for target in ("", *targets):
+            try:
+                re.compile(source).sub(target, "")  # parses the target even if nothing matches
+            except (re.error, IndexError) as error:
+                raise ValueError(
+                    f"expected valid regular expressions, and targets that refer to groups they define, got {rule}: {error}"
+                ) from error

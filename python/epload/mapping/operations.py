@@ -6,10 +6,9 @@ expert's number).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from epload.core import views
 from epload.core.views import Assembly, Shape
@@ -26,15 +25,19 @@ class ConversionTargets(NamedTuple):
     """The targets as the rule gives them."""
 
 
-class Operation(ABC):
+class Operation:
     """A step of a conversion. Operations are equal if their class and fields are."""
 
     optional_inputs = False
     """True for a first step that does without any input but the first."""
 
-    @abstractmethod
     def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
         """Raises ValueError if the operation cannot be applied to these inputs."""
+        return [[self.convert(tensor, targets) for tensor in tensors] for tensors in inputs]
+
+    def convert(self, tensor: Assembly, targets: ConversionTargets) -> Assembly:
+        """Applies an operation that works on one tensor at a time."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,9 @@ class Transpose(Operation):
     dim1: int = 1
     unless_fits: bool = False
 
-    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
-        def transpose(tensor: Assembly) -> Assembly:
-            fits = self.unless_fits and tensor.shape == targets.shapes[0]
-            return tensor if fits else views.transpose(tensor, self.dim0, self.dim1)
-
-        return [[transpose(tensor) for tensor in tensors] for tensors in inputs]
+    def convert(self, tensor: Assembly, targets: ConversionTargets) -> Assembly:
+        fits = self.unless_fits and tensor.shape == targets.shapes[0]
+        return tensor if fits else views.transpose(tensor, self.dim0, self.dim1)
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class Reshape(Operation):
 
     shape: tuple[int, ...]
 
-    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
-        return [[views.reshape(tensor, self.shape) for tensor in tensors] for tensors in inputs]
+    def convert(self, tensor: Assembly, targets: ConversionTargets) -> Assembly:
+        return views.reshape(tensor, self.shape)
 
 
 # ---- operations that only transformers declares ----
@@ -151,98 +151,84 @@ class Dequantize(UnsupportedOperation):
 
 
 @dataclass(frozen=True)
-class Interleave(Operation):
-    """Reorders ``dim`` to the even indices, then the odd ones; ``inverse`` reverses that."""
-
-    dim: int
-    inverse: bool
-
-    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
-        return [[_interleave(tensor, self.dim, self.inverse) for tensor in tensors] for tensors in inputs]
-
-
-@dataclass(frozen=True)
-class PermuteForRope(Operation):
-    """Reorders the rows of each head from (real, imaginary) pairs to all real rows, then all imaginary rows."""
-
-    heads: int
-    inverse: bool
-    inputs: tuple[bool, ...]
-    """True for each input that the operation applies to."""
-
-    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
-        if len(self.inputs) != len(inputs) and not all(self.inputs):
-            raise ValueError(f"{self} takes {len(self.inputs)} inputs, got {len(inputs)}")
-        applies = self.inputs if len(self.inputs) == len(inputs) else (True,) * len(inputs)
-        return [
-            [self._permute(tensor) if permuted else tensor for tensor in tensors]
-            for tensors, permuted in zip(inputs, applies, strict=True)
-        ]
-
-    def _permute(self, tensor: Assembly) -> Assembly:
-        if len(tensor.shape) not in (1, 2):
-            return tensor
-        by_head = views.reshape(tensor, (self.heads, tensor.shape[0] // self.heads, *tensor.shape[1:]))
-        return views.reshape(_interleave(by_head, 1, self.inverse), tensor.shape)
-
-
-@dataclass(frozen=True)
-class Flatten(Operation):
-    """Flattens a convolution's weight to that of a linear layer; keeps one that is flat already."""
-
-    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
-        return [[views.reshape(tensor, (tensor.shape[0], -1)) for tensor in tensors] for tensors in inputs]
-
-
-@dataclass(frozen=True)
-class MergeMessageQueries(Operation):
-    """Merges pairs of [query, mlp] rows and pairs of [key, value] rows to [query, key, value, mlp], stacked along a new dim."""
-
-    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
-        outer, inner = (views.reshape(tensor, (-1, 2, *tensor.shape[1:])) for (tensor,) in inputs)
-        query, mlp = views.split(outer, 1, [1, 1])
-        return [[views.concatenate([query, inner, mlp], 1)]]
-
-
-@dataclass(frozen=True)
 class Truncate(Operation):
     """Keeps the first ``count`` rows of every tensor; the others are padding."""
 
     count: int
 
-    def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
-        return [[self._truncate(tensor) for tensor in tensors] for tensors in inputs]
-
-    def _truncate(self, tensor: Assembly) -> Assembly:
+    def convert(self, tensor: Assembly, targets: ConversionTargets) -> Assembly:
         rows = min(self.count, tensor.shape[0])
         return views.split(tensor, 0, [rows, tensor.shape[0] - rows])[0]
 
 
 @dataclass(frozen=True)
-class FuseAndSplitExperts(Operation):
-    """Divides each input's list evenly among the targets; each target stacks its share of each input and concatenates those."""
+class LibraryOperation(Operation):
+    """An operation of the library by its name in ``_LIBRARY``, with the arguments for the function there."""
 
-    stack_dim: int
-    concat_dim: int
+    name: str
+    arguments: tuple[Any, ...] = ()
 
     def __call__(self, inputs: TensorLists, targets: ConversionTargets) -> TensorLists:
-        count = len(targets.patterns)
-        shares = []
-        for tensors in inputs:
-            size = -(-len(tensors) // count)
-            shares.append([tensors[i * size : (i + 1) * size] for i in range(count)])
-        if not all(share for of_input in shares for share in of_input):
-            raise ValueError(f"{self} cannot divide {max(map(len, inputs))} tensors among {count} targets")
-        return [
-            [views.concatenate([views.stack(of_input[i], self.stack_dim) for of_input in shares], self.concat_dim)]
-            for i in range(count)
-        ]
+        return _LIBRARY[self.name](inputs, targets, *self.arguments)
 
 
 def _interleave(tensor: Assembly, dim: int, inverse: bool) -> Assembly:
-    """See :class:`Interleave`: views ``dim`` as a matrix of pairs, and transposes it."""
+    """Reorders ``dim`` to the even indices, then the odd ones; ``inverse`` reverses that."""
     dim = views.normalize_dim(dim, len(tensor.shape))
     half = tensor.shape[dim] // 2
     pairs = (2, half) if inverse else (half, 2)
     matrix = views.reshape(tensor, (*tensor.shape[:dim], *pairs, *tensor.shape[dim + 1 :]))
     return views.reshape(views.transpose(matrix, dim, dim + 1), tensor.shape)
+
+
+def _permute_for_rope(
+    inputs: TensorLists, _: ConversionTargets, heads: int, inverse: bool, applies: tuple[bool, ...]
+) -> TensorLists:
+    """Reorders the rows of each head from (real, imaginary) pairs to all real rows, then all imaginary rows.
+
+    ``applies``: True for each input that the operation applies to.
+    """
+    if len(applies) != len(inputs) and not all(applies):
+        raise ValueError(f"PermuteForRope takes {len(applies)} inputs, got {len(inputs)}")
+
+    def permute(tensor: Assembly) -> Assembly:
+        if len(tensor.shape) not in (1, 2):
+            return tensor
+        by_head = views.reshape(tensor, (heads, tensor.shape[0] // heads, *tensor.shape[1:]))
+        return views.reshape(_interleave(by_head, 1, inverse), tensor.shape)
+
+    permuted = [len(applies) != len(inputs) or applies[i] for i in range(len(inputs))]
+    return [[*map(permute, tensors)] if does else tensors for tensors, does in zip(inputs, permuted, strict=True)]
+
+
+def _merge_message_queries(inputs: TensorLists, _: ConversionTargets) -> TensorLists:
+    """Merges pairs of [query, mlp] rows and pairs of [key, value] rows to [query, key, value, mlp], stacked along a new dim."""
+    outer, inner = (views.reshape(tensor, (-1, 2, *tensor.shape[1:])) for (tensor,) in inputs)
+    query, mlp = views.split(outer, 1, [1, 1])
+    return [[views.concatenate([query, inner, mlp], 1)]]
+
+
+def _fuse_and_split_experts(
+    inputs: TensorLists, targets: ConversionTargets, stack_dim: int, concat_dim: int
+) -> TensorLists:
+    """Divides each input's list evenly among the targets; each target stacks its part of each input and concatenates those."""
+    count = len(targets.patterns)
+    sizes = [-(-len(tensors) // count) for tensors in inputs]
+    parts = [
+        [tensors[i * size : (i + 1) * size] for tensors, size in zip(inputs, sizes, strict=True)] for i in range(count)
+    ]
+    if not all(part for of_target in parts for part in of_target):
+        raise ValueError(f"cannot divide {max(map(len, inputs))} experts among {count} targets")
+    return [
+        [views.concatenate([views.stack(part, stack_dim) for part in of_target], concat_dim)] for of_target in parts
+    ]
+
+
+_LIBRARY: dict[str, Callable[..., TensorLists]] = {
+    "Conv3dToLinear": lambda inputs, _: [[views.reshape(t, (t.shape[0], -1)) for t in tensors] for tensors in inputs],
+    "ErnieFuseAndSplitTextVisionExperts": _fuse_and_split_experts,
+    "Inkling2LoopMergeMessageQueries": _merge_message_queries,
+    "Interleave": lambda inputs, _, dim, inverse: [[_interleave(t, dim, inverse) for t in ts] for ts in inputs],
+    "PermuteForRope": _permute_for_rope,
+}
+"""Functions of inputs, targets and arguments, by the names of classes of transformers."""

@@ -14,56 +14,46 @@ from epload.mapping.mapping import Mapping
 from epload.mapping.place import destinations
 from epload.model.targets import Targets
 
-_UNPACK = "unpack it with transformers, {}, and save_pretrained, then pass the folder that this writes"
-_ORIGINAL = "pass the checkpoint that was quantized, or unpack it with {}"
 _LAYOUTS = (
-    (r"\.(dqweight|forward_hadamard_matrix)$", f"packed weights of FP-Quant: {_ORIGINAL.format('fp_quant')}"),
-    (r"\.qweight$", f"packed int4 weights of GPTQ or AWQ: {_ORIGINAL.format('GPTQModel')}"),
-    (
-        r"\.(weight_packed|bitmask)$",
-        f"packed weights of compressed-tensors: {_UNPACK.format('CompressedTensorsConfig(dequantize=True)')}",
-    ),
-    (r"_blocks$", f"packed mxfp4 weights: {_UNPACK.format('Mxfp4Config(dequantize=True)')}"),
+    (r"\.(dqweight|forward_hadamard_matrix)$", "packed weights of FP-Quant", "fp_quant"),
+    (r"\.qweight$", "packed int4 weights of GPTQ or AWQ", "GPTQModel"),
+    (r"\.(weight_packed|bitmask)$", "packed weights of compressed-tensors", "CompressedTensorsConfig(dequantize=True)"),
+    (r"_blocks$", "packed mxfp4 weights", "Mxfp4Config(dequantize=True)"),
     (
         r"\.weight\.(quant_state\.bitsandbytes__(nf4|fp4)|quant_map|absmax)$",
-        f"packed 4-bit weights of bitsandbytes: {_UNPACK.format('model.dequantize()')}",
+        "packed 4-bit weights of bitsandbytes",
+        "model.dequantize()",
     ),
-    (r"\.SCB$", f"8-bit weights of bitsandbytes: {_UNPACK.format('model.dequantize()')}"),
-    (r"\.W_q$", f"packed weights of HQQ or SINQ: {_ORIGINAL.format('the library that quantized it')}"),
-    (r"\.weight\._(data|scale)$", f"packed weights of quanto: {_ORIGINAL.format('optimum-quanto')}"),
-    (r"\.(codes|codebooks)$", f"packed weights of AQLM: {_ORIGINAL.format('aqlm')}"),
-    (r"\.dense_weights$", f"packed weights of SpQR: {_ORIGINAL.format('spqr_quant')}"),
-    (r"\.(res_)?centroids\.weight$", f"packed weights of VPTQ: {_ORIGINAL.format('vptq')}"),
-    (r"\.weight_scales$", f"packed weights of EETQ: {_ORIGINAL.format('eetq')}"),
-    (r"\.tables2$", f"packed weights of HIGGS: {_UNPACK.format('model.dequantize()')}"),
-    (r"\.(trellis|q_weight)$", f"packed weights of ExLlama: {_ORIGINAL.format('exllamav3')}"),
-    (r"\.Qidxs$", f"packed weights of QuIP#: {_ORIGINAL.format('its own code')}"),
-    (r"qdata$", f"packed weights of torchao: {_UNPACK.format('model.dequantize()')}"),
-    (
-        r"\.(weight_scale_2|weight_global_scale|weight_sf|weight_sf_rowmajor)$",
-        f"packed NVFP4 weights: {_ORIGINAL.format('the library that quantized it')}",
-    ),
-)  # fmt: skip
-"""Ends of the names that tensors of packed weights have, and what such weights are. They need not be integers."""
-_KNOWN = re.compile("|".join(pattern for pattern, _ in _LAYOUTS))
+    (r"\.SCB$", "8-bit weights of bitsandbytes", "model.dequantize()"),
+    (r"\.W_q$", "packed weights of HQQ or SINQ", ""),
+    (r"\.weight\._(data|scale)$", "packed weights of quanto", "optimum-quanto"),
+    (r"\.(codes|codebooks)$", "packed weights of AQLM", "aqlm"),
+    (r"\.dense_weights$", "packed weights of SpQR", "spqr_quant"),
+    (r"\.(res_)?centroids\.weight$", "packed weights of VPTQ", "vptq"),
+    (r"\.weight_scales$", "packed weights of EETQ", "eetq"),
+    (r"\.tables2$", "packed weights of HIGGS", "model.dequantize()"),
+    (r"\.(trellis|q_weight)$", "packed weights of ExLlama", "exllamav3"),
+    (r"\.Qidxs$", "packed weights of QuIP#", "its own code"),
+    (r"qdata$", "packed weights of torchao", "model.dequantize()"),
+    (r"\.(weight_scale_2|weight_global_scale|weight_sf|weight_sf_rowmajor)$", "packed NVFP4 weights", ""),
+)
+"""Ends of the names that tensors of packed weights have, what such weights are, and what unpacks them: a call in transformers, or
+a library. They need not be integers."""
+_ANY_LAYOUT = re.compile("|".join(pattern for pattern, *_ in _LAYOUTS))
 
 
 def find_packed(
     manifest: Metadata, mapping: Mapping, targets: Targets, unfilled: Iterable[str], unexpected: Collection[str]
 ) -> tuple[str, str] | None:
-    """Returns the name of a floating-point tensor of the model that nothing fills because its weight is packed in the
-    checkpoint, and what the weight is there; None if there is no such tensor.
+    """Returns the name of a floating-point tensor of the model that nothing fills because its weight is packed in the checkpoint,
+    and what the weight is there; None if there is no such tensor.
 
-    Args:
-        unfilled: first names of targets that nothing fills, or that have another shape in the checkpoint.
-        unexpected: names of the checkpoint that the model has no place for.
-    """
+    ``unfilled``: first names of targets that nothing fills, or that have another shape in the checkpoint."""
     names = {*unfilled}
     wide = {i for i, name in enumerate(targets.names) if name in names and dtypes.is_wide(targets.dtypes[i])}
     if not wide:
         return None
-    tensors = _packed_tensors(manifest, {*unexpected})
-    candidates = {tensor: _weight_names(tensor) for tensor in tensors}
+    candidates = {tensor: _weight_names(tensor) for tensor in _packed_tensors(manifest, {*unexpected})}
     keys = list(chain.from_iterable(candidates.values()))
     places = dict(zip(keys, destinations(mapping, keys, targets.shapes), strict=True))
     for tensor, weights in candidates.items():
@@ -80,14 +70,12 @@ def _packed_tensors(manifest: Metadata, unexpected: set[str]) -> list[str]:
     """Returns the names of tensors that may be parts of packed weights: integers, and what the model lacks if its name or the
     configuration says so."""
     declared = manifest.quantization is not None and not manifest.quantization.is_fp8
-    if set(dtypes.INTEGERS).isdisjoint(manifest.kinds.dtypes) and not unexpected:
-        return []
     packed = {*dtypes.INTEGERS} - {torch.int64, torch.uint64}  # indices
     columns = zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
     return [
         name
         for name, dtype, shape in columns
-        if (dtype in packed and shape) or (name in unexpected and (declared or _KNOWN.search(name)))
+        if (dtype in packed and shape) or (name in unexpected and (declared or _ANY_LAYOUT.search(name)))
     ]
 
 
@@ -95,13 +83,9 @@ def _weight_names(name: str) -> list[str]:
     """Returns the names that a weight may have as a whole if this tensor is all of it (the first name) or a part of it."""
     parent, _, leaf = name.rpartition(".")
     names = [name, f"{parent}.weight" if parent else "weight", parent]
-    names.append(
-        re.sub(r"\.weight[.:].*", ".weight", name)
-    )  # bitsandbytes, quanto and torchao add to the weight's own name
-    if leaf == "weight":
-        names.append(f"{parent.rpartition('.')[0]}.weight")
-    if "_" in leaf:
-        names.append(name.rpartition("_")[0])
+    names.append(re.sub(r"\.weight[.:].*", ".weight", name))  # what bitsandbytes, quanto and torchao add
+    names.append(f"{parent.rpartition('.')[0]}.weight" if leaf == "weight" else "")
+    names.append(name.rpartition("_")[0] if "_" in leaf else "")
     return list(dict.fromkeys(filter(None, names)))
 
 
@@ -109,10 +93,16 @@ def _describe(manifest: Metadata, name: str) -> str:
     """Returns what a packed weight is, by the names of the tensors next to it, or else by its dtype."""
     parent = name.rpartition(".")[0]
     siblings = [name, *(other for other in manifest.names if other.startswith(f"{parent}."))]
-    for pattern, text in _LAYOUTS:
+    for pattern, text, by in _LAYOUTS:
         if any(map(re.compile(pattern).search, siblings)):
-            return text
+            return f"{text}: {_way_out(by)}"
     dtype = manifest.dtypes[manifest.names.index(name)]
-    declared = manifest.quantization.method if manifest.quantization is not None else ""
-    by = f" of {declared}" if declared else ""
-    return f"a packed weight{by} ({name}, {dtypes.name(dtype)}): {_ORIGINAL.format('the library that quantized it')}"
+    method = manifest.quantization.method if manifest.quantization is not None else ""
+    return f"a packed weight{f' of {method}' if method else ''} ({name}, {dtypes.name(dtype)}): {_way_out('')}"
+
+
+def _way_out(by: str) -> str:
+    """``by``: as in ``_LAYOUTS``."""
+    if "(" in by:
+        return f"unpack it with transformers, {by}, and save_pretrained, then pass the folder that this writes"
+    return f"pass the checkpoint that was quantized, or unpack it with {by or 'the library that quantized it'}"

@@ -6,14 +6,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as MappingType
-from math import prod
 from typing import NamedTuple
 
 from epload.core.views import Assembly, Shape, View
 from epload.errors import ModelMismatch
 from epload.mapping.conversion import ConversionGroup, Converter, match_conversions
-from epload.mapping.mapping import Mapping, Placed
-from epload.mapping.rules import apply_renames
+from epload.mapping.mapping import Mapping, Placed, apply_renames
 
 Place = tuple[str, View]
 """The name of a target (a tensor of the model), and the view of a checkpoint tensor that fills a box of it. Equal views of one
@@ -37,11 +35,10 @@ def place(
     targets: MappingType[str, Shape],
     mismatches: list[ShapeMismatch] | None = None,
 ) -> list[tuple[Place, ...]]:
-    """The places that each checkpoint tensor fills; empty if the model has no place for it.
+    """Returns the places that each checkpoint tensor fills; empty if the model has no place for it.
 
     Args:
-        names: names of the checkpoint's tensors.
-        shapes: their shapes.
+        names, shapes: of the checkpoint's tensors.
         targets: global shapes of the model's tensors by name.
         mismatches: if given, targets of mismatched shape are appended to it and left out, instead of raising.
 
@@ -51,59 +48,39 @@ def place(
     """
     if isinstance(mapping, Placed):
         return list(mapping.places)
-    target_of = _unwrapped_names(mapping, targets) if mapping.aliases else {}
-    inner = {name: targets[target] for name, target in target_of.items()} if mapping.aliases else targets
-    placer = _Placer(mapping, names, shapes, inner)
-    placed, found = placer.run(), placer.mismatches
+    placer = _Placer(mapping, names, shapes, targets)
+    placed = placer.run()
     if mapping.aliases:
-        placed = [tuple((target_of[name], view) for name, view in places) for places in placed]
-        found = [mismatch._replace(target=target_of[mismatch.target]) for mismatch in found]
+        placed = [tuple([(placer.model_name[name], view) for name, view in places]) for places in placed]
+    mismatched = [mismatch._replace(target=placer.model_name[mismatch.target]) for mismatch in placer.mismatches]
     if mismatches is not None:
-        mismatches += found
-    elif found:
-        raise ModelMismatch("; ".join(mismatch.message for mismatch in found))
+        mismatches += mismatched
+    elif mismatched:
+        raise ModelMismatch("; ".join(mismatch.message for mismatch in mismatched))
     return placed
 
 
-def _unwrapped_names(mapping: Mapping, targets: Iterable[str]) -> dict[str, str]:
-    """The model's names by their names without wrappers."""
-    targets = list(targets)
-    target_of: dict[str, str] = {}
-    for name, target in zip(apply_renames(mapping.aliases, targets), targets, strict=True):
-        if (other := target_of.setdefault(name, target)) != target:
-            raise ModelMismatch(f"the model's {other} and {target} have the same name without their wrappers: {name}")
-    return target_of
-
-
-def reverse(
-    mapping: Mapping, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
-) -> dict[str, tuple[Place, ...]]:
-    """The direction of saving: for each checkpoint tensor the regions of the model's tensors that make it up.
-
-    Raises:
-        ModelMismatch: elements of a checkpoint tensor are not in the model, or more than once; names it.
-    """
-    found = {}
-    for name, shape, places in zip(names, shapes, place(mapping, names, shapes, targets), strict=True):
-        count = sum(prod(view.size) for _, view in places)
-        if count != prod(shape) and places:
-            raise ModelMismatch(f"cannot make {name} from the model, which has {count} of its {prod(shape)} elements")
-        if places:
-            found[name] = places
-    return found
-
-
-def destinations(mapping: Mapping, names: Sequence[str], targets: MappingType[str, Shape]) -> list[tuple[str, ...]]:
+def destinations(mapping: Mapping, names: Sequence[str], targets: MappingType[str, Shape]) -> list[list[str]]:
     """Returns the names of the model that tensors of each of these names would fill, whatever their shapes."""
     if isinstance(mapping, Placed):
-        return [()] * len(names)
-    target_of = _unwrapped_names(mapping, targets) if mapping.aliases else {name: name for name in targets}
-    placer = _Placer(mapping, names, [()] * len(names), {name: targets[target] for name, target in target_of.items()})
-    return [tuple(map(target_of.__getitem__, filled)) for filled in placer.destinations()]
+        return [[]] * len(names)
+    placer = _Placer(mapping, names, [()] * len(names), targets)
+    groups, others, renamed = placer.match()
+    filled: list[list[str]] = [[] for _ in names]
+    for source in others:
+        target = placer.find(renamed[source]) or placer.find(names[source])
+        filled[source] = [target] if target is not None else []
+    for group in groups:
+        forms = [form for name in group.targets if (form := placer.find(name)) is not None]
+        patterns = [re.compile(r"\d+".join(map(re.escape, form.split("{index}")))) for form in forms]
+        matching = [name for name in placer.targets if any(pattern.fullmatch(name) for pattern in patterns)]
+        for source in group.sources:
+            filled[source] = matching
+    return [[placer.model_name[name] for name in inner] for inner in filled]
 
 
 class _Placer:
-    """Places the tensors of one checkpoint in one model. Runs once."""
+    """Places the tensors of one checkpoint in one model, whose names lack wrappers here. Runs once."""
 
     def __init__(
         self, mapping: Mapping, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
@@ -111,17 +88,23 @@ class _Placer:
         self.mapping = mapping
         self.names = names
         self.shapes = shapes
-        self.targets = targets
+        self.model_name: dict[str, str] = {}
+        """The model's names by their names without wrappers."""
+        for name, target in zip(apply_renames(mapping.aliases, list(targets)), targets, strict=True):
+            if (other := self.model_name.setdefault(name, target)) != target:
+                raise ModelMismatch(
+                    f"the model's {other} and {target} have the same name without their wrappers: {name}"
+                )
+        self.targets = {name: targets[target] for name, target in self.model_name.items()}
         self.placed: list[tuple[Place, ...]] = [()] * len(names)
         self.filled: dict[str, int] = {}
         """Target to one of the checkpoint tensors that fill it."""
         self.mismatches: list[ShapeMismatch] = []
         self.whole = {shape: Assembly.of(0, shape) for shape in dict.fromkeys(shapes)}
-        self.converter = Converter(names, shapes, targets, self.whole)
+        self.converter = Converter(names, shapes, self.targets, self.whole)
 
     def run(self) -> list[tuple[Place, ...]]:
-        renamed = self._rename()
-        groups, others = match_conversions(self.mapping.converts, renamed)
+        groups, others, renamed = self.match()
         self._place_whole(others, renamed)
         if self.mapping.required and (self.mapping.renames or self.mapping.converts):
             self._check_used(renamed, groups)
@@ -130,38 +113,28 @@ class _Placer:
         self._tie()
         return self.placed
 
-    def destinations(self) -> list[list[str]]:
-        """Returns what :func:`destinations` does, by the model's names without wrappers."""
-        renamed = self._rename()
-        groups, others = match_conversions(self.mapping.converts, renamed)
-        filled: list[list[str]] = [[] for _ in self.names]
-        for source in others:
-            target = self._find(renamed[source]) or self._find(self.names[source])
-            filled[source] = [target] if target is not None else []
-        for group in groups:
-            forms = [form for name in group.targets if (form := self._find(name)) is not None]
-            patterns = [re.compile(r"\d+".join(map(re.escape, form.split("{index}")))) for form in forms]
-            names = [name for name in self.targets if any(pattern.fullmatch(name) for pattern in patterns)]
-            for source in group.sources:
-                filled[source] = names
-        return filled
-
-    def _rename(self) -> list[str]:
-        renamed = list(self.names)
-        if self.mapping.only:
-            known = dict(self.mapping.only)
-            renamed = [known.get(name, name) for name in renamed]
+    def match(self) -> tuple[list[ConversionGroup], list[int], list[str]]:
+        """Returns what conversions take together, the numbers of all other tensors, and the renamed names."""
+        only = dict(self.mapping.only)
+        renamed = [only.get(name, name) for name in self.names] if only else list(self.names)
         for alias in self.mapping.aliases:
             # A name that the model has does not contain a wrapper.
-            renamed = [
-                name if name in self.targets else other
-                for name, other in zip(renamed, alias.apply(renamed), strict=True)
-            ]
-        return apply_renames(self.mapping.renames, renamed)
+            pairs = zip(renamed, alias.apply(renamed), strict=True)
+            renamed = [name if name in self.targets else other for name, other in pairs]
+        renamed = apply_renames(self.mapping.renames, renamed)
+        return *match_conversions(self.mapping.converts, renamed), renamed
+
+    def find(self, name: str) -> str | None:
+        """Returns the target for ``name``, which may have ``{index}``, with or without the base model's prefix."""
+        targets = self.converter.indexed_names if "{index}" in name else self.targets
+        prefix = self.mapping.base_model_prefix and f"{self.mapping.base_model_prefix}."
+        inner = name.removeprefix(prefix)
+        forms = (prefix + name, name) if inner == name else (inner, prefix + name, name)
+        return next((form for form in forms if form in targets), None)
 
     def _check_used(self, renamed: list[str], groups: list[ConversionGroup]) -> None:
-        known = {source for mismatch in self.mismatches for source in mismatch.sources}
-        lost = [name for i, name in enumerate(self.names) if not self.placed[i] and i not in known]
+        mismatched = {source for mismatch in self.mismatches for source in mismatch.sources}
+        lost = [name for i, name in enumerate(self.names) if not self.placed[i] and i not in mismatched]
         if groups or renamed != list(self.names) or not lost:
             return
         rules = [rename.source for rename in self.mapping.renames]
@@ -173,97 +146,63 @@ class _Placer:
 
     def _place_whole(self, sources: Iterable[int], renamed: Sequence[str]) -> None:
         """Places tensors that are not converted, each in one target."""
-        names, shapes, targets, filled, placed = self.names, self.shapes, self.targets, self.filled, self.placed
         views = {shape: assembly.parts[0][1] for shape, assembly in self.whole.items()}
         for source in sources:
-            name, shape = names[source], shapes[source]
+            name, shape = self.names[source], self.shapes[source]
             target: str | None = renamed[source]
-            if target not in targets or self.mapping.base_model_prefix:
-                target = self._find(renamed[source]) or self._find(name)
+            if target not in self.targets or self.mapping.base_model_prefix:
+                target = self.find(renamed[source]) or self.find(name)
             if target is None:
                 continue
-            if shape != targets[target]:
+            if shape != self.targets[target]:
                 other = "" if target == name else f"{target} has shape "
-                text = (
-                    f"{name} has shape {list(shape)} in the checkpoint but {other}{list(targets[target])} in the model"
-                )
-                self.mismatches.append(ShapeMismatch(target, (source,), text))
+                text = f"{list(shape)} in the checkpoint but {other}{list(self.targets[target])} in the model"
+                self.mismatches.append(ShapeMismatch(target, (source,), f"{name} has shape {text}"))
                 continue
-            if filled.setdefault(target, source) != source:
-                raise self._duplicate(target, source)
-            placed[source] = ((target, views[shape]),)
+            self._fill(target, source)
+            self.placed[source] = ((target, views[shape]),)
 
-    def _find(self, name: str) -> str | None:
-        """The model's name for ``name``, which may have ``{index}``, with or without the base model's prefix."""
-        known = self.converter.indexed_names if "{index}" in name else self.targets
-        prefix = self.mapping.base_model_prefix and f"{self.mapping.base_model_prefix}."
-        inner = name.removeprefix(prefix)
-        forms = (prefix + name, name) if inner == name else (inner, prefix + name, name)
-        return next((form for form in forms if form in known), None)
-
-    def _duplicate(self, target: str, source: int) -> ModelMismatch:
-        return ModelMismatch(
-            f"checkpoint tensors {self.names[self.filled[target]]} and {self.names[source]} both map to the model's {target}; "
-            "change the mapping so that only one does"
-        )
+    def _fill(self, target: str, source: int) -> None:
+        if (other := self.filled.setdefault(target, source)) != source:
+            raise ModelMismatch(
+                f"checkpoint tensors {self.names[other]} and {self.names[source]} both map to the model's {target}; "
+                "change the mapping so that only one does"
+            )
 
     def _convert(self, group: ConversionGroup) -> None:
-        found = [self._find(name) for name in group.targets]
-        if not any(found):
+        targets = [self.find(name) for name in group.targets]
+        if not any(targets):
             self._place_whole(group.sources, self.names)
             return
-        made: list[tuple[str, Assembly]] = []
-        for target, outputs in zip(found, self.converter.convert(group, found), strict=True):
-            if target is None:
-                continue
+        places: dict[int, list[Place]] = defaultdict(list)
+        for target, outputs in zip(targets, self.converter.convert(group, targets), strict=True):
             for index, assembly in enumerate(outputs):
-                name = target.replace("{index}", str(index))
+                name = (target or "").replace("{index}", str(index))
                 if name not in self.targets:
                     continue
                 if assembly.shape != self.targets[name]:
                     text = str(self.converter.error(group, name, f"the result has shape {list(assembly.shape)}"))
                     self.mismatches.append(ShapeMismatch(name, tuple(group.sources), text))
                     continue
-                if self.filled.setdefault(name, group.sources[0]) != group.sources[0]:
-                    raise self._duplicate(name, group.sources[0])
-                made.append((name, assembly))
-        self._add_places(group, made)
-
-    def _add_places(self, group: ConversionGroup, made: Sequence[tuple[str, Assembly]]) -> None:
-        """Places the tensors of a group in what is made of them. The parts of an assembly number these tensors from 0 on."""
-        placed, sources = self.placed, group.sources
-        if len(made) == 1 and len({position for position, _ in made[0][1].parts}) == len(made[0][1].parts):
-            ((name, assembly),) = made
-            for position, view in assembly.parts:
-                placed[sources[position]] = ((name, view),)
-            return
-        places: dict[int, list[Place]] = defaultdict(list)
-        for name, assembly in made:
-            for position, view in assembly.parts:
-                places[position].append((name, view))
-        for position, views in places.items():
-            placed[sources[position]] = tuple(views)
+                self._fill(name, group.sources[0])
+                for position, view in assembly.parts:
+                    places[group.sources[position]].append((name, view))
+        for source, views in places.items():
+            self.placed[source] = tuple(views)
 
     def _tie(self) -> None:
         """Fills tied targets that no checkpoint tensor fills from those that one does."""
-        origin: dict[str, str] = {}
-        changed = True
-        while changed:  # one value may have any number of names, in pairs of any order
-            changed = False
-            for a, b in self.mapping.ties:
-                for filled, empty in ((a, b), (b, a)):
-                    source = filled if filled in self.filled else origin.get(filled)
-                    if source is None or empty in self.filled or empty in origin:
-                        continue
-                    if empty in self.targets and self.targets[empty] == self.targets[source]:
-                        origin[empty] = source
-                        changed = True
-        if not origin:
-            return
+        origin = {target: target for target in self.filled}
+        pairs = [pair for a, b in self.mapping.ties for pair in ((a, b), (b, a))]
+        count = 0
+        while count < len(origin):  # one value may have any number of names, in pairs of any order
+            count = len(origin)
+            for filled, empty in pairs:
+                if filled in origin and self.targets.get(empty) == self.targets[filled]:
+                    origin.setdefault(empty, origin[filled])
         copies_of: dict[str, list[str]] = defaultdict(list)
         for empty, source in origin.items():
-            copies_of[source].append(empty)
-        for number, places in enumerate(self.placed):
-            copies = tuple((other, view) for target, view in places for other in copies_of.get(target, ()))
-            if copies:
-                self.placed[number] = places + copies
+            if empty != source:
+                copies_of[source].append(empty)
+        for number, places in enumerate(self.placed) if copies_of else ():
+            self.placed[number] += tuple([(other, view) for target, view in places for other in copies_of[target]])

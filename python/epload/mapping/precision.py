@@ -20,13 +20,12 @@ from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes
 from epload.core.pieces import Metadata
 from epload.errors import ModelMismatch
+from epload.mapping.mapping import apply_renames
 from epload.mapping.place import place
 from epload.mapping.resolve import from_model
-from epload.mapping.rules import apply_renames
 from epload.mapping.wrappers import unwrap
-from epload.model.initialization import is_pretrained, preserve_generators
+from epload.model.initialization import class_before_fsdp, is_pretrained, preserve_generators
 from epload.model.modules import Modules
-from epload.model.skeleton import class_before_fsdp
 from epload.model.targets import Targets
 from epload.report import list_keys
 
@@ -38,13 +37,8 @@ A dtype for a transformers model means what ``from_pretrained(dtype=)`` makes of
 def set_dtypes(
     model: nn.Module, modules: Modules, targets: Targets, requested: DTypes, as_pretrained: bool = True
 ) -> None:
-    """Sets the dtypes that tensors on meta get. Notes which tensors ``from_pretrained`` keeps in float32, and which of them have
-    storage in a narrower dtype.
-
-    Args:
-        modules: those of the model.
-        targets: of the model, with the dtypes that its tensors have. Changed in place.
-        as_pretrained: False to give transformers models no dtypes but those that they have.
+    """Sets in ``targets`` the dtypes that tensors on meta get. Notes which tensors ``from_pretrained`` keeps in float32, and
+    which of them have storage in a narrower dtype.
 
     Raises:
         ValueError: a parameter has storage in another dtype than the requested one, or a pattern matches no name.
@@ -54,28 +48,32 @@ def set_dtypes(
         for pattern in requested:
             if not any(re.search(pattern, name) for name in targets.index):
                 raise ValueError(f"dtype: the pattern {pattern!r} matches no tensor of the model")
-    wanted, kept = _dtypes_in_transformers(model, modules, targets, requested) if as_pretrained else ({}, {})
+    assigned, kept = _dtypes_in_transformers(model, modules, targets, requested) if as_pretrained else ({}, {})
     if requested is not None:
         shapes = [targets.layouts[layout].shape for layout in targets.layout]
         scales = quantized_with(targets.names, targets.dtypes, shapes)  # to round them would change the weights
-        wanted = {number: dtype for number, dtype in wanted.items() if targets.names[number] not in scales}
-        kept = {number: None for number in kept if number in wanted}
+        assigned = {number: dtype for number, dtype in assigned.items() if targets.names[number] not in scales}
+        kept = {number: None for number in kept if number in assigned}
         for number, (name, tensor) in enumerate(zip(targets.names, targets.tensors, strict=True)):
             own = isinstance(tensor, nn.Parameter) and dtypes.is_wide(tensor.dtype)
             if own and number not in kept and name not in scales:
-                wanted.setdefault(number, _requested_dtype(name, requested) or targets.dtypes[number])
-    changed = [number for number, dtype in wanted.items() if targets.dtypes[number] != dtype]
-    for number in changed:
-        name, tensor, dtype = targets.names[number], targets.tensors[number], wanted[number]
+                assigned.setdefault(number, _requested_dtype(name, requested) or targets.dtypes[number])
+    for number, dtype in assigned.items():
+        name, tensor = targets.names[number], targets.tensors[number]
         if tensor.is_meta:
             targets.dtypes[number] = dtype
-        elif number not in kept and requested is not None and isinstance(tensor, nn.Parameter):
+        elif (
+            targets.dtypes[number] != dtype
+            and number not in kept
+            and requested is not None
+            and isinstance(tensor, nn.Parameter)
+        ):
             raise ValueError(
                 f"dtype={dtype} applies to parameters on meta, but {name} already has storage of {tensor.dtype}; "
                 "convert the model first"
             )
     for number in kept:
-        is_kept = targets.dtypes[number] == wanted[number]
+        is_kept = targets.dtypes[number] == assigned[number]
         (targets.kept_in_fp32 if is_kept else targets.below_fp32).append(targets.names[number])
     if on_meta := {number for number in kept if targets.tensors[number].is_meta}:
         _check_fsdp_groups(modules, targets, on_meta)
@@ -90,12 +88,8 @@ def kept_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -
 def kept_by_config(config: Mapping[str, Any], manifest: Metadata, dtype: torch.dtype) -> set[str]:
     """Returns the names of checkpoint tensors that ``from_pretrained`` keeps in float32 if it loads the checkpoint as this dtype.
 
-    Args:
-        config: the content of its ``config.json``, which names a class of transformers. No code next to it is run.
-
-    Raises:
-        ValueError: the class is unknown, or the checkpoint does not fit it, so that this cannot be told.
-    """
+    ``config`` is that of its ``config.json``, which names a class of transformers. No code next to it is run. Raises ValueError
+    if the class is unknown, or the checkpoint does not fit it."""
     try:
         import transformers
 
@@ -130,9 +124,6 @@ def _requested_dtype(name: str, requested: torch.dtype | Mapping[str, torch.dtyp
     return next((dtype for pattern, dtype in requested.items() if re.search(pattern, name)), None)
 
 
-# ---- transformers ----
-
-
 class _Pretrained(NamedTuple):
     """A transformers model that is not inside another one."""
 
@@ -144,7 +135,7 @@ class _Pretrained(NamedTuple):
     def keeps(self, dtype: torch.dtype) -> Callable[[str], object]:
         """Returns a search in names for what the class keeps in float32 in a model of this dtype."""
         patterns = [pattern.replace("*", ".*") for pattern in sorted(self.module._get_dtype_plan(dtype))]
-        return re.compile("|".join(patterns)).search if patterns else lambda name: None
+        return re.compile("|".join(patterns) or r"(?!)").search
 
     def new_dtypes(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
         """Returns the dtypes of the state of a new model of this class; empty if it needs more than its config."""
@@ -162,17 +153,17 @@ def _dtypes_in_transformers(
 ) -> tuple[dict[int, torch.dtype], dict[int, None]]:
     """Returns the dtypes that ``from_pretrained`` gives targets of transformers models, and the targets that it keeps in float32;
     not those that a dict of dtypes names."""
-    wanted: dict[int, torch.dtype] = {}
+    own_way: dict[int, torch.dtype] = {}
     kept: dict[int, None] = {}
     for part in _pretrained_models(model, modules, targets.index):
-        if requested is None and not part.module._get_dtype_plan(
-            torch.float16
-        ):  # which keeps what bfloat16 keeps, and more
+        # What bfloat16 keeps in float32, float16 keeps too.
+        if requested is None and not part.module._get_dtype_plan(torch.float16):
             continue
         sizes: Counter[torch.dtype] = Counter()
-        for _, name in part.pairs:
-            tensor = targets.tensors[targets.index[name]]
-            if isinstance(tensor, nn.Parameter) and dtypes.is_wide(tensor.dtype):
+        members = [(inner, name, targets.index[name]) for inner, name in part.pairs]
+        members = [member for member in members if dtypes.is_wide(targets.tensors[member[2]].dtype)]
+        for *_, number in members:
+            if isinstance(tensor := targets.tensors[number], nn.Parameter):
                 sizes[tensor.dtype] += tensor.numel()
         if not sizes:
             continue
@@ -180,21 +171,17 @@ def _dtypes_in_transformers(
         dtype = requested if isinstance(requested, torch.dtype) else own
         new = part.new_dtypes(dtype) if dtype != own else {}
         keeps = part.keeps(dtype)
-        for inner, name in part.pairs:
-            number = targets.index[name]
-            tensor = targets.tensors[number]
-            if not dtypes.is_wide(tensor.dtype) or (
-                isinstance(requested, Mapping) and _requested_dtype(name, requested)
-            ):
+        for inner, name, number in members:
+            if isinstance(requested, Mapping) and _requested_dtype(name, requested):
                 continue
             if keeps(inner):
-                wanted[number] = torch.float32
+                own_way[number] = torch.float32
                 kept[number] = None
             elif inner in new:
-                wanted[number] = new[inner]
-            elif tensor.dtype != own:
-                wanted[number] = tensor.dtype
-    return wanted, kept
+                own_way[number] = new[inner]
+            elif targets.tensors[number].dtype != own:
+                own_way[number] = targets.tensors[number].dtype
+    return own_way, kept
 
 
 def _pretrained_models(model: nn.Module, modules: Modules, names: Collection[str]) -> list[_Pretrained]:
@@ -202,46 +189,40 @@ def _pretrained_models(model: nn.Module, modules: Modules, names: Collection[str
         return []
     inner, aliases, copies = unwrap(model, names)
     originals = {copied: original for original, copied in copies}
-    inside = [originals.get(name, name) for name in apply_renames(aliases, list(names))]
+    inside = [originals.get(name, name) for name in apply_renames(aliases, names)]
     outermost: dict[str, Any] = {}
-    for path, module in [("", inner)] if is_pretrained(type(inner)) else inner.named_modules():
-        if is_pretrained(type(module)) and not any(path.startswith(f"{above}.") for above in outermost):
-            outermost[path] = module
+    for path, module in inner.named_modules():
+        prefix = f"{path}." if path else ""
+        if is_pretrained(type(module)) and not any(prefix.startswith(above) for above in outermost):
+            outermost[prefix] = module
     parts = []
     for path, module in outermost.items():
-        prefix = apply_renames(aliases, [f"{path}."])[0] if path else ""
+        prefix = apply_renames(aliases, [path])[0]
         tied = getattr(module, "all_tied_weights_keys", None) or {}
         pairs = [(n.removeprefix(prefix), name) for n, name in zip(inside, names, strict=True) if n.startswith(prefix)]
         parts.append(_Pretrained(module, [(n, name) for n, name in pairs if n not in tied]))
     return parts
 
 
-# ---- FSDP ----
-
-
 def _check_fsdp_groups(modules: Modules, targets: Targets, kept: Collection[int]) -> None:
     """Raises ModelMismatch for a group of FSDP parameters that has one of these targets and trainable ones of another dtype."""
     number_of = {id(tensor): number for number, tensor in enumerate(targets.tensors)}
     for group in modules.fsdp_groups:
-        trainable = [
-            parameter.sharded_param for parameter in group.fsdp_params if parameter.sharded_param.requires_grad
-        ]
-        members = [number_of[id(tensor)] for tensor in trainable if id(tensor) in number_of]
-        odd = next((n for n in members if n in kept), None)
-        other = next((n for n in members if odd is not None and targets.dtypes[n] != torch.float32), None)
-        if odd is not None and other is not None:
-            name, layer = targets.names[odd], targets.names[odd].rpartition(".")[0]
-            pattern = re.escape(".".join(name.split(".")[-2:])) + "$"
-            alone = not any(
-                targets.names[n].startswith(f"{layer}.") for n in members if targets.dtypes[n] != torch.float32
-            )
-            way = (
-                f"Call fully_shard on {layer or 'its module'} before the module around it, so that it is a group of its own, or "
-                if alone
-                else "Freeze it, or "
-            )
-            raise ModelMismatch(
-                f"from_pretrained keeps {name} in torch.float32, but fully_shard has grouped it with {targets.names[other]}, "
-                f"which is {targets.dtypes[other]}, and FSDP2 needs one dtype for all trainable parameters of a group. {way}"
-                f"round it: dtype={{{pattern!r}: {targets.dtypes[other]}}}"
-            )
+        numbers = [number_of.get(id(p.sharded_param)) for p in group.fsdp_params if p.sharded_param.requires_grad]
+        members = [number for number in numbers if number is not None]
+        odd = next((number for number in members if number in kept), None)
+        others = [number for number in members if targets.dtypes[number] != torch.float32]
+        if odd is None or not others:
+            continue
+        name, layer = targets.names[odd], targets.names[odd].rpartition(".")[0]
+        pattern = re.escape(".".join(name.split(".")[-2:])) + "$"
+        way = (
+            f"Call fully_shard on {layer or 'its module'} before the module around it, so that it is a group of its own"
+        )
+        if any(targets.names[number].startswith(f"{layer}.") for number in others):
+            way = "Freeze it"
+        raise ModelMismatch(
+            f"from_pretrained keeps {name} in torch.float32, but fully_shard has grouped it with {targets.names[others[0]]}, "
+            f"which is {targets.dtypes[others[0]]}, and FSDP2 needs one dtype for all trainable parameters of a group. {way}, "
+            f"or round it: dtype={{{pattern!r}: {targets.dtypes[others[0]]}}}"
+        )

@@ -12,14 +12,14 @@ from torch import nn
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import declared_quantization
 from epload.core.dtypes import FP8
-from epload.mapping.adapters import adapter_pairs
 from epload.mapping.mapping import Mapping
 from epload.mapping.transformers import from_transformers
-from epload.mapping.wrappers import is_from_package, unwrap
+from epload.mapping.wrappers import adapter_pairs, is_from_package, unwrap
 
 
 def from_model(model: nn.Module, names: Collection[str] | None = None) -> Mapping:
-    """The mapping that ``mapping="auto"`` uses: what a transformers model declares for its architecture, else the identity.
+    """Returns the mapping that ``mapping="auto"`` uses: what a transformers model declares for its architecture, else the
+    identity.
 
     Wrappers (torch.compile, DistributedDataParallel, PEFT) are looked through. An operation that computes values, such as
     dequantizing, is an error only when a checkpoint tensor needs it.
@@ -44,12 +44,8 @@ def from_model(model: nn.Module, names: Collection[str] | None = None) -> Mappin
 def resolve_mapping(
     mapping: Mapping | str, model: nn.Module, names: Collection[str], checkpoint: Sequence[str] = ()
 ) -> Mapping:
-    """The mapping for this model: ``mapping`` itself, or for ``"auto"`` :func:`from_model`; for the file of a PEFT adapter,
-    the names of the active adapter.
-
-    Args:
-        names: names of the model's tensors.
-        checkpoint: names of the checkpoint's tensors.
+    """Returns ``mapping`` itself, or for ``"auto"`` :func:`from_model`; for the file of a PEFT adapter, the names of the active
+    adapter.
 
     Raises:
         ValueError: neither a Mapping nor ``"auto"``.

@@ -1,4 +1,4 @@
-"""Finds the scales that a rank needs for fp8 weights that it widens, and where they go. Pure; ``dequantize`` multiplies by them.
+"""Finds the scales that a rank needs for fp8 weights that it widens, and multiplies by them once all data has arrived.
 
 A weight stored in fp8 with scales fills a wider parameter as ``(weight.float() * scale).to(dtype)``. Scales are sent like any
 tensor; each rank keeps those of the blocks that it owns, in extra tensors that live as long as the load. If the model keeps fp8,
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from epload.core import dtypes
 from epload.core.pieces import Metadata
-from epload.core.placement import Box, Layout, OwnedRegion, owned_parts, owned_regions, row_major_strides
+from epload.core.placement import Box, Layout, OwnedRegion, box_slices, owned_parts, owned_regions, row_major_strides
 from epload.core.views import Shape, View
 from epload.errors import ModelMismatch
 from epload.mapping.place import Place
@@ -47,11 +47,6 @@ _WAY_OUT = (
 )
 
 
-def factors(scale: Tensor) -> Tensor:
-    """Returns what weights are multiplied by, in float32."""
-    return _FACTORS[scale.dtype](scale)
-
-
 @dataclass(frozen=True)
 class Scaling:
     """A region of a target to be multiplied, and its scales."""
@@ -72,14 +67,10 @@ class Scaling:
 def with_scales(
     manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]]
 ) -> tuple[Targets, tuple[Scaling, ...]]:
-    """The targets, followed by one for each scale that fp8 weights need for wider targets, and what to multiply.
+    """Returns the targets, followed by one for each scale that fp8 weights need for wider targets, and what to multiply. Adds the
+    places of the scales to ``placed``.
 
-    Args:
-        placed: the places of each checkpoint tensor; those of the scales are added.
-
-    Raises:
-        ModelMismatch: a weight without its scale, a scale without its weight, of another dtype or of the wrong shape; names them.
-    """
+    Raises ModelMismatch for a weight without its scale, a scale without its weight, of another dtype or of the wrong shape."""
     scaled = f"{SUFFIXES[0]}\n" in "\n".join((*manifest.names, ""))  # at once takes a fifth of the time
     if not scaled and set(dtypes.FP8).isdisjoint(manifest.kinds.dtypes):
         return targets, ()
@@ -99,9 +90,17 @@ def with_scales(
         if not wide:
             continue
         scale = _scale_of(manifest, targets, number, i, wide[0][0])
-        _check_wide(targets, name, wide)
         blocks, shape = _block_shape(manifest, i, scale), manifest.shapes[i]
-        _check_views(targets, name, shape, wide, blocks)
+        for target, view in wide:
+            if not dtypes.is_wide(targets.dtypes[target]):
+                raise ModelMismatch(
+                    f"cannot dequantize {name} to {dtypes.name(targets.dtypes[target])}, its dtype in the model"
+                )
+            if prod(blocks) != prod(shape) and not _runs_within_rows(view, shape):
+                raise ModelMismatch(
+                    f"cannot dequantize {name} into {targets.names[target]}: the mapping reshapes it across its rows, so that "
+                    "its blocks of scales are no longer blocks"
+                )
         start, size = needed.box(wide, shape, blocks)
         extra = _add_target(targets, manifest, scale, size)
         strides = row_major_strides(_grid(shape, blocks))
@@ -156,66 +155,42 @@ def _scale_of(manifest: Metadata, targets: Targets, number: dict[str, int], weig
     return scale
 
 
-def _check_wide(targets: Targets, name: str, places: Sequence[tuple[int, View]]) -> None:
-    """Raises ModelMismatch if a target of a weight cannot hold its product."""
-    for target, _ in places:
-        if not dtypes.is_wide(targets.dtypes[target]):
-            raise ModelMismatch(
-                f"cannot dequantize {name} to {dtypes.name(targets.dtypes[target])}, its dtype in the model"
-            )
-
-
-def _check_views(targets: Targets, name: str, shape: Shape, wide: Sequence[tuple[int, View]], blocks: Shape) -> None:
-    """Raises ModelMismatch if the blocks of a weight are not blocks in its targets."""
-    for target, view in wide:
-        if prod(blocks) != prod(shape) and not _runs_within_rows(view, shape):
-            raise ModelMismatch(
-                f"cannot dequantize {name} into {targets.names[target]}: the mapping reshapes it across its rows, so that its "
-                "blocks of scales are no longer blocks"
-            )
-
-
 class _NeededScales:
     """The scales that this rank needs: those of the blocks that overlap with what it owns."""
 
     def __init__(self, targets: Targets) -> None:
         self._layouts = targets.layout
         self._owned = [owned_regions(*of) for of in zip(targets.layouts, targets.coordinates, strict=True)]
-        self._known: dict[tuple[object, ...], Box | None] = {}
+        self._boxes: dict[tuple[object, ...], list[Box]] = {}
 
     def box(self, places: Sequence[tuple[int, View]], shape: Shape, blocks: Shape) -> Box:
-        """The smallest box of scales that covers these places of a weight; an empty box if there are none."""
-        boxes = []
+        """Returns the smallest box of scales that covers these places of a weight; an empty box if there are none."""
+        boxes: list[Box] = []
         for target, view in places:
             key = (self._layouts[target], view, shape, blocks)
-            if key not in self._known:
-                self._known[key] = self._box_of(view, self._owned[key[0]], shape, blocks)
-            if (box := self._known[key]) is not None:
-                boxes.append(box)
-        return _bounding_box(boxes) or ((0,) * len(shape), (0,) * len(shape))
-
-    def _box_of(self, view: View, owned: Sequence[OwnedRegion], shape: Shape, blocks: Shape) -> Box | None:
-        boxes = []
-        for start, size, _ in owned_parts((view.start, view.size), owned):
-            if prod(_grid(shape, blocks)) == 1:
-                return (0,) * len(shape), (1,) * len(shape)
-            indices = indices_in_weight(view, shape, tuple(map(int.__sub__, start, view.start)), size)
-            first = tuple(int(index.min()) // block for index, block in zip(indices, blocks, strict=True))
-            last = (int(index.max()) // block for index, block in zip(indices, blocks, strict=True))
-            boxes.append((first, tuple(b + 1 - a for a, b in zip(first, last, strict=True))))
-        return _bounding_box(boxes)
+            if key not in self._boxes:
+                owned = owned_parts((view.start, view.size), self._owned[key[0]])
+                self._boxes[key] = [_scales_of(view, start, size, shape, blocks) for start, size, _ in owned]
+            boxes += self._boxes[key]
+        if not boxes:
+            return (0,) * len(shape), (0,) * len(shape)
+        low = tuple(map(min, zip(*(start for start, _ in boxes), strict=True)))
+        high = map(max, zip(*(map(int.__add__, start, size) for start, size in boxes), strict=True))
+        return low, tuple(map(int.__sub__, high, low))
 
 
-def _bounding_box(boxes: Sequence[Box]) -> Box | None:
-    if len(boxes) < 2:
-        return boxes[0] if boxes else None
-    low = tuple(map(min, zip(*(start for start, _ in boxes), strict=True)))
-    high = map(max, zip(*(map(int.__add__, start, size) for start, size in boxes), strict=True))
-    return low, tuple(map(int.__sub__, high, low))
+def _scales_of(view: View, start: Shape, size: Shape, shape: Shape, blocks: Shape) -> Box:
+    """Returns the scales for the box of this start and size in a target that a view of a weight fills."""
+    if prod(_grid(shape, blocks)) == 1:
+        return (0,) * len(shape), (1,) * len(shape)
+    indices = _indices_in_weight(view, shape, tuple(map(int.__sub__, start, view.start)), size)
+    first = tuple(int(index.min()) // block for index, block in zip(indices, blocks, strict=True))
+    last = (int(index.max()) // block for index, block in zip(indices, blocks, strict=True))
+    return first, tuple(b + 1 - a for a, b in zip(first, last, strict=True))
 
 
 def _grid(shape: Shape, blocks: Shape) -> Shape:
-    """Number of scales along each dim of a weight."""
+    """Returns the number of scales along each dim of a weight."""
     return tuple(-(-n // block) for n, block in zip(shape, blocks, strict=True))
 
 
@@ -240,7 +215,8 @@ def _block_shape(manifest: Metadata, weight: int, scale: int) -> Shape:
     if prod(counts) == 1:
         return shape
     declared = manifest.quantization.blocks if manifest.quantization is not None else ()
-    blocks = {block for each in declared if (block := _declared_block(shape, each)) and _grid(shape, block) == counts}
+    of_all_dims = {(1,) * (len(shape) - 2) + block for block in declared if len(shape) >= 2}
+    blocks = {block for block in of_all_dims if _grid(shape, block) == counts}
     padded = counts + (1,) * (len(shape) - len(counts))  # per-row scales lack the dims that follow
     if not blocks and len(padded) == len(shape):
         if all(count in (1, length) for length, count in zip(shape, padded, strict=True)):
@@ -264,17 +240,9 @@ def _even_length(length: int, count: int) -> int:
     return -(-length // max(count, 1)) or 1
 
 
-def _declared_block(shape: Shape, block: tuple[int, int]) -> Shape | None:
-    """Returns a block of a weight's last two dims, repeated for each index of the dims before; None if there are not two."""
-    return (1,) * (len(shape) - 2) + block if len(shape) >= 2 else None
-
-
 def _inferred_blocks(shape: Shape, counts: Shape) -> set[Shape]:
-    """Returns the blocks of equal size that scales of this shape are for; nothing if another division has as many.
-
-    Blocks of the usual sizes may end in a smaller one. Scales that vary along the rows alone may be for the parts of a fused
-    weight, which need not be equal.
-    """
+    """Returns the blocks of equal size that scales of this shape are for; nothing if another division has as many: blocks of the
+    usual sizes may end in a smaller one, and scales that vary along the rows alone may be for unequal parts of a fused weight."""
     if len(shape) < 2 or counts[-1] == 1:
         return set()
     inferred = []
@@ -288,11 +256,9 @@ def _inferred_blocks(shape: Shape, counts: Shape) -> set[Shape]:
     return {tuple(inferred)}
 
 
-def indices_in_weight(view: View, shape: Shape, begin: Shape, size: Shape) -> list[Tensor]:
-    """Returns, for each dim of a weight of this shape, the index along it of each element of a box of a view of that weight.
-
-    The tensors broadcast to ``size``, the size of the box, which starts at ``begin`` in the view.
-    """
+def _indices_in_weight(view: View, shape: Shape, begin: Shape, size: Shape) -> list[Tensor]:
+    """Returns, for each dim of a weight of this shape, the index along it of each element of the box of ``size`` that starts at
+    ``begin`` in a view of the weight. The tensors broadcast to ``size``."""
     indices = []
     offset = view.offset + sum(map(int.__mul__, begin, view.strides))
     for dim_of_weight, stride in enumerate(row_major_strides(shape)):
@@ -307,7 +273,7 @@ def indices_in_weight(view: View, shape: Shape, begin: Shape, size: Shape) -> li
 
 
 def _runs_along(shape: Shape, step: int) -> int:
-    """The outermost dim of a weight whose stride is at most ``step`` elements."""
+    """Returns the outermost dim of a weight whose stride is at most ``step`` elements."""
     return next(dim for dim, stride in enumerate(row_major_strides(shape)) if step >= stride)
 
 
@@ -319,5 +285,33 @@ def _runs_within_rows(view: View, shape: Shape) -> bool:
     strides = row_major_strides(shape)
     if any(n > 1 and step % strides[_runs_along(shape, step)] for n, step in zip(view.size, view.strides, strict=True)):
         return False
-    indices = indices_in_weight(view, shape, (0,) * len(view.size), view.size)
+    indices = _indices_in_weight(view, shape, (0,) * len(view.size), view.size)
     return all(int(index.max()) < length for index, length in zip(indices, shape, strict=True))
+
+
+def scale_tensors(targets: Targets, count: int, device: torch.device) -> list[Tensor]:
+    """Returns uninitialized tensors for the scales: the targets from index ``count`` on."""
+    return [
+        torch.empty(targets.layouts[layout].shape, dtype=dtype, device=device)
+        for layout, dtype in zip(targets.layout[count:], targets.dtypes[count:], strict=True)
+    ]
+
+
+def multiply(scalings: Sequence[Scaling], targets: Targets, local: Sequence[Tensor]) -> None:
+    """Multiplies what this rank owns of each region, in place. ``local`` are the local tensors of ``targets``."""
+    owned: dict[int, list[OwnedRegion]] = {}
+    for scaling in scalings:
+        layout, view = targets.layout[scaling.target], scaling.view
+        if layout not in owned:
+            owned[layout] = owned_regions(targets.layouts[layout], targets.coordinates[layout])
+        for start, size, local_start in owned_parts((view.start, view.size), owned[layout]):
+            part = local[scaling.target][box_slices(local_start, size)]
+            scale = local[scaling.scale].to(part.device)
+            factors = _FACTORS[scale.dtype](scale)
+            if scale.numel() == 1:
+                factors = factors.reshape(())
+            else:
+                indices = _indices_in_weight(view, scaling.shape, tuple(map(int.__sub__, start, view.start)), size)
+                blocks = zip(indices, scaling.blocks, scaling.first, strict=True)
+                factors = factors[tuple(index.to(part.device) // block - first for index, block, first in blocks)]
+            part.copy_(part.float() * factors)

@@ -1,8 +1,6 @@
 """Translates the checkpoint conversions that the transformers library (5.x) declares for a model into epload's rules.
 
-The library renames keys with regular expressions and converts collected lists of tensors with operations, in its
-``core_model_loading``. An operation that computes values has no equivalent here, and is an error when a tensor needs it. So is
-one that a version of the library adds later.
+An operation that computes values, or that a later version of the library adds, is an error when a tensor needs it.
 """
 
 from __future__ import annotations
@@ -16,9 +14,8 @@ import torch
 
 from epload.errors import ModelMismatch
 from epload.mapping import operations
-from epload.mapping.mapping import Mapping
-from epload.mapping.rules import Convert, Rename
-from epload.model.skeleton import class_before_fsdp
+from epload.mapping.mapping import Convert, Mapping, Rename
+from epload.model.initialization import class_before_fsdp
 
 SUPPORTED = ("5.19", "5.24")
 """The oldest and the newest version of transformers whose renames and operations are known."""
@@ -26,7 +23,7 @@ _WHOLE_WORD = r"(?!\w)"
 
 
 def from_transformers(model: Any) -> Mapping:
-    """The conversion that the library declares for a transformers model without wrappers, whatever its architecture."""
+    """Returns the conversion that the library declares for a transformers model without wrappers, whatever its architecture."""
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
@@ -57,12 +54,8 @@ def from_transformers(model: Any) -> Mapping:
 def checkpoint_form(
     model: Any, tensors: MappingType[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> tuple[list[str], list[tuple[int, ...]]]:
-    """Names and shapes of the tensors in the checkpoints that the library saves of a model.
-
-    Args:
-        model: a transformers model without wrappers.
-        tensors: dtype and shape of each of its tensors, by their names without wrappers.
-    """
+    """Returns names and shapes of the tensors in the checkpoints that the library saves of a model, whose tensors have these
+    dtypes and shapes by their names without wrappers."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in tensors.items()}
@@ -73,7 +66,7 @@ def checkpoint_form(
 
 
 def _ignored_patterns(model: Any, modules: Iterable[tuple[str, Any]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Patterns of unexpected and of missing keys that the library does not report, as in its
+    """Returns patterns of unexpected and of missing keys that the library does not report, as in its
     ``_adjust_missing_and_unexpected_keys``. Sorted, because ranks compare mappings by their text."""
     unexpected = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     missing = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
@@ -87,24 +80,23 @@ def _ignored_patterns(model: Any, modules: Iterable[tuple[str, Any]]) -> tuple[t
 
 
 def _without_fsdp(modules: Iterable[tuple[str, Any]]) -> Any:
-    """A stand-in for a model, given by its ``named_modules()``, with the original classes: the library looks up declarations by
-    class, and ``fully_shard`` replaces the classes."""
+    """Returns a stand-in for a model, given by its ``named_modules()``, with the original classes, by which the library looks up
+    declarations, and which ``fully_shard`` replaces."""
     from transformers import PreTrainedModel
 
     stand_ins = []
     for name, module in modules:
-        if not isinstance(module, PreTrainedModel):
-            continue
-        original: Any = class_before_fsdp(type(module))
-        stand_in = original.__new__(original)
-        vars(stand_in).update(config=getattr(module, "config", None), _modules={}, _parameters={}, _buffers={})
-        stand_ins.append((name, stand_in))
-    stand_ins[0][1].__dict__["named_modules"] = lambda: iter(stand_ins)
-    return stand_ins[0][1]
+        if isinstance(module, PreTrainedModel):
+            original: Any = class_before_fsdp(type(module))
+            stand_ins.append((name, original.__new__(original)))
+            vars(stand_ins[-1][1]).update(config=module.config, _modules={}, _parameters={}, _buffers={})
+    model = stand_ins[0][1]
+    vars(model)["named_modules"] = lambda: iter(stand_ins)
+    return model
 
 
 def _renames(transform: Any) -> list[Rename]:
-    """One rename for a transform with any number of patterns; for a group, one for each pair of patterns.
+    """Returns one rename for a transform with any number of patterns; for a group, one for each pair of patterns.
 
     Raises:
         ModelMismatch: the class of the transform renames keys in a way that epload does not know.
@@ -126,13 +118,10 @@ def _renames(transform: Any) -> list[Rename]:
             f"the transformers rename {type(transform).__name__} {_unknown()}; pass mapping=, "
             "with the names and layouts of this checkpoint"
         )
-    pattern = transform.compiled_sources
-
-    def reference(number: int) -> str:
-        # The library wraps each pattern in a group of its own; only groups of the pattern that matched are not empty.
-        return "".join(rf"\g<{index + number}>" for index in pattern.groupindex.values())
-
-    return [Rename(pattern.pattern, _template(transform.target_patterns[0], reference), scopes)]
+    # The library wraps each pattern in a group of its own; only groups of the pattern that matched are not empty.
+    groups = transform.compiled_sources.groupindex.values()
+    target = _template(transform.target_patterns[0], lambda n: "".join(rf"\g<{index + n}>" for index in groups))
+    return [Rename(transform.compiled_sources.pattern, target, scopes)]
 
 
 _LAYER_PAIRS = (
@@ -145,7 +134,7 @@ _LAYER_PAIRS = (
 
 
 def _template(target: str, reference: Callable[[int], str] = r"\g<{}>".format) -> str:
-    r"""A target for re.sub: the library expands only ``\1`` and the like, all else is literal."""
+    r"""Returns a target for re.sub: the library expands only ``\1`` and the like, all else is literal."""
     return "".join(
         reference(int(piece[1:])) if re.fullmatch(r"\\\d", piece) else piece.replace("\\", r"\\")
         for piece in re.split(r"(\\\d)", target)
@@ -180,38 +169,41 @@ _TRANSLATIONS: dict[str, Callable[[Any, Callable[[Any], operations.Operation]], 
     "MergeModulelist": lambda op, rope: [operations.Stack(op.dim)],
     "SplitModulelist": lambda op, rope: [operations.Unstack(op.dim)],
     "Concatenate": lambda op, rope: [operations.Concatenate(op.dim)],
-    "Chunk": lambda op, rope: [
-        operations.Split(op.dim) if op.num_shards_attribute is None else operations.UnsupportedOperation("Chunk")
-    ],
     "Split": lambda op, rope: [operations.Split(op.dim, "targets")],
     "Transpose": lambda op, rope: [operations.Transpose(op.dim0, op.dim1, unless_fits=op.check_dims)],
-    "Interleave": lambda op, rope: [operations.Interleave(op.dim, op.inverse)],
-    "Conv3dToLinear": lambda op, rope: [operations.Flatten()],
     "LinearToConv3d": lambda op, rope: [operations.Reshape((-1, op.in_channels, *op.kernel_size))],
     "PermuteForRope": lambda op, rope: [rope(op)],
     "VisionFuseAndPermuteForRope": lambda op, rope: [rope(op.permute_op), operations.Concatenate(op.dim)],
     "VisionUnfuseAndPermuteForRope": lambda op, rope: [operations.Split(op.dim), rope(op.permute_op)],
-    "ErnieFuseAndSplitTextVisionExperts": lambda op, rope: [
-        operations.FuseAndSplitExperts(op.stack_dim, op.concat_dim)
-    ],
     "Inkling2LoopDequantizeExperts": lambda op, rope: [operations.Dequantize("Inkling2LoopDequantizeExperts")],
-    "Inkling2LoopMergeMessageQueries": lambda op, rope: [operations.MergeMessageQueries()],
     "_IdentityOp": lambda op, rope: [],
 }
 """epload's operations for one of the library, by the name of its class. The second argument translates a PermuteForRope."""
+_ARGUMENTS = {
+    "Interleave": ("dim", "inverse"),
+    "Conv3dToLinear": (),
+    "ErnieFuseAndSplitTextVisionExperts": ("stack_dim", "concat_dim"),
+    "Inkling2LoopMergeMessageQueries": (),
+}
+"""Attributes of the library's operations that are the arguments of a :class:`operations.LibraryOperation`."""
 
 
 def _operations(operation: Any, transform: Any, config: Any) -> list[operations.Operation]:
     from transformers import core_model_loading as library
 
     name = type(operation).__name__
-    own = getattr(library, name, None) is type(operation)
-    if own and name.startswith("Inkling2") and getattr(operation, "inverse", False):
-        return [operations.UnsupportedOperation(name, "is supported only as it loads, not in reverse")]
-    if own and name == "Inkling2UnpadVocab":
-        return [operations.Truncate(config.get_text_config().unpadded_vocab_size)]
-    if own and name in _TRANSLATIONS:
-        return _TRANSLATIONS[name](operation, lambda rope: _rope(rope, transform, config))
+    if getattr(library, name, None) is type(operation):
+        if name.startswith("Inkling2") and getattr(operation, "inverse", False):
+            return [operations.UnsupportedOperation(name, "is supported only as it loads, not in reverse")]
+        if name == "Inkling2UnpadVocab":
+            return [operations.Truncate(config.get_text_config().unpadded_vocab_size)]
+        if name == "Chunk" and operation.num_shards_attribute is None:
+            return [operations.Split(operation.dim)]
+        if name in _ARGUMENTS:
+            arguments = tuple(getattr(operation, argument) for argument in _ARGUMENTS[name])
+            return [operations.LibraryOperation(name, arguments)]
+        if name in _TRANSLATIONS:
+            return _TRANSLATIONS[name](operation, lambda rope: _rope(rope, transform, config))
     if type(operation).__module__.startswith("transformers.") and _minor(_installed()) <= _minor(SUPPORTED[1]):
         return [operations.UnsupportedOperation(name)]
     return [operations.UnsupportedOperation(name, _unknown())]
@@ -237,8 +229,6 @@ def _rope(operation: Any, transform: Any, config: Any) -> operations.Operation:
     undivided = operation is transform.operations[0] or len(transform.source_patterns) > 1
     patterns = transform.source_patterns if undivided else transform.target_patterns
     layers = operation.permute_layer_names
-    return operations.PermuteForRope(
-        getattr(config, "num_attention_heads", 1),
-        operation.inverse,
-        tuple(layers is None or any(name in pattern for name in layers) for pattern in patterns),
-    )
+    applies = tuple(layers is None or any(name in pattern for name in layers) for pattern in patterns)
+    heads = getattr(config, "num_attention_heads", 1)
+    return operations.LibraryOperation("PermuteForRope", (heads, operation.inverse, applies))

@@ -1,25 +1,36 @@
-"""Models inside wrappers: torch.compile, DistributedDataParallel, PEFT. Checkpoints lack the part of a parameter's name that a
-wrapper adds, so aliases remove it before names are compared."""
+"""Models inside wrappers: torch.compile, DistributedDataParallel, PEFT.
+
+Checkpoints lack the part of a parameter's name that a wrapper adds, so aliases remove it before names are compared. PEFT also has
+files of its own, whose keys lack the adapter's name, and its modules hold what no checkpoint of the base model has.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+import sys
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from epload.mapping.rules import Rename, apply_renames
+from epload.errors import ModelMismatch
+from epload.mapping.mapping import Rename, apply_renames
 from epload.model.initialization import is_adapter
+from epload.model.modules import Modules
+from epload.model.state_dict import tensor_entries
 
+_PREFIX = "base_model.model."
 BASE_LAYER = Rename(r"\.(?:base_layer\.)+(?!lora_)", ".")
 """An adapter moves the layer that it wraps one module deeper; several parameters of a layer, each with an adapter, several."""
 TOKEN_LAYER = Rename(r"\.token_adapter\.base_layer\.", ".")
 """An adapter of single tokens moves the embedding two modules deeper."""
 PEFT_ALIASES = (Rename(r"^base_model\.model\.", ""), TOKEN_LAYER, BASE_LAYER)
 """PEFT moves the whole model two modules deeper."""
-_SAVED_COPY = re.compile(r"^(.*)\.modules_to_save\.[^.]+\.(.*)$")
+TRAINED_COPY = Rename(r"\.modules_to_save\.[^.]+\.", ".")
+"""PEFT trains a copy of each module in ``modules_to_save``, one for each adapter."""
+NamePairs = tuple[tuple[str, str], ...]
 
 
 class Unwrapped(NamedTuple):
@@ -28,7 +39,7 @@ class Unwrapped(NamedTuple):
     model: nn.Module
     aliases: tuple[Rename, ...]
     """Renames from the wrapped model's names to the inner model's."""
-    ties: tuple[tuple[str, str], ...]
+    ties: NamePairs
     """Tensors of the inner model and the copies that a wrapper has made of them, as pairs of names without wrappers."""
 
 
@@ -48,44 +59,39 @@ def unwrap(model: nn.Module, names: Collection[str]) -> Unwrapped:
             inner, adapted = base, True
         else:
             break
-    if not adapted and _has_adapters(inner, names):  # added by transformers, or a PEFT model without its outer modules
-        aliases += [TOKEN_LAYER, BASE_LAYER]
-        adapted = True
-    ties: tuple[tuple[str, str], ...] = ()
+    if not adapted and any(".base_layer." in name or ".modules_to_save." in name for name in names):
+        # Added by transformers, or a PEFT model without its outer modules.
+        adapted = any(is_adapter(module) or is_from_package(module, "peft") for module in inner.modules())
+        aliases += [TOKEN_LAYER, BASE_LAYER] if adapted else []
+    ties: list[tuple[str, str]] = []
     if adapted:
-        ties = _saved_copies(names, aliases)
+        originals = {name.replace(".original_module.", ".", 1): name for name in names if ".original_module." in name}
+        copies = [name for name in names if ".modules_to_save." in name]
+        pairs = zip(TRAINED_COPY.apply(copies), copies, strict=True)
+        # A copy starts from the weights of the original.
+        ties = [(strip_wrappers(a, aliases), strip_wrappers(b, aliases)) for a, b in pairs if a in originals]
         aliases.append(Rename(r"\.original_module\.", "."))
-    return Unwrapped(inner, tuple(aliases), ties)
-
-
-def _has_adapters(model: nn.Module, names: Collection[str]) -> bool:
-    text = "\n".join(names)
-    if ".base_layer." not in text and ".modules_to_save." not in text:
-        return False
-    return any(is_adapter(module) or is_from_package(module, "peft") for module in model.modules())
+    return Unwrapped(inner, tuple(aliases), tuple(ties))
 
 
 def wrapper_aliases(model: nn.Module, names: Collection[str]) -> tuple[Rename, ...]:
-    """Aliases for torch.compile and data parallelism, around the model or around modules of it."""
-    text = "\n".join(names)  # one search is faster than one for each name
-    found = [*compile_aliases(names)] if "_orig_mod." in text else []
-    if "module." in text:
-        for path, module in model.named_modules():
-            if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
-                prefix = strip_wrappers(f"{path}." if path else "", found)
-                found.append(Rename(f"^{re.escape(prefix)}module\\.", prefix))
-    return tuple(found)
+    """Returns aliases for torch.compile and data parallelism, around the model or around modules of it."""
+    aliases = [*_compile_aliases(names)]
+    for path, module in model.named_modules() if any("module." in name for name in names) else ():
+        if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
+            prefix = strip_wrappers(f"{path}." if path else "", aliases)
+            aliases.append(Rename(f"^{re.escape(prefix)}module\\.", prefix))
+    return tuple(aliases)
 
 
-def compile_aliases(names: Collection[str]) -> tuple[Rename, ...]:
-    """Aliases for torch.compile, around the model or around modules of it."""
+def _compile_aliases(names: Collection[str]) -> tuple[Rename, ...]:
     # A rename removes one occurrence, and compiled modules may be nested.
     depth = max((name.count("_orig_mod.") for name in names), default=0)
     return (Rename(r"(^|\.)_orig_mod\.", r"\1"),) * depth
 
 
 def strip_wrappers(name: str, aliases: Iterable[Rename]) -> str:
-    """One name without its wrappers."""
+    """Returns one name without its wrappers."""
     return apply_renames(aliases, [name])[0]
 
 
@@ -94,13 +100,138 @@ def is_from_package(model: object, package: str) -> bool:
     return any(cls.__module__.split(".")[0] == package for cls in type(model).__mro__)
 
 
-def _saved_copies(names: Collection[str], aliases: Iterable[Rename]) -> tuple[tuple[str, str], ...]:
-    """PEFT trains a copy of each module in ``modules_to_save``, which starts from the weights of the original."""
-    known = set(names)
-    pairs = []
-    for name in names:
-        if ".modules_to_save." in name and (match := _SAVED_COPY.match(name)):
-            original = f"{match[1]}.original_module.{match[2]}"
-            if original in known:
-                pairs.append((f"{strip_wrappers(match[1], aliases)}.{match[2]}", strip_wrappers(name, aliases)))
+# ---- the file of an adapter ----
+
+
+def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence[str]) -> NamePairs:
+    """Returns each key of an adapter file with its model name; nothing if the checkpoint is not one, or the model has no adapter.
+
+    The tensors are those of the active adapter. PEFT says under which key each is saved. Raises ModelMismatch if several adapters
+    are active, or base weights are still on meta."""
+    if not checkpoint or not all(name.startswith(_PREFIX) for name in checkpoint):
+        return ()
+    modules = ((path, module) for path, module in model.named_modules() if is_from_package(module, "peft"))
+    path, adapted = next(((path, module) for path, module in modules if hasattr(module, "peft_config")), ("", None))
+    if adapted is None:
+        return ()
+    prefix = f"{path}." if path else ""
+    inner = {name[len(prefix) :]: name for name in names if name.startswith(prefix)}
+    active = _active(adapted)
+    aliases = _compile_aliases(inner)
+    saved: dict[str, str] = {}
+    for adapter in active:
+        for key, name in _saved_keys(adapted, list(inner), adapter).items():
+            saved[strip_wrappers(key, aliases)] = name
+    keys = dict(zip(checkpoint, apply_renames(aliases, checkpoint), strict=True))
+    # The file of a whole PEFT model has the model's own names, which include the adapter's.
+    if not any(key in saved and key not in inner for key in keys.values()):
+        return ()
+    if len(active) > 1:
+        raise ModelMismatch(
+            f"the checkpoint is a file of one adapter, but {len(active)} adapters of the model are active "
+            f"({', '.join(active)}); select one with model.set_adapter(name)"
+        )
+    targets = ((name, saved.pop(key, key)) for name, key in keys.items())
+    pairs = [(name, inner[target]) for name, target in targets if target in inner]
+    # Tensors that the file lacks: no checkpoint key is empty, so they are reported as missing.
+    pairs += [("", inner[target]) for target in saved.values()]
+    filled = {target for _, target in pairs}
+    if on_meta := [name for name, tensor in tensor_entries(model) if tensor.is_meta and name not in filled]:
+        raise ModelMismatch(
+            f"the checkpoint is an adapter file without base weights, but {len(on_meta)} base weights of the model are on meta "
+            f"({', '.join(on_meta[:3])}, ...); load the base checkpoint first, then the adapter"
+        )
     return tuple(pairs)
+
+
+def _active(module: Any) -> list[str]:
+    active = getattr(module, "active_adapters", None) or getattr(module, "active_adapter", [])
+    return [active] if isinstance(active, str) else list(active)
+
+
+def _saved_keys(adapted: Any, names: Sequence[str], adapter: str) -> dict[str, str]:
+    """Returns the model's names of the tensors that PEFT saves for an adapter, by their keys in the file."""
+    from peft import get_peft_model_state_dict
+
+    if adapted.peft_config[adapter].is_prompt_learning:  # saved tensors are computed, and not in the model
+        return {}
+    # PEFT renames the state dict that it is given; placeholders show which key each name becomes.
+    placeholders = {name: torch.empty(0, device="meta") for name in names}
+    name_of = {id(tensor): name for name, tensor in placeholders.items()}
+    saved = get_peft_model_state_dict(
+        adapted, state_dict=placeholders, adapter_name=adapter, save_embedding_layers=False
+    )
+    return {key: name_of[id(tensor)] for key, tensor in saved.items() if id(tensor) in name_of}
+
+
+# ---- a checkpoint of an adapted model ----
+
+
+def names_added_by_adapters(model: nn.Module, names: Collection[str]) -> frozenset[str]:
+    """Returns which of a model's tensors a checkpoint of it lacks: those of adapters, and of modules in ``modules_to_save`` all
+    but what the model computes with, which is the copy of the active adapter.
+
+    Raises ModelMismatch if an active adapter is not merged, so that the base weights are not what the model computes with."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    base_part: dict[str, str] = {}
+    """Where the tensors are that a checkpoint has, by the prefix of the module that adds others."""
+    for prefix, module in Modules(model).named:
+        path = prefix[:-1]
+        if is_adapter(module):
+            _check_merged(path, module)
+            base_part[prefix] = f"{prefix}base_layer."
+        elif not is_from_package(module, "peft"):
+            continue
+        elif _is_prompt_tuned(module):
+            raise ModelMismatch(
+                f"{path or 'the model'} has a prompt that is trained, which its base weights lack; save it with "
+                "save_pretrained(), and pass get_base_model() for the base weights"
+            )
+        elif isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict):
+            base_part[prefix] = f"{prefix}{_active_copy(path, module)}."
+        elif tuners is not None and isinstance(module, tuners.BaseTuner):  # may have tensors that its layers share
+            base_part[prefix] = f"{prefix}model."
+
+    def is_added(name: str) -> bool:
+        prefixes = (name[: match.end()] for match in re.finditer(r"^|\.", name))
+        return any(prefix in base_part and not name.startswith(base_part[prefix]) for prefix in prefixes)
+
+    return frozenset(filter(is_added, names)) if base_part else frozenset()
+
+
+def _is_prompt_tuned(module: Any) -> bool:
+    configs = [getattr(module, "peft_config", {}).get(adapter) for adapter in _active(module)]
+    return any(
+        config and (config.is_prompt_learning or getattr(config, "is_adaption_prompt", False)) for config in configs
+    )
+
+
+def _check_merged(path: str, layer: Any) -> None:
+    """Raises ModelMismatch unless a layer computes with its base weights as they are."""
+    merged, disabled = set(getattr(layer, "merged_adapters", ())), getattr(layer, "disable_adapters", False)
+    parts = [getattr(layer, name, None) for name in getattr(layer, "adapter_layer_names", ("lora_A",))]
+    own = {name for part in parts if isinstance(part, nn.ModuleDict | nn.ParameterDict) for name in part}
+    unmerged = [name for name in _active(layer) if name in own - merged]
+    if disabled and merged:
+        raise ModelMismatch(
+            f"the adapters of {path} are merged into its base weights and disabled at once ({', '.join(sorted(merged))}); call "
+            "unmerge_adapter() or enable them"
+        )
+    if unmerged and not disabled:
+        raise ModelMismatch(
+            f"{path} has an active adapter that is not merged ({', '.join(unmerged)}), so that its base weights are not what the "
+            "model computes with; call merge_adapter() before and unmerge_adapter() after, or disable the adapters to get the "
+            "base model; save_pretrained() saves the adapter itself"
+        )
+
+
+def _active_copy(path: str, wrapper: Any) -> str:
+    """Returns where in a wrapper the module is that it computes with."""
+    copies = [name for name in _active(wrapper) if name in wrapper.modules_to_save]
+    if wrapper.disable_adapters or not copies:
+        return "original_module"
+    if len(copies) > 1:
+        raise ModelMismatch(
+            f"{path} has several active copies ({', '.join(copies)}); select one with set_adapter(name)"
+        )
+    return f"modules_to_save.{copies[0]}"

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from epload.model import dtensor
 from epload.model.targets import Targets
 from epload.native.info import has_npu
 
@@ -27,40 +26,28 @@ class Devices(NamedTuple):
 
 
 def devices_of(targets: Targets, offloaded: AbstractSet[int], streams: Sequence[torch.Stream]) -> Devices:
-    """The devices for loading these targets.
+    """Returns the devices for loading these targets. A plain tensor on meta goes to the accelerator of the other targets or of
+    their meshes, otherwise to the streams' device.
 
-    A DTensor on meta will be on its mesh's device, unless FSDP offloads it to the CPU. A plain tensor on meta goes to the
-    accelerator of the other targets or of their meshes, otherwise to the streams' device.
-
-    Args:
-        offloaded: ids of the parameters that FSDP keeps on the CPU.
-        streams: the loader's, those that the caller gave.
-
-    Raises:
-        ValueError: targets are on two accelerators, or a stream is on a device where they are not.
-    """
+    ``offloaded``: ids of the parameters that FSDP keeps on the CPU. ``streams``: those that the caller gave. Raises ValueError if
+    targets are on two accelerators, or a stream is on a device where they are not."""
+    kinds: dict[tuple[torch.device, str, bool], str] = {}
+    """First target on each device, with each type of mesh, offloaded or not."""
+    for name, tensor in zip(targets.names, targets.tensors, strict=True):
+        mesh_type = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else ""
+        kinds.setdefault((tensor.device, mesh_type, id(tensor) in offloaded), name)
     first_on: dict[torch.device, str] = {}  # the first target on each device, for messages
     mesh_devices: dict[torch.device, str] = {}
-    plain_meta, has_meta = None, False
-    seen: set[object] = set()  # DTensors alike
-    # What FSDP offloads may be like what it does not.
-    several = range(len(targets.tensors)) if offloaded else dtensor.kinds(targets.tensors)[1]
-    for name, tensor in ((targets.names[i], targets.tensors[i]) for i in several):
-        device = tensor.device
-        if isinstance(tensor, DTensor):
-            alike = device, id(tensor.device_mesh), id(tensor) in offloaded
-            if alike in seen:
-                continue
-            seen.add(alike)
-        has_meta |= tensor.is_meta
-        if isinstance(tensor, DTensor) and (tensor.is_meta or id(tensor) in offloaded):
-            mesh_device = _current_device(name, tensor.device_mesh.device_type)
+    plain_meta = None
+    for (device, mesh_type, is_offloaded), name in kinds.items():
+        if mesh_type and (device.type == "meta" or is_offloaded):
+            mesh_device = _current_device(name, mesh_type)
             mesh_devices.setdefault(mesh_device, name)
-            device = CPU if id(tensor) in offloaded else mesh_device
-        elif tensor.is_meta:
+            first_on.setdefault(CPU if is_offloaded else mesh_device, name)
+        elif device.type == "meta":
             plain_meta = name
-            continue
-        first_on.setdefault(device, name)
+        else:
+            first_on.setdefault(device, name)
     accelerators = {device: name for device, name in {**mesh_devices, **first_on}.items() if device != CPU}
     if len(accelerators) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in accelerators.items())
@@ -73,7 +60,7 @@ def devices_of(targets: Targets, offloaded: AbstractSet[int], streams: Sequence[
         if stream.device != load:
             expected = "stream=None for a model on cpu" if load == CPU else f"a stream of {load}, where the model is"
             raise ValueError(f"expected {expected}, got a stream of {stream.device}")
-    return Devices(load, materialize_on, has_meta)
+    return Devices(load, materialize_on, any(device.type == "meta" for device, _, _ in kinds))
 
 
 def _current_device(name: str, device_type: str) -> torch.device:

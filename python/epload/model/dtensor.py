@@ -1,15 +1,13 @@
 """Reads DTensors and FSDP2's state: layouts, local tensors, parameter groups.
 
-Loads read thousands of DTensors, and torch's public API costs 5 us for each: 0.1 s for a model of 18,867. On the torch
-minors that are listed here, private attributes are read instead. Both give equal results (tested).
+torch's public API costs 5 us for each of thousands of DTensors. On the torch minors that are listed here, private attributes are
+read instead. Both give equal results (tested).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import compress
 from math import prod
 from typing import Any
 
@@ -36,11 +34,8 @@ def private_path_available() -> bool:
     return _TORCH in _PRIVATE_PATH_TESTED
 
 
-# ---- FSDP ----
-
-
 def parameter_groups(module: FSDPModule) -> list[Any]:
-    """The parameter groups of one FSDP module. torch 2.11 has at most one; later versions have a list."""
+    """Returns the parameter groups of one FSDP module. torch 2.11 has at most one; later versions have a list."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -51,26 +46,25 @@ def fsdp_shard_axes(modules: Iterable[FSDPModule]) -> dict[int, int]:
     """Returns the mesh axis along which FSDP shards each parameter, by the parameter's id; only for parameters whose placements
     or coordinates do not describe their shards.
 
-    FSDP assigns shards by rank in its process group, which has its ranks in ascending order whatever their order in the mesh.
-
-    FSDP shards what tensor parallelism left to a rank, which makes a _StridedShard whose split factor is the number of shards of
-    that dim on other axes. torch 2.11 does not count axes that are themselves a _StridedShard (a fused projection), and reports a
-    Shard; :func:`layout_of` corrects that.
-    """
+    FSDP assigns shards by rank in its process group, which has its ranks in ascending order whatever their order in the mesh. It
+    shards what tensor parallelism left to a rank, which makes a _StridedShard whose split factor is the number of shards of that
+    dim on other axes. torch 2.11 does not count axes that are themselves a _StridedShard, and reports a Shard; :func:`layout_of`
+    corrects that."""
     groups = [group for module in modules for group in parameter_groups(module)]
-    sharding = [group for group in groups if getattr(group.mesh_info, "shard_mesh_dim", None) is not None]
-    if _TORCH >= _FSDP_COUNTS_STRIDED_SHARDS:
-        sharding = [group for group in sharding if not _in_mesh_order(group.mesh_info)]
     return {
         id(fsdp_param.sharded_param): _axis_of_group(fsdp_param.sharded_param, group.mesh_info)
-        for group in sharding
+        for group in groups
+        if _is_undescribed(group.mesh_info)
         for fsdp_param in group.fsdp_params
     }
 
 
-def _in_mesh_order(mesh_info: Any) -> bool:
-    """Returns True if FSDP's rank in its group is the coordinate in the mesh."""
-    return bool(mesh_info.shard_mesh_rank == mesh_info.mesh.get_coordinate()[mesh_info.shard_mesh_dim])
+def _is_undescribed(mesh_info: Any) -> bool:
+    """Returns True if FSDP shards, and placements or coordinates may say otherwise."""
+    axis = getattr(mesh_info, "shard_mesh_dim", None)
+    if axis is None or _TORCH < _FSDP_COUNTS_STRIDED_SHARDS:
+        return axis is not None
+    return bool(mesh_info.shard_mesh_rank != mesh_info.mesh.get_coordinate()[axis])
 
 
 def _axis_of_group(parameter: DTensor, mesh_info: Any) -> int:
@@ -78,9 +72,6 @@ def _axis_of_group(parameter: DTensor, mesh_info: Any) -> int:
     # By ranks: torch may replace the mesh of a parameter by an equal one, which has groups of its own.
     mesh, ranks = parameter.device_mesh, get_process_group_ranks(mesh_info.shard_process_group)
     return next(axis for axis in range(mesh.ndim) if get_process_group_ranks(mesh.get_group(axis)) == ranks)
-
-
-# ---- layouts ----
 
 
 @dataclass(frozen=True)
@@ -160,13 +151,14 @@ def _order_problem(name: str, mesh: DeviceMesh, axis: int) -> str:
 
 
 def _with_split_factor(placements: list[Placement], axis: int, mesh: DeviceMesh) -> Placement:
-    """The placement along FSDP's axis: it shards each shard that the axes to its right make of the same dim."""
+    """Returns the placement along FSDP's axis: it shards each shard that the axes to its right make of the same dim."""
     placement = placements[axis]
     if isinstance(placement, Replicated):
         return placement
-    right = list(enumerate(placements))[axis + 1 :]
-    split_factor = prod(mesh.size(i) for i, p in right if isinstance(p, Sharded) and p.dim == placement.dim)
-    return Sharded(placement.dim, split_factor)
+    axes = range(axis + 1, len(placements))
+    return Sharded(
+        placement.dim, prod(mesh.size(a) for a in axes if getattr(placements[a], "dim", None) == placement.dim)
+    )
 
 
 def _placement(name: str, placement: TorchPlacement, tensor: DTensor) -> Placement:
@@ -182,9 +174,6 @@ def _placement(name: str, placement: TorchPlacement, tensor: DTensor) -> Placeme
     )
 
 
-# ---- many tensors at once ----
-
-
 def local_tensors(tensors: list[Tensor], private: bool | None = None) -> list[Tensor]:
     """``to_local()`` of each DTensor, without a gradient, and each plain tensor, detached. They alias the model's storage."""
     private = private_path_available() if private is None else private
@@ -198,58 +187,11 @@ def _to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def kinds(tensors: list[Any]) -> tuple[Sequence[int], Sequence[int]]:
-    """Numbers tensors by what they have in common: class, dtype and device, and the layout of a DTensor. Without the private path
-    each is of its own kind.
-
-    Returns:
-        The kind of each tensor, and of each kind the index of the first tensor.
-    """
-    if not private_path_available():
-        return range(len(tensors)), range(len(tensors))
-    numbers: dict[tuple[object, ...], int] = {}
-    firsts: list[int] = []
-    kind_of: list[int] = []
-    for i, t in enumerate(tensors):
-        key = type(t), t.dtype, t.device, id(t._spec) if type(t) is DTensor else None
-        number = numbers.setdefault(key, len(firsts))
-        if number == len(firsts):
-            firsts.append(i)
-        kind_of.append(number)
-    return kind_of, firsts
-
-
-class MetadataRecord:
-    """The shapes, dtypes, devices and layouts of many tensors, to check later that they are unchanged.
-
-    On the private path a DTensor's metadata is its spec and its local tensor, compared by identity. The record keeps the specs,
-    which refer to no tensor. It does not keep the local tensors alive: as another one may get the same id, it fails every check
-    after one of them has been freed.
-    """
-
-    def __init__(self, tensors: list[Tensor], private: bool | None = None) -> None:
-        self._private = private_path_available() if private is None else private
-        self._freed: list[object] = []
-        self._local_tensors = [
-            weakref.ref(t._local_tensor, self._freed.append) for t in tensors if self._private and type(t) is DTensor
-        ]
-        self._metadata = self._read(tensors)
-
-    def matches(self, tensors: list[Tensor]) -> bool:
-        """Returns True if these tensors have the recorded metadata, in the recorded order."""
-        return self._read(tensors) == self._metadata and not self._freed
-
-    def _read(self, tensors: list[Tensor]) -> object:
-        if not self._private:
-            return [_metadata(t) for t in tensors]
-        is_dtensor = [type(t) is DTensor for t in tensors]
-        dtensors: list[Any] = list(compress(tensors, is_dtensor))
-        others = [t for t in tensors if type(t) is not DTensor] if len(dtensors) < len(tensors) else []
-        specs, local = [t._spec for t in dtensors], [id(t._local_tensor) for t in dtensors]
-        return is_dtensor, specs, local, [_metadata(t) for t in others]
-
-
-def _metadata(t: Tensor) -> tuple[object, ...]:
-    if isinstance(t, DTensor):
-        return t.shape, t.dtype, t.device, t.placements, t.device_mesh
-    return t.shape, t.dtype, t.device
+def metadata(tensors: Iterable[Any], private: bool | None = None) -> list[tuple[object, ...]]:
+    """Returns each tensor's shape, dtype, device and layout, to be compared with a later result. Refers to no tensor."""
+    private = private_path_available() if private is None else private
+    return [
+        (t.device, t._spec) if private and type(t) is DTensor
+        else (t.device, t.dtype, t.shape, *((t.placements, t.device_mesh) if isinstance(t, DTensor) else ()))
+        for t in tensors
+    ]  # fmt: skip

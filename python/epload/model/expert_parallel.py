@@ -1,8 +1,5 @@
-"""Expert parallelism that a model does not describe itself: this rank's tensors are a shard of something larger.
-
-An expert-parallel model may hold plain tensors, or tensors that FSDP shards further, whose shape is already that of this rank's
-experts; or it may have modules for this rank's experts only. The caller describes both when loading.
-"""
+"""Expert parallelism that a model does not describe itself: this rank's tensors are a shard of something larger, or it has
+modules for its experts only. The caller describes both when loading."""
 
 from __future__ import annotations
 
@@ -32,11 +29,8 @@ class OuterShard:
     def enclosing_layout(
         self, name: str, layout: Layout, coordinate: tuple[int, ...]
     ) -> tuple[Layout, tuple[int, ...]]:
-        """The layout of the larger tensor, which this mesh shards first, and this rank's coordinate in it.
-
-        Raises:
-            ValueError: the mesh is not 1-d, lacks this rank, or is not in ascending order; or the tensor has no dim ``dim``.
-        """
+        """Returns the layout of the larger tensor, which this mesh shards first, and this rank's coordinate in it. Raises
+        ValueError if the mesh is not 1-d, lacks this rank, or is not in ascending order, or the tensor has no dim ``dim``."""
         mesh_coordinate = self.mesh.get_coordinate()
         if self.mesh.ndim != 1 or mesh_coordinate is None:
             raise ValueError(
@@ -77,7 +71,7 @@ class LocalModules:
     number of this rank's first module."""
 
     def global_name(self, name: str) -> str | None:
-        """The name of a tensor in the checkpoint's numbering. None if the pattern does not match."""
+        """Returns the name of a tensor in the checkpoint's numbering. None if the pattern does not match."""
         match = re.search(self.pattern, name)
         if match is None or not match.re.groups or not self.first:
             return match and name
@@ -105,4 +99,4 @@ class ExpertParallelSpec:
 
     def global_name(self, name: str) -> str | None:
         """See :meth:`LocalModules.global_name`. None for a tensor that is not in local modules."""
-        return next((found for part in self.local_modules if (found := part.global_name(name)) is not None), None)
+        return next(filter(None, (part.global_name(name) for part in self.local_modules)), None)

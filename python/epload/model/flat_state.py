@@ -33,9 +33,7 @@ class FlatState(nn.Module):
         if on_meta := next((name for name, tensor in tensors.items() if tensor.is_meta), None):
             raise ValueError(f"{on_meta} is on meta; give it storage first")
         # Not register_buffer(), which refuses names with a dot.
-        self._buffers.update(
-            {name: tensor.detach() if tensor.requires_grad else tensor for name, tensor in tensors.items()}
-        )
+        self._buffers.update({name: t.detach() if t.requires_grad else t for name, t in tensors.items()})
 
 
 def assign(state: Any, path: tuple[Any, ...], value: Any) -> None:

@@ -1,16 +1,14 @@
 """Reads the state dict of a model, and refuses models of which a load could not fill every entry in place.
 
-A module may customize its state dict with hooks or overridden methods. One that only renames its tensors is filled as any other.
-One that returns copies, such as three tensors cut from a fused projection, or that changes values in its ``load_state_dict``, is
-refused by name: writing to the entries would not fill the model as torch does.
+A module whose hooks or methods only rename its tensors is filled as any other. One that returns copies, or that changes values in
+its ``load_state_dict``, is refused by name: writing to the entries would not fill the model as torch does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,9 +29,6 @@ _MAX_LISTED = 5
 """Names in an error message."""
 
 
-# ---- reading ----
-
-
 @dataclass
 class IndirectState:
     """The tensors of a model that are outside its state dict."""
@@ -48,137 +43,76 @@ class IndirectState:
 
 
 def read_state(model: nn.Module, modules: Modules, filled: bool) -> tuple[list[str], list[Tensor], IndirectState]:
-    """Reads a model's state: the names of its tensors, the tensors, and what else there is.
+    """Reads a model's state: the names of its tensors, the tensors, and what else there is. Raises ModelMismatch for a module or
+    an entry that cannot be read, or, if ``filled``, filled.
 
-    If no module customizes its state, takes the tensors from the modules directly, which takes a fifth of the time of
-    ``state_dict()``.
-
-    Args:
-        modules: of the model.
-        filled: whether the tensors are to be filled, and not only read.
-
-    Raises:
-        ModelMismatch: a module or an entry that cannot be read, or filled.
-    """
+    If no module customizes its state, takes the tensors from the modules directly, a fifth of the time of ``state_dict()``."""
     for cls, prefix in modules.classes.items():
-        check_supported(prefix, cls)
-    customized = _customizing(modules)
-    custom_loading = _with_custom_loading(modules)
-    names: list[str] = []
-    tensors: list[Tensor] = []
-    indirect = IndirectState()
+        _check_supported(prefix, cls)
+    own_state = {cls for cls in modules.classes if _has_own_state(cls)}
+    customized = [each for each in modules.named if each[1]._state_dict_hooks or type(each[1]) in own_state]
+    custom_loading = [(prefix, module) for prefix, module in modules.named if _custom_loading(module)]
+    indirect = IndirectState(plain=not customized and not custom_loading)
+    entries: list[NamedTensor] = []
     for prefix, module in modules.named:
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                names.append(prefix + name)
-                tensors.append(parameter)
-        if module._buffers:
-            persistent = _persistent(indirect, prefix, module._buffers, module._non_persistent_buffers_set)
-            names += persistent
-            tensors += persistent.values()
+        entries += [(prefix + name, tensor) for name, tensor in module._parameters.items() if tensor is not None]
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if name not in module._non_persistent_buffers_set:
+                entries.append((prefix + name, buffer))
+            elif buffer.is_meta:
+                indirect.unsaved_meta[prefix + name] = buffer
+            else:
+                indirect.unsaved_buffers.add(prefix + name)
     if indirect.unsaved_meta:  # except those that the state dict has under another name
-        saved = set(map(id, tensors))
+        saved = {id(tensor) for _, tensor in entries}
         indirect.unsaved_meta = {name: t for name, t in indirect.unsaved_meta.items() if id(t) not in saved}
-    indirect.plain = not customized and not custom_loading
-    if indirect.plain:
-        return names, tensors, indirect
-    returned = tensor_entries(model)
-    if filled:
-        returned = _fillable(model, customized, custom_loading, returned)
-    saved_storage = storage_filter([tensor for _, tensor in returned])
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor.is_meta and not saved_storage(tensor):
-            indirect.unsaved_meta[name] = tensor
-    return [name for name, _ in returned], [tensor for _, tensor in returned], indirect
-
-
-def _customizing(modules: Modules) -> list[NamedModule]:
-    """The modules that customize their state dict, parents first."""
-    classes = {cls for cls in modules.classes if _has_own_state(cls)}
-    return [each for each in modules.named if each[1]._state_dict_hooks or type(each[1]) in classes]
-
-
-def _with_custom_loading(modules: Modules) -> list[NamedModule]:
-    """The modules with a load_state_dict hook, or such a method of their own, that might change values, parents first."""
-    classes = {cls for cls in modules.classes if _custom_load_method(cls)}  # type: ignore[arg-type]  # a class is hashable
-    found = []
-    harmless: set[int] = set()
-    for prefix, module in modules.named:
-        hooks = chain(module._load_state_dict_pre_hooks.values(), module._load_state_dict_post_hooks.values())
-        custom = type(module) in classes
-        for hook in hooks:
-            # FSDP adds hooks with the same code to every module with a parameter.
-            code = id(getattr(hook, "__code__", hook))
-            if code not in harmless:
-                if _custom_hook(hook):
-                    custom = True
-                else:
-                    harmless.add(code)
-        if custom:
-            found.append((prefix, module))
-    return found
-
-
-def _persistent(
-    indirect: IndirectState, prefix: str, buffers: Mapping[str, Tensor | None], non_persistent: Collection[str]
-) -> dict[str, Tensor]:
-    """The buffers of a module that are in its state dict, by name; notes the others."""
-    found = {}
-    for name, buffer in buffers.items():
-        if buffer is None:
-            continue
-        if name not in non_persistent:
-            found[prefix + name] = buffer
-        elif buffer.is_meta:
-            indirect.unsaved_meta[prefix + name] = buffer
-        else:
-            indirect.unsaved_buffers.add(prefix + name)
-    return found
+    if not indirect.plain:
+        returned = tensor_entries(model)
+        if filled:
+            returned = _fillable(model, customized, custom_loading, returned)
+        is_saved = storage_filter([tensor for _, tensor in returned])
+        indirect.unsaved_meta |= {name: t for name, t in entries if t.is_meta and not is_saved(t)}
+        entries = returned
+    return [name for name, _ in entries], [tensor for _, tensor in entries], indirect
 
 
 def tensor_entries(model: nn.Module, prefix: str = "") -> list[NamedTensor]:
-    """The tensors of ``model.state_dict(keep_vars=True)``.
+    """Returns the tensors of ``model.state_dict(keep_vars=True)``.
 
     Raises:
         ModelMismatch: an entry is a ShardedTensor.
     """
-    found = []
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
-            found.append((prefix + name, value))
-        elif type(value).__name__ == "ShardedTensor":
-            raise ModelMismatch(
-                f"{prefix}{name} is a ShardedTensor, which cannot be loaded into; use DTensor, as fully_shard does"
-            )
-    return found
+    state = model.state_dict(keep_vars=True)
+    if name := next((name for name, value in state.items() if type(value).__name__ == "ShardedTensor"), None):
+        raise ModelMismatch(
+            f"{prefix}{name} is a ShardedTensor, which cannot be loaded into; use DTensor, as fully_shard does"
+        )
+    return [(prefix + name, value) for name, value in state.items() if isinstance(value, Tensor)]
 
 
 def tensor_at(model: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer with this path of modules, which may differ from its name in the state dict."""
+    """Returns the parameter or buffer with this path of modules, which may differ from its name in the state dict."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    tensor: Tensor | None = module._parameters.get(leaf)
-    if tensor is None:
-        tensor = module._buffers[leaf]
-    assert tensor is not None
+    tensor: Tensor = {**module._buffers, **module._parameters}[leaf]  # type: ignore[assignment]
     return tensor
 
 
-# ---- modules that need special treatment ----
-
-
-def check_supported(prefix: str, cls: type) -> None:
+def _check_supported(prefix: str, cls: type) -> None:
     """Raises ModelMismatch for modules that cannot be loaded into: lazy modules, and FSDP1, whose state dict is copies made by
     collectives."""
+    path = prefix[:-1] or "the model"
     if issubclass(cls, LazyModuleMixin):
         raise ModelMismatch(
-            f"{prefix[:-1] or 'the model'} is a {cls.__name__}, whose parameters have no shape yet. Run the model once on an "
-            "example, or build it with its sizes"
+            f"{path} is a {cls.__name__}, whose parameters have no shape yet. Run the model once on an example, or build it with "
+            "its sizes"
         )
     if issubclass(cls, FullyShardedDataParallel):
         raise ModelMismatch(
-            f"{prefix[:-1] or 'the model'} is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters cannot be "
-            "loaded by name. Shard the model with torch.distributed.fsdp.fully_shard (FSDP2), or load it before wrapping it"
+            f"{path} is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters cannot be loaded by name. Shard the "
+            "model with torch.distributed.fsdp.fully_shard (FSDP2), or load it before wrapping it"
         )
 
 
@@ -189,9 +123,16 @@ def _has_own_state(cls: type[nn.Module]) -> bool:
 
 def describe_custom_loading(path: str, module: nn.Module) -> str:
     """Describes the hook or the method by which a module might change values when it is loaded; empty if there is none."""
-    hooks = chain(module._load_state_dict_pre_hooks.values(), module._load_state_dict_post_hooks.values())
-    custom = _custom_load_method(type(module)) or next(filter(None, map(_custom_hook, hooks)), "")  # type: ignore[arg-type]
+    custom = _custom_loading(module)
     return f"{path or 'the model'} ({type(module).__name__}) has {custom}" if custom else ""
+
+
+def _custom_loading(module: nn.Module) -> str:
+    custom = _custom_load_method(type(module))  # type: ignore[arg-type]  # a class is hashable
+    for hooks in (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
+        for hook in hooks.values():
+            custom = custom or _custom_hook(hook)
+    return custom
 
 
 def _custom_hook(hook: Any) -> str:
@@ -222,16 +163,9 @@ def _fillable(
     custom_loading: Sequence[NamedModule],
     entries: Sequence[NamedTensor],
 ) -> list[NamedTensor]:
-    """Returns the entries without extra state, which is not loaded.
+    """Returns the entries without extra state, which is not loaded. Lists of modules have parents first.
 
-    Args:
-        customized: modules that customize their state, parents first.
-        custom_loading: modules with custom loading, parents first.
-        entries: of the whole model.
-
-    Raises:
-        ModelMismatch: a module has custom loading, or an entry is not the model's own storage.
-    """
+    Raises ModelMismatch if a module has custom loading, or an entry is not the model's own storage."""
     for prefix, module in custom_loading:
         if names := [name for name, _ in entries if name.startswith(prefix)]:
             raise ModelMismatch(
@@ -244,10 +178,10 @@ def _fillable(
     if not copies:
         return entries
     prefix, module, names = "", model, copies
-    for its_prefix, each in customized:  # parents first, so that the innermost module is the last
-        its_entries = tensor_entries(each, its_prefix)
-        if its_copies := [name for name, tensor in its_entries if name in copies and not is_owned(tensor)]:
-            prefix, module, names = its_prefix, each, its_copies
+    for inner_prefix, inner in customized:  # parents first, so that the innermost module is the last
+        inner_copies = [name for name, tensor in tensor_entries(inner, inner_prefix) if not is_owned(tensor)]
+        if inner_copies := [name for name in inner_copies if name in copies]:
+            prefix, module, names = inner_prefix, inner, inner_copies
     raise ModelMismatch(
         f"{prefix[:-1] or 'the model'} ({type(module).__name__}) returns copies in its state dict, and filling a copy would not "
         f"fill the model: {_list_with_ways_out(names, prefix)}"
@@ -264,11 +198,11 @@ def _list_with_ways_out(names: Sequence[str], prefix: str) -> str:
 
 
 def storage_filter(tensors: Sequence[Tensor]) -> Callable[[Tensor], bool]:
-    """A predicate: whether a tensor, which may be on meta, shares storage with one of these."""
-    known = {_storage_id(tensor) for tensor in tensors}
-    return lambda tensor: _storage_id(tensor) in known
+    """Returns a predicate: True if a tensor, which may be on meta, shares storage with one of these."""
 
+    def storage(tensor: Tensor) -> int:
+        (local,) = dtensor.local_tensors([tensor])
+        return int(local.untyped_storage()._cdata)
 
-def _storage_id(tensor: Tensor) -> int:
-    (local,) = dtensor.local_tensors([tensor])
-    return int(local.untyped_storage()._cdata)
+    storages = set(map(storage, tensors))
+    return lambda tensor: storage(tensor) in storages

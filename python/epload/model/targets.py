@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from epload.core import dtypes
 from epload.core.placement import Layout, Placement, Replicated
 from epload.errors import ModelMismatch
-from epload.model import dtensor, overlap
+from epload.model import dtensor, memory
 from epload.model.dtensor import Mesh
 from epload.model.expert_parallel import ExpertParallelSpec, OuterShard
 from epload.model.flat_state import FlatState
@@ -55,27 +55,18 @@ class Targets(IndirectState):
     has_aliases: bool = False
     """True if different objects of the model are the same memory, and therefore one target."""
 
-    mesh_digest_cache: list[list[tuple[str, Mesh]]] = field(default_factory=list, compare=False)
-    """The first result of :meth:`mesh_digests`. Shared by copies of these targets, which reloads make."""
-
     def mesh_digests(self) -> list[tuple[str, Mesh]]:
-        """A digest of each mesh and of the names of the targets on it, except those that other ranks may lack.
+        """Returns a digest of each mesh and of the names of the targets on it, except those that other ranks may lack.
 
         All ranks of a mesh have the same digest if and only if they agree about it.
         """
-        if not self.mesh_digest_cache:
-            names: dict[int, list[str]] = {}
-            for i, (name, layout) in enumerate(zip(self.names, self.layout, strict=True)):
-                if i not in self.local_only:
-                    for number in self.layout_meshes[layout]:
-                        names.setdefault(number, []).append(name)
-            digests = []
-            for number, on_mesh in names.items():
-                mesh = self.meshes[number]
-                text = "\n".join((repr(mesh), *on_mesh)).encode(errors="backslashreplace")
-                digests.append((hashlib.blake2b(text, digest_size=12).hexdigest(), mesh))
-            self.mesh_digest_cache.append(digests)
-        return self.mesh_digest_cache[0]
+        lines = [[repr(mesh)] for mesh in self.meshes]
+        for i, (name, layout) in enumerate(zip(self.names, self.layout, strict=True)):
+            for number in self.layout_meshes[layout] if i not in self.local_only else ():
+                lines[number].append(name)
+        texts = ["\n".join(on_mesh).encode(errors="backslashreplace") for on_mesh in lines]
+        digests = [hashlib.blake2b(text, digest_size=12).hexdigest() for text in texts]
+        return [(digests[i], self.meshes[i]) for i, on_mesh in enumerate(lines) if len(on_mesh) > 1]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -89,14 +80,14 @@ class Targets(IndirectState):
     def matches(self, other: Targets) -> bool:
         """Returns True if a plan made for ``other`` is valid for these: everything but the tensors themselves is equal."""
         columns = ("names", "layout", "dtypes", "layouts", "coordinates", "index", "local_only")
-        pairs = [(getattr(self, column), getattr(other, column)) for column in columns]
-        return all(mine is theirs or mine == theirs for mine, theirs in pairs)
+        return all(getattr(self, column) == getattr(other, column) for column in columns)
 
     def describe(self) -> list[str]:
-        """One line per target that all ranks share, equal on all ranks that want the same."""
+        """Returns one line per target that all ranks share, equal on all ranks that want the same."""
+        placements = [", ".join(map(_describe_placement, layout.placements)) or "whole" for layout in self.layouts]
         layouts = [
-            f"{list(layout.shape)} on mesh {list(layout.mesh_shape)} {_format(layout.placements)}"
-            for layout in self.layouts
+            f"{list(layout.shape)} on mesh {list(layout.mesh_shape)} {text}"
+            for layout, text in zip(self.layouts, placements, strict=True)
         ]
         dtype_names = {dtype: dtypes.name(dtype) for dtype in set(self.dtypes)}
         return [
@@ -106,12 +97,11 @@ class Targets(IndirectState):
         ]
 
 
-def _format(placements: tuple[Placement, ...]) -> str:
-    return ", ".join(
-        "Replicate" if isinstance(p, Replicated) else f"Shard({p.dim})" if p.split_factor == 1
-        else f"_StridedShard({p.dim}, sf={p.split_factor})"
-        for p in placements
-    ) or "whole"  # fmt: skip
+def _describe_placement(placement: Placement) -> str:
+    if isinstance(placement, Replicated):
+        return "Replicate"
+    dim, split_factor = placement.dim, placement.split_factor
+    return f"Shard({dim})" if split_factor == 1 else f"_StridedShard({dim}, sf={split_factor})"
 
 
 def collect(
@@ -120,14 +110,9 @@ def collect(
     modules: Modules | None = None,
     filled: bool = True,
 ) -> Targets:
-    """Collects the parameters and persistent buffers of a model, under their names in its state dict.
+    """Collects the parameters and persistent buffers of a model, under their names in its state dict, to be filled or only read.
 
     First reshards every FSDP2 module: a forward pass leaves the root unsharded, and writes to it would be lost.
-
-    Args:
-        expert_parallel: the sharding that the model does not describe itself.
-        modules: of the model, if they were just found.
-        filled: whether the tensors are to be filled, and not only read.
 
     Raises:
         ModelMismatch: a placement that cannot be loaded into (Partial); a tensor that is sparse, expanded or without a shape; two
@@ -141,91 +126,68 @@ def collect(
     fsdp_axes = dtensor.fsdp_shard_axes(modules.fsdp)
     names, tensors, indirect = read_state(model, modules, filled)
     targets = Targets(**vars(indirect))
-    in_module = not isinstance(model, FlatState)
-    _Collector(targets, expert_parallel, fsdp_axes, in_module).add_all(names, tensors)
-    if expert_parallel is not None:
-        expert_parallel.check(targets.names)
+    expert_parallel = expert_parallel or ExpertParallelSpec()
+    _Collector(targets, fsdp_axes, not isinstance(model, FlatState)).add_all(names, tensors, expert_parallel)
+    expert_parallel.check(targets.names)
     return targets
 
 
 class _Collector:
     """Adds tensors to targets. Each tensor is one target, and each layout one entry, however often they occur."""
 
-    def __init__(
-        self,
-        targets: Targets,
-        expert_parallel: ExpertParallelSpec | None,
-        fsdp_axes: Mapping[int, int],
-        in_module: bool,
-    ) -> None:
+    def __init__(self, targets: Targets, fsdp_axes: Mapping[int, int], in_module: bool) -> None:
         """
         Args:
             fsdp_axes, in_module: see :func:`dtensor.layout_of`.
         """
         self.targets = targets
-        self._expert_parallel = expert_parallel
         self._fsdp_axes = fsdp_axes
         self._in_module = in_module
-        self._by_storage: dict[overlap.StorageKey, int] = {}
+        self._by_storage: dict[memory.StorageKey, int] = {}
         self._layouts: dict[tuple[object, ...], int] = {}
         """Layout numbers, by values that are equal for equal layouts, and by ids, which are faster to look up."""
 
-    def add_all(self, all_names: list[str], tensors: list[Tensor]) -> None:
-        targets, expert_parallel = self.targets, self._expert_parallel
-        names, index = targets.names, targets.index
+    def add_all(self, names: list[str], tensors: list[Tensor], expert_parallel: ExpertParallelSpec) -> None:
+        targets, index = self.targets, self.targets.index
         by_id: dict[int, int] = {}
-        kinds, firsts = dtensor.kinds(tensors)
-        known_kinds = [(tensors[i].dtype, *self._key_of(tensors[i])) for i in firsts]
-        for name, tensor, kind in zip(all_names, tensors, kinds, strict=True):
-            known = by_id.get(id(tensor))
-            if known is not None:
-                index[name] = known
+        for name, tensor in zip(names, tensors, strict=True):
+            if (number := by_id.get(id(tensor))) is not None:
+                index[name] = number
                 continue
-            tensor_dtype, axis, key = known_kinds[kind]
-            if not key:
-                if self._is_alias(name, tensor):
-                    continue
-                key = (tensor.shape,)
-            outer, global_name = None, name
-            if expert_parallel is not None:
-                outer = expert_parallel.outer_shard(name)
-                key = (*key, outer)
-                module_name = expert_parallel.global_name(name)
-                if module_name is not None:
-                    global_name = module_name
-                    targets.local_only.add(len(names))
-            layout = self._layouts.get(key)
+            axis, key = None, (tensor.shape,)
+            if isinstance(tensor, DTensor):
+                axis = self._fsdp_axes.get(id(tensor))
+                key = (id(tensor.device_mesh), id(tensor.placements), tensor.shape, axis)
+            elif self._is_alias(name, tensor):
+                continue
+            outer = expert_parallel.outer_shard(name)
+            global_name = expert_parallel.global_name(name)
+            if global_name is not None:
+                targets.local_only.add(len(targets.names))
+            layout = self._layouts.get((key, outer))
             if layout is None:
-                layout = self._layouts[key] = self._add_layout(name, tensor, outer, axis)
-            by_id[id(tensor)] = index[global_name] = len(names)
-            names.append(name)
+                layout = self._layouts[key, outer] = self._add_layout(name, tensor, outer, axis)
+            by_id[id(tensor)] = index[global_name or name] = len(targets.names)
+            targets.names.append(name)
             targets.tensors.append(tensor)
             targets.layout.append(layout)
-            targets.dtypes.append(tensor_dtype)
+            targets.dtypes.append(tensor.dtype)
         self._check_overlap()
-
-    def _key_of(self, tensor: Tensor) -> tuple[int | None, tuple[object, ...]]:
-        """The axis along which FSDP shards a DTensor, and what its layout follows from; nothing for a plain tensor."""
-        if not isinstance(tensor, DTensor):
-            return None, ()
-        axis = self._fsdp_axes.get(id(tensor))
-        return axis, (id(tensor.device_mesh), id(tensor.placements), tensor.shape, axis)
 
     def _is_alias(self, name: str, tensor: Tensor) -> bool:
         """Returns True if a plain tensor is the memory of an earlier target, of which its name then becomes one."""
         _check_loadable(name, tensor)
         if tensor.is_meta or not tensor.numel() or type(tensor) not in (Tensor, nn.Parameter):
             return False
-        number = len(self.targets.names)
-        known = self._by_storage.setdefault(overlap.storage_key(tensor), number)
-        if known == number:
+        number = self._by_storage.setdefault(memory.storage_key(tensor), len(self.targets.names))
+        if number == len(self.targets.names):
             return False
-        self.targets.index[name] = known
+        self.targets.index[name] = number
         self.targets.has_aliases = True
         return True
 
     def _add_layout(self, name: str, tensor: Tensor, outer: OuterShard | None, fsdp_axis: int | None) -> int:
-        """The number of a tensor's layout. Equal placements are often different objects."""
+        """Returns the number of a tensor's layout. Equal placements are often different objects."""
         targets = self.targets
         layout, coordinate = dtensor.layout_of(name, tensor, fsdp_axis, self._in_module)
         meshes = [Mesh.of(tensor.device_mesh)] if isinstance(tensor, DTensor) else []
@@ -248,7 +210,7 @@ class _Collector:
         if len({pointer for pointer, *_ in self._by_storage}) == len(self._by_storage):
             return
         targets = self.targets
-        pair = overlap.find_overlap([(targets.names[i], targets.tensors[i]) for i in sorted(self._by_storage.values())])
+        pair = memory.find_overlap([(targets.names[i], targets.tensors[i]) for i in sorted(self._by_storage.values())])
         if pair is not None:
             raise ModelMismatch(
                 f"{pair[0]} and {pair[1]} share part of their memory, so that filling one would overwrite the other; "
@@ -263,7 +225,7 @@ def _check_loadable(name: str, tensor: Tensor) -> None:
             f"{name} is {tensor.layout}, and only dense tensors can be loaded into; "
             "make it dense, or register it with persistent=False"
         )
-    if not tensor.is_contiguous() and overlap.has_internal_overlap(tensor):
+    if not tensor.is_contiguous() and memory.has_internal_overlap(tensor):
         raise ModelMismatch(
             f"{name} is expanded: its elements share memory and cannot be loaded into; clone() it first"
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from epload.core.placement import Box
 from epload.core.views import Loop, Shape, boxes_of_region
 from epload.errors import ModelMismatch
-from epload.model import overlap
+from epload.model import memory
 from epload.recording.provenance import Region
 
 
@@ -48,7 +48,7 @@ class EngineTargets:
         self._before: list[tuple[Tensor, Tensor]] = []
         known: dict[tuple[object, ...], str] = {}
         for name, tensor in tensors.items():
-            if tensor.layout != torch.strided or overlap.has_internal_overlap(tensor):
+            if tensor.layout != torch.strided or memory.has_internal_overlap(tensor):
                 raise ValueError(f"expected targets that are dense, but {name} is not; leave it out")
             self._before.append((tensor, tensor.detach()))
             if tensor.numel() == 0:
@@ -57,7 +57,7 @@ class EngineTargets:
                 self.tensors[name] = tensor
                 self._by_storage.setdefault(storage_of(tensor), []).append(name)
         real = [(name, tensor) for name, tensor in self.tensors.items() if not tensor.is_meta]
-        if pair := overlap.find_overlap(real):
+        if pair := memory.find_overlap(real):
             text = f"the targets {pair[0]} and {pair[1]} share part of their memory; leave one of them out"
             raise ModelMismatch(text)
         self.device = next((tensor.device for _, tensor in real), torch.device("cpu"))

@@ -14,15 +14,13 @@ from epload.checkpoint.manifest import Manifest
 from epload.core.placement import row_major_strides
 from epload.core.views import Shape, View
 from epload.errors import ModelMismatch
-from epload.mapping.adapters import TRAINED_COPY, names_added_by_adapters
 from epload.mapping.conversion import match_conversions
-from epload.mapping.mapping import Mapping, ignored_keys
+from epload.mapping.mapping import Mapping, apply_renames, ignored_keys
 from epload.mapping.operations import Truncate
 from epload.mapping.place import Place, place
 from epload.mapping.resolve import resolve_mapping
-from epload.mapping.rules import apply_renames
 from epload.mapping.transformers import checkpoint_form
-from epload.mapping.wrappers import unwrap
+from epload.mapping.wrappers import TRAINED_COPY, names_added_by_adapters, unwrap
 from epload.model.targets import Targets
 
 SOURCE = "the sender's model"

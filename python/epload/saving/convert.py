@@ -26,8 +26,8 @@ from epload.core.default_device import on_cpu
 from epload.core.pieces import Piece
 from epload.errors import CheckpointError, LoadError
 from epload.files import read_regular
+from epload.mapping.mapping import Rename, apply_renames
 from epload.mapping.precision import kept_by_config
-from epload.mapping.rules import Rename, apply_renames
 from epload.saving.folder import NewFolder
 from epload.saving.layout import INDEX, FilesLayout, lay_out
 from epload.saving.report import SaveReport

@@ -19,7 +19,7 @@ from epload.core.views import Shape
 from epload.mapping.mapping import Mapping
 from epload.mapping.precision import kept_in_fp32
 from epload.mapping.wrappers import is_from_package, unwrap
-from epload.model.skeleton import class_before_fsdp
+from epload.model.initialization import class_before_fsdp
 from epload.model.targets import Targets
 from epload.planning.shares import Share, share_of_targets
 from epload.saving.catalog import catalog

@@ -20,8 +20,8 @@ from epload.core import garbage_collection, log, threads
 from epload.core.attempt import attempt
 from epload.core.default_device import on_cpu
 from epload.errors import LoadError, message_of
-from epload.mapping.adapters import names_added_by_adapters
 from epload.mapping.mapping import Mapping
+from epload.mapping.wrappers import names_added_by_adapters
 from epload.model.targets import Targets
 from epload.planning.shares import Share, share_of_targets
 from epload.saving.catalog import catalog

@@ -1,4 +1,7 @@
-"""Detects plain tensors with storage that overlap in memory, so that filling one element would overwrite another."""
+"""Looks at the memory of plain tensors: elements that share it, and elements that nothing has written since they were poisoned.
+
+Version counters would miss writes through ``tensor.data``, and comparing values would require the right ones.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from torch import Tensor
 _MAX_COMPARED_ELEMENTS = 1 << 20
 """Maximum number of elements of tensors that are compared element by element where strides do not decide; larger ones count as
 overlapping."""
+_FLOAT_BYTE, _OTHER_BYTE = 0xFF, 0xA5
+"""The byte of the poison. In every floating-point format all ones is a NaN, and not one that arithmetic produces."""
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 StorageKey = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -22,28 +28,23 @@ def storage_key(tensor: Tensor) -> StorageKey:
 
 def has_internal_overlap(tensor: Tensor) -> bool:
     """Returns True if two elements of a tensor share memory, as in an expanded or unfolded tensor."""
-    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     extent = 0
-    for stride, size in dims:
-        if stride <= extent:
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= extent:
             undecided = tensor.numel() > _MAX_COMPARED_ELEMENTS
-            return undecided or len(torch.unique(_offsets(tensor))) < tensor.numel()
+            return undecided or len(torch.unique(_addresses(tensor))) < tensor.numel()
         extent += (size - 1) * stride
     return False
 
 
 def find_overlap(tensors: Sequence[tuple[str, Tensor]]) -> tuple[str, str] | None:
-    """The names of two tensors that share memory, None if there are none."""
+    """Returns the names of two tensors that share memory, None if there are none."""
     spans: list[tuple[int, int, str, Tensor]] = []
-    storages: set[int] = set()
     for name, tensor in tensors:
         if tensor.numel():
-            storages.add(tensor.untyped_storage().data_ptr())
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             begin = tensor.data_ptr()
             spans.append((begin, begin + (last + 1) * tensor.element_size(), name, tensor))
-    if len(storages) == len(spans):
-        return None
     spans.sort(key=lambda span: span[:2])
     for i, (_, end, name, tensor) in enumerate(spans):
         for begin, _, other_name, other in spans[i + 1 :]:
@@ -58,14 +59,38 @@ def _share_elements(a: Tensor, b: Tensor) -> bool:
     """Returns True if tensors whose address ranges overlap share elements. Columns of one matrix do not."""
     if max(a.numel(), b.numel()) > _MAX_COMPARED_ELEMENTS or a.element_size() != b.element_size():
         return True
-    addresses_a = _offsets(a) * a.element_size() + a.data_ptr()
-    addresses_b = _offsets(b) * b.element_size() + b.data_ptr()
-    return bool(torch.isin(addresses_a, addresses_b).any())
+    return bool(torch.isin(_addresses(a), _addresses(b)).any())
 
 
-def _offsets(tensor: Tensor) -> Tensor:
-    """The offset of each element from the first, in elements."""
+def _addresses(tensor: Tensor) -> Tensor:
     offsets = torch.zeros((), dtype=torch.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         offsets = offsets.unsqueeze(-1) + torch.arange(size) * stride
-    return offsets.reshape(-1)
+    return offsets.reshape(-1) * tensor.element_size() + tensor.data_ptr()
+
+
+def poison(tensor: Tensor) -> None:
+    """Fills a plain tensor of any dtype, strides and device with a pattern that shows whether anything is written later."""
+    integers, pattern = _as_integers(tensor)
+    with torch.no_grad():
+        integers.fill_(pattern)
+
+
+def is_poisoned(tensor: Tensor) -> bool:
+    """Returns True if any element still holds the pattern; for one-byte integers, where it is an ordinary value, if all do."""
+    if not tensor.numel():
+        return False
+    integers, pattern = _as_integers(tensor)
+    unwritten = integers == pattern
+    is_byte = tensor.dtype in (torch.uint8, torch.int8)
+    return bool(unwritten.all() if is_byte else unwritten.any())
+
+
+def _as_integers(tensor: Tensor) -> tuple[Tensor, int]:
+    """Returns a view of the tensor as integers of the same size, and the pattern as such an integer."""
+    tensor = tensor.detach()
+    byte = _FLOAT_BYTE if tensor.is_floating_point() or tensor.is_complex() else _OTHER_BYTE
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    dtype = _INTEGER_OF_SIZE[tensor.dtype.itemsize]
+    return tensor.view(dtype), int.from_bytes(bytes([byte]) * dtype.itemsize, "little", signed=dtype.is_signed)
