@@ -14,8 +14,8 @@ import torch
 
 from epload import HierarchicalLoader, LoadReport, SyncReport, Topology
 from epload.observe import progress, slow
+from epload.observe.phases import PHASES, Phase
 from epload.observe.progress import Progress
-from epload.report import PHASES, Phase
 from support import ranks
 from support.small_model import NODES, Net, meta_net, state_for
 

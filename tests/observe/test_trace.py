@@ -36,12 +36,15 @@ def traced(rank: int, folder: Path, readers: str) -> list[str]:
     report = loader.load(model, source, trace=rank == 2)  # whoever asks, all record
     problems = wrong(model, state)
     before = report.phases["read"].nbytes
-    if report.events is None or sum(span.nbytes for span in report.events.spans if span.phase == "read") != before:
-        problems.append(f"events do not count what phases do: {report.events}")
+    if (
+        report.recorder.events is None
+        or sum(span.nbytes for span in report.recorder.events.spans if span.phase == "read") != before
+    ):
+        problems.append(f"events do not count what phases do: {report.recorder.events}")
     report.trace(folder / f"{readers}.json" if rank == 0 else folder / "no" / "such" / "folder")
     report.plot(folder / f"{readers}.png" if rank == 0 else folder / "no" / "such" / "folder")
     again = loader.load(model, state if rank != 0 or readers != "one" else state_for(1))
-    if again.events is not None:
+    if again.recorder.events is not None:
         problems.append("a load that nobody asked to trace is traced")
     return problems
 
@@ -159,7 +162,7 @@ def by_environment(rank: int, folder: str) -> bool:
     try:
         loader = HierarchicalLoader(Topology.from_nodes(NODES[:1]), readers="every")
         reports = [loader.load(meta_net(), state_for(1)) for _ in range(2)]
-        return all(report.events is not None for report in reports)
+        return all(report.recorder.events is not None for report in reports)
     finally:
         del os.environ["EPLOAD_TRACE"]
 
@@ -216,7 +219,7 @@ def elsewhere(rank: int, file: Path) -> list[str]:
         ahead = lambda: real() + AHEAD  # noqa: E731
         patches = [
             mock.patch.object(events_module, "monotonic_ns", ahead),
-            mock.patch("epload.report.monotonic_ns", ahead),
+            mock.patch("epload.observe.phases.monotonic_ns", ahead),
             mock.patch("epload.control.rounds.monotonic_ns", ahead),
             mock.patch.object(events_module, "clock_identity", return_value="another machine"),
         ]
@@ -300,4 +303,4 @@ def test_events_survive_the_journey() -> None:
     events.decided = {"1.0/1": 7}
     events.spans.append(Event("t", "wait", 1, 2, 3, "é", (4, 5), "n"))
     assert Events.decode(events.encode()) == events
-    assert LoadReport().events is None
+    assert LoadReport().recorder.events is None

@@ -9,10 +9,10 @@ import click
 
 from epload.checkpoint.base import Checkpoint
 from epload.cli.folding import fold
-from epload.cli.inspect import filter_option
-from epload.cli.output import count, json_option, print_json, show, table, variant_option
+from epload.cli.output import filter_option, json_option, print_json, show, table, variant_option
 from epload.observe.progress import Progress
-from epload.verify.compare import HeaderDifferences, Kind, ValueDifference, compare_headers, compare_values
+from epload.observe.render import count
+from epload.verify.compare import HeaderDifferences, ValueDifference, compare_headers, compare_values
 
 _tolerance = click.FloatRange(min=0)
 
@@ -27,15 +27,9 @@ _tolerance = click.FloatRange(min=0)
 @variant_option
 @json_option
 def diff(
-    first: str,
-    second: str,
-    rtol: float,
-    atol: float,
-    headers: bool,
-    pattern: re.Pattern[str] | None,
-    variant: str,
+    first: str, second: str, rtol: float, atol: float, headers: bool, pattern: re.Pattern[str] | None, variant: str,
     as_json: bool,
-) -> int:
+) -> int:  # fmt: skip
     """Compare two checkpoints: names, shapes, dtypes and values.
 
     FIRST and SECOND are as for inspect, and may have different formats. Exits with 1 if they differ, in values by more than the
@@ -56,38 +50,34 @@ def diff(
 
 
 def _print(found: HeaderDifferences, values: list[ValueDifference], others: str) -> None:
+    """``others``: says what the values of the other tensors are."""
+    shapes = {name: f"{list(a.shape)} / {list(b.shape)}" for name, (a, b) in found.shapes.items()}
+    dtypes = {name: f"{a.dtype} / {b.dtype}" for name, (a, b) in found.dtypes.items()}
     rows = [
-        *_rows("only in FIRST", dict.fromkeys(found.only_first, "")),
-        *_rows("only in SECOND", dict.fromkeys(found.only_second, "")),
-        *_rows("shape", {name: f"{list(a.shape)} / {list(b.shape)}" for name, (a, b) in found.shapes.items()}),
-        *_rows("dtype", {name: _both_dtypes(a, b) for name, (a, b) in found.dtypes.items()}),
+        [difference, f"{n:,}", name, value]
+        for difference, names in (
+            ("only in FIRST", dict.fromkeys(found.only_first, "")),
+            ("only in SECOND", dict.fromkeys(found.only_second, "")),
+            ("shape", shapes),
+            ("dtype", dtypes),
+        )
+        for name, value, n in fold(names)
     ]
     if rows:
         show(table(("difference", "tensors", "name", "FIRST / SECOND"), rows, right=(1,)))
+        show()
     if values:
-        if rows:
-            show()
         listed = [
             [f"{each.largest:.4g}", f"{each.mean:.4g}", f"{each.differing:,} of {each.count:,}", each.name]
             for each in values
         ]
         show(table(("max", "mean", "elements that differ", "name"), listed, right=(0, 1, 2)))
-    if rows or values:
         show()
-    equal = len(found.common) - len(values)
-    parts = [f"{count(equal, 'tensor')} with {others} values"]
-    parts += [f"{len(values):,} with other values"] * bool(values)
-    parts += [f"{len(found.shapes):,} of another shape"] * bool(found.shapes)
-    parts += [f"{len(found.dtypes):,} of another dtype"] * bool(found.dtypes)
-    parts += [f"{len(found.only_first) + len(found.only_second):,} in one only"] * bool(
-        found.only_first or found.only_second
-    )
-    show(", ".join(parts))
-
-
-def _rows(what: str, names: dict[str, str]) -> list[list[str]]:
-    return [[what, f"{n:,}", name, value] for name, value, n in fold(names)]
-
-
-def _both_dtypes(a: Kind, b: Kind) -> str:
-    return f"{a.dtype} / {b.dtype}"
+    counts = {
+        "with other values": len(values),
+        "of another shape": len(shapes),
+        "of another dtype": len(dtypes),
+        "in one only": len(found.only_first) + len(found.only_second),
+    }
+    equal = f"{count(len(found.common) - len(values), 'tensor')} with {others} values"
+    show(", ".join([equal, *(f"{n:,} {what}" for what, n in counts.items() if n)]))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from math import prod
+from typing import Any
 
 import click
 from rich.tree import Tree
@@ -13,24 +12,9 @@ from rich.tree import Tree
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.cli.folding import fold, numbered
-from epload.cli.output import count, facts, json_option, print_json, show, size, table, variant_option
+from epload.cli.output import facts, filter_option, json_option, print_json, show, size, table, variant_option
 from epload.core.dtypes import name as dtype_name
-
-
-def _compiled(context: click.Context, parameter: click.Parameter, value: str | None) -> re.Pattern[str] | None:
-    try:
-        return None if value is None else re.compile(value)
-    except re.error as error:
-        raise click.BadParameter(f"expected a regular expression, got {value!r}: {error}") from None
-
-
-filter_option = click.option(
-    "--filter",
-    "pattern",
-    metavar="RE",
-    callback=_compiled,
-    help="Only tensors whose name this expression matches anywhere.",
-)
+from epload.observe.render import count
 
 
 @click.command()
@@ -49,13 +33,12 @@ def inspect(checkpoint: str, tree: bool, pattern: re.Pattern[str] | None, varian
     opened = Checkpoint.open(checkpoint, variant=variant)
     manifest = opened.manifest
     opened.close()
-    chosen = [i for i, name in enumerate(manifest.names) if pattern is None or pattern.search(name)]
-    summary = Summary.of(manifest, chosen)
+    summary = _summarize(manifest, pattern)
     if as_json:
-        print_json(asdict(summary) | {"tensors": _tensors(manifest, chosen)})
+        print_json(summary)
         return
-    show(facts(summary.rows(len(manifest.names))))
-    lines = fold({manifest.names[i]: (dtype_name(manifest.dtypes[i]), manifest.shapes[i]) for i in chosen})
+    show(facts(_rows(summary, len(manifest.names))))
+    lines = fold({each["name"]: (each["dtype"], tuple(each["shape"])) for each in summary["tensors"]})
     if lines:
         show()
     if tree:
@@ -65,74 +48,52 @@ def inspect(checkpoint: str, tree: bool, pattern: re.Pattern[str] | None, varian
         show(table(("tensors", "dtype", "shape", "name"), rows, right=(0,)))
 
 
-Line = tuple[str, tuple[str, tuple[int, ...]], int]
-"""Folded name, dtype and shape, and number of tensors."""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Summarizes some tensors of a checkpoint."""
-
-    source: str
-    files: dict[str, int]
-    """Bytes by name; empty if the tensors are not byte ranges of files."""
-    count: int
-    elements: int
-    nbytes: int
-    dtypes: dict[str, dict[str, int]]
-    """Number of tensors and of bytes, by dtype."""
-    numbered: dict[str, int]
-    """Prefixes of names, and how many numbers follow each; see :func:`numbered`."""
-    ignored: list[str]
-    """Entries that hold no tensor."""
-
-    @classmethod
-    def of(cls, manifest: Manifest, chosen: Sequence[int]) -> Summary:
-        nbytes = manifest.nbytes_of()
-        dtypes: dict[str, dict[str, int]] = {}
-        for i in chosen:
-            kind = dtypes.setdefault(dtype_name(manifest.dtypes[i]), {"tensors": 0, "nbytes": 0})
-            kind["tensors"] += 1
-            kind["nbytes"] += nbytes[i]
-        return cls(
-            source=manifest.source,
-            files={file.name: file.nbytes for file in manifest.locations.files} if manifest.locations else {},
-            count=len(chosen),
-            elements=sum(prod(manifest.shapes[i]) for i in chosen),
-            nbytes=sum(nbytes[i] for i in chosen),
-            dtypes=dtypes,
-            numbered=numbered(manifest.names[i] for i in chosen),
-            ignored=list(manifest.ignored),
-        )
-
-    def rows(self, of: int) -> list[tuple[str, str]]:
-        """``of``: how many tensors the checkpoint has."""
-        filtered = f" of {of:,}" if self.count < of else ""
-        rows = [("checkpoint", self.source)]
-        if self.files:
-            rows.append(("files", f"{len(self.files):,} ({size(sum(self.files.values()))})"))
-        rows.append(("tensors", f"{self.count:,}{filtered} ({self.elements:,} elements, {size(self.nbytes)})"))
-        dtypes = (f"{name}: {count(k['tensors'], 'tensor')}, {size(k['nbytes'])}" for name, k in self.dtypes.items())
-        rows.append(("dtypes", "; ".join(dtypes)))
-        rows.append(("layers", ", ".join(f"{prefix}: {n:,}" for prefix, n in self.numbered.items()) or "none"))
-        if self.ignored:
-            rows.append(("without data", ", ".join(self.ignored)))
-        return rows
-
-
-def _tensors(manifest: Manifest, chosen: Sequence[int]) -> list[dict[str, object]]:
-    nbytes = manifest.nbytes_of()
-    columns = zip(manifest.names, manifest.dtypes, manifest.shapes, nbytes, strict=True)
-    rows = [
-        {"name": name, "dtype": dtype_name(dtype), "shape": list(shape), "nbytes": n}
-        for name, dtype, shape, n in columns
+def _summarize(manifest: Manifest, pattern: re.Pattern[str] | None) -> dict[str, Any]:
+    """Returns what is printed as JSON about the tensors whose names match."""
+    columns = zip(manifest.names, manifest.dtypes, manifest.shapes, manifest.nbytes_of(), strict=True)
+    tensors: list[dict[str, Any]] = [
+        {"name": name, "dtype": dtype_name(dtype), "shape": list(shape), "nbytes": nbytes}
+        for name, dtype, shape, nbytes in columns
+        if pattern is None or pattern.search(name)
     ]
-    return [rows[i] for i in chosen]
+    dtypes: dict[str, dict[str, int]] = {}
+    for each in tensors:
+        kind = dtypes.setdefault(each["dtype"], {"tensors": 0, "nbytes": 0})
+        kind["tensors"] += 1
+        kind["nbytes"] += each["nbytes"]
+    return {
+        "source": manifest.source,
+        # Bytes by name; empty if the tensors are not byte ranges of files.
+        "files": {file.name: file.nbytes for file in manifest.locations.files} if manifest.locations else {},
+        "count": len(tensors),
+        "elements": sum(prod(each["shape"]) for each in tensors),
+        "nbytes": sum(each["nbytes"] for each in tensors),
+        "dtypes": dtypes,
+        "numbered": numbered(each["name"] for each in tensors),
+        "ignored": list(manifest.ignored),
+        "tensors": tensors,
+    }
 
 
-def _tree(root: str, lines: Iterable[Line]) -> Tree:
-    made = Tree(root)
-    branches: dict[str, Tree] = {"": made}
+def _rows(summary: dict[str, Any], total: int) -> list[tuple[str, str]]:
+    """``total``: the number of tensors that the checkpoint has."""
+    chosen, files = summary["count"], summary["files"]
+    of = f" of {total:,}" if chosen < total else ""
+    dtypes = (f"{name}: {count(k['tensors'], 'tensor')}, {size(k['nbytes'])}" for name, k in summary["dtypes"].items())
+    rows = [
+        ("checkpoint", summary["source"]),
+        ("files", f"{len(files):,} ({size(sum(files.values()))})" if files else ""),
+        ("tensors", f"{chosen:,}{of} ({summary['elements']:,} elements, {size(summary['nbytes'])})"),
+        ("dtypes", "; ".join(dtypes)),
+        ("layers", ", ".join(f"{prefix}: {n:,}" for prefix, n in summary["numbered"].items()) or "none"),
+        ("without data", ", ".join(summary["ignored"])),
+    ]
+    return [(title, text) for title, text in rows if text]
+
+
+def _tree(root: str, lines: list[tuple[str, tuple[str, tuple[int, ...]], int]]) -> Tree:
+    """``lines``: folded name, dtype and shape, and number of tensors."""
+    branches: dict[str, Tree] = {"": Tree(root)}
     for name, (dtype, shape), n in lines:
         path, parts = "", name.replace("..", "\0").split(".")  # the dots of {0..3}
         for part in parts[:-1]:
@@ -140,4 +101,4 @@ def _tree(root: str, lines: Iterable[Line]) -> Tree:
             branches[path] = branches.get(path) or above.add(part.replace("\0", ".."))
         times = f"  x {n:,}" if n > 1 else ""
         branches[path].add(f"{parts[-1]}  {dtype} {list(shape)}{times}".replace("\0", ".."))
-    return made
+    return branches[""]

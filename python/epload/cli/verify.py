@@ -7,8 +7,9 @@ from dataclasses import asdict
 import click
 
 from epload.checkpoint.base import Checkpoint
-from epload.cli.output import count, json_option, print_json, show, size, variant_option
+from epload.cli.output import json_option, print_json, show, size, variant_option
 from epload.observe.progress import Progress
+from epload.observe.render import count
 from epload.verify.audit import find_non_finite
 
 
@@ -23,20 +24,19 @@ def verify(checkpoint: str, variant: str, as_json: bool) -> int:
     """
     opened = Checkpoint.open(checkpoint, variant=variant)
     manifest = opened.manifest
-    found = []
+    bad = []
     with Progress(manifest.nbytes, not as_json) as bar:
         for tensor in find_non_finite(opened, bar.update):
-            found.append(tensor)
+            bad.append(tensor)
             if not as_json:
                 bar.clear()
-                show(str(tensor))
+                show(f"{tensor.name}: {tensor.nans} NaN and {tensor.infs} Inf in {tensor.count} elements")
     if as_json:
         facts = {"source": manifest.source, "tensors": len(manifest.names), "nbytes": manifest.nbytes}
-        print_json(facts | {"non_finite": [asdict(tensor) for tensor in found]})
+        print_json(facts | {"non_finite": [asdict(tensor) for tensor in bad]})
     else:
-        bad = count(len(found), "tensor") if found else "no tensor"
         show(
             f"{count(len(manifest.names), 'tensor')}, {size(manifest.nbytes)}: headers without overlaps or holes, "
-            f"every byte read, {bad} with NaN or Inf"
+            f"every byte read, {count(len(bad), 'tensor') if bad else 'no tensor'} with NaN or Inf"
         )
-    return 1 if found else 0
+    return 1 if bad else 0

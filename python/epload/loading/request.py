@@ -15,7 +15,7 @@ from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, Outer
 from epload.model.initialization import InitMissing
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.schedule import ALGORITHMS, READERS
-from epload.verify.proof import check_verify
+from epload.verify.digests import check_verify
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from epload.staging.device import DeviceStaging, StagingNeeds
 from epload.staging.device_resources import DeviceResources
 from epload.staging.shared_memory import NodeMemory
 from epload.transport.device_plan import DevicePlan
-from epload.verify.proof import Proof
 
 
 class Resources:
@@ -33,7 +32,6 @@ class Resources:
         self.memory: NodeMemory | None = None
         self.device = DeviceResources(stream)
         self.device_plan: DevicePlan | None = None
-        self._proof: Proof | None = None
 
     def clear_board(self) -> None:
         """Before the first round of a load: all ranks have come through the last round of the one before, and none of them moves
@@ -62,12 +60,6 @@ class Resources:
         ranks = len(self._topology.node) if flow.shared or flow.reads else 0
         return self.device.reserve(StagingNeeds(load.device, nbytes, ranks))
 
-    def proof(self, load: AgreedLoad, verifiers: tuple[int, ...]) -> Proof:
-        """The proof of a plan, kept for the next load of the same plan."""
-        if self._proof is None or not self._proof.fits(load.plan, verifiers):
-            self._proof = Proof(load.plan, verifiers)
-        return self._proof
-
     def forget_staging(self) -> None:
         """After a failed transfer: the next load makes new staging memory."""
         self.memory = None
@@ -76,4 +68,4 @@ class Resources:
     def close(self) -> None:
         """Frees everything."""
         self.forget_staging()
-        self.device_plan = self._proof = None
+        self.device_plan = None

@@ -1,11 +1,10 @@
-"""A trace in numbers: how long each phase took, on which rank most, and whom ranks waited for."""
+"""A trace in numbers: how long each phase took, on which rank most, and which ranks others waited for."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from epload.observe.events import ROUND
 from epload.observe.trace import Trace
@@ -39,47 +38,35 @@ class TraceSummary:
     """Ranks, and the seconds that others waited for them, summed over these; the most first. A wait for several ranks counts for
     each of them."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "phases": [vars(phase) for phase in self.phases]}
-
 
 def summarize(trace: Trace) -> TraceSummary:
+    waited: dict[int, float] = defaultdict(float)
+    seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    times: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    nbytes: dict[str, int] = defaultdict(int)
     spans = [(events.rank, span) for events in trace.ranks for span in events.spans]
-    waited: dict[int, int] = defaultdict(int)
-    for _, span in spans:
+    for of, span in sorted(spans, key=lambda each: each[1].begin):
+        phase, length = "agreement" if span.phase == ROUND else span.phase, (span.end - span.begin) / 1e9
+        seconds[phase][of] += length
+        times[phase].append((span.begin, span.end))
+        nbytes[phase] += span.nbytes
         for rank in span.ranks:
-            waited[rank] += span.end - span.begin
-    phases = list(dict.fromkeys(span.phase for _, span in sorted(spans, key=lambda each: each[1].begin)))
-    return TraceSummary(
-        (trace.end - trace.begin) / 1e9,
-        len(trace.ranks),
-        max(trace.accuracy.values(), default=0.0),
-        [_summarize_phase(phase, trace) for phase in phases],
-        sorted(((rank, length / 1e9) for rank, length in waited.items()), key=lambda each: -each[1]),
-    )
-
-
-def _summarize_phase(phase: str, trace: Trace) -> PhaseSummary:
-    seconds: dict[int, float] = defaultdict(float)
-    times: list[tuple[int, int]] = []
-    nbytes = 0
-    for events in trace.ranks:
-        for span in events.spans:
-            if span.phase == phase:
-                seconds[events.rank] += (span.end - span.begin) / 1e9
-                times.append((span.begin, span.end))
-                nbytes += span.nbytes
-    slowest = max(seconds, key=lambda rank: seconds[rank])
-    return PhaseSummary(
-        "agreement" if phase == ROUND else phase, len(seconds), fmean(seconds.values()), seconds[slowest], slowest, nbytes,
-        _covered(times) / 1e9,
-    )  # fmt: skip
+            waited[rank] += length
+    phases = []
+    for phase, by_rank in seconds.items():
+        slowest = max(sorted(by_rank), key=by_rank.__getitem__)
+        values = by_rank.values()
+        union = _covered(times[phase]) / 1e9
+        phases.append(PhaseSummary(phase, len(values), fmean(values), max(values), slowest, nbytes[phase], union))
+    accuracy = max(trace.accuracy.values(), default=0.0)
+    ordered = sorted(waited.items(), key=lambda each: -each[1])
+    return TraceSummary((trace.end - trace.begin) / 1e9, len(trace.ranks), accuracy, phases, ordered)
 
 
 def _covered(times: list[tuple[int, int]]) -> int:
-    """Length of the union of spans of time."""
+    """Returns the length of the union of spans of time, which are sorted by their beginnings."""
     total, until = 0, 0
-    for begin, end in sorted(times):
+    for begin, end in times:
         total += max(0, end - max(begin, until))
         until = max(until, end)
     return total

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,22 +17,21 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.opening import read_config
 from epload.checkpoint.state_dict import STATE_DICT
-from epload.cluster.single_flight import Call, Refused, exclusive
 from epload.cluster.topology import Topology, as_timedelta
-from epload.control.activity import working
+from epload.control.control import Control
 from epload.core import dtypes as dtype_names
 from epload.core.attempt import attempt
 from epload.core.default_device import on_cpu
 from epload.core.pieces import Piece
-from epload.errors import CheckpointError, LoadError
+from epload.errors import CheckpointError
 from epload.files import read_regular
 from epload.mapping.precision import kept_by_config
 from epload.mapping.rules import Rename, apply_renames
-from epload.saving.folder import NewFolder
-from epload.saving.layout import INDEX, FilesLayout, lay_out
-from epload.saving.report import SaveReport
+from epload.report import SaveReport
+from epload.saving.layout import FilesLayout, lay_out
+from epload.saving.run import exclusively
 from epload.saving.source import with_dtype
-from epload.saving.writer import NewFiles
+from epload.saving.writer import NewFiles, write_checkpoint
 
 _CHUNK_ELEMENTS = 2 << 20
 """Read at once."""
@@ -78,43 +77,48 @@ def convert(
         CheckpointError: the source cannot be read, or has changed meanwhile.
         ValueError: names that become equal, a dtype that the format lacks, a ``dtype`` for quantized weights, or a folder that
             must not be overwritten.
-        OSError: the folder cannot be written. With a topology a LoadError, the same on every rank.
+        LoadError: the folder cannot be written. With a topology, all errors are the same on every rank.
     """
     began = perf_counter()
     report = SaveReport(path=str(Path(path).expanduser().absolute()))
-    ranks = _Ranks(topology, timeout)
-
-    with ranks.guard(), ExitStack() as opened_files:
+    with ExitStack() as stack:
+        if topology is not None:
+            made_by = threading.current_thread()
+            stack.enter_context(exclusively("convert()", topology, object(), made_by, as_timedelta(timeout)))
+        else:
+            topology = Topology([[0]], None, 0, Control(None, (0,), 0))
         opened, failure = attempt(lambda: _open(source, prefix, variant, dtype, renames, max_shard_bytes))
-        view: list[Any] = []
+        work = ""
         if opened is not None:
-            if opened[0] is not source:
-                opened_files.callback(opened[0].close)
-            old = opened[0].manifest
-            view = [old.identity, old.version, opened[1].digest.hex(), max_shard_bytes, report.path, overwrite]
-        ranks.settle("opening the checkpoint", failure, view, _check_equal)
-        assert opened is not None
-        checkpoint, new, layout = opened
-        with ranks.new_folder(Path(report.path), layout, overwrite) as folder:
-            chunks = _chunks(checkpoint.manifest, new, layout)
-            # Without locations there are no facts by which ranks recognize each other's files.
-            mine = chunks[ranks.part(len(chunks), whole=checkpoint.manifest.locations is None)]
+            checkpoint, new, layout = opened
+            if checkpoint is not source:
+                stack.callback(checkpoint.close)
+            old = checkpoint.manifest
+            work = repr((old.identity, old.version, new.digest, max_shard_bytes, report.path, overwrite))
+        topology.control.settle("opening the checkpoint", failure, work, _check_equal)
+        chunks = _own_chunks(topology, old, new, layout)
 
-            def copy() -> None:
-                ranks.check_seen(folder)
-                with ranks.working("rewrites its part of the checkpoint") as done:
-                    _copy(checkpoint, mine, layout, folder, progress, done)
-                    if changed := checkpoint.changed():
-                        raise CheckpointError(f"{changed} while it was converted: convert it again")
+        def copy(new_files: NewFiles, done: Callable[[int], None]) -> None:
+            _copy(checkpoint, chunks, new_files, progress, done)
+            if changed := checkpoint.changed():
+                raise CheckpointError(f"{changed} while it was converted: convert it again")
 
-            ranks.settle("writing the checkpoint", attempt(copy)[1])
-
-            failure = attempt(lambda: _commit(folder, layout, files))[1] if ranks.first else None
-            ranks.settle("completing the checkpoint", failure, last=True)
+        write_checkpoint(
+            topology, Path(report.path), overwrite, layout, None, copy,
+            lambda: {file.name: read_regular(file) for file in map(Path, files)}, report,
+        )  # fmt: skip
     report.files, report.tensors, report.nbytes = len(layout.files), len(new.names), new.nbytes
-    report.written = sum(chunk.written for chunk in mine)
-    report.seconds = perf_counter() - began
+    report.written, report.seconds = sum(chunk.written for chunk in chunks), perf_counter() - began
     return report
+
+
+def _check_equal(work: dict[int, str]) -> None:
+    first = min(work)
+    for rank, of_rank in work.items():
+        if of_rank != work[first]:
+            raise ValueError(
+                f"ranks {first} and {rank} convert different checkpoints, or pass different options; pass the same on all ranks"
+            )
 
 
 def _open(
@@ -125,29 +129,17 @@ def _open(
     renames: Sequence[Rename],
     max_shard_bytes: int,
 ) -> tuple[Checkpoint, Manifest, FilesLayout]:
-    """The checkpoint, and what is written."""
+    """Returns the checkpoint, and what is written."""
     checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
-    new = _converted(source, checkpoint.manifest, dtype, renames)
-    return checkpoint, new, lay_out(new.names, new.shapes, new.dtypes, max_shard_bytes)
-
-
-def _commit(folder: NewFolder, layout: FilesLayout, files: Sequence[str | Path]) -> None:
-    if layout.index is not None:
-        folder.add(INDEX, layout.index)
-    for file in map(Path, files):
-        folder.add(file.name, read_regular(file))
-    folder.sync()
-    folder.commit()
-
-
-def _converted(source: Any, manifest: Manifest, dtype: torch.dtype | None, renames: Sequence[Rename]) -> Manifest:
+    manifest = checkpoint.manifest
     if dtype is not None:
         manifest = with_dtype(manifest, dtype, _kept_in_fp32(source, manifest, dtype))
     names = apply_renames(tuple(renames), list(manifest.names))
     if len(set(names)) != len(names):
         name = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the renames give several tensors the name {name}; change them so that names stay different")
-    return replace(manifest, names=tuple(names), locations=None)
+    new = replace(manifest, names=tuple(names), locations=None)
+    return checkpoint, new, lay_out(new, max_shard_bytes)
 
 
 def _kept_in_fp32(source: Any, manifest: Manifest, dtype: torch.dtype) -> set[str]:
@@ -177,140 +169,51 @@ def _kept_in_fp32(source: Any, manifest: Manifest, dtype: torch.dtype) -> set[st
 class _Chunk(NamedTuple):
     """A byte range of one tensor that is read at once."""
 
+    file: int
+    offset: int
+    """Offset in the file, in bytes."""
     tensor: int
     begin: int
     """Offset in the tensor, in bytes."""
     nbytes: int
-    have: torch.dtype
-    wanted: torch.dtype
-    file: int
-    offset: int
-    """Offset in the file, in bytes."""
+    old: torch.dtype
+    new: torch.dtype
 
     @property
     def written(self) -> int:
-        return self.nbytes // self.have.itemsize * self.wanted.itemsize
+        return self.nbytes // self.old.itemsize * self.new.itemsize
 
 
-def _chunks(old: Manifest, new: Manifest, layout: FilesLayout) -> list[_Chunk]:
-    """Divides all tensors into chunks, in the order of the files."""
-    found = []
-    places = zip(layout.file.tolist(), layout.offset.tolist(), strict=True)
-    tensors = zip(old.dtypes, new.dtypes, old.nbytes_of(), places, strict=True)
-    for index, (have, wanted, nbytes, (file, offset)) in enumerate(tensors):
+def _own_chunks(topology: Topology, old: Manifest, new: Manifest, layout: FilesLayout) -> list[_Chunk]:
+    """Divides all tensors into chunks, in the order of the files, and returns those that this rank rewrites."""
+    chunks = []
+    columns = old.dtypes, new.dtypes, old.nbytes_of(), layout.file.tolist(), layout.offset.tolist()
+    for tensor, (have, want, nbytes, file, offset) in enumerate(zip(*columns, strict=True)):
         step = _CHUNK_ELEMENTS * have.itemsize
         for begin in range(0, nbytes, step):
-            at = offset + begin // have.itemsize * wanted.itemsize
-            found.append(_Chunk(index, begin, min(step, nbytes - begin), have, wanted, file, at))
-    return sorted(found, key=lambda chunk: (chunk.file, chunk.offset))
+            at = offset + begin // have.itemsize * want.itemsize
+            chunks.append(_Chunk(file, at, tensor, begin, min(step, nbytes - begin), have, want))
+    chunks.sort(key=lambda chunk: chunk[:2])
+    rank, ranks = topology.ranks.index(topology.rank), len(topology.ranks)
+    if old.locations is None:  # there are no facts by which ranks recognize one another's files: the first does all
+        return chunks if rank == 0 else []
+    return chunks[len(chunks) * rank // ranks : len(chunks) * (rank + 1) // ranks]
 
 
 def _copy(
     checkpoint: Checkpoint,
     chunks: Sequence[_Chunk],
-    layout: FilesLayout,
-    folder: NewFolder,
+    files: NewFiles,
     progress: Callable[[int], object] | None,
     done: Callable[[int], None],
 ) -> None:
     """``done``: called with the bytes of each chunk; may raise to stop."""
     buffer = torch.empty(max((chunk.nbytes for chunk in chunks), default=0), dtype=torch.uint8)
-    with NewFiles(folder.temporary, [file.name for file in layout.files]) as files:
-        for chunk in chunks:
-            raw = buffer[: chunk.nbytes]
-            checkpoint.fill(raw, [Piece(chunk.tensor, chunk.begin, 0, chunk.nbytes)])
-            if progress is not None:
-                progress(chunk.nbytes)
-            same = chunk.have == chunk.wanted
-            converted = raw if same else raw.view(chunk.have).to(chunk.wanted).view(torch.uint8)
-            files.write(converted, torch.tensor([[chunk.file, chunk.offset, 0, converted.nbytes]]))
-            done(chunk.nbytes)
-        files.sync(lambda: done(0))
-
-
-class _Ranks:
-    """This process, alone or among others that divide the work."""
-
-    def __init__(self, topology: Topology | None, timeout: timedelta | float | None) -> None:
-        self._topology = topology
-        self._timeout = as_timedelta(timeout)
-        self.first = topology is None or topology.rank == topology.ranks[0]
-
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        if self._topology is None:
-            yield
-            return
-        call = Call("convert()", self._topology, self, threading.current_thread())
-        try:
-            with exclusive(call, self._timeout), self._topology.control.guard():
-                yield
-        except Refused as refused:
-            raise refused.failure.error() from None
-
-    def settle(
-        self, what: str, failure: Exception | None, view: Any = None,
-        decide: Callable[[dict[int, Any]], Any] = lambda views: None, last: bool = False,
-    ) -> Any:  # fmt: skip
-        """See :meth:`~epload.control.control.Control.settle`; alone, the failure itself is raised."""
-        if self._topology is not None:
-            return self._topology.control.settle(what, failure, view, decide, last=last)
-        if failure is not None:
-            raise failure
-        return decide({0: view})
-
-    @contextmanager
-    def working(self, what: str) -> Iterator[Callable[[int], None]]:
-        """See :func:`~epload.control.activity.working`."""
-        if self._topology is None:
-            yield lambda nbytes: None
-            return
-        with working(self._topology.control, what) as done:
-            yield done
-
-    def check_seen(self, folder: NewFolder) -> None:
-        """Raises LoadError if this process does not see the folder that the first has made."""
-        if not folder.exists:
-            raise LoadError(
-                f"expected all ranks to see {folder.temporary}, which the first has made: convert to a path on a file system "
-                "that all share, or in one process"
-            )
-
-    def part(self, count: int, whole: bool) -> slice:
-        """Returns which of ``count`` things this process does; if they are a ``whole``, the first process does all."""
-        if self._topology is None:
-            return slice(count)
-        if whole:
-            return slice(count if self.first else 0)
-        number, ranks = self._topology.ranks.index(self._topology.rank), len(self._topology.ranks)
-        return slice(count * number // ranks, count * (number + 1) // ranks)
-
-    @contextmanager
-    def new_folder(self, path: Path, layout: FilesLayout, overwrite: bool) -> Iterator[NewFolder]:
-        """The hidden folder with its empty files, which the first of the ranks makes. It is deleted on a failure."""
-        folder: NewFolder | None = None
-
-        def make() -> None:
-            nonlocal folder
-            folder = NewFolder.create(path, overwrite)
-            folder.add_files(layout.files)
-
-        try:
-            failure = attempt(make)[1] if self.first else None
-            name = folder.temporary.name if folder is not None else ""
-            name = self.settle("making the folder", failure, name, lambda views: views[min(views)])
-            folder = folder or NewFolder(path, path.with_name(name), overwrite)
-            yield folder
-        except BaseException:
-            if folder is not None:
-                folder.discard()
-            raise
-
-
-def _check_equal(views: dict[int, Any]) -> None:
-    for rank, view in views.items():
-        if view != views[min(views)]:
-            raise ValueError(
-                f"ranks {min(views)} and {rank} convert different checkpoints, or pass different options; pass the same on all "
-                "ranks"
-            )
+    for chunk in chunks:
+        raw = buffer[: chunk.nbytes]
+        checkpoint.fill(raw, [Piece(chunk.tensor, chunk.begin, 0, chunk.nbytes)])
+        if progress is not None:
+            progress(chunk.nbytes)
+        converted = raw if chunk.old == chunk.new else raw.view(chunk.old).to(chunk.new).view(torch.uint8)
+        files.write(converted, torch.tensor([[chunk.file, chunk.offset, 0, converted.nbytes]]))
+        done(chunk.nbytes)

@@ -60,27 +60,24 @@ class HeaderDifferences:
 
 def compare_headers(first: Checkpoint, second: Checkpoint, pattern: re.Pattern[str] | None = None) -> HeaderDifferences:
     """``pattern``: compares only tensors whose name it matches anywhere."""
-    a, b = (_kinds(checkpoint, pattern) for checkpoint in (first, second))
-    both = [name for name in a if name in b]
-    shapes = {name: (a[name], b[name]) for name in both if a[name].shape != b[name].shape}
+    a, b = (
+        {
+            name: Kind(dtype_name(dtype), shape)
+            for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
+            if pattern is None or pattern.search(name) is not None
+        }
+        for manifest in (first.manifest, second.manifest)
+    )
+    both = {name: (a[name], b[name]) for name in a if name in b}
+    shapes = {name: pair for name, pair in both.items() if pair[0].shape != pair[1].shape}
     common = tuple(name for name in both if name not in shapes)
     return HeaderDifferences(
         only_first=tuple(name for name in a if name not in b),
         only_second=tuple(name for name in b if name not in a),
         shapes=shapes,
-        dtypes={name: (a[name], b[name]) for name in common if a[name].dtype != b[name].dtype},
+        dtypes={name: both[name] for name in common if a[name].dtype != b[name].dtype},
         common=common,
     )
-
-
-def _kinds(checkpoint: Checkpoint, pattern: re.Pattern[str] | None) -> dict[str, Kind]:
-    manifest = checkpoint.manifest
-    rows = zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
-    return {
-        name: Kind(dtype_name(dtype), shape)
-        for name, dtype, shape in rows
-        if pattern is None or pattern.search(name) is not None
-    }
 
 
 def compare_values(
@@ -103,9 +100,9 @@ def compare_values(
     Raises:
         CheckpointError: a file is missing, cannot be read or ends too early.
     """
-    numbers = [{name: i for i, name in enumerate(each.manifest.names)} for each in (first, second)]
+    number_of = [{name: i for i, name in enumerate(each.manifest.names)} for each in (first, second)]
     for name in names:
-        i, j = numbers[0][name], numbers[1][name]
+        i, j = (numbers[name] for numbers in number_of)
         count = prod(first.manifest.shapes[i])
         differing, largest, total = 0, 0.0, 0.0
         for begin in range(0, count, _CHUNK_ELEMENTS):
