@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -25,7 +25,7 @@ from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.plan import LoadPlan, make_plan
 from epload.transport.local import Local
-from epload.verify.proof import Proof
+from epload.verify.digests import digest_shards, verify_digests
 from support import ranks
 from support.checks import all_fine
 from support.small_model import BUCKET, NODES, State, meta_net, only_readers, state_for, wrong
@@ -47,78 +47,53 @@ def loader_for(way: tuple[str, str], verify: bool = True, bucket_bytes: int = BU
     )
 
 
-def flip(data: Tensor, bit: int = 0) -> None:
-    data.view(torch.uint8).view(-1)[bit // 8] ^= 1 << bit % 8
+Victim = Callable[..., Tensor | None]
+"""The bytes to change, if any, of what a function was called with."""
 
 
 @contextmanager
-def flips_in_shard(active: bool, name_of_victim: Callable[[Sequence[Tensor]], bool]) -> Iterator[None]:
-    """After one unpack or read, the lowest bit of a shard changes."""
-    done = not active
-
-    def then_flip(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(local: Local, of: int | range, *args: Any) -> Any:
-            nonlocal done
-            result = inner(local, of, *args)
-            for number in [of] if isinstance(of, int) else of:
-                for target in local.regions(number).targets:
-                    if not done and target.numel() and target.is_contiguous() and name_of_victim(target):
-                        flip(target.detach())
-                        done = True
-            return result
-
-        return call
-
-    with (
-        mock.patch.object(Local, "unpack", then_flip(Local.unpack)),
-        mock.patch.object(Local, "read", then_flip(Local.read)),
-    ):
-        yield
-    assert done or not active, "nothing was flipped"
-
-
-@contextmanager
-def flips_on_the_way(active: bool) -> Iterator[None]:
-    """The lowest bit of the first payload byte that a relay or a broadcast brings to this rank changes. Striped, buckets have to
-    be so large that each rank of a node has a stripe of one."""
+def flips(active: bool, victim: Victim, *functions: tuple[Any, str]) -> Iterator[None]:
+    """The lowest bit of the first victim changes, after the call."""
     done = not active
 
     def then_flip(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             nonlocal done
             result = inner(*args, **options)
-            data = args[0][0] if isinstance(args[0], list) else args[0]
-            if not done and bytes(data[:8].tolist()) == b"epload01":
-                flip(data[HEADER_BYTES:])
+            if not done and (data := victim(*args)) is not None:
+                data.view(torch.uint8).view(-1)[0] ^= 1
                 done = True
             return result
 
         return call
 
-    with (
-        mock.patch.object(ops, "relay", then_flip(ops.relay)),
-        mock.patch.object(ops, "coalesced_bcast", then_flip(ops.coalesced_bcast)),
-    ):
+    with ExitStack() as stack:
+        for owner, name in functions:
+            stack.enter_context(mock.patch.object(owner, name, then_flip(getattr(owner, name))))
         yield
     assert done or not active, "nothing was flipped"
 
 
-@contextmanager
-def flips_while_read(active: bool) -> Iterator[None]:
-    """The first bytes that are read from the file are wrong, once."""
-    done = not active
-    inner = FileCheckpoint.fill
+def flips_in_shard(active: bool, is_victim: Callable[[Tensor], bool]) -> AbstractContextManager[None]:
+    """A shard changes after it was unpacked or read."""
 
-    def fill(self: FileCheckpoint, bucket: Tensor, pieces: Any) -> None:
-        nonlocal done
-        inner(self, bucket, pieces)
-        if not done:
-            flip(bucket[pieces[0].bucket_offset :])
-            done = True
+    def victim(local: Local, of: int | range, *_: Any) -> Tensor | None:
+        numbers = [of] if isinstance(of, int) else of
+        targets = (target for number in numbers for target in local.regions(number).targets)
+        return next((t.detach() for t in targets if t.numel() and t.is_contiguous() and is_victim(t)), None)
 
-    with mock.patch.object(FileCheckpoint, "fill", fill):
-        yield
-    assert done or not active, "nothing was flipped"
+    return flips(active, victim, (Local, "unpack"), (Local, "read"))
+
+
+def on_the_way(buffer: Tensor | list[Tensor], *_: Any) -> Tensor | None:
+    """The payload of a bucket that a relay or a broadcast brings to this rank. Striped, buckets have to be so large that each
+    rank of a node has a stripe of one."""
+    data = buffer[0] if isinstance(buffer, list) else buffer
+    return data[HEADER_BYTES:] if bytes(data[:8].tolist()) == b"epload01" else None
+
+
+def just_read(_: FileCheckpoint, bucket: Tensor, pieces: Any) -> Tensor:
+    return bucket[pieces[0].bucket_offset :]
 
 
 def outcome(action: Callable[[], Any]) -> str:
@@ -190,56 +165,49 @@ def test_ranks_with_other_dims_are_proven(tmp_path: Path) -> None:
     all_fine(ranks.run(4, stages_of_other_dims, tmp_path / "model.safetensors", state))
 
 
-def flipped_on_the_way(rank: int, path: Path) -> list[tuple[str, str]]:
-    problems = []
-    for way in (("one", "two_level"), ("one", "striped"), ("partitioned", "striped")):
-        loader = loader_for(way, bucket_bytes=4 * BUCKET)
-        with flips_on_the_way(rank == 2):
-            problems.append((str(way), outcome(lambda loader=loader: loader.load(meta_net(), path))))
+TWO_LEVEL, STRIPED = [("one", "two_level"), ("per_node", "two_level")], [("one", "striped"), ("partitioned", "striped")]
+FLIPS: dict[str, tuple[int, list[tuple[str, str]], int, Victim, list[tuple[Any, str]]]] = {
+    "on the way": (2, TWO_LEVEL[:1] + STRIPED, 4 * BUCKET, on_the_way, [(ops, "relay"), (ops, "coalesced_bcast")]),
+    "while it is read": (0, TWO_LEVEL + STRIPED[1:], BUCKET, just_read, [(FileCheckpoint, "fill")]),
+}
+"""Rank, ways, bytes of a bucket, and what is flipped."""
+
+
+def flipped(rank: int, path: Path, case: str) -> list[str]:
+    where, ways, bucket_bytes, victim, functions = FLIPS[case]
+    texts = []
+    for way in ways:
+        loader = loader_for(way, bucket_bytes=bucket_bytes)
+        with flips(rank == where, victim, *functions):
+            texts.append(outcome(lambda loader=loader: loader.load(meta_net(), path)))
         loader.load(meta_net(), path)
-    return problems
+    return texts
 
 
-def test_a_bit_that_flips_on_the_way_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", FLIPS)
+def test_a_bit_that_flips_is_found(case: str, tmp_path: Path) -> None:
     save_file(state_for(1), tmp_path / "model.safetensors")
-    for results in zip(*ranks.run(4, flipped_on_the_way, tmp_path / "model.safetensors"), strict=True):
-        assert len({text for _, text in results}) == 1, results
-        assert "after the load, shards differ from" in results[0][1], results
+    for texts in zip(*ranks.run(4, flipped, tmp_path / "model.safetensors", case), strict=True):
+        assert len(set(texts)) == 1, texts
+        assert re.search(r"after the load, shards differ from .* on rank", texts[0]), texts
 
 
-def flipped_while_read(rank: int, path: Path) -> list[str]:
-    problems = []
-    for way in (("one", "two_level"), ("per_node", "two_level"), ("partitioned", "striped")):
-        loader = loader_for(way)
-        with flips_while_read(rank == 0):
-            problems.append(outcome(lambda loader=loader: loader.load(meta_net(), path)))
-    return problems
+def check(plan: LoadPlan, messages: dict[int, bytes], checkpoint: Checkpoint) -> None:
+    list(verify_digests(plan, 0, messages, checkpoint, checkpoint.manifest))
 
 
-def test_a_bit_that_flips_while_it_is_read_is_found(tmp_path: Path) -> None:
-    save_file(state_for(1), tmp_path / "model.safetensors")
-    for results in zip(*ranks.run(4, flipped_while_read, tmp_path / "model.safetensors"), strict=True):
-        assert len(set(results)) == 1, results
-        assert "after the load, shards differ from" in results[0], results
-        assert "on rank" in results[0]
-
-
-SOURCES = pytest.mark.parametrize("from_file", [False, True])
-"""A dict is copied into a buffer, a file's regions are digested as they are read."""
-
-
-@SOURCES
+@pytest.mark.parametrize("from_file", [False, True])  # a file's regions are digested as they are read
 def test_what_differs_is_found_and_nothing_else(from_file: bool, tmp_path: Path) -> None:
     """Two ranks hold the same, and one has the end of every tenth tensor wrong."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((1 + i * 7 % 90,), float(i))) for i in range(60)])
     checkpoint, targets, plan = planned(model, tmp_path if from_file else None)
-    one, local = Proof(plan, [0]), Local(plan, targets.local())
-    right = one.claims(local)[0]
+    local = Local(plan, targets.local())
+    right = digest_shards(plan, [0], local)[0]
     for value in list(model.parameters())[::10]:
         value.data[-1] += 1
-    wrong_too = one.claims(local)[0]
-    list(one.check(0, {0: right, 7: right}, checkpoint, checkpoint.manifest))
-    failure = outcome(lambda: list(one.check(0, {0: right, 3: wrong_too, 7: right}, checkpoint, checkpoint.manifest)))
+    changed = digest_shards(plan, [0], local)[0]
+    check(plan, {0: right, 7: right}, checkpoint)
+    failure = outcome(lambda: check(plan, {0: right, 3: changed, 7: right}, checkpoint))
     listed = re.fullmatch(
         r"after the load, shards differ from .* as rank 0 reads it: (.*); the memory, the network.*", failure
     )
@@ -258,12 +226,11 @@ def test_a_file_that_ends_before_it_is_proven_is_named(tmp_path: Path) -> None:
         save_file(part, tmp_path / f"model-{number}.safetensors")
     checkpoint, targets = Checkpoint.open(tmp_path), collect(model, None, None)
     plan = make_plan(checkpoint.manifest, targets, resolve_mapping("auto", model, targets.index), 512)
-    one = Proof(plan, [0])
-    claims = one.claims(Local(plan, targets.local()))
-    list(one.check(0, claims, checkpoint, checkpoint.manifest))
+    digests = digest_shards(plan, [0], Local(plan, targets.local()))
+    check(plan, digests, checkpoint)
     os.truncate(tmp_path / "model-0.safetensors", 1500)
     with pytest.raises(CheckpointError, match=r"model-0\.safetensors was truncated \(\d+ bytes, now 1500\)"):
-        list(one.check(0, claims, checkpoint, checkpoint.manifest))
+        check(plan, digests, checkpoint)
 
 
 def cast(rank: int, path: Path, state: State) -> list[str]:

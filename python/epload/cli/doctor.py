@@ -47,9 +47,8 @@ class Finding(NamedTuple):
 
 def check_torch() -> Finding:
     info = build_info()
-    return Finding(
-        f"torch {torch.__version__}, epload {info['version']} built for {info['torch_version']} by {info['compiler']}"
-    )
+    built = f"built for {info['torch_version']} by {info['compiler']}"
+    return Finding(f"torch {torch.__version__}, epload {info['version']} {built}")
 
 
 def check_devices() -> Finding:
@@ -61,12 +60,11 @@ def check_devices() -> Finding:
         return Finding(count(npu.device_count(), "NPU"), advice, fails=not fits)
     if not torch.cuda.is_available():
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-        driver = _read(Path("/proc/driver/nvidia/version")).partition("\n")[0]
-        if driver and not torch.version.cuda:
+        if not (driver := _read(Path("/proc/driver/nvidia/version")).partition("\n")[0]):
+            return Finding(f"no accelerator; torch has {built}")
+        if not torch.version.cuda:
             return Finding(f"{driver}, but torch has {built}", "install a torch with CUDA")
-        if driver:
-            return Finding(f"{driver}, but torch with {built} finds no device", "see nvidia-smi", fails=True)
-        return Finding(f"no accelerator; torch has {built}")
+        return Finding(f"{driver}, but torch with {built} finds no device", "see nvidia-smi", fails=True)
     with suppress(RuntimeError):
         torch.cuda.init()  # type: ignore[no-untyped-call]  # so that it can be asked whether the kernels run
     names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
@@ -116,19 +114,20 @@ def check_shared_memory(memory: Path = Path("/proc/meminfo"), group: Path = Path
 def check_open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= _FILES
-    return Finding(f"ulimit -n {_limit(soft)}", "" if enough else f"ulimit -n {_limit(max(hard, _FILES))}")
+    return Finding(f"ulimit -n {_limit(soft)}", "" if enough else f"ulimit -n {max(hard, _FILES)}")
 
 
 def check_locked_memory() -> Finding:
     """Checks the limit of locked memory, which RDMA and pinned buffers need."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     enough = soft == resource.RLIM_INFINITY or not count_rdma(Path("/sys"))
-    advice = "" if enough else "RDMA may fail to register memory: ulimit -l unlimited"
-    return Finding(f"ulimit -l {_limit(soft if soft == resource.RLIM_INFINITY else soft // 1024)}", advice)
+    return Finding(
+        f"ulimit -l {_limit(soft, 1024)}", "" if enough else "RDMA may fail to register memory: ulimit -l unlimited"
+    )
 
 
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+def _limit(value: int, unit: int = 1) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value // unit)
 
 
 def check_numa(sysfs: Path = Path("/sys")) -> Finding:

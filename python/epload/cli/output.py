@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,25 +16,10 @@ from rich.tree import Tree
 from epload.errors import LoadError
 from epload.redact import redact
 
-
-def _compiled(context: click.Context, parameter: click.Parameter, value: str | None) -> re.Pattern[str] | None:
-    try:
-        return None if value is None else re.compile(value)
-    except re.error as error:
-        raise click.BadParameter(f"expected a regular expression, got {value!r}: {error}") from None
-
-
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 """Every command has it."""
 variant_option = click.option(
     "--variant", default="", help="Of the weights in a folder, e.g. fp16; by default those without a variant."
-)
-filter_option = click.option(
-    "--filter",
-    "pattern",
-    metavar="RE",
-    callback=_compiled,
-    help="Only tensors whose name this expression matches anywhere.",
 )
 
 

@@ -1,16 +1,18 @@
-"""``epload trace FILE``: what took time in a traced load, in the terminal."""
+"""``epload trace FILE``: how long each phase of a traced load took, on which rank most, and which ranks others waited for."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import click
 
 from epload.cli.output import json_option, print_json, show, table
+from epload.observe.events import ROUND
 from epload.observe.plot import plot as draw
 from epload.observe.render import bytes_and_rate, count
-from epload.observe.summary import summarize
 from epload.observe.trace import Trace
 
 _SHOWN = 5
@@ -31,18 +33,52 @@ def trace(file: Path, image: Path | None, as_json: bool) -> None:
         draw(loaded, image)
     summary = summarize(loaded)
     if as_json:
-        print_json(asdict(summary))
+        print_json(summary)
         return
-    off = f", clocks within {1e3 * summary.accuracy:.1f} ms" if summary.accuracy else ""
-    show(f"{count(summary.ranks, 'rank')}, {summary.seconds:.3f} s{off}")
+    off = f", clocks within {1e3 * summary['accuracy']:.1f} ms" if summary["accuracy"] else ""
+    show(f"{count(summary['ranks'], 'rank')}, {summary['seconds']:.3f} s{off}")
     rows = [
         [
-            phase.name, str(phase.ranks), f"{phase.mean_seconds:.3f}", f"{phase.max_seconds:.3f}", str(phase.slowest),
-            *bytes_and_rate(phase.name, phase.nbytes, phase.seconds),
+            phase["name"], str(phase["ranks"]), f"{phase['mean_seconds']:.3f}", f"{phase['max_seconds']:.3f}",
+            str(phase["slowest"]), *bytes_and_rate(phase["name"], phase["nbytes"], phase["seconds"]),
         ]
-        for phase in summary.phases
+        for phase in summary["phases"]
     ]  # fmt: skip
     show(table(("phase", "ranks", "mean s", "max s", "on rank", "bytes", "rate"), rows, right=range(1, 7)))
-    if summary.waited_for:
-        listed = ", ".join(f"rank {rank} {seconds:.3f} s" for rank, seconds in summary.waited_for[:_SHOWN])
+    if summary["waited_for"]:
+        listed = ", ".join(f"rank {rank} {seconds:.3f} s" for rank, seconds in summary["waited_for"][:_SHOWN])
         show(f"waited for, summed over the ranks that waited: {listed}")
+
+
+def summarize(trace: Trace) -> dict[str, Any]:
+    """Returns what is printed as JSON. Seconds of a rank in a phase are those of its spans, on all threads together."""
+    waited: dict[int, float] = defaultdict(float)
+    seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    covered, until, nbytes = (defaultdict[str, int](int) for _ in range(3))
+    spans = [(events.rank, span) for events in trace.ranks for span in events.spans]
+    for of, span in sorted(spans, key=lambda each: each[1].begin):
+        phase, length = "agreement" if span.phase == ROUND else span.phase, (span.end - span.begin) / 1e9
+        seconds[phase][of] += length
+        covered[phase] += max(0, span.end - max(span.begin, until[phase]))
+        until[phase] = max(until[phase], span.end)
+        nbytes[phase] += span.nbytes
+        for rank in span.ranks:  # a wait for several ranks counts for each of them
+            waited[rank] += length
+    return {
+        "seconds": (trace.end - trace.begin) / 1e9,
+        "ranks": len(trace.ranks),
+        "accuracy": max(trace.accuracy.values(), default=0.0),  # by which clocks may differ
+        "phases": [
+            {
+                "name": phase,
+                "ranks": len(of_phase),
+                "mean_seconds": fmean(of_phase.values()),
+                "max_seconds": max(of_phase.values()),
+                "slowest": max(sorted(of_phase), key=of_phase.__getitem__),
+                "nbytes": nbytes[phase],
+                "seconds": covered[phase] / 1e9,  # in which any rank was in the phase
+            }
+            for phase, of_phase in seconds.items()
+        ],
+        "waited_for": sorted(waited.items(), key=lambda each: -each[1]),
+    }
