@@ -40,7 +40,8 @@ def test_the_command(saved: Path, tmp_path: Path) -> None:
     assert (summary["seconds"], summary["ranks"], summary["accuracy"]) == (4.0, 2, 0.0015)
     assert [phase["name"] for phase in summary["phases"]] == ["agreement", "read", "wait"]
     assert summary["phases"][1] == {
-        "name": "read", "ranks": 2, "mean_seconds": 2.0, "max_seconds": 3.0, "slowest": 0, "nbytes": 7_000_000_000, "seconds": 3.0,
+        "name": "read", "ranks": 2, "mean_seconds": 2.0, "max_seconds": 3.0, "slowest": 0, "nbytes": 7_000_000_000,
+        "seconds": 3.0,
     }  # fmt: skip
     assert summary["waited_for"] == [[0, 2.0], [1, 1.0]]
     assert "<svg" in (tmp_path / "load.svg").read_text()

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -58,17 +59,12 @@ def convert(
     Not collective, unless a topology is passed.
 
     Args:
-        source: as for :meth:`epload.Checkpoint.open`.
-        path: as for :func:`epload.save`.
+        source: as for :meth:`epload.Checkpoint.open`, as are ``prefix`` and ``variant``.
+        path: as for :func:`epload.save`, as are ``max_shard_bytes``, ``files`` and ``overwrite``.
         dtype: of floating-point tensors of at least 16 bits; by default as they are. Refused if weights are quantized. Where a
             ``config.json`` next to the source names a transformers model, what ``from_pretrained(dtype=)`` keeps in float32 stays
             as it is; a class that is not installed is an error.
         renames: applied to the names, in order.
-        max_shard_bytes: as for :func:`epload.save`.
-        files: as for :func:`epload.save`.
-        overwrite: as for :func:`epload.save`.
-        prefix: as for :meth:`epload.Checkpoint.open`.
-        variant: as for :meth:`epload.Checkpoint.open`.
         topology: of ranks that divide the work; all of them call this, with equal arguments, and see the folder.
         timeout: of these ranks, as for :func:`epload.save`.
         progress: called with the number of bytes after each read of this process.
@@ -96,19 +92,24 @@ def convert(
             old = checkpoint.manifest
             work = repr((old.identity, old.version, new.digest, max_shard_bytes, report.path, overwrite))
         topology.control.settle("opening the checkpoint", failure, work, _check_equal)
-        chunks = _own_chunks(topology, old, new, layout)
+        chunks = _own_chunks(topology, old, layout)
 
-        def copy(new_files: NewFiles, done: Callable[[int], None]) -> None:
-            _copy(checkpoint, chunks, new_files, progress, done)
+        def write(new_files: NewFiles, done: Callable[[int], None]) -> None:
+            def copied(nbytes: int) -> None:
+                if progress is not None:
+                    progress(nbytes)
+                done(nbytes)
+
+            report.written = _copy(checkpoint, new, layout, chunks, new_files, copied)
             if changed := checkpoint.changed():
                 raise CheckpointError(f"{changed} while it was converted: convert it again")
 
         write_checkpoint(
-            topology, Path(report.path), overwrite, layout, None, copy,
+            topology, Path(report.path), overwrite, layout, None, write,
             lambda: {file.name: read_regular(file) for file in map(Path, files)}, report,
         )  # fmt: skip
     report.files, report.tensors, report.nbytes = len(layout.files), len(new.names), new.nbytes
-    report.written, report.seconds = sum(chunk.written for chunk in chunks), perf_counter() - began
+    report.seconds = perf_counter() - began
     return report
 
 
@@ -122,12 +123,7 @@ def _check_equal(work: dict[int, str]) -> None:
 
 
 def _open(
-    source: Any,
-    prefix: str,
-    variant: str,
-    dtype: torch.dtype | None,
-    renames: Sequence[Rename],
-    max_shard_bytes: int,
+    source: Any, prefix: str, variant: str, dtype: torch.dtype | None, renames: Sequence[Rename], max_shard_bytes: int
 ) -> tuple[Checkpoint, Manifest, FilesLayout]:
     """Returns the checkpoint, and what is written."""
     checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
@@ -166,34 +162,13 @@ def _kept_in_fp32(source: Any, manifest: Manifest, dtype: torch.dtype) -> set[st
         ) from error
 
 
-class _Chunk(NamedTuple):
-    """A byte range of one tensor that is read at once."""
-
-    file: int
-    offset: int
-    """Offset in the file, in bytes."""
-    tensor: int
-    begin: int
-    """Offset in the tensor, in bytes."""
-    nbytes: int
-    old: torch.dtype
-    new: torch.dtype
-
-    @property
-    def written(self) -> int:
-        return self.nbytes // self.old.itemsize * self.new.itemsize
-
-
-def _own_chunks(topology: Topology, old: Manifest, new: Manifest, layout: FilesLayout) -> list[_Chunk]:
-    """Divides all tensors into chunks, in the order of the files, and returns those that this rank rewrites."""
-    chunks = []
-    columns = old.dtypes, new.dtypes, old.nbytes_of(), layout.file.tolist(), layout.offset.tolist()
-    for tensor, (have, want, nbytes, file, offset) in enumerate(zip(*columns, strict=True)):
-        step = _CHUNK_ELEMENTS * have.itemsize
-        for begin in range(0, nbytes, step):
-            at = offset + begin // have.itemsize * want.itemsize
-            chunks.append(_Chunk(file, at, tensor, begin, min(step, nbytes - begin), have, want))
-    chunks.sort(key=lambda chunk: chunk[:2])
+def _own_chunks(topology: Topology, old: Manifest, layout: FilesLayout) -> list[tuple[int, int, int]]:
+    """Divides all tensors into chunks, in the order of the files: tensor, first element, and number of elements. Returns those
+    that this rank rewrites."""
+    file, offset, counts = layout.file.tolist(), layout.offset.tolist(), list(map(prod, old.shapes))
+    order = sorted(range(len(counts)), key=lambda i: (file[i], offset[i]))
+    step = _CHUNK_ELEMENTS
+    chunks = [(i, begin, min(step, counts[i] - begin)) for i in order for begin in range(0, counts[i], step)]
     rank, ranks = topology.ranks.index(topology.rank), len(topology.ranks)
     if old.locations is None:  # there are no facts by which ranks recognize one another's files: the first does all
         return chunks if rank == 0 else []
@@ -202,18 +177,20 @@ def _own_chunks(topology: Topology, old: Manifest, new: Manifest, layout: FilesL
 
 def _copy(
     checkpoint: Checkpoint,
-    chunks: Sequence[_Chunk],
+    new: Manifest,
+    layout: FilesLayout,
+    chunks: Sequence[tuple[int, int, int]],
     files: NewFiles,
-    progress: Callable[[int], object] | None,
     done: Callable[[int], None],
-) -> None:
-    """``done``: called with the bytes of each chunk; may raise to stop."""
-    buffer = torch.empty(max((chunk.nbytes for chunk in chunks), default=0), dtype=torch.uint8)
-    for chunk in chunks:
-        raw = buffer[: chunk.nbytes]
-        checkpoint.fill(raw, [Piece(chunk.tensor, chunk.begin, 0, chunk.nbytes)])
-        if progress is not None:
-            progress(chunk.nbytes)
-        converted = raw if chunk.old == chunk.new else raw.view(chunk.old).to(chunk.new).view(torch.uint8)
-        files.write(converted, torch.tensor([[chunk.file, chunk.offset, 0, converted.nbytes]]))
-        done(chunk.nbytes)
+) -> int:
+    """Returns the bytes written. ``done``: called with the bytes that were read of each chunk; may raise to stop."""
+    written = 0
+    for i, begin, count in chunks:
+        old_dtype, new_dtype = checkpoint.manifest.dtypes[i], new.dtypes[i]
+        raw = torch.empty(count * old_dtype.itemsize, dtype=torch.uint8)
+        checkpoint.fill(raw, [Piece(i, begin * old_dtype.itemsize, 0, len(raw))])
+        converted = raw if old_dtype == new_dtype else raw.view(old_dtype).to(new_dtype).view(torch.uint8)
+        at = int(layout.offset[i]) + begin * new_dtype.itemsize
+        written += files.write(converted, torch.tensor([[int(layout.file[i]), at, 0, len(converted)]]))
+        done(len(raw))
+    return written

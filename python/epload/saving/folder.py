@@ -17,7 +17,7 @@ from epload.saving.layout import NewFile
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Constants of renameat2(2) on Linux."""
 _MAX_LISTED = 8
-"""Nodes in an error message."""
+"""Ranks in an error message."""
 
 
 class NewFolder:
@@ -30,12 +30,7 @@ class NewFolder:
 
     @classmethod
     def create(cls, path: Path, overwrite: bool, files: Sequence[NewFile] = ()) -> NewFolder:
-        """Makes the hidden folder, and in it files of full size with their headers.
-
-        Raises:
-            ValueError: there is something at the path, which must not be overwritten.
-            OSError: there is not enough space, or the folder or a file cannot be made.
-        """
+        """Makes the hidden folder, and in it files of full size with their headers. Raises ValueError or OSError."""
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise ValueError(f"{path} is no folder; pass the path of a folder to save to")
         if not overwrite and path.exists() and any(path.iterdir()):
@@ -66,8 +61,7 @@ class NewFolder:
     def commit(self) -> None:
         """Writes all files to disk and puts the folder under its path; the folder that was there is deleted.
 
-        Raises:
-            OSError: it cannot be done, and what was at the path still is.
+        Raises OSError if it cannot be done, and what was at the path still is.
         """
         for path in (*self.temporary.iterdir(), self.temporary):
             sync(path)
@@ -91,20 +85,15 @@ class NewFolder:
         shutil.rmtree(discarded, ignore_errors=True)
 
 
-def check_seen_by_all(parent: Path, nodes: Sequence[Sequence[int]], seen: Mapping[int, bool]) -> None:
+def check_seen_by_all(parent: Path, seen: Mapping[int, bool]) -> None:
     """Raises LoadError unless every rank sees the hidden folder that the first rank has made in ``parent``.
 
     The folder's name is random, so that a rank does not see another one in its place.
-
-    Args:
-        seen: by rank.
     """
-    unseen = {number: [rank for rank in node if not seen[rank]] for number, node in enumerate(nodes)}
-    listed = [f"ranks {', '.join(map(str, ranks))} of node {number}" for number, ranks in unseen.items() if ranks]
-    if listed:
-        more = f" and of {len(listed) - _MAX_LISTED} more nodes" if len(listed) > _MAX_LISTED else ""
+    if others := [str(rank) for rank, sees in seen.items() if not sees]:
+        more = f" and {len(others) - _MAX_LISTED} more" if len(others) > _MAX_LISTED else ""
         raise LoadError(
-            f"{parent} is on several file systems: {'; '.join(listed[:_MAX_LISTED])}{more} do not see the folder that rank "
+            f"{parent} is on several file systems: ranks {', '.join(others[:_MAX_LISTED])}{more} do not see the folder that rank "
             f"{min(seen)} has made there, and nothing was saved; save to a folder that all nodes share, or to the disk of one "
             "node, with topology=Topology.discover(group) over that node's ranks"
         )

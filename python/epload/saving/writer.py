@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -28,30 +29,20 @@ _DEVICE_BUCKETS = 8
 
 
 class NewFiles:
-    """The files of a new checkpoint, to some of which one rank writes. A context manager."""
+    """The files of a new checkpoint, to some of which one rank writes. Methods raise OSError."""
 
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        """``names``: of all files."""
-        self._folder = folder
-        self._names = names
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
         self._fds: dict[int, int] = {}
 
-    def __enter__(self) -> NewFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         while self._fds:
             os.close(self._fds.popitem()[1])
 
     def write(self, buffer: Tensor, runs: Tensor) -> int:
-        """Writes runs of bytes of a buffer to where they belong; returns their number.
+        """Writes runs of bytes of a buffer, uint8 on CPU, to where they belong; returns their number.
 
-        Args:
-            buffer: uint8 on CPU.
-            runs: see :class:`~epload.saving.plan.WriteBucket`.
-
-        Raises:
-            OSError: a file cannot be written.
+        ``runs``: see :class:`~epload.saving.plan.WriteBucket`.
         """
         data = memoryview(buffer.numpy()).cast("B")  # type: ignore[arg-type]
         for number, offset, begin, nbytes in runs.tolist():
@@ -64,27 +55,23 @@ class NewFiles:
         Args:
             origins: int64 [n, 2]: the file of each row and where in it it starts.
             rows: a copy table of ``sources``, as they lie in the files.
-
-        Raises:
-            OSError: a file cannot be written.
         """
-        numbers = torch.arange(len(self._names))
-        used = set(origins[:, 0].tolist())
-        descriptors = [self._open(i) if i in used else -1 for i in range(len(self._names))]
+        numbers, used = torch.arange(len(self._paths)), set(origins[:, 0].tolist())
+        descriptors = [self._open(i) if i in used else -1 for i in range(len(self._paths))]
         written, failed, _, error = ops.write_from_device(
             descriptors, numbers, torch.zeros_like(numbers), origins, sources, rows, pipe
         )
         if failed >= 0:
-            raise OSError(error, os.strerror(error), str(self._folder / self._names[failed]))
+            raise OSError(error, os.strerror(error), str(self._paths[failed]))
         return written
 
     def _open(self, number: int) -> int:
         if number not in self._fds:
-            self._fds[number] = os.open(self._folder / self._names[number], os.O_WRONLY)
+            self._fds[number] = os.open(self._paths[number], os.O_WRONLY)
         return self._fds[number]
 
     def sync(self, synced: Callable[[], None]) -> None:
-        """Waits until what was written is on disk; ``synced`` is called after each file. Raises OSError."""
+        """Waits until what was written is on disk; ``synced`` is called after each file."""
         for fd in self._fds.values():
             os.fsync(fd)
             synced()
@@ -114,8 +101,8 @@ def write_checkpoint(
     control, first = topology.control, topology.rank == topology.ranks[0]
     folder: NewFolder | None = None
 
-    def write_part(temporary: Path, names: list[str]) -> None:
-        with working(control, "writes its part of the checkpoint") as done, NewFiles(temporary, names) as files:
+    def write_part(paths: list[Path]) -> None:
+        with working(control, "writes its part of the checkpoint") as done, closing(NewFiles(paths)) as files:
             write(files, done)
             with report.timed("sync"):
                 files.sync(lambda: done(0))
@@ -134,12 +121,10 @@ def write_checkpoint(
         name = control.settle("making the folder", failure, name, lambda views: views[control.ranks[0]])
         assert layout is not None
         folder = folder or NewFolder(path, path.with_name(name), overwrite)
-        control.settle(
-            "finding the folder", None, folder.temporary.is_dir(),
-            lambda views: check_seen_by_all(path.parent, topology.nodes, views),
-        )  # fmt: skip
-        hidden, names, index = folder, [file.name for file in layout.files], layout.index
-        control.settle("writing the checkpoint", attempt(lambda: write_part(hidden.temporary, names))[1])
+        seen = folder.temporary.is_dir()
+        control.settle("finding the folder", None, seen, lambda views: check_seen_by_all(path.parent, views))
+        hidden, index, paths = folder, layout.index, [folder.temporary / file.name for file in layout.files]
+        control.settle("writing the checkpoint", attempt(lambda: write_part(paths))[1])
         control.doing = "completes the checkpoint"
         failure = attempt(lambda: commit(hidden, index))[1] if first else None
         control.settle("completing the checkpoint", failure, last=True)
@@ -154,12 +139,7 @@ def write_buckets(
 ) -> None:
     """Writes all buckets of a plan: what is on a device straight to the files, the rest by way of a buffer.
 
-    Args:
-        shards: of the plan.
-        wrote: called now and then with the bytes written; may raise to stop.
-
-    Raises:
-        OSError: a file cannot be written.
+    ``wrote``: called now and then with the bytes written; may raise to stop.
     """
     on_device = [number for number, bucket in enumerate(plan.buckets) if shards.on_device(bucket.targets)]
     _write_packed(plan, sorted({*range(len(plan.buckets))} - {*on_device}), files, shards, report, wrote)
@@ -177,7 +157,7 @@ def write_buckets(
 
 def _write_packed(
     plan: WritePlan,
-    numbers: Sequence[int],
+    numbers: list[int],
     files: NewFiles,
     shards: Shards,
     report: SaveReport,
@@ -208,7 +188,6 @@ def _write_packed(
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """Writes bytes to an offset of a file. Raises OSError."""
     while data:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written
