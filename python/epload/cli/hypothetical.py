@@ -52,8 +52,7 @@ def first_rank(sizes: Sizes) -> Iterator[DeviceMesh]:
 def as_seen_by(targets: Targets, sizes: Sizes, rank: int) -> Targets:
     """Returns the first rank's targets, as another rank would have them: at its coordinates of the same meshes.
 
-    Raises:
-        ValueError: a tensor is on a mesh with other axes.
+    Raises ValueError if a tensor is on a mesh with other axes.
     """
     index = {}
     for name, size in reversed(sizes.items()):
@@ -76,9 +75,7 @@ def find_factory(model: str) -> Factory:
             function or class. It is called with the mesh if it takes an argument, and parallelizes the model itself; else the
             result is sharded over the axes of AXES.
 
-    Raises:
-        ImportError: the module does not exist, or has no such name.
-        ValueError: it is a module alone, or a folder without a config.json.
+    Raises ImportError or ValueError if there is no such function or configuration.
     """
     if ":" not in model or "//" in model:
         if Path(model).is_file() or (Path(model).is_dir() and not (Path(model) / "config.json").is_file()):

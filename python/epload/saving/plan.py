@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, starmap
 from math import prod
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -71,21 +72,25 @@ class WritePlan:
         return f"bucket {', '.join(map(str, numbers))} of the save"
 
 
+Part = tuple[Tensor, Slot, Shape, torch.dtype, int]
+"""A slot of some tensors of one shape and dtype, and their class in the rank's share."""
+
+
 def plan_writes(
     manifest: Manifest, layout: FilesLayout, outlines: Mapping[int, Outline], rank: int, share: Share
 ) -> WritePlan:
-    """
+    """Plans what this rank writes.
+
     Args:
         manifest: the tensors as in the files but without padding.
         outlines: of every rank's share.
-        rank: this process's.
         share: this rank's.
 
     Raises:
         ModelMismatch: no rank has some elements of a tensor, or a tensor's dtype does not convert to that in the file.
     """
     kind_of = number_alike(manifest.kinds, outlines.values())
-    parts = _Parts(share)
+    parts: list[Part] = []
     for tensors in torch.split(kind_of.argsort(stable=True), torch.bincount(kind_of).tolist()):
         first = int(tensors[0])
         name, shape, dtype = manifest.names[first], manifest.shapes[first], manifest.dtypes[first]
@@ -98,8 +103,7 @@ def plan_writes(
         if missing is not None:
             start, size = missing
             raise ModelMismatch(f"no rank has {name} from {list(start)} on, of size {list(size)}; nothing was saved")
-        number = int(share.class_of[first])
-        if number == NO_PART:
+        if (number := int(share.class_of[first])) == NO_PART:
             continue
         if not dtype_names.converts(share.dtypes[number], dtype):
             raise ModelMismatch(
@@ -109,65 +113,50 @@ def plan_writes(
             if rank in slot.owners:
                 own = tensors[tensors % len(slot.owners) == slot.owners.index(rank)]
                 if len(own):
-                    parts.add(own, slot, shape, dtype, number)
-    return parts.plan(layout)
+                    parts.append((own, slot, shape, dtype, number))
+    return _expand(parts, share, layout) if parts else WritePlan((), 0)
 
 
-class _Parts:
-    """The slots that a rank writes. What is equal for all tensors of a kind is listed once, as a template."""
+def _expand(parts: Sequence[Part], share: Share, layout: FilesLayout) -> WritePlan:
+    """Divides parts into buckets. Each part is a template for its tensors, as copies and runs of bytes of all are alike."""
+    into_slots, into_tensors = CopyTemplates(share), CopyTemplates(share)
+    for _, slot, shape, dtype, number in parts:
+        box = slot.start, slot.size, share, number, dtype, True
+        into_slots.add(copies_of_box(*box))
+        into_tensors.add(copies_of_box(*box, whole=shape))
+    runs_of = [_runs(slot, shape, dtype.itemsize) for _, slot, shape, dtype, _ in parts]
+    tensor = torch.cat([tensors for tensors, *_ in parts])
+    template = torch.repeat_interleave(column([len(tensors) for tensors, *_ in parts]))
+    # In the order of the files, so that they are written from front to back.
+    keys = torch.stack([layout.file[tensor], layout.offset[tensor], template], 1).tolist()
+    order = column(sorted(range(len(keys)), key=keys.__getitem__))
+    tensor, template = tensor[order], template[order]
 
-    def __init__(self, share: Share) -> None:
-        self._share = share
-        self._tensors: list[Tensor] = []
-        self._nbytes: list[int] = []
-        """Bytes of each template's slot."""
-        self._copies, self._in_tensors = CopyTemplates(share), CopyTemplates(share)
-        """The copies out of the local tensors into the packed slot, and into the whole tensor."""
-        self._runs: list[Tensor] = []
+    nbytes = column([prod(slot.size) * dtype.itemsize for _, slot, _, dtype, _ in parts])[template]
+    aligned = -(-nbytes // ALIGNMENT) * ALIGNMENT
+    begins = aligned.cumsum(0) - aligned
+    run_counts = column(list(map(len, runs_of)))
+    with_runs = aligned + run_counts[template] * RUN_BYTES  # many short runs take more room than their data
+    _, sizes = torch.unique_consecutive((with_runs.cumsum(0) - with_runs) // BUCKET_BYTES, return_counts=True)
+    ends = sizes.cumsum(0)
+    offset = begins - torch.repeat_interleave(begins[ends - sizes], sizes)
 
-    def add(self, tensors: Tensor, slot: Slot, shape: Shape, dtype: torch.dtype, number: int) -> None:
-        """Adds a slot of some tensors of a kind, whose class in the share has this number."""
-        box = slot.start, slot.size, self._share, number, dtype, True
-        self._copies.add(copies_of_box(*box))
-        self._in_tensors.add(copies_of_box(*box, whole=shape))
-        self._tensors.append(tensors)
-        self._nbytes.append(prod(slot.size) * dtype.itemsize)
-        self._runs.append(_runs(slot, shape, dtype.itemsize))
+    copies, of_copy = into_slots.expand(tensor, template)
+    copies.offset.add_(offset[of_copy])
+    in_files, _ = into_tensors.expand(tensor, template)
+    origins = torch.stack([layout.file[tensor[of_copy]], layout.offset[tensor[of_copy]] + in_files.offset], 1)
+    which, of_run = expand(run_counts, template)
+    in_tensor, in_slot, length = torch.cat(runs_of)[which].T
+    file, start = layout.file[tensor[of_run]], layout.offset[tensor[of_run]]
+    runs = torch.stack([file, start + in_tensor, offset[of_run] + in_slot, length], 1)
 
-    def plan(self, layout: FilesLayout) -> WritePlan:
-        if not self._tensors:
-            return WritePlan((), 0)
-        counts, run_counts = column(list(map(len, self._tensors))), column(list(map(len, self._runs)))
-        tensor, template = torch.cat(self._tensors), torch.repeat_interleave(torch.arange(len(counts)), counts)
-        # In the order of the files, so that they are written from front to back.
-        keys = torch.stack([layout.file[tensor], layout.offset[tensor], template], 1).tolist()
-        order = column(sorted(range(len(keys)), key=keys.__getitem__))
-        tensor, template = tensor[order], template[order]
-        nbytes = column(self._nbytes)[template]
-        aligned = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        begins = aligned.cumsum(0) - aligned
-        with_runs = aligned + run_counts[template] * RUN_BYTES  # many short runs take more room than their data
-        bucket = (with_runs.cumsum(0) - with_runs) // BUCKET_BYTES
-        _, sizes = torch.unique_consecutive(bucket, return_counts=True)
-        ends = sizes.cumsum(0)
-        offset = begins - torch.repeat_interleave(begins[ends - sizes], sizes)
-
-        copies, of_copy = self._copies.expand(tensor, template)
-        copies.offset.add_(offset[of_copy])
-        in_files, _ = self._in_tensors.expand(tensor, template)
-        origins = torch.stack([layout.file[tensor[of_copy]], layout.offset[tensor[of_copy]] + in_files.offset], 1)
-        which, of_run = expand(run_counts, template)
-        in_tensor, in_slot, length = torch.cat(self._runs)[which].T
-        file, start = layout.file[tensor[of_run]], layout.offset[tensor[of_run]]
-        runs = torch.stack([file, start + in_tensor, offset[of_run] + in_slot, length], 1)
-
-        buckets = []
-        rooms = (offset + aligned)[ends - 1].tolist()
-        for room, rows, of_runs in zip(rooms, _slices(of_copy, ends), _slices(of_run, ends), strict=True):
-            packed = copies.select(rows).clone()
-            targets = packed.renumber_targets()
-            buckets.append(WriteBucket(room, targets, packed, runs[of_runs], in_files.select(rows), origins[rows]))
-        return WritePlan(tuple(buckets), int(nbytes.sum()))
+    buckets = []
+    rooms = (offset + aligned)[ends - 1].tolist()
+    for room, rows, of_runs in zip(rooms, _slices(of_copy, ends), _slices(of_run, ends), strict=True):
+        packed = copies.select(rows).clone()
+        targets = packed.renumber_targets()
+        buckets.append(WriteBucket(room, targets, packed, runs[of_runs], in_files.select(rows), origins[rows]))
+    return WritePlan(tuple(buckets), int(nbytes.sum()))
 
 
 def _slices(of_row: Tensor, ends: Tensor) -> list[slice]:
@@ -181,10 +170,9 @@ def _runs(slot: Slot, shape: Shape, itemsize: int) -> Tensor:
     # Dims after `last` are whole, so that a run is a range of indices of that dim.
     last = max((dim for dim in range(len(shape)) if slot.size[dim] != shape[dim]), default=0)
     strides = row_major_strides(shape)
-    offset = torch.zeros((), dtype=torch.int64)
+    offset = torch.tensor(sum(map(mul, slot.start, strides)))
     for dim in range(last):
-        offset = offset[..., None] + (slot.start[dim] + torch.arange(slot.size[dim])) * strides[dim]
-    begin = slot.start[last] * strides[last] if shape else 0
-    offset = (offset.flatten() + begin) * itemsize
+        offset = offset[..., None] + torch.arange(slot.size[dim]) * strides[dim]
+    offset = offset.flatten() * itemsize
     length = prod(slot.size[last:]) * itemsize
     return torch.stack([offset, torch.arange(len(offset)) * length, torch.full_like(offset, length)], 1)

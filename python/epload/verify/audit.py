@@ -25,13 +25,9 @@ class NonFinite:
 
 
 def find_non_finite(checkpoint: Checkpoint, progress: Callable[[int], object] | None = None) -> Iterator[NonFinite]:
-    """Reads all of an open checkpoint, whose headers were checked when it was opened, with a buffer of 16 MiB.
+    """Reads all of an open checkpoint, whose headers were checked when it was opened. Raises CheckpointError.
 
-    Args:
-        progress: called with the number of bytes after each read.
-
-    Raises:
-        CheckpointError: a file is missing, cannot be read or ends too early.
+    ``progress``: called with the number of bytes after each read.
     """
     manifest = checkpoint.manifest
     buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)

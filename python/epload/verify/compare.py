@@ -88,7 +88,7 @@ def compare_values(
     atol: float = 0.0,
     progress: Callable[[int], object] | None = None,
 ) -> Iterator[ValueDifference]:
-    """Compares tensors of equal shapes, a million elements at a time; dtypes may differ.
+    """Compares tensors of equal shapes, a million elements at a time; dtypes may differ. Raises CheckpointError.
 
     Two NaN are equal; so are 0 and -0. Differences are computed in float64, in which integers beyond 2**53 are rounded; whether
     two integers differ is exact.
@@ -96,9 +96,6 @@ def compare_values(
     Args:
         rtol, atol: an element of the first differs if it is further from that of the second than ``atol + rtol * abs(second)``.
         progress: called with the number of bytes read of the first after each piece.
-
-    Raises:
-        CheckpointError: a file is missing, cannot be read or ends too early.
     """
     number_of = [{name: i for i, name in enumerate(each.manifest.names)} for each in (first, second)]
     for name in names:
