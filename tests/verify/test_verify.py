@@ -19,13 +19,10 @@ from torch import Tensor, nn
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, LocalModules, Topology, WeightSender
 from epload.checkpoint.file_checkpoint import FileCheckpoint
-from epload.mapping.resolve import resolve_mapping
-from epload.model.targets import Targets, collect
+from epload.loading.run import LoadRun
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.plan import LoadPlan, make_plan
 from epload.transport.local import Local
-from epload.verify.digests import digest_shards, verify_digests
 from support import ranks
 from support.checks import all_fine
 from support.small_model import BUCKET, NODES, State, meta_net, only_readers, state_for, wrong
@@ -189,45 +186,23 @@ def test_a_bit_that_flips_is_found(case: str, tmp_path: Path) -> None:
         assert re.search(r"after the load, shards differ from .* on rank", texts[0]), texts
 
 
-def check(plan: LoadPlan, messages: dict[int, bytes], checkpoint: Checkpoint) -> None:
-    list(verify_digests(plan, 0, messages, checkpoint, checkpoint.manifest))
-
-
-@pytest.mark.parametrize("from_file", [False, True])  # a file's regions are digested as they are read
-def test_what_differs_is_found_and_nothing_else(from_file: bool, tmp_path: Path) -> None:
-    """Two ranks hold the same, and one has the end of every tenth tensor wrong."""
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((1 + i * 7 % 90,), float(i))) for i in range(60)])
-    checkpoint, targets, plan = planned(model, tmp_path if from_file else None)
-    local = Local(plan, targets.local())
-    right = digest_shards(plan, [0], local)[0]
-    for value in list(model.parameters())[::10]:
-        value.data[-1] += 1
-    changed = digest_shards(plan, [0], local)[0]
-    check(plan, {0: right, 7: right}, checkpoint)
-    failure = outcome(lambda: check(plan, {0: right, 3: changed, 7: right}, checkpoint))
-    listed = re.fullmatch(
-        r"after the load, shards differ from .* as rank 0 reads it: (.*); the memory, the network.*", failure
-    )
-    assert listed is not None, failure
-    names = listed[1].split(", ")
-    assert all(re.fullmatch(r"\d+ on rank 3", text) for text in names), "and of no other rank"
-    assert {text.split()[0] for text in names} == {f"{i}" for i in range(0, 60, 10)}
-
-
 def test_a_file_that_ends_before_it_is_proven_is_named(tmp_path: Path) -> None:
     """The first of two; of both, the tensors have been read for the load."""
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((50,), float(i))) for i in range(20)])
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model = nn.ParameterList([nn.Parameter(torch.full((50,), float(i))) for i in range(20)])
     for number in range(2):
-        part = {name: value for name, value in state.items() if int(name) % 2 == number}
+        part = {str(i): torch.full((50,), float(i)) for i in range(number, 20, 2)}
         save_file(part, tmp_path / f"model-{number}.safetensors")
-    checkpoint, targets = Checkpoint.open(tmp_path), collect(model, None, None)
-    plan = make_plan(checkpoint.manifest, targets, resolve_mapping("auto", model, targets.index), 512)
-    digests = digest_shards(plan, [0], Local(plan, targets.local()))
-    check(plan, digests, checkpoint)
-    os.truncate(tmp_path / "model-0.safetensors", 1500)
-    with pytest.raises(CheckpointError, match=r"model-0\.safetensors was truncated \(\d+ bytes, now 1500\)"):
-        check(plan, digests, checkpoint)
+    prove = LoadRun._prove
+
+    def truncate_first(self: LoadRun, readers: tuple[int, ...]) -> None:
+        os.truncate(tmp_path / "model-0.safetensors", 1500)
+        prove(self, readers)
+
+    with (
+        mock.patch.object(LoadRun, "_prove", truncate_first),
+        pytest.raises(CheckpointError, match=r"model-0\.safetensors"),
+    ):
+        HierarchicalLoader(verify=True).load(model, tmp_path)
 
 
 NARROW = (torch.bfloat16, torch.float16, torch.float64)
@@ -258,20 +233,6 @@ def test_which_nan_something_is_converted_to_is_not_doubted(tmp_path: Path) -> N
     values[1::3, ::7] = -torch.nan
     save_file({"w": values}, tmp_path / "model.safetensors")
     all_fine(ranks.run(4, nan_places, tmp_path, {"w": values}))
-
-
-def planned(model: nn.Module, folder: Path | None) -> tuple[Checkpoint, Targets, LoadPlan]:
-    """For what the model holds, copied into a dict or into a file in ``folder``."""
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    if folder is not None:
-        save_file(state, folder / "model.safetensors")
-    checkpoint = Checkpoint.open(state if folder is None else folder)
-    targets = collect(model, None, None)
-    return (
-        checkpoint,
-        targets,
-        make_plan(checkpoint.manifest, targets, resolve_mapping("auto", model, targets.index), 512),
-    )
 
 
 def consumed(rank: int) -> str:
