@@ -40,13 +40,13 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The report as a dict of JSON values."""
         phases = {name: vars(phase) for name, phase in self.phases.items()}
-        return {each.name: getattr(self, each.name) for each in fields(self)} | {"phases": phases}
+        return {own.name: getattr(self, own.name) for own in fields(self)} | {"phases": phases}
 
     def scalars(self, prefix: str = "epload/") -> dict[str, float]:
         """The report's numbers under flat names such as ``"epload/read/seconds"``, for W&B, TensorBoard or MLflow. Phases that
         were not used are left out."""
         numbers: dict[str, float] = {"bytes_per_second": self._rate}
-        for name, value in ((each.name, getattr(self, each.name)) for each in fields(self)):
+        for name, value in ((own.name, getattr(self, own.name)) for own in fields(self)):
             if isinstance(value, int | float) and not isinstance(value, bool):
                 numbers[name] = value
             elif isinstance(value, list):

@@ -64,7 +64,7 @@ def inspect(checkpoint: str, tree: bool, pattern: re.Pattern[str] | None, varian
         print_json(summary)
         return
     show(facts(_rows(summary, len(manifest.names))))
-    lines = fold({each["name"]: (each["dtype"], tuple(each["shape"])) for each in summary["tensors"]})
+    lines = fold({tensor["name"]: (tensor["dtype"], tuple(tensor["shape"])) for tensor in summary["tensors"]})
     if lines:
         show()
     if tree:
@@ -83,19 +83,19 @@ def _summarize(manifest: Manifest, pattern: re.Pattern[str] | None) -> dict[str,
         if pattern is None or pattern.search(name)
     ]
     dtypes: dict[str, dict[str, int]] = {}
-    for each in tensors:
-        kind = dtypes.setdefault(each["dtype"], {"tensors": 0, "nbytes": 0})
+    for tensor in tensors:
+        kind = dtypes.setdefault(tensor["dtype"], {"tensors": 0, "nbytes": 0})
         kind["tensors"] += 1
-        kind["nbytes"] += each["nbytes"]
+        kind["nbytes"] += tensor["nbytes"]
     return {
         "source": manifest.source,
         # Bytes by name; empty if the tensors are not byte ranges of files.
         "files": {file.name: file.nbytes for file in manifest.locations.files} if manifest.locations else {},
         "count": len(tensors),
-        "elements": sum(prod(each["shape"]) for each in tensors),
-        "nbytes": sum(each["nbytes"] for each in tensors),
+        "elements": sum(prod(tensor["shape"]) for tensor in tensors),
+        "nbytes": sum(tensor["nbytes"] for tensor in tensors),
         "dtypes": dtypes,
-        "numbered": numbered(each["name"] for each in tensors),
+        "numbered": numbered(tensor["name"] for tensor in tensors),
         "ignored": list(manifest.ignored),
         "tensors": tensors,
     }
@@ -170,12 +170,12 @@ def verify(checkpoint: str, variant: str, as_json: bool) -> int:
 @click.argument("second")
 @click.option("--rtol", type=_tolerance, default=0.0, show_default=True, help="Tolerance relative to SECOND's value.")
 @click.option("--atol", type=_tolerance, default=0.0, show_default=True, help="Absolute tolerance.")
-@click.option("--headers", is_flag=True, help="Compare names, shapes and dtypes only.")
+@click.option("--headers", "headers_only", is_flag=True, help="Compare names, shapes and dtypes only.")
 @filter_option
 @variant_option
 @json_option
 def diff(
-    first: str, second: str, rtol: float, atol: float, headers: bool, pattern: re.Pattern[str] | None, variant: str,
+    first: str, second: str, rtol: float, atol: float, headers_only: bool, pattern: re.Pattern[str] | None, variant: str,
     as_json: bool,
 ) -> int:  # fmt: skip
     """Compare two checkpoints: names, shapes, dtypes and values.
@@ -183,29 +183,29 @@ def diff(
     FIRST and SECOND are as for inspect, and may have different formats. Exits with 1 if they differ, in values by more than the
     tolerances. Values are compared across dtypes; a different dtype is a difference.
     """
-    one, two = (Checkpoint.open(each, variant=variant) for each in (first, second))
-    found = compare_headers(one, two, pattern)
+    one, two = (Checkpoint.open(path, variant=variant) for path in (first, second))
+    headers = compare_headers(one, two, pattern)
     values: list[ValueDifference] = []
-    if not headers:
+    if not headers_only:
         sizes = dict(zip(one.manifest.names, one.manifest.nbytes_of(), strict=True))
-        with Progress(sum(sizes[name] for name in found.common), not as_json) as bar:
-            values = list(compare_values(one, two, found.common, rtol, atol, bar.update))
+        with Progress(sum(sizes[name] for name in headers.common), not as_json) as bar:
+            values = list(compare_values(one, two, headers.common, rtol, atol, bar.update))
     if as_json:
-        print_json({**asdict(found), "common": len(found.common), "values": [asdict(each) for each in values]})
+        print_json({**asdict(headers), "common": len(headers.common), "values": list(map(asdict, values))})
     else:
-        _print_differences(found, values, "not compared" if headers else "equal")
-    return 1 if found.any or values else 0
+        _print_differences(headers, values, "not compared" if headers_only else "equal")
+    return 1 if headers.any or values else 0
 
 
-def _print_differences(found: HeaderDifferences, values: list[ValueDifference], others: str) -> None:
+def _print_differences(headers: HeaderDifferences, values: list[ValueDifference], others: str) -> None:
     """``others``: says what the values of the other tensors are."""
-    shapes = {name: f"{list(a.shape)} / {list(b.shape)}" for name, (a, b) in found.shapes.items()}
-    dtypes = {name: f"{a.dtype} / {b.dtype}" for name, (a, b) in found.dtypes.items()}
+    shapes = {name: f"{list(a.shape)} / {list(b.shape)}" for name, (a, b) in headers.shapes.items()}
+    dtypes = {name: f"{a.dtype} / {b.dtype}" for name, (a, b) in headers.dtypes.items()}
     rows = [
         [difference, f"{n:,}", name, value]
         for difference, names in (
-            ("only in FIRST", dict.fromkeys(found.only_first, "")),
-            ("only in SECOND", dict.fromkeys(found.only_second, "")),
+            ("only in FIRST", dict.fromkeys(headers.only_first, "")),
+            ("only in SECOND", dict.fromkeys(headers.only_second, "")),
             ("shape", shapes),
             ("dtype", dtypes),
         )
@@ -216,8 +216,8 @@ def _print_differences(found: HeaderDifferences, values: list[ValueDifference], 
         show()
     if values:
         listed = [
-            [f"{each.largest:.4g}", f"{each.mean:.4g}", f"{each.differing:,} of {each.count:,}", each.name]
-            for each in values
+            [f"{value.largest:.4g}", f"{value.mean:.4g}", f"{value.differing:,} of {value.count:,}", value.name]
+            for value in values
         ]
         show(table(("max", "mean", "elements that differ", "name"), listed, right=(0, 1, 2)))
         show()
@@ -225,7 +225,7 @@ def _print_differences(found: HeaderDifferences, values: list[ValueDifference], 
         "with other values": len(values),
         "of another shape": len(shapes),
         "of another dtype": len(dtypes),
-        "in one only": len(found.only_first) + len(found.only_second),
+        "in one only": len(headers.only_first) + len(headers.only_second),
     }
-    equal = f"{count(len(found.common) - len(values), 'tensor')} with {others} values"
+    equal = f"{count(len(headers.common) - len(values), 'tensor')} with {others} values"
     show(", ".join([equal, *(f"{n:,} {what}" for what, n in counts.items() if n)]))

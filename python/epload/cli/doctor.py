@@ -68,10 +68,10 @@ def check_devices() -> Finding:
     with suppress(RuntimeError):
         torch.cuda.init()  # type: ignore[no-untyped-call]  # so that it can be asked whether the kernels run
     names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
-    found = f"{torch.cuda.device_count()} x {', '.join(names)}, CUDA {torch.version.cuda}"
+    text = f"{torch.cuda.device_count()} x {', '.join(names)}, CUDA {torch.version.cuda}"
     if obstacle := build_info()["cuda_obstacle"]:
-        return Finding(f"{found}; kernels not used: {obstacle}", f"rebuild with EPLOAD_CUDA=1: {_REBUILD}")
-    return Finding(found)
+        return Finding(f"{text}; kernels not used: {obstacle}", f"rebuild with EPLOAD_CUDA=1: {_REBUILD}")
+    return Finding(text)
 
 
 def check_backends() -> Finding:
@@ -104,11 +104,11 @@ def check_shared_memory(memory: Path = Path("/proc/meminfo"), group: Path = Path
     with suppress(OSError, ValueError):  # a container has no limit, which is "max"
         limit = int((group / "memory.max").read_text())
         free = max(min(free, limit - int((group / "memory.current").read_text())), 0)
-    found = f"anonymous files, {size(free)} of memory available"
+    text = f"anonymous files, {size(free)} of memory available"
     if free < 2 * SYNC_WAVE_BYTES:
-        return Finding(found, f"staging buffers of a node need {size(2 * SYNC_WAVE_BYTES)}")
+        return Finding(text, f"staging buffers of a node need {size(2 * SYNC_WAVE_BYTES)}")
     enough = free >= 2 * MAX_WAVE_BYTES
-    return Finding(found if enough else f"{found}; jobs of 128 and more nodes need {size(2 * MAX_WAVE_BYTES)}")
+    return Finding(text if enough else f"{text}; jobs of 128 and more nodes need {size(2 * MAX_WAVE_BYTES)}")
 
 
 def check_open_files() -> Finding:
@@ -133,8 +133,8 @@ def _limit(value: int, unit: int = 1) -> str:
 def check_numa(sysfs: Path = Path("/sys")) -> Finding:
     nodes = len(list(sysfs.glob("devices/system/node/node[0-9]*")))
     cpus = len(os.sched_getaffinity(0))
-    found = f"{count(max(nodes, 1), 'NUMA node')}, {count(cpus, 'CPU')} of {os.cpu_count()} for this process"
-    return Finding(found, "reading and moving share one CPU: allow the process more" if cpus == 1 else "")
+    text = f"{count(max(nodes, 1), 'NUMA node')}, {count(cpus, 'CPU')} of {os.cpu_count()} for this process"
+    return Finding(text, "reading and moving share one CPU: allow the process more" if cpus == 1 else "")
 
 
 def check_cards(sysfs: Path = Path("/sys")) -> Finding:
@@ -197,8 +197,8 @@ def check_store() -> Finding:
         return Finding(f"TCPStore on 127.0.0.1: {first}", "allow TCP connections to the machine itself", fails=True)
     if not same:
         return Finding("a TCPStore returned another value than was set", "reinstall torch", fails=True)
-    found = f"TCPStore: connected in {connected:.2f} s, set and get in {1e3 * seconds:.1f} ms"
-    return Finding(found, "" if connected < 1.0 else "connecting should take milliseconds: see the name lookup above")
+    text = f"TCPStore: connected in {connected:.2f} s, set and get in {1e3 * seconds:.1f} ms"
+    return Finding(text, "" if connected < 1.0 else "connecting should take milliseconds: see the name lookup above")
 
 
 def _read(path: Path) -> str:
@@ -234,13 +234,15 @@ def doctor(as_json: bool) -> int:
     findings = {name: check() for name, check in CHECKS.items()}
     if as_json:
         rows = [
-            {"check": name, "status": each.status, "found": each.found, "advice": each.advice}
-            for name, each in findings.items()
+            {"check": name, "status": finding.status, "found": finding.found, "advice": finding.advice}
+            for name, finding in findings.items()
         ]
         print_json({"findings": rows})
     else:
-        show(table(("check", "", "found"), [[name, each.status, each.found] for name, each in findings.items()]))
-        if advice := [[name, each.advice] for name, each in findings.items() if each.advice]:
+        show(
+            table(("check", "", "found"), [[name, finding.status, finding.found] for name, finding in findings.items()])
+        )
+        if advice := [[name, finding.advice] for name, finding in findings.items() if finding.advice]:
             show()
             show(table(("check", "what to do"), advice))
-    return 1 if any(each.fails for each in findings.values()) else 0
+    return 1 if any(finding.fails for finding in findings.values()) else 0

@@ -60,9 +60,9 @@ def print_json(value: object) -> None:
 
 def _printable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {redact(str(key)): _printable(each) for key, each in value.items()}
+        return {redact(str(key)): _printable(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_printable(each) for each in value]
+        return [_printable(part) for part in value]
     if isinstance(value, str):
         return redact(value)
     return None if isinstance(value, float) and value - value != 0 else value

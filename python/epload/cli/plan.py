@@ -58,12 +58,12 @@ def plan(checkpoint: str, model: str | None, mesh: str, nodes: int, ranks: int, 
     opened.close()
     planned = sorted({i * (world - 1) // max(min(ranks, world) - 1, 1) for i in range(min(ranks, world))})
     on_nodes = [range(first, first + per_node) for first in range(0, world, per_node)]
-    found = plan_job(opened.manifest, find_factory(model or checkpoint), sizes, on_nodes, planned)
+    job = plan_job(opened.manifest, find_factory(model or checkpoint), sizes, on_nodes, planned)
     if as_json:
-        print_json({"world": world, "nodes": nodes, **found})
+        print_json({"world": world, "nodes": nodes, **job})
     else:
-        _print(found, f"mesh {mesh}: {count(world, 'rank')} on {count(nodes, 'node')}", len(planned) < world)
-    return 1 if found["fit"]["error"] else 0
+        _print(job, f"mesh {mesh}: {count(world, 'rank')} on {count(nodes, 'node')}", len(planned) < world)
+    return 1 if job["fit"]["error"] else 0
 
 
 # ---- planning ----
@@ -86,10 +86,10 @@ def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Nodes, r
         others = {rank: as_seen_by(targets, sizes, rank) for rank in ranks[1:]}
     make = partial(_plan, manifest, mapping, nodes)
     first = make(targets, "every")[0]
-    plans = {0: first} | {rank: make(each, "every")[0] for rank, each in others.items()}
+    plans = {0: first} | {rank: make(of_rank, "every")[0] for rank, of_rank in others.items()}
     objects = manifest.in_object_storage
-    read_by = {rank: each.spanned if objects else each.owned for rank, each in plans.items()}
-    by_node = [[read_by[max(rank for rank in ranks if rank <= each)] for each in node] for node in nodes]
+    read_by = {rank: plan.spanned if objects else plan.owned for rank, plan in plans.items()}
+    by_node = [[read_by[max(rank for rank in ranks if rank <= member)] for member in node] for node in nodes]
     payload = first.slots.payload
     read = {"one": payload, "per_node": len(nodes) * payload, "partitioned": payload, "every": sum(map(sum, by_node))}
     all_read = manifest.locations is not None or sum(map(len, nodes)) == 1
@@ -98,7 +98,7 @@ def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Nodes, r
         "fit": _fit(manifest, first, mapping, sorted(targets.unsaved_meta)),
         "nbytes": payload,
         "tensors": first.slots.tensor_count,
-        "owned": {rank: each.owned for rank, each in plans.items()},  # bytes of the local shards
+        "owned": {rank: plan.owned for rank, plan in plans.items()},  # bytes of the local shards
         "modes": [_mode(readers, *make(targets, readers), nodes, read[readers]) for readers in READERS],
         "choice": choice,  # the readers of "auto", if every rank sees the checkpoint
         "reason": reason,
@@ -158,11 +158,11 @@ def _fit(manifest: Manifest, plan: LoadPlan, mapping: Mapping, initialized: list
 def _print(plan: dict[str, Any], job: str, some: bool) -> None:
     """``some``: True if only some of the ranks were planned."""
     owned, fit = plan["owned"].values(), plan["fit"]
-    each = " to ".join(dict.fromkeys((size(min(owned)), size(max(owned)))))
+    per_rank = " to ".join(dict.fromkeys((size(min(owned)), size(max(owned)))))
     rows = [
         ("job", job),
         ("loads", f"{count(plan['tensors'], 'tensor')}, {size(plan['nbytes'])}"),
-        ("per rank", each + (f" (of the {len(owned)} ranks planned)" if some else "")),
+        ("per rank", per_rank + (f" (of the {len(owned)} ranks planned)" if some else "")),
         ("matched", f"{fit['matched']:,}" + (f", {fit['casts']:,} converted to another dtype" if fit["casts"] else "")),
         ("missing", _listed(fit["missing"])),
         ("unexpected", _listed(fit["unexpected"])),

@@ -50,7 +50,7 @@ class Trace:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes it in the Trace Event Format. Each rank is a process, and each of its threads a track."""
-        accuracy = {str(rank): each if each < math.inf else None for rank, each in self.accuracy.items()}
+        accuracy = {str(rank): bound if bound < math.inf else None for rank, bound in self.accuracy.items()}
         content = {
             "traceEvents": [event for events in self.ranks for event in self._describe(events)],
             "displayTimeUnit": "ms",
@@ -109,7 +109,7 @@ class Trace:
                 span = Event(lanes[rank, event["tid"]], event["cat"], begin, begin + length, *texts, of, name)
                 ranks[rank].spans.append(span)
         accuracy = content["otherData"]["accuracy"].items()
-        return cls(tuple(ranks.values()), {int(rank): math.inf if each is None else each for rank, each in accuracy})
+        return cls(tuple(ranks.values()), {int(rank): math.inf if bound is None else bound for rank, bound in accuracy})
 
 
 def _offset(other: Events, first: Events) -> tuple[int, float]:

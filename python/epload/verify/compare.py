@@ -97,7 +97,7 @@ def compare_values(
         rtol, atol: an element of the first differs if it is further from that of the second than ``atol + rtol * abs(second)``.
         progress: called with the number of bytes read of the first after each piece.
     """
-    number_of = [{name: i for i, name in enumerate(each.manifest.names)} for each in (first, second)]
+    number_of = [{name: i for i, name in enumerate(checkpoint.manifest.names)} for checkpoint in (first, second)]
     for name in names:
         i, j = (numbers[name] for numbers in number_of)
         count = prod(first.manifest.shapes[i])
