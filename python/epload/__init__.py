@@ -14,10 +14,9 @@ from epload.mapping import Mapping
 from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.native.extension import _C
 from epload.native.info import build_info
-from epload.report import LoadReport
+from epload.report import LoadReport, SaveReport
 from epload.save import PendingSave, save, save_async
 from epload.saving.convert import convert
-from epload.saving.report import SaveReport
 from epload.sync.engine_model import EngineModel
 from epload.sync.receiver import EngineRank, WeightReceiver
 from epload.sync.report import SyncReport

@@ -23,14 +23,7 @@ class CheckpointError(LoadError):
 
 
 class ModelMismatch(LoadError):
-    """The checkpoint does not fit the model: keys, shapes or dtypes differ.
-
-    Args:
-        message: the error message.
-        missing_keys: see the attribute of the same name.
-        unexpected_keys: see the attribute of the same name.
-        mismatched_keys: see the attribute of the same name.
-    """
+    """The checkpoint does not fit the model: keys, shapes or dtypes differ. The arguments are attributes of the same names."""
 
     def __init__(
         self,
@@ -88,19 +81,17 @@ class CallOrderError(LoadError):
         )
 
 
-_BY_NAME: dict[str, type[Exception]] = {
-    cls.__name__: cls
-    for cls in (
-        LoadError,
-        CheckpointError,
-        ModelMismatch,
-        ManifestMismatch,
-        RemoteFailure,
-        ValueError,
-        TypeError,
-        MemoryError,
-    )
-}
+_SHARED = (
+    LoadError,
+    CheckpointError,
+    ModelMismatch,
+    ManifestMismatch,
+    RemoteFailure,
+    ValueError,
+    TypeError,
+    MemoryError,
+)
+_BY_NAME: dict[str, type[Exception]] = {cls.__name__: cls for cls in _SHARED}
 """The error classes that every rank can raise again from a name and a message."""
 
 

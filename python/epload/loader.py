@@ -33,9 +33,10 @@ from epload.mapping.precision import DTypes, below_fp32_warning
 from epload.model.devices import check_stream
 from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
 from epload.model.initialization import InitMissing
+from epload.observe.render import count, list_keys
 from epload.planning.schedule import WAVE_BYTES
 from epload.redact import redact, redact_url
-from epload.report import LoadReport, count, list_keys
+from epload.report import LoadReport
 
 
 def load(

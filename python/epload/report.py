@@ -1,103 +1,118 @@
-"""The reports of a load and of a sync: what was moved, how, and how long each part took."""
+"""The reports of a load, a save and a sync: what was moved, how, and how long each part took."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike
-from time import monotonic_ns, thread_time
 from typing import Any, ClassVar
 
-import torch
-
-from epload.observe.events import Events
+from epload.observe import render
+from epload.observe.phases import PHASES, Phase, PhaseRecorder
 from epload.observe.plot import plot
+from epload.observe.render import Facts, count, list_keys, show_bytes, show_rate
 from epload.observe.trace import Trace
 
-PHASES = ("plan", "materialize", "read", "inter_node", "intra_node", "unpack", "verify", "wait")
-UNRATED = "unpack"
-"""Its bytes are those of whole buckets, of which a rank may keep little or nothing, so that their rate says nothing."""
-_SHOWN_KEYS = 5
-_LEAST_SECONDS = 0.0005
-"""Phases that took less, and handled no bytes, are not shown."""
-_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
-_COLUMNS = 3
-"""Number of columns in the table of phases, besides their names."""
-
-
-@dataclass
-class Phase:
-    """Time and bytes of one phase of a load on this rank. Phases of different buckets overlap."""
-
-    seconds: float = 0.0
-    """Wall time on the host. For device work, this is the time to queue it and to wait for it where that is unavoidable."""
-    nbytes: int = 0
-    """Bytes handled in this phase."""
-    cpu_seconds: float = 0.0
-    """CPU time of epload's Python threads, without gloo's threads and the native threads that read files."""
-
-
-class Span:
-    """One span of a phase, while it lasts."""
-
-    __slots__ = ("nbytes",)
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        """Bytes handled in it."""
+SAVE_PHASES = ("plan", "pack", "write", "sync")
 
 
 @dataclass(repr=False)
-class TransferReport:
-    """Reports what this rank has moved, and how long that took."""
+class Report:
+    """Reports what one rank has done, and how long that took."""
 
     phases: dict[str, Phase] = field(default_factory=lambda: {name: Phase() for name in PHASES})
-    """The phases by name, see ``PHASES``."""
+    """The phases by name."""
     seconds: float = 0.0
     """Wall time of the whole operation."""
     nbytes: int = 0
     """Bytes of the tensors that were moved, on all ranks together."""
     tensors: int = 0
     """Number of the tensors that were moved."""
-    buckets: int = 0
-    """Number of buckets that they were packed into."""
-    transport_steps: int = 0
-    """Number of messages that this rank sent and received; on a device, of broadcasts that it took part in."""
     peak_staging: int = 0
-    """Bytes of this rank's staging buffers, on the host and on the device together."""
-    verify: bool = False
-    """The ``verify`` option."""
+    """Bytes of this rank's buffers, on the host and on the device together."""
     warnings: list[str] = field(default_factory=list)
     """Likely mistakes. Each was also issued as a Python warning."""
 
     def __post_init__(self) -> None:
-        self.events: Events | None = None
-        """Records spans of time, too, if the operation is traced; else None."""
+        self.recorder = PhaseRecorder(self.phases)
+        self.timed = self.recorder.timed
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as a dict of JSON values."""
+        phases = {name: vars(phase) for name, phase in self.phases.items()}
+        return {own.name: getattr(self, own.name) for own in fields(self)} | {"phases": phases}
+
+    def scalars(self, prefix: str = "epload/") -> dict[str, float]:
+        """The report's numbers under flat names such as ``"epload/read/seconds"``, for W&B, TensorBoard or MLflow. Phases that
+        were not used are left out."""
+        numbers: dict[str, float] = {"bytes_per_second": self._rate}
+        for name, value in ((own.name, getattr(self, own.name)) for own in fields(self)):
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                numbers[name] = value
+            elif isinstance(value, list):
+                numbers[name] = len(value)
+        for name, phase in self.phases.items():
+            if phase.seconds or phase.nbytes:
+                numbers |= {f"{name}/seconds": phase.seconds, f"{name}/cpu_seconds": phase.cpu_seconds}
+                numbers |= {f"{name}/nbytes": phase.nbytes} if phase.nbytes else {}
+        return {f"{prefix}{name}": value for name, value in numbers.items()}
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._headline()}>"
+
+    def __str__(self) -> str:
+        return render.as_text(*self._parts())
+
+    def _repr_html_(self) -> str:
+        """Returns the report as HTML, for notebooks."""
+        return render.as_html(*self._parts())
+
+    @property
+    def summary(self) -> str:
+        """The report in one line."""
+        return self._headline()
+
+    def _parts(self) -> tuple[str, Facts, list[tuple[str, str, str, str]], list[str]]:
+        titles = self._phase_titles or {name: name for name in self.phases}
+        return self._headline(), self._facts(), render.rows_of(self.phases, titles), self.warnings
+
+    # ---- what subclasses say of themselves ----
+
+    _phase_titles: ClassVar[Mapping[str, str]] = {}
+    """Titles of the phases that are shown, by name; by default their names."""
+
+    def _headline(self) -> str:
+        return f"{count(self.tensors, 'tensor')}, {show_bytes(self.nbytes)} in {self.seconds:.3f} s"
+
+    def _facts(self) -> Facts:
+        return []
+
+    @property
+    def _moved_bytes(self) -> int:
+        """Bytes from which the overall rate is computed."""
+        return self.nbytes
+
+    @property
+    def _rate(self) -> float:
+        """Bytes per second."""
+        return self._moved_bytes / self.seconds if self.seconds else 0.0
+
+
+@dataclass(repr=False)
+class TransferReport(Report):
+    """Reports what this rank has moved between ranks."""
+
+    buckets: int = 0
+    """Number of buckets that the tensors were packed into."""
+    transport_steps: int = 0
+    """Number of messages that this rank sent and received; on a device, of broadcasts that it took part in."""
+    verify: bool = False
+    """The ``verify`` option."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.merged: Trace | None = None
         """The events of all ranks of a load that was traced, on the first rank; else None."""
-
-    @contextmanager
-    def timed(self, phase: str, detail: str = "", ranks: Sequence[int] = ()) -> Iterator[Span]:
-        """Adds the time that the calling thread spends in the block to a phase, and the bytes that the block sets.
-
-        Args:
-            detail: what of the phase it is, for a trace.
-            ranks: those that are waited for.
-        """
-        span = Span()
-        began, began_cpu = monotonic_ns(), thread_time()
-        try:
-            with torch.profiler.record_function(f"epload::{phase}") if _is_profiled() else nullcontext():
-                yield span
-        finally:
-            of_phase = self.phases[phase]
-            of_phase.seconds += (monotonic_ns() - began) / 1e9
-            of_phase.cpu_seconds += thread_time() - began_cpu
-            of_phase.nbytes += span.nbytes
-            if self.events is not None:
-                self.events.add(phase, began, span.nbytes, detail, tuple(ranks))
 
     def trace(self, path: str | PathLike[str]) -> None:
         """Writes what all ranks did, on one clock, in the Trace Event Format, which https://ui.perfetto.dev opens. The first rank
@@ -121,111 +136,12 @@ class TransferReport:
             plot(trace, path)
 
     def _traced(self) -> Trace | None:
-        if self.events is None:
+        if self.recorder.events is None:
             raise ValueError(
                 "expected the report of a load that was traced, got one of a load that was not: pass trace=True to the load "
                 "(options=epload.LoadOptions(trace=True) to epload.load), or set EPLOAD_TRACE to a folder"
             )
         return self.merged
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as a dict of JSON values."""
-        return {
-            **{name: getattr(self, name) for name in (each.name for each in fields(self)) if name != "phases"},
-            "phases": {name: vars(phase) for name, phase in self.phases.items()},
-        }
-
-    def scalars(self, prefix: str = "epload/") -> dict[str, float]:
-        """The report's numbers under flat names such as ``"epload/read/seconds"``, for W&B, TensorBoard or MLflow. Phases that
-        were not used are left out."""
-        found: dict[str, float] = {}
-        for name in (each.name for each in fields(self)):
-            value = getattr(self, name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                found[name] = value
-            elif isinstance(value, list):
-                found[name] = len(value)
-        found["bytes_per_second"] = self._rate
-        for name, phase in self.phases.items():
-            if not phase.seconds and not phase.nbytes:
-                continue
-            found |= {f"{name}/seconds": phase.seconds, f"{name}/cpu_seconds": phase.cpu_seconds}
-            if phase.nbytes:
-                found[f"{name}/nbytes"] = phase.nbytes
-        return {f"{prefix}{name}": value for name, value in found.items()}
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self._headline()}>"
-
-    def __str__(self) -> str:
-        facts = self._facts()
-        width = max((len(title) for title, _ in facts), default=0)
-        lines = [self._headline(), *(f"  {title:<{width}}  {text}" for title, text in facts)]
-        rows = self._phase_rows()
-        if rows:
-            width = max(width, *(len(row[0]) for row in rows))
-            lines += [f"  {name:<{width}}  {s:>9}  {b:>12}  {rate:>10}".rstrip() for name, s, b, rate in rows]
-        lines += [f"  warning: {warning}" for warning in self.warnings]
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        """Returns the report as HTML, for notebooks."""
-        rows = [[title, text] for title, text in self._facts()] + [list(row) for row in self._phase_rows()]
-        rows += [["warning", warning] for warning in self.warnings]
-        lines = []
-        for title, *texts in rows:
-            span, align = (f" colspan={_COLUMNS}", "left") if len(texts) == 1 else ("", "right")
-            cells = "".join(f"<td{span} style='text-align:{align}'>{html.escape(text)}</td>" for text in texts)
-            lines.append(f"<tr><th style='text-align:left'>{html.escape(title)}</th>{cells}</tr>")
-        return f"<b>{html.escape(self._headline())}</b><table>{''.join(lines)}</table>"
-
-    @property
-    def summary(self) -> str:
-        """The report in one line."""
-        return self._headline()
-
-    # ---- what subclasses say of themselves ----
-
-    _phase_titles: ClassVar[Mapping[str, str]] = {name: name for name in PHASES}
-    """Titles of the phases that are shown, by name."""
-
-    def _headline(self) -> str:
-        return f"{count(self.tensors, 'tensor')}, {show_bytes(self.nbytes)} in {self.seconds:.3f} s"
-
-    def _facts(self) -> list[tuple[str, str]]:
-        """Titles and texts, in order."""
-        return []
-
-    @property
-    def _moved_bytes(self) -> int:
-        """Bytes from which the overall rate is computed."""
-        return self.nbytes
-
-    # ---- parts ----
-
-    @property
-    def _rate(self) -> float:
-        """Bytes per second."""
-        return self._moved_bytes / self.seconds if self.seconds else 0.0
-
-    def _phase_rows(self) -> list[tuple[str, str, str, str]]:
-        """Title, seconds, bytes and rate of each phase that was used."""
-        rows = []
-        for name, title in self._phase_titles.items():
-            phase = self.phases[name]
-            if phase.seconds >= _LEAST_SECONDS or (phase.nbytes and name != UNRATED):
-                moved = show_bytes(phase.nbytes) if phase.nbytes else ""
-                rate = show_rate(phase.nbytes / phase.seconds) if moved and phase.seconds and name != UNRATED else ""
-                rows.append((title, f"{phase.seconds:.3f} s", moved, rate))
-        return rows
-
-
-_READS = {
-    "one": "one rank reads",
-    "per_node": "one rank of each node reads",
-    "partitioned": "ranks take turns, and each byte is read once",
-    "every": "each rank reads its own shards",
-}
 
 
 @dataclass(repr=False)
@@ -274,9 +190,19 @@ class LoadReport(TransferReport):
     def summary(self) -> str:
         return f"{self._headline()}; {self._mode}"
 
-    def _facts(self) -> list[tuple[str, str]]:
-        how = f"{self._mode}: {_READS[self.readers]}" if self.readers in _READS else self._mode
-        facts = [("checkpoint", self.source), ("topology", self.topology), ("mode", how), ("why", self.reason)]
+    def _facts(self) -> Facts:
+        who = {
+            "one": ": one rank reads",
+            "per_node": ": one rank of each node reads",
+            "partitioned": ": ranks take turns, and each byte is read once",
+            "every": ": each rank reads its own shards",
+        }.get(self.readers, "")
+        facts = [
+            ("checkpoint", self.source),
+            ("topology", self.topology),
+            ("mode", self._mode + who),
+            ("why", self.reason),
+        ]
         facts += [("buckets", f"{self.buckets:,}"), ("stream", self.stream)]
         facts.append(("casts", f"the dtype of {count(self.casts, 'tensor')} was converted" if self.casts else ""))
         for title in ("missing", "unexpected", "mismatched", "tied", "ignored"):
@@ -285,32 +211,23 @@ class LoadReport(TransferReport):
         return [(title, text) for title, text in facts if text]
 
 
-def count(number: int, what: str) -> str:
-    """E.g. "1 tensor", "18,867 tensors"."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+@dataclass(repr=False)
+class SaveReport(Report):
+    """The result of a save on one rank. With :func:`epload.save_async`, its time is that from the call on.
 
+    The phases are ``plan`` (names, files and who writes what), ``pack``, ``write`` and ``sync`` (waiting for the disk). Packing
+    and writing overlap.
+    """
 
-def list_keys(keys: Sequence[str]) -> str:
-    """Returns the number of keys and the first of them, as text. Empty if there are none."""
-    if not keys:
-        return ""
-    more = f" and {len(keys) - _SHOWN_KEYS:,} more" if len(keys) > _SHOWN_KEYS else ""
-    return f"{count(len(keys), 'tensor')}: {', '.join(keys[:_SHOWN_KEYS])}{more}"
+    phases: dict[str, Phase] = field(default_factory=lambda: {name: Phase() for name in SAVE_PHASES})
+    """The phases by name."""
+    path: str = ""
+    """The folder."""
+    files: int = 0
+    """Number of its safetensors files."""
+    written: int = 0
+    """Bytes of the tensors that this rank has written."""
 
-
-def show_bytes(nbytes: float) -> str:
-    """E.g. "927.4 MB"; units are powers of 1000."""
-    for unit, size in (("GB", 1e10), ("MB", 1e5), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / _UNITS[unit]:,.1f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def show_rate(rate: float) -> str:
-    """``rate``: bytes per second."""
-    return f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{show_bytes(rate)}/s"
-
-
-def _is_profiled() -> bool:
-    """Returns True if ``torch.profiler`` records. Its native state does not say so where all threads are profiled."""
-    return bool(torch.autograd.profiler._is_profiler_enabled)
+    def _headline(self) -> str:
+        moved = f"{count(self.tensors, 'tensor')}, {show_bytes(self.nbytes)} in {count(self.files, 'file')}"
+        return f"saved {moved}, {self.seconds:.3f} s ({show_rate(self._rate)}), to {self.path}"

@@ -6,21 +6,18 @@ import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from epload.cluster.single_flight import Call, Refused, exclusive
-from epload.cluster.topology import Topology, as_timedelta
-from epload.core import garbage_collection, log, threads
+from epload.cluster.topology import Topology
+from epload.core import threads
 from epload.core.attempt import attempt
 from epload.core.default_device import on_cpu
 from epload.mapping.mapping import Mapping as Rules
-from epload.model.flat_state import FlatState
-from epload.saving.report import SaveReport
-from epload.saving.run import SaveOptions, SaveRun
+from epload.report import SaveReport
+from epload.saving.run import SaveJob, SaveOptions
 
 MAX_SHARD_BYTES = 5 << 30
 
@@ -79,9 +76,9 @@ def save(
         print(report)
     """
     wait_for_pending()
-    options = _options(path, mapping, names_from, dtype, max_shard_bytes, files, overwrite)
-    job = _Job(model, options, topology, timeout)
-    return job.run(None)
+    where, copied = Path(path).expanduser().absolute(), tuple(map(Path, files))
+    options = SaveOptions(where, mapping, names_from, dtype, max_shard_bytes, copied, overwrite)
+    return SaveJob(model, options, topology, timeout).run()
 
 
 @on_cpu
@@ -112,29 +109,16 @@ def save_async(
     """
     global _pending
     wait_for_pending()
-    options = _options(path, mapping, names_from, dtype, max_shard_bytes, files, overwrite)
-    job = _Job(model, options, topology, timeout)
-    pending = PendingSave(job)
+    where, copied = Path(path).expanduser().absolute(), tuple(map(Path, files))
+    options = SaveOptions(where, mapping, names_from, dtype, max_shard_bytes, copied, overwrite)
+    pending = PendingSave(SaveJob(model, options, topology, timeout))
     with _pending_lock:
         _pending = pending
     return pending
 
 
-def _options(
-    path: str | Path,
-    mapping: Rules | str,
-    names_from: Any,
-    dtype: torch.dtype | None,
-    max_shard_bytes: int,
-    files: Sequence[str | Path],
-    overwrite: bool,
-) -> SaveOptions:
-    at = Path(path).expanduser().absolute()
-    return SaveOptions(at, mapping, names_from, dtype, max_shard_bytes, tuple(map(Path, files)), overwrite)
-
-
 def wait_for_pending() -> None:
-    """Until a save that goes on in the background has ended, whatever its outcome."""
+    """Waits until a save that goes on in the background has ended, whatever its outcome."""
     with _pending_lock:
         pending = _pending
     if pending is not None:
@@ -144,12 +128,12 @@ def wait_for_pending() -> None:
 class PendingSave:
     """A save that goes on in the background; made by :func:`save_async`."""
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: SaveJob) -> None:
         self._outcome: SaveReport | Exception | None = None
         copies, failure = attempt(job.snapshot)
         self._thread = threads.start("epload-save", lambda: self._run(job, copies, failure))
 
-    def _run(self, job: _Job, copies: list[Tensor] | None, failure: Exception | None) -> None:
+    def _run(self, job: SaveJob, copies: list[Tensor] | None, failure: Exception | None) -> None:
         try:
             self._outcome = job.run(copies, failure)
         except Exception as error:
@@ -170,54 +154,3 @@ class PendingSave:
             return self._outcome
         assert self._outcome is not None
         raise self._outcome
-
-
-class _Job:
-    """One save on one rank."""
-
-    def __init__(
-        self,
-        model: nn.Module | Mapping[str, Any],
-        options: SaveOptions,
-        topology: Topology | None,
-        timeout: timedelta | float | None,
-    ) -> None:
-        self._began = perf_counter()
-        log.configure()
-        self._timeout = as_timedelta(timeout)
-        self._topology = topology if topology is not None else Topology.default(timeout=self._timeout)
-        self._made_by = threading.current_thread()
-        self._options = options
-        self._report = SaveReport(path=str(options.path))
-        with self._report.timed("plan"), garbage_collection.paused():
-            self._source, self._failure = attempt(
-                lambda: options.read(model if isinstance(model, nn.Module) else FlatState(model))
-            )
-
-    def snapshot(self) -> list[Tensor] | None:
-        """Copies of the local tensors in host memory."""
-        if self._source is None:
-            return None
-        local = self._source.targets.local()
-        copies = []
-        for tensor in local:
-            pinned = not tensor.is_cpu and torch.accelerator.is_available()
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            kept.copy_(tensor.detach(), non_blocking=pinned)
-            copies.append(kept)
-        for device in {tensor.device for tensor in local if not tensor.is_cpu}:
-            torch.accelerator.current_stream(device).synchronize()
-        return copies
-
-    def run(self, tensors: list[Tensor] | None, failure: Exception | None = None) -> SaveReport:
-        """``tensors``: in place of the model's local tensors."""
-        failure = self._failure or failure
-        report = self._report
-        try:
-            call = Call("save()", self._topology, self, self._made_by)
-            with exclusive(call, self._timeout), self._topology.control.guard():
-                SaveRun(self._topology, self._options, report).run(self._source, tensors, failure)
-        except Refused as refused:
-            raise refused.failure.error() from None
-        report.seconds = perf_counter() - self._began
-        return report

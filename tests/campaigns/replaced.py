@@ -40,7 +40,7 @@ from epload.checkpoint.state_dict import StateDictCheckpoint
 from epload.loading import run as run_module
 from epload.loading.run import LoadRun
 from epload.transport import direct_read
-from epload.verify.proof import Proof
+from epload.verify import digests
 from support import ranks
 
 WORLD = 4
@@ -224,7 +224,7 @@ def _meanwhile(run: Run, rank: int, action: Callable[[], None]) -> Iterator[_Onc
         "before joining": [(Checkpoint, "join")],
         "read": [(kind, name) for kind in _READ for name in ("fill", "read_regions", "digest_regions")],
         "before proof": [(LoadRun, "_prove")],
-        "in proof": [(Proof, "_expected")],
+        "in proof": [(digests, "_origins")],
         "at the end": [(run_module, "fill_missing")],
     }[run.moment]
     with ExitStack() as stack:

@@ -25,12 +25,17 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_bare_epload_prints_help_that_names_every_command() -> None:
+def test_help_version_and_info() -> None:
     result = CliRunner().invoke(main, [])
-    assert result.exit_code == 0
-    assert result.stderr == ""
+    assert (result.exit_code, result.stderr) == (0, "")
     for name in main.commands:
         assert f"\n  {name} " in result.stdout
+    result = CliRunner().invoke(main, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"epload, version {epload.__version__}\n")
+    info = epload.build_info()
+    lines = CliRunner().invoke(main, ["info"]).stdout.splitlines()
+    assert [" ".join(line.split(maxsplit=1)[1:]) for line in lines] == [str(value) for value in info.values()]
+    assert json.loads(CliRunner().invoke(main, ["info", "--json"]).stdout) == info
 
 
 @pytest.mark.parametrize("name", sorted(main.commands))
@@ -41,21 +46,6 @@ def test_every_command_has_help_and_json(name: str) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     assert command.get_short_help_str(200) in " ".join(result.stdout.split())
     assert all(isinstance(p, click.Argument) or p.help for p in command.params if isinstance(p, click.Option))
-
-
-def test_version() -> None:
-    result = CliRunner().invoke(main, ["--version"])
-    assert (result.exit_code, result.stdout) == (0, f"epload, version {epload.__version__}\n")
-
-
-def test_info() -> None:
-    facts = epload.build_info()
-    result = CliRunner().invoke(main, ["info"])
-    assert result.exit_code == 0
-    assert [line.split(maxsplit=1)[1:] for line in result.stdout.splitlines()] == [
-        [text] if (text := str(value)) else [] for value in facts.values()
-    ]
-    assert json.loads(CliRunner().invoke(main, ["info", "--json"]).stdout) == facts
 
 
 @pytest.mark.parametrize("arguments", [["inspect"], ["nonsense"], ["info", "more"], ["inspect", "x", "--filter", "("]])
@@ -95,9 +85,6 @@ def test_as_a_process(checkpoint: Path) -> None:
     bad = subprocess.run([*command, str(checkpoint / "absent")], capture_output=True, text=True, timeout=60)
     assert (bad.returncode, bad.stdout) == (1, "")
     assert bad.stderr.startswith("epload: no checkpoint at")
-
-
-def test_importing_epload_imports_nothing_of_the_command_line() -> None:
     code = "import sys, epload; print([name for name in ('click', 'rich', 'epload.cli') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "[]\n"
+    library = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert library.stdout == "[]\n", "importing epload imports nothing of the command line"

@@ -17,24 +17,23 @@ from epload.cli.main import main
 
 def test_every_check_has_a_finding() -> None:
     result = CliRunner().invoke(main, ["doctor", "--json"])
-    findings = json.loads(result.stdout)["findings"]
-    assert len(findings) == len(doctor.CHECKS)
-    assert {each["status"] for each in findings} <= {"ok", "warn", "fail"}
-    assert all(each["advice"] for each in findings if each["status"] != "ok")
-    assert result.exit_code == any(each["status"] == "fail" for each in findings)
-    by_name = {each["check"]: each for each in findings}
-    assert (by_name["build"]["status"], by_name["store"]["status"]) == ("ok", "ok")
+    findings = {each["check"]: each for each in json.loads(result.stdout)["findings"]}
+    assert len(findings) == 11
+    assert {each["status"] for each in findings.values()} <= {"ok", "warn", "fail"}
+    assert all(each["advice"] for each in findings.values() if each["status"] != "ok")
+    assert result.exit_code == any(each["status"] == "fail" for each in findings.values())
+    assert findings["build"]["status"] == findings["store"]["status"] == "ok"
 
 
 def test_a_failed_check_gives_status_1_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = doctor.Finding("a", "ok", "fine"), doctor.Finding("b", "fail", "broken", "mend it")
-    monkeypatch.setattr(doctor, "CHECKS", (lambda: good, lambda: bad))
+    good, bad = doctor.Finding("fine"), doctor.Finding("broken", "mend it", fails=True)
+    monkeypatch.setattr(doctor, "CHECKS", {"a": lambda: good, "b": lambda: bad})
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1
     rows = [line.split() for line in result.stdout.splitlines()]
     assert rows[1:3] == [["a", "ok", "fine"], ["b", "fail", "broken"]]
     assert rows[-1] == ["b", "mend", "it"]
-    monkeypatch.setattr(doctor, "CHECKS", (lambda: good,))
+    monkeypatch.setattr(doctor, "CHECKS", {"a": lambda: good})
     assert CliRunner().invoke(main, ["doctor"]).exit_code == 0
 
 
@@ -52,17 +51,16 @@ def test_shared_memory(free: int, limit: str, status: str, tmp_path: Path) -> No
     assert doctor.check_shared_memory(memory, tmp_path / "absent").status == ("warn" if free < 1 << 30 else "ok")
 
 
-def test_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> int:
-        raise PermissionError(1, "Operation not permitted")
+def test_what_a_machine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise dist.DistNetworkError("connection refused") if options else PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(doctor.os, "memfd_create", refuse)
-    finding = doctor.check_shared_memory()
-    assert finding.status == "warn"
-    assert "Operation not permitted" in finding.found
-
-
-def test_open_files() -> None:
+    monkeypatch.setattr(doctor.dist, "TCPStore", refuse)
+    memory, store = doctor.check_shared_memory(), doctor.check_store()
+    assert (memory.status, store.status) == ("warn", "fail")
+    assert "Operation not permitted" in memory.found
+    assert "connection refused" in store.found
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
@@ -71,23 +69,19 @@ def test_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_network_cards(tmp_path: Path) -> None:
-    assert doctor.check_cards(tmp_path).status == "warn"
+def test_network(tmp_path: Path) -> None:
+    assert doctor.check_cards(tmp_path).status == doctor.check_congestion_control(tmp_path).status == "warn"
     for name, state, speed in (("eth0", "up", "25000"), ("eth1", "down", "1000"), ("veth", "up", "-1")):
         card = tmp_path / "class/net" / name
         (card / "device").mkdir(parents=True)
         (card / "operstate").write_text(state + "\n")
         (card / "speed").write_text(speed + "\n")
-    found = doctor.check_cards(tmp_path)
-    assert (found.status, found.found) == ("ok", "eth0 25 Gbit/s, veth of unknown speed")
-
-
-@pytest.mark.parametrize(("content", "status"), [("cubic\n", "ok"), ("bbr\n", "warn"), (None, "warn")])
-def test_congestion_control(content: str | None, status: str, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "sys/net/ipv4").mkdir(parents=True)
+    cards = doctor.check_cards(tmp_path)
+    assert (cards.status, cards.found) == ("ok", "eth0 25 Gbit/s, veth of unknown speed")
+    (tmp_path / "sys/net/ipv4").mkdir(parents=True)
+    for content, status in (("cubic\n", "ok"), ("bbr\n", "warn")):
         (tmp_path / "sys/net/ipv4/tcp_congestion_control").write_text(content)
-    assert doctor.check_congestion_control(tmp_path).status == status
+        assert doctor.check_congestion_control(tmp_path).status == status
 
 
 def test_a_slow_lookup_is_noticed() -> None:
@@ -95,16 +89,6 @@ def test_a_slow_lookup_is_noticed() -> None:
         raise OSError("no name")
 
     assert doctor.check_lookup(no_name, slow=5.0).status == "ok"
-    found = doctor.check_lookup(lambda address: time.sleep(0.05), slow=0.04)
-    assert found.status == "warn"
-    assert "/etc/hosts" in found.advice
-
-
-def test_a_store_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object, **options: object) -> None:
-        raise dist.DistNetworkError("connection refused")
-
-    monkeypatch.setattr(doctor.dist, "TCPStore", refuse)
-    found = doctor.check_store()
-    assert found.status == "fail"
-    assert "connection refused" in found.found
+    slow = doctor.check_lookup(lambda address: time.sleep(0.05), slow=0.04)
+    assert slow.status == "warn"
+    assert "/etc/hosts" in slow.advice

@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from epload import HierarchicalLoader, LoadReport, SyncReport, Topology
+from epload import HierarchicalLoader, LoadReport, SaveReport, SyncReport, Topology
 from epload.observe import progress, slow
+from epload.observe.phases import PHASES, Phase
 from epload.observe.progress import Progress
-from epload.report import PHASES, Phase
 from support import ranks
 from support.small_model import NODES, Net, meta_net, state_for
 
@@ -39,32 +39,29 @@ def test_a_report_is_aligned_and_leaves_out_what_was_not_done() -> None:
     ]
 
 
-def test_the_rate_of_buckets_that_pass_by_is_not_shown() -> None:
+def test_details_of_the_text() -> None:
     made = report()
     made.phases["unpack"] = Phase(0.02, 4_000_000_000, 0.01)
     assert "\n  unpack      0.020 s    4,000.0 MB" in str(made)
-    assert "GB/s" not in str(made).splitlines()[-1]
+    assert "GB/s" not in str(made).splitlines()[-1], "a rate of buckets that pass by"
     made.phases["unpack"] = Phase(0.0001, 4_000_000_000, 0.0)  # a rank that keeps nothing
     assert "unpack" not in str(made)
-
-
-def test_one_of_a_thing_is_singular() -> None:
     text = str(report(tensors=1, buckets=1, nbytes=12, casts=1, seconds=2.0, missing_keys=["a"]))
     assert "loaded 1 tensor, 12 B in 2.000 s (6 B/s)" in text
-    for part in ("the dtype of 1 tensor was converted", "missing   1 tensor: a"):
-        assert part in text
-
-
-def test_long_lists_are_cut() -> None:
+    assert "the dtype of 1 tensor was converted" in text
+    assert "missing   1 tensor: a" in text
     text = str(report(unexpected_keys=[f"k{i}" for i in range(2_000)]))
     assert "2,000 tensors: k0, k1, k2, k3, k4 and 1,995 more" in text
 
 
-def test_repr_is_one_line() -> None:
+def test_reports_in_one_line() -> None:
     assert repr(report(missing_keys=["a"] * 99, tensors=2, seconds=1.0)) == (
         "<LoadReport: loaded 2 tensors, 0 B in 1.000 s (0 B/s)>"
     )
     assert repr(SyncReport(version=3, stage="host")).startswith("<SyncReport: received version 3: 0 tensors")
+    saved = SaveReport(tensors=2, nbytes=2_000_000, seconds=0.5, files=1, path="a")
+    assert saved.summary == "saved 2 tensors, 2.0 MB in 1 file, 0.500 s (4.0 MB/s), to a"
+    assert list(saved.to_dict()["phases"]) == ["plan", "pack", "write", "sync"]
 
 
 def test_html_is_escaped_and_has_what_the_text_has() -> None:
@@ -76,26 +73,24 @@ def test_html_is_escaped_and_has_what_the_text_has() -> None:
     assert "unpack" not in text
 
 
-def test_scalars_are_flat_numbers() -> None:
-    scalars = report(tensors=7, nbytes=1000, seconds=0.5, missing_keys=["a", "b"]).scalars()
+def test_a_report_is_numbers_and_json_with_every_field() -> None:
+    made = report(tensors=7, nbytes=1000, seconds=0.5, missing_keys=["a", "b"])
+    scalars = made.scalars()
     assert scalars["epload/bytes_per_second"] == 2000
     assert scalars["epload/missing_keys"] == 2
     assert scalars["epload/read/nbytes"] == 463_700_000
     assert "epload/unpack/seconds" not in scalars
     assert all(type(value) in (int, float) for value in scalars.values())
     assert report().scalars(prefix="")["read/seconds"] == 0.5
-
-
-def test_a_report_is_json_with_every_field() -> None:
-    values = json.loads(json.dumps(report(missing_keys=["a"]).to_dict()))
-    assert set(values) == {each.name for each in fields(LoadReport)}
-    assert set(values["phases"]) == set(PHASES)
+    content = json.loads(json.dumps(made.to_dict()))
+    assert set(content) == {each.name for each in fields(LoadReport)}
+    assert set(content["phases"]) == set(PHASES)
 
 
 def test_time_and_bytes_of_a_block_go_to_its_phase_also_if_it_fails() -> None:
     made = LoadReport()
-    with suppress(KeyError), made.timed("read") as span:
-        span.nbytes = 5
+    with suppress(KeyError), made.timed("read") as block:
+        block.nbytes = 5
         raise KeyError
     assert made.phases["read"].nbytes == 5
     assert made.phases["read"].seconds > 0

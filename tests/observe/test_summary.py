@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from epload.cli.trace import trace as command
+from epload.cli.main import main
 from epload.observe.events import ROUND, Event, Events
-from epload.observe.summary import summarize
 from epload.observe.trace import Trace
 
 SECOND = 1_000_000_000
@@ -33,36 +32,29 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
-def test_phases_are_summed_by_rank_and_rates_are_of_the_time_that_is_covered(saved: Path) -> None:
-    summary = summarize(Trace.load(saved))
-    assert (summary.seconds, summary.ranks, summary.accuracy) == (4.0, 2, 0.0015)
-    phases = {phase.name: phase for phase in summary.phases}
-    assert list(phases) == ["agreement", "read", "wait"]
-    read = phases["read"]
-    assert (read.ranks, read.mean_seconds, read.max_seconds, read.slowest) == (2, 2.0, 3.0, 0)
-    assert (read.nbytes, read.seconds) == (7_000_000_000, 3.0)
-    assert summary.waited_for == [(0, 2.0), (1, 1.0)]
-
-
-def test_the_command_prints_a_table(saved: Path) -> None:
-    result = CliRunner().invoke(command, [str(saved)])
+def test_the_command(saved: Path, tmp_path: Path) -> None:
+    """Phases are summed by rank, and rates are of the time that is covered."""
+    result = CliRunner().invoke(main, ["trace", str(saved), "--json", "--plot", str(tmp_path / "load.svg")])
     assert result.exit_code == 0, result.output
-    lines = [line.split() for line in result.output.splitlines()]
+    summary = json.loads(result.output)
+    assert (summary["seconds"], summary["ranks"], summary["accuracy"]) == (4.0, 2, 0.0015)
+    assert [phase["name"] for phase in summary["phases"]] == ["agreement", "read", "wait"]
+    assert summary["phases"][1] == {
+        "name": "read", "ranks": 2, "mean_seconds": 2.0, "max_seconds": 3.0, "slowest": 0, "nbytes": 7_000_000_000,
+        "seconds": 3.0,
+    }  # fmt: skip
+    assert summary["waited_for"] == [[0, 2.0], [1, 1.0]]
+    assert "<svg" in (tmp_path / "load.svg").read_text()
+    text = CliRunner().invoke(main, ["trace", str(saved)]).output
+    lines = [line.split() for line in text.splitlines()]
     assert " ".join(lines[0]) == "2 ranks, 4.000 s, clocks within 1.5 ms"
     assert ["read", "2", "2.000", "3.000", "0", "7,000.0", "MB", "2.33", "GB/s"] in lines
-    assert "rank 0 2.000 s, rank 1 1.000 s" in result.output
-
-
-def test_the_command_prints_json_and_draws(saved: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(command, [str(saved), "--json", "--plot", str(tmp_path / "load.svg")])
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.output)["phases"][1]["nbytes"] == 7_000_000_000
-    assert "<svg" in (tmp_path / "load.svg").read_text()
+    assert "rank 0 2.000 s, rank 1 1.000 s" in text
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
-    result = CliRunner().invoke(command, [str(tmp_path / "x.json")])
+    result = CliRunner().invoke(main, ["trace", str(tmp_path / "x.json")])
     assert result.exit_code == 1
     assert "expected a trace that epload has written" in result.output
-    assert CliRunner().invoke(command, [str(tmp_path / "none.json")]).exit_code == 2
+    assert CliRunner().invoke(main, ["trace", str(tmp_path / "none.json")]).exit_code == 2

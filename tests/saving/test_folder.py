@@ -43,22 +43,19 @@ def test_a_folder_that_is_being_deleted_cannot_appear(exists: bool, tmp_path: Pa
     assert not exists or os.listdir(path) == ["old"]
 
 
-def test_deleting_after_the_folder_has_appeared_leaves_it(tmp_path: Path) -> None:
-    path = old(tmp_path / "c")
-    first = NewFolder.create(path, overwrite=True)
+def test_a_folder_that_has_appeared_or_come_meanwhile_stays(tmp_path: Path) -> None:
+    first, second = (
+        NewFolder.create(old(tmp_path / "c"), overwrite=True),
+        NewFolder.create(tmp_path / "d", overwrite=False),
+    )
     first.add("a", b"a")
     first.commit()
     first.discard()
-    assert os.listdir(tmp_path) == ["c"]
-    assert os.listdir(path) == ["a"]
-
-
-def test_a_folder_that_has_come_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    first = NewFolder.create(tmp_path / "c", overwrite=False)
-    first.add("a", b"a")
-    old(tmp_path / "c")
+    assert os.listdir(tmp_path / "c") == ["a"]
+    second.add("a", b"a")
+    old(tmp_path / "d")
     with pytest.raises(OSError, match="not empty"):
-        first.commit()
-    first.discard()
-    assert os.listdir(tmp_path / "c") == ["old"]
-    assert os.listdir(tmp_path) == ["c"]
+        second.commit()
+    second.discard()
+    assert os.listdir(tmp_path / "d") == ["old"]
+    assert sorted(os.listdir(tmp_path)) == ["c", "d"]

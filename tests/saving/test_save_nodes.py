@@ -42,11 +42,11 @@ def make_disks(folder: Path, names: str) -> list[str]:
 @pytest.mark.parametrize(
     ("nodes", "disks", "others"),
     [
-        ([[0, 1], [2, 3]], "aabb", "ranks 2, 3 of node 1 do"),
-        ([[0], [1], [2]], "aba", "ranks 1 of node 1 do"),
-        ([[1, 2], [0]], "abb", "ranks 1, 2 of node 0 do"),
-        ([[0, 1], [2]], "aba", "ranks 1 of node 0 do"),  # as in containers with file systems of their own
-        ([[0], [1], [2]], "abc", "ranks 1 of node 1; ranks 2 of node 2 do"),
+        ([[0, 1], [2, 3]], "aabb", "ranks 2, 3 do"),
+        ([[0], [1], [2]], "aba", "ranks 1 do"),
+        ([[1, 2], [0]], "abb", "ranks 1, 2 do"),
+        ([[0, 1], [2]], "aba", "ranks 1 do"),  # as in containers with file systems of their own
+        ([[0], [1], [2]], "abc", "ranks 1, 2 do"),
     ],
 )
 @pytest.mark.parametrize("in_background", [False, True])
@@ -81,8 +81,6 @@ def test_one_file_system_under_paths_of_several_nodes(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "a" / "step") == ["1"]
 
 
-def test_the_error_names_a_few_of_many_nodes() -> None:
-    nodes = [[rank] for rank in range(100)]
-    with pytest.raises(epload.LoadError, match="; ranks 8 of node 8 and of 91 more nodes do not see") as raised:
-        check_seen_by_all(Path("/a"), nodes, {rank: rank == 0 for rank in range(100)})
-    assert "node 9" not in str(raised.value)
+def test_the_error_names_a_few_of_many_ranks() -> None:
+    with pytest.raises(epload.LoadError, match="ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more do not see"):
+        check_seen_by_all(Path("/a"), {rank: rank == 0 for rank in range(100)})

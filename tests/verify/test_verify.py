@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -19,13 +19,10 @@ from torch import Tensor, nn
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, LocalModules, Topology, WeightSender
 from epload.checkpoint.file_checkpoint import FileCheckpoint
-from epload.mapping.resolve import resolve_mapping
-from epload.model.targets import Targets, collect
+from epload.loading.run import LoadRun
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.plan import LoadPlan, make_plan
 from epload.transport.local import Local
-from epload.verify.proof import Proof
 from support import ranks
 from support.checks import all_fine
 from support.small_model import BUCKET, NODES, State, meta_net, only_readers, state_for, wrong
@@ -47,78 +44,53 @@ def loader_for(way: tuple[str, str], verify: bool = True, bucket_bytes: int = BU
     )
 
 
-def flip(data: Tensor, bit: int = 0) -> None:
-    data.view(torch.uint8).view(-1)[bit // 8] ^= 1 << bit % 8
+Victim = Callable[..., Tensor | None]
+"""The bytes to change, if any, of what a function was called with."""
 
 
 @contextmanager
-def flips_in_shard(active: bool, name_of_victim: Callable[[Sequence[Tensor]], bool]) -> Iterator[None]:
-    """After one unpack or read, the lowest bit of a shard changes."""
-    done = not active
-
-    def then_flip(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(local: Local, of: int | range, *args: Any) -> Any:
-            nonlocal done
-            result = inner(local, of, *args)
-            for number in [of] if isinstance(of, int) else of:
-                for target in local.regions(number).targets:
-                    if not done and target.numel() and target.is_contiguous() and name_of_victim(target):
-                        flip(target.detach())
-                        done = True
-            return result
-
-        return call
-
-    with (
-        mock.patch.object(Local, "unpack", then_flip(Local.unpack)),
-        mock.patch.object(Local, "read", then_flip(Local.read)),
-    ):
-        yield
-    assert done or not active, "nothing was flipped"
-
-
-@contextmanager
-def flips_on_the_way(active: bool) -> Iterator[None]:
-    """The lowest bit of the first payload byte that a relay or a broadcast brings to this rank changes. Striped, buckets have to
-    be so large that each rank of a node has a stripe of one."""
+def flips(active: bool, victim: Victim, *functions: tuple[Any, str]) -> Iterator[None]:
+    """The lowest bit of the first victim changes, after the call."""
     done = not active
 
     def then_flip(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             nonlocal done
             result = inner(*args, **options)
-            data = args[0][0] if isinstance(args[0], list) else args[0]
-            if not done and bytes(data[:8].tolist()) == b"epload01":
-                flip(data[HEADER_BYTES:])
+            if not done and (data := victim(*args)) is not None:
+                data.view(torch.uint8).view(-1)[0] ^= 1
                 done = True
             return result
 
         return call
 
-    with (
-        mock.patch.object(ops, "relay", then_flip(ops.relay)),
-        mock.patch.object(ops, "coalesced_bcast", then_flip(ops.coalesced_bcast)),
-    ):
+    with ExitStack() as stack:
+        for owner, name in functions:
+            stack.enter_context(mock.patch.object(owner, name, then_flip(getattr(owner, name))))
         yield
     assert done or not active, "nothing was flipped"
 
 
-@contextmanager
-def flips_while_read(active: bool) -> Iterator[None]:
-    """The first bytes that are read from the file are wrong, once."""
-    done = not active
-    inner = FileCheckpoint.fill
+def flips_in_shard(active: bool, is_victim: Callable[[Tensor], bool]) -> AbstractContextManager[None]:
+    """A shard changes after it was unpacked or read."""
 
-    def fill(self: FileCheckpoint, bucket: Tensor, pieces: Any) -> None:
-        nonlocal done
-        inner(self, bucket, pieces)
-        if not done:
-            flip(bucket[pieces[0].bucket_offset :])
-            done = True
+    def victim(local: Local, of: int | range, *_: Any) -> Tensor | None:
+        numbers = [of] if isinstance(of, int) else of
+        targets = (target for number in numbers for target in local.regions(number).targets)
+        return next((t.detach() for t in targets if t.numel() and t.is_contiguous() and is_victim(t)), None)
 
-    with mock.patch.object(FileCheckpoint, "fill", fill):
-        yield
-    assert done or not active, "nothing was flipped"
+    return flips(active, victim, (Local, "unpack"), (Local, "read"))
+
+
+def on_the_way(buffer: Tensor | list[Tensor], *_: Any) -> Tensor | None:
+    """The payload of a bucket that a relay or a broadcast brings to this rank. Striped, buckets have to be so large that each
+    rank of a node has a stripe of one."""
+    data = buffer[0] if isinstance(buffer, list) else buffer
+    return data[HEADER_BYTES:] if bytes(data[:8].tolist()) == b"epload01" else None
+
+
+def just_read(_: FileCheckpoint, bucket: Tensor, pieces: Any) -> Tensor:
+    return bucket[pieces[0].bucket_offset :]
 
 
 def outcome(action: Callable[[], Any]) -> str:
@@ -147,26 +119,23 @@ def test_what_is_right_is_not_doubted(tmp_path: Path) -> None:
     all_fine(ranks.run(4, good_loads, tmp_path / "model.safetensors", state_for(1), limit=200))
 
 
-def flipped_in_shard(rank: int, path: Path, state: State) -> list[str]:
+def flipped_in_shard(rank: int, path: Path, state: State, dtype: torch.dtype) -> list[str]:
     problems = []
     for way in WAYS:
         model, loader = meta_net(), loader_for(way)
-
-        def embedding(target: Tensor) -> bool:
-            return target.ndim == 2 and target.shape[1] == 6 and target.dtype == torch.float32 and target.shape[0] <= 4
-
-        with flips_in_shard(rank == 3, embedding):
-            text = outcome(lambda model=model, loader=loader: loader.load(model, path))
+        with flips_in_shard(rank == 3, lambda target: target.ndim == 2 and target.shape[1] == 6 and len(target) <= 4):
+            text = outcome(lambda model=model, loader=loader: loader.load(model, path, dtype=dtype))
         if "embed.weight on rank 3;" not in text:
             problems.append(f"{way}: {text}")
-        loader.load(model, path)
-        problems += [f"{way}, after that: {text}" for text in wrong(model, state)]
+        loader.load(model, path, dtype=dtype)
+        problems += [f"{way}, after that: {text}" for text in wrong(model, state, dtype)]
     return problems
 
 
-def test_a_bit_that_flips_in_a_shard_is_found_and_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # the latter is converted when it is read again
+def test_a_bit_that_flips_in_a_shard_is_found_and_named(dtype: torch.dtype, tmp_path: Path) -> None:
     save_file(state_for(1), tmp_path / "model.safetensors")
-    all_fine(ranks.run(4, flipped_in_shard, tmp_path / "model.safetensors", state_for(1)))
+    all_fine(ranks.run(4, flipped_in_shard, tmp_path / "model.safetensors", state_for(1), dtype))
 
 
 def stages_of_other_dims(rank: int, path: Path, state: State) -> list[str]:
@@ -190,99 +159,50 @@ def test_ranks_with_other_dims_are_proven(tmp_path: Path) -> None:
     all_fine(ranks.run(4, stages_of_other_dims, tmp_path / "model.safetensors", state))
 
 
-def flipped_on_the_way(rank: int, path: Path) -> list[tuple[str, str]]:
-    problems = []
-    for way in (("one", "two_level"), ("one", "striped"), ("partitioned", "striped")):
-        loader = loader_for(way, bucket_bytes=4 * BUCKET)
-        with flips_on_the_way(rank == 2):
-            problems.append((str(way), outcome(lambda loader=loader: loader.load(meta_net(), path))))
+TWO_LEVEL, STRIPED = [("one", "two_level"), ("per_node", "two_level")], [("one", "striped"), ("partitioned", "striped")]
+FLIPS: dict[str, tuple[int, list[tuple[str, str]], int, Victim, list[tuple[Any, str]]]] = {
+    "on the way": (2, TWO_LEVEL[:1] + STRIPED, 4 * BUCKET, on_the_way, [(ops, "relay"), (ops, "coalesced_bcast")]),
+    "while it is read": (0, TWO_LEVEL + STRIPED[1:], BUCKET, just_read, [(FileCheckpoint, "fill")]),
+}
+"""Rank, ways, bytes of a bucket, and what is flipped."""
+
+
+def flipped(rank: int, path: Path, case: str) -> list[str]:
+    where, ways, bucket_bytes, victim, functions = FLIPS[case]
+    texts = []
+    for way in ways:
+        loader = loader_for(way, bucket_bytes=bucket_bytes)
+        with flips(rank == where, victim, *functions):
+            texts.append(outcome(lambda loader=loader: loader.load(meta_net(), path)))
         loader.load(meta_net(), path)
-    return problems
+    return texts
 
 
-def test_a_bit_that_flips_on_the_way_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", FLIPS)
+def test_a_bit_that_flips_is_found(case: str, tmp_path: Path) -> None:
     save_file(state_for(1), tmp_path / "model.safetensors")
-    for results in zip(*ranks.run(4, flipped_on_the_way, tmp_path / "model.safetensors"), strict=True):
-        assert len({text for _, text in results}) == 1, results
-        assert "after the load, shards differ from" in results[0][1], results
-
-
-def flipped_while_read(rank: int, path: Path) -> list[str]:
-    problems = []
-    for way in (("one", "two_level"), ("per_node", "two_level"), ("partitioned", "striped")):
-        loader = loader_for(way)
-        with flips_while_read(rank == 0):
-            problems.append(outcome(lambda loader=loader: loader.load(meta_net(), path)))
-    return problems
-
-
-def test_a_bit_that_flips_while_it_is_read_is_found(tmp_path: Path) -> None:
-    save_file(state_for(1), tmp_path / "model.safetensors")
-    for results in zip(*ranks.run(4, flipped_while_read, tmp_path / "model.safetensors"), strict=True):
-        assert len(set(results)) == 1, results
-        assert "after the load, shards differ from" in results[0], results
-        assert "on rank" in results[0]
-
-
-SOURCES = pytest.mark.parametrize("from_file", [False, True])
-"""A dict is copied into a buffer, a file's regions are digested as they are read."""
-
-
-@SOURCES
-def test_what_differs_is_found_and_nothing_else(from_file: bool, tmp_path: Path) -> None:
-    """Two ranks hold the same, and one has the end of every tenth tensor wrong."""
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((1 + i * 7 % 90,), float(i))) for i in range(60)])
-    checkpoint, targets, plan = planned(model, tmp_path if from_file else None)
-    one, local = Proof(plan, [0]), Local(plan, targets.local())
-    right = one.claims(local)[0]
-    for value in list(model.parameters())[::10]:
-        value.data[-1] += 1
-    wrong_too = one.claims(local)[0]
-    list(one.check(0, {0: right, 7: right}, checkpoint, checkpoint.manifest))
-    failure = outcome(lambda: list(one.check(0, {0: right, 3: wrong_too, 7: right}, checkpoint, checkpoint.manifest)))
-    listed = re.fullmatch(
-        r"after the load, shards differ from .* as rank 0 reads it: (.*); the memory, the network.*", failure
-    )
-    assert listed is not None, failure
-    names = listed[1].split(", ")
-    assert all(re.fullmatch(r"\d+ on rank 3", text) for text in names), "and of no other rank"
-    assert {text.split()[0] for text in names} == {f"{i}" for i in range(0, 60, 10)}
+    for texts in zip(*ranks.run(4, flipped, tmp_path / "model.safetensors", case), strict=True):
+        assert len(set(texts)) == 1, texts
+        assert re.search(r"after the load, shards differ from .* on rank", texts[0]), texts
 
 
 def test_a_file_that_ends_before_it_is_proven_is_named(tmp_path: Path) -> None:
     """The first of two; of both, the tensors have been read for the load."""
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((50,), float(i))) for i in range(20)])
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model = nn.ParameterList([nn.Parameter(torch.full((50,), float(i))) for i in range(20)])
     for number in range(2):
-        part = {name: value for name, value in state.items() if int(name) % 2 == number}
+        part = {str(i): torch.full((50,), float(i)) for i in range(number, 20, 2)}
         save_file(part, tmp_path / f"model-{number}.safetensors")
-    checkpoint, targets = Checkpoint.open(tmp_path), collect(model, None, None)
-    plan = make_plan(checkpoint.manifest, targets, resolve_mapping("auto", model, targets.index), 512)
-    one = Proof(plan, [0])
-    claims = one.claims(Local(plan, targets.local()))
-    list(one.check(0, claims, checkpoint, checkpoint.manifest))
-    os.truncate(tmp_path / "model-0.safetensors", 1500)
-    with pytest.raises(CheckpointError, match=r"model-0\.safetensors was truncated \(\d+ bytes, now 1500\)"):
-        list(one.check(0, claims, checkpoint, checkpoint.manifest))
+    prove = LoadRun._prove
 
+    def truncate_first(self: LoadRun, readers: tuple[int, ...]) -> None:
+        os.truncate(tmp_path / "model-0.safetensors", 1500)
+        prove(self, readers)
 
-def cast(rank: int, path: Path, state: State) -> list[str]:
-    """Into bfloat16, of which a proof has to convert what it reads."""
-    problems = []
-    for way in WAYS:
-        model, loader = meta_net(), loader_for(way)
-        loader.load(model, path, dtype=torch.bfloat16)
-        problems += [f"{way}: {text}" for text in wrong(model, state, torch.bfloat16)]
-        with flips_in_shard(rank == 3, lambda target: target.dtype == torch.bfloat16):
-            text = outcome(lambda model=model, loader=loader: loader.load(model, path, dtype=torch.bfloat16))
-        if "on rank 3;" not in text:
-            problems.append(f"{way}: {text}")
-    return problems
-
-
-def test_shards_of_another_dtype_are_proven(tmp_path: Path) -> None:
-    save_file(state_for(1), tmp_path / "model.safetensors")
-    all_fine(ranks.run(4, cast, tmp_path / "model.safetensors", state_for(1)))
+    with (
+        mock.patch.object(LoadRun, "_prove", truncate_first),
+        pytest.raises(CheckpointError, match=r"model-0\.safetensors"),
+    ):
+        HierarchicalLoader(verify=True).load(model, tmp_path)
 
 
 NARROW = (torch.bfloat16, torch.float16, torch.float64)
@@ -313,20 +233,6 @@ def test_which_nan_something_is_converted_to_is_not_doubted(tmp_path: Path) -> N
     values[1::3, ::7] = -torch.nan
     save_file({"w": values}, tmp_path / "model.safetensors")
     all_fine(ranks.run(4, nan_places, tmp_path, {"w": values}))
-
-
-def planned(model: nn.Module, folder: Path | None) -> tuple[Checkpoint, Targets, LoadPlan]:
-    """For what the model holds, copied into a dict or into a file in ``folder``."""
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    if folder is not None:
-        save_file(state, folder / "model.safetensors")
-    checkpoint = Checkpoint.open(state if folder is None else folder)
-    targets = collect(model, None, None)
-    return (
-        checkpoint,
-        targets,
-        make_plan(checkpoint.manifest, targets, resolve_mapping("auto", model, targets.index), 512),
-    )
 
 
 def consumed(rank: int) -> str:

@@ -18,6 +18,9 @@ from epload.mapping.mapping import Rename
 from epload.observe.progress import Progress
 from epload.saving.convert import convert as rewrite
 
+_size = click.FloatRange(min=0, min_open=True)
+_file = click.Path(exists=True, dir_okay=False)
+
 
 @click.command()
 @click.argument("source")
@@ -29,14 +32,12 @@ from epload.saving.convert import convert as rewrite
 @click.option("--prefix", default="", help="Of a DCP folder: where in it the model is.")
 @click.option(
     "--max-shard-gb",
-    type=click.FloatRange(min=0, min_open=True),
+    type=_size,
     default=5.0,
     show_default=True,
     help="Of the tensors in a file, unless it has only one.",
 )
-@click.option(
-    "--file", "files", multiple=True, type=click.Path(exists=True, dir_okay=False), help="Also copy it into FOLDER."
-)
+@click.option("--file", "files", multiple=True, type=_file, help="Also copy it into FOLDER.")
 @click.option("--overwrite", is_flag=True, help="Replace FOLDER, with all that is in it.")
 @variant_option
 @json_option
@@ -53,10 +54,10 @@ def convert(
     if kind is not None and not dtypes.is_wide(kind):
         raise click.BadParameter("expected float16, bfloat16, float32 or float64", param_hint="--dtype")
     rules = []
-    for each in renames:
-        pattern, separator, text = each.partition("=")
+    for rename in renames:
+        pattern, separator, text = rename.partition("=")
         if not separator:
-            raise click.BadParameter(f"expected PATTERN=TEXT, got {each}", param_hint="--rename")
+            raise click.BadParameter(f"expected PATTERN=TEXT, got {rename}", param_hint="--rename")
         rules.append(Rename(pattern, text))
     opened = Checkpoint.open(source, prefix=prefix, variant=variant)
     with _ranks() as topology:
@@ -70,7 +71,7 @@ def convert(
     if first and as_json:
         print_json(report.to_dict())
     elif first:
-        show(str(report).splitlines()[0])
+        show(report.summary)
     opened.close()
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import groupby
 from math import prod
 from typing import TypeVar
 
@@ -24,33 +25,29 @@ def fold(names: Mapping[str, Value]) -> list[tuple[str, Value, int]]:
     """
     groups: dict[tuple[str, Value], list[Numbers]] = {}
     for name, value in names.items():
-        pattern, numbers = _NUMBER.sub("{}", name.replace("{", "{{").replace("}", "}}")), _numbers(name)
-        groups.setdefault((pattern, value), []).append(numbers)
+        pattern = _NUMBER.sub("{}", name.replace("{", "{{").replace("}", "}}"))
+        groups.setdefault((pattern, value), []).append(tuple(map(int, _NUMBER.findall(name))))
     return [
         (pattern.format(*map(_braces, sets)), value, prod(map(len, sets)))
-        for (pattern, value), found in groups.items()
-        for sets in _boxes(found)
+        for (pattern, value), numbers in groups.items()
+        for sets in _boxes(numbers)
     ]
 
 
 def numbered(names: Iterable[str]) -> dict[str, int]:
     """Counts the different numbers after each prefix, without those further left: ``{"layers": 48, "layers.*.experts": 128}``."""
-    found: dict[str, set[str]] = {}
+    numbers: dict[str, set[str]] = {}
     for name in names:
         for match in _NUMBER.finditer(name):
             prefix = _NUMBER.sub("*", name[: match.start()].rstrip("._"))
-            found.setdefault(prefix, set()).add(match.group())
-    return {prefix: len(values) for prefix, values in found.items()}
+            numbers.setdefault(prefix, set()).add(match.group())
+    return {prefix: len(values) for prefix, values in numbers.items()}
 
 
-def _numbers(name: str) -> Numbers:
-    return tuple(map(int, _NUMBER.findall(name)))
-
-
-def _boxes(found: Iterable[Numbers]) -> list[list[Sequence[int]]]:
-    """The given tuples as products of sets, one set for each position."""
+def _boxes(tuples: Iterable[Numbers]) -> list[list[Sequence[int]]]:
+    """Returns the tuples as products of sets, one set for each position."""
     rest_of: dict[int, list[Numbers]] = {}
-    for numbers in found:
+    for numbers in tuples:
         if not numbers:
             return [[]]
         rest_of.setdefault(numbers[0], []).append(numbers[1:])
@@ -61,13 +58,8 @@ def _boxes(found: Iterable[Numbers]) -> list[list[Sequence[int]]]:
 
 
 def _braces(values: Sequence[int]) -> str:
-    """``5`` for one value, else ``{0..3,7}``."""
-    if len(values) == 1:
-        return str(values[0])
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1][1:] = [value]
-        else:
-            runs.append([value])
-    return "{" + ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) + "}"
+    """Returns ``5`` for one value, else ``{0..3,7}``. Values ascend."""
+    groups = groupby(enumerate(values), key=lambda pair: pair[1] - pair[0])
+    runs = [[value for _, value in run] for _, run in groups]
+    texts = [f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return texts[0] if len(values) == 1 else "{" + ",".join(texts) + "}"

@@ -29,7 +29,7 @@ Factory = Callable[[DeviceMesh], nn.Module]
 
 
 def parse_mesh(text: str) -> Sizes:
-    """``"fsdp=8,tp=2"`` as sizes by name, in this order. Raises ValueError."""
+    """Returns the sizes of ``"fsdp=8,tp=2"`` by name, in this order. Raises ValueError."""
     parts = [part.partition("=") for part in text.split(",")]
     sizes = {name.strip(): int(size) if size.strip().isdecimal() else 0 for name, _, size in parts}
     if len(sizes) != len(parts) or not all(name and size > 0 for name, size in sizes.items()):
@@ -39,7 +39,7 @@ def parse_mesh(text: str) -> Sizes:
 
 @contextmanager
 def first_rank(sizes: Sizes) -> Iterator[DeviceMesh]:
-    """The mesh of a job, as its first rank sees it, without the others: collectives do nothing."""
+    """Yields the mesh of a job, as its first rank sees it, without the others: collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=prod(sizes.values()), store=FakeStore())
@@ -50,10 +50,9 @@ def first_rank(sizes: Sizes) -> Iterator[DeviceMesh]:
 
 
 def as_seen_by(targets: Targets, sizes: Sizes, rank: int) -> Targets:
-    """The first rank's targets, as another rank would have them: at its coordinates of the same meshes.
+    """Returns the first rank's targets, as another rank would have them: at its coordinates of the same meshes.
 
-    Raises:
-        ValueError: a tensor is on a mesh with other axes.
+    Raises ValueError if a tensor is on a mesh with other axes.
     """
     index = {}
     for name, size in reversed(sizes.items()):
@@ -76,27 +75,16 @@ def find_factory(model: str) -> Factory:
             function or class. It is called with the mesh if it takes an argument, and parallelizes the model itself; else the
             result is sharded over the axes of AXES.
 
-    Raises:
-        ImportError: the module does not exist, or has no such name.
-        ValueError: it is a module alone, or a folder without a config.json.
+    Raises ImportError or ValueError if there is no such function or configuration.
     """
-    if ":" in model and "//" not in model:
-        return _own_factory(model)
-    if Path(model).is_file() or (Path(model).is_dir() and not (Path(model) / "config.json").is_file()):
-        raise ValueError(
-            f"expected --model to be a folder with a config.json, or package.module:function, but {model} has no config.json"
-        )
-    if not Path(model).exists() and _is_module(model):
-        raise ValueError(f"expected --model to name a function of the module {model}: {model}:FUNCTION")
-    return lambda mesh: _parallelize(_from_config(model), mesh)
-
-
-def _is_module(name: str) -> bool:
-    """Returns True if a module of this name can be imported from the present folder."""
-    return all(map(str.isidentifier, name.split("."))) and Path(*name.split(".")).with_suffix(".py").is_file()
-
-
-def _own_factory(model: str) -> Factory:
+    if ":" not in model or "//" in model:
+        if Path(model).is_file() or (Path(model).is_dir() and not (Path(model) / "config.json").is_file()):
+            raise ValueError(
+                f"expected --model to be a folder with a config.json, or package.module:function, but {model} has no config.json"
+            )
+        if not Path(model).exists() and Path(*model.split(".")).with_suffix(".py").is_file():
+            raise ValueError(f"expected --model to name a function of the module {model}: {model}:FUNCTION")
+        return lambda mesh: _parallelize(_from_config(model), mesh)
     module, _, name = model.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -127,7 +115,7 @@ def _from_config(model: str) -> Any:
 
 
 def _parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:
-    """Tensor parallelism by the model's own plan, then FSDP2 of every layer and of the whole."""
+    """Applies tensor parallelism by the model's own plan, then FSDP2 to every layer and to the whole."""
     axes = mesh.mesh_dim_names or ()
     if others := [axis for axis in axes if axis not in AXES]:
         raise ValueError(
@@ -153,18 +141,17 @@ def _apply_tensor_parallelism(model: Any, mesh: DeviceMesh) -> None:
         )
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    patterns = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in plan.items()]
-    of_parameter = {}
-    for name, _ in model.named_parameters():
-        for pattern, style in patterns:
-            if pattern.fullmatch(name) or pattern.fullmatch(name.rpartition(".")[0]):
-                of_parameter[name] = style
-                break
-    apply_tensor_parallelism(model, mesh, of_parameter)
+    styles: dict[str, str] = {}
+    for pattern, style in plan.items():
+        expression = re.compile(rf"{re.escape(pattern)}(\.[^.]+)?".replace(r"\*", r"\d+"))
+        for name, _ in model.named_parameters():
+            if expression.fullmatch(name):
+                styles.setdefault(name, style)
+    apply_tensor_parallelism(model, mesh, styles)
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The items of every module list that is in no other."""
+    """Yields the items of every module list that is in no other."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from child

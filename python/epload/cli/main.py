@@ -1,4 +1,4 @@
-"""The ``epload`` command. One module a command; each parses, calls the library and prints."""
+"""The ``epload`` command. Each command parses, calls the library and prints."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from contextlib import suppress
 import click
 import torch
 
+from epload.cli.checkpoints import diff, inspect, verify
 from epload.cli.convert import convert
-from epload.cli.diff import diff
 from epload.cli.doctor import doctor
-from epload.cli.inspect import inspect
 from epload.cli.output import Commands, facts, json_option, print_json, show
 from epload.cli.plan import plan
 from epload.cli.trace import trace
-from epload.cli.verify import verify
 from epload.native.info import build_info
 
 

@@ -1,4 +1,4 @@
-"""Defines what all commands share: tables, JSON, sizes in words, and errors as one line."""
+"""Defines what all commands share: options, tables, JSON, sizes in words, and errors as one line."""
 
 from __future__ import annotations
 
@@ -54,20 +54,18 @@ def _fail(message: str, status: int) -> int:
 
 
 def print_json(value: object) -> None:
-    """Numbers that JSON lacks, such as an infinite rate, are null."""
+    """Prints JSON without credentials. Numbers that JSON lacks, such as an infinite rate, are null."""
     click.echo(json.dumps(_printable(value), indent=2))
 
 
 def _printable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {redact(str(key)): _printable(each) for key, each in value.items()}
+        return {redact(str(key)): _printable(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_printable(each) for each in value]
+        return [_printable(part) for part in value]
     if isinstance(value, str):
         return redact(value)
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    return value
+    return None if isinstance(value, float) and value - value != 0 else value
 
 
 def show(part: Table | Tree | str = "") -> None:
@@ -82,22 +80,22 @@ def show(part: Table | Tree | str = "") -> None:
 
 def facts(rows: Sequence[tuple[str, str]]) -> Table:
     """Names and values, aligned."""
-    made = Table.grid(padding=(0, 2))
-    made.add_column(style="bold", no_wrap=True)
-    made.add_column(overflow="fold")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
     for row in rows:
-        made.add_row(*row)
-    return made
+        grid.add_row(*row)
+    return grid
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Table:
     """``right``: the columns aligned to the right, by number."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
+    grid = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
-        made.add_column(column, justify="right" if number in right else "left", overflow="fold")
+        grid.add_column(column, justify="right" if number in right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*row)
-    return made
+        grid.add_row(*row)
+    return grid
 
 
 def size(nbytes: float) -> str:
@@ -106,8 +104,3 @@ def size(nbytes: float) -> str:
         if nbytes >= factor:
             return f"{nbytes / factor:.3g} {unit}" if nbytes < 1000 * factor else f"{nbytes / factor:,.0f} {unit}"
     return f"{nbytes:.0f} B"
-
-
-def count(number: int, noun: str) -> str:
-    """``"1 tensor"``, ``"2,000 tensors"``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

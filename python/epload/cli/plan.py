@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from math import prod
+from typing import Any
 
 import click
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.cli.hypothetical import Factory, Sizes, as_seen_by, find_factory, first_rank, parse_mesh
-from epload.cli.output import count, facts, json_option, print_json, show, size, table, variant_option
+from epload.cli.output import facts, json_option, print_json, show, size, table, variant_option
 from epload.errors import ModelMismatch
 from epload.loading.hints import check_match
 from epload.mapping.mapping import Mapping, ignored_keys
 from epload.mapping.resolve import resolve_mapping, with_quantization_of
 from epload.model.targets import Targets, collect
+from epload.observe.render import count
 from epload.planning.choose import choose_readers
 from epload.planning.plan import LoadPlan, make_plan
 from epload.planning.schedule import READERS, WAVE_BYTES, buckets_per_wave, wave_limit
@@ -28,61 +29,6 @@ _LISTED = 5
 """Keys that are shown of each kind."""
 Nodes = Sequence[Sequence[int]]
 """The ranks of each node."""
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The fit between a checkpoint's keys and a model's."""
-
-    matched: int
-    """Checkpoint tensors that are loaded."""
-    missing: list[str]
-    unexpected: list[str]
-    mismatched: dict[str, str]
-    tied: int
-    """Checkpoint tensors left out because another name of the same parameter is in it."""
-    ignored: int
-    """Missing and unexpected keys that the mapping says to ignore."""
-    casts: int
-    """Checkpoint tensors whose dtype is converted."""
-    initialized: list[str]
-    """Buffers on meta that no checkpoint has. Unless the model's class fills them, as those of transformers do, a load needs
-    ``init_missing=``; this does not try it."""
-    error: str
-    """The error that a load with ``strict=True`` would raise; empty if none."""
-
-
-@dataclass(frozen=True)
-class Mode:
-    """One choice of readers. Sizes are in bytes."""
-
-    readers: str
-    buckets: int
-    bucket_bytes: int
-    """Size of the largest bucket."""
-    staging: int
-    """Size of a node's staging buffers."""
-    read: int
-    """Read from the checkpoint by all ranks together."""
-    received: list[int]
-    """Bytes that each node receives from other nodes over its link."""
-    sent: list[int]
-
-
-@dataclass(frozen=True)
-class JobPlan:
-    """A load by all ranks of a job."""
-
-    fit: Fit
-    nbytes: int
-    """Size of what is loaded."""
-    tensors: int
-    owned: dict[int, int]
-    """Bytes of the local shards, by rank, of the ranks that were planned."""
-    modes: list[Mode]
-    choice: str
-    """The readers of ``"auto"``, if every rank sees the checkpoint."""
-    reason: str
 
 
 @click.command()
@@ -112,19 +58,19 @@ def plan(checkpoint: str, model: str | None, mesh: str, nodes: int, ranks: int, 
     opened.close()
     planned = sorted({i * (world - 1) // max(min(ranks, world) - 1, 1) for i in range(min(ranks, world))})
     on_nodes = [range(first, first + per_node) for first in range(0, world, per_node)]
-    found = plan_job(opened.manifest, find_factory(model or checkpoint), sizes, on_nodes, planned)
+    job = plan_job(opened.manifest, find_factory(model or checkpoint), sizes, on_nodes, planned)
     if as_json:
-        print_json({"world": world, "nodes": nodes, **asdict(found)})
+        print_json({"world": world, "nodes": nodes, **job})
     else:
-        _print(found, f"mesh {mesh}: {count(world, 'rank')} on {count(nodes, 'node')}", len(planned) < world)
-    return 1 if found.fit.error else 0
+        _print(job, f"mesh {mesh}: {count(world, 'rank')} on {count(nodes, 'node')}", len(planned) < world)
+    return 1 if job["fit"]["error"] else 0
 
 
 # ---- planning ----
 
 
-def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Nodes, ranks: Sequence[int]) -> JobPlan:
-    """Plans a load into the model that a factory makes.
+def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Nodes, ranks: Sequence[int]) -> dict[str, Any]:
+    """Plans a load by all ranks of a job into the model that a factory makes. Returns what is printed as JSON.
 
     Args:
         ranks: those to plan, in ascending order, with rank 0. Others are taken to keep as much as the one before them.
@@ -140,95 +86,108 @@ def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Nodes, r
         others = {rank: as_seen_by(targets, sizes, rank) for rank in ranks[1:]}
     make = partial(_plan, manifest, mapping, nodes)
     first = make(targets, "every")[0]
-    plans = {0: first} | {rank: make(each, "every")[0] for rank, each in others.items()}
+    plans = {0: first} | {rank: make(of_rank, "every")[0] for rank, of_rank in others.items()}
     objects = manifest.in_object_storage
-    kept = {rank: each.spanned if objects else each.owned for rank, each in plans.items()}
-    by_node = [[kept[max(rank for rank in ranks if rank <= each)] for each in node] for node in nodes]
+    read_by = {rank: plan.spanned if objects else plan.owned for rank, plan in plans.items()}
+    by_node = [[read_by[max(rank for rank in ranks if rank <= member)] for member in node] for node in nodes]
     payload = first.slots.payload
     read = {"one": payload, "per_node": len(nodes) * payload, "partitioned": payload, "every": sum(map(sum, by_node))}
-    modes = [_mode(readers, *make(targets, readers), nodes, read[readers]) for readers in READERS]
     all_read = manifest.locations is not None or sum(map(len, nodes)) == 1
-    choice = choose_readers(payload, by_node, all_read=all_read, objects=objects, src=0)
-    fit = _fit(manifest, first, mapping, sorted(targets.unsaved_meta))
-    owned = {rank: each.owned for rank, each in plans.items()}
-    return JobPlan(fit, payload, first.slots.tensor_count, owned, modes, *choice)
+    choice, reason = choose_readers(payload, by_node, all_read=all_read, objects=objects, src=0)
+    return {
+        "fit": _fit(manifest, first, mapping, sorted(targets.unsaved_meta)),
+        "nbytes": payload,
+        "tensors": first.slots.tensor_count,
+        "owned": {rank: plan.owned for rank, plan in plans.items()},  # bytes of the local shards
+        "modes": [_mode(readers, *make(targets, readers), nodes, read[readers]) for readers in READERS],
+        "choice": choice,  # the readers of "auto", if every rank sees the checkpoint
+        "reason": reason,
+    }
 
 
 def _plan(manifest: Manifest, mapping: Mapping, nodes: Nodes, targets: Targets, readers: str) -> tuple[LoadPlan, int]:
-    """The plan for a model on CPU, and the number of buckets in a wave."""
+    """Returns the plan for a model on CPU, and the number of buckets in a wave."""
     wave = wave_limit(manifest.nbytes, WAVE_BYTES)
     per_wave = buckets_per_wave(nodes, readers, wave)
     return make_plan(manifest, targets, mapping, wave // per_wave), per_wave
 
 
-def _mode(readers: str, plan: LoadPlan, per_wave: int, nodes: Nodes, read: int) -> Mode:
+def _mode(readers: str, plan: LoadPlan, per_wave: int, nodes: Nodes, read: int) -> dict[str, Any]:
+    """Describes one choice of readers. Sizes are in bytes."""
     moved = traffic([bucket.nbytes for bucket in plan.buckets], per_wave, nodes, readers)
-    staging = 0 if readers == "every" else 2 * wave_bytes(plan, per_wave)
-    return Mode(readers, len(plan.buckets), plan.largest, staging, read, moved.received, moved.sent)
+    return {
+        "readers": readers,
+        "buckets": len(plan.buckets),
+        "bucket_bytes": plan.largest,
+        "staging": 0 if readers == "every" else 2 * wave_bytes(plan, per_wave),  # of a node
+        "read": read,  # by all ranks together
+        "received": moved.received,  # by each node from other nodes
+        "sent": moved.sent,
+    }
 
 
-def _fit(manifest: Manifest, plan: LoadPlan, mapping: Mapping, initialized: list[str]) -> Fit:
+def _fit(manifest: Manifest, plan: LoadPlan, mapping: Mapping, initialized: list[str]) -> dict[str, Any]:
+    """Describes how the keys of the checkpoint and the model fit.
+
+    Args:
+        initialized: buffers on meta that no checkpoint has. Unless the model's class fills them, as those of transformers do, a
+            load needs ``init_missing=``; this does not try it.
+    """
     ignored = set(ignored_keys(mapping, manifest.names, plan.missing, plan.unexpected))
-    error = ""
+    error = ""  # that a load with strict=True would raise
     try:
         check_match(manifest, plan, mapping, strict=True, ignore_mismatched_shapes=False)
     except ModelMismatch as mismatch:
         error = str(mismatch)
-    return Fit(
-        matched=plan.slots.tensor_count,
-        missing=[name for name in plan.missing if name not in ignored],
-        unexpected=[name for name in plan.unexpected if name not in ignored],
-        mismatched=plan.mismatched,
-        tied=len(plan.tied),
-        ignored=len(ignored),
-        casts=plan.casts,
-        initialized=initialized,
-        error=error,
-    )
+    return {
+        "matched": plan.slots.tensor_count,
+        "missing": [name for name in plan.missing if name not in ignored],
+        "unexpected": [name for name in plan.unexpected if name not in ignored],
+        "mismatched": plan.mismatched,
+        "tied": len(plan.tied),
+        "ignored": len(ignored),
+        "casts": plan.casts,
+        "initialized": initialized,
+        "error": error,
+    }
 
 
 # ---- printing ----
 
 
-def _print(found: JobPlan, job: str, some: bool) -> None:
+def _print(plan: dict[str, Any], job: str, some: bool) -> None:
     """``some``: True if only some of the ranks were planned."""
-    owned = found.owned.values()
-    each = " to ".join(dict.fromkeys((size(min(owned)), size(max(owned)))))
+    owned, fit = plan["owned"].values(), plan["fit"]
+    per_rank = " to ".join(dict.fromkeys((size(min(owned)), size(max(owned)))))
     rows = [
         ("job", job),
-        ("loads", f"{count(found.tensors, 'tensor')}, {size(found.nbytes)}"),
-        ("per rank", each + (f" (of the {len(owned)} ranks planned)" if some else "")),
-        *_fit_rows(found.fit),
+        ("loads", f"{count(plan['tensors'], 'tensor')}, {size(plan['nbytes'])}"),
+        ("per rank", per_rank + (f" (of the {len(owned)} ranks planned)" if some else "")),
+        ("matched", f"{fit['matched']:,}" + (f", {fit['casts']:,} converted to another dtype" if fit["casts"] else "")),
+        ("missing", _listed(fit["missing"])),
+        ("unexpected", _listed(fit["unexpected"])),
+        ("other shape", _listed(list(fit["mismatched"]))),
+        ("to be initialized", _listed(fit["initialized"])),
+        ("tied", f"{fit['tied']:,}" if fit["tied"] else ""),
+        ("ignored", f"{fit['ignored']:,}" if fit["ignored"] else ""),
     ]
-    show(facts(rows))
+    show(facts([(title, text) for title, text in rows if text]))
     show()
     lines = [
         [
-            mode.readers + " *" * (mode.readers == found.choice), f"{mode.buckets:,}",
-            *map(size, (mode.bucket_bytes, mode.staging, mode.read, max(mode.received), max(mode.sent))),
+            mode["readers"] + " *" * (mode["readers"] == plan["choice"]), f"{mode['buckets']:,}",
+            *map(size, (mode["bucket_bytes"], mode["staging"], mode["read"], max(mode["received"]), max(mode["sent"]))),
         ]
-        for mode in found.modes
+        for mode in plan["modes"]
     ]  # fmt: skip
     columns = ("readers", "buckets", "largest", "staging", "read", "link in", "link out")
     show(table(columns, lines, right=range(1, 7)))
     show()
-    show(found.reason)
-    if found.fit.error:
-        show(f"This load would fail: {found.fit.error}")
+    show(plan["reason"])
+    if fit["error"]:
+        show(f"This load would fail: {fit['error']}")
 
 
-def _fit_rows(fit: Fit) -> list[tuple[str, str]]:
-    rows = [("matched", f"{fit.matched:,}" + (f", {fit.casts:,} converted to another dtype" if fit.casts else ""))]
-    for title, names in (
-        ("missing", fit.missing),
-        ("unexpected", fit.unexpected),
-        ("other shape", list(fit.mismatched)),
-        ("to be initialized", fit.initialized),
-    ):
-        if names:
-            more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
-            rows.append((title, f"{len(names):,}: {', '.join(names[:_LISTED])}{more}"))
-    for title, number in (("tied", fit.tied), ("ignored", fit.ignored)):
-        if number:
-            rows.append((title, f"{number:,}"))
-    return rows
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
+    return f"{len(names):,}: {', '.join(names[:_LISTED])}{more}" if names else ""

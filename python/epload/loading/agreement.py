@@ -66,7 +66,7 @@ class Agreement:
         inputs, failure = attempt(lambda: self._read_inputs(request, streams))
         opening = self._agree_on_opening(request, inputs, failure)
         assert inputs is not None
-        if opening.trace and report.events is None:
+        if opening.trace and report.recorder.events is None:
             record_events(self._topology, report)
         # Some ranks have buffers that others lack.
         holders = find_holders(self._control, request.model, inputs.targets) if opening.uneven else {}

@@ -21,8 +21,9 @@ from epload.model.initialization import Initialization, init_missing_calls, para
 from epload.model.initialization import compute_missing as compute
 from epload.model.memory import has_internal_overlap, is_poisoned, poison
 from epload.model.state_dict import storage_filter, tensor_at
+from epload.observe.render import list_keys
 from epload.planning.plan import LoadPlan
-from epload.report import LoadReport, list_keys
+from epload.report import LoadReport
 
 
 @dataclass(frozen=True)

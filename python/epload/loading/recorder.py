@@ -10,18 +10,18 @@ from epload.report import LoadReport
 
 def record_events(topology: Topology, report: LoadReport) -> None:
     """Starts to record, as events, what this rank does in the load."""
-    report.events = Events(topology.rank, topology.nodes.index(topology.node))
+    report.recorder.events = Events(topology.rank, topology.nodes.index(topology.node))
     if topology.control.rounds is not None:
-        topology.control.rounds.events = report.events
+        topology.control.rounds.events = report.recorder.events
 
 
 def gather_events(topology: Topology, report: LoadReport) -> None:
     """Gives the first rank the events of all, if the load is traced. Collective."""
     control, first = topology.control, topology.ranks[0]
-    if report.events is None:
+    if report.recorder.events is None:
         return
     control.settle("comparing clocks", None, patience=2)  # of which every rank has recorded when it came and left
-    received = control.exchange("the trace", {first: report.events.encode()})
+    received = control.exchange("the trace", {first: report.recorder.events.encode()})
     if control.place is not None:
         control.place.messages.keep_sent()
     if topology.rank == first:

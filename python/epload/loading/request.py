@@ -16,7 +16,7 @@ from epload.model.initialization import InitMissing
 from epload.planning.algorithms import ALGORITHMS
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.schedule import READERS, WAVE_BYTES
-from epload.verify.proof import check_verify
+from epload.verify.digests import check_verify
 
 
 @dataclass(frozen=True, kw_only=True)

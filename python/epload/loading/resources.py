@@ -12,7 +12,6 @@ from epload.planning.algorithms import STRIPE_ALIGNMENT
 from epload.staging.device import DeviceStaging, StagingNeeds
 from epload.staging.device_resources import DeviceResources
 from epload.staging.shared_memory import NodeMemory
-from epload.verify.proof import Proof
 
 
 class Resources:
@@ -31,7 +30,6 @@ class Resources:
         self._router = router
         self.memory: NodeMemory | None = None
         self.device = DeviceResources(stream)
-        self._proof: Proof | None = None
 
     def clear_board(self) -> None:
         """Before the first round of a load: all ranks have come through the last round of the one before, and none of them moves
@@ -60,12 +58,6 @@ class Resources:
         ranks = len(self._topology.node) if flow.shared or flow.reads else 0
         return self.device.reserve(StagingNeeds(load.device, nbytes, ranks))
 
-    def proof(self, load: AgreedLoad, verifiers: tuple[int, ...]) -> Proof:
-        """The proof of a plan, kept for the next load of the same plan."""
-        if self._proof is None or not self._proof.fits(load.plan, verifiers):
-            self._proof = Proof(load.plan, verifiers)
-        return self._proof
-
     def forget_staging(self) -> None:
         """After a failed transfer: the next load makes new staging memory."""
         self.memory = None
@@ -74,4 +66,3 @@ class Resources:
     def close(self) -> None:
         """Frees everything."""
         self.forget_staging()
-        self._proof = None

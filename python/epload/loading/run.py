@@ -24,6 +24,7 @@ from epload.planning.waves import wave_bytes
 from epload.report import LoadReport
 from epload.transport.local import Local
 from epload.transport.transfers import run_transfer
+from epload.verify.digests import digest_shards, verify_digests
 
 
 class LoadRun:
@@ -121,13 +122,14 @@ class LoadRun:
         """Before the tensors are scaled or initialized, as the checkpoint knows nothing of that."""
         load, control = self._load, self._control
         with self._report.timed("verify"):
-            proof = self._resources.proof(load, self._topology.ranks if load.all_read else readers)
-            messages = control.exchange("the digests", proof.claims(self._local))
+            verifiers = self._topology.ranks if load.all_read else readers
+            messages = control.exchange("the digests", digest_shards(load.plan, verifiers, self._local))
 
             def check() -> None:
                 if messages:
                     assert load.inputs.checkpoint is not None
-                    for nbytes in proof.check(self._topology.rank, messages, load.inputs.checkpoint, load.manifest):
+                    checkpoint = load.inputs.checkpoint
+                    for nbytes in verify_digests(load.plan, control.rank, messages, checkpoint, load.manifest):
                         control.progress += nbytes
 
             # Whoever proves reads what is at the paths now. A file that has changed is why shards differ from it, so that

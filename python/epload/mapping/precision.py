@@ -27,7 +27,7 @@ from epload.mapping.wrappers import unwrap
 from epload.model.initialization import class_before_fsdp, is_pretrained, preserve_generators
 from epload.model.modules import Modules
 from epload.model.targets import Targets
-from epload.report import list_keys
+from epload.observe.render import list_keys
 
 DTypes = torch.dtype | Mapping[str, torch.dtype] | None
 """A dtype for all floating-point parameters, or dtypes by regular expression, searched for in the names; the first match counts.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from os import PathLike
 from typing import Any
 
-from epload.observe.events import ROUND
+import torch
+
 from epload.observe.trace import Trace
 
 _COLORS = {
@@ -65,15 +66,12 @@ def _draw_ranks(axes: Any, trace: Trace) -> list[str]:
 
 
 def rate_over_time(trace: Trace, phase: str, bins: int) -> list[float]:
-    """Bytes a second of all ranks together, in equal parts of the load. A span's bytes are spread evenly over it."""
-    assert phase != ROUND
-    begin = trace.begin
-    width = max((trace.end - begin) / bins, 1.0)
-    found = [0.0] * bins
-    for span in (span for events in trace.ranks for span in events.spans if span.phase == phase and span.nbytes):
-        length = max(span.end - span.begin, 1)
-        first, last = (min(int((at - begin) / width), bins - 1) for at in (span.begin, span.begin + length))
-        for i in range(first, last + 1):
-            inside = min(begin + (i + 1) * width, span.begin + length) - max(begin + i * width, span.begin)
-            found[i] += span.nbytes * max(inside, 0.0) / length
-    return [nbytes / (width / 1e9) for nbytes in found]
+    """Returns bytes a second of all ranks together, in equal parts of the load. A span's bytes are spread evenly over it."""
+    spans = [span for events in trace.ranks for span in events.spans if span.phase == phase and span.nbytes]
+    begin, end, nbytes = (
+        torch.tensor([[s.begin - trace.begin, s.end - trace.begin, s.nbytes] for s in spans]).reshape(-1, 3).T
+    )
+    edges = torch.linspace(0, max(trace.end - trace.begin, 1), bins + 1, dtype=torch.float64)
+    moved = ((edges[:, None] - begin) / (end - begin).clamp(min=1)).clamp(0, 1) @ nbytes.double()
+    rates: list[float] = (moved.diff() / (edges[1] / 1e9)).tolist()
+    return rates

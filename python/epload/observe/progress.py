@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from time import monotonic
-from types import TracebackType
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -31,12 +30,7 @@ class Progress:
     """Counts bytes. A context manager, used by one thread."""
 
     def __init__(self, total: int, shown: bool) -> None:
-        """
-        Args:
-            total: bytes.
-            shown: whether to show them: as a bar where standard error is a terminal or in a notebook, else as log records at
-                INFO.
-        """
+        """``shown``: as a bar where standard error is a terminal or in a notebook, else as log records at INFO."""
         self._total = total
         self._bar: tqdm[Any] | None = None
         if shown and (_IN_NOTEBOOK or sys.stderr.isatty()):
@@ -48,9 +42,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
 

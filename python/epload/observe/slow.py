@@ -28,11 +28,11 @@ def pace(nbytes: int, seconds: float) -> Pace | None:
 
 def slow_readers(paces: Mapping[int, Sequence[int] | None]) -> dict[int, float]:
     """Returns how many times slower than the median each slow rank reads, by rank."""
-    known = {rank: of_rank for rank, of_rank in paces.items() if of_rank is not None}
-    if not known:
+    rates = {rank: of_rank for rank, of_rank in paces.items() if of_rank is not None}
+    if not rates:
         return {}
-    middle = median(rate for rate, _ in known.values())
-    slower = {rank: 2.0 ** ((middle - rate) / _STEPS) for rank, (rate, matters) in known.items() if matters}
+    middle = median(rate for rate, _ in rates.values())
+    slower = {rank: 2.0 ** ((middle - rate) / _STEPS) for rank, (rate, matters) in rates.items() if matters}
     return {rank: round(factor, 1) for rank, factor in slower.items() if factor >= _FACTOR}
 
 

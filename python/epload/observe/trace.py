@@ -16,7 +16,7 @@ from epload.observe.events import ROUND, Event, Events
 from epload.redact import redact
 
 _FORMAT = "epload trace"
-_LANES = ("MainThread", "epload-read", "epload-move")
+_ORDER = {"MainThread": 0, "epload-read": 1, "epload-move": 2}
 """Threads in the order in which they are shown; others follow."""
 
 
@@ -50,7 +50,7 @@ class Trace:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes it in the Trace Event Format. Each rank is a process, and each of its threads a track."""
-        accuracy = {str(rank): each if each < math.inf else None for rank, each in self.accuracy.items()}
+        accuracy = {str(rank): bound if bound < math.inf else None for rank, bound in self.accuracy.items()}
         content = {
             "traceEvents": [event for events in self.ranks for event in self._describe(events)],
             "displayTimeUnit": "ms",
@@ -60,13 +60,11 @@ class Trace:
 
     def _describe(self, events: Events) -> Iterable[dict[str, Any]]:
         rank, begin = events.rank, self.begin
-        found = {span.lane for span in events.spans}
-        lanes = [lane for lane in _LANES if lane in found] + sorted(found - {*_LANES})
-        yield _metadata(rank, 0, "process_name", name=f"rank {rank} (node {events.node})")
-        yield _metadata(rank, 0, "process_sort_index", sort_index=rank)
-        for number, lane in enumerate(lanes):
-            yield _metadata(rank, number, "thread_name", name=lane)
-            yield _metadata(rank, number, "thread_sort_index", sort_index=number)
+        lanes = sorted({span.lane for span in events.spans}, key=lambda lane: (_ORDER.get(lane, len(_ORDER)), lane))
+        tracks = [("process", 0, rank, f"rank {rank} (node {events.node})")]
+        for kind, number, index, name in [*tracks, *(("thread", i, i, lane) for i, lane in enumerate(lanes))]:
+            for what, value in (("name", name), ("sort_index", index)):
+                yield {"name": f"{kind}_{what}", "ph": "M", "pid": rank, "tid": number, "args": {what: value}}
         totals: dict[str, int] = defaultdict(int)
         for span in sorted(events.spans, key=lambda span: (span.begin, -span.end)):
             args: dict[str, Any] = {"detail": redact(span.detail), "bytes": span.nbytes, "waits_for": list(span.ranks)}
@@ -92,8 +90,7 @@ class Trace:
         """
         try:
             content = json.loads(read_regular(path))
-            other = content["otherData"]
-            if other["format"] != _FORMAT:
+            if content["otherData"]["format"] != _FORMAT:
                 raise KeyError(_FORMAT)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"expected a trace that epload has written, got {path}, which is none") from error
@@ -108,20 +105,11 @@ class Trace:
             elif event["ph"] == "X":
                 begin, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
                 name = event["name"] if event["name"] != event["cat"] else ""
-                ranks[rank].spans.append(
-                    Event(
-                        lanes[rank, event["tid"]], event["cat"], begin, begin + length, args.get("bytes", 0),
-                        args.get("detail", ""), tuple(args.get("waits_for", ())), name,
-                    )
-                )  # fmt: skip
-        return cls(
-            tuple(ranks.values()),
-            {int(rank): math.inf if each is None else each for rank, each in other["accuracy"].items()},
-        )
-
-
-def _metadata(rank: int, lane: int, what: str, **args: Any) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": rank, "tid": lane, "args": args}
+                of, texts = tuple(args.get("waits_for", ())), (args.get("bytes", 0), args.get("detail", ""))
+                span = Event(lanes[rank, event["tid"]], event["cat"], begin, begin + length, *texts, of, name)
+                ranks[rank].spans.append(span)
+        accuracy = content["otherData"]["accuracy"].items()
+        return cls(tuple(ranks.values()), {int(rank): math.inf if bound is None else bound for rank, bound in accuracy})
 
 
 def _offset(other: Events, first: Events) -> tuple[int, float]:
@@ -131,23 +119,19 @@ def _offset(other: Events, first: Events) -> tuple[int, float]:
     rounds = [(span, first.decided[span.detail]) for span in other.spans if span.detail in first.decided]
     if not rounds:
         return first.spans[0].begin - other.spans[0].begin if first.spans and other.spans else 0, math.inf
-    least = max(decided - span.end for span, decided in rounds)
-    most = min(decided - span.begin for span, decided in rounds)
-    return (least + most) // 2, abs(most - least) / 2e9
+    smallest = max(decided - span.end for span, decided in rounds)
+    largest = min(decided - span.begin for span, decided in rounds)
+    return (smallest + largest) // 2, abs(largest - smallest) / 2e9
 
 
 def _with_last_to_come(ranks: list[Events]) -> Iterable[Events]:
-    """The same with the rank that every round waited for."""
-    last: dict[str, tuple[int, int]] = {}
+    """Yields the same with the rank that every round waited for."""
+    last: dict[str, tuple[float, int]] = defaultdict(lambda: (-math.inf, -1))
     for events in ranks:
         for span in events.spans:
             if span.phase == ROUND:
-                last[span.detail] = max(last.get(span.detail, (span.begin, events.rank)), (span.begin, events.rank))
+                last[span.detail] = max(last[span.detail], (span.begin, events.rank))
     for events in ranks:
-        spans = [
-            span._replace(ranks=(last[span.detail][1],))
-            if span.phase == ROUND and last[span.detail][1] != events.rank
-            else span
-            for span in events.spans
-        ]
+        waits = {detail: (rank,) for detail, (_, rank) in last.items() if rank != events.rank}
+        spans = [s._replace(ranks=waits.get(s.detail, ())) if s.phase == ROUND else s for s in events.spans]
         yield replace(events, spans=spans)

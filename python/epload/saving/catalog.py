@@ -1,9 +1,10 @@
-"""The tensors that a sender offers: under which names, and where each is in its model."""
+"""The checkpoint tensors that a model is saved or sent as: their names, and where each is in the model."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -23,15 +24,14 @@ from epload.mapping.transformers import checkpoint_form
 from epload.mapping.wrappers import TRAINED_COPY, names_added_by_adapters, unwrap
 from epload.model.targets import Targets
 
-SOURCE = "the sender's model"
-_MOST_SHOWN = 5
+_MAX_SHOWN = 5
 
 
 def catalog(
     model: nn.Module, targets: Targets, mapping: Mapping | str, names_from: Any
 ) -> tuple[Manifest, list[tuple[Place, ...]], list[Shape]]:
-    """The manifest of a model's tensors as its checkpoints have them without padding, the places of each in the model, and
-    the shapes of the checkpoint's tensors with their padding: rows of zeros at the end.
+    """Returns the manifest of a model's tensors as its checkpoints have them without padding, the places of each in the model,
+    and the shapes of the checkpoint's tensors with their padding: rows of zeros at the end.
 
     Args:
         targets: of the model.
@@ -39,15 +39,15 @@ def catalog(
         names_from: a checkpoint whose names and shapes are taken; None to derive them from the mapping.
 
     Raises:
-        ModelMismatch: a tensor of the model, or a part of one, would not be sent.
+        ModelMismatch: a tensor of the model, or a part of one, is in no checkpoint tensor.
         ValueError: the names cannot be derived from the mapping.
     """
     dtypes = {name: targets.dtypes[number] for name, number in targets.index.items()}
     added = names_added_by_adapters(model, targets.index)
     shapes = {name: shape for name, shape in targets.shapes.items() if name not in added}
     if names_from is not None:
-        found = Checkpoint.open(names_from).manifest
-        names, sizes = list(found.names), list(found.shapes)
+        like = Checkpoint.open(names_from).manifest
+        names, sizes = list(like.names), list(like.shapes)
         rules = _without_copies(resolve_mapping(mapping, model, targets.index, names))
     else:
         rules = _without_copies(resolve_mapping(mapping, model, targets.index))
@@ -56,35 +56,28 @@ def catalog(
         if rules.renames or rules.converts:
             if isinstance(mapping, Mapping):
                 raise ValueError(
-                    "the names under which tensors are sent cannot be derived from a mapping of one's own: pass names_from=, the "
-                    "path of a checkpoint that has them, or mapping='auto'"
+                    "the checkpoint names of the model's tensors cannot be derived from a mapping of your own: pass names_from=, "
+                    "the path of a checkpoint that has them, or mapping='auto'"
                 )
-            like = [(dtypes[name], shapes[name]) for name in own]
-            inner = unwrap(model, targets.index).model
-            names, sizes = checkpoint_form(inner, dict(zip(names, like, strict=True)))
-    placed = _each_once(place(rules, names, sizes, shapes), targets)
+            kinds = [(dtypes[name], shapes[name]) for name in own]
+            names, sizes = checkpoint_form(unwrap(model, targets.index).model, dict(zip(names, kinds, strict=True)))
+    placed = _without_duplicates(place(rules, names, sizes, shapes), targets)
     _check_covered(placed, targets)
     if names_from is not None:
         _check_complete(rules, names, placed, targets, added)
-    kept = [i for i, places in enumerate(placed) if places]
-    padded = _padded(rules, names)
-    unpadded = {i: _without_padding(sizes[i], placed[i]) if i in padded else sizes[i] for i in kept}
-    for i in kept:
-        _check_whole(names[i], unpadded[i], placed[i], targets)
-    manifest = Manifest(
-        tuple(names[i] for i in kept),
-        tuple(unpadded[i] for i in kept),
-        tuple(dtypes[placed[i][0][0]] for i in kept),
-        SOURCE,
-    )
-    return manifest, [placed[i] for i in kept], [sizes[i] for i in kept]
+    truncated = _truncated(rules, names)
+    used = [i for i, places in enumerate(placed) if places]
+    unpadded = [_without_padding(sizes[i], placed[i]) if i in truncated else sizes[i] for i in used]
+    for i, shape in zip(used, unpadded, strict=True):
+        _check_whole(names[i], shape, placed[i], targets)
+    of_first = tuple(dtypes[placed[i][0][0]] for i in used)
+    manifest = Manifest(tuple(names[i] for i in used), tuple(unpadded), of_first, "the model")
+    return manifest, [placed[i] for i in used], [sizes[i] for i in used]
 
 
-def _padded(rules: Mapping, names: Sequence[str]) -> set[int]:
-    """The checkpoint tensors that may have padding: those that a conversion truncates."""
-    truncating = [
-        convert for convert in rules.converts if any(isinstance(step, Truncate) for step in convert.operations)
-    ]
+def _truncated(rules: Mapping, names: Sequence[str]) -> set[int]:
+    """Returns the checkpoint tensors that a conversion truncates, which may have padding."""
+    truncating = [rule for rule in rules.converts if any(isinstance(step, Truncate) for step in rule.operations)]
     if not truncating:
         return set()
     groups, _ = match_conversions(rules.converts, apply_renames(rules.renames, names))
@@ -92,7 +85,7 @@ def _padded(rules: Mapping, names: Sequence[str]) -> set[int]:
 
 
 def _without_padding(shape: Shape, places: Sequence[Place]) -> Shape:
-    """The shape without the rows at the end that have no place, if all others are a target as they are."""
+    """Returns the shape without the rows at the end that have no place, if all others are a target as they are."""
     view = places[0][1]
     fits = len(places) == 1 and view.offset == 0 and view.strides == row_major_strides(shape)
     return view.size if fits and view.size[1:] == shape[1:] else shape
@@ -104,73 +97,71 @@ def _without_copies(rules: Mapping) -> Mapping:
     return replace(rules, ties=ties, aliases=(*rules.aliases, TRAINED_COPY)) if ties != rules.ties else rules
 
 
-def _bare_names(rules: Mapping, targets: Targets, kept: Collection[str]) -> tuple[list[str], list[str]]:
-    """Returns a name of each target that has one among ``kept``, and the name without wrappers; of tied ones that which others
-    are tied to, under which libraries save it."""
-    names = [name for name in targets.index if name in kept]
-    bare = apply_renames(rules.aliases, names)
+def _bare_names(rules: Mapping, targets: Targets, names: Collection[str]) -> tuple[list[str], list[str]]:
+    """Returns a name of each target that has one among ``names``, and the name without wrappers; of tied ones the name that
+    others are tied to, under which libraries save it."""
+    own_names = [name for name in targets.index if name in names]
     tied = {name for name, _ in rules.ties}
     chosen: dict[int, tuple[str, str]] = {}
-    for own, name in zip(names, bare, strict=True):
+    for own, bare in zip(own_names, apply_renames(rules.aliases, own_names), strict=True):
         number = targets.index[own]
-        if number not in chosen or (chosen[number][1] in tied and name not in tied):
-            chosen[number] = own, name
+        if number not in chosen or (chosen[number][1] in tied and bare not in tied):
+            chosen[number] = own, bare
     ordered = [chosen[number] for number in sorted(chosen)]
-    return [own for own, _ in ordered], [name for _, name in ordered]
+    return [own for own, _ in ordered], [bare for _, bare in ordered]
 
 
-def _each_once(placed: Sequence[tuple[Place, ...]], targets: Targets) -> list[tuple[Place, ...]]:
-    """The places without those of a tensor that another one before it has, as where the model's weights are tied."""
+def _without_duplicates(placed: Sequence[tuple[Place, ...]], targets: Targets) -> list[tuple[Place, ...]]:
+    """Returns the places without those of a tensor that another one before it has, as where the model's weights are tied. A
+    tensor that shares only some of its elements keeps all, and is an error later."""
     taken: set[tuple[int, View]] = set()
-    found = []
+    result = []
     for places in placed:
-        fresh = tuple(place for place in places if (targets.index[place[0]], place[1]) not in taken)
-        taken.update((targets.index[name], view) for name, view in fresh)
-        # All or nothing: a tensor that shares some of its elements alone is an error.
-        found.append(places if fresh else ())
-    return found
+        views = {(targets.index[name], view) for name, view in places}
+        result.append(places if views - taken else ())
+        taken |= views
+    return result
 
 
 def _check_covered(placed: Sequence[tuple[Place, ...]], targets: Targets) -> None:
-    """Raises ModelMismatch unless each tensor of the model is sent as a whole or not at all."""
+    """Raises ModelMismatch unless each tensor of the model has a place as a whole or not at all."""
     views: dict[int, set[View]] = {}
-    for places in placed:
-        for name, view in places:
-            views.setdefault(targets.index[name], set()).add(view)
+    for name, view in chain.from_iterable(placed):
+        views.setdefault(targets.index[name], set()).add(view)
     for number, of_target in views.items():
         expected = prod(targets.layouts[targets.layout[number]].shape)
         if (count := sum(prod(view.size) for view in of_target)) != expected:
             raise ModelMismatch(
-                f"{count} of the {expected} elements of {targets.names[number]} have a place in the tensors that would be sent; "
-                "pass names_from=, a checkpoint of this model, or another mapping"
+                f"{count} of the {expected} elements of {targets.names[number]} have a place in the checkpoint's tensors; pass "
+                "names_from=, a checkpoint of this model, or another mapping"
             )
 
 
 def _check_complete(
     rules: Mapping, names: Sequence[str], placed: Sequence[tuple[Place, ...]], targets: Targets, added: Collection[str]
 ) -> None:
-    """Raises ModelMismatch if a tensor of the model would not be sent, and neither is ``added`` by an adapter nor ignored by the
+    """Raises ModelMismatch if a tensor of the model has no place, and is neither ``added`` by an adapter nor ignored by the
     mapping."""
-    sent = {targets.index[name] for places in placed for name, _ in places}
+    covered = {targets.index[name] for name, _ in chain.from_iterable(placed)}
     expected = {targets.index[name] for _, name in rules.only} or set(range(len(targets.names)))
-    missing = [targets.names[number] for number in sorted(expected - sent) if targets.names[number] not in added]
+    missing = [targets.names[number] for number in sorted(expected - covered) if targets.names[number] not in added]
     ignored = set(ignored_keys(rules, names, missing, ()))
     missing = [name for name in missing if name not in ignored]
     if missing:
-        listed = f"{', '.join(missing[:_MOST_SHOWN])}{', ...' * (len(missing) > _MOST_SHOWN)}"
+        listed = f"{', '.join(missing[:_MAX_SHOWN])}{', ...' * (len(missing) > _MAX_SHOWN)}"
         raise ModelMismatch(
-            f"names_from= has no tensor for {len(missing)} tensors of the sender's model ({listed}), which would not be sent; "
-            "pass a checkpoint of this model, or a mapping that has them, or names them in ignore_missing",
+            f"names_from= has no tensor for {len(missing)} tensors of the model ({listed}), which would be left out; pass a "
+            "checkpoint of this model, or a mapping that has them, or names them in ignore_missing",
             missing_keys=missing,
         )
 
 
 def _check_whole(name: str, shape: Sequence[int], places: Sequence[Place], targets: Targets) -> None:
-    """Raises ModelMismatch unless the model has each element of a tensor that is sent, and has it once."""
+    """Raises ModelMismatch unless the model has each element of a checkpoint tensor, and has it once."""
     distinct = {(targets.index[target], view) for target, view in places}
     if (count := sum(prod(view.size) for _, view in distinct)) != prod(shape):
-        held = ", ".join(dict.fromkeys(target for target, _ in places))
+        owners = ", ".join(dict.fromkeys(target for target, _ in places))
         raise ModelMismatch(
-            f"cannot send {name}, which has {prod(shape)} elements: the model has {count} for it, in {held}; pass a names_from= "
-            "checkpoint that has a tensor for each, or tie them in the model"
+            f"{name} has {prod(shape)} elements, and the model has {count} for it, in {owners}; pass a names_from= checkpoint "
+            "that has a tensor for each, or tie them in the model"
         )

@@ -17,11 +17,11 @@ from epload.saving.layout import NewFile
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Constants of renameat2(2) on Linux."""
 _MAX_LISTED = 8
-"""Nodes in an error message."""
+"""Ranks in an error message."""
 
 
 class NewFolder:
-    """Until :meth:`commit`, the files are in a hidden folder beside the path."""
+    """Keeps the files in a hidden folder next to the path until :meth:`commit`."""
 
     def __init__(self, path: Path, temporary: Path, overwrite: bool) -> None:
         self.path = path
@@ -29,13 +29,8 @@ class NewFolder:
         self._overwrite = overwrite
 
     @classmethod
-    def create(cls, path: Path, overwrite: bool) -> NewFolder:
-        """Makes the hidden folder.
-
-        Raises:
-            ValueError: there is something at the path, which must not be overwritten.
-            OSError: the folder cannot be made.
-        """
+    def create(cls, path: Path, overwrite: bool, files: Sequence[NewFile] = ()) -> NewFolder:
+        """Makes the hidden folder, and in it files of full size with their headers. Raises ValueError or OSError."""
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise ValueError(f"{path} is no folder; pass the path of a folder to save to")
         if not overwrite and path.exists() and any(path.iterdir()):
@@ -43,58 +38,41 @@ class NewFolder:
                 f"{path} exists and is not empty; pass another path, or overwrite=True, which replaces the whole folder"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.saving"
-        temporary.mkdir()
-        return cls(path, temporary, overwrite)
-
-    @property
-    def exists(self) -> bool:
-        """True if this process sees the hidden folder."""
-        return self.temporary.is_dir()
-
-    def add_files(self, files: Sequence[NewFile]) -> None:
-        """Makes files of full size, with their headers.
-
-        Raises:
-            OSError: there is not enough space, or a file cannot be made.
-        """
-        wanted, free = sum(file.nbytes for file in files), shutil.disk_usage(self.temporary).free
-        if wanted > free:
-            raise OSError(f"{self.path.parent} has {free / 1e9:.1f} GB free, and the checkpoint {wanted / 1e9:.1f} GB")
-        for file in files:
-            with open(self.temporary / file.name, "xb") as stream:
-                stream.truncate(file.nbytes)
-                stream.write(file.header)
+        nbytes, free = sum(file.nbytes for file in files), shutil.disk_usage(path.parent).free
+        if nbytes > free:
+            raise OSError(f"{path.parent} has {free / 1e9:.1f} GB free, and the checkpoint {nbytes / 1e9:.1f} GB")
+        folder = cls(path, path.parent / f".{path.name}.{secrets.token_hex(6)}.saving", overwrite)
+        folder.temporary.mkdir()
+        try:
+            for file in files:
+                with open(folder.temporary / file.name, "xb") as stream:
+                    stream.truncate(file.nbytes)
+                    stream.write(file.header)
+        except BaseException:
+            folder.discard()
+            raise
+        return folder
 
     def add(self, name: str, content: bytes) -> None:
-        """Makes a small file, and writes it to disk."""
+        """Makes a small file."""
         with open(self.temporary / name, "xb") as stream:
             stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-
-    def sync(self) -> None:
-        """Writes all files and their names to disk. Raises OSError."""
-        for file in self.temporary.iterdir():
-            sync(file)
-        sync(self.temporary)
 
     def commit(self) -> None:
-        """Puts the folder, which is on disk, under its path; the folder that was there is deleted.
+        """Writes all files to disk and puts the folder under its path; the folder that was there is deleted.
 
-        Raises:
-            OSError: it cannot be done, and what was at the path still is.
+        Raises OSError if it cannot be done, and what was at the path still is.
         """
+        for path in (*self.temporary.iterdir(), self.temporary):
+            sync(path)
         try:
             os.rename(self.temporary, self.path)  # also over an empty folder
         except OSError:
             if not self._overwrite or not self.path.is_dir():
                 raise
             _exchange(self.temporary, self.path)
-            sync(self.path.parent)
-            shutil.rmtree(self.temporary, ignore_errors=True)
-        else:
-            sync(self.path.parent)
+        sync(self.path.parent)
+        shutil.rmtree(self.temporary, ignore_errors=True)  # what was there, if it was exchanged
 
     def discard(self) -> None:
         """Deletes what was written. May be called by any rank, at any time, and again.
@@ -107,22 +85,17 @@ class NewFolder:
         shutil.rmtree(discarded, ignore_errors=True)
 
 
-def check_seen_by_all(parent: Path, nodes: Sequence[Sequence[int]], seen: Mapping[int, bool]) -> None:
+def check_seen_by_all(parent: Path, seen: Mapping[int, bool]) -> None:
     """Raises LoadError unless every rank sees the hidden folder that the first rank has made in ``parent``.
 
     The folder's name is random, so that a rank does not see another one in its place.
-
-    Args:
-        seen: by rank.
     """
-    unseen = {number: [rank for rank in node if not seen[rank]] for number, node in enumerate(nodes)}
-    listed = [f"ranks {', '.join(map(str, ranks))} of node {number}" for number, ranks in unseen.items() if ranks]
-    if listed:
-        more = f" and of {len(listed) - _MAX_LISTED} more nodes" if len(listed) > _MAX_LISTED else ""
+    if others := [str(rank) for rank, sees in seen.items() if not sees]:
+        more = f" and {len(others) - _MAX_LISTED} more" if len(others) > _MAX_LISTED else ""
         raise LoadError(
-            f"{parent} is on several file systems: {'; '.join(listed[:_MAX_LISTED])}{more} do not see the folder that rank "
-            f"{min(seen)} has made there, and nothing was saved; save to a folder that all nodes share, or save a model that is "
-            "on one node, with topology=Topology.discover(group) over that node's ranks, to its disk"
+            f"{parent} is on several file systems: ranks {', '.join(others[:_MAX_LISTED])}{more} do not see the folder that rank "
+            f"{min(seen)} has made there, and nothing was saved; save to a folder that all nodes share, or to the disk of one "
+            "node, with topology=Topology.discover(group) over that node's ranks"
         )
 
 

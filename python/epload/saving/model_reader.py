@@ -26,9 +26,9 @@ class ModelReader:
             ModelMismatch: see :func:`epload.model.targets.collect`.
             ValueError: a tensor is on meta, or tensors are on several accelerators.
         """
-        known = self._snapshot.read(self.model, ()) if self._snapshot is not None else None
-        if known is not None:
-            return known[0]
+        unchanged = self._snapshot.read(self.model, ()) if self._snapshot is not None else None
+        if unchanged is not None:
+            return unchanged[0]
         modules = Modules(self.model)
         targets, devices = _collect(self.model, modules, self._filled)
         self._snapshot = Snapshot(self.model, modules, targets, devices, ())

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise, starmap
 from math import prod
+from operator import mul
 
 import torch
 from torch import Tensor
 
+from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes as dtype_names
 from epload.core.columns import column, expand
 from epload.core.copy_table import ALIGNMENT, CopyTable
-from epload.core.pieces import Kinds
 from epload.core.placement import row_major_strides
 from epload.core.views import Shape
 from epload.errors import ModelMismatch
@@ -31,7 +31,7 @@ BUCKET_BYTES = 16 << 20
 RUN_BYTES = 4 * 8
 SLOT_BYTES = 4 << 20
 """Maximum bytes of a slot, which is packed as a whole."""
-LEAST_BYTES = 16 << 10
+MIN_BYTES = 16 << 10
 """Minimum bytes of the parts into which ranks with the same elements divide them."""
 
 
@@ -41,29 +41,17 @@ class WriteBucket:
 
     nbytes: int
     """Size of the buffer."""
-    rows: CopyTable
-    """Targets are numbers of the rank's local tensors."""
+    targets: list[int]
+    """The rank's local tensors that are packed, by number."""
+    copies: CopyTable
+    """Targets count in :attr:`targets`."""
     runs: Tensor
     """int64 [n, 4]: number of the file, offset in the file, offset in the buffer, length; bytes."""
     in_files: CopyTable
-    """``rows`` as they lie in their tensors in the files, for a rank that writes them without packing them first."""
+    """The copies as they lie in their tensors in the files, for a rank that writes them without packing them first. Targets are
+    numbers of local tensors."""
     origins: Tensor
     """int64 [n, 2]: the file of each of these rows, and where in it it starts (bytes)."""
-
-    @cached_property
-    def targets(self) -> list[int]:
-        """The local tensors that are packed."""
-        return self._renumbered[0]
-
-    @cached_property
-    def copies(self) -> CopyTable:
-        """``rows`` with targets that count in :attr:`targets`."""
-        return self._renumbered[1]
-
-    @cached_property
-    def _renumbered(self) -> tuple[list[int], CopyTable]:
-        table = self.rows.clone()
-        return table.renumber_targets(), table
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,144 +72,107 @@ class WritePlan:
         return f"bucket {', '.join(map(str, numbers))} of the save"
 
 
+Part = tuple[Tensor, Slot, Shape, torch.dtype, int]
+"""A slot of some tensors of one shape and dtype, and their class in the rank's share."""
+
+
 def plan_writes(
-    names: Sequence[str],
-    shapes: Sequence[Shape],
-    dtypes: Sequence[torch.dtype],
-    layout: FilesLayout,
-    outlines: Mapping[int, Outline],
-    rank: int,
-    share: Share,
+    manifest: Manifest, layout: FilesLayout, outlines: Mapping[int, Outline], rank: int, share: Share
 ) -> WritePlan:
-    """
+    """Plans what this rank writes.
+
     Args:
-        names, shapes, dtypes: of the tensors, as in the files but without padding.
+        manifest: the tensors as in the files but without padding.
         outlines: of every rank's share.
-        rank: this process's.
         share: this rank's.
 
     Raises:
         ModelMismatch: no rank has some elements of a tensor, or a tensor's dtype does not convert to that in the file.
     """
-    kind_of = number_alike(Kinds.of(shapes, dtypes), outlines.values())
-    rows = _Rows(share)
+    kind_of = number_alike(manifest.kinds, outlines.values())
+    parts: list[Part] = []
     for tensors in torch.split(kind_of.argsort(stable=True), torch.bincount(kind_of).tolist()):
         first = int(tensors[0])
-        number = int(share.class_of[first])
-        held = [
-            ((of,), outline.boxes[int(outline.class_of[first])])
-            for of, outline in outlines.items()
-            if int(outline.class_of[first]) != NO_PART
-        ]
-        shape, dtype = shapes[first], dtypes[first]
+        name, shape, dtype = manifest.names[first], manifest.shapes[first], manifest.dtypes[first]
         if 0 in shape:
             continue
+        classes = {of: int(outline.class_of[first]) for of, outline in outlines.items()}
+        boxes = [((of,), outlines[of].boxes[number]) for of, number in classes.items() if number != NO_PART]
         whole = ((0,) * len(shape), shape)
-        slots, lacking = make_slots(shape, dtype.itemsize, held, [((0,), [whole])], SLOT_BYTES, LEAST_BYTES)
-        if lacking is not None:
-            start, size = lacking
-            raise ModelMismatch(
-                f"no rank has {names[first]} from {list(start)} on, of size {list(size)}; nothing was saved"
-            )
-        if number == NO_PART:
+        slots, missing = make_slots(shape, dtype.itemsize, boxes, [((0,), [whole])], SLOT_BYTES, MIN_BYTES)
+        if missing is not None:
+            start, size = missing
+            raise ModelMismatch(f"no rank has {name} from {list(start)} on, of size {list(size)}; nothing was saved")
+        if (number := int(share.class_of[first])) == NO_PART:
             continue
         if not dtype_names.converts(share.dtypes[number], dtype):
             raise ModelMismatch(
-                f"{names[first]} is {dtype_names.name(share.dtypes[number])}, which cannot be saved as {dtype_names.name(dtype)}"
+                f"{name} is {dtype_names.name(share.dtypes[number])}, which cannot be saved as {dtype_names.name(dtype)}"
             )
         for slot in slots:
             if rank in slot.owners:
-                turn = slot.owners.index(rank)
-                mine = tensors[tensors % len(slot.owners) == turn]
-                if len(mine):
-                    rows.add(mine, slot, shape, dtype, number)
-    return rows.plan(layout)
+                own = tensors[tensors % len(slot.owners) == slot.owners.index(rank)]
+                if len(own):
+                    parts.append((own, slot, shape, dtype, number))
+    return _expand(parts, share, layout) if parts else WritePlan((), 0)
 
 
-class _Rows:
-    """The slots that a rank writes. What is equal for all tensors of a kind is listed once, as a template."""
+def _expand(parts: Sequence[Part], share: Share, layout: FilesLayout) -> WritePlan:
+    """Divides parts into buckets. Each part is a template for its tensors, as copies and runs of bytes of all are alike."""
+    into_slots, into_tensors = CopyTemplates(share), CopyTemplates(share)
+    for _, slot, shape, dtype, number in parts:
+        box = slot.start, slot.size, share, number, dtype, True
+        into_slots.add(copies_of_box(*box))
+        into_tensors.add(copies_of_box(*box, whole=shape))
+    runs_of = [_runs(slot, shape, dtype.itemsize) for _, slot, shape, dtype, _ in parts]
+    tensor = torch.cat([tensors for tensors, *_ in parts])
+    template = torch.repeat_interleave(column([len(tensors) for tensors, *_ in parts]))
+    # In the order of the files, so that they are written from front to back.
+    keys = torch.stack([layout.file[tensor], layout.offset[tensor], template], 1).tolist()
+    order = column(sorted(range(len(keys)), key=keys.__getitem__))
+    tensor, template = tensor[order], template[order]
 
-    def __init__(self, share: Share) -> None:
-        self._share = share
-        self._tensors: list[Tensor] = []
-        self._nbytes: list[int] = []
-        """Bytes of each template's slot."""
-        self._copies = CopyTemplates(share)
-        self._in_tensors = CopyTemplates(share)
-        """The same as they lie in the whole tensor."""
-        self._runs: list[Tensor] = []
+    nbytes = column([prod(slot.size) * dtype.itemsize for _, slot, _, dtype, _ in parts])[template]
+    aligned = -(-nbytes // ALIGNMENT) * ALIGNMENT
+    begins = aligned.cumsum(0) - aligned
+    run_counts = column(list(map(len, runs_of)))
+    with_runs = aligned + run_counts[template] * RUN_BYTES  # many short runs take more room than their data
+    _, sizes = torch.unique_consecutive((with_runs.cumsum(0) - with_runs) // BUCKET_BYTES, return_counts=True)
+    ends = sizes.cumsum(0)
+    offset = begins - torch.repeat_interleave(begins[ends - sizes], sizes)
 
-    def add(self, tensors: Tensor, slot: Slot, shape: Shape, dtype: torch.dtype, number: int) -> None:
-        """Adds a slot of some tensors of a kind, whose class in the share has this number."""
-        box = slot.start, slot.size, self._share, number, dtype, True
-        self._copies.add(copies_of_box(*box))
-        self._in_tensors.add(copies_of_box(*box, whole=shape))
-        self._tensors.append(tensors)
-        self._nbytes.append(prod(slot.size) * dtype.itemsize)
-        self._runs.append(_runs(slot, shape, dtype.itemsize))
+    copies, of_copy = into_slots.expand(tensor, template)
+    copies.offset.add_(offset[of_copy])
+    in_files, _ = into_tensors.expand(tensor, template)
+    origins = torch.stack([layout.file[tensor[of_copy]], layout.offset[tensor[of_copy]] + in_files.offset], 1)
+    which, of_run = expand(run_counts, template)
+    in_tensor, in_slot, length = torch.cat(runs_of)[which].T
+    file, start = layout.file[tensor[of_run]], layout.offset[tensor[of_run]]
+    runs = torch.stack([file, start + in_tensor, offset[of_run] + in_slot, length], 1)
 
-    def plan(self, layout: FilesLayout) -> WritePlan:
-        if not self._tensors:
-            return WritePlan((), 0)
-        tensor = torch.cat(self._tensors)
-        template = torch.repeat_interleave(
-            torch.arange(len(self._tensors)), torch.tensor(list(map(len, self._tensors)))
-        )
-        # In the order of the files, so that they are written from front to back.
-        at = torch.stack([layout.file[tensor], layout.offset[tensor], template], 1)
-        order = torch.tensor(sorted(range(len(at)), key=at.tolist().__getitem__), dtype=torch.int64)
-        tensor, template = tensor[order], template[order]
-        nbytes = torch.tensor(self._nbytes, dtype=torch.int64)[template]
-        aligned = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        begins = aligned.cumsum(0) - aligned
-        run_bytes = torch.tensor(list(map(len, self._runs)), dtype=torch.int64)[template] * RUN_BYTES
-        with_runs = aligned + run_bytes  # many short runs take more room than their data
-        bucket = (with_runs.cumsum(0) - with_runs) // BUCKET_BYTES
-        _, sizes = torch.unique_consecutive(bucket, return_counts=True)
-        ends = sizes.cumsum(0)
-        first = ends - sizes
-        offset = begins - torch.repeat_interleave(begins[first], sizes)
-        copies, of_copy = self._copies.expand(tensor, template)
-        copies.offset.add_(offset[of_copy])
-        in_files, _ = self._in_tensors.expand(tensor, template)
-        origins = torch.stack([layout.file[tensor[of_copy]], layout.offset[tensor[of_copy]] + in_files.offset], 1)
-        runs, of_run = self._expand_runs(tensor, template, offset, layout)
-        copy_ends = [0, *torch.searchsorted(of_copy, ends).tolist()]
-        run_ends = [0, *torch.searchsorted(of_run, ends).tolist()]
-        last = (offset + aligned)[ends - 1].tolist()
-        buckets = tuple(
-            WriteBucket(room, copies.select(rows), runs[of_runs], in_files.select(rows), origins[rows])
-            for room, rows, of_runs in zip(last, _slices(copy_ends), _slices(run_ends), strict=True)
-        )
-        return WritePlan(buckets, int(nbytes.sum()))
-
-    def _expand_runs(
-        self, tensor: Tensor, template: Tensor, offset: Tensor, layout: FilesLayout
-    ) -> tuple[Tensor, Tensor]:
-        """The runs of all rows, and for each its row."""
-        which, row = expand(column(list(map(len, self._runs))), template)
-        runs = torch.cat(self._runs)[which]
-        file = layout.file[tensor[row]]
-        return torch.stack(
-            [file, runs[:, 0] + layout.offset[tensor[row]], runs[:, 1] + offset[row], runs[:, 2]], 1
-        ), row
+    buckets = []
+    rooms = (offset + aligned)[ends - 1].tolist()
+    for room, rows, of_runs in zip(rooms, _slices(of_copy, ends), _slices(of_run, ends), strict=True):
+        packed = copies.select(rows).clone()
+        targets = packed.renumber_targets()
+        buckets.append(WriteBucket(room, targets, packed, runs[of_runs], in_files.select(rows), origins[rows]))
+    return WritePlan(tuple(buckets), int(nbytes.sum()))
 
 
-def _slices(ends: list[int]) -> list[slice]:
-    """Returns the slice between each end and the next."""
-    return list(starmap(slice, pairwise(ends)))
+def _slices(of_row: Tensor, ends: Tensor) -> list[slice]:
+    """Returns the rows of each bucket. ``of_row``: ascending, the number of the slot of each row."""
+    return list(starmap(slice, pairwise([0, *torch.searchsorted(of_row, ends).tolist()])))
 
 
 def _runs(slot: Slot, shape: Shape, itemsize: int) -> Tensor:
-    """The contiguous runs of a box in a row-major tensor, int64 [n, 3]: offset in the tensor and in the packed box, and length;
-    bytes."""
+    """Returns the contiguous runs of a box in a row-major tensor, int64 [n, 3]: offset in the tensor and in the packed box, and
+    length; bytes."""
     # Dims after `last` are whole, so that a run is a range of indices of that dim.
     last = max((dim for dim in range(len(shape)) if slot.size[dim] != shape[dim]), default=0)
     strides = row_major_strides(shape)
-    offset = torch.zeros((), dtype=torch.int64)
+    offset = torch.tensor(sum(map(mul, slot.start, strides)))
     for dim in range(last):
-        offset = offset[..., None] + (slot.start[dim] + torch.arange(slot.size[dim])) * strides[dim]
-    begin = slot.start[last] * strides[last] if shape else 0
-    offset = (offset.flatten() + begin) * itemsize
+        offset = offset[..., None] + torch.arange(slot.size[dim]) * strides[dim]
+    offset = offset.flatten() * itemsize
     length = prod(slot.size[last:]) * itemsize
     return torch.stack([offset, torch.arange(len(offset)) * length, torch.full_like(offset, length)], 1)

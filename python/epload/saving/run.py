@@ -1,31 +1,37 @@
-"""One save on one rank: agrees with the other ranks, writes this rank's part, and has the folder appear."""
+"""One save on one rank: reads the model, agrees with the other ranks on what is saved, and writes this rank's part."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
-from dataclasses import dataclass, replace
+import threading
+from base64 import b85decode, b85encode
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from epload.cluster.topology import Topology
-from epload.control.activity import working
-from epload.core import garbage_collection
+from epload.cluster.single_flight import Call, Refused, exclusive
+from epload.cluster.topology import Topology, as_timedelta
+from epload.core import garbage_collection, log
 from epload.core.attempt import attempt
 from epload.files import read_regular
-from epload.mapping.mapping import Mapping
+from epload.mapping.mapping import Mapping as Rules
 from epload.model.flat_state import FlatState
 from epload.planning.shares import Outline
-from epload.saving.folder import NewFolder, check_seen_by_all
-from epload.saving.layout import INDEX, FilesLayout, lay_out
+from epload.report import SaveReport
+from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
-from epload.saving.report import SaveReport
-from epload.saving.source import Source, read_source
-from epload.saving.writer import NewFiles, write_buckets
+from epload.saving.source import SavedModel, read_model
+from epload.saving.writer import write_buckets, write_checkpoint
 from epload.staging.shards import Shards
+
+StateDict = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -33,15 +39,15 @@ class SaveOptions:
     """Arguments of :func:`epload.save`."""
 
     path: Path
-    mapping: Mapping | str
+    mapping: Rules | str
     names_from: Any
     dtype: torch.dtype | None
     max_shard_bytes: int
     files: tuple[Path, ...]
     overwrite: bool
 
-    def read(self, model: nn.Module | FlatState) -> Source:
-        """Reads what is saved. Raises ValueError, TypeError or LoadError."""
+    def check(self) -> None:
+        """Raises ValueError."""
         limit = self.max_shard_bytes
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
             raise ValueError(f"expected max_shard_bytes to be a number of bytes, at least 1, got {limit!r}")
@@ -49,155 +55,164 @@ class SaveOptions:
             raise ValueError(f"expected files= to name files to be copied, but {missing[0]} is none")
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise ValueError(f"expected dtype to be a floating-point dtype, got {self.dtype!r}")
-        if isinstance(model, FlatState) and model.others:
-            name, value = next(iter(model.others.items()))
+
+
+@dataclass(frozen=True)
+class SaveMessage:
+    """A rank's message once it has read its model."""
+
+    agreed: str
+    """Digest of what has to be equal on all ranks."""
+    columns: str
+    """First part of its share's outline, see :meth:`Outline.encode`, in base85. Equal on ranks with equal layouts."""
+    rest: str
+    """Second part."""
+
+
+@dataclass(frozen=True)
+class SaveDecision:
+    """The outlines of all ranks, equal parts once."""
+
+    columns: list[str]
+    rest: list[str]
+    parts: list[tuple[int, int]]
+    """Numbers of both parts for each rank, in the order of the ranks."""
+
+    @classmethod
+    def of(cls, messages: dict[int, SaveMessage]) -> SaveDecision:
+        """Raises ValueError if the ranks do not save the same."""
+        first = min(messages)
+        for rank, message in messages.items():
+            if message.agreed != messages[first].agreed:
+                raise ValueError(
+                    f"ranks {first} and {rank} save different tensors, or pass a different path, max_shard_bytes or overwrite; "
+                    "pass the same on all ranks"
+                )
+        columns = list(dict.fromkeys(message.columns for message in messages.values()))
+        rest = list(dict.fromkeys(message.rest for message in messages.values()))
+        parts = [(columns.index(m.columns), rest.index(m.rest)) for _, m in sorted(messages.items())]
+        return cls(columns, rest, parts)
+
+    def outlines(self, ranks: tuple[int, ...]) -> dict[int, Outline]:
+        """Returns the outlines by rank. Equal ones are one object, and so are their columns."""
+        class_of: dict[int, Tensor] = {}
+        distinct: dict[tuple[int, int], Outline] = {}
+        for a, b in map(tuple, self.parts):
+            if (a, b) not in distinct:
+                outline = Outline.decode(b85decode(self.columns[a]), b85decode(self.rest[b]))
+                distinct[a, b] = replace(outline, class_of=class_of.setdefault(a, outline.class_of))
+        return {rank: distinct[a, b] for rank, (a, b) in zip(ranks, self.parts, strict=True)}
+
+
+class SaveJob:
+    """Saves a model once. Reads the model when it is made."""
+
+    def __init__(
+        self,
+        model: nn.Module | StateDict,
+        options: SaveOptions,
+        topology: Topology | None,
+        timeout: timedelta | float | None,
+    ) -> None:
+        self._began = perf_counter()
+        log.configure()
+        self._timeout = as_timedelta(timeout)
+        self._topology = topology if topology is not None else Topology.default(timeout=self._timeout)
+        self._made_by = threading.current_thread()
+        self._options = options
+        self._report = SaveReport(path=str(options.path))
+        with self._report.timed("plan"), garbage_collection.paused():
+            self._source, self._failure = attempt(lambda: self._read(model))
+
+    def _read(self, model: nn.Module | StateDict) -> SavedModel:
+        """Raises ValueError, TypeError or LoadError."""
+        self._options.check()
+        module = model if isinstance(model, nn.Module) else FlatState(model)
+        if isinstance(module, FlatState) and module.others:
+            name, value = next(iter(module.others.items()))
             raise ValueError(
                 f"expected only tensors in the state dict, got {name}, a {type(value).__name__}: safetensors files hold "
                 "nothing else; leave it out, or save with torch.distributed.checkpoint"
             )
-        source = read_source(model, self.mapping, self.names_from, self.dtype)
+        source = read_model(module, self._options.mapping, self._options.names_from, self._options.dtype)
         if not source.manifest.names:
             raise ValueError("expected tensors to save, got none")
         return source
 
+    def snapshot(self) -> list[Tensor] | None:
+        """Returns copies of the local tensors in host memory."""
+        if self._source is None:
+            return None
+        local = self._source.targets.local()
+        copies = []
+        for tensor in local:
+            pinned = not tensor.is_cpu and torch.accelerator.is_available()
+            copies.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned))
+            copies[-1].copy_(tensor.detach(), non_blocking=pinned)
+        for device in {tensor.device for tensor in local if not tensor.is_cpu}:
+            torch.accelerator.current_stream(device).synchronize()
+        return copies
 
-class SaveRun:
-    def __init__(self, topology: Topology, options: SaveOptions, report: SaveReport) -> None:
-        self._topology = topology
-        self._control = topology.control
-        self._first = topology.rank == topology.ranks[0]
-        """True on the rank that makes the folder and renames it in the end."""
-        self._options = options
-        self._report = report
-        self._folder: NewFolder | None = None
-
-    def run(self, source: Source | None, tensors: list[Tensor] | None, failure: Exception | None) -> None:
+    def run(self, tensors: list[Tensor] | None = None, failure: Exception | None = None) -> SaveReport:
         """Collective.
 
         Args:
-            source: what this rank saves; None if it cannot.
-            tensors: in place of the local tensors of ``source``.
-            failure: why it cannot.
+            tensors: in place of the model's local tensors.
+            failure: why this rank cannot save.
 
         Raises:
             LoadError, ValueError, TypeError: the same on every rank; what was at the path is still there.
         """
-        try:
-            with self._report.timed("plan"), garbage_collection.paused():
-                layout, plan = self._prepare(source, failure)
-            assert source is not None
-            self._write(plan, layout, tensors if tensors is not None else source.targets.local())
-            self._commit(source, layout)
-        except BaseException:
-            if self._folder is not None:
-                self._folder.discard()
-            raise
-        report, manifest = self._report, source.manifest
-        report.files, report.tensors, report.nbytes = len(layout.files), len(manifest.names), manifest.nbytes
+        report, options, source = self._report, self._options, self._source
+        failure = self._failure or failure
+        with exclusively("save()", self._topology, self, self._made_by, self._timeout):
+            with report.timed("plan"), garbage_collection.paused():
+                outlines = self._agree(failure)
+                assert source is not None
+                planned, failure = attempt(lambda: self._plan(source, outlines))
+            layout, plan = planned if planned is not None else (None, WritePlan((), 0))
+            local = tensors if tensors is not None else source.targets.local()
+            shards = Shards(plan, local, False, f"rank {self._topology.rank}", len(self._topology.node))
+            write_checkpoint(
+                self._topology, options.path, options.overwrite, layout, failure,
+                lambda files, done: write_buckets(plan, files, shards, report, done),
+                lambda: source.config | {file.name: read_regular(file) for file in options.files}, report,
+            )  # fmt: skip
+        assert layout is not None
+        report.files, report.tensors, report.written = len(layout.files), len(source.manifest.names), plan.nbytes
+        report.nbytes, report.seconds = source.manifest.nbytes, perf_counter() - self._began
+        return report
 
-    def _prepare(self, source: Source | None, failure: Exception | None) -> tuple[FilesLayout, WritePlan]:
-        """The ranks agree on what is saved, and have the empty files."""
-        control = self._control
+    def _agree(self, failure: Exception | None) -> dict[int, Outline]:
+        """Returns the outlines of all ranks, which save the same."""
+        control, options, message = self._topology.control, self._options, None
         control.doing = "plans the save"
-        view: list[Any] = []
-        if source is not None:
-            options = self._options
-            agreed = repr(
-                (source.manifest.digest, str(options.path), options.max_shard_bytes, options.overwrite)
-            ).encode()
-            parts = [base64.b85encode(part).decode() for part in source.share.outline().encode()]
-            view = [hashlib.blake2b(agreed, digest_size=16).hexdigest(), *parts]
-        said = control.settle("planning the save", failure, view, _outlines)
-        assert source is not None
-        outlines = _decode(said)
+        if self._source is not None:
+            same = self._source.manifest.digest, str(options.path), options.max_shard_bytes, options.overwrite
+            columns, rest = (b85encode(part).decode() for part in self._source.share.outline().encode())
+            message = asdict(
+                SaveMessage(hashlib.blake2b(repr(same).encode(), digest_size=16).hexdigest(), columns, rest)
+            )
+
+        def decide(views: dict[int, dict[str, Any]]) -> dict[str, Any]:
+            return asdict(SaveDecision.of({rank: SaveMessage(**view) for rank, view in views.items()}))
+
+        return SaveDecision(**control.settle("planning the save", failure, message, decide)).outlines(control.ranks)
+
+    def _plan(self, source: SavedModel, outlines: dict[int, Outline]) -> tuple[FilesLayout, WritePlan]:
         manifest = source.manifest
-
-        def plan() -> tuple[FilesLayout, WritePlan]:
-            layout = lay_out(manifest.names, manifest.shapes, manifest.dtypes, self._options.max_shard_bytes)
-            mine = plan_writes(
-                manifest.names, source.shapes, manifest.dtypes, layout, outlines, control.rank, source.share
-            )
-            return layout, mine
-
-        planned, failure = attempt(plan)
-        name = ""
-        if self._first and planned is not None:
-            made, failure = attempt(lambda: self._make_folder(planned[0]))
-            name = made or ""
-        name = control.settle("making the folder", failure, name, lambda views: views[control.ranks[0]])
-        assert planned is not None
-        options = self._options
-        self._folder = self._folder or NewFolder(options.path, options.path.with_name(name), options.overwrite)
-        return planned
-
-    def _make_folder(self, layout: FilesLayout) -> str:
-        self._folder = NewFolder.create(self._options.path, self._options.overwrite)
-        self._folder.add_files(layout.files)
-        return self._folder.temporary.name
-
-    def _write(self, plan: WritePlan, layout: FilesLayout, tensors: list[Tensor]) -> None:
-        """Writes this rank's part into the hidden folder."""
-        control, topology, folder = self._control, self._topology, self._folder
-        assert folder is not None
-        control.settle(
-            "finding the folder", None, folder.exists,
-            lambda views: check_seen_by_all(folder.path.parent, topology.nodes, views),
-        )  # fmt: skip
-        shards = Shards(plan, tensors, False, f"rank {control.rank}", len(topology.node))
-
-        def write() -> None:
-            new_files = NewFiles(folder.temporary, [file.name for file in layout.files])
-            with working(control, "writes its part of the checkpoint") as done, new_files as files:
-                write_buckets(plan, files, shards, self._report, done)
-                with self._report.timed("sync"):
-                    files.sync(lambda: done(0))
-
-        _, failure = attempt(write)
-        control.settle("writing the checkpoint", failure)
-        self._report.written = plan.nbytes
-
-    def _commit(self, source: Source, layout: FilesLayout) -> None:
-        """Adds the small files, and has the folder appear."""
-        control, folder = self._control, self._folder
-        assert folder is not None
-        control.doing = "completes the checkpoint"
-
-        def complete() -> None:
-            small = {**source.config, **({} if layout.index is None else {INDEX: layout.index})}
-            small |= {file.name: read_regular(file) for file in self._options.files}
-            for name, content in small.items():
-                folder.add(name, content)
-            folder.sync()
-            folder.commit()
-
-        failure = None
-        if self._first:
-            with self._report.timed("sync"):
-                _, failure = attempt(complete)
-        control.settle("completing the checkpoint", failure, last=True)
+        layout = lay_out(manifest, self._options.max_shard_bytes)
+        unpadded = replace(manifest, shapes=source.shapes)
+        return layout, plan_writes(unpadded, layout, outlines, self._topology.rank, source.share)
 
 
-def _outlines(views: dict[int, Any]) -> list[Any]:
-    """Collects the outlines of all ranks, equal parts once. Raises ValueError if the ranks do not save the same."""
-    first = min(views)
-    for rank, view in views.items():
-        if view[0] != views[first][0]:
-            raise ValueError(
-                f"ranks {first} and {rank} save different tensors, or pass a different path, max_shard_bytes or overwrite; "
-                "pass the same on all ranks"
-            )
-    columns = list(dict.fromkeys(view[1] for view in views.values()))
-    rest = list(dict.fromkeys(view[2] for view in views.values()))
-    return [columns, rest, {rank: [columns.index(view[1]), rest.index(view[2])] for rank, view in views.items()}]
-
-
-def _decode(said: list[Any]) -> dict[int, Outline]:
-    """The outlines by rank. Equal ones are one object, and so are their columns."""
-    columns, rest, which = said
-    arrays: dict[int, Any] = {}
-    made: dict[tuple[int, int], Outline] = {}
-    for a, b in which.values():
-        if (a, b) not in made:
-            outline = Outline.decode(base64.b85decode(columns[a]), base64.b85decode(rest[b]))
-            made[a, b] = replace(outline, class_of=arrays.setdefault(a, outline.class_of))
-    return {int(rank): made[a, b] for rank, (a, b) in which.items()}
+@contextmanager
+def exclusively(
+    what: str, topology: Topology, owner: object, made_by: threading.Thread, timeout: timedelta
+) -> Iterator[None]:
+    """A context in which no other load or save of the process runs, and out of which every rank raises the same error."""
+    try:
+        with exclusive(Call(what, topology, owner, made_by), timeout), topology.control.guard():
+            yield
+    except Refused as refused:
+        raise refused.failure.error() from None

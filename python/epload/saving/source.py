@@ -27,8 +27,8 @@ from epload.saving.model_reader import read_once
 
 
 @dataclass
-class Source:
-    """One rank's view of what is saved."""
+class SavedModel:
+    """The tensors that one rank sees of a model that is saved."""
 
     targets: Targets
     manifest: Manifest
@@ -41,7 +41,7 @@ class Source:
     """Small files that belong to the model, by name."""
 
 
-def read_source(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype: torch.dtype | None) -> Source:
+def read_model(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype: torch.dtype | None) -> SavedModel:
     """Reads a model. Reshards FSDP2 modules.
 
     Args:
@@ -58,16 +58,14 @@ def read_source(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype
     share = share_of_targets(shapes, manifest.dtypes, targets, placed)
     manifest = replace(manifest, shapes=tuple(padded))
     if dtype is not None:
-        kept = kept_in_fp32(model, targets.index, dtype)
-        in_fp32 = {
-            n for n, places in zip(manifest.names, placed, strict=True) if any(target in kept for target, _ in places)
-        }
-        manifest = with_dtype(manifest, dtype, in_fp32)
-    return Source(targets, manifest, shapes, share, _config_files(model, targets, manifest, dtype))
+        exempt = kept_in_fp32(model, targets.index, dtype)
+        pairs = zip(manifest.names, placed, strict=True)
+        manifest = with_dtype(manifest, dtype, {n for n, places in pairs if any(name in exempt for name, _ in places)})
+    return SavedModel(targets, manifest, shapes, share, _config_files(model, targets, manifest, dtype))
 
 
-def with_dtype(manifest: Manifest, dtype: torch.dtype, kept: Collection[str] = ()) -> Manifest:
-    """Returns the manifest with this dtype for all floating-point tensors of at least 16 bits but those whose names are ``kept``.
+def with_dtype(manifest: Manifest, dtype: torch.dtype, exempt: Collection[str] = ()) -> Manifest:
+    """Returns the manifest with this dtype for all floating-point tensors of at least 16 bits, except those named in ``exempt``.
 
     Raises:
         ValueError: weights are quantized: they would stay as they are, and what they are decoded with would be rounded.
@@ -80,15 +78,14 @@ def with_dtype(manifest: Manifest, dtype: torch.dtype, kept: Collection[str] = (
             "its scales: leave out the dtype, or load the weights into a model of that dtype, which dequantizes fp8, and save it"
         )
     pairs = zip(manifest.names, manifest.dtypes, strict=True)
-    return replace(
-        manifest, dtypes=tuple(dtype if dtype_names.is_wide(of) and name not in kept else of for name, of in pairs)
-    )
+    dtypes = (dtype if dtype_names.is_wide(own) and name not in exempt else own for name, own in pairs)
+    return replace(manifest, dtypes=tuple(dtypes))
 
 
 def _config_files(
     model: nn.Module, targets: Targets, manifest: Manifest, dtype: torch.dtype | None
 ) -> dict[str, bytes]:
-    """``config.json`` and ``generation_config.json`` of a transformers model, as ``save_pretrained`` writes them."""
+    """Returns ``config.json`` and ``generation_config.json`` of a transformers model, as ``save_pretrained`` writes them."""
     inner: Any = unwrap(model, targets.index).model
     if not is_from_package(inner, "transformers") or not hasattr(inner, "config"):
         return {}

@@ -37,7 +37,7 @@ from epload.transport.engine import Engine
 from epload.transport.framing import Framing
 from epload.transport.movers import Relay
 from epload.transport.transfers import run_transfer, through_memory
-from epload.verify.proof import check_verify
+from epload.verify.digests import check_verify
 
 _CLOSING_SECONDS = 2.0
 """The longest that a sender waits, after a failed version, until receivers have closed its memory."""

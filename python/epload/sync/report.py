@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from epload.report import TransferReport, count, show_bytes, show_rate
+from epload.observe.render import count, show_bytes, show_rate
+from epload.report import TransferReport
 
 
 @dataclass(repr=False)

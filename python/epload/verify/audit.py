@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.core.pieces import Piece
@@ -24,18 +23,11 @@ class NonFinite:
     count: int
     """Number of elements."""
 
-    def __str__(self) -> str:
-        return f"{self.name}: {self.nans} NaN and {self.infs} Inf in {self.count} elements"
-
 
 def find_non_finite(checkpoint: Checkpoint, progress: Callable[[int], object] | None = None) -> Iterator[NonFinite]:
-    """Reads all of an open checkpoint, whose headers were checked when it was opened, with a buffer of 16 MiB.
+    """Reads all of an open checkpoint, whose headers were checked when it was opened. Raises CheckpointError.
 
-    Args:
-        progress: called with the number of bytes after each read.
-
-    Raises:
-        CheckpointError: a file is missing, cannot be read or ends too early.
+    ``progress``: called with the number of bytes after each read.
     """
     manifest = checkpoint.manifest
     buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
@@ -48,15 +40,12 @@ def find_non_finite(checkpoint: Checkpoint, progress: Callable[[int], object] | 
             if progress is not None:
                 progress(len(chunk))
             if dtype.is_floating_point or dtype.is_complex:
-                values = _real(chunk.view(dtype))
+                values = chunk.view(dtype)
+                if dtype.is_complex:  # as pairs: torch counts neither kind in complex numbers
+                    values = torch.view_as_real(values)
+                elif dtype.itemsize == 1:  # torch has no isinf for float8
+                    values = values.float()
                 nans += int(values.isnan().sum())
                 infs += int(values.isinf().sum())
         if nans or infs:
             yield NonFinite(name, nans, infs, nbytes // dtype.itemsize)
-
-
-def _real(values: Tensor) -> Tensor:
-    """Converts to a dtype for which torch has isnan and isinf: complex numbers to pairs, float8 to float32."""
-    if values.is_complex():
-        return torch.view_as_real(values)
-    return values.float() if values.dtype.itemsize == 1 else values

@@ -60,27 +60,24 @@ class HeaderDifferences:
 
 def compare_headers(first: Checkpoint, second: Checkpoint, pattern: re.Pattern[str] | None = None) -> HeaderDifferences:
     """``pattern``: compares only tensors whose name it matches anywhere."""
-    a, b = (_kinds(checkpoint, pattern) for checkpoint in (first, second))
-    both = [name for name in a if name in b]
-    shapes = {name: (a[name], b[name]) for name in both if a[name].shape != b[name].shape}
+    a, b = (
+        {
+            name: Kind(dtype_name(dtype), shape)
+            for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
+            if pattern is None or pattern.search(name) is not None
+        }
+        for manifest in (first.manifest, second.manifest)
+    )
+    both = {name: (a[name], b[name]) for name in a if name in b}
+    shapes = {name: pair for name, pair in both.items() if pair[0].shape != pair[1].shape}
     common = tuple(name for name in both if name not in shapes)
     return HeaderDifferences(
         only_first=tuple(name for name in a if name not in b),
         only_second=tuple(name for name in b if name not in a),
         shapes=shapes,
-        dtypes={name: (a[name], b[name]) for name in common if a[name].dtype != b[name].dtype},
+        dtypes={name: both[name] for name in common if a[name].dtype != b[name].dtype},
         common=common,
     )
-
-
-def _kinds(checkpoint: Checkpoint, pattern: re.Pattern[str] | None) -> dict[str, Kind]:
-    manifest = checkpoint.manifest
-    rows = zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
-    return {
-        name: Kind(dtype_name(dtype), shape)
-        for name, dtype, shape in rows
-        if pattern is None or pattern.search(name) is not None
-    }
 
 
 def compare_values(
@@ -91,7 +88,7 @@ def compare_values(
     atol: float = 0.0,
     progress: Callable[[int], object] | None = None,
 ) -> Iterator[ValueDifference]:
-    """Compares tensors of equal shapes, a million elements at a time; dtypes may differ.
+    """Compares tensors of equal shapes, a million elements at a time; dtypes may differ. Raises CheckpointError.
 
     Two NaN are equal; so are 0 and -0. Differences are computed in float64, in which integers beyond 2**53 are rounded; whether
     two integers differ is exact.
@@ -99,13 +96,10 @@ def compare_values(
     Args:
         rtol, atol: an element of the first differs if it is further from that of the second than ``atol + rtol * abs(second)``.
         progress: called with the number of bytes read of the first after each piece.
-
-    Raises:
-        CheckpointError: a file is missing, cannot be read or ends too early.
     """
-    numbers = [{name: i for i, name in enumerate(each.manifest.names)} for each in (first, second)]
+    number_of = [{name: i for i, name in enumerate(checkpoint.manifest.names)} for checkpoint in (first, second)]
     for name in names:
-        i, j = numbers[0][name], numbers[1][name]
+        i, j = (numbers[name] for numbers in number_of)
         count = prod(first.manifest.shapes[i])
         differing, largest, total = 0, 0.0, 0.0
         for begin in range(0, count, _CHUNK_ELEMENTS):
@@ -132,23 +126,9 @@ def _read(checkpoint: Checkpoint, number: int, begin: int, elements: int) -> Ten
 
 def _differences(a: Tensor, b: Tensor, rtol: float, atol: float) -> tuple[Tensor, Tensor]:
     """Returns which elements differ, and the absolute difference of each."""
-    if not (rtol or atol) and not any(t.dtype.is_floating_point or t.dtype.is_complex for t in (a, b)):
-        return _differing_integers(a, b), (_wide(a) - _wide(b)).abs()
-    x, y = _wide(a), _wide(b)
+    x, y = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
+    if not (rtol or atol) and not any(t.dtype.is_floating_point or t.is_complex() for t in (a, b)):
+        return torch.from_numpy(a.numpy() != b.numpy()), (x - y).abs()  # exact: also between int64 and uint64
     equal = (x == y) | (x.isnan() & y.isnan())
     distance = torch.where(equal, 0.0, (x - y).abs().nan_to_num(nan=inf, posinf=inf))
     return ~equal & ~((distance < inf) & (distance <= atol + rtol * y.abs())), distance
-
-
-def _differing_integers(a: Tensor, b: Tensor) -> Tensor:
-    if a.dtype == b.dtype:
-        return (a.view(torch.uint8).view(len(a), -1) != b.view(torch.uint8).view(len(b), -1)).any(1)
-    wide = [t.view(torch.int64) if t.dtype == torch.uint64 else t.to(torch.int64) for t in (a, b)]
-    beyond = [(w < 0) & (t.dtype == torch.uint64) for t, w in zip((a, b), wide, strict=True)]  # above what int64 has
-    return (wide[0] != wide[1]) | (beyond[0] != beyond[1])
-
-
-def _wide(values: Tensor) -> Tensor:
-    if values.is_complex():
-        return values.to(torch.complex128)
-    return values.to(torch.float64)

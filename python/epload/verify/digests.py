@@ -1,131 +1,145 @@
-"""Digests of regions: what a rank claims to hold, how claims are sent, and how they compare with what the files hold."""
+"""Proves after a load that the shards hold what the checkpoint contains.
+
+Each rank computes digests of the regions it holds, in place, and sends them with their copy table to the ranks that verify. These
+read the checkpoint once more, taking buckets in turn, and compute the same digests from it. They use nothing that the load had in
+its buffers, so that a bit that changed anywhere between the file and a shard is detected.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.manifest import Manifest
+from epload.core import dtypes
+from epload.core.columns import column, from_raw, to_raw
 from epload.core.copy_table import CopyTable
+from epload.errors import LoadError
+from epload.native import ops
+from epload.planning.buckets import Bucket
+from epload.planning.plan import LoadPlan
+from epload.transport.local import Local
+
+_MAX_SHOWN = 10
 
 
-class LocalRegions(NamedTuple):
-    """The regions of one bucket that this rank holds."""
-
-    bucket: int
-    targets: list[int]
-    table: Tensor
-    """A copy table; column 0 is an index into ``targets``."""
-
-
-class Claim(NamedTuple):
-    """The rows of a table of regions and the digests of a rank that belong together."""
-
-    rank: int
-    digests: slice
-    rows: slice
-    """Ranks that hold the same regions share rows."""
+def check_verify(verify: object) -> None:
+    """Raises TypeError unless the option is a bool."""
+    if not isinstance(verify, bool):
+        advice = "False not to" if verify == "off" else "True to"
+        raise TypeError(
+            f"expected verify to be a bool, got {verify!r}; pass verify={advice} prove what the tensors hold"
+        )
 
 
-class BucketClaims(NamedTuple):
-    """The parts of one bucket that all ranks claim to hold."""
-
-    bucket: int
-    table: Tensor
-    """A copy table of the regions; column 0 is the code of the shard's dtype."""
-    origins: Tensor
-    """See ``buckets.Bucket.origins``."""
-    claims: list[Claim]
-
-    def mismatches(self, expected: Tensor, digests: Mapping[int, Tensor]) -> list[tuple[int, int]]:
-        """Tensors whose digest is not the one expected, by index in the manifest, each with the rank that claims it.
-
-        Args:
-            expected: int64 [n], for each region the digest that it should have.
-            digests: int64, all digests that each rank sent.
-        """
-        found = []
-        for rank, part, rows in self.claims:
-            differs = expected[rows] != digests[rank][part]
-            found += [(tensor, rank) for tensor in self.origins[rows][differs, 0].tolist()]
-        return found
-
-
-# ---- what travels ----
-
-
-def encode_tables(regions: Sequence[tuple[int, Tensor]]) -> bytes:
-    """Compresses copy tables, each with the index of its bucket; empty if there are none."""
-    # Column by column: most values in a column are equal.
-    words = [part for bucket, table in regions for part in (torch.tensor([bucket, *table.shape]), table.T.reshape(-1))]
-    return zlib.compress(_bytes(torch.cat(words)), level=1) if words else b""
-
-
-def decode_tables(tables: bytes) -> Iterator[tuple[int, Tensor]]:
-    """The inverse of :func:`encode_tables`."""
-    words = torch.frombuffer(bytearray(zlib.decompress(tables)), dtype=torch.int64)
-    position = 0
-    while position < len(words):
-        bucket, rows, columns = words[position : position + 3].tolist()
-        position += 3
-        yield bucket, words[position : position + rows * columns].view(columns, rows).T.contiguous()
-        position += rows * columns
-
-
-def encode(tables: bytes, digests: Sequence[Tensor]) -> bytes:
-    """Encoded tables with the digests of their regions; empty if there are none."""
-    return len(tables).to_bytes(8, "little") + tables + _bytes(torch.cat(list(digests))) if digests else b""
-
-
-def decode(message: bytes) -> tuple[bytes, Tensor]:
-    """The inverse of :func:`encode`."""
-    begin = 8 + int.from_bytes(message[:8], "little")
-    return message[8:begin], torch.frombuffer(bytearray(message[begin:]), dtype=torch.int64)
-
-
-# ---- the claims of all ranks ----
-
-
-def claims_by_bucket(tables: Mapping[int, bytes]) -> dict[int, tuple[Tensor, list[Claim]]]:
-    """Returns for each bucket one table of all regions, and the claims of each rank.
+def digest_shards(plan: LoadPlan, verifiers: Sequence[int], local: Local) -> dict[int, bytes]:
+    """Returns the digests of the regions that this rank holds, with their copy tables, by the rank that verifies them.
 
     Args:
-        tables: what :func:`encode_tables` returned on each rank.
+        verifiers: ranks that can read the checkpoint; they take buckets in turn.
     """
-    decoded = {rank: list(decode_tables(data)) for rank, data in tables.items()}
-    # A rank's tables are as wide as its own targets require.
-    columns = max((table.shape[1] for regions in decoded.values() for _, table in regions), default=0)
-    parts: dict[int, list[tuple[int, slice, Tensor]]] = {}
-    for rank, regions in decoded.items():
-        first = 0
-        for bucket, table in regions:
-            part = slice(first, first + len(table))
-            wide = table if table.shape[1] == columns else CopyTable(table).widened(columns)
-            parts.setdefault(bucket, []).append((rank, part, wide))
-            first = part.stop
-    return {bucket: _merged(parts[bucket]) for bucket in sorted(parts)}
+    tables: dict[int, list[Tensor]] = {rank: [] for rank in verifiers}
+    digests: dict[int, list[Tensor]] = {rank: [] for rank in verifiers}
+    for number, bucket in enumerate(plan.buckets):
+        copies = bucket.copies.clone()
+        if len(copies):
+            verifier = verifiers[number % len(verifiers)]
+            targets = [bucket.targets[t] for t in copies.renumber_targets()]
+            digests[verifier].append(local.digests(targets, copies.rows))
+            # The verifier needs the dtype of the shard instead of its number, and not the position in it.
+            copies.target[:] = column([dtypes.code(local.tensors[t].dtype) for t in targets])[copies.target]
+            copies.start[:] = 0
+            # Column by column: most values in a column are equal, and are compressed.
+            tables[verifier] += [column([number, *copies.rows.shape]), copies.rows.T.reshape(-1)]
+    return {rank: _encode(tables[rank], digests[rank]) if tables[rank] else b"" for rank in verifiers}
 
 
-def _merged(parts: Sequence[tuple[int, slice, Tensor]]) -> tuple[Tensor, list[Claim]]:
-    """One table, in which equal ones are there once."""
-    rows_of: dict[bytes, slice] = {}
-    tables: list[Tensor] = []
-    claims = []
-    length = 0
-    for rank, digests, table in parts:
-        raw = _bytes(table)
-        if raw not in rows_of:
-            rows_of[raw] = slice(length, length + len(table))
-            tables.append(table)
+def verify_digests(
+    plan: LoadPlan, rank: int, messages: Mapping[int, bytes], checkpoint: Checkpoint, manifest: Manifest
+) -> Iterator[int]:
+    """Compares the digests of all ranks with the checkpoint, bucket by bucket. Yields the size of each bucket in bytes.
+
+    Args:
+        rank: this rank, for the error message.
+        messages: what :func:`digest_shards` returned for this rank, on each rank.
+        checkpoint: open on this rank.
+        manifest: of the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+        LoadError: digests differ; it names the tensors and the ranks that hold them.
+    """
+    by_bucket: dict[int, list[tuple[int, Tensor, Tensor]]] = defaultdict(list)
+    for holder, message in messages.items():
+        for number, table, digests in _decode(message):
+            by_bucket[number].append((holder, table, digests))
+    # If digests are computed from files directly, no page of this is ever touched.
+    scratch = torch.empty(max((plan.buckets[i].nbytes for i in by_bucket), default=0), dtype=torch.uint8)
+    wrong: dict[str, set[int]] = defaultdict(set)
+    for number in sorted(by_bucket):
+        bucket = plan.buckets[number]
+        table, rows_of = _merge([table for _, table, _ in by_bucket[number]])
+        origins = _origins(plan, bucket, table)
+        expected = checkpoint.digest_regions(origins, table)
+        if expected is None:
+            checkpoint.fill(scratch[: bucket.nbytes], plan.pieces(bucket))
+            expected = ops.digest_bucket(scratch[: bucket.nbytes], table)
+        for (holder, _, digests), rows in zip(by_bucket[number], rows_of, strict=True):
+            for tensor in origins[rows][expected[rows] != digests, 0].tolist():
+                wrong[manifest.names[tensor]].add(holder)
+        yield bucket.nbytes
+    if wrong:
+        shown = [
+            f"{name} on rank{'s' * (len(holders) > 1)} {', '.join(map(str, sorted(holders)))}"
+            for name, holders in wrong.items()
+        ]
+        more = f" and {len(shown) - _MAX_SHOWN} more tensors" if len(shown) > _MAX_SHOWN else ""
+        raise LoadError(
+            f"after the load, shards differ from {manifest.source} as rank {rank} reads it: "
+            f"{', '.join(shown[:_MAX_SHOWN])}{more}; the memory, the network or the storage of a machine corrupted bits, or "
+            "something wrote to the model during the load"
+        )
+
+
+def _merge(tables: Sequence[Tensor]) -> tuple[Tensor, list[slice]]:
+    """Returns one table, in which equal ones are there once, and the rows of each."""
+    width = max(table.shape[1] for table in tables)  # a rank's tables are as wide as its own targets require
+    distinct: dict[bytes, tuple[Tensor, slice]] = {}
+    rows_of, length = [], 0
+    for table in tables:
+        key = to_raw(table)
+        if key not in distinct:
+            distinct[key] = CopyTable(table).widened(width), slice(length, length + len(table))
             length += len(table)
-        claims.append(Claim(rank, digests, rows_of[raw]))
-    return torch.cat(tables), claims
+        rows_of.append(distinct[key][1])
+    return torch.cat([table for table, _ in distinct.values()]), rows_of
 
 
-def _bytes(words: Tensor) -> bytes:
-    """The bytes of a contiguous tensor."""
-    return ctypes.string_at(words.data_ptr(), words.nbytes)
+def _origins(plan: LoadPlan, bucket: Bucket, table: Tensor) -> Tensor:
+    """Returns the tensor of each row of a copy table and where in it it starts. See ``buckets.Bucket.origins``."""
+    tensor, tensor_offset, begin, _ = plan.pieces(bucket).columns.T.contiguous()
+    offset = table[:, 1].contiguous()
+    piece = torch.searchsorted(begin, offset, right=True) - 1
+    return torch.stack([tensor[piece], tensor_offset[piece] + offset - begin[piece]], 1)
+
+
+def _encode(tables: Sequence[Tensor], digests: Sequence[Tensor]) -> bytes:
+    """``tables``: for each bucket its number and the shape of its table, and the table itself, column by column."""
+    compressed = zlib.compress(to_raw(torch.cat(list(tables))), level=1)
+    return len(compressed).to_bytes(8, "little") + compressed + to_raw(torch.cat(list(digests)))
+
+
+def _decode(message: bytes) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yields number, table and digests of each bucket."""
+    begin = 8 + int.from_bytes(message[:8], "little")
+    words = from_raw(bytearray(zlib.decompress(message[8:begin]) if message else b""))
+    digests = from_raw(bytearray(message[begin:]))
+    while len(words):
+        number, rows, columns = words[:3].tolist()
+        yield number, words[3 : 3 + rows * columns].view(columns, rows).T.contiguous(), digests[:rows]
+        words, digests = words[3 + rows * columns :], digests[rows:]
