@@ -71,25 +71,20 @@ def patch(*frameworks: str) -> Iterator[None]:
 
 def _original(framework: str, modules: tuple[str, ...], function: str) -> object:
     """Returns a framework's function, from the first of the modules that has it. Raises ImportError if none has."""
-    missing: ImportError | None = None
+    problem = ""
     for name in modules:
         try:
             module = importlib.import_module(name)
         except ImportError as error:
-            missing = error
+            problem = f"{name} cannot be imported ({error}); install {framework}"
             continue
         if hasattr(module, function):
             return getattr(module, function)
-        missing = None
-    if missing is not None:
-        raise ImportError(
-            f"cannot patch {framework}: {modules[-1]} cannot be imported ({missing}); install {framework}, or leave it out of "
-            "epload.patch(...)",
-            name=modules[-1],
-        ) from missing
-    version = getattr(sys.modules.get(framework), "__version__", "unknown")
+        version = getattr(sys.modules.get(framework), "__version__", "unknown")
+        problem = (
+            f"the installed version ({version}) has no {name}.{function}; call epload.integrations.{framework}.{function} "
+            "directly"
+        )
     raise ImportError(
-        f"cannot patch {framework}: the installed version ({version}) has no {modules[-1]}.{function}; call "
-        f"epload.integrations.{framework}.{function} directly, or leave {framework} out of epload.patch(...)",
-        name=modules[-1],
+        f"cannot patch {framework}: {problem}, or leave {framework} out of epload.patch(...)", name=modules[-1]
     )

@@ -139,7 +139,8 @@ class WriteGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def split_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the tensors among an operation's arguments that it changes, and the others."""
     writes = _write_arguments(func)
-    written, others = [], []
+    written: list[Tensor] = []
+    others: list[Tensor] = []
     for key, value in (*enumerate(args), *kwargs.items()):
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         (written if key in writes else others).extend(tensors)

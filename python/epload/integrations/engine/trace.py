@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -168,28 +168,25 @@ class LoadTrace:
 
     # ---- refusals ----
 
-    def refuse(self, tensors: Iterable[Any], reason: str) -> Untraceable:
-        for tensor in tensors:
-            if isinstance(tensor, _FakeTensor):
-                for number in tensor.memory.sources:
-                    self.refused.setdefault(number, reason)
-        return Untraceable(reason)
-
-    def refuse_all(self, reason: str) -> Untraceable:
-        self.unattributed = self.unattributed or reason
+    def refuse(self, reason: str, tensors: Iterable[Any] = ()) -> Untraceable:
+        """Records that an effect is unknown: of the checkpoint tensors that tensors depend on, or of nobody knows which."""
+        numbers = {number for tensor in tensors if isinstance(tensor, _FakeTensor) for number in tensor.memory.sources}
+        self.refused |= dict.fromkeys(numbers - self.refused.keys(), reason)
+        if not numbers:
+            self.unattributed = self.unattributed or reason
         return Untraceable(reason)
 
     def refuse_access(self, func: Any, args: Sequence[Any]) -> None:
         """Raises Untraceable if an access that is not an operation concerns a fake tensor or memory of the model."""
         name = getattr(func, "__name__", "data")
         if any(isinstance(argument, _FakeTensor) for argument in args):
-            raise self.refuse(args, f"its memory is accessed by {name}")
+            raise self.refuse(f"its memory is accessed by {name}", args)
         replaces = func is Tensor.data.__set__ and storage_of(args[0]) not in self._created  # type: ignore[attr-defined]
         if replaces or self.targets.sharing(args[0]):
-            raise self.refuse_all(f"it accesses a parameter's memory with {name}")
+            raise self.refuse(f"it accesses a parameter's memory with {name}")
 
     def _refuse_registration(self, module: Any, name: str, value: Any) -> None:
-        raise self.refuse_all(f"it replaces {name} of a {type(module).__name__}")
+        raise self.refuse(f"it replaces {name} of a {type(module).__name__}")
 
     # ---- operations ----
 
@@ -208,16 +205,21 @@ class LoadTrace:
         if fakes:
             return self._derive(func, args, kwargs, fakes)
         if packet not in _VIEWS | _READ_NO_VALUES and self._any_target(tensors):
-            raise self.refuse_all(f"it reads a parameter's values with {packet.__name__}")
+            raise self.refuse(f"it reads a parameter's values with {packet.__name__}")
         result = func(*args, **kwargs)
         storages = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         self._created |= storages - {storage_of(tensor) for tensor in tensors}
         return result
 
     def _view(self, func: Any, fake: _FakeTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        packet, origin = func.overloadpacket, fake.origin
         metas = origins = func(fake.meta, *args, **kwargs)
-        if fake.origin is not fake.meta or func.overloadpacket not in _VIEWS or func is _aten.view.dtype:
-            origins = _view_of_origin(func, fake.origin, args, kwargs)
+        if origin is not fake.meta or packet not in _VIEWS or func is _aten.view.dtype:
+            origins = None
+            if origin is not None and packet in _VIEWS - {_aten.as_strided} and func is not _aten.view.dtype:
+                with suppress(RuntimeError):  # the elements may not be a view of the checkpoint tensor
+                    by_shape = packet is _aten._reshape_alias
+                    origins = origin.view(args[0]) if by_shape else func(origin, *args, **kwargs)
         if isinstance(metas, Tensor):
             return self._fake(metas, origins, fake.memory)
         origins = [None] * len(metas) if origins is None else origins
@@ -229,9 +231,9 @@ class LoadTrace:
         try:
             result = _call_on_meta(func, args, kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            raise self.refuse(fakes, f"its values are read by {name}") from error
+            raise self.refuse(f"its values are read by {name}", fakes) from error
         if any(not isinstance(leaf, Tensor | None) for leaf in tree_leaves(result)):
-            raise self.refuse(fakes, f"its values are read by {name}")
+            raise self.refuse(f"its values are read by {name}", fakes)
         if func.overloadpacket in _COPIES:
             source = fakes[0]
             return self._fake(result, source.origin, source.memory.cast(source.dtype, result.dtype))
@@ -248,14 +250,10 @@ class LoadTrace:
             return None
         written, others = split_arguments(func, args, kwargs)
         if len(written) != 1:
-            raise (
-                self.refuse(fakes, f"{name} writes several tensors")
-                if fakes
-                else self.refuse_all(f"it writes several tensors with {name}")
-            )
+            raise self.refuse(f"{name} writes several tensors", fakes)
         target = written[0]
         if not fakes and self._any_target(others):
-            raise self.refuse_all(f"it reads a parameter's values with {name}")
+            raise self.refuse(f"it reads a parameter's values with {name}")
         if isinstance(target, _FakeTensor):
             computed = _computed(fakes, name)
             target.memory.sources, target.memory.computed = computed.sources, computed.computed
@@ -263,10 +261,8 @@ class LoadTrace:
             pass
         elif self.targets.sharing(target):
             self._write_target(func, target, args[1] if len(args) > 1 else None, fakes)
-        elif fakes:
-            raise self.refuse(fakes, f"is written by {name} to a tensor that is not one of the targets")
-        elif storage_of(target) not in self._created:
-            raise self.refuse_all(f"{name} writes to a tensor that is not one of the targets")
+        elif fakes or storage_of(target) not in self._created:
+            raise self.refuse(f"{name} writes to a tensor that is not one of the targets", fakes)
         else:
             return func(*args, **kwargs)
         return target
@@ -277,14 +273,14 @@ class LoadTrace:
         place = located[0] if located is not None else self.targets.sharing(target)[0]
         same_dtype = target.dtype == self.targets.tensors[place].dtype
         if fakes and not same_dtype and (located is not None or len(self.targets.sharing(target)) == 1):
-            raise self.refuse(fakes, f"is written to {place} as another dtype")
+            raise self.refuse(f"is written to {place} as another dtype", fakes)
         if located is None:
-            raise self.refuse_all(f"{name} writes to a parameter's memory outside of the parameter")
+            raise self.refuse(f"{name} writes to a parameter's memory outside of the parameter")
         views = located[1]
         if not fakes:
             constant = _constant(func, value)
             if constant is None or not same_dtype:
-                raise self.refuse_all(f"{name} writes to {place} what no checkpoint tensor holds")
+                raise self.refuse(f"{name} writes to {place} what no checkpoint tensor holds")
             self.writes += [Write(place, (view.start, view.size), value=constant) for view in views]
             return
         reason = f"is written by {name}"
@@ -322,17 +318,6 @@ class _Functions(TorchFunctionMode):
         if func in _LEAVE_TORCH:
             self._trace.refuse_access(func, args)
         return func(*args, **(kwargs or {}))
-
-
-def _view_of_origin(func: Any, origin: Tensor | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Returns the view of an origin that an operation makes of its copy. None if its elements are not a view of it."""
-    packet = func.overloadpacket
-    if origin is None or packet not in _VIEWS - {_aten.as_strided} or func is _aten.view.dtype:
-        return None
-    try:
-        return origin.view(args[0]) if packet is _aten._reshape_alias else func(origin, *args, **kwargs)
-    except RuntimeError:
-        return None
 
 
 def _call_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

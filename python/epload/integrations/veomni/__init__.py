@@ -8,18 +8,20 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from epload.integrations.veomni.converted import ConvertedCheckpoint
-from epload.integrations.veomni.tied_embeddings import find_tied_embeddings, tie
 from epload.loader import load
 from epload.mapping.mapping import Mapping
 from epload.mapping.resolve import from_model
 from epload.mapping.rules import Rename
 from epload.mapping.wrappers import BASE_LAYER, PEFT_ALIASES, strip_wrappers, wrapper_aliases
 from epload.model.expert_parallel import OuterShard
+from epload.model.modules import Modules
 
 _log = logging.getLogger(__name__)
 _NOT_FOR_LOAD = ("is_peft_model", "adapter_path", "fqn_to_index_mapping")
@@ -66,7 +68,7 @@ def rank0_load_and_broadcast_weights(
     options: dict[str, Any] = {"readers": "one", "progress": False, "strict": False}
     options |= {name: value for name, value in kwargs.items() if name not in _NOT_FOR_LOAD}
     options.setdefault("outer_shards", _planned_shards(model))
-    tied = find_tied_embeddings(model)
+    tied = _find_tied_embeddings(model)
     converted = _converted(model, weights_path)
     options.setdefault("mapping", _mapping(model, bool(kwargs.get("is_peft_model")), converted is not None, tied))
     try:
@@ -75,7 +77,7 @@ def rank0_load_and_broadcast_weights(
         if converted is not None:
             converted.close()
     if tied is not None:
-        tie(model, *tied)
+        _tie(model, *tied)
     if not dist.is_initialized() or dist.get_rank() == 0:
         keys = (("missing keys, initialized", report.missing_keys), ("unexpected keys", report.unexpected_keys))
         for title, names in keys:
@@ -151,3 +153,56 @@ def _planned_shards(model: nn.Module) -> list[OuterShard]:
         if (dim := getattr(spec.placement, "dim", None)) is not None and spec.para_mesh is not None:
             sharded.setdefault((spec.para_mesh, dim), []).append(name)
     return [OuterShard(f"^({'|'.join(map(re.escape, names))})$", mesh, dim) for (mesh, dim), names in sharded.items()]
+
+
+def _find_tied_embeddings(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+    """Returns the input and output embeddings if the config ties them, else None.
+
+    The config ties them if ``tie_word_embeddings`` is set on it or on its text config, and false on neither.
+
+    Raises:
+        RuntimeError: the config ties them, but the model does not return one of them.
+    """
+    config = getattr(model, "config", None)
+    text_config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    owners = [owner for owner in (config, text_config) if hasattr(owner, "tie_word_embeddings")]
+    if not owners or not all(owner.tie_word_embeddings for owner in owners):
+        return None
+    embeddings = []
+    for which in ("input", "output"):
+        try:
+            module = getattr(model, f"get_{which}_embeddings")()
+            while hasattr(module, "base_layer"):
+                module = module.base_layer
+            if module is None or hasattr(module, "original_module"):  # no head, or PEFT trains a copy of it
+                return None
+            assert module._parameters["weight"] is not None
+        except Exception as error:
+            raise RuntimeError(
+                f"{type(model).__name__}'s config has tie_word_embeddings=True, but its {which} embedding cannot be found "
+                f"({type(error).__name__}: {error}); set config.tie_word_embeddings=False if there is nothing to tie"
+            ) from error
+        embeddings.append(module)
+    return embeddings[0], embeddings[1]
+
+
+def _tie(model: nn.Module, source: nn.Module, target: nn.Module) -> None:
+    """Makes the weight of ``source`` the weight of ``target``, too.
+
+    If FSDP shards them as two parameters, it would keep using its own copy of the second. That one gets the values instead.
+    """
+    tied, replaced = source._parameters["weight"], target._parameters["weight"]
+    if tied is replaced or tied is None or replaced is None:
+        return
+    if not any(sharded.sharded_param is replaced for sharded in Modules(model).fsdp_parameters):
+        target._parameters["weight"] = tied
+        return
+    if isinstance(tied, DTensor) and isinstance(replaced, DTensor):
+        layouts = [(tensor.device_mesh, tensor.placements, tensor.shape) for tensor in (tied, replaced)]
+        if layouts[0] == layouts[1]:
+            with torch.no_grad():
+                replaced.to_local().copy_(tied.to_local())
+    _log.warning(
+        "the config ties the embeddings, but FSDP shards them as two parameters: both are loaded, and training will update "
+        "them separately; call model.tie_weights() before fully_shard"
+    )

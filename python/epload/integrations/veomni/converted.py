@@ -76,9 +76,10 @@ class ConvertedCheckpoint(Checkpoint):
         self._inner = Checkpoint.open(self._source)
         inner = self._inner.manifest
         converter = self._new_converter()
-        handled = [converter is not None and self._handles(converter, number) for number in range(len(inner.names))]
-        self._inputs = [number for number, takes in enumerate(handled) if takes]
-        self._direct = [number for number, takes in enumerate(handled) if not takes]
+        self._direct, self._inputs = [], []
+        for number, name in enumerate(inner.names):
+            handled = self._handles(converter, self._rename(name), _on_meta(inner, number))
+            (self._inputs if handled else self._direct).append(number)
         entries: list[_Entry] = [
             (self._rename(inner.names[number]), inner.shapes[number], inner.dtypes[number]) for number in self._direct
         ]
@@ -135,13 +136,9 @@ class ConvertedCheckpoint(Checkpoint):
             cause = error.__cause__
             if not isinstance(cause, NotImplementedError) and "meta" not in str(cause).lower():
                 raise
-            reason = error
-        assert self._inner is not None
-        _log.warning(
-            "%s: the model's converter cannot work on meta tensors, so all the tensors that it returns are kept in memory: %s",
-            self._inner.manifest.source,
-            reason,
-        )
+            _log.warning(
+                "the converter cannot work on meta tensors, so all the tensors that it returns are kept: %s", error
+            )
         results = list(self._convert(self._new_converter(), meta=False))
         tensors = [result.tensor.detach().cpu().contiguous() for _, result in results]
         self._cache = dict(enumerate(tensors, len(self._direct)))
@@ -186,7 +183,7 @@ class ConvertedCheckpoint(Checkpoint):
         assert self._inner is not None
         for number in self._inputs:
             origin = self._inner.manifest.names[number]
-            tensor = self._on_meta(number) if meta else read_tensor(self._inner, number)
+            tensor = _on_meta(self._inner.manifest, number) if meta else read_tensor(self._inner, number)
             result = self._call(converter, f"at {origin}", lambda: converter.convert(self._rename(origin), tensor))  # noqa: B023
             if result is not None:
                 yield origin, result
@@ -202,20 +199,12 @@ class ConvertedCheckpoint(Checkpoint):
             raise TypeError(f"expected a converter with {' and '.join(missing)}, got {type(converter).__name__}")
         return converter
 
-    def _handles(self, converter: Any, number: int) -> bool:
-        assert self._inner is not None
-        name = self._rename(self._inner.manifest.names[number])
-        by_tensor = getattr(converter, "can_handle_tensor", None)
-
+    def _handles(self, converter: Any, name: str, tensor: Tensor) -> bool:
         def handles() -> bool:
-            return (callable(by_tensor) and by_tensor(name, self._on_meta(number))) or converter.can_handle(name)
+            by_tensor = getattr(converter, "can_handle_tensor", None)
+            return (callable(by_tensor) and by_tensor(name, tensor)) or converter.can_handle(name)
 
-        return bool(self._call(converter, f"at {name}", handles))
-
-    def _on_meta(self, number: int) -> Tensor:
-        assert self._inner is not None
-        manifest = self._inner.manifest
-        return torch.empty(manifest.shapes[number], dtype=manifest.dtypes[number], device="meta")
+        return converter is not None and bool(self._call(converter, f"at {name}", handles))
 
     def _call(self, converter: Any, when: str, function: Callable[[], Any]) -> Any:
         """Calls a function. Raises CheckpointError if it fails."""
@@ -232,3 +221,7 @@ class ConvertedCheckpoint(Checkpoint):
 
 def _entry_of(result: Any) -> _Entry:
     return result.name, tuple(result.tensor.shape), result.tensor.dtype
+
+
+def _on_meta(manifest: Manifest, number: int) -> Tensor:
+    return torch.empty(manifest.shapes[number], dtype=manifest.dtypes[number], device="meta")

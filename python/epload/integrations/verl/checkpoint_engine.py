@@ -49,42 +49,34 @@ class EploadCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             host: the address of the actor's first rank in the network of both jobs; what Ray uses if empty.
         """
         self._is_master = is_master
-        self._timeout = timeout
-        self._verify = verify
+        self._options: dict[str, Any] = {"timeout": timeout, "verify": verify}
         self._host = host
         self._address = ""
-        self._kept: _Kept | None = None
+        self._receivers = 0
+        self._parts: _ActorParts | None = None
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
-        self._receivers = 0
         self._engine: EngineRank | None = None
         self._version = 0
 
     def prepare(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"address": self._address, "receivers": self._receivers, "pending": ""}
-        if self._is_master:
-            found["pending"] = _free_address(self._host or ray.util.get_node_ip_address())
-        return found
+        pending = _free_address(self._host or ray.util.get_node_ip_address()) if self._is_master else ""
+        return {"address": self._address, "receivers": self._receivers, "pending": pending}
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         address = metadata[0]["address"]
-        # What is kept also knows how many ranks the rollout has.
-        kept = (address, rollout_world_size)
-        if not address or any((of_rank["address"], of_rank["receivers"]) != kept for of_rank in metadata):
+        # Connections were made for as many ranks of the rollout.
+        current = (address, rollout_world_size)
+        if not address or any((of_rank["address"], of_rank["receivers"]) != current for of_rank in metadata):
             address = metadata[0]["pending"]
         name = f"verl-{secrets.token_hex(4)}"
 
         def arguments(size: int, sends: bool) -> dict[str, list[Any]]:
-            return {
-                "address": [address] * size,
-                "sends": [sends] * size,
-                "rank": list(range(size)),
-                "receivers": [rollout_world_size] * size,
-                "name": [name] * size,
-            }
+            same = {"address": address, "sends": sends, "receivers": rollout_world_size, "name": name}
+            return {"rank": list(range(size)), **{key: [value] * size for key, value in same.items()}}
 
         return arguments(actor_wg_world_size, True), arguments(rollout_world_size, False)
 
@@ -97,45 +89,34 @@ class EploadCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._engine = None if sends else EngineRank(name, rank, receivers)
 
     def finalize(self) -> None:
-        """Nothing: what is kept serves the next step."""
+        """Does nothing: connections serve the next step."""
 
     async def send_weights(
         self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
         if not self._address:
             raise ValueError("expected init_process_group to be called before send_weights")
-        if self._kept is None:
-            self._kept = _Kept(dist.get_rank(), dist.get_world_size())
-        changed = self._kept.take(weights)
-        if self._sender is None or changed:
-            self._open_sender(self._kept.model)
-        assert self._sender is not None
+        if self._parts is None:
+            self._parts = _ActorParts(dist.get_rank(), dist.get_world_size())
+        changed = self._parts.take(weights)
+        if self._sender is not None and changed:
+            raise ValueError(
+                "the actor's tensors have other names or shapes than in the step before; restart the rollout"
+            )
+        if self._sender is None:
+            self._sender = WeightSender(
+                self._parts.model, self._address, receivers=self._receivers, mapping=Mapping(), **self._options
+            )
         self._version += 1
         report = self._sender.send_weights(self._version)
         assert report is not None
         return {"epload/seconds": report.seconds, "epload/bytes": float(report.nbytes)}
 
-    def _open_sender(self, model: nn.Module) -> None:
-        if self._sender is not None:
-            raise ValueError(
-                "the actor's tensors have other names or shapes than in the step before; restart the rollout"
-            )
-        self._sender = WeightSender(
-            model,
-            self._address,
-            receivers=self._receivers,
-            mapping=Mapping(),
-            timeout=self._timeout,
-            verify=self._verify,
-        )
-
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Tensor]]:
         if self._engine is None:
             raise ValueError("expected init_process_group to be called before receive_weights")
         if self._receiver is None:
-            self._receiver = WeightReceiver(
-                None, self._address, engine=self._engine, timeout=self._timeout, verify=self._verify
-            )
+            self._receiver = WeightReceiver(None, self._address, engine=self._engine, **self._options)
         self._receiver.receive_weights()
         for name, tensor in self._receiver.tensors():
             yield name, tensor
@@ -145,11 +126,11 @@ class EploadCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         for end in (self._sender, self._receiver):
             if end is not None:
                 end.close()
-        self._sender = self._receiver = self._kept = None
+        self._sender = self._receiver = self._parts = None
         self._address, self._receivers, self._engine = "", 0, None
 
 
-class _Kept:
+class _ActorParts:
     """This rank's part of all tensors: of each the rows that FSDP2 would give it."""
 
     def __init__(self, rank: int, world: int) -> None:
@@ -160,28 +141,25 @@ class _Kept:
         self.model = nn.Module()
 
     def take(self, weights: Iterable[tuple[str, Tensor]]) -> bool:
-        """Copies this rank's part out of each tensor; returns whether they are other tensors than before."""
+        """Copies this rank's part out of each tensor; returns True if they are other tensors than before."""
         layout, parts = [], {}
         for name, tensor in weights:
             layout.append((name, tensor.shape, tensor.dtype))
-            part = self._part_of(tensor.detach())
-            known = self._parts.get(name)
-            if known is not None and (known.shape, known.dtype) == (part.shape, part.dtype):
-                parts[name] = known.copy_(part)
+            part = tensor.detach()
+            if tensor.ndim:
+                rows = -(-len(tensor) // self._world)
+                part = part[min(self._rank * rows, len(part)) : min((self._rank + 1) * rows, len(part))]
+            before = self._parts.get(name)
+            if before is not None and (before.shape, before.dtype) == (part.shape, part.dtype):
+                parts[name] = before.copy_(part)
             else:
                 parts[name] = part.to("cpu", copy=True).contiguous()
-        changed = layout != self._layout
-        if changed:
-            self._layout, self._parts, self.model = layout, parts, nn.Module()
-            for name, shape, _ in layout:
-                self._add(name, shape, parts[name])
-        return changed
-
-    def _part_of(self, tensor: Tensor) -> Tensor:
-        if tensor.ndim == 0:
-            return tensor
-        rows = -(-len(tensor) // self._world)
-        return tensor[min(self._rank * rows, len(tensor)) : min((self._rank + 1) * rows, len(tensor))]
+        if layout == self._layout:
+            return False
+        self._layout, self._parts, self.model = layout, parts, nn.Module()
+        for name, shape, _ in layout:
+            self._add(name, shape, parts[name])
+        return True
 
     def _add(self, name: str, shape: torch.Size, part: Tensor) -> None:
         *path, last = name.split(".")
@@ -190,15 +168,15 @@ class _Kept:
             if key not in module._modules:
                 module.add_module(key, nn.Module())
             module = module.get_submodule(key)
-        whole = part
+        full = part
         if shape:
             stride = torch.empty(shape, device="meta").stride()
-            whole = DTensor.from_local(part, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-        module.register_parameter(last, nn.Parameter(whole, requires_grad=False))
+            full = DTensor.from_local(part, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        module.register_parameter(last, nn.Parameter(full, requires_grad=False))
 
 
 def _free_address(host: str) -> str:
-    """An address with a port that is free now."""
+    """Returns an address with a port that is free now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
         probe.bind((host, 0))

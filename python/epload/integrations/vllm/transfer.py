@@ -45,6 +45,7 @@ from epload.sync.sender import WeightSender
 
 BACKEND = "epload"
 _TIMEOUT = 1800.0
+_RECEIVER_OPTIONS = ("timeout", "verify", "stage", "strict")
 
 
 @dataclass
@@ -73,14 +74,8 @@ class EploadWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: EploadInitInfo) -> None:
         self.shutdown()
-        self._receiver = WeightReceiver(
-            VllmModel(self.model, self.vllm_config, self.device),
-            init_info.address,
-            timeout=init_info.timeout,
-            verify=init_info.verify,
-            stage=init_info.stage,
-            strict=init_info.strict,
-        )
+        target = VllmModel(self.model, self.vllm_config, self.device)
+        self._receiver = WeightReceiver(target, init_info.address, **_options(init_info, *_RECEIVER_OPTIONS))
 
     def start_weight_update(self) -> None:
         self._connected()
@@ -137,15 +132,11 @@ class EploadTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: i
             raise TypeError(f"expected source to be a vllm ModuleSource of the trainer's model, got {source!r}")
         engine = cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
         engine._sender = WeightSender(
-            model,
-            init_info.address,
-            receivers=init_info.receivers,
-            timeout=init_info.timeout,
-            verify=init_info.verify,
+            model, init_info.address, receivers=init_info.receivers, **_options(init_info, "timeout", "verify")
         )
         if init_info.is_sender:
-            told = {name: getattr(init_info, name) for name in ("timeout", "verify", "stage", "strict")}
-            client.init_weight_transfer_engine({"address": engine._sender.address, **told})
+            options = _options(init_info, *_RECEIVER_OPTIONS)
+            client.init_weight_transfer_engine({"address": engine._sender.address, **options})
         return engine
 
     def send_weights(self) -> None:
@@ -166,7 +157,7 @@ class EploadTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: i
         self.client.finish_weight_update()
 
     def _update_engines(self) -> Future[None]:
-        """Tells the engines to receive the version, from a thread that does not keep the process alive."""
+        """Makes the engines receive the version, from a thread that does not keep the process alive."""
         received: Future[None] = Future()
 
         def update() -> None:
@@ -180,6 +171,10 @@ class EploadTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: i
 
     def shutdown(self) -> None:
         self._sender.close()
+
+
+def _options(init_info: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(init_info, name) for name in names}
 
 
 class VllmModel(EngineModel):
@@ -213,7 +208,8 @@ class VllmModel(EngineModel):
             yield
         finally:
             for layer in self._open - still_open:
-                self._put_back(layer)
+                _place_kernel_tensors(layer, get_layerwise_info(layer))
+                self._close(layer)
 
     def begin(self, recording: Recording) -> None:
         filled = {name.rpartition(".")[0] for name in recording.written}
@@ -240,10 +236,8 @@ class VllmModel(EngineModel):
             self._open.add(layer)
         restore_layer_on_meta(layer, info)
 
-    def _put_back(self, layer: nn.Module) -> None:
-        info = get_layerwise_info(layer)
-        _place_kernel_tensors(layer, info)
-        info.reset()
+    def _close(self, layer: nn.Module) -> None:
+        get_layerwise_info(layer).reset()
         self._open.remove(layer)
 
     @torch.no_grad()
@@ -256,10 +250,8 @@ class VllmModel(EngineModel):
                 layer.quant_method.process_weights_after_loading(layer)
                 if hasattr(layer, "update_param_tp_status"):
                     layer.update_param_tp_status()
-                info = get_layerwise_info(layer)
-                _copy_and_restore_kernel_tensors(layer, info)
-                info.reset()
-                self._open.remove(layer)
+                _copy_and_restore_kernel_tensors(layer, get_layerwise_info(layer))
+                self._close(layer)
             model: Any = self.model
             for module in model.modules():
                 if is_deferred_attention_layer(module):
