@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from epload.compat.dcp import StorageReader
+from epload.integrations.dcp import StorageReader
 
 
 def parallelize(model: torch.nn.Module, mesh: torch.distributed.DeviceMesh) -> None:

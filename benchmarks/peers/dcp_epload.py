@@ -2,10 +2,10 @@
 
 import torch.distributed.checkpoint as dcp
 
-from epload.compat.dcp import StorageReader
+from epload.integrations.dcp import StorageReader
 from peers import Job
 
-TITLE = "DCP, epload.compat.dcp.StorageReader"
+TITLE = "DCP, epload.integrations.dcp.StorageReader"
 
 
 def load(job: Job) -> None:

@@ -4,9 +4,10 @@ from epload.broadcast import coalesced_bcast
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.cluster.topology import Topology
-from epload.compat import patch
 from epload.core.pieces import Piece, Pieces
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
+from epload.integrations import patch
+from epload.integrations.engine import EngineModel
 from epload.load_state import load_state
 from epload.loader import HierarchicalLoader, load
 from epload.loading.request import LoadOptions
@@ -17,7 +18,6 @@ from epload.native.info import build_info
 from epload.report import LoadReport, SaveReport
 from epload.save import PendingSave, save, save_async
 from epload.saving.convert import convert
-from epload.sync.engine_model import EngineModel
 from epload.sync.receiver import EngineRank, WeightReceiver
 from epload.sync.report import SyncReport
 from epload.sync.sender import WeightSender

@@ -20,7 +20,7 @@ import epload
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Topology
 from epload.checkpoint.local_store import LocalFile
 from epload.cli.main import main
-from epload.compat.dcp import StorageReader
+from epload.integrations.dcp import StorageReader
 from epload.observe.trace import Trace
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor

@@ -22,7 +22,7 @@ def sharded(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def on_rank_0(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return values if dist.get_rank() == 0 else {}
+    return dict(values) if dist.get_rank() == 0 else {}
 
 
 def wrong(model: nn.Module, values: dict[str, Tensor]) -> list[str]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import epload
 from epload.core.placement import box_slices
-from epload.recording import Recording, record
+from epload.integrations.engine.recording import Recording, record
 from support.engines import Loader, Weights
 
 
@@ -34,12 +34,12 @@ def record_model(model: nn.Module, weights: Mapping[str, Tensor]) -> Recording:
 
 
 def apply(recording: Recording, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """What a receiver does with full tensors: fills, copies, then the engine's own loader for each group."""
+    """Does what a receiver does with full tensors: fills, copies, then the engine's own loader for the others."""
     targets = tensors_of(model)
     recording.fill(targets)
     copy_regions(recording, targets, weights)
-    for group in recording.whole:
-        recording.load_whole(model.load_weights, ((name, weights[name].clone()) for name in group.names), targets)
+    if recording.whole:
+        recording.load_whole(model.load_weights, ((name, weights[name].clone()) for name in recording.whole), targets)
 
 
 def copy_regions(recording: Recording, targets: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
@@ -67,10 +67,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return same and torch.equal(
         a.detach().contiguous().view(-1).view(torch.uint8), b.detach().contiguous().view(-1).view(torch.uint8)
     )
-
-
-def whole_names(recording: Recording) -> list[tuple[str, ...]]:
-    return [group.names for group in recording.whole]
 
 
 def by_name(model: Loader, weights: Weights) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import epload
-from epload.sync.engine_model import EngineTarget
+from epload.integrations.engine.model import EngineTarget
 from support.engines import Computing, Engine, Loader, Weights, engine_checkpoint, unique
 from support.jobs import Job, Meeting, run
 from support.ranks import RankFailed
@@ -122,7 +122,7 @@ def test_parameters_that_the_sender_does_not_have_are_an_error() -> None:
 
 def local_target(load: Any, weights: dict[str, Tensor], strict: bool = True, **shapes: tuple[int, ...]) -> EngineTarget:
     """One that has received a version."""
-    target = EngineTarget(epload.EngineModel(Loader(load, **shapes)), strict)
+    target = epload.EngineModel(Loader(load, **shapes)).sync_target(strict)
     target.share(manifest_of(weights))
     target.tensors()
     return target
@@ -171,7 +171,7 @@ def test_parameters_that_nothing_writes_are_an_error_also_beside_what_cannot_be_
 def test_tied_parameters_are_written_under_one_of_their_names() -> None:
     model = Loader(read_values, a=(1,), b=(1,))
     model.b = model.a
-    target = EngineTarget(epload.EngineModel(model), strict=True)
+    target = epload.EngineModel(model).sync_target(strict=True)
     target.share(manifest_of(unique({"b": (1,)})))
     target.tensors()
     target.finish()

@@ -17,7 +17,7 @@ from verl.utils.import_utils import import_external_libs
 
 from support.engines import unique
 
-MODULE = "epload.compat.verl_checkpoint_engine"
+MODULE = "epload.integrations.verl.checkpoint_engine"
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (37, 16), "layers.0.weight": (3, 5), "layers.0.bias": (1,), "layers.1.weight": (8, 2, 3), "scale": (),
     "empty": (0, 4), "head": (300, 70),

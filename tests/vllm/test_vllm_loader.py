@@ -26,7 +26,7 @@ def load(rank: int, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import get_model_loader
 
-    from epload.compat.vllm import EploadModelLoader, register
+    from epload.integrations.vllm import EploadModelLoader, register
 
     register()
     register()
@@ -76,7 +76,7 @@ def refused(rank: int, folder: Path) -> str:
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import get_model_loader
 
-    from epload.compat.vllm import register
+    from epload.integrations.vllm import register
 
     register()
     with pytest.raises(ValueError, match="verify and strict only") as error:

@@ -57,7 +57,7 @@ def train(rank: int, meeting: Meeting, folder: Path, workers: int) -> None:
     from vllm.distributed.weight_transfer import ModuleSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    from epload.compat.vllm import EploadTrainerInitInfo, register
+    from epload.integrations.vllm import EploadTrainerInitInfo, register
 
     register()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -86,8 +86,8 @@ def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, proce
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    from epload.compat import vllm as adapter
-    from epload.compat.vllm import transfer
+    from epload.integrations import vllm as adapter
+    from epload.integrations.vllm import transfer
 
     adapter.register()
     adapter.register()
@@ -172,8 +172,8 @@ def fail_and_retry(rank: int, folder: Path) -> dict[str, Any]:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    from epload.compat.vllm import transfer
-    from epload.recording import record
+    from epload.integrations.engine.recording import record
+    from epload.integrations.vllm import transfer
 
     failing = Failing()
     UnquantizedLinearMethod.process_weights_after_loading = failing.at_call(3, reverse_columns)
@@ -265,7 +265,7 @@ class FailingSender:
 
 @pytest.mark.parametrize("error", [None, ConnectionError("the engine is gone")])
 def test_a_trainer_does_not_wait_for_the_call_of_a_sync_that_failed(error: Exception | None) -> None:
-    from epload.compat.vllm import EploadTrainerWeightTransferEngine
+    from epload.integrations.vllm import EploadTrainerWeightTransferEngine
 
     engine = object.__new__(EploadTrainerWeightTransferEngine)
     engine.client, engine.is_sender, engine._sender = LocalClient(error), True, FailingSender()
@@ -284,4 +284,4 @@ def test_vllm_finds_the_engines_through_its_plugins() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     for factory in (WeightTransferEngineFactory, WeightTransferTrainerFactory):
-        assert factory._registry["epload"]().__module__ == "epload.compat.vllm.transfer"
+        assert factory._registry["epload"]().__module__ == "epload.integrations.vllm.transfer"

@@ -29,14 +29,13 @@ from epload.mapping.mapping import Mapping
 from epload.planning.shares import Share
 from epload.sync.arrival import Arrival
 from epload.sync.device_route import link_of
-from epload.sync.engine_model import EngineModel, EngineTarget
 from epload.sync.epoch import Epoch, SyncOptions
 from epload.sync.formation import Attendee, describe_ranks, form_epoch
 from epload.sync.lobby import Attendance, Member, Offer, Participants, this_process
 from epload.sync.pulling import accelerator_of
 from epload.sync.report import SyncReport
 from epload.sync.store import Address, connect, fetch
-from epload.sync.targets import FullTensors, ModelTarget, Target
+from epload.sync.targets import FullTensors, ModelTarget, Target, TargetProvider
 
 STAGES = ("host", "device", "none")
 
@@ -72,7 +71,7 @@ class WeightReceiver:
     @on_cpu
     def __init__(
         self,
-        target: nn.Module | EngineModel | None,
+        target: nn.Module | TargetProvider | None,
         address: Address,
         *,
         mapping: Mapping | str = "auto",
@@ -387,11 +386,11 @@ class WeightReceiver:
         self.close()
 
 
-def _as_target(target: nn.Module | EngineModel | None, mapping: Mapping | str, strict: bool) -> Target:
+def _as_target(target: nn.Module | TargetProvider | None, mapping: Mapping | str, strict: bool) -> Target:
     if target is None:
         return FullTensors()
-    if isinstance(target, EngineModel):
-        return EngineTarget(target, strict)
+    if isinstance(target, TargetProvider):
+        return target.sync_target(strict)
     return ModelTarget(target, mapping, strict)
 
 

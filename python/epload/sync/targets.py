@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,15 @@ class Target(Protocol):
 
     def finish(self) -> None:
         """After a version was copied into them."""
+        ...
+
+
+@runtime_checkable
+class TargetProvider(Protocol):
+    """Something that is not a module but can be filled, such as an :class:`epload.EngineModel`."""
+
+    def sync_target(self, strict: bool) -> Target:
+        """Returns what a receiver fills. ``strict``: whether tensors that only one of the two jobs has are an error."""
         ...
 
 

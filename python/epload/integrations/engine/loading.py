@@ -1,0 +1,73 @@
+"""Loads checkpoints into an inference engine's model. Not collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from epload.checkpoint.base import Checkpoint
+from epload.cluster.membership import membership
+from epload.cluster.topology import Topology
+from epload.control.control import Control
+from epload.errors import CheckpointError, ModelMismatch
+from epload.integrations.engine.model import EngineModel, RecordedEngine, parameter_ids
+from epload.integrations.read_tensor import read_tensor
+from epload.loader import HierarchicalLoader
+from epload.mapping.mapping import Placed
+from epload.report import LoadReport
+
+
+def load_engine(
+    engine: EngineModel, checkpoint: Any, *, strict: bool = True, verify: bool = False, progress: bool = False
+) -> LoadReport:
+    """Fills an engine's model from a checkpoint. Each rank calls this for itself, and reads only what its model keeps.
+
+    What ``load_weights`` does with each tensor is recorded on tensors without data. What it copies is read from the files to
+    where it belongs. Tensors with which it does anything else are read in full, one after the other, and given to it.
+
+    Args:
+        engine: whose model has storage, as it is before the engine processes what was loaded.
+        checkpoint: as for :meth:`epload.Checkpoint.open`.
+        strict: whether a parameter that ``load_weights`` leaves unwritten is an error.
+        verify: as for :func:`epload.load`; what goes through ``load_weights`` is not verified.
+        progress: as for :func:`epload.load`.
+
+    Returns:
+        The report of this rank's load; ``ignored_keys`` are the tensors that the model does not use.
+
+    Raises:
+        ModelMismatch: ``load_weights`` does not take the checkpoint, or leaves parameters unwritten.
+        LoadError: as for :func:`epload.load`; the model may be partly written.
+
+    Example::
+
+        report = load_engine(epload.EngineModel(model), "checkpoints/step-1000")
+    """
+    opened = Checkpoint.open(checkpoint)
+    try:
+        manifest = opened.manifest
+        recorded = RecordedEngine(engine, manifest, parameter_ids(engine), strict)
+        recording = recorded.recording
+        state = engine.model.state_dict(keep_vars=True).keys()
+        if hidden := [name for places in recording.regions for name, _ in places if name not in state]:
+            raise ModelMismatch(
+                f"load_weights fills {hidden[0]}, which is not in the model's state dict; register it as a persistent buffer"
+            )
+        _, rank, _ = membership(None)
+        alone = Topology([[rank]], None, rank, Control(None, (rank,), rank))
+        mapping = Placed(places=recording.regions, ignore_unexpected=(".",), ignore_missing=(".",))
+        options: dict[str, Any] = {"src": rank, "readers": "every", "verify": verify, "progress": progress}
+        # Through the page cache, so that the disk reads once what several ranks of a machine read.
+        with HierarchicalLoader(alone, direct_io=False, **options) as loader:
+            report = loader.load(engine.model, opened, mapping=mapping)
+        numbers = {name: number for number, name in enumerate(manifest.names)}
+        with torch.no_grad():
+            recorded.load_rest((name, read_tensor(opened, numbers[name])) for name in recording.whole)
+        if changed := opened.changed():
+            raise CheckpointError(f"{changed} while it was loaded; the model may be partly overwritten")
+    finally:
+        if opened is not checkpoint:
+            opened.close()
+    report.ignored_keys = list(recording.unused)
+    return report

@@ -1,0 +1,271 @@
+"""vLLM's weight transfer over epload: ``WeightTransferConfig(backend="epload")``. In the trainer::
+
+info = EploadTrainerInitInfo("trainer0:29600", receivers=8, rank=rank)
+engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(model))
+engine.send_weights()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _copy_and_restore_kernel_tensors,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
+from vllm.platforms import current_platform
+
+from epload.integrations.engine.model import EngineModel
+from epload.integrations.engine.recording import Recording
+from epload.sync.receiver import WeightReceiver
+from epload.sync.sender import WeightSender
+
+BACKEND = "epload"
+_TIMEOUT = 1800.0
+_RECEIVER_OPTIONS = ("timeout", "verify", "stage", "strict")
+
+
+@dataclass
+class EploadInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """The arguments that the trainer sends to the workers: those of :class:`epload.WeightReceiver`."""
+
+    address: str
+    timeout: float = _TIMEOUT
+    verify: bool = False
+    stage: str = "host"
+    strict: bool = True
+
+
+@dataclass
+class EploadUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    version: int
+
+
+class EploadWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+    """A worker's side: ``update_weights`` receives a version, ``finish_weight_update`` copies it into the model."""
+
+    init_info_cls = EploadInitInfo
+    update_info_cls = EploadUpdateInfo
+    supports_draft_weight_update = False
+    _receiver: WeightReceiver | None = None
+
+    def init_transfer_engine(self, init_info: EploadInitInfo) -> None:
+        self.shutdown()
+        target = VllmModel(self.model, self.vllm_config, self.device)
+        self._receiver = WeightReceiver(target, init_info.address, **_options(init_info, *_RECEIVER_OPTIONS))
+
+    def start_weight_update(self) -> None:
+        self._connected()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # Unlike the base class, without waiting for the device, on which nothing happens before the commit.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: EploadUpdateInfo) -> None:
+        self._connected().receive_weights(update_info.version)
+
+    def finish_weight_update(self) -> None:
+        self._connected().commit()
+
+    def shutdown(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    def _connected(self) -> WeightReceiver:
+        if self._receiver is None:
+            raise ValueError("expected init_weight_transfer_engine to be called before a weight update")
+        return self._receiver
+
+
+@dataclass
+class EploadTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
+    """Arguments are those of :class:`epload.WeightSender`, ``stage`` and ``strict`` of :class:`epload.WeightReceiver`."""
+
+    backend: ClassVar[str] = BACKEND
+
+    address: str
+    receivers: int
+    """Workers of all engines."""
+    timeout: float = _TIMEOUT
+    verify: bool = False
+    stage: str = "host"
+    strict: bool = True
+
+
+class EploadTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
+    """A trainer rank's side. Every rank sends its own shards; rank 0 alone talks to the engines."""
+
+    init_info_cls = EploadTrainerInitInfo
+    _sender: WeightSender
+    _version = 0
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: EploadTrainerInitInfo, *, client: Any, source: WeightSource | None = None
+    ) -> EploadTrainerWeightTransferEngine:
+        model = getattr(source, "_module", None)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"expected source to be a vllm ModuleSource of the trainer's model, got {source!r}")
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
+        engine._sender = WeightSender(
+            model, init_info.address, receivers=init_info.receivers, **_options(init_info, "timeout", "verify")
+        )
+        if init_info.is_sender:
+            options = _options(init_info, *_RECEIVER_OPTIONS)
+            client.init_weight_transfer_engine({"address": engine._sender.address, **options})
+        return engine
+
+    def send_weights(self) -> None:
+        self._version += 1
+        if not self.is_sender:
+            self._sender.send_weights(self._version)
+            return
+        self.client.start_weight_update()
+        received = self._update_engines()
+        try:
+            self._sender.send_weights(self._version)
+        except Exception as error:
+            # A call to an engine that is dead may never return, and nothing waits for it.
+            if received.done() and (cause := received.exception()) is not None:
+                raise error from cause
+            raise
+        received.result()
+        self.client.finish_weight_update()
+
+    def _update_engines(self) -> Future[None]:
+        """Makes the engines receive the version, from a thread that does not keep the process alive."""
+        received: Future[None] = Future()
+
+        def update() -> None:
+            try:
+                received.set_result(self.client.update_weights({"version": self._version}))
+            except BaseException as error:
+                received.set_exception(error)
+
+        Thread(target=update, name="epload-vllm", daemon=True).start()
+        return received
+
+    def shutdown(self) -> None:
+        self._sender.close()
+
+
+def _options(init_info: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(init_info, name) for name in names}
+
+
+class VllmModel(EngineModel):
+    """A worker's model. Layers that vLLM processes after loading are filled as before that, and then processed again, as in its
+    own layer-wise reload."""
+
+    def __init__(self, model: nn.Module, config: Any, device: torch.device) -> None:
+        super().__init__(model, self._load)
+        self._config = config
+        self._device = device
+        self._open: set[nn.Module] = set()
+        """Layers that have the tensors that ``load_weights`` fills. vLLM's information about each keeps those that it computes
+        with, also after a failure."""
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        with self._context():
+            self.model.load_weights(weights)  # type: ignore[operator]
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        with set_current_vllm_config(self._config), torch.device(self._device):
+            yield
+
+    @contextmanager
+    def recordable(self) -> Iterator[None]:
+        still_open = frozenset(self._open)
+        layers = [layer for layer in self.model.modules() if _is_processed(layer)]
+        try:
+            for layer in layers:
+                self._put_aside(layer)
+            yield
+        finally:
+            for layer in self._open - still_open:
+                _place_kernel_tensors(layer, get_layerwise_info(layer))
+                self._close(layer)
+
+    def begin(self, recording: Recording) -> None:
+        filled = {name.rpartition(".")[0] for name in recording.written}
+        for name, layer in self.model.named_modules():
+            if layer not in self._open and not (_is_processed(layer) and (name in filled or recording.untraced)):
+                continue
+            # Those that are open after a failure begin again, from whatever state.
+            self._put_aside(layer)
+            info = get_layerwise_info(layer)
+            materialize_layer(layer, info)
+            parameters, buffers = info.kernel_tensors
+            before = parameters | buffers
+            for key, tensor in get_layer_tensors(layer).items():
+                old = before.get(key)
+                if old is not None and (old.shape, old.dtype) == (tensor.shape, tensor.dtype):
+                    tensor.data.copy_(old.data)
+
+    def _put_aside(self, layer: nn.Module) -> None:
+        """Opens the layer: keeps the tensors that it computes with, and gives it on meta those that ``load_weights`` fills."""
+        info = get_layerwise_info(layer)
+        if layer not in self._open:
+            info.kernel_tensors = get_layer_params_buffers(layer)
+            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+            self._open.add(layer)
+        restore_layer_on_meta(layer, info)
+
+    def _close(self, layer: nn.Module) -> None:
+        get_layerwise_info(layer).reset()
+        self._open.remove(layer)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        with self._context():
+            layers: list[Any] = [layer for layer in self.model.modules() if layer in self._open]
+            for layer in layers:
+                # As vLLM's reload does: some methods process a layer only once.
+                layer.__dict__.pop("_already_called_process_weights_after_loading", None)
+                layer.quant_method.process_weights_after_loading(layer)
+                if hasattr(layer, "update_param_tp_status"):
+                    layer.update_param_tp_status()
+                _copy_and_restore_kernel_tensors(layer, get_layerwise_info(layer))
+                self._close(layer)
+            model: Any = self.model
+            for module in model.modules():
+                if is_deferred_attention_layer(module):
+                    module.process_weights_after_loading(self._config.model_config.dtype)
+            if hasattr(model, "process_weights_after_loading"):
+                model.process_weights_after_loading()
+
+
+def _is_processed(layer: nn.Module) -> bool:
+    """Returns True if vLLM may change the layer's tensors after loading."""
+    method = getattr(layer, "quant_method", None)
+    if not isinstance(method, QuantizeMethodBase) or is_deferred_attention_layer(layer):
+        return False
+    if type(method).process_weights_after_loading is QuantizeMethodBase.process_weights_after_loading:
+        return False
+    plain = type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    return not (plain and current_platform.is_cuda())

@@ -1,0 +1,100 @@
+"""Checkpoints in an engine's model, against the engine's own ``load_weights``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import epload
+from epload.integrations.engine import load_engine
+from support import ranks
+from support.engines import Computing, Engine, Weights, engine_checkpoint
+from support.recordings import same_bits, tensors_of
+
+
+class Hidden(nn.Module):
+    """Fills a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("w", torch.zeros(2), persistent=False)
+
+    def load_weights(self, weights: Weights) -> None:
+        for _, tensor in weights:
+            self.w.copy_(tensor)
+
+
+def saved(folder: Path, dtype: torch.dtype, without: str = "") -> tuple[Path, dict[str, Tensor]]:
+    weights = {name: tensor for name, tensor in engine_checkpoint(dtype).items() if name != without}
+    weights["unused"] = torch.ones(3)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    return folder, weights
+
+
+@pytest.mark.parametrize("kind", [Engine, Computing])
+@pytest.mark.parametrize(("dtype", "verify"), [(torch.float32, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_model_is_as_load_weights_makes_it(
+    kind: type[Engine], dtype: torch.dtype, verify: bool, rank: int, tmp_path: Path
+) -> None:
+    path, weights = saved(tmp_path, dtype)
+    expected, model = kind(rank), kind(rank)
+    with torch.no_grad():
+        expected.load_weights(iter(weights.items()))
+    for _ in range(2):
+        report = load_engine(epload.EngineModel(model), path, verify=verify)
+        for name, tensor in tensors_of(expected).items():
+            assert same_bits(tensors_of(model)[name], tensor), name
+    assert (report.missing_keys, report.unexpected_keys, report.verify) == ([], [], verify)
+    assert "unused" in report.ignored_keys
+    experts = [name for name in report.ignored_keys if name.startswith("experts.")]
+    assert {name.split(".")[1] for name in experts} == ({"2", "3"} if rank == 0 else {"0", "1"}), "the other rank's"
+
+
+def test_what_is_not_written_is_an_error(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path, torch.float32, without="norm")
+    for kind in (Engine, Computing):
+        with pytest.raises(epload.ModelMismatch, match=r"leaves 1 of the engine's parameters unwritten.*norm\.weight"):
+            load_engine(epload.EngineModel(kind(0)), path)
+        engine = kind(0)
+        load_engine(epload.EngineModel(engine), path, strict=False)
+        assert torch.all(engine.norm.weight == -1)
+    save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
+    with pytest.raises(epload.ModelMismatch, match="fills w, which is not in the model's state dict"):
+        load_engine(epload.EngineModel(Hidden()), tmp_path / "w.safetensors")
+
+
+def test_a_file_that_changes_before_the_last_tensors_are_read(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path, torch.float32)
+    model = Computing(0)
+
+    def load_weights(weights: Weights) -> None:
+        for name, tensor in weights:
+            if type(tensor) is Tensor:  # not while it is recorded
+                os.utime(path / "model.safetensors")
+            model.load_weights([(name, tensor)])
+
+    with pytest.raises(epload.CheckpointError, match="while it was loaded"):
+        load_engine(epload.EngineModel(model, load_weights), path)
+
+
+def by_itself(rank: int, path: Path, weights: dict[str, Tensor]) -> bool:
+    """Rank 0 comes first, and waits for nobody."""
+    if rank == 1:
+        torch.distributed.barrier()
+    engine, expected = Engine(rank), Engine(rank)
+    load_engine(epload.EngineModel(engine), path)
+    if rank == 0:
+        torch.distributed.barrier()
+    with torch.no_grad():
+        expected.load_weights(iter(weights.items()))
+    return all(same_bits(tensors_of(engine)[name], tensor) for name, tensor in tensors_of(expected).items())
+
+
+def test_ranks_of_a_job_load_by_themselves(tmp_path: Path) -> None:
+    assert ranks.run(2, by_itself, *saved(tmp_path, torch.float32)) == [True, True]

@@ -1,0 +1,378 @@
+"""torch's ``set_model_state_dict`` and ours, called alike: what each option and each kind of model and dict does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as torchs
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+
+import epload
+from epload.integrations import skyrl, verl
+from epload.integrations import torch as ours
+from epload.integrations.full_state import find_custom_loading
+from support import ranks
+from support.checks import all_fine, full_values, local_of
+from support.drop_ins import everywhere, on_rank_0, raised, sharded, wrong
+from support.models import Block, Mlp, Rotary, Stack, Tied, mesh, on_meta, place
+
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+LENIENT = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+BOTH = (torchs.set_model_state_dict, ours.set_model_state_dict)
+
+
+class Counting(nn.Module):
+    """Has a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(5, 3))
+        self.seen: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+class Net(nn.Module):
+    def __init__(self, inner: Callable[[], nn.Module] = lambda: nn.Linear(5, 2)) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.second = inner()
+
+
+def values(model: nn.Module, start: int = 0) -> dict[str, Tensor]:
+    """Values for every tensor of a model, each element unique."""
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor):
+            tensors[name] = (torch.arange(tensor.numel()) + 1.0 + start).reshape(tensor.shape)
+            start += tensor.numel()
+    return tensors
+
+
+def sharded_net(make: Callable[[], nn.Module] = Net) -> Any:
+    return fully_shard(on_meta(make), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def full_tensors(model: nn.Module) -> dict[str, Tensor]:
+    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in state.items()}
+
+
+def differ(model: nn.Module, expected: dict[str, Tensor]) -> list[str]:
+    state = full_tensors(model)
+    return [name for name, value in expected.items() if name not in state or not torch.equal(state[name], value)]
+
+
+def own_of_each_rank(rank: int) -> list[str]:
+    """Pipeline stages load values of their own, and one may load alone."""
+    problems = []
+    options = StateDictOptions(full_state_dict=True)
+    stage = rank // 2
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    model: Any = fully_shard(on_meta(Net), mesh=pairs["shard"]).to_empty(device="cpu")
+    for start in (100 * stage, 500) if stage else (0,):
+        own = values(Net(), start)
+        ours.set_model_state_dict(model, dict(own), options=options)
+        problems += [f"{start}: {name}" for name in differ(model, own)]
+    dist.barrier()
+    return problems
+
+
+def test_without_broadcast_each_rank_loads_its_own() -> None:
+    all_fine(ranks.run(4, own_of_each_rank, limit=60))
+
+
+# ---- keys that do not fit ----
+
+
+def texts(rank: int) -> list[str]:
+    problems = []
+    full = values(Net())
+    short = {name: value for name, value in full.items() if name != "second.bias"}
+    odd = {**short, "stray": torch.ones(2), "first.weight": torch.ones(4, 4)}
+    expected = raised(lambda: Net().load_state_dict(odd)).split("\n\t")  # what torch reports for a plain model
+    model = sharded_net()
+    text = raised(lambda: ours.set_model_state_dict(model, on_rank_0(odd), options=BROADCAST))
+    lines = text.split("\n\t")
+    if not lines[0].startswith("ModelMismatch: Error(s) in loading state_dict for ") or lines[1:3] != expected[1:3]:
+        problems.append(f"{lines} for {expected}")
+    if not lines[3].startswith("size mismatch for first.weight: "):
+        problems.append(text)
+    if not issubclass(epload.ModelMismatch, RuntimeError):
+        problems.append("not torch's kind of error")
+    if any(not p.is_meta for p in model.parameters()) or len(set(everywhere(text))) > 1:
+        problems.append(f"something was moved, or ranks differ: {everywhere(text)}")
+    for stray in ({"stray": 5}, {nn.ReLU(): {"weight": torch.ones(1)}}):
+        state = on_rank_0({**short, **stray})
+        text = raised(lambda state=state: ours.set_model_state_dict(sharded_net(), state, options=BROADCAST))
+        name = "stray" if "stray" in stray else "<ReLU, which is a module and not a name>"
+        if '"second.bias"' not in text or f'Unexpected key(s) in state_dict: "{name}"' not in text:
+            problems.append(f"what is no tensor: {text}")
+        problems += [] if len(set(everywhere(text))) == 1 else ["ranks differ"]
+    keys = ours.set_model_state_dict(sharded_net(), on_rank_0(short | {"stray": torch.ones(1)}), options=LENIENT)
+    if (keys.missing_keys, keys.unexpected_keys) != (["second.bias"], ["stray"]):
+        problems.append(str(keys))
+    text = raised(lambda: ours.set_model_state_dict(sharded_net(), on_rank_0(odd), options=LENIENT))
+    if "size mismatch for first.weight" not in text:  # torch, too, takes strict=False for keys only
+        problems.append(f"another shape, not strict: {text}")
+    return problems
+
+
+def test_keys_that_do_not_fit_are_reported_as_torch_does() -> None:
+    all_fine(ranks.run(3, texts))
+
+
+# ---- kinds of models ----
+
+
+def extra_state(rank: int) -> list[str]:
+    problems = []
+    for state in ({"step": 3, "names": ["a"]}, None, 7):
+        full = {**values(Net(Counting)), "second._extra_state": state}
+        models = []
+        for function in BOTH:
+            model = sharded_net(lambda: Net(Counting))
+            model.to_empty(device="cpu")
+            model.second.seen = "old"
+            function(model, on_rank_0(full), options=BROADCAST)
+            models.append(model)
+            problems += [f"{function.__module__}: {name}" for name in differ(model, values(Net(Counting)))]
+        if [model.second.seen for model in models] != [state, state]:
+            problems.append(f"{[model.second.seen for model in models]}, not {state}")
+    full = values(Net(Counting))
+    model = sharded_net(lambda: Net(Counting))
+    text = raised(lambda: ours.set_model_state_dict(model, on_rank_0(full), options=BROADCAST))
+    if 'Missing key(s) in state_dict: "second._extra_state"' not in text or len(set(everywhere(text))) > 1:
+        problems.append(text)
+    model.second.seen = "old"
+    ours.set_model_state_dict(model, on_rank_0(full), options=LENIENT)
+    return problems + differ(model, full) + ([] if model.second.seen == "old" else ["extra state was changed"])
+
+
+def test_extra_state() -> None:
+    all_fine(ranks.run(2, extra_state))
+
+
+def wrapped(rank: int) -> list[str]:
+    problems = []
+    full = values(Net())
+    wrappers: dict[str, Callable[[nn.Module], Any]] = {
+        "DDP": DistributedDataParallel,
+        "DDP of compiled": lambda model: DistributedDataParallel(torch.compile(model)),
+        "compiled DDP": lambda model: torch.compile(DistributedDataParallel(model)),
+    }
+    for name, wrap in wrappers.items():
+        for function in BOTH:
+            plain = Net()
+            function(wrap(plain), on_rank_0(full), options=BROADCAST)
+            problems += [f"{name}, {function.__module__}: {text}" for text in differ(plain, full)]
+    inside = Net(lambda: DistributedDataParallel(nn.Linear(5, 2)))  # a module of the model
+    ours.set_model_state_dict(inside, on_rank_0(full), options=BROADCAST)
+    expected = {name.replace("second.", "second.module."): value for name, value in full.items()}
+    problems += [f"inside: {text}" for text in differ(inside, expected)]
+
+    make = partial(Stack, [{"w": (5, 3)}, {"w": (2, 3)}])
+    stack: Any = on_meta(make)
+    stack.layers[1] = torch.compile(stack.layers[1])
+    for layer in stack.layers:
+        fully_shard(layer, mesh=mesh(("all", 2)))
+    compiled: Any = torch.compile(fully_shard(stack, mesh=mesh(("all", 2))))
+    ours.set_model_state_dict(compiled, on_rank_0(full_values(on_meta(make))), options=BROADCAST)
+    return problems + [f"compiled: {name}" for name in wrong(compiled, full_values(on_meta(make)))]
+
+
+def test_wrapped_models() -> None:
+    all_fine(ranks.run(2, wrapped))
+
+
+class Outer(nn.Module):
+    """Leaves the name of its module out of the keys, and names it to torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrapped = nn.Linear(3, 5)
+        self.register_state_dict_post_hook(lambda module, state, prefix, local: self._strip(state, prefix))
+        self.register_load_state_dict_pre_hook(lambda module, state, prefix, *rest: self._add(state, prefix))
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {"weight": "wrapped", "bias": "wrapped"}
+
+    @staticmethod
+    def _strip(state: dict[str, Any], prefix: str) -> None:
+        for name in list(state):
+            if name.startswith(f"{prefix}wrapped."):
+                state[prefix + name.removeprefix(f"{prefix}wrapped.")] = state.pop(name)
+
+    @staticmethod
+    def _add(state: dict[str, Any], prefix: str) -> None:
+        for name in list(state):
+            if name.startswith(prefix):
+                state[f"{prefix}wrapped.{name.removeprefix(prefix)}"] = state.pop(name)
+
+
+class Turned(nn.Linear):
+    """Keeps its weight in another form than checkpoints do, and something that it computes from its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.sum = 0.0
+        self._register_load_state_dict_pre_hook(self._turn)
+        self.register_load_state_dict_post_hook(self._add_up)
+
+    def _turn(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].t().contiguous()
+
+    @staticmethod
+    def _add_up(module: Any, keys: Any) -> None:
+        module.sum = float(module.weight.sum())
+
+
+def left_to_torch(rank: int) -> list[str]:
+    problems = []
+    full = values(Net(Turned))
+    models: list[Any] = [Net(Turned), Net(Turned)]
+    for function, model in zip(BOTH, models, strict=True):
+        function(model, on_rank_0(full), options=BROADCAST)
+    problems += [f"hooks: {name}" for name in differ(models[1], full_tensors(models[0]))]
+    if models[1].second.sum != float(full["second.weight"].sum()):
+        problems.append("the hook has not run")
+    for load in (verl.fsdp2_load_full_state_dict, skyrl.fsdp2_load_full_state_dict):  # which have no original to call
+        model = sharded_net(lambda: Net(Turned))
+        text = raised(lambda load=load, model=model: load(model, on_rank_0(full)))
+        if not text.startswith("ModelMismatch: second (Turned) has a load_state_dict hook"):
+            problems.append(text)
+
+    full = {"outer.weight": torch.arange(15.0).reshape(5, 3), "outer.bias": torch.arange(5.0)}
+    model = nn.Module()
+    model.outer = Outer()
+    ours.set_model_state_dict(model, on_rank_0(full), options=BROADCAST)
+    if not torch.equal(model.outer.wrapped.weight, full["outer.weight"]):
+        problems.append("modifiers")
+
+    flat = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    state = values(Net())
+    ours.set_model_state_dict(flat, on_rank_0(state), options=BROADCAST)
+    with FullyShardedDataParallel.summon_full_params(flat):
+        problems += [f"FSDP1: {n}" for n, value in state.items() if not torch.equal(flat.get_parameter(n), value)]
+    return problems
+
+
+def test_what_only_torch_can_load_is_left_to_it() -> None:
+    all_fine(ranks.run(2, left_to_torch))
+
+
+def test_hooks_that_only_rename_are_accepted() -> None:
+    from transformers import MambaConfig, MambaModel
+
+    normalized = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    assert find_custom_loading(MambaModel(MambaConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1))) == ""
+    assert find_custom_loading(nn.Sequential(nn.BatchNorm1d(3), normalized)) == ""
+
+
+# ---- where torch's function is wrong ----
+
+
+def right(rank: int) -> list[str]:
+    problems = []
+
+    def load(model: Any, state: dict[str, Tensor]) -> Any:
+        ours.set_model_state_dict(model, on_rank_0(dict(state)), options=BROADCAST)
+        return model
+
+    state = full_values(on_meta(lambda: Mlp(7, 5, 3)))  # torch adopts the checkpoint's dtype
+    problems += wrong(load(sharded(torch.bfloat16), state), {name: value.bfloat16() for name, value in state.items()})
+
+    state = full_values(on_meta(Tied))  # it breaks ties
+    model = load(fully_shard(on_meta(Tied), mesh=mesh(("all", 4))), state)
+    problems += wrong(model, state) + ([] if model.head.weight is model.embed.weight else ["the tie is broken"])
+
+    state = full_values(on_meta(Rotary))  # it leaves buffers on meta that rank 0 has
+    model = load(fully_shard(Rotary() if rank == 0 else on_meta(Rotary), mesh=mesh(("all", 4))), state)
+    problems += wrong(model, state) + ([] if torch.equal(model.inv_freq, Rotary().inv_freq) else [str(model.inv_freq)])
+    model = load(fully_shard(on_meta(Rotary), mesh=mesh(("all", 4))), state)  # as torch's, if no rank has them
+    problems += [] if model.inv_freq.is_meta and not model.w.is_meta else [f"{model.inv_freq} {model.w}"]
+
+    model = nn.Module()  # rows of a _StridedShard that is not one of FSDP's over another
+    model.inner = on_meta(lambda: Block({"w": (16, 3)}))
+    place(model.inner, mesh(("tp", 4)), [_StridedShard(0, split_factor=2)])
+    w = torch.arange(48.0).reshape(16, 3)
+    rows = torch.cat([w[2 * rank : 2 * rank + 2], w[8 + 2 * rank : 10 + 2 * rank]])
+    if not torch.equal(local_of(load(model, {"inner.w": w}).inner.w), rows):
+        problems.append(f"strided: {model.inner.w}")
+
+    model = nn.Module()  # it multiplies a Partial by the number of ranks
+    model.w = nn.Parameter(DTensor.from_local(torch.zeros(3), mesh(("all", 4)), [Partial()], run_check=False))
+    error = raised(lambda: load(model, {"w": torch.ones(3)}))
+    return problems + ([] if "w has placement P(sum), which cannot be loaded into" in error else [error])
+
+
+def test_where_torchs_function_is_wrong() -> None:
+    all_fine(ranks.run(4, right))
+
+
+# ---- what stays as it is ----
+
+
+def stays_on_meta(rank: int) -> list[str]:
+    """As torch's: what a dict lacks keeps its value, and where there is none, the parameter is on meta still."""
+    problems = []
+    full = values(Net())
+    short = {name: value for name, value in full.items() if name != "first.weight"}
+    model = sharded_net()
+    keys = ours.set_model_state_dict(model, on_rank_0(short), options=LENIENT)
+    if not model.first.weight.is_meta or keys.missing_keys != ["first.weight"]:
+        problems.append(f"first.weight holds what nobody wrote: {model.first.weight}, {keys}")
+    state = model.state_dict()
+    problems += [name for name, value in short.items() if not torch.equal(state[name].full_tensor(), value)]
+    ours.set_model_state_dict(model, on_rank_0(full), options=BROADCAST)  # and can be filled later
+    problems += [f"later: {name}" for name in differ(model, full)]
+    again = values(Net(), start=50)
+    del again["first.weight"]
+    ours.set_model_state_dict(model, on_rank_0(again), options=LENIENT)
+    return problems + [f"again: {name}" for name in differ(model, {**again, "first.weight": full["first.weight"]})]
+
+
+def test_what_nobody_has_stays_on_meta() -> None:
+    all_fine(ranks.run(2, stays_on_meta))
+
+
+def as_torch(rank: int) -> list[str]:
+    """A transformers model of bfloat16, whose routers ``from_pretrained`` would keep in float32, and a changed buffer."""
+    from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+
+    config = Ernie4_5_MoeConfig(
+        hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=32, moe_num_experts=2, moe_k=1, moe_layer_start_index=0,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    state = Ernie4_5_MoeForCausalLM(config).to(torch.bfloat16).state_dict()
+    states = []
+    for function in BOTH:
+        model = Ernie4_5_MoeForCausalLM(config).to(torch.bfloat16)
+        model.model.rotary_emb.inv_freq.fill_(0.25)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        function(model, on_rank_0(dict(state)), options=BROADCAST)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        states.append({n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()})
+    expected, loaded = states
+    return [n for n, t in expected.items() if t.dtype != loaded[n].dtype or not torch.equal(t, loaded[n])]
+
+
+def test_what_from_pretrained_would_do_is_not_done() -> None:
+    all_fine(ranks.run(2, as_torch))
