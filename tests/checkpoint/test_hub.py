@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Topology
-from epload.checkpoint.remote import hub
+from epload.checkpoint import hub
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
 from support.checks import all_fine

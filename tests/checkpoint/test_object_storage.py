@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Piece, Topology, load
-from epload.checkpoint.remote import clients, object_store
+from epload.checkpoint import object_clients, object_store
 from support import ranks, s3_server
 from support.checkpoint_kinds import folder_with_index, small_state, torch_folder_with_index
 from support.checkpoints import assert_same, raw_bytes, read_all, tensor
@@ -55,7 +55,7 @@ def only(library: str) -> Iterator[None]:
     """As if no other client were installed."""
     with ExitStack() as stack:
         if library == "fsspec":
-            stack.enter_context(mock.patch.dict(clients._OBSTORE, clear=True))
+            stack.enter_context(mock.patch.dict(object_clients._OBSTORE, clear=True))
         yield
 
 

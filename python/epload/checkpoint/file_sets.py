@@ -12,10 +12,12 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from epload.checkpoint import dcp, unsupported
+from epload.checkpoint import unsupported
 from epload.errors import CheckpointError
 
 CONFIG = "config.json"
+DCP = ".metadata"
+"""The description of a DCP folder."""
 _TRANSFORMERS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
@@ -60,7 +62,7 @@ class FileSet(NamedTuple):
 def standard_names(variant: str = "") -> list[str]:
     """Returns the names that weights have in a folder, in the order in which they are chosen."""
     names = [*_of_variant(_TRANSFORMERS, variant), *_of_variant(_DIFFUSERS, variant)]
-    return names if variant else [*names, dcp.FILE, *_PEFT]
+    return names if variant else [*names, DCP, *_PEFT]
 
 
 def choose(names: Collection[str], where: str, variant: str = "", named_by_config: str = "") -> list[str]:
@@ -86,7 +88,7 @@ def choose(names: Collection[str], where: str, variant: str = "", named_by_confi
         raise _ambiguous(where, [*standard, *of_ranks])
     if standard:
         return standard
-    if not variant and (name := next(filter(names.__contains__, (dcp.FILE, *_PEFT)), "")):
+    if not variant and (name := next(filter(names.__contains__, (DCP, *_PEFT)), "")):
         return [name]
     candidates = [each for each in sets if (each.base.endswith(f".{variant}") if variant else not each.variant)]
     return _only(candidates, sets, names, where, variant)
@@ -128,7 +130,7 @@ def _only(
     candidates: Sequence[FileSet], sets: Sequence[FileSet], names: Collection[str], where: str, variant: str
 ) -> list[str]:
     """Returns the files of the only candidate. Raises CheckpointError."""
-    reason = unsupported.of_folder(where, names) if dcp.FILE not in names else ""
+    reason = unsupported.of_folder(where, names) if DCP not in names else ""
     if reason and not any(name.endswith(".safetensors") for each in candidates for name in each.files):
         raise CheckpointError(reason)
     if len(candidates) > 1:
@@ -138,7 +140,7 @@ def _only(
     if candidates:
         return candidates[0].files
     if variant:
-        there = [*sets, *["a DCP checkpoint"] * (dcp.FILE in names)] or ["none"]
+        there = [*sets, *["a DCP checkpoint"] * (DCP in names)] or ["none"]
         raise CheckpointError(f"{where} has no weights of variant={variant!r}; it has {_listed(there)}")
     if variants := sorted({each.variant for each in sets}):
         choices = " or ".join(f"variant={name!r}" for name in variants[:_MAX_SHOWN])

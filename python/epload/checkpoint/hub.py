@@ -14,25 +14,24 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from epload.checkpoint import dcp, file_sets
+from epload.checkpoint import file_sets
+from epload.checkpoint.base import Progress
+from epload.checkpoint.byte_store import Folder, Shared
 from epload.checkpoint.local_store import LocalFolder
 from epload.errors import CheckpointError
 from epload.files import read_regular
 
 SCHEME = "hf://"
-Progress = Callable[[int], None]
-"""Called with numbers of bytes as they arrive."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"@([0-9a-f]{40})(?:/|$)")
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json")
 _POLL_SECONDS = 0.2
 
 
-@dataclass(frozen=True)
-class HubModel:
+class HubModel(NamedTuple):
     """A repository, and which revision of it."""
 
     name: str
@@ -51,6 +50,23 @@ class HubFolder(LocalFolder):
         super().__init__(path)
         self._model = model
 
+    @classmethod
+    def locate(
+        cls, source: str | os.PathLike[str], variant: str, progress: Progress, shared: Shared | None
+    ) -> tuple[Folder, str] | None:
+        """Brings the weights, their index and the configuration into the cache, if they are not there yet; with ``shared`` those
+        of the commit that the other rank reads."""
+        if (model := parse(source)) is None:
+            return None
+        if shared is None:
+            return _download(model, variant, progress), ""
+        commit = _COMMIT.search(shared[0])
+        if commit is None:
+            raise CheckpointError(
+                f"rank src reads {shared[0]}, which is not of the Hub: pass the same path on every rank"
+            )
+        return _fetch(_library(model), HubModel(model.name, commit[1]), lambda: shared[1], progress), ""
+
     def path_of(self, name: str) -> str:
         return f"{self._model}/{name}"
 
@@ -58,75 +74,48 @@ class HubFolder(LocalFolder):
         return str(self._model)
 
 
-_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json")
-
-
 def parse(source: object) -> HubModel | None:
-    """The model that ``hf://org/name@revision`` or ``org/name`` names, if no path has that name; else None. Without ``hf://``, a
-    name that ends like a file is a path, perhaps a wrong one.
+    """Returns the model that ``hf://org/name@revision`` or ``org/name`` names, if no path has that name; else None. Without
+    ``hf://``, a name that ends like a file is a path, perhaps a wrong one.
 
     Raises:
         CheckpointError: a malformed hf:// address.
     """
     if not isinstance(source, str):
         return None
-    given = source.removeprefix(SCHEME)
-    name, _, revision = given.partition("@")
-    if given != source:
-        if not _ID.fullmatch(name) or given.endswith("@"):
+    address = source.removeprefix(SCHEME)
+    name, _, revision = address.partition("@")
+    if address != source:
+        if not _ID.fullmatch(name) or address.endswith("@"):
             raise CheckpointError(f"expected hf://org/name or hf://org/name@revision, got {source!r}")
         return HubModel(name, revision or None)
-    is_file = given.endswith(_SUFFIXES)
-    return HubModel(given) if _ID.fullmatch(given) and not is_file and not os.path.lexists(given) else None
+    is_file = address.endswith(_SUFFIXES)
+    return HubModel(address) if _ID.fullmatch(address) and not is_file and not os.path.lexists(address) else None
 
 
-def download(model: HubModel, variant: str, progress: Progress) -> HubFolder:
-    """Brings the weights, their index and the config into the cache, if they are not there yet.
-
-    Args:
-        model: the repository.
-        variant: of the weights; see :func:`file_sets.choose`.
-        progress: called with the number of bytes that have arrived.
-
-    Raises:
-        CheckpointError: the model is not on the Hub, or not accessible, or neither reachable nor cached.
-    """
+def _download(model: HubModel, variant: str, progress: Progress) -> HubFolder:
+    """Raises CheckpointError: the model is not on the Hub, or not accessible, or neither reachable nor cached."""
     hub = _library(model)
     try:
         info = hub.HfApi().model_info(model.name, revision=model.revision)
     except Exception as error:
-        if (cached := _cached(hub, model, variant)) is not None and _may_use_cache(hub, error):
-            return cached
+        if _may_use_cache(hub, error):
+            with suppress(hub.errors.LocalEntryNotFoundError):
+                path = Path(hub.snapshot_download(model.name, revision=model.revision, local_files_only=True))
+                return HubFolder(path, HubModel(model.name, path.name))
         raise _describe(hub, model, error) from None
-    pinned = HubModel(model.name, info.sha)
     names = [sibling.rfilename for sibling in info.siblings or ()]
 
-    def wanted() -> list[str]:
+    def required() -> list[str]:
         def content(name: str) -> bytes:
             return read_regular(Path(hub.hf_hub_download(model.name, name, revision=info.sha)))
 
-        return _wanted(names, str(pinned), variant, content)
+        return _required(names, str(HubModel(model.name, info.sha)), variant, content)
 
-    folder = _fetch(hub, pinned, wanted, progress)
+    folder = _fetch(hub, HubModel(model.name, info.sha), required, progress)
     if model.revision != info.sha:
         _remember(folder, model.revision or hub.constants.DEFAULT_REVISION, info.sha)
     return folder
-
-
-def join(model: HubModel, source: str, names: Sequence[str], progress: Progress) -> HubFolder:
-    """The same files that another rank has.
-
-    Args:
-        source: of that rank's manifest, which has the commit.
-        names: of the files.
-
-    Raises:
-        CheckpointError: as for :func:`download`.
-    """
-    commit = _COMMIT.search(source)
-    if commit is None:
-        raise CheckpointError(f"rank src reads {source}, which is not of the Hub: pass the same path on every rank")
-    return _fetch(_library(model), HubModel(model.name, commit[1]), lambda: names, progress)
 
 
 def _library(model: HubModel) -> Any:
@@ -141,11 +130,11 @@ def _library(model: HubModel) -> Any:
         ) from error
 
 
-def _fetch(hub: Any, model: HubModel, wanted: Callable[[], Sequence[str]], progress: Progress) -> HubFolder:
-    """``model``: with a commit."""
+def _fetch(hub: Any, model: HubModel, required: Callable[[], Sequence[str]], progress: Progress) -> HubFolder:
+    """Downloads the files that ``required`` names, unless they are in the cache. ``model``: with a commit."""
     try:
         with _locked(hub, model, progress):
-            names = wanted()
+            names = required()
             paths = [hub.try_to_load_from_cache(model.name, name, revision=model.revision) for name in names]
             if all(isinstance(path, str) for path in paths) and paths:
                 return HubFolder(Path(paths[0]).parent, model)
@@ -157,11 +146,11 @@ def _fetch(hub: Any, model: HubModel, wanted: Callable[[], Sequence[str]], progr
         raise _describe(hub, model, error) from None
 
 
-def _wanted(names: Sequence[str], where: str, variant: str, content: Callable[[str], bytes]) -> list[str]:
-    """Returns the files of a repository that are loaded: one set of weights, with its index and the config.
+def _required(names: Sequence[str], where: str, variant: str, content: Callable[[str], bytes]) -> list[str]:
+    """Returns the files of a repository that are loaded: one set of weights, with its index and the configuration.
 
     Args:
-        names: of all files.
+        names: all files.
         where: the repository, for messages.
         variant: of the weights.
         content: downloads a file.
@@ -170,32 +159,18 @@ def _wanted(names: Sequence[str], where: str, variant: str, content: Callable[[s
         CheckpointError: as :func:`file_sets.choose`.
     """
     top = [name for name in names if "/" not in name]
-    config = [name for name in top if name in (file_sets.CONFIG, "hf_quant_config.json")]
-    by_config = file_sets.weights_in_config(content(file_sets.CONFIG)) if file_sets.CONFIG in config else ""
-    chosen = file_sets.choose(top, where, variant, by_config)
+    configs = [name for name in top if name in (file_sets.CONFIG, "hf_quant_config.json")]
+    named = file_sets.weights_in_config(content(file_sets.CONFIG)) if file_sets.CONFIG in configs else ""
+    chosen = file_sets.choose(top, where, variant, named)
     if chosen[0].endswith(".json"):
-        chosen = [*chosen, *_named_in(content(chosen[0]))]
-    elif chosen == [dcp.FILE]:
-        chosen = [*chosen, *(name for name in top if name.endswith((dcp.SUFFIX, ".safetensors")))]
-    return [*config, *chosen]
-
-
-def _named_in(index: bytes) -> list[str]:
-    """The files that an index names; opening it reports what is wrong with it."""
-    try:
-        return sorted({name for name in json.loads(index)["weight_map"].values() if isinstance(name, str)})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []
-
-
-def _cached(hub: Any, model: HubModel, variant: str) -> HubFolder | None:
-    """Returns the folder that an earlier download has left in the cache; None if there is none."""
-    for name in (*file_sets.standard_names(variant), file_sets.CONFIG):
-        path = hub.try_to_load_from_cache(model.name, name, revision=model.revision)
-        if isinstance(path, str):
-            folder = Path(path).parent
-            return HubFolder(folder, HubModel(model.name, folder.name))
-    return None
+        with suppress(
+            ValueError, KeyError, TypeError, AttributeError, RecursionError
+        ):  # opening it reports what is wrong
+            in_index = json.loads(content(chosen[0]))["weight_map"].values()
+            chosen += sorted({name for name in in_index if isinstance(name, str)})
+    elif chosen == [file_sets.DCP]:
+        chosen += [name for name in top if name.endswith((".distcp", ".safetensors"))]
+    return [*configs, *chosen]
 
 
 def _remember(folder: HubFolder, revision: str, commit: str) -> None:
@@ -214,7 +189,7 @@ def _may_use_cache(hub: Any, error: Exception) -> bool:
 
 
 def _describe(hub: Any, model: HubModel, error: Exception) -> CheckpointError:
-    """Without the text of an HTTP error, which may quote the request."""
+    """Returns what to raise, without the text of an HTTP error, which may quote the request."""
     errors, where = hub.errors, hub.constants.ENDPOINT
     login = "log in with `hf auth login`, or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
@@ -248,30 +223,26 @@ def _offline(error: Exception) -> bool:
 def _locked(hub: Any, model: HubModel, progress: Progress) -> Iterator[None]:
     """Holds the lock of one snapshot in the cache, which a process that dies releases. Calls ``progress`` when the cache grows,
     by whatever process."""
-    cache = Path(hub.constants.HF_HUB_CACHE)
+    cache, flat = Path(hub.constants.HF_HUB_CACHE), model.name.replace("/", "--")
     (cache / ".locks").mkdir(parents=True, exist_ok=True)
-    flat = model.name.replace("/", "--")
-    over = threading.Event()
-    watch = threading.Thread(target=_watch, args=(cache / f"models--{flat}" / "blobs", progress, over), daemon=True)
-    watch.start()
+    done = threading.Event()
+
+    def watch() -> None:
+        before, last = 0, False
+        while not last:
+            last = done.wait(_POLL_SECONDS)
+            with suppress(OSError):  # it is not there yet, or a file was just renamed
+                now = sum(entry.stat().st_size for entry in os.scandir(cache / f"models--{flat}" / "blobs"))
+                if now != before:
+                    progress(abs(now - before))
+                    before = now
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     try:
         with open(cache / ".locks" / f"epload--{flat}--{model.revision}.lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
     finally:
-        over.set()
-        watch.join()
-
-
-def _watch(blobs: Path, progress: Progress, over: threading.Event) -> None:
-    """``blobs``: where files grow while they are downloaded."""
-    before = 0
-    while True:
-        last = over.wait(_POLL_SECONDS)
-        with suppress(OSError):  # it is not there yet, or a file was just renamed
-            now = sum(entry.stat().st_size for entry in os.scandir(blobs))
-            if now != before:
-                progress(abs(now - before))
-                before = now
-        if last:
-            return
+        done.set()
+        watcher.join()
