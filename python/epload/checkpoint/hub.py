@@ -28,6 +28,7 @@ SCHEME = "hf://"
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"@([0-9a-f]{40})(?:/|$)")
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json")
+_HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "requests")
 _POLL_SECONDS = 0.2
 
 
@@ -65,7 +66,13 @@ class HubFolder(LocalFolder):
             raise CheckpointError(
                 f"rank src reads {shared[0]}, which is not of the Hub: pass the same path on every rank"
             )
-        return _fetch(_library(model), HubModel(model.name, commit[1]), lambda: shared[1], progress), ""
+        hub, model = _library(model), HubModel(model.name, commit[1])
+        with _locked(hub, model, progress):
+            paths = [hub.try_to_load_from_cache(model.name, name, revision=model.revision) for name in shared[1]]
+            if paths and all(isinstance(path, str) for path in paths):
+                return HubFolder(Path(paths[0]).parent, model), ""
+            path = hub.snapshot_download(model.name, revision=model.revision, allow_patterns=list(shared[1]))
+        return HubFolder(Path(path), model), ""
 
     def path_of(self, name: str) -> str:
         return f"{self._model}/{name}"
@@ -99,23 +106,22 @@ def _download(model: HubModel, variant: str, progress: Progress) -> HubFolder:
     try:
         info = hub.HfApi().model_info(model.name, revision=model.revision)
     except Exception as error:
-        if _may_use_cache(hub, error):
+        refused = isinstance(error, hub.errors.HfHubHTTPError) and error.response.status_code < 500
+        if not refused:
             with suppress(hub.errors.LocalEntryNotFoundError):
                 path = Path(hub.snapshot_download(model.name, revision=model.revision, local_files_only=True))
                 return HubFolder(path, HubModel(model.name, path.name))
         raise _describe(hub, model, error) from None
-    names = [sibling.rfilename for sibling in info.siblings or ()]
+    commit: str = info.sha
+    with _locked(hub, HubModel(model.name, commit), progress):
 
-    def required() -> list[str]:
         def content(name: str) -> bytes:
-            return read_regular(Path(hub.hf_hub_download(model.name, name, revision=info.sha)))
+            return read_regular(Path(hub.hf_hub_download(model.name, name, revision=commit)))
 
-        return _required(names, str(HubModel(model.name, info.sha)), variant, content)
-
-    folder = _fetch(hub, HubModel(model.name, info.sha), required, progress)
-    if model.revision != info.sha:
-        _remember(folder, model.revision or hub.constants.DEFAULT_REVISION, info.sha)
-    return folder
+        names = [sibling.rfilename for sibling in info.siblings or ()]
+        patterns = _required(names, str(HubModel(model.name, commit)), variant, content)
+        path = Path(hub.snapshot_download(model.name, revision=model.revision, allow_patterns=patterns))
+    return HubFolder(path, HubModel(model.name, path.name))
 
 
 def _library(model: HubModel) -> Any:
@@ -128,22 +134,6 @@ def _library(model: HubModel) -> Any:
             f"no checkpoint at {model.name}: there is no such path; to load it from the Hugging Face Hub, install "
             "huggingface_hub (pip install epload[hub])"
         ) from error
-
-
-def _fetch(hub: Any, model: HubModel, required: Callable[[], Sequence[str]], progress: Progress) -> HubFolder:
-    """Downloads the files that ``required`` names, unless they are in the cache. ``model``: with a commit."""
-    try:
-        with _locked(hub, model, progress):
-            names = required()
-            paths = [hub.try_to_load_from_cache(model.name, name, revision=model.revision) for name in names]
-            if all(isinstance(path, str) for path in paths) and paths:
-                return HubFolder(Path(paths[0]).parent, model)
-            folder = hub.snapshot_download(model.name, revision=model.revision, allow_patterns=list(names))
-        return HubFolder(Path(folder), model)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise _describe(hub, model, error) from None
 
 
 def _required(names: Sequence[str], where: str, variant: str, content: Callable[[str], bytes]) -> list[str]:
@@ -173,21 +163,6 @@ def _required(names: Sequence[str], where: str, variant: str, content: Callable[
     return [*configs, *chosen]
 
 
-def _remember(folder: HubFolder, revision: str, commit: str) -> None:
-    """Writes, where huggingface_hub looks for it, which commit a branch is at, for when the Hub cannot be reached."""
-    ref = folder.path.parents[1] / "refs" / revision
-    with suppress(OSError):
-        ref.parent.mkdir(parents=True, exist_ok=True)
-        new = ref.with_name(f"{ref.name}.{os.getpid()}.tmp")
-        new.write_text(commit)
-        new.replace(ref)
-
-
-def _may_use_cache(hub: Any, error: Exception) -> bool:
-    """Returns True if the Hub has given no answer, rather than refused."""
-    return not isinstance(error, hub.errors.HfHubHTTPError) or error.response.status_code >= 500
-
-
 def _describe(hub: Any, model: HubModel, error: Exception) -> CheckpointError:
     """Returns what to raise, without the text of an HTTP error, which may quote the request."""
     errors, where = hub.errors, hub.constants.ENDPOINT
@@ -203,7 +178,9 @@ def _describe(hub: Any, model: HubModel, error: Exception) -> CheckpointError:
         )
     elif isinstance(error, errors.HfHubHTTPError):
         text = f"{where} answered {error.response.status_code} for {model}; load again, or pass a local folder"
-    elif isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | OSError) or _offline(error):
+    elif isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | OSError) or (
+        type(error).__module__.split(".")[0] in _HTTP_LIBRARIES
+    ):
         revision = f" --revision {model.revision}" if model.revision else ""
         text = (
             f"no checkpoint at {model.name}{f' in revision {model.revision}' if model.revision else ''}: there is no such path, "
@@ -215,14 +192,10 @@ def _describe(hub: Any, model: HubModel, error: Exception) -> CheckpointError:
     return CheckpointError(text)
 
 
-def _offline(error: Exception) -> bool:
-    return type(error).__module__.split(".")[0] in ("httpx", "httpx2", "httpcore", "requests")
-
-
 @contextmanager
 def _locked(hub: Any, model: HubModel, progress: Progress) -> Iterator[None]:
     """Holds the lock of one snapshot in the cache, which a process that dies releases. Calls ``progress`` when the cache grows,
-    by whatever process."""
+    by whatever process. Raises CheckpointError in place of what huggingface_hub raises."""
     cache, flat = Path(hub.constants.HF_HUB_CACHE), model.name.replace("/", "--")
     (cache / ".locks").mkdir(parents=True, exist_ok=True)
     done = threading.Event()
@@ -243,6 +216,10 @@ def _locked(hub: Any, model: HubModel, progress: Progress) -> Iterator[None]:
         with open(cache / ".locks" / f"epload--{flat}--{model.revision}.lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise _describe(hub, model, error) from None
     finally:
         done.set()
         watcher.join()

@@ -31,31 +31,15 @@ _DEVICE_TENSOR = "torch._utils _rebuild_device_tensor_from_cpu_tensor"
 _TENSORS = ("torch._utils _rebuild_tensor", "torch._utils _rebuild_parameter")
 
 Value = Any
-"""None for a number and the like, bytes for a string, str for the name of a class or function, and a :class:`_Container`."""
+"""A stand-in: None for a number and the like, bytes for a string, str for the name of a class or function, and a list for what
+contains other values, with these entries: the number of values in it and of 16 bytes of strings, each as often as it occurs;
+the number of tuples in tuples; the items, of a tuple; True if it occurs more than once, so that it must not grow; True if it may
+be something else than a container, such as a tensor."""
+_NODES, _DEPTH, _ITEMS, _IS_SHARED, _IS_OBJECT = range(5)
 
 
 class Suspicious(ValueError):
     """A pickle is malformed, or builds more than a checkpoint needs. The text says what."""
-
-
-class _Container:
-    """A stand-in for a tuple, a list, a dict, a set or an object."""
-
-    __slots__ = ("depth", "is_object", "is_shared", "items", "nodes")
-
-    def __init__(
-        self, nodes: int = 1, depth: int = 0, items: list[Value] | None = None, is_object: bool = False
-    ) -> None:
-        self.nodes = nodes
-        """Number of values in it and of 16 bytes of strings, each as often as it occurs."""
-        self.depth = depth
-        """Number of tuples in tuples."""
-        self.items = items
-        """The items of a tuple."""
-        self.is_object = is_object
-        """True if it may be something else than a container, such as a tensor."""
-        self.is_shared = False
-        """True if it occurs more than once, so that it must not grow."""
 
 
 def check_pickle(raw: bytes, begin: int = 0, records: bool = False) -> int:
@@ -73,20 +57,26 @@ def check_pickle(raw: bytes, begin: int = 0, records: bool = False) -> int:
         raise Suspicious("the pickle is malformed or truncated") from None
 
 
-# The number of bytes that follow an opcode, or of the length of the string that follows.
-_NUMBERS = {
-    pickle.NONE: 0, pickle.NEWTRUE: 0, pickle.NEWFALSE: 0, pickle.BININT: 4, pickle.BININT1: 1, pickle.BININT2: 2,
-    pickle.BINFLOAT: 8,
-}  # fmt: skip
-_STRINGS = {
-    pickle.SHORT_BINSTRING: 1, pickle.BINSTRING: 4, pickle.SHORT_BINUNICODE: 1, pickle.BINUNICODE: 4, pickle.BINUNICODE8: 8,
-    pickle.SHORT_BINBYTES: 1, pickle.BINBYTES: 4, pickle.BINBYTES8: 8, pickle.BYTEARRAY8: 8, pickle.LONG1: 1,
-}  # fmt: skip
-_NUMBER_BYTES = [_NUMBERS.get(bytes([code]), -1) for code in range(256)]
-_LENGTH_BYTES = [_STRINGS.get(bytes([code]), 0) for code in range(256)]
-_REFERENCE_BYTES = {pickle.BINPUT[0]: 1, pickle.LONG_BINPUT[0]: 4, pickle.BINGET[0]: 1, pickle.LONG_BINGET[0]: 4}
-_PUTS = (pickle.BINPUT[0], pickle.LONG_BINPUT[0])
-_MARK, _STOP, _LONG1 = pickle.MARK[0], pickle.STOP[0], pickle.LONG1[0]
+_NUMBER, _STRING, _PUT, _GET, _OTHER = range(5)
+_OPCODES: list[tuple[int, int]] = [(_OTHER, 0)] * 256
+"""The kind of each opcode, and how many bytes follow: a number, the length of a string, or a number in the memo."""
+for _kind, _nbytes, _codes in (
+    (_NUMBER, 0, pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE),
+    (_NUMBER, 1, pickle.BININT1),
+    (_NUMBER, 2, pickle.BININT2),
+    (_NUMBER, 4, pickle.BININT),
+    (_NUMBER, 8, pickle.BINFLOAT),
+    (_STRING, 1, pickle.SHORT_BINSTRING + pickle.SHORT_BINUNICODE + pickle.SHORT_BINBYTES + pickle.LONG1),
+    (_STRING, 4, pickle.BINSTRING + pickle.BINUNICODE + pickle.BINBYTES),
+    (_STRING, 8, pickle.BINUNICODE8 + pickle.BINBYTES8 + pickle.BYTEARRAY8),
+    (_PUT, 1, pickle.BINPUT),
+    (_PUT, 4, pickle.LONG_BINPUT),
+    (_GET, 1, pickle.BINGET),
+    (_GET, 4, pickle.LONG_BINGET),
+):
+    for _code in _codes:
+        _OPCODES[_code] = _kind, _nbytes
+_MARK, _STOP, _LONG1, _MEMOIZE = pickle.MARK[0], pickle.STOP[0], pickle.LONG1[0], pickle.MEMOIZE[0]
 
 
 class _Check:
@@ -104,38 +94,36 @@ class _Check:
         self._limit = _FREE_NODES + _NODES_PER_BYTE * len(raw)
 
     def run(self, begin: int) -> int:
-        raw, stack = self._raw, self._stack
+        raw, stack, memo = self._raw, self._stack, self._memo
         at = begin
         while (code := raw[at]) != _STOP:
-            at += 1
-            if (nbytes := _NUMBER_BYTES[code]) >= 0:
+            kind, nbytes = _OPCODES[code]
+            at += 1 + nbytes
+            if code == _MEMOIZE:
+                memo[len(memo)] = stack[-1]
+            elif kind == _NUMBER:
                 stack.append(None)
-                at += nbytes
-            elif nbytes := _REFERENCE_BYTES.get(code, 0):
-                number = int.from_bytes(raw[at : at + nbytes], "little")
-                at += nbytes
-                if code not in _PUTS:
-                    self._share(self._memo[number])
-                elif number > len(raw):  # an unpickler in C has an array of this length
-                    raise Suspicious(f"the pickle refers to value {number}, and has only {len(raw)} bytes")
-                else:
-                    self._memo[number] = stack[-1]
-            elif code == _MARK:
-                self._marks.append(len(stack))
-            elif nbytes := _LENGTH_BYTES[code]:
-                at += nbytes
+            elif kind == _GET:
+                self._share(memo[int.from_bytes(raw[at - nbytes : at], "little")])
+            elif kind == _STRING:
                 end = at + int.from_bytes(raw[at - nbytes : at], "little")
                 if end > len(raw):
                     raise Suspicious(f"the pickle has a string of {end - at} bytes, more than are left in it")
                 stack.append(None if code == _LONG1 else raw[at:end])
                 at = end
-            else:
-                step = _STEPS.get(code)
-                if step is None:
-                    raise Suspicious(f"the pickle has the opcode {bytes([code])!r}, which no checkpoint needs")
+            elif code == _MARK:
+                self._marks.append(len(stack))
+            elif kind == _PUT:
+                number = int.from_bytes(raw[at - nbytes : at], "little")
+                if number > len(raw):  # an unpickler in C has an array of this length
+                    raise Suspicious(f"the pickle refers to value {number}, and has only {len(raw)} bytes")
+                memo[number] = stack[-1]
+            elif step := _STEPS.get(code):
                 self._position = at
                 step(self)
                 at = self._position
+            else:
+                raise Suspicious(f"the pickle has the opcode {bytes([code])!r}, which no checkpoint needs")
         self._count(0, _FREE_NODES + _NODES_PER_BYTE * (at - begin))
         return at + 1
 
@@ -147,10 +135,11 @@ class _Check:
 
     def _share(self, value: Value) -> None:
         self._stack.append(value)
-        if value.__class__ is _Container:
-            value.is_shared = True
-        if value.__class__ is not str:
-            self._count(_measured([value])[0], self._limit)
+        if value.__class__ is list:
+            value[_IS_SHARED] = True
+            self._count(value[_NODES], self._limit)
+        elif value.__class__ is bytes:
+            self._count(1 + len(value) // 16, self._limit)
 
     def _pop(self, count: int) -> list[Value]:
         items = self._stack[-count:]
@@ -169,26 +158,26 @@ class _Check:
         nodes, depth = _measured(items)
         if depth >= _MAX_DEPTH:
             raise Suspicious(f"the pickle has tuples nested more than {_MAX_DEPTH} deep")
-        self._stack.append(_Container(1 + nodes, 1 + depth, items))
+        self._stack.append([1 + nodes, 1 + depth, items, False, False])
 
     def _add(self, items: list[Value]) -> None:
         """Adds items to the list, dict or object on top of the stack."""
         target = self._stack[-1]
-        if target.__class__ is not _Container or target.items is not None:
+        if target.__class__ is not list or target[_ITEMS] is not None:
             raise Suspicious("the pickle adds items to something that has none")
-        if target.is_shared:
+        if target[_IS_SHARED]:
             raise Suspicious("the pickle adds items to a value that is used elsewhere")
-        target.nodes += _measured(items)[0]
+        target[_NODES] += _measured(items)[0]
 
     def _reduce(self) -> None:
         function, arguments = self._pop(2)
         items = _items(arguments)
         if function in _TEXT_CALLS:
-            if not items or not all(item.__class__ is bytes for item in items) or not {*items[1:]} <= {*_ENCODINGS}:
+            if not all(item.__class__ is bytes for item in items) or not {*items[1:]} <= {*_ENCODINGS}:
                 raise Suspicious(f"the pickle calls {function.replace(' ', '.')} with something else than text")
             self._count(sum(map(len, items)), self._limit)
             if function == _TEXT_CALLS[0]:
-                self._stack.append(items[0])
+                self._stack.append(items[0] if items else b"")
                 return
         self._call(function, items)
         if function.__class__ is str and function.startswith(_TENSORS):
@@ -203,12 +192,12 @@ class _Check:
         if function == _DEVICE_TENSOR:
             raise Suspicious(f"the pickle calls {function.replace(' ', '.')}, which no checkpoint needs")
         is_container = function in _CONTAINERS
-        if is_container and any(value.__class__ is not _Container or value.is_object for value in arguments):
+        if is_container and any(value.__class__ is not list or value[_IS_OBJECT] for value in arguments):
             raise Suspicious(
                 f"the pickle calls {function.replace(' ', '.')} with something else than a list, tuple or dict"
             )
         nodes = 0 if self._records else _measured(arguments)[0]
-        self._stack.append(_Container(1 + nodes, is_object=not is_container))
+        self._stack.append([1 + nodes, 0, None, False, not is_container])
 
     def _global(self) -> None:
         end = self._raw.index(b"\n", self._raw.index(b"\n", self._position) + 1)
@@ -221,9 +210,6 @@ class _Check:
             raise Suspicious("the pickle names a class by something else than two strings")
         self._stack.append(f"{module.decode(errors='replace')} {name.decode(errors='replace')}")
 
-    def _memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
-
     def _skip(self, nbytes: int) -> None:
         self._position += nbytes
 
@@ -233,9 +219,11 @@ def _measured(values: list[Value]) -> tuple[int, int]:
     directly, where its arguments are seen."""
     nodes, depth = len(values), 0
     for value in values:
-        if value.__class__ is _Container:
-            nodes += value.nodes - 1
-            depth = max(depth, value.depth)
+        if value is None:
+            continue
+        if value.__class__ is list:
+            nodes += value[_NODES] - 1
+            depth = max(depth, value[_DEPTH])
         elif value.__class__ is bytes:
             nodes += len(value) // 16  # hashing a string again is free, showing it is not
         elif value.__class__ is str and value in _TEXT_CALLS:
@@ -245,7 +233,7 @@ def _measured(values: list[Value]) -> tuple[int, int]:
 
 def _items(arguments: Value) -> list[Value]:
     """Returns the arguments of a call; those that are no tuple as one."""
-    return arguments.items if arguments.__class__ is _Container and arguments.items is not None else [arguments]
+    return arguments[_ITEMS] if arguments.__class__ is list and arguments[_ITEMS] is not None else [arguments]
 
 
 _STEPS: dict[int, Callable[[_Check], object]] = {
@@ -253,15 +241,14 @@ _STEPS: dict[int, Callable[[_Check], object]] = {
     pickle.FRAME[0]: lambda check: check._skip(8),
     pickle.GLOBAL[0]: _Check._global,
     pickle.STACK_GLOBAL[0]: _Check._stack_global,
-    pickle.MEMOIZE[0]: _Check._memoize,
     pickle.EMPTY_TUPLE[0]: lambda check: check._push_tuple([]),
     pickle.TUPLE1[0]: lambda check: check._push_tuple(check._pop(1)),
     pickle.TUPLE2[0]: lambda check: check._push_tuple(check._pop(2)),
     pickle.TUPLE3[0]: lambda check: check._push_tuple(check._pop(3)),
     pickle.TUPLE[0]: lambda check: check._push_tuple(check._pop_mark()),
-    pickle.EMPTY_LIST[0]: lambda check: check._stack.append(_Container()),
-    pickle.EMPTY_DICT[0]: lambda check: check._stack.append(_Container()),
-    pickle.EMPTY_SET[0]: lambda check: check._stack.append(_Container()),
+    pickle.EMPTY_LIST[0]: lambda check: check._stack.append([1, 0, None, False, False]),
+    pickle.EMPTY_DICT[0]: lambda check: check._stack.append([1, 0, None, False, False]),
+    pickle.EMPTY_SET[0]: lambda check: check._stack.append([1, 0, None, False, False]),
     pickle.APPEND[0]: lambda check: check._add(check._pop(1)),
     pickle.APPENDS[0]: lambda check: check._add(check._pop_mark()),
     pickle.SETITEM[0]: lambda check: check._add(check._pop(2)),
